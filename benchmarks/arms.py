@@ -45,13 +45,13 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """Events of a run that has ended; `completed` if it took all of its steps."""
+    """Recipe and events of a run that has ended; `completed` is True if the run took all of its steps."""
 
     config: RunConfig
     history: RunHistory
     completed: bool
     accuracy: float | None = None
-    """Greedy accuracy on held-out problems, of the last checkpoint in float32."""
+    """Greedy accuracy of the last checkpoint on held-out problems, in float32; None if it was not evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Job:
 def train(job: Job, *, judged: bool = True) -> FinishedRun:
     """Run the job and, if `judged`, evaluate the last checkpoint.
 
-    Raises RuntimeError if the run left no checkpoint, no step or no evaluation.
+    Raises RuntimeError if the run ended without a checkpoint, a step or an evaluation.
     """
     with tempfile.TemporaryDirectory(prefix="pipelinerl-arm-") as folder:
         changes = [*job.changes, f"run.seed={job.seed}", f"run.directory={folder}", "run.name=arm"]
@@ -107,11 +107,14 @@ def measured(
     repeats: bool = True,
     summary: Callable[[Sequence[Figures]], Mapping[str, Any]] = lambda _: {},
 ) -> list[Figures]:
-    """Return the figures of every job; first run each job that is not in the record yet. Recorded runs that are
-    not in `jobs` stay recorded.
+    """Return the figures (recorded results) of every job; first run each job that is not in the record yet.
+
+    Runs in the record that are not among `jobs` stay there.
 
     Args:
         benchmark: name of the record, which is written after each run unless `quick`.
+        figures: computes the figures of a run that has ended.
+        judged: whether the last checkpoint of each run is evaluated.
         repeats: whether a run that other programs disturbed is repeated once.
         summary: further entries of the record, computed from all runs in it.
     """
@@ -142,18 +145,18 @@ class _OtherWork:
         self._busy, self._own = _busy_s(), _own_s()
 
     def figures(self) -> Figures:
-        """Return `load` (average of the last minute) and `others` (other programs' processor time / the run's own)."""
+        """Return `load` (load average of a minute) and `others` (CPU time of other programs over that of the run)."""
         own = _own_s() - self._own
         return {"load": os.getloadavg()[0], "others": max(0.0, _busy_s() - self._busy - own) / max(own, 1e-3)}
 
 
 def _own_s() -> float:
-    """Return the processor's seconds of this process and of its children that have ended."""
+    """Return the CPU seconds that this process and its ended child processes have used."""
     return sum(psutil.Process().cpu_times()[:4])
 
 
 def _busy_s() -> float:
-    """Return all processors' seconds that programs used or the host took away."""
+    """Return the CPU seconds, over all cores, that any program used or that the virtual machine's host took away."""
     times = psutil.cpu_times()
     return sum(getattr(times, each, 0.0) for each in ("user", "nice", "system", "irq", "softirq", "steal"))
 
@@ -164,7 +167,7 @@ def recorded(benchmark: str) -> list[Figures]:
 
 
 def figures_of(job: Job, run: FinishedRun) -> Figures:
-    """Return the results of a run that every comparison of schedules or staleness bounds shows.
+    """Return a run's results for the tables and pictures of `schedules` and `staleness`.
 
     `accuracy` is greedy, on held-out problems, with the last weights. `reward` is the mean over the last tenth of the
     steps, `area` the mean over all steps. `seconds` is the training time. `age`: versions between a rollout's oldest

@@ -1,14 +1,15 @@
-"""Measure how often rendering a conversation again changes its tokens, and that the gateway's never do.
+"""Measure how often rendering a conversation again changes its tokens; the gateway must never change them.
 
     naive      renders and tokenises all messages again for each turn; a conversation drifts if the new tokens do not
                begin with the tokens of the turns before
     ours       `Episode` and `encode_continuation`, as in a run; a conversation drifts if a sampled id is misplaced in
                the training sequence, or not trained exactly once
 
-The templates behave like the models they are named after; Qwen3-2507 is that of Instruct-2507, which keeps thinking and
-white space in answers. Answers resemble those of models: one in five ends with white space, and half of the tool calls
-are compact JSON. A conversation is plain, or its answers think, call a tool, or do `both` in one turn. In the arms
-`split`, one token in 50 is sampled as two tokens that spell the same text, as happens at temperature 1.
+The chat templates behave like those of the models they are named after. `Qwen3-2507` stands for Qwen3-Instruct-2507,
+whose template keeps thinking and white space in answers. Answers resemble those of models: one in five ends with white
+space, and half of the tool calls are compact JSON. A conversation is plain, or its answers think, call a tool, or do
+`both` in one turn. In the arms `split`, one token in 50 is sampled as two tokens that spell the same text, as happens
+at temperature 1.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def run(quick: bool = False) -> None:
 
 @final
 class TemplateModel:
-    """A tokenizer with a template, and a scripted model whose answers are random by seed."""
+    """A tokenizer with a chat template, and a scripted model whose answers are drawn at random from a seed."""
 
     def __init__(self, template: str) -> None:
         from tokenizers import AddedToken

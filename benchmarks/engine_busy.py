@@ -51,7 +51,7 @@ def _trainer(folder: Path, url: str, core: int, pipe: Connection) -> None:
 
 
 async def _follow(folder: Path, url: str, pipe: Connection) -> None:
-    """Work in each mode for as many seconds as the pipe requests, and answer with the number of steps taken."""
+    """Receive (mode, seconds) from the pipe, work that long in this mode, send back the number of steps; repeat."""
     async with EngineClient(state_timeout_s=60.0) as client:
         work = _work(folder, url, client)
         for step in work.values():  # warm up and join the process group before the measurements

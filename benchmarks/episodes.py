@@ -1,9 +1,10 @@
-"""Measure episodes: engines stay busy with a thousand slow-tool episodes, and a multi-turn game trains.
+"""Measure whether a thousand episodes with slow tools keep engines busy, and whether a multi-turn game trains.
 
-    busy       `Crowd`: groups of episodes run through an actor's gateway, episode hosts and engine pool, on engines
-               with paced decode steps. After each answer a tool takes 0.01 to 60 s (log-uniform, mean seven). When a
-               group's last episode ends, the next group begins. The result is the share of slots that decode, times the
-               share of time in which engines have work.
+    busy       `Crowd`: groups of episodes run through an actor's gateway, episode hosts (processes that run the
+               environments) and engine pool, on engines with paced decode steps. After each answer a tool takes 0.01 to
+               60 s (log-uniform, mean seven). When a group's last episode ends, the next group begins. The result is
+               the share of the engines' decode slots that are occupied, times the share of time in which engines have
+               work.
     learning   `examples/guess_letter` with a bigram model, until the mean reward of `WINDOW` steps reaches `LEARNT`
 
 An episode is stuck if it has not ended after twice the longest time that its tools could take.
@@ -62,7 +63,7 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True)
 class Crowded:
-    """Result of a crowd: share of busy slots, number of ended and of stuck episodes."""
+    """Result of a crowd: share of the engines' decode slots that were busy, and numbers of ended and stuck episodes."""
 
     busy: float
     episodes: int

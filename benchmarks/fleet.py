@@ -141,7 +141,7 @@ async def _measure(engines: int, tensors: int, rounds: int) -> dict[str, Any]:
             publisher = BroadcastPublisher(client)
 
             async def control_s(membership: int) -> float:
-                """Publish the next version; return the seconds outside the broadcast."""
+                """Publish the next version to group number `membership`; return the seconds outside the broadcast."""
                 report = await publish(
                     publisher, next(versions), layout, lambda: iter(weights), urls, membership=membership
                 )

@@ -2,7 +2,8 @@
 
     turn      an agent in another process repeats a conversation of `CONTEXT` tokens in `MESSAGES` messages; the result
               is the processor time of the gateway's process per request
-    memory    `OPEN` episodes of `CONTEXT` tokens each, all waiting for an answer on a connection of their own
+    memory    `OPEN` episodes of `CONTEXT` tokens each, all waiting for an answer on a connection of their own; the
+              result is the memory that they add to the gateway's process
     ratio     agents of `EPISODES` concurrent episodes send turns of `NEW_TOKENS` new tokens through a gateway, which
               forwards them to a torch engine as an actor does; in the other arm they send the engine the requests that
               the gateway would send. Engine, gateway and agents have a process each
@@ -178,7 +179,7 @@ async def _memory(agents: Child) -> float:
 
 
 def _real_turns(agents: Child, rounds: int) -> Paired:
-    """Return the seconds that all turns take through the gateway and directly, by round."""
+    """Return the seconds that all turns take in each round, through the gateway and sent directly to the engine."""
     with tempfile.TemporaryDirectory(prefix="gateway-") as name:
         random_decoder(DebugSize.MB_3).save_pretrained(name)
         with served(EngineOrder(folder=Path(name), slots=EPISODES, context=CONTEXT)) as engine:
@@ -235,7 +236,7 @@ def _body(messages: Sequence[Mapping[str, str]]) -> bytes:
 
 
 async def _sent(agents: Child, work: Sequence[tuple[str, Sequence[bytes]]], apart_s: float = 0.0) -> None:
-    """Start an agent for each (base URL, requests), which sends its requests in turn; wait until all have ended."""
+    """Start an agent per (base URL, requests), `apart_s` seconds apart; wait until each has sent all its requests."""
     await asyncio.to_thread(agents.call, (work, apart_s), timeout_s=_DEADLINE_S)
 
 

@@ -2,10 +2,10 @@
 
 correctness  log-probs of sampled tokens against a plain transformers forward of the same tokens: fp32 against fp32;
              bf16 against fp32, where the error must be no larger than that of transformers in bf16
-decode       tokens/s of full batches, relative to the limit set by memory: a step reads the weights and cache once
-ragged       four heavy-tailed answers per slot: time of a decode step, relative to a step with equal answer lengths
+decode       tokens/s of full batches, relative to the bandwidth limit: a step reads the weights and KV cache once
+ragged       four heavy-tailed answers per batch row: time of a decode step, relative to a step with equal lengths
 continued    a conversation's second turn, whose prefix is cached: log-probs, cache hits, time relative to a new prompt
-staging      peak memory of an engine with a memory share, from its start until after its first update
+staging      peak memory of an engine that may use half of the GPU, from its start until after its first update
 update       weights broadcast through the contract to an engine in another process while it decodes
 """
 
@@ -46,7 +46,7 @@ def prompts(scale: Scale, count: int, *path: str | int, length: int | None = Non
 
 
 def order_of(folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) -> EngineOrder:
-    """Return the settings of an engine with the scale's size."""
+    """Return the settings of an engine whose rows and context length are those of `scale`."""
     context = scale.prompt + scale.answer
     return EngineOrder(folder=folder, slots=scale.slots, context=context, device=device.type, dtype=dtype.value)
 
@@ -54,7 +54,7 @@ def order_of(folder: Path, scale: Scale, device: torch.device, dtype: WeightDTyp
 def local(
     folder: Path, scale: Scale, device: torch.device, dtype: WeightDType, **changes: Any
 ) -> AbstractContextManager[LocalEngine]:
-    """Start an engine of the scale's size in this process; `changes` are fields of `EngineOrder`."""
+    """Start an engine as `order_of` describes it, in this process; `changes` replace fields of `EngineOrder`."""
     order = order_of(folder, scale, device, dtype)
     return served_engine.local(replace(order, prefill_tokens=scale.slots * scale.prompt, **changes))
 
@@ -110,7 +110,10 @@ def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple
 
 
 def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare a full batch's decode rate with the memory limit; its time is that of long minus short answers."""
+    """Compare a full batch's decode rate with the limit that memory bandwidth sets.
+
+    The time of the prefill cancels: a step's time is that of long answers minus that of short answers, per token.
+    """
     batch, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
     bandwidth = 2 * scale.copy_bytes / copy_seconds(scale.copy_bytes, device)  # each byte is read and written
     with local(folder, scale, device, WeightDType.BFLOAT16) as engine:
@@ -138,7 +141,7 @@ def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 
 def check_ragged(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare decode steps of answers with log-normal lengths with steps of answers of equal lengths."""
+    """Compare the time of a decode step between answers of log-normal lengths and answers of equal lengths."""
     count = 4 * scale.slots
     drawn = rng.generator(0, "gpu_check", "ragged").lognormal(np.log(scale.answer / 8), 1.0, count)
     ragged = np.clip(drawn, 1, scale.answer).astype(int).tolist()
@@ -195,7 +198,7 @@ def check_continued(folder: Path, scale: Scale, device: torch.device) -> tuple[l
 
 
 def check_staging(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Check that an engine keeps to its memory share during an update; on a CPU, the share bounds its cache."""
+    """Check that an engine keeps to its share of the GPU during an update; on a CPU, check only its KV cache."""
     is_cuda, share = device.type == "cuda", 0.5
     options = engine_options(order_of(folder, scale, device, WeightDType.BFLOAT16))
     options = replace(options, memory_share=share if is_cuda else None)

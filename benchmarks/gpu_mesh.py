@@ -54,7 +54,7 @@ _SILENCE_S: Final = 10.0
 
 @contextmanager
 def other_rank(coordinator: str) -> Iterator[None]:
-    """Start rank 1 of two on the second GPU, through the command line."""
+    """Run rank 1 of a two-process trainer on the second GPU, as a process of the command `trainer-rank`."""
     options = ["--set", "trainer.options.mesh.dp_shard=2"]
     options += ["--set", f"trainer.options.distributed.coordinator={json.dumps(coordinator)}"]
     argv = [sys.executable, "-m", "pipelinerl.cli", "trainer-rank", "--rank", "1", *options]
@@ -67,7 +67,7 @@ def other_rank(coordinator: str) -> Iterator[None]:
 
 
 def check_mesh(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare a trainer of two processes, rank 0 in this one, with a trainer of one; skip this without two GPUs."""
+    """Compare a trainer of two processes (rank 0 is this one) with a single-process trainer; skip without two GPUs."""
     if device.type != "cuda" or torch.cuda.device_count() < 2:
         return [Row("trainer of two processes", "not checked: it needs two GPUs")], {"checked": False}
     batch = random_batch(scale)
@@ -93,7 +93,7 @@ def check_mesh(folder: Path, scale: Scale, device: torch.device) -> tuple[list[R
 
 
 def _gathered_during_passes(trainer: Trainer, batch: MicroBatch) -> int:
-    """Return the number of parameters that differ when a thread gathers them during backward passes."""
+    """Return how many parameters differ between weights gathered during backward passes and weights gathered idle."""
     idle = copied(trainer.gather_weights())
     gathering = in_background("gather", lambda: copied(trainer.gather_weights()))
     while not gathering.done():

@@ -232,7 +232,7 @@ def check_vocabulary(folder: Path, scale: Scale, device: torch.device) -> tuple[
 
 @torch.no_grad()
 def _exact_gradients(hidden: Tensor, weight: Tensor, chosen: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of Σ slope · log-prob with respect to hidden states and weight, in fp32."""
+    """Return the fp32 gradients of Σ slope · log-prob(chosen token) with respect to hidden states and weight."""
     of_hidden, of_weight, rows = torch.empty_like(hidden), torch.zeros_like(weight), 64
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
@@ -245,7 +245,7 @@ def _exact_gradients(hidden: Tensor, weight: Tensor, chosen: Tensor, slopes: Ten
 
 
 def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Time backward passes alone and while a thread publishes: over NCCL if a second GPU runs the engine, else gloo."""
+    """Time backward passes alone and while a thread publishes weights (over NCCL with a second GPU, else gloo)."""
     batch, trainer = random_batch(scale), trainer_of(folder, device, Precision.BF16)
 
     def backward() -> float:
@@ -337,7 +337,7 @@ class Layer(NamedTuple):
     window: int | None
 
     def apart(self) -> dict[str, float]:
-        """Return by implementation the largest relative difference of output and gradients from buckets in fp32."""
+        """Return each implementation's largest relative error of output and gradients, against buckets in fp32."""
         exact = _attended(self.plans["buckets"], [each.float() for each in self.drawn], self.window)
         return {arm: _largest(_attended(plan, self.drawn, self.window), exact) for arm, plan in self.plans.items()}
 
@@ -352,7 +352,7 @@ class Layer(NamedTuple):
 
 
 def check_attention(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare kernel and buckets on single layers and on whole steps; without CUDA report that nothing was checked."""
+    """Compare torch's varlen kernel with padded buckets, on single layers and whole steps; without CUDA, do nothing."""
     if device.type != "cuda":
         return [Row("varlen against buckets", "not checked: the kernel is CUDA's")], {"checked": False}
     rows: list[Row] = []

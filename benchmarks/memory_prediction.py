@@ -1,4 +1,4 @@
-"""Compare the torch trainer's peak memory with the prediction of `pipelinerl check`: within 15 %.
+"""Check that `pipelinerl check` predicts the torch trainer's peak memory within 15 %.
 
 Several decoders (and SmolLM2-135M if models/smollm2 has it) are trained, all parameters or by LoRA, in fp32 and bf16,
 with and without gradient checkpointing. The peak is measured by torch's profiler on a CPU, and by
@@ -81,7 +81,7 @@ def run(quick: bool = False) -> None:
 
 
 def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare prediction and peak for the scale's model on the device; on a CPU, a profiler counts allocations."""
+    """Compare prediction and peak for the model in `folder` on the device; on a CPU, a profiler counts allocations."""
     bf16, host = OptimizerOptions(moments=MomentDType.BF16), OptimizerOptions(place=StatePlace.HOST)
     variants = ((0, False), (0, True), (16, False), (0, True, bf16), (0, True, host))
     cases = [MemoryCase("decoder", folder, scale.trained_tokens, Precision.BF16, *each) for each in variants]
@@ -143,7 +143,7 @@ def _peak(trainer: Any, batch: MicroBatch, device: torch.device) -> int:
 
 
 def _standing(trainer: Any) -> int:
-    """Return the bytes that were allocated before a step, which the profiler does not count in that step."""
+    """Return the bytes of weights and optimizer state, allocated before the profiled step and so not counted in it."""
     worker = trainer._worker
     moments = [each for state in worker.optimizer.state.values() for each in state.values()]
     tensors = [*worker.own.values(), *worker.masters.values(), *worker.trained.values(), *moments]

@@ -1,8 +1,9 @@
-"""Compare the objective's five slots with one expression: the loss of GRPO and its gradient in torch.
+"""Compare the objective of five exchangeable terms (slots) with one expression: GRPO's loss and gradient in torch.
 
 Both arms compute −J and d(−J)/d log π from the same fp32 tensors: micro-batches of rollouts with prompts, packed as the
 trainer packs them. The reference, `minimum`, writes PPO's min as one expression on prepared weights and masks; unlike
-the slots, it requires finite log-probs of prompts. The gradients of both arms must agree before anything is timed.
+the slots, it requires that the log-probs of prompt tokens are finite. The gradients of both arms must agree before
+anything is timed.
 """
 
 from __future__ import annotations

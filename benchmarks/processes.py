@@ -1,4 +1,4 @@
-"""Processes of benchmarks, which end with a context: `spawned` runs a function in one, `live_run` starts whole runs."""
+"""Processes that end with a `with` block, for benchmarks: `spawned` runs a function in one, `live_run` a whole run."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class LiveRun:
         return [launcher, *launcher.children(recursive=True)]
 
     def waited_for(self, role: str, *, other_than: int = 0) -> psutil.Process:
-        """Wait until a process with this role exists, other than that with the id `other_than`, and return it."""
+        """Wait for a process of this role whose process id is not `other_than`, and return the process."""
 
         def running() -> psutil.Process | None:
             for process in self.processes():

@@ -78,7 +78,7 @@ LOADS = (
 
 
 async def ours(streams: RedisStream, groups: list[RolloutGroup]) -> None:
-    """Encode the groups, append them `DEPTH` at a time, read as many, and decode them."""
+    """Encode the groups and append them in batches of `DEPTH`; then read them in such batches and decode them."""
     for start in range(0, len(groups), DEPTH):
         batch = [encode_group(group) for group in groups[start : start + DEPTH]]
         await streams.append("ours", batch, first_id=start + 1)

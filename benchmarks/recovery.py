@@ -1,12 +1,14 @@
 """Measure how long a killed trainer and a killed run take to recover, compared with a bare import.
 
-    trainer    kill -9 of a live run's trainer: time from the start of its next process to the controller's directive
-    run        kill -9 of all processes: time from the start of `run --resume` to the controller's directive
+    trainer    kill -9 of a live run's trainer: time from the start of the new process until it is ready
+    run        kill -9 of all processes: time from the start of `run --resume` until the trainer is ready
+
+The trainer is ready when the controller has accepted its report and recorded the event `trainer_ready`.
 
 The bare arm starts the same processes in the same order on the same cores, but they only import the modules that the
-run's processes import; the trainer's also reads the bytes of the newest checkpoint. The launcher is stopped while the
-bare trainer starts, so the run waits for a trainer in both arms. Neither arm includes the launcher's restart delay of
-half a second.
+run's processes import; the trainer's also reads the bytes of the newest checkpoint. The launcher is suspended while the
+bare trainer runs, so that it does not restart the real trainer meanwhile: the rest of the run waits in both arms.
+Neither arm includes the launcher's restart delay of half a second.
 """
 
 from __future__ import annotations

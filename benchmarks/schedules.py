@@ -184,10 +184,11 @@ def figures(job: Job, run: FinishedRun) -> Figures:
 
 
 def ratios(runs: Sequence[Figures]) -> Mapping[str, Any]:
-    """Return by cell and target reward each asynchronous arm's seconds to the reward, over the best conventional arm's.
+    """Return each asynchronous arm's seconds to a target reward, divided by those of the best conventional arm.
 
-    The best conventional arm has the smallest median over its seeds. Ratios are paired by seed; the result is their
-    median with its interval. An arm that missed the reward with any seed has no ratio.
+    The result has a table per cell and target reward. The best conventional arm is that with the smallest median time.
+    Ratios are paired by seed: a table holds their median with its interval. An arm that missed the reward with any seed
+    has no ratio.
     """
     found: dict[str, Any] = {}
     cells_of_runs = {row["cell"]: targets_of(row["recipe"]) for row in runs}
@@ -213,7 +214,7 @@ def ratios(runs: Sequence[Figures]) -> Mapping[str, Any]:
 
 
 def cells(*, quick: bool, recipe: str) -> list[Cell]:
-    """Return the cells to run; a recipe other than the tiny one keeps its own answer lengths and number of steps."""
+    """Return the cells to run; a recipe other than `tiny` has one cell, with its own answer lengths and steps."""
     if recipe != RECIPE:
         return [Cell(recipe=recipe, lengths="as the recipe", optimizer_steps=load(recipe).run.steps)]
     laws = ("heavy-tailed",) if quick else tuple(_WORDS)
@@ -222,7 +223,7 @@ def cells(*, quick: bool, recipe: str) -> list[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Short runs with a seed of their own, which choose among candidate overrides for each arm of each cell."""
+    """Short runs, with a seed that no full run has, that select the best candidate overrides for each arm and cell."""
 
     name: str
     candidates: Mapping[tuple[Cell, Schedule], Sequence[tuple[str, ...]]]

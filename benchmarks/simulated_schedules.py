@@ -38,7 +38,7 @@ _BOUNDS: Final[Mapping[str, StalenessBounds]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """Figures of an arm on a number of GPUs, of which `engines` generate; conventional RL trains on the same ones."""
+    """Result of an arm on `gpus` GPUs: `engines` of them generate, the others train; in conventional RL all do both."""
 
     arm: str
     gpus: int
@@ -82,7 +82,7 @@ def arms(gpus: int, *, steps: int) -> list[Scaled]:
 def _simulated(
     arm: str, gpus: int, engines: int, bounds: StalenessBounds, on_update: OnUpdate, *, batches: int, steps: int
 ) -> Scaled:
-    """Simulate an arm whose trainer has the GPUs without engines, or all of them if all have engines."""
+    """Simulate an arm; its trainer has the GPUs that have no engine, or all GPUs in conventional RL."""
     trainers, context = gpus - engines or gpus, mean_context(_LENGTHS, _PROMPT)
     rollouts = _BATCH * batches
     at_work = rollouts // _GROUP if bounds.k == 1 else 2 * engines * _ROWS // _GROUP

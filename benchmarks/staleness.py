@@ -4,12 +4,12 @@
     (1, 2)     one step off
     (1, 8)     the preset `pipeline`: in-flight weights after each step, and room in the queue
     (4, 8)     a publication every fourth step
-    (16, 16)   a publication every sixteenth step, and no older tokens
+    (16, 16)   a publication every sixteenth step; tokens of earlier weights are not trained
     (16, 32)   RLAX's default
 
 An engine's weights are at most j versions old, and a trained token at most k. The objective is REINFORCE per token with
 the group's mean as baseline, so only the importance weight depends on a token's age: it is 1 in the arms `plain`, and
-min(π / μ, 2) in the arms `TIS-2` (Yao et al. 2025; RLAX's ClipHigher row). No target is set. `--plot` draws
+min(π / μ, 2) in the arms `TIS-2` (Yao et al. 2025; ClipHigher in RLAX's table). No target is set. `--plot` draws
 docs/pictures/staleness.png. Compare rewards by samples, since seconds depend on the machine.
 """
 

@@ -55,8 +55,8 @@ def figures(_: Job, run: FinishedRun) -> Figures:
     """Return the figures to record for a run.
 
     `mismatch` is the mean |Δ log p| between sampler and trainer. `numerics` is this mean over only those tokens that
-    were sampled with the step's starting weights, where all difference is due to quantisation. Figures other than
-    `accuracy` are means over the steps.
+    were sampled with the step's starting weights, where all difference is due to quantisation. Each figure other than
+    `accuracy` and the curves is a mean over the steps.
     """
     steps = partial(steps_of, run.history)
     mismatch, ess = steps("logprob_difference_mean"), steps("ess")

@@ -49,7 +49,7 @@ Curve = Sequence[tuple[int, float, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """The recipe (name or path) that we and TRL train, and our targets as shares of TRL's time."""
+    """The recipe (name or path) of both arms, target accuracies, and limits of our time as a share of TRL's time."""
 
     recipe: str
     targets: Sequence[float]
@@ -84,7 +84,7 @@ class Arm:
     load: float
 
     def crossing(self, target: float) -> Crossing:
-        """Return the first evaluation at or above `target` after training began, otherwise the last one."""
+        """Return the first evaluation after step 0 with accuracy at least `target`; if there is none, the last."""
         for step, seconds, accuracy in self.curve:
             if step > 0 and accuracy >= target:
                 return Crossing(step, seconds, True)
@@ -121,7 +121,7 @@ def ours(recipe: Path, *, seed: int, until: float) -> Arm:
 
 
 def theirs(recipe: Path, *, seed: int, until: float, manner: str) -> Arm:
-    """Run TRL until its held-out accuracy reaches `until`."""
+    """Run TRL with the thread setting `manner` (see `MANNERS`) until its held-out accuracy reaches `until`."""
     load_average, steps = os.getloadavg()[0], load(recipe).run.steps
     result = _trl(manner, recipe=str(recipe), seed=seed, steps=steps, until=until)
     return Arm(result["points"], result["ends"], load_average)
@@ -144,7 +144,7 @@ def _trl(manner: str, **order: Any) -> Any:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment without settings of threads."""
+    """Return this process's environment without the variables that set OpenMP's threads."""
     return {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
 
 
@@ -156,7 +156,7 @@ def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval,
 
 
 def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> Iterator[dict[str, Any]]:
-    """Train with each seed (half an hour); after each, print the table and yield the payload, merged with `known`."""
+    """Train both arms with each seed (half an hour per seed); after each, yield the record, merged with `known`."""
     manner, tried = fastest_manner(recipe, steps=task.probe_steps, tries_of_each=task.probe_tries)
     until, by_seed = max(task.targets), dict(known)
     for seed in seeds:

@@ -5,10 +5,11 @@
 prints an `ArmResult` as one line of JSON. The clock starts with training and pauses during evaluations.
 
 TRL takes one optimizer step per generation, so its ratio π / μ is 1, and its gradient equals that of the recipe's
-`clipped_ratio` or `logprob`. TRL's `loss_type="dr_grpo"` divides the loss by samples x max tokens, our `sequences` by
-samples: AdamW ignores the constant max tokens, and the gradient clip is divided by it. AdamW, learning-rate schedule,
-group size, samples per step and sampling are the recipe's. `beta` is 0; dropout, gradient checkpointing, logging and
-saving are off. One difference remains: a recipe may replace groups without signal, for which TRL has no setting.
+`clipped_ratio` or `logprob`. TRL's `loss_type="dr_grpo"` divides the loss by samples x max tokens, the recipe's
+aggregation `sequences` by samples x `length` (1 by default). AdamW is invariant to this constant factor, and TRL's
+gradient clip is scaled by it. AdamW, learning-rate schedule, group size, samples per step and sampling are the
+recipe's. `beta` is 0; dropout, gradient checkpointing, logging and saving are off. One difference remains: a recipe may
+replace groups without signal, for which TRL has no setting.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ArmResult:
 
 @contextmanager
 def judge_of(config: RunConfig) -> Iterator[Judge]:
-    """Yield a synchronous function that judges with the recipe's verifiers, which are asynchronous."""
+    """Yield a synchronous function that judges answers with the recipe's verifiers (which are asynchronous)."""
     verifiers = {domain.name: open_verifier(domain) for domain in config.domains}
 
     async def judge(problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
@@ -82,7 +83,7 @@ def judge_of(config: RunConfig) -> Iterator[Judge]:
 @final
 @dataclass(slots=True)
 class Clock:
-    """Seconds of training; the clock can be paused."""
+    """A clock that counts the seconds of training and can be paused."""
 
     now: Callable[[], float] = time.perf_counter
     _began: float = 0.0
@@ -97,7 +98,7 @@ class Clock:
         return self.now() - self._began - self._held
 
     def without(self, work: Callable[[], float]) -> float:
-        """Do `work` while the clock is paused."""
+        """Do `work` while the clock is paused, and return its result."""
         began = self.now()
         result = work()
         self._held += self.now() - began
@@ -105,7 +106,7 @@ class Clock:
 
 
 def held_out_accuracy(config: RunConfig, judge: Judge, tokenizer: ChatTokenizer, model: Any) -> float:
-    """Return the share of the recipe's held-out problems, if judged, that the model solves greedily, in one batch."""
+    """Sample a greedy answer per held-out problem, in one batch; return the share of judged answers that are right."""
     from benchmarks.torch_step import generate
 
     wanted = config.evaluation_sets[0]

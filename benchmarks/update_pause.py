@@ -94,7 +94,7 @@ class UpdateMeter:
                 await asyncio.sleep(0.01)
 
     async def update(self, weights: WeightSource) -> Update:
-        """Publish the next version; return seconds: `longest`, `control`, `step`, the engine's pause, and in all."""
+        """Publish the next version; return `longest`, `control`, `step`, the engine's `pause`, and the `total`."""
         self.version += 1
         began = time.monotonic()
         report = await publish(self.publisher, self.version, self.layout, weights, [self.url])

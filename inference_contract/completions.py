@@ -31,7 +31,7 @@ _PROMPTS: Final = "must be a text, a list of texts, token ids, or a list of toke
 
 
 class CompletionRequest(BaseModel):
-    """OpenAI's completion request; all other fields are those of `ChatCompletionRequest`.
+    """OpenAI's completion request; fields that are not listed here are those of `ChatCompletionRequest`.
 
     `logprobs` is the number of likeliest tokens to report per sampled token. A text prompt that spells out a control
     token is tokenised as plain text; send token ids to use control tokens. Fields for chats only (`messages`, `tools`,
@@ -90,7 +90,7 @@ def _are_ids(value: Any) -> bool:
 
 
 class TextLogprobs(Wire):
-    """OpenAI's older form of log-probs: one list per quantity, one entry per token."""
+    """OpenAI's older form of log-probs: each field is a list with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float]

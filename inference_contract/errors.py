@@ -9,8 +9,8 @@
     ├── Conflict                  409
     │   ├── StaleGeneration       409 stale_generation        a process group older than the one joined
     │   ├── StaleVersion          409 stale_version           a weight version older than the one served
-    │   ├── UpdateInProgress      409 update_in_progress      another update holds the second buffer
-    │   └── NotPrepared           409 not_prepared            commit, abort or broadcast without a prepare
+    │   ├── UpdateInProgress      409 update_in_progress      another update is under way
+    │   └── NotPrepared           409 not_prepared            no earlier prepare, no process group, or no such version
     ├── LayoutMismatch            422 layout_mismatch         names, order or shapes differ from the model's, or a dtype
     │                                                         that the engine does not convert
     ├── OutOfRange                422 out_of_range            a value exceeds the range of the engine's dtype
@@ -27,7 +27,7 @@ Unauthorized, UnknownModel, LayoutMismatch, OutOfRange. All others are TRANSIENT
 
 To add an error, subclass the nearest parent and set `status`, `code` and, if no retry helps, `persistence`; then add a
 line above. On the wire an error has OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`. `from_wire`
-restores the same class on the client. Some errors also carry numbers, in `known`.
+restores the same class on the client. Some errors also carry numbers of the engine, in `known`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class UpdateInProgress(Conflict):
 
 
 class NotPrepared(Conflict):
-    """A commit or abort request without an earlier prepare request, or a broadcast without a process group."""
+    """A commit or abort without a prepare, a broadcast without a process group, or a version that a server lacks."""
 
     code = "not_prepared"
 

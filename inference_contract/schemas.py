@@ -1,7 +1,8 @@
 """Wire types of chat completions and of engine state; `weights` has those of weight updates.
 
-All types are immutable and validated. A field that an engine would ignore is rejected by name, except that fields which
-clients send by default are dropped at values that change nothing. Times are in seconds, sizes in bytes.
+All types are immutable and validated. Clients send some fields by default; such a field is dropped if its value would
+not change the answer. Any other field that an engine would ignore is rejected by name. Times are in seconds, sizes in
+bytes.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ _IDLE_IN_STREAM: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def without_idle(fields: Any, known: Container[str], idle: Mapping[str, tuple[Any, ...]]) -> Any:
-    """Return `fields` without null fields named in `known` or `idle`, and without fields at a value that `idle` lists.
+    """Return `fields` without those that change nothing.
 
-    A value that is not a mapping is returned unchanged, for the schema to reject.
+    These are null fields named in `known` or `idle`, fields at a value that `idle` lists for them and, in a request,
+    OpenAI's bookkeeping (`_TAGS`). If `fields` is not a mapping, return it unchanged, for the schema to reject.
     """
     if not isinstance(fields, dict):
         return fields
@@ -215,8 +217,8 @@ class ChatCompletionRequest(Wire):
         stream: answer with server-sent events; see `stream_options`.
         return_token_ids: return `prompt_token_ids`, and each choice's `token_ids`, `token_logprobs`, `version_spans`.
         return_routed_experts: return the experts that a mixture-of-experts model chose for each token (vLLM's name).
-            Row i of a choice's `routed_experts` belongs to the token before the i-th new token, at the step that
-            sampled the latter. `prompt_routed_experts` cover all prompt tokens except the last. Engines may reject it.
+            Row i of a choice's `routed_experts` has the experts of the token before the i-th new token, in the step
+            that sampled the i-th. `prompt_routed_experts` cover all prompt tokens but the last. Engines may reject it.
         return_prompt_logprobs: return `prompt_logprobs`: the log-prob of each prompt token under softmax(logits /
             temperature). Needs a temperature above 0, and no stream. Engines may reject it.
         priority: the lowest value leaves the queue first. An engine with an unordered queue ignores priorities.
@@ -368,7 +370,7 @@ class ChatCompletionRequest(Wire):
 
 
 class FinishReason(StrEnum):
-    """Reasons for the end of a choice."""
+    """Reasons why a choice (one sample) ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -422,7 +424,7 @@ class Choice(Wire):
         logprobs: OpenAI's records, if the request sets `logprobs`.
         token_ids: the sampled tokens. This field and the next two are set if the request sets `return_token_ids`.
         token_logprobs: log-prob of each token under the distribution it was sampled from.
-        version_spans: runs (version, number of tokens): the weights that sampled the tokens.
+        version_spans: pairs (version of the weights, number of consecutive tokens that this version sampled), in order.
         routed_experts: the experts of each token, if the request sets `return_routed_experts`.
     """
 
@@ -470,7 +472,7 @@ class ChatCompletion(Wire):
 
 
 class Delta(Wire):
-    """The part of a choice that one chunk adds."""
+    """The text, thinking and tool calls that one chunk of a stream adds to a choice."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -479,7 +481,7 @@ class Delta(Wire):
 
 
 class ChunkChoice(Wire):
-    """One choice within a chunk."""
+    """The part of one choice in one chunk of a streamed answer."""
 
     index: int
     delta: Delta

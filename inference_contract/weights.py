@@ -160,7 +160,7 @@ class WeightLayout(Wire):
         return self.ends[-1]
 
     def buckets(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """Return byte ranges [start, end) of whole parameters, at most `bucket_bytes` unless a single one is larger."""
+        """Return byte ranges [start, end) of whole parameters: at most `bucket_bytes` long, or one larger parameter."""
         ends, ranges, start = self.ends, [], 0
         while start < self.num_bytes:
             following = bisect_right(ends, start)  # index of the next parameter that is not empty
@@ -174,15 +174,15 @@ class WeightLayout(Wire):
         return [piece for start, end in self.buckets(bucket_bytes) for piece in cut(start, end, bucket_bytes)]
 
     def agreement(self, bucket_bytes: int) -> str:
-        """Return the text that sender and receivers compare before a broadcast: it fixes the lengths of `pieces`."""
+        """Return a text that determines all `pieces`; sender and receivers compare it before a broadcast."""
         return f"{self.layout_id} {bucket_bytes}"
 
     def shards(self, count: int, bucket_bytes: int) -> list[list[tuple[int, int]]]:
         """Return the byte ranges [start, end) of each of `count` servers, in order; together they cover the model.
 
         Buckets are assigned largest first (ties: the earlier one) to the shard with the fewest bytes so far (ties: the
-        first), and adjacent ranges are merged. So no parameter is cut, and shards are about equal. A sender that walks
-        the layout in order keeps all servers busy.
+        first), and adjacent ranges are merged. A bucket holds whole parameters, so none is cut. Shards are about equal.
+        Neighbouring buckets are mostly on different servers, so a sender that walks the layout keeps all of them busy.
         """
         owned: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         least = [(0, number) for number in range(count)]
@@ -230,7 +230,7 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class UpdatePhase(StrEnum):
-    """Phases of a weight update. PREPARE ensures that no engine enters a collective that another engine rejects."""
+    """Phases of a weight update; a broadcast starts only after all engines have accepted PREPARE."""
 
     PREPARE = "prepare"
     COMMIT = "commit"
@@ -238,7 +238,7 @@ class UpdatePhase(StrEnum):
 
 
 def can_be_looked_up(url: str) -> str:
-    """Return the URL unchanged; raise ValueError if no resolver could resolve its host."""
+    """Return the URL unchanged; raise ValueError if its port is invalid or no resolver would accept its host name."""
     try:
         address = urlsplit(url)
         (address.hostname or "").encode("idna")
@@ -276,7 +276,7 @@ class OnUpdate(StrEnum):
     """Treatment of running sequences when new weights are committed."""
 
     CONTINUE = "continue"
-    """Keep the KV cache and continue (PipelineRL); spans record the change of version."""
+    """Keep the KV cache and continue (PipelineRL); version spans record which version sampled each token."""
     RECOMPUTE_KV = "recompute_kv"
     """Recompute the cache of every running sequence with the new weights (LlamaRL), then continue."""
     ABORT = "abort"
@@ -351,7 +351,7 @@ class WeightUpdateRequest(Wire):
 
 
 class UpdateStatus(StrEnum):
-    """Outcome of one phase."""
+    """Outcome of one phase of a weight update."""
 
     PREPARED = "prepared"
     COMMITTED = "committed"

@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Wire(BaseModel):
-    """Base class of wire types: immutable, and closed to unknown fields."""
+    """Base class of wire types: immutable; unknown fields are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -27,7 +27,7 @@ _EXAMPLE: Final = "NAME, NAME=ADDRESS or NAME=ADDRESS:gpus=8,roles=engine+actor"
 
 
 class HostRole(StrEnum):
-    """A kind of process that a host may run. All other kinds run where the head or the trainer runs."""
+    """A kind of process that a host may run. Verifiers count as actors; others run with the trainer or on the head."""
 
     ENGINE = "engine"
     TRAINER = "trainer"
@@ -38,7 +38,7 @@ VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 class Origin(StrEnum):
-    """The source of the list of GPUs, which decides their order."""
+    """The source of the list of GPUs; the source decides in which order GPUs are numbered."""
 
     DRIVER = "driver"
     """The driver, which numbers GPUs in the order of the PCI bus."""
@@ -211,7 +211,7 @@ def read_devices(gpus: str, *, instances: str = "", visible: str | None = None) 
     Args:
         gpus: a line per GPU: index, UUID, memory in MiB, MIG mode.
         instances: output of `nvidia-smi -L` if a GPU is divided (MIG); its instances then replace the GPU in the list.
-        visible: CUDA_VISIBLE_DEVICES, whose names are kept; None if the variable is not set.
+        visible: CUDA_VISIBLE_DEVICES, whose names become the devices' names; None if the variable is not set.
 
     Raises:
         UserError: `visible` names a device that does not exist.
@@ -229,7 +229,7 @@ def read_devices(gpus: str, *, instances: str = "", visible: str | None = None) 
 
 
 def _named(rows: list[list[str]], visible: str) -> Iterator[VisibleDevice]:
-    """Yield the devices that CUDA_VISIBLE_DEVICES names, up to the first word that CUDA would ignore."""
+    """Yield the devices that CUDA_VISIBLE_DEVICES names; like CUDA, stop at the first word that is no device name."""
     sizes = {row[2] for row in rows}
     for name in takewhile(_names_something, (part.strip() for part in visible.split(","))):
         if name.startswith("MIG-"):

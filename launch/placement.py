@@ -7,9 +7,9 @@ memory. Shares that the recipe does not set are chosen so that a tenth of the me
 libraries.
 
 On several hosts (`spread`), the trainer is on the first host with room for it, on its last GPUs. A torch trainer that
-fits on no host is spread over them, rank by rank. Engines fill the hosts without the trainer first, each from its first
-GPUs on; without GPUs they are assigned in turn. Actors and verifiers are assigned in turn to hosts with engines.
-Parameter servers are on the trainer's host, so uploads stay there. No GPU is shared.
+fits on no host is spread over them, rank by rank. Engines fill the hosts without the trainer first, and on each host
+the first GPUs first; engines without GPUs are assigned to hosts in turn. Actors and verifiers are assigned in turn to
+hosts with engines. Parameter servers are on the trainer's host, so uploads stay there. No GPU is shared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUNDING: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The devices of one process, by index, and its fraction of each device's memory; None means all the memory."""
+    """A process's devices, by index, and the fraction of each device's memory that it may use; None means all of it."""
 
     indices: tuple[int, ...] = ()
     share: float | None = None
@@ -62,7 +62,7 @@ class Placement:
         return self.hosts[0]
 
     def of(self, process: str) -> Assignment:
-        """Return the devices of a process; an assignment without devices if it uses no device."""
+        """Return the devices of a process; an empty `Assignment` if the process uses none."""
         return self.assignments.get(process, Assignment())
 
     def host_of(self, process: str) -> Host:
@@ -181,7 +181,7 @@ def _check_counts(config: RunConfig, devices: Devices) -> None:
 
 
 def check_none_is_needed(config: RunConfig, devices: Devices) -> None:
-    """Raise `RecipeError` if the recipe insists on GPUs and there are none."""
+    """Raise `RecipeError` if the recipe names GPUs or sets a device to `cuda`; called where there is no GPU."""
     keys = list(dict.fromkeys(key for key, _ in _explicit(config)))
     for role, section, needs in (
         ("engine", config.engine, config.gpus_of_engine()),
@@ -242,7 +242,7 @@ def _there(devices: Devices) -> str:
 
 
 def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: Devices) -> dict[str, float | None]:
-    """Return each process's share of its devices' memory: the recipe's, or a part of what others leave free."""
+    """Return each process's share of its devices' memory: the recipe's or, on a shared device, a part of the rest."""
     sections = {name: config.trainer if name == TRAINER else config.engine for name in indices}
     requested = {name: section.memory_share for name, section in sections.items()}
     shares = dict(requested)
@@ -256,7 +256,7 @@ def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: 
 
 
 def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, label: str) -> dict[str, float]:
-    """Divide one device's memory among its processes; by default the trainer gets at most `_TRAINERS`."""
+    """Divide a device's memory: the recipe's shares, then up to `_TRAINERS` for the trainer, the rest among engines."""
     stated = {name: share for name in here if (share := requested[name]) is not None}
     still_open = [name for name in here if name not in stated]
     left = (_GIVEN_OUT if still_open else 1.0) - sum(stated.values())
@@ -349,7 +349,10 @@ class _HostAllocator:
         return list(dict.fromkeys(self.host_by_process[f"engine-{number}"] for number in range(count)))
 
     def assign_in_turn(self, kind: str, count: int, role: HostRole, *, first: Sequence[str]) -> list[str]:
-        """Assign `count` processes without GPUs in turn to hosts that have the role; return the chosen hosts' names."""
+        """Assign `count` processes without GPUs in turn to hosts with the role; return the chosen hosts' names.
+
+        If any host in `first` has the role, only these hosts are used.
+        """
         able = self._able(role)
         order = [name for name in first if name in able] or able
         self.host_by_process |= {f"{kind}-{number}": order[number % len(order)] for number in range(count)}

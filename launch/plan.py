@@ -59,7 +59,7 @@ class ProcessSpec:
         health: address that shows when the process is ready: an `http://…` URL answers with 200, and
             `redis://host:port/<password file>` answers PING. None if the process is ready immediately.
         after: names of the processes that must be healthy before this one is started.
-        restarts: how often the process may be restarted; uptime restores the budget.
+        restarts: how often the process may be restarted; time without a death restores restarts (`RestartBudget`).
         stop_order: processes with lower numbers stop earlier; those with equal numbers stop together.
         grace_s: seconds from SIGTERM to SIGKILL, if longer than the launcher's own.
         group: name of a group whose processes are all restarted if one of them dies; None without a group.
@@ -140,7 +140,7 @@ class Launch:
         return f"{self.placement.host_of(name).address}:{self.ports[name]}"
 
     def assignment_of(self, name: str) -> Assignment:
-        """Return the devices of a process; each rank of a trainer gets one device of the rank's own host."""
+        """Return the devices of a process; each of several trainer ranks gets one device, on the rank's own host."""
         on, rank = self.placement.of(name), rank_of(name)
         if rank is None or TRAINER not in self.ports or (rank and on.indices):
             return on
@@ -162,11 +162,11 @@ class Launch:
         """Return the spec of a process that runs this role.
 
         Args:
-            changes: changes of the recipe that this process alone gets.
-            own: options that only this role has.
-            shown: environment variables that limit the process to its devices.
+            changes: overrides of recipe keys for this process alone.
+            own: command-line options that only this role has.
+            shown: environment variables that make only the process's devices visible to it.
             after: names of processes that the process waits for, in addition to those that its role waits for.
-            rest: fields of `ProcessSpec` that differ from the role's.
+            rest: fields of `ProcessSpec` that replace the values derived from the role.
         """
         home, streams = self.placement.host_of(name), "redis" in self.ports
         if role.port is not None:
@@ -200,7 +200,7 @@ class Launch:
     ) -> ProcessSpec:
         """Return the spec of an engine.
 
-        `type` is set if the engine was requested while the run is live; the run then survives the engine's failure.
+        `type` and `on` are set for an engine that was requested while the run is live. The run survives its failure.
         """
         config, on = self.config, self.placement.of(name) if on is None else on
         engine_cores, _ = _pinning(config, self.cores)
@@ -330,10 +330,11 @@ def _share_setting(key: str, on: Assignment, recipes: float | None) -> tuple[str
 
 
 def _pinning(config: RunConfig, cores: Sequence[int]) -> tuple[list[tuple[int, ...]], tuple[int, ...] | None]:
-    """Return cores for the engines, assigned in turn, and for the trainer, the last core; none if nothing is pinned.
+    """Return the cores for engines, to be assigned in turn, and the trainer's core; ([], None) if nothing is pinned.
 
-    Decoding and training use a core all the time. The scheduler often puts both on one core for a whole time slice,
-    which pauses the engine. The other processes are light and run on any core.
+    The trainer has the last core. Decoding and training use a core all the time. Without pinning, the scheduler often
+    puts both on one core for a whole time slice, which pauses the engine. The other processes are light and run on any
+    core.
     """
     fits = 2 <= len(cores) <= _SMALL_MACHINE and config.launch.threads == 1
     if config.launch.pin == "none" or not fits:

@@ -39,14 +39,14 @@ _SETTLED_S: Final = 10.0
 @final
 @dataclass(slots=True)
 class RestartBudget:
-    """The restarts of one process: at most `limit` deaths that uptime has not forgiven; `deaths` counts all deaths."""
+    """Limit on a process's restarts: uptime forgives deaths, and more than `limit` unforgiven deaths are too many."""
 
     limit: int
     deaths: int = 0
     unforgiven: float = 0.0
 
     def is_spent_by(self, up_s: float) -> bool:
-        """True if a death after `up_s` seconds of uptime exceeds the limit."""
+        """True if a death now, after `up_s` seconds of uptime, would exceed the limit."""
         return self._after(up_s) > self.limit
 
     def died(self, up_s: float) -> float:
@@ -56,7 +56,7 @@ class RestartBudget:
         return _FIRST_BACKOFF_S if up_s > _SETTLED_S else min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**before)
 
     def status(self, name: str) -> RestartStatus:
-        """Return the budget's state under the process's name, for the status of the run."""
+        """Return the deaths so far and the limit of the process `name`, for the status of the run."""
         return RestartStatus(name=name, deaths=self.deaths, unforgiven=self.unforgiven, limit=self.limit)
 
     def _after(self, up_s: float) -> float:
@@ -144,7 +144,7 @@ class Process:
         self._child = None
 
     def last_lines(self, count: int = 12) -> str:
-        """Return the last lines since the process's start, indented; JSON log lines are reduced to the message."""
+        """Return the last lines logged since the last start, indented; JSON lines are reduced to level and message."""
         try:
             with self.log.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)

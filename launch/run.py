@@ -64,7 +64,7 @@ Connect = Callable[[str, str], ControllerCalls]
 
 
 def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: Members | None) -> Path:
-    """Make a run's directory for `resume`; return its path.
+    """Make the directory of a new run, which `resume` then starts; return its path.
 
     Raises `UserError`, before anything is made, if the run cannot be placed on the hosts.
     """
@@ -112,9 +112,10 @@ def describe_placement(config: RunConfig) -> str:
 
 
 def memory_limits(config: RunConfig) -> Mapping[str, int]:
-    """Return how many bytes of a device trainer and engine may each use; raise `UserError` if the recipe does not fit.
+    """Return the bytes of device memory that a process may use, by kind (`trainer`, `engine`).
 
-    Without GPUs, the only key is `all`: the memory of this host, for all processes together.
+    Without GPUs, the only key is `all`: the memory of this host, for all processes together. Raises `UserError` if the
+    recipe does not fit.
     """
     devices = devices_for(config, os.environ)
     placement = place(config, devices) if devices.each else Placement()
@@ -220,7 +221,7 @@ def _tell_nodes(head: HeadNode | None, directory: RunDirectory, result: RunResul
 
 
 def _judged(result: RunResult, last: Event) -> RunResult:
-    """Return a failed result if the controller recorded a failure, even if all processes ended with status 0."""
+    """Return `result`, or a failure if the controller recorded `run_failed` although all processes exited with 0."""
     if result.outcome is RunOutcome.COMPLETED and last.get("kind") == "run_failed":
         return RunResult(RunOutcome.FAILED, str(last.get("reason", "")))
     return result
@@ -244,7 +245,7 @@ def _why_it_ended(outcome: RunOutcome, directory: RunDirectory, events: Sequence
 
 
 class _StatusReader:
-    """A thread that polls the controller's status. It ignores errors, because the run may be starting."""
+    """A thread that polls the run's status from the controller. It ignores errors: the controller may be starting."""
 
     def __init__(self, controller: ControllerCalls) -> None:
         self._controller = controller
@@ -268,7 +269,7 @@ class _StatusReader:
         return status
 
     def give_up(self, engine: str) -> None:
-        """Make the next poll tell the controller that a requested engine cannot start."""
+        """Note that a requested engine cannot start; the thread reports this to the controller with its next poll."""
         self._given_up.add(engine)
 
     def _read(self) -> None:

@@ -92,7 +92,7 @@ def _holder_of(path: Path) -> str | None:
 
 
 def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> None:
-    """Raise `UserError` if a run of this name is live: a second run on this machine is rarely intended.
+    """Raise `UserError` if a run of this name is live, since a second run on this machine is rarely intended.
 
     `by_hand(directory)` describes the process that uses the directory if the user started the run's services without
     the launcher; it returns an empty text if there is none.
@@ -219,7 +219,8 @@ def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
     """Return the recipe of the run in `run_dir` with these overrides; write nothing.
 
     Raises:
-        UserError: changes are not allowed on a resumed run, or not on this host; the message gives a reason for each.
+        UserError: a key must not change on a resumed run, or was changed while the run was live, or the run has
+            several hosts; the message gives the reasons.
     """
     before, after = load_run(run_dir), load_run(run_dir, overrides)
     changed = differences(before, after)
@@ -241,7 +242,7 @@ def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def record_change(run_dir: Path, after: RunConfig, *, step: int) -> list[str]:
-    """Replace the run's recipe by `after` from step `step` on, and return one line for each change.
+    """Write `after` as the run's recipe, with a comment per change made at step `step`; return these comments.
 
     Raises `UserError` if the run is live.
     """
@@ -288,7 +289,7 @@ def _reason(key: str) -> str:
 
 
 def _live_knobs(run_dir: Path) -> dict[str, str]:
-    """Return the knobs that were changed while the run was live, each with its key in the recipe."""
+    """Return the knobs (settings of a live run) that were changed, each with its key in the recipe."""
     try:
         events = read_events(run_dir / "events.jsonl")
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
 """The supervisor: runs a plan on this machine until it completes, fails or is stopped.
 
-| state       | waits for                                       | until             | then                           |
+| state       | waits for                                       | deadline          | next (at the deadline, if any) |
 |-------------|-------------------------------------------------|-------------------|--------------------------------|
-| waiting     | health of the processes it starts after         | their deadlines   | starting                       |
+| waiting     | health of the processes it starts after         | none of its own   | starting                       |
 | waiting     | health of such processes on other hosts         | `start_timeout_s` | fails the run; names a process |
 | starting    | its health check                                | `start_timeout_s` | fails the run, showing its log |
 | healthy     | its exit                                        | –                 | what `OnExit` says, or failure |
@@ -59,7 +59,7 @@ class RunOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The end of a run: how it ended, a message that a user can act on, and the launcher's exit status."""
+    """The end of a run: how it ended, and a message that a user can act on."""
 
     outcome: RunOutcome
     message: str
@@ -78,11 +78,11 @@ class Supervisor:
         start_timeout_s: deadline for each process to become healthy.
         grace_s: deadline for each stage of processes to stop.
         save_s: deadline for the run to end after it was asked to suspend.
-        suspend: asks the run to save its state after Ctrl-C or SIGTERM; returns whether the request arrived.
+        suspend: asks the run, after Ctrl-C or SIGTERM, to save its state and end; returns whether the request arrived.
         announce: receives sentences for the user (deaths, restarts, stopping).
         on_tick: called about every `tick_every_s` while the run is up; must return quickly.
         on_end: receives the result before anything is stopped.
-        tell_restarts: receives the restarts at the start and after each death; may raise OSError.
+        tell_restarts: receives the restarts of all processes, at the start and after each change; may raise OSError.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Supervisor:
         return name in self._processes
 
     def add(self, spec: ProcessSpec) -> None:
-        """Start and supervise one more process, from the next tick on. Only `on_tick` calls this."""
+        """Start and supervise one more process, from the next tick on. Call this only from `on_tick`."""
         if self.knows(spec.name):
             raise ValueError(f"process names must be unique, got {spec.name!r} again")
         self._announce(f"starting {spec.name}")
@@ -172,7 +172,7 @@ class Supervisor:
         self._spared.add(spec.name)
 
     def stop_engine(self, name: str) -> None:
-        """Stop the process `name` for good if it runs. Only `on_tick` calls this; repeated calls are harmless."""
+        """Stop the process `name` for good if it runs. Call this only from `on_tick`; repeated calls are harmless."""
         process = self._processes.get(name)
         if process is None or process.state in (State.STOPPING, State.ENDED):
             return
@@ -206,7 +206,7 @@ class Supervisor:
         return self._result
 
     def _saves(self, now: float) -> bool:
-        """Return True while an interrupted run may continue, to save its state. The first call suspends the run."""
+        """Return True while an interrupted run may continue, to save its state. The first call requests this."""
         if self._interrupts > 1:
             return False
         if self._saved_by is None:
@@ -329,7 +329,7 @@ class Supervisor:
             self.end(RunOutcome.FAILED, words)
 
     def end(self, outcome: RunOutcome, message: str) -> None:
-        """End the run with this result; `on_tick` may call it too."""
+        """End the run with this result; `on_tick` may call this method, too."""
         self._result = RunResult(outcome, message)
 
     def _stop(self) -> None:
@@ -398,9 +398,9 @@ class Supervisor:
 
 @final
 class EngineProcesses:
-    """Makes the supervisor run the engines that were requested of the live run.
+    """Starts and stops engines through the supervisor, as the status of the live run requests.
 
-    `give_up` tells the controller that an engine cannot start; it is called again while the status requests the engine.
+    `give_up` tells the controller that an engine cannot start. It is called for each status that requests the engine.
     """
 
     def __init__(self, supervisor: Supervisor, launch: Launch, *, give_up: Callable[[str], None]) -> None:
@@ -446,7 +446,10 @@ class EngineProcesses:
         return port
 
     def _take_devices(self, requested: RequestedEngine) -> Assignment | None:
-        """Return devices for an engine, the least used first; empty if it needs none, None if too few are free."""
+        """Reserve and return devices for an engine, least used first; return None if too few are free.
+
+        An engine that needs no device gets an empty assignment.
+        """
         config = self._launch.config
         needs = config.gpus_of_engine(requested.type) if self._devices.each else 0
         if not needs:

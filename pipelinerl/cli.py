@@ -221,7 +221,7 @@ def status(
 
 @knobs_app.command("show")
 def knobs_show(run: Run) -> None:
-    """Show the knobs of a live run and the log of their changes."""
+    """Show the knobs of a live run (settings that may change while it runs) and the log of their changes."""
     from pipelinerl.commands.remote import controller_of
 
     with controller_of(run) as controller:
@@ -406,7 +406,7 @@ def explain(
     step: Annotated[int | None, typer.Option(help="The step of that run.")] = None,
     group: Annotated[int | None, typer.Option(help="Show only the group of this order.")] = None,
 ) -> None:
-    """Explain an objective: its five slots, formula, cost and source, and its effect on given rollouts."""
+    """Explain an objective: its five terms (slots), formula, cost and source, and its effect on given rollouts."""
     from rich.console import Console
 
     from pipelinerl.commands import explain as command

@@ -42,13 +42,13 @@ class Receiver(StrEnum):
 class OldLogprobs(StrEnum):
     """Source of `old_logprobs`, the denominator of PPO's ratio.
 
-    With in-flight updates, up to k + 1 versions sample the tokens of a batch, or even of one rollout. "The old policy"
-    then means either the weights that sampled a token or the weights at the start of the step; with j = k = 1 both are
-    the same.
+    With in-flight updates, up to k + 1 versions sample the tokens of a batch, or even of one rollout; k is the
+    staleness bound. "The old policy" then means either the weights that sampled a token or the weights at the start of
+    the step. In lockstep (k = 1, and engines reload after every step), both are the same.
     """
 
     SAMPLING_WEIGHTS = "sampling_weights"
-    """A forward pass with the weights that sampled each token (RLAX §5.1), which a `WeightHistory` keeps.
+    """A forward pass with the weights that sampled each token (RLAX §5.1); a `WeightHistory` keeps these weights.
 
     The ratio old/behavior then measures numerics (and reused KV caches), current/old measures all of the staleness.
     """
@@ -59,7 +59,7 @@ class OldLogprobs(StrEnum):
     and numerics, and current/old begins at 1.
     """
     BEHAVIOR = "behavior"
-    """The sampler's log-probs, without a further pass."""
+    """The log-probs that the engine returned when it sampled the tokens, without a further forward pass."""
 
 
 class RoutingReplay(StrEnum):
@@ -115,9 +115,9 @@ class Pin(StrEnum):
     NONE = "none"
     """No pin: updates continue, and answers may mix versions."""
     ENGINE = "engine"
-    """One engine answers alone and receives no updates until the end; training continues with the others."""
+    """One engine answers alone, without updates until the evaluation ends; training continues with the others."""
     GATE = "gate"
-    """Updates are postponed until the end, at most `hold_s`; training continues as far as staleness allows."""
+    """Updates wait for the evaluation's end, at most `hold_s`; training continues as far as staleness allows."""
 
 
 class Skill(StrEnum):
@@ -135,7 +135,7 @@ class Announce(StrEnum):
     AUTO = "auto"
     """`stream` in a run that begins with more than 64 engines, otherwise `requests`."""
     REQUESTS = "requests"
-    """Two requests to each engine."""
+    """A PREPARE and a COMMIT request to each engine."""
     STREAM = "stream"
     """One entry of a stream for all engines; engines that do not follow it get requests."""
 

@@ -83,7 +83,7 @@ class RecordError(PipelineError):
 
 
 class LedgerError(PipelineError):
-    """The counts of orders for prompts are inconsistent: more orders ended than were issued."""
+    """The controller's counts of orders (requests to sample one group) are inconsistent: more ended than it issued."""
 
 
 class CheckpointError(PipelineError):

@@ -1,7 +1,8 @@
 """Messages between roles on the `reports` and `directives` streams: frozen, and tagged with their class's name.
 
 Reports go to the controller, which makes all decisions. Directives go to the trainer, which waits for the answer to
-its report. Every message has a deterministic id, so a message that arrives twice has no further effect.
+its report. Every message has a deterministic id, so a message that arrives twice has no further effect. An order is the
+controller's request to sample one group of answers to a prompt (`PromptOrder`); orders are numbered by their `index`.
 
     trainer ── TrainerReady, StepDone, StepSkipped, TrainerLeaving, OrdersEnded, Starving, Published, CanaryChecked,
                Checkpointed, CheckpointDelayed, TrainerStopped ──▶ controller
@@ -49,7 +50,7 @@ class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
 
 
 def has_ended(index: int, frontier: int, beyond: Collection[int]) -> bool:
-    """Return True if the order for a prompt with this `index` has ended: it is below `frontier`, or in `beyond`."""
+    """Return True if the order `index` has ended: all orders below `frontier` have, and the later ones in `beyond`."""
     return index < frontier or index in beyond
 
 
@@ -63,7 +64,7 @@ class NoSignalGroups(msgspec.Struct, frozen=True, kw_only=True):
     other: int = 0
     """Groups with equal rewards for another reason, or without any answer to learn from."""
     refused: int = 0
-    """Groups refused by the recipe's filter."""
+    """Groups rejected by the recipe's filter."""
 
     @property
     def total(self) -> int:
@@ -72,10 +73,10 @@ class NoSignalGroups(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer's account: the number of ended orders for prompts, by outcome.
+    """The trainer's counts of ended orders, by outcome.
 
-    Ended orders are those with an index below `frontier`, and those in `beyond`. `no_signal` counts, by domain, the
-    groups since the domain's last group with signal.
+    All orders below the index `frontier` have ended, and of the later ones those in `beyond`. `no_signal` counts, by
+    domain, the groups without training signal since the domain's last group with signal.
     """
 
     trained: int = 0
@@ -91,7 +92,8 @@ class TrainerReady(ControlMessage, frozen=True):
     """A trainer has loaded version `model_version` and requests a directive.
 
     Each start of a trainer begins a new epoch, whose number is above all numbers ever `claimed` in the run's directory.
-    `solved` is as in `StepDone`, for all groups whose reports were unanswered when the checkpoint was written.
+    `solved` has the form of `StepDone.solved`. It covers all groups of reports that the controller had not yet answered
+    when the trainer's checkpoint was written.
     """
 
     report_id: str
@@ -103,11 +105,11 @@ class TrainerReady(ControlMessage, frozen=True):
 
 
 class StepDone(ControlMessage, frozen=True):
-    """A step on the groups that the orders `orders` (indices) requested is complete; it made version `model_version`.
+    """A step is complete: it trained on the groups of `orders` (indices) and made version `model_version`.
 
     `updates` contains metrics of each optimizer step, if a step may have several. `by_domain` and `by_tag` contain
-    metrics of all groups that arrived since the previous step. `solved` lists, by domain, the order and problem id of
-    each of these groups whose answers were all correct.
+    metrics of all groups that arrived since the previous step. `solved` lists, by domain, the order's index and the
+    problem's id of each of these groups whose answers were all correct.
     """
 
     report_id: str
@@ -125,8 +127,8 @@ class StepDone(ControlMessage, frozen=True):
 class StepSkipped(ControlMessage, frozen=True):
     """A step was skipped because `what` is NaN or infinite; the weights are unchanged.
 
-    `groups` lists the orders of the step's batch, which are accounted for as filtered. `in_a_row` counts the
-    skipped steps since the last completed step.
+    `groups` lists the orders (indices) of the step's batch, which count as filtered. `in_a_row` counts the skipped
+    steps since the last completed step.
     """
 
     report_id: str
@@ -148,7 +150,7 @@ class TrainerLeaving(ControlMessage, frozen=True):
 
 
 class OrdersEnded(ControlMessage, frozen=True):
-    """Orders for prompts ended without a step (filtered or stale), so new orders may be issued.
+    """Orders ended without a step (their groups were filtered or stale), so new orders may be issued.
 
     `again` lists orders whose groups were sampled by weights that a trainer restart abandoned: these orders have not
     ended, and must be sampled again.
@@ -172,8 +174,9 @@ class Starving(ControlMessage, frozen=True):
 
 
 class Published(ControlMessage, frozen=True):
-    """Outcome of the publication ordered by `directive`, for each engine (base URL).
+    """Outcome, for each engine (base URL), of a publication of weights that a directive required.
 
+    `directive` is the id of the report that the directive answered.
     `failed` holds the reasons of engines that failed. Engines in `permanent` failed for reasons that retries cannot
     fix; engines in `blameless` failed only because other engines did.
     """
@@ -225,7 +228,7 @@ class CheckpointDelayed(ControlMessage, frozen=True):
 
 
 class TrainerStopped(ControlMessage, frozen=True):
-    """The trainer obeyed a directive to stop, and its state is saved. With `left`, another trainer will replace it."""
+    """The trainer obeyed a directive to stop, and its state is saved. If `left`, another trainer replaces it."""
 
     epoch: int
     model_version: int
@@ -233,7 +236,7 @@ class TrainerStopped(ControlMessage, frozen=True):
 
 
 class GroupFailed(ControlMessage, frozen=True):
-    """An order for a prompt failed for good and is not retried.
+    """An order (a request to sample one group) failed for good and is not retried.
 
     `persistence` says whether other orders would fail in the same way. `code` is the engine's error code, if an engine
     rejected the order (`inference_contract.errors`).
@@ -246,7 +249,7 @@ class GroupFailed(ControlMessage, frozen=True):
     persistence: Persistence = Persistence.TRANSIENT
     code: str = ""
     issued_at: tuple[int, int] | None = None
-    """The order's `IssuedAt`; None if it is unknown."""
+    """The (epoch, version) of the weights when the order was issued; None if unknown."""
 
 
 class GroupOutdated(ControlMessage, frozen=True):
@@ -323,9 +326,10 @@ class EvaluationDone(ControlMessage, frozen=True):
 class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Totals of one domain's verifier in one actor, since the actor began; `seconds` is the sum over its verdicts.
 
-    The `…_in_a_row` counts restart at each real verdict; `reason` describes the newest failure. `tool_episodes` counts
-    the episodes that offered tools, `calls_…` the model's calls in these episodes, and `tool_errors` failed calls of
-    the recipe's tools. `environment_s` is the time in seconds that episodes spent outside the model.
+    `reason` describes the newest failure. A verdict that judges the answer resets it, and the `…_in_a_row` counts.
+    `tool_episodes` counts the episodes that offered tools, `calls_…` the model's calls in these episodes, and
+    `tool_errors` failed calls of the recipe's tools. `environment_s` is the time in seconds that episodes spent outside
+    the model.
     """
 
     judged: int = 0
@@ -344,7 +348,7 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupStages(msgspec.Struct, frozen=True, array_like=True):
-    """Unix times at which the order with this `index` was claimed by an actor, sampled by `engine`, and verified.
+    """Unix times at which an actor claimed the order `index`, `engine` had sampled its group, and it was verified.
 
     `spans` are pairs (version, number of tokens) of the group's longest answer. No decision depends on these times.
     """
@@ -373,7 +377,7 @@ class ActorAlive(ControlMessage, frozen=True):
 
 
 class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Knobs for the trainer, in effect from the next step boundary."""
+    """Trainer settings that can change while the run is live; they take effect at the next step."""
 
     k: float
     learning_rate: float

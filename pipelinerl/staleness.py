@@ -53,12 +53,12 @@ class StalenessBounds:
         return producing - oldest <= self.k
 
     def most_in_flight(self, *, current: int, loaded: int, per_step: int, sampled_at_once: float = math.inf) -> float:
-        """Return how many rollouts may be in flight if they should all be fresh at their step.
+        """Return how many rollouts may be in flight without any becoming too old before it is trained on.
 
         A prompt is sampled with version `loaded` or newer, so it must be trained within k − (current − loaded) steps,
         of `per_step` rollouts each. Because an answer may take twice as long as others, only half of these steps, but
-        at least two, are filled in advance. At most `sampled_at_once` rollouts are needed, plus the rollouts of two
-        steps: the step that is trained now and the step that waits.
+        at least two, are filled in advance. More than two steps' rollouts (for the current and the next step), plus the
+        `sampled_at_once` that actors work on at once, are never needed.
         """
         steps = self.k - (current - loaded)
         half = steps // 2 if math.isfinite(steps) else math.inf
@@ -74,11 +74,11 @@ class StalenessBounds:
         sampled_at_once: float = math.inf,
         ahead: float = math.inf,
     ) -> bool:
-        """Return True if a prompt issued now is needed, and its rollouts will probably be fresh at their step.
+        """Return True if another prompt is needed, and its rollouts will probably be fresh enough when they are used.
 
-        `queued` rollouts will be trained before the prompt's own, in whole groups. The trainer needs `ahead` steps'
-        rollouts, at least two, in order not to wait. While an update is due, prompts for one step fewer are issued, so
-        that the rest is sampled with the new weights.
+        `queued` rollouts, counted in whole groups, will be trained before those of the new prompt. So that the
+        trainer does not wait, rollouts of `ahead` steps, at least two, are kept in flight. While an update is due, one
+        step fewer is, since prompts that are issued later are sampled with the new weights.
         """
         most = self.most_in_flight(current=current, loaded=loaded, per_step=per_step, sampled_at_once=sampled_at_once)
         due = self.reload_due(current=current, loaded=loaded)

@@ -57,7 +57,7 @@ MOST_SHOWN: Final = 1000
 
 
 class Quota(NamedTuple):
-    """Blocks of `size` orders (the groups of one step), from order `since` on; each block has exact domain shares."""
+    """Rule for mixing domains: from order `since` on, each `size` orders (a step's groups) have exact domain shares."""
 
     since: int
     size: int
@@ -82,7 +82,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling parameters of an order. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token."""
+    """Sampling parameters of a `PromptOrder`. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token."""
 
     num_samples: int
     temperature: float = 1.0
@@ -104,7 +104,7 @@ class DomainSampling:
 
 
 class IssuedAt(NamedTuple):
-    """The epoch (number of the trainer's start) and the version of the weights when an order was issued."""
+    """The epoch (number of the trainer's start) and the weights' version at the time when an order was issued."""
 
     epoch: int = 0
     version: int = 0
@@ -179,7 +179,7 @@ class RewardPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A verifier's result; `reward` is meaningless if the outcome is a timeout or an error, and so no judgement.
+    """A verifier's result; `reward` is meaningless if the outcome is a timeout or an error.
 
     Attributes:
         answer: the extracted answer, normalised so that equal answers are equal strings, for majority votes; empty if
@@ -221,9 +221,10 @@ class Turn:
         token_ids: i32 [N], the sampled tokens.
         behavior_logprobs: f32 [N], the sampler's log-probs.
         spans: version spans whose lengths sum to N.
-        routed_experts: u8 or u16 [N, layers, top_k], the experts of the token before each sampled token, if reported.
-        context_routed_experts: [C, layers, top_k], the experts of the token before each context token; meaningless for
-            the first token of a rollout.
+        routed_experts: u8 or u16 [N, layers, top_k], the MoE experts of the token before each sampled token, if the
+            engine reported them.
+        context_routed_experts: [C, layers, top_k], the MoE experts of the token before each context token; meaningless
+            for the first token of a rollout.
         note: in an episode, the turn's reward, its agent, and why it begins a segment.
     """
 

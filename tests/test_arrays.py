@@ -33,7 +33,7 @@ def test_no_gradient_flows_through_stop_gradient():
     assert stop_gradient(np.ones(2)).tolist() == [1.0, 1.0]
 
 
-def test_on_host_returns_an_arrays_values_but_none_while_jax_compiles():
+def test_on_host_returns_a_numpy_array_or_none_for_a_jax_array_that_is_being_traced():
     assert on_host(torch.tensor([1.5, 2.0], requires_grad=True)).tolist() == [1.5, 2.0]
     assert on_host(torch.tensor([True, False])).dtype == on_host(np.array([True])).dtype == bool
     jax = pytest.importorskip("jax")

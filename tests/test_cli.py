@@ -57,8 +57,8 @@ def pipelinerl(
             status = 0
         except SystemExit as ended:
             status = int(ended.code or 0)
-        said = capsys.readouterr()
-        return Done(status, said.out, said.err)
+        output = capsys.readouterr()
+        return Done(status, output.out, output.err)
 
     yield run
     assert list(tmp_path.glob("runs")) == [], "nothing was started"
@@ -260,8 +260,8 @@ def test_process_takes_its_redis_url_from_the_argument_or_the_environment_or_the
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The environment is read because the address may contain a password, and every user can read command lines."""
-    found: list[str] = []
-    monkeypatch.setattr(process, "run_until_signalled", lambda role, identity: found.append(identity.redis_url))
+    urls: list[str] = []
+    monkeypatch.setattr(process, "run_until_signalled", lambda role, identity: urls.append(identity.redis_url))
     Path("own.toml").write_text('base = "tiny"\nstreams.redis_url = "redis://:a@recipe"\n')
     recipe = ("--recipe", "own.toml")
     pipelinerl("actor")
@@ -269,13 +269,13 @@ def test_process_takes_its_redis_url_from_the_argument_or_the_environment_or_the
     monkeypatch.setenv(REDIS_VARIABLE, "redis://:b@environment")
     pipelinerl("actor", *recipe)
     pipelinerl("actor", *recipe, "--redis-url", "redis://argument")
-    assert found == [LOCAL_REDIS, "redis://:a@recipe", "redis://:b@environment", "redis://argument"]
+    assert urls == [LOCAL_REDIS, "redis://:a@recipe", "redis://:b@environment", "redis://argument"]
 
 
 def test_help_of_the_trainer_command_describes_defaults_that_are_computed() -> None:
     words = [sys.executable, "-m", "pipelinerl.cli", "trainer", "--help"]
-    told = subprocess.run(
+    help_text = subprocess.run(
         words, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "COLUMNS": "200"}
     ).stdout
     for default in ("(default: by the recipe)", "(default: $PIPELINERL_TOKEN, else", "redis://127.0.0.1:6379/0)"):
-        assert default in told
+        assert default in help_text

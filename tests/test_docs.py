@@ -49,8 +49,8 @@ def test_navigation_of_the_documentation_site_lists_every_page() -> None:
 
 def test_recipe_reference_page_has_every_section_of_a_recipe() -> None:
     sections = {name for name in RunConfig.model_fields if name not in ("base", "objective")}
-    found = set(re.findall(r"^## `\[+(\w+)", GENERATED["reference/recipe.md"], re.MULTILINE))
-    assert found == sections, "a section of the recipe is missing from docs/reference_pages.py's output"
+    documented = set(re.findall(r"^## `\[+(\w+)", GENERATED["reference/recipe.md"], re.MULTILINE))
+    assert documented == sections, "a section of the recipe is missing from docs/reference_pages.py's output"
 
 
 def test_command_reference_page_describes_the_run_command_and_its_resume_option() -> None:

@@ -22,10 +22,10 @@ async def close_it() -> None:
         pass
 
 
-def test_opener_of_a_leaked_session_is_named() -> None:
+def test_report_of_an_unclosed_http_session_names_the_code_that_opened_it() -> None:
     asyncio.run(leave_open())
     asyncio.run(close_it())
     (opener,) = left_open()
-    assert "test_opener_of_a_leaked_session_is_named" in opener
+    assert "test_report_of_an_unclosed_http_session_names_the_code_that_opened_it" in opener
     assert "in leave_open" in opener
     assert left_open() == []

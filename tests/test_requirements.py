@@ -25,29 +25,29 @@ def locked(*files: str) -> dict[str, str]:
     return pins
 
 
-def asked_for(extra: str) -> list[Requirement]:
+def with_extra(extra: str) -> list[Requirement]:
     """Return the project's requirements with one optional extra, including extras that this extra itself requires."""
-    found = [Requirement(text) for text in PROJECT["dependencies"]]
+    requirements = [Requirement(text) for text in PROJECT["dependencies"]]
     waiting = [extra] if extra else []
     for each in waiting:
         for requirement in map(Requirement, PROJECT["optional-dependencies"][each]):
             if requirement.name == PROJECT["name"]:
                 waiting += sorted(requirement.extras)
             else:
-                found.append(requirement)
-    return found
+                requirements.append(requirement)
+    return requirements
 
 
 @pytest.mark.parametrize(("file", "extra"), [("main", ""), ("dev", "dev"), ("bench", "bench")])
 def test_versions_in_the_lock_file_satisfy_the_requirements_in_pyproject(file: str, extra: str) -> None:
     pins = locked("torch", file)
-    for requirement in asked_for(extra):
+    for requirement in with_extra(extra):
         version = pins.get(canonicalize_name(requirement.name))
         assert version and requirement.specifier.contains(version, prereleases=True), f"{requirement}: run `make lock`"
 
 
 def test_pyproject_requires_no_exact_version_of_a_package() -> None:
-    every = asked_for("") + [each for extra in PROJECT["optional-dependencies"] for each in asked_for(extra)]
+    every = with_extra("") + [each for extra in PROJECT["optional-dependencies"] for each in with_extra(extra)]
     pinned = [each for each in every if re.search(r"==(?!.*\*)", str(each.specifier))]
     assert not pinned, "a neighbour may need another version"
 

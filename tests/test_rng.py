@@ -26,7 +26,7 @@ def test_random_numbers_equal_the_recorded_values() -> None:
     assert rng.sample_keys(42, 3).tolist() == [13679457532755275413, 2949826092126892291, 5139283748462763858]
 
 
-def test_sampling_noise_is_splitmix64_of_key_and_position() -> None:
+def test_sampling_noise_equals_splitmix64_of_the_key_and_the_token_position() -> None:
     gamma = 0x9E3779B97F4A7C15
     keys = [splitmix64((42 + gamma * (i + 1)) & MASK) for i in range(3)]
     assert rng.sample_keys(42, 3).tolist() == keys
@@ -34,7 +34,7 @@ def test_sampling_noise_is_splitmix64_of_key_and_position() -> None:
     assert drawn == [(splitmix64((k + gamma * (t + 1)) & MASK) >> 11) / 2**53 for t, k in enumerate(keys)]
 
 
-def test_random_keys_differ_for_paths_whose_elements_join_to_the_same_text() -> None:
+def test_rng_keys_of_different_paths_differ_even_if_their_elements_join_to_the_same_text() -> None:
     paths = [(1,), ("1",), (1, 2), (12,), ("1", "2"), ("12",), (), ("",), ("a", "b"), ("ab",)]
     assert len({rng.key(0, *path) for path in paths}) == len(paths)
     assert all(0 <= rng.key(seed, "x") < 2**63 for seed in range(1000))

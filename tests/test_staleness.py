@@ -22,7 +22,7 @@ def test_rollout_is_accepted_if_its_age_in_versions_is_at_most_the_staleness_bou
     assert StalenessBounds(1, math.inf).accepts(producing=10**9, oldest=0)
 
 
-def test_with_on_policy_bounds_prompts_are_issued_for_one_step_at_a_time() -> None:
+def test_on_policy_staleness_bounds_allow_requests_for_only_one_step_at_a_time() -> None:
     bounds = PRESETS["on_policy"]
     issued = [bounds.may_issue(current=5, loaded=5, queued=n, per_step=4) for n in range(6)]
     assert issued == [True] * 4 + [False] * 2
@@ -30,7 +30,7 @@ def test_with_on_policy_bounds_prompts_are_issued_for_one_step_at_a_time() -> No
 
 
 @given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 9), st.integers(0, 9), st.integers(1, 6))
-def test_rollouts_issued_within_the_staleness_bounds_are_not_too_old_at_their_step(
+def test_rollouts_requested_within_the_staleness_bounds_are_accepted_at_the_step_that_trains_them(
     j: int, slack: int, current: int, age: int, step: int
 ) -> None:
     """Every rollout that `may_issue` allows is not too old at the first step that has room for it."""
@@ -43,7 +43,7 @@ def test_rollouts_issued_within_the_staleness_bounds_are_not_too_old_at_their_st
 
 
 @given(st.integers(0, 20), st.integers(8, 30), st.lists(st.integers(1, 8), min_size=400, max_size=400))
-def test_groups_of_any_size_issued_within_the_staleness_bounds_are_not_too_old_at_their_step(
+def test_groups_of_any_size_requested_within_the_staleness_bounds_are_accepted_at_their_step(
     slack: int, step: int, sizes: list[int]
 ) -> None:
     """The controller issues prompts for whole groups, in order, until a step has enough rollouts."""

@@ -23,7 +23,7 @@ def test_oldest_version_of_a_group_is_that_of_its_oldest_rollout() -> None:
     assert (mixed.oldest_version, mixed.epoch, mixed.num_tokens) == (4, 2, 4 + 5)
 
 
-def test_only_the_outcomes_correct_partial_and_wrong_count_as_judgements() -> None:
+def test_outcomes_correct_partial_and_wrong_are_judgements_and_all_others_are_not() -> None:
     assert [outcome for outcome in Outcome if outcome.is_judgement] == [Outcome.CORRECT, Outcome.PARTIAL, Outcome.WRONG]
 
 

@@ -36,8 +36,8 @@ def check(
 ) -> None:
     """Raise BatchError for the first column with a wrong shape, dtype, range or packing.
 
-    Token ids must be below `vocab_size`, and the columns `needs` must be present. `routing` has the sizes of the
-    routers that replay recorded experts; None if the model has no routers or the trainer cannot replay.
+    Token ids must be below `vocab_size`, and the columns `needs` must be present. `routing` gives the shape that
+    recorded MoE experts must have; None if the model has no routers or the trainer cannot replay recorded experts.
     """
     for name, dtype in _COLUMNS.items():
         _check_column(name, getattr(batch, name), dtype, batch.token_ids)

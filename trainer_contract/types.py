@@ -61,7 +61,7 @@ class HeadPrecision(StrEnum):
 
 
 class Kernels(StrEnum):
-    """The kind of kernels in forward passes; engine and trainer use the same kind."""
+    """Kernels in forward passes: fast, or independent of the batch; engine and trainer use the same kind."""
 
     FAST = "fast"
     """The fastest ones. A token's last bits depend on the tokens that are computed with it."""
@@ -92,7 +92,7 @@ class Rounding(StrEnum):
     """Rounding of fp32 weights to bfloat16 for engines."""
 
     NEAREST = "nearest"
-    """Round to nearest. An update smaller than half the spacing changes nothing."""
+    """Round to nearest. An update smaller than half the spacing of bfloat16 values changes nothing."""
     DITHERED = "dithered"
     """Round up or down by a fixed threshold per weight, so that rounding errors average out over the weights."""
 

@@ -36,7 +36,7 @@ def calculated(arguments: str) -> str:
 
 
 async def run(task, client):
-    """Return the reward: 0 without a call; after a call, 1 for a right answer, 0.3 for a right call alone, else 0.1."""
+    """Return the reward: 0 without a call, else 1 for a right answer, 0.3 if only the call was right, 0.1 otherwise."""
     messages = list(task.messages)
     answer = await client.chat(messages, tools=[TOOL])
     if len(answer.tool_calls) != 1:

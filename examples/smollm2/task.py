@@ -34,7 +34,7 @@ def parses(completion: str) -> float:
 
 
 def right(completion: str, answer: str) -> float:
-    """Return the share of keys with the right value; 0 if the answer has another key."""
+    """Return the share of expected keys with the right value; 0 if the completion has a key that is not expected."""
     said, truth = _object(completion), json.loads(answer)
     if said is None or not said.keys() <= truth.keys():
         return 0.0

@@ -1,4 +1,4 @@
-"""The domain `last_letter`: words, and rewards for answers to the question for their last letter."""
+"""The domain `last_letter`: the prompt is a word, and rewarded is an answer that gives the word's last letter."""
 
 from __future__ import annotations
 

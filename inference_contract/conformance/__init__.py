@@ -3,7 +3,8 @@
     results = run("http://127.0.0.1:8000", token="…")
 
 The kit talks HTTP. It plays the trainer in a real process group, and the server from which the engine pulls weights. It
-overwrites the engine's weights with its own, under a higher epoch, so run it only against an otherwise unused engine.
+overwrites the engine's weights with its own, under a higher epoch (number of the trainer process) than the engine's, so
+run it only against an otherwise unused engine.
 
 Each check is a function; if the engine fails it, the function raises `AssertionError` with an explanation. A promise
 that cannot be tested on this engine is reported as `unsupported` with the reason.
@@ -59,7 +60,7 @@ class CheckOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of one check; `promise` states what the engine must do, `reason` explains a failure."""
+    """The result of one check: `promise` is what the engine must do, `reason` says why it failed or is unsupported."""
 
     name: str
     promise: str

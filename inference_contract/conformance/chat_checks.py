@@ -47,7 +47,10 @@ def prompt_of(answer: ChatCompletion | ChatCompletionChunk) -> list[int]:
 
 
 def check_columns(choice: Choice, *, versions: set[int] | None = None) -> None:
-    """Fail unless the choice has one valid log-prob per token, and spans of `versions` that cover all tokens."""
+    """Fail unless the choice has a valid log-prob per token and version spans that cover all tokens.
+
+    With `versions`, the spans may name only these versions of the weights.
+    """
     tokens = ids_of(choice)
     assert choice.token_logprobs is not None, "with return_token_ids each choice must have token_logprobs"
     assert len(choice.token_logprobs) == len(tokens), (
@@ -86,14 +89,14 @@ def n_gives_n_choices(session: Session) -> None:
 
 
 def columns_match_tokens(session: Session) -> None:
-    """Log-probs are at most 0, one per token; spans cover all tokens and name the served version."""
+    """Log-probs are at most 0, one per token; version spans cover all tokens and name the served weights' version."""
     version = session.card().model_version
     for choice in session.chat(n=4).choices:
         check_columns(choice, versions={version})
 
 
 def openai_logprobs_match(session: Session) -> None:
-    """With `logprobs` each choice has OpenAI's records, equal to token_logprobs."""
+    """With `logprobs` each choice has OpenAI's record of each token, with the same log-prob as in token_logprobs."""
     for choice in session.chat(n=2, logprobs=True).choices:
         assert choice.logprobs is not None, "logprobs=true must give choice.logprobs"
         logprobs = [record.logprob for record in choice.logprobs.content]
@@ -117,7 +120,7 @@ def same_seed_same_samples(session: Session) -> None:
 
 
 def noise_is_per_sample(session: Session) -> None:
-    """The noise of sample i depends only on (seed, i): two samples equal the first two of a request for six."""
+    """The noise of sample i depends only on (seed, i): n=2 gives the same samples as the first two of n=6."""
     few, many = session.chat(n=2, seed=11), session.chat(n=6, seed=11)
     for one, two in zip(few.choices, many.choices, strict=False):
         assert ids_of(one) == ids_of(two), f"sample {one.index} must be the same with n=2 and n=6"
@@ -156,7 +159,7 @@ def max_tokens_is_respected(session: Session) -> None:
 
 
 def stoppable(session: Session) -> tuple[int, str, str]:
-    """Return a seed, the text sampled with it, and a stop string: the second and third character of this text."""
+    """Return a seed, the text sampled with this seed, and a stop string: the text's second and third character."""
     for seed in range(12):
         text = session.chat(seed=seed).choices[0].message.content
         stop = text[1:3]

@@ -22,7 +22,7 @@ def _offered(session: Session) -> Continuation:
 
 
 def _long(session: Session, **fields: Any) -> tuple[int, list[Choice]]:
-    """Return a seed and the three answers sampled with it; the first and the last have at least four tokens."""
+    """Return a seed and three answers sampled with it, of which the first and last are long enough to split."""
     for seed in range(_SEEDS):
         choices = session.chat(n=3, seed=seed, max_tokens=_LENGTH, **fields).choices
         if min(len(ids_of(choices[0])), len(ids_of(choices[2]))) >= 4:
@@ -39,7 +39,7 @@ def _prefix(choice: Choice, length: int) -> dict[str, Any]:
 
 
 def _cut(*choices: Choice) -> list[dict[str, Any]]:
-    """Return request prefixes with the first token of the first choice and the first two of the second."""
+    """Return the request's `prefixes` for two choices: the first token of one choice, the first two of the next."""
     return [_prefix(choice, end) for choice, end in zip(choices, _ENDS, strict=True)]
 
 
@@ -72,13 +72,13 @@ def _continues(session: Session, **fields: Any) -> None:
 
 
 def greedy_answer_continues(session: Session) -> None:
-    """A continued greedy answer has the remaining tokens, text and finish reason of the uninterrupted answer."""
+    """A greedy answer continued from a prefix has the missing tokens, the whole text and the same finish reason."""
     _offered(session)
     _continues(session, temperature=0.0)
 
 
 def sampled_answer_continues(session: Session) -> None:
-    """A continued sampled answer equals the uninterrupted one or, if the engine draws new noise, is a valid sample."""
+    """A sampled answer continued from a prefix equals the whole answer or, with an engine's own noise, is valid."""
     if _offered(session) is Continuation.SAME_NOISE:
         _continues(session)
         return
@@ -121,8 +121,8 @@ def stop_string_may_span_the_prefix(session: Session) -> None:
 def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | None:
     """Return an answer that a stop string ends, its continuation after all but the last token, and the prefix length.
 
-    Return None if the stop string does not end the answer. A greedy answer that repeats one character ends at its
-    second token, with an empty text.
+    The stop string is the second and third character of the unstopped text. Return None if there is no such string, or
+    if it does not end the answer, or ends it at the first token.
     """
     text = session.chat(**fields).choices[0].message.content
     stop = text[1:3]
@@ -136,7 +136,7 @@ def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | No
 
 
 def ended_prefix_is_refused(session: Session) -> None:
-    """Prefixes that max_tokens or a stop string has already ended are rejected; so are repeated or missing indices."""
+    """Prefixes that are complete by max_tokens or a stop string are rejected; so are repeated or missing indices."""
     _offered(session)
     seed, text, stop = stoppable(session)
     ids = ids_of(session.chat(seed=seed).choices[0])

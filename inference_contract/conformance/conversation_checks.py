@@ -36,7 +36,7 @@ def _continued(
 
 
 def _appends(session: Session, messages: Sequence[Any], **fields: Any) -> list[int]:
-    """Return the prompt tokens of `messages`; raise `NotOffered` unless they begin with those of `MESSAGES`."""
+    """Return the prompt tokens of `messages`; raise `NotOffered` unless they begin with the tokens of `MESSAGES`."""
     opening, whole = prompt_of(session.chat(**fields)), prompt_of(session.chat(messages=messages, **fields))
     if whole[: len(opening)] != opening:
         raise NotOffered("the chat template renders earlier messages differently once others follow")
@@ -62,7 +62,7 @@ def conversation_continues_exactly(session: Session) -> None:
 
 
 def tail_is_that_of_the_full_rendering(session: Session) -> None:
-    """If the known tokens are the template's own, the continued prompt equals the rendering of all messages."""
+    """If `continue_token_ids` are as the template renders them, the prompt equals the rendering of all messages."""
     one, two = (_appends(session, [*MESSAGES, _answer(digit), *_NEXT]) for digit in ("3", "4"))
     different = [place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]]
     if len(one) != len(two) or len(different) != 1:
@@ -73,7 +73,7 @@ def tail_is_that_of_the_full_rendering(session: Session) -> None:
 
 
 def bad_continuations_are_refused(session: Session) -> None:
-    """Unusable `continue_token_ids` and `continue_from` are rejected, never ignored or clamped."""
+    """Inconsistent or invalid `continue_token_ids` and `continue_from` are rejected, never ignored or clamped."""
     messages = [*MESSAGES, _answer("3"), *_NEXT]
     known = prompt_of(session.chat())
     for wrong in (
@@ -103,7 +103,7 @@ def _end_token(session: Session) -> int:
 
 
 def _with_call(session: Session) -> tuple[list[int], list[int], list[int]] | None:
-    """Return the tokens of a conversation with a tool call as prompt, call and rest; None if tools are rejected."""
+    """Return a conversation's tokens as (prompt, tool call, all after the call); None if tools are rejected."""
     messages = [*MESSAGES, *call_and_result("3")]
     if answered(session, "tools", "messages", tools=[TOOL], messages=messages) is None:
         return None

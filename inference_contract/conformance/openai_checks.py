@@ -31,7 +31,7 @@ _SCORED_APART: Final = 0.1
 
 
 def answered(session: Session, *params: str, **fields: Any) -> ChatCompletion | None:
-    """Return the completion, or None if the engine rejects a field whose name begins with one of `params`."""
+    """Send a chat request; return the completion, or None if the engine rejects a field named like one of `params`."""
     response = session.completed(**fields)
     if response.status_code == 200:
         return ChatCompletion.model_validate(succeeded(response))
@@ -159,7 +159,7 @@ def logit_bias_is_applied_or_refused(session: Session) -> None:
 
 
 def penalties_are_applied_or_refused(session: Session) -> None:
-    """A penalty lowers a sampled token's logit as much as a bias of that size; or the field is rejected by name."""
+    """A penalty lowers a sampled token's logit like a negative bias of the same size; or it is rejected by name."""
     prompt = prompt_of(session.chat())
     for penalty in ({"presence_penalty": 1.5}, {"frequency_penalty": 1.25}):
         penalized = _top(session, prompt_token_ids=prompt, max_tokens=2, **penalty)
@@ -179,7 +179,7 @@ def penalties_are_applied_or_refused(session: Session) -> None:
 
 
 def short_model_name_is_accepted(session: Session) -> None:
-    """A request may name the model by the last part of its directory."""
+    """A request may name the model by the last part of its id, which is a directory."""
     card = session.card()
     assert session.chat(model=card.id.rstrip("/").rpartition("/")[2]).model == card.id
 

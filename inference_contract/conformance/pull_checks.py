@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 class WeightServer:
     """A weight server whose failures the kit can trigger; it listens until its `with` block ends.
 
-    It serves only `routes.WEIGHTS`, whole or in ranges, to requests with the token; it has no shared memory.
+    It serves only `routes.WEIGHTS`, whole or in ranges, to requests with the token, and only over HTTP.
 
     Attributes:
         requests: paths of authenticated requests.
         breaks_at: byte offset at which connections are closed; None disables this.
-        open: event that must be set before the server answers.
+        open: event; while it is cleared, the server delays its answers.
     """
 
     def __init__(self, host: str, token: str | None) -> None:
@@ -73,7 +73,7 @@ class WeightServer:
     def hold(
         self, trainer: KitTrainer, version: int, tag: int, *, ranges: Iterable[tuple[int, int]] | None = None
     ) -> None:
-        """Serve the weights of `tag` as this version; outside the byte `ranges`, if given, serve zeros."""
+        """Serve the kit's weights number `tag` as `version`; outside the byte `ranges`, if given, serve zeros."""
         data = trainer.weights(tag).numpy().tobytes()
         held = bytearray(len(data))
         for start, end in [(0, len(data))] if ranges is None else ranges:
@@ -199,7 +199,7 @@ def aborted_pull_leaves_old_weights(session: Session) -> None:
 
 
 def pull_in_flight(session: Session) -> None:
-    """Sampling continues during a pull, and an answer's spans name the version that sampled each token."""
+    """Sampling continues during a pull, and an answer's version spans name the version that sampled each token."""
     trainer = kit_trainer(session)
     with WeightServer(session.host, session.token) as server:
 
@@ -225,7 +225,10 @@ def pull_in_flight(session: Session) -> None:
 
 @contextmanager
 def _pull_that_fails(session: Session, *, tag: int, when: str) -> Iterator[tuple[WeightServer, int]]:
-    """Yield a server, and the version under which it holds the weights of `tag + 1`; see `old_weights_stay`."""
+    """Yield a weight server and a version, whose pull must fail in the `with` block; see `old_weights_stay`.
+
+    The server holds the kit's weights number `tag + 1` as this version; the engine serves those of `tag`.
+    """
     with (
         WeightServer(session.host, session.token) as server,
         old_weights_stay(session, partial(_pulled, session, server), tag=tag, when=when) as version,
@@ -235,7 +238,7 @@ def _pull_that_fails(session: Session, *, tag: int, when: str) -> Iterator[tuple
 
 
 def _prepare(session: Session, version: int, *, digest: str, **where: Any) -> None:
-    """Send PREPARE with `sources` or `shards`; fail if it is rejected. Raises `NotOffered` if engines cannot pull."""
+    """Send PREPARE with `sources` or `shards`; fail if it is rejected. Raises `NotOffered` if it cannot pull."""
     trainer = kit_trainer(session)
     response = trainer.update("prepare", version, transport="pull", digest=digest, group=None, generation=None, **where)
     if response.status_code == 400 and response.json().get("error", {}).get("param") == "transport":
@@ -248,7 +251,7 @@ def _commit(session: Session, version: int, *, digest: str) -> httpx.Response:
 
 
 def _pulled(session: Session, server: WeightServer, tag: int) -> int:
-    """Run a whole update by pull from `server` to the weights of `tag`; return its version."""
+    """Have the engine pull the kit's weights number `tag` from `server` and commit them; return their version."""
     trainer = kit_trainer(session)
     version = trainer.next_version()
     server.hold(trainer, version, tag)

@@ -109,7 +109,7 @@ def out_of_range_is_refused(session: Session) -> None:
 
 
 def extreme_values_are_served_or_refused(session: Session) -> None:
-    """The extreme values of a range are served, or rejected by name if the engine lacks the field."""
+    """The least and greatest allowed values of fields are served; a field that the engine lacks is rejected by name."""
     edges = (
         *(("temperature", LEAST_TEMPERATURE), ("top_p", LEAST_TOP_P), ("top_k", MOST_TOP_K)),
         *(("priority", -MOST_PRIORITY), ("priority", MOST_PRIORITY)),

@@ -1,4 +1,4 @@
-"""`Session`, an HTTP client for the engine under test; and `Load`, requests that run during an update."""
+"""`Session`, an HTTP client for the engine under test; and `Load`, which keeps an engine busy during an update."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Session:
         return self._client.post(path, content=content, headers={"content-type": "application/json"}, **options)
 
     def without_token(self, path: str) -> httpx.Response:
-        """Send a GET with a wrong bearer token."""
+        """Send a GET with a wrong bearer token; accept any status."""
         return self._client.get(path, headers={"authorization": "Bearer wrong"})
 
     def health(self) -> Health:
@@ -157,7 +157,7 @@ def succeeded(response: httpx.Response) -> Any:
 def refused(
     response: httpx.Response, *statuses: int, code: str | None = None, param: str | None = None
 ) -> dict[str, Any]:
-    """Return the error of a response that must have one of `statuses`, OpenAI's error shape, and `code` and `param`."""
+    """Return a response's error; fail unless status, error shape and, if given, `code` and `param` are as expected."""
     request = f"{response.request.method} {response.request.url.path}"
     expected = " or ".join(map(str, statuses))
     assert response.status_code in statuses, f"{request} must answer {expected}, got {response.status_code}"

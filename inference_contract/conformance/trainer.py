@@ -1,6 +1,7 @@
 """`KitTrainer`, rank 0 of the weight group: a second implementation, independent of `pipelinerl.trainers`.
 
-Its weights are a pure function of (layout, tag), so an engine that serves the same tag again must answer the same.
+Its weights are a pure function of the layout and of a number, the tag. An engine that serves the weights of the same
+tag again must therefore give the same answers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _JOINS_S = 0.3
 
 
 def weights(layout: WeightLayout, tag: int) -> torch.Tensor:
-    """Return bytes [num_bytes] of small, finite weights, different for each `tag`."""
+    """Return the bytes [num_bytes] of the weights number `tag`: small, finite, and different for each tag."""
     return torch.cat([_parameter(spec, tag + 7 * row) for row, spec in enumerate(layout.parameters)])
 
 
@@ -41,7 +42,7 @@ def _parameter(spec: ParameterSpec, tag: int) -> torch.Tensor:
 
 
 def converted(data: torch.Tensor, wire: WeightLayout, layout: WeightLayout) -> torch.Tensor:
-    """Convert `data` from the layout `wire` to bytes of `layout`."""
+    """Convert bytes of the layout `wire` to bytes of `layout`, which differs from it only in dtypes."""
     parts = zip(wire.parameters, wire.ends, layout.parameters, strict=True)
     return torch.cat(
         [
@@ -169,7 +170,7 @@ class KitTrainer:
         return self.version
 
     def weights(self, tag: int) -> torch.Tensor:
-        """Return the weights of `tag` in the engine's layout, as bytes."""
+        """Return the bytes of the weights number `tag` in the engine's layout."""
         return weights(self.layout, tag)
 
     def digest(self, tag: int) -> str:
@@ -177,7 +178,7 @@ class KitTrainer:
         return digest(self.weights(tag))
 
     def publish(self, data: int | torch.Tensor) -> int:
-        """Broadcast an update with these bytes, or with the weights of this tag; return its version."""
+        """Run a whole update with these bytes, or with the weights of this tag; return its version."""
         data = self.weights(data) if isinstance(data, int) else data
         self.formed()
         version = self.next_version()
@@ -187,7 +188,7 @@ class KitTrainer:
         return version
 
     def committed(self, version: int, **fields: Any) -> None:
-        """Send COMMIT; fail unless the answer says that the version is served."""
+        """Send COMMIT; fail unless the answer says that `version` is now served."""
         answer = self.accepted(self.update("commit", version, **fields), "committed")
         assert (answer["epoch"], answer["version"]) == (self.epoch, version), "COMMIT must name the version served"
 

@@ -48,7 +48,7 @@ def update_without_group_is_refused(session: Session) -> None:
 
 
 def group_is_joined(session: Session) -> None:
-    """/init_process_group joins, and the same generation again is a no-op."""
+    """/init_process_group joins a group; joining the same generation of the group again is a no-op."""
     trainer = kit_trainer(session)
     status = succeeded(trainer.form())
     assert status["generation"] == trainer.generation, "the answer must name the generation joined"
@@ -67,7 +67,7 @@ def lower_generation_is_refused(session: Session) -> None:
 
 
 def higher_generation_replaces(session: Session) -> None:
-    """A higher generation replaces the group, and updates use the new one."""
+    """A group of a higher generation replaces the joined group, and updates use the new group."""
     trainer = kit_trainer(session)
     trainer.formed()
     succeeded(trainer.form())
@@ -97,7 +97,7 @@ def update_is_served(session: Session) -> None:
 
 
 def check_served(session: Session, update: Callable[[int], int]) -> None:
-    """Fail unless `update` serves the weights of a tag, under the version that it returns."""
+    """Fail unless, after `update(tag)`, the engine serves the kit's weights number `tag` as the version returned."""
     update(3)
     before = session.greedy()
     version = update(4)
@@ -114,9 +114,11 @@ def check_served(session: Session, update: Callable[[int], int]) -> None:
 
 @contextmanager
 def old_weights_stay(session: Session, update: Callable[[int], int], *, tag: int, when: str) -> Iterator[int]:
-    """Yield a version whose update is to fail in the `with` block; `update` serves a tag and returns the version.
+    """Yield a version; the `with` block must start an update to it that fails.
 
-    Fail unless the weights of `tag` are served after the block, and the next update takes effect.
+    `update(tag)` makes the engine serve the kit's weights number `tag`, and is called before the block. After the
+    block, fail unless these weights are still served and the next update takes effect. `when` begins the error
+    messages.
     """
     serving, before = update(tag), session.greedy()
     yield kit_trainer(session).next_version()
@@ -139,7 +141,7 @@ def layout_id_is_enough(session: Session) -> None:
 
 
 def same_version_is_a_no_op(session: Session) -> None:
-    """PREPARE and COMMIT of the served version change nothing and need no broadcast."""
+    """PREPARE and COMMIT of the version already served change nothing and need no broadcast."""
     trainer = kit_trainer(session)
     version = trainer.publish(7)
     trainer.accepted(trainer.update("prepare", version), "already_serving")
@@ -260,7 +262,7 @@ def check_lost(response: httpx.Response) -> None:
 
 
 def update_in_flight(session: Session) -> None:
-    """Sampling continues during an update, and a stream's spans name the version that sampled each token."""
+    """Sampling continues during an update, and a stream's version spans name the version that sampled each token."""
     for update in _broadcasts_under_load(session, session.streamed):
         if update.spans_are_right(update.streamed_choices()):
             return
@@ -268,7 +270,7 @@ def update_in_flight(session: Session) -> None:
 
 
 def update_during_whole_answer(session: Session) -> None:
-    """An unstreamed answer that was being sampled during an update has spans of both versions."""
+    """The version spans of an unstreamed answer that was being sampled during an update name both versions."""
     for update in _broadcasts_under_load(session, session.completed):
         if update.spans_are_right(update.whole_choices()):
             return
@@ -276,7 +278,7 @@ def update_during_whole_answer(session: Session) -> None:
 
 
 def abort_on_update_ends_samples(session: Session) -> None:
-    """With on_update=abort running samples end with `abort`, and one version sampled all tokens of each."""
+    """With on_update=abort running samples end with finish_reason `abort`, and each has tokens of one version only."""
     for update in _broadcasts_under_load(session, session.completed, on_update="abort"):
         aborted = 0
         for choice in update.whole_choices():
@@ -308,8 +310,9 @@ def drain_finishes_running_samples(session: Session) -> None:
 class LoadedUpdate:
     """An update and the answers to requests sent during it.
 
-    `before_commit` is the number of these answers' tokens that version `old` sampled before COMMIT: a lower bound,
-    since counters lag. `after_commit` is the number that version `new` sampled after the answer to COMMIT.
+    The engine's metrics give two numbers of these answers' tokens: those sampled before COMMIT, by version `old`
+    (`before_commit`, a lower bound, since counters lag), and those sampled after the answer to COMMIT, by version `new`
+    (`after_commit`).
     """
 
     old: int
@@ -319,7 +322,7 @@ class LoadedUpdate:
     after_commit: float
 
     def spans_are_right(self, choices: list[Choice]) -> bool:
-        """Fail if a version span is wrong; return True if one of the samples has tokens of both versions."""
+        """Fail if the version spans are wrong; return True if a sample has tokens of both versions."""
         for choice in choices:
             check_columns(choice, versions={self.old, self.new})
         for when, sampled, version in (
@@ -334,7 +337,7 @@ class LoadedUpdate:
 
     @staticmethod
     def named(choices: list[Choice], version: int) -> int:
-        """Return the number of tokens that spans attribute to `version`."""
+        """Return the number of tokens that the choices' version spans attribute to `version`."""
         return sum(count for choice in choices for each, count in choice.version_spans or () if each == version)
 
     def streamed_choices(self) -> list[Choice]:
@@ -355,10 +358,10 @@ def updates_under_load(
     length: int = 256,
     **commit: Any,
 ) -> Iterator[LoadedUpdate]:
-    """Yield updates made while samples of up to `length` tokens are in flight, until the session's timeout.
+    """Update the engine again and again under load, until the session's timeout; yield each update with its answers.
 
-    `prepare` returns the version served and the next one. `send(version)` sends the next one's bytes under load; then
-    COMMIT is sent, with the fields `commit`.
+    The load is chat requests for up to `length` tokens, sent by `ask`. Before the load starts, `prepare` returns the
+    version served and the next one; then `send(next)` transfers the bytes, and COMMIT is sent with the fields `commit`.
     """
     trainer, deadline = kit_trainer(session), time.monotonic() + session.timeout_s
     length = min(length, session.card().context_length // 2)

@@ -59,7 +59,7 @@ Image = Annotated[str | None, typer.Option("--image", help="Container image with
 
 
 def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | None, image: str | None) -> ClusterTarget:
-    """Return the target that `--on` specifies; raise `UserError` if the launcher or number of hosts is unknown."""
+    """Return the target that `--on` specifies; raise `UserError` if it names no launcher, or no hosts are given."""
     from launch.cluster.launchers import ClusterTarget, Launcher
 
     by, address = ("ray", on) if on.startswith("ray://") else (on, None)

@@ -5,11 +5,11 @@
 | ConfigMap `NAME-recipe` | the recipe, resolved, without secrets |
 | PersistentVolumeClaim `NAME-runs` | the run's directory, for all pods: checkpoints, logs, streams, token (0600) |
 | Service `NAME`, headless | a name for each pod, `host-0.NAME`, before it is ready |
-| Services `NAME-controller`, `NAME-redis`, … | one for each role that listens, for clients that look it up by role |
+| Services `NAME-controller`, `NAME-redis`, … | a name for each role that accepts connections, whatever its host |
 | Job `NAME-HOST`, one for each host | a pod that is replaced after an eviction or the loss of its node |
 
-A pod that is asked to end has `launch.save_s` plus a minute to save; the pod that replaces it resumes. Exit status 1 or
-2 ends its Job: the run failed, and a retry would fail the same way.
+A pod that is asked to end has `launch.save_s` to save, then `launch.grace_s` plus a minute to stop its processes; the
+pod that replaces it resumes. Exit status 1 or 2 ends its Job: the run failed, and a retry would fail the same way.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def manifest_text(objects: Sequence[Mapping[str, Any]], notes: Sequence[str] = (
 
 
 def notes_for(config: RunConfig) -> list[str]:
-    """Return notes on what the user has to provide in the cluster."""
+    """Return notes for the user on what the manifests expect in the cluster."""
     name, url = config.run.name, config.streams.redis_url
     notes = [
         f"kubectl apply --filename this file; kubectl logs --follow job/{name}-HOST; kubectl delete --selector "

@@ -63,9 +63,10 @@ def start_on(
 ) -> int:
     """Start a run on the launcher; return 0 once the run is submitted. Raises `UserError` if that fails.
 
-    Under Ray, wait for the end of the run and return the run's exit status.
+    Under Ray, wait for the end of the run and return the run's exit status. Under Kubernetes, the node of the first
+    host makes the run's directory, on a volume of the cluster; under the other launchers, this function makes it.
 
-    Under Kubernetes the run's directory is on a volume of the cluster, where the head's node makes it.
+    `claim` reserves the run's name (see `run_directory.create`).
     """
     if where.by is Launcher.KUBERNETES:
         run_dir = config.run_directory

@@ -44,7 +44,7 @@ class NodeState(StrEnum):
 
     UP = "up"
     FAILED = "failed"
-    """One of its processes failed for good, which ends the whole run."""
+    """One of the node's processes failed for good, which ends the whole run."""
     LEFT = "left"
     """The node was stopped while the run continues."""
     ENDED = "ended"
@@ -65,7 +65,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecord:
-    """The head's record: the launch's `id`, its hosts, and the run's result; None while the run is under way."""
+    """The head's record of a launch: its id, its hosts, and the result of the run (None while the run is under way)."""
 
     id: str
     members: Members
@@ -73,7 +73,7 @@ class LaunchRecord:
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's record: its launch, its state, its restarts, and a counter (`beat`) that grows with each write."""
+    """A node's record: id of the launch served, its state, its processes' restarts, and a count of writes (`beat`)."""
 
     launch: str
     beat: int
@@ -173,7 +173,7 @@ def node_path(run_dir: Path, host: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class LastHeartbeat:
-    """The newest record of a node, and the time by this process's clock at which it last changed."""
+    """The newest record of a node, and the time at which it was first read, by the reader's own clock."""
 
     record: NodeRecord
     at: float
@@ -182,7 +182,7 @@ class LastHeartbeat:
 @final
 @dataclass(slots=True)
 class OtherNodes:
-    """The records of the other nodes of a launch, as last read."""
+    """The records of other nodes of a launch, as last read from their files."""
 
     run_dir: Path
     launch: str
@@ -267,7 +267,7 @@ class HeadNode:
             supervisor.end(RunOutcome.FAILED, failure)
 
     def tell_restarts(self, restarts: tuple[RestartStatus, ...]) -> None:
-        """Write the restarts of this host's processes and of the processes on other nodes; may raise OSError."""
+        """Write the restarts of the head's own processes, together with those of other hosts; may raise OSError."""
         self._restarts = restarts
         self._write_restarts()
 

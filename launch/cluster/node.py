@@ -152,7 +152,7 @@ class _Share:
         )
 
     def serve(self) -> RunResult:
-        """Run the processes until they or the launch end."""
+        """Run the host's processes until they have ended or failed, or until the head ends or replaces the launch."""
         self._file.tell(NodeState.UP)
         result = self._supervisor.run()
         if result.outcome is not RunOutcome.FAILED or self._result is not None:
@@ -188,7 +188,10 @@ class _Share:
 
 
 def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], head_s: float) -> LaunchRecord:
-    """Wait for a launch that is under way or completed, ignoring failed and stopped ones; return its record."""
+    """Wait for a launch that is under way or completed, and return its record.
+
+    Failed and stopped launches are ignored, since another launch may follow them.
+    """
     began = time.monotonic()
     deadline, tell_at = began + head_s, began + _SILENT_S
     while True:

@@ -3,13 +3,13 @@
 Ray finds machines, reserves their GPUs, and replaces a lost machine. On each machine it only starts `pipelinerl node`
 as a separate process: no role imports ray, and no data of the run passes through the object store.
 
-| it waits for                          | how long          | then                                                   |
+| the launcher waits for                | how long          | then                                                   |
 |---------------------------------------|-------------------|--------------------------------------------------------|
 | a placement group                     | `PLACED_S`        | raises an error that lists what each host needs        |
 | the head's node                       | –                 | ends with the exit status of the head's node           |
 | the replacement of a node that died   | –                 | meanwhile the run continues without this host          |
 | a replacement on a different machine  | –                 | restarts all nodes: the run resumes from a checkpoint  |
-| the run to be saved, after Ctrl-C     | `launch.save_s`   | kills the run                                          |
+| the run to be saved, after Ctrl-C     | `save_s` + 10 s   | kills the run                                          |
 
 A node may die `launch.restarts` times. Ray notices a lost machine only after some seconds. Until then it places actors
 on the lost machine, where they never run; the launcher requests new actors until one answers.

@@ -1,1 +1,1 @@
-"""The actor: it claims orders for prompts, has engines sample groups, has answers verified, and appends the groups."""
+"""The actor: it claims orders (requests for groups), has engines sample and verifiers judge, and appends the groups."""

@@ -3,7 +3,7 @@
 A prompt order (`PromptOrder`) is the controller's request for one group: G rollouts of one prompt.
 
     loop       consumes                  waits for              unblocked by
-    claim      prompt orders (stream)    a slot for a group     a group that ended
+    claim      prompt orders (stream)    room for a new group   a group that ended
     work × n   one order                 the engine's answer    the engine, or another one after a failure
     flush      finished groups           —                      Redis
     heartbeat  —                         its interval           the clock
@@ -80,7 +80,7 @@ class ActorSettings:
 @final
 @dataclass(slots=True)
 class _Outbox:
-    """Groups, reports and acknowledgements to write to the streams, in this order."""
+    """Finished groups, reports and acknowledgements (entry ids), to be written to the streams in this order."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
     reports: list[ControlMessage] = field(default_factory=list)
@@ -90,7 +90,7 @@ class _Outbox:
 
 @final
 class GroupLimiter:
-    """Limit on the orders (requested groups) in flight. Any task may give back slots that another task took."""
+    """Limit on the orders (requested groups) in flight, as slots. Any task may give back slots that another took."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -98,7 +98,7 @@ class GroupLimiter:
         self._freed = asyncio.Event()
 
     async def take(self, most: int | None = None) -> int:
-        """Wait until a slot is free, then take all free slots, but at most `most`; return the number taken."""
+        """Wait until a slot (room for one order) is free; take the free slots, at most `most`, and return how many."""
         while self._taken >= self._limit:
             self._freed.clear()
             await self._freed.wait()
@@ -108,12 +108,12 @@ class GroupLimiter:
         return taken
 
     def give_back(self, places: int = 1) -> None:
-        """Free `places` slots."""
+        """Give back `places` slots, each of which is room for one order."""
         self._taken -= places
         self._freed.set()
 
     def resize(self, limit: int) -> None:
-        """Change the limit; if it is lower, running tasks finish before new ones start."""
+        """Change the limit; if more orders than that are in flight, some must finish before a new one starts."""
         self._limit = limit
         self._freed.set()
 
@@ -128,7 +128,7 @@ class _UnderWay:
 
 @final
 class StageLog:
-    """Recorder of the times at which groups are claimed, sampled and verified. Used on one event loop."""
+    """Recorder of the times at which some training groups (one in four) are claimed, sampled and verified."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         """Create a log. `clock` returns Unix seconds, so that times from different machines can be compared."""
@@ -138,7 +138,7 @@ class StageLog:
 
     @contextmanager
     def claimed(self, order: PromptOrder) -> Iterator[None]:
-        """Track an order during the `with` block; at its end, the order is forgotten unless its group was verified."""
+        """Record times of an order during the `with` block; at its end, drop them unless the group was verified."""
         if order.purpose is Purpose.TRAINING and order.seed % _ONE_IN == 0:
             self._under_way[order.order_id] = _UnderWay(self._clock())
         try:
@@ -147,7 +147,7 @@ class StageLog:
             self._under_way.pop(order.order_id, None)
 
     def sampled(self, order: PromptOrder, engine: str) -> None:
-        """Record that all samples have arrived, the last of them from this engine (base URL)."""
+        """Record that sampling ended now, at this engine (base URL); a later call for the same order replaces this."""
         if (stages := self._under_way.get(order.order_id)) is not None:
             stages.sampled, stages.engine = self._clock(), engine
 
@@ -168,7 +168,7 @@ class StageLog:
             )
 
     def take(self) -> list[GroupStages]:
-        """Return the groups recorded since the last call, and clear the record."""
+        """Return the groups that were verified since the last call, and clear the list."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -177,8 +177,8 @@ class StageLog:
 class VerifierTally:
     """Counter of verdicts, episodes and tool calls by domain since the actor started, and of failures in a row.
 
-    A group on which the verifier fails is masked. If the verifier of a domain always fails, the domain is sampled
-    forever without effect; the controller detects this from these counts and ends the run.
+    An answer on which the verifier fails is masked (not trained). If the verifier of a domain always fails, the domain
+    is sampled forever without effect; the controller detects this from these counts and ends the run.
     """
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ class Actor:
         self._limiter.resize(groups_in_flight)
 
     def follow(self, *, model_version: int, k: float) -> None:
-        """Set the trainer's version and the staleness bound `k`; drop groups that are now too old to be trained."""
+        """Set the trainer's version and the staleness bound `k`; drop groups that are now too old to train."""
         self._freshness.follow(current=model_version, k=k)
 
     async def run(self) -> None:
@@ -323,7 +323,10 @@ class Actor:
             self._outbox.reports.append(_evaluation(order, group, shown_problem(order, made)))
 
     async def _made_in_time(self, order: PromptOrder) -> Sequence[MadeRollout] | None:
-        """Return verified rollouts, or None if the group was dropped and reported. Evaluations are never dropped."""
+        """Return verified rollouts, or None if the group became too old to train, after reporting this.
+
+        Evaluations never become too old.
+        """
         maker = self._maker_of(order.problem.domain)
         if order.purpose is not Purpose.TRAINING:
             return await maker.make(order, self._progress(order, lambda: None))
@@ -349,7 +352,7 @@ class Actor:
         return None
 
     async def _refusal(self, order: PromptOrder, made: Sequence[MadeRollout]) -> str:
-        """Return the recipe's filter's reason to refuse the group, or "" if it keeps the group.
+        """Return the reason why the recipe's group filter refuses the group, or "" if the filter keeps it.
 
         Evaluations, and groups in which the verifier judged no answer, are not filtered. A refused group is still
         appended, with the reason, so that the trainer can count it and users can inspect it.

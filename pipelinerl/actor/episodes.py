@@ -2,9 +2,9 @@
 
     order ─▶ G × (episode host ⇄ gateway ⇄ engine) ─▶ verdicts ─▶ rollouts
 
-If an environment raises, loses its host or times out, the rollout is masked instead of rewarded with 0, because the
-failure says nothing about the model. An episode that reaches one of its own limits (turns, tokens, context) is judged
-as it stands. If no engine can answer a turn, the order fails.
+If an environment raises, loses its host (the process that runs it) or times out, the rollout is masked instead of
+rewarded with 0, because the failure says nothing about the model. An episode that reaches one of its own limits (turns,
+tokens, context) is judged as it stands. If no engine can answer a turn, the order fails.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Player(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeDomain:
-    """A domain's player, limits and verifier. Without a verifier, the environment's rewards give the verdict."""
+    """A domain's player, limits and verifier; with None as verifier, the environment's rewards give the verdict."""
 
     player: Player
     limits: EpisodeLimits
@@ -90,8 +90,8 @@ class EpisodeDomain:
 class PlayedEpisode:
     """A finished episode and its judgement.
 
-    If several episodes lose the host that they share, `is_counted` is True for only one of them. Otherwise one lost
-    host would look like an environment that always fails.
+    `is_counted` says whether `VerifierTally` counts the judgement. If several episodes lose the host process that they
+    share, only one is counted. Otherwise one lost host would look like an environment that always fails.
     """
 
     episode: Episode
@@ -116,7 +116,7 @@ class Episodes:
         self._calls: set[str] = set()
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
-        """Play G episodes concurrently; return the rollouts of those in which the model sampled an answer."""
+        """Play G episodes concurrently; return the rollouts of those in which the model answered at least once."""
         started = _from_first_turn(progress)
         played = await run_together(self.play(order, sample, started) for sample in range(order.sampling.num_samples))
         answered_episodes = [each for each in played if each.episode.last is not None]
@@ -231,7 +231,7 @@ class Episodes:
 
 
 def _from_first_turn(progress: GroupProgress) -> GroupProgress:
-    """Return callbacks that report the group as begun only until one of its turns has been sampled."""
+    """Return callbacks that report no `begun` after the first sampled turn: later turns begin no group."""
     has_turn = False
 
     def begun() -> None:

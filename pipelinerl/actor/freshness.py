@@ -28,7 +28,7 @@ def can_be_fresh(began: int, *, current: int, k: float) -> bool:
 class Held:
     """A group that is being sampled. `scope` is the timeout that cancels the sampling.
 
-    `began` is the version at which sampling began, as far as the actor knows; None until the next version is reported.
+    `waits` is True until an engine begins. `began` is the first version that was reported after that, None until then.
     `given_up` is the value that `began` had when the group was dropped; None if the group was not dropped.
     """
 
@@ -44,7 +44,7 @@ class Held:
 
 @final
 class Freshness:
-    """The groups of one event loop that are being sampled."""
+    """Registry of the groups being sampled, which cancels those that become too old; used on one event loop."""
 
     def __init__(self) -> None:
         self._held: set[Held] = set()

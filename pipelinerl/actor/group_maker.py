@@ -13,7 +13,7 @@ from pipelinerl.verifiers.verifier import Judgement
 
 
 class Sampler(Protocol):
-    """Source of completions: an `EnginePool`."""
+    """Source of completions; the actor's is an `EnginePool`."""
 
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
@@ -45,10 +45,10 @@ class GroupProgress:
 
     Attributes:
         begun: an engine starts to sample the group from its first token.
-        handed_over: an engine finished an answer, which another engine may have begun.
+        handed_over: an answer is complete; `Answered` counts tokens from engines that failed or left before its end.
         resampled: a weight update aborted this number of samples, which will be sampled again.
-        sampled: all samples have ended, the last of them at this engine (base URL).
-        judged: all samples have these verdicts, and each has these (version, number of tokens) pairs.
+        sampled: sampling ended at this engine (base URL). Episodes report this per turn; the last report counts.
+        judged: the samples have these verdicts and, per sample, these spans: (version, number of tokens) pairs.
         played: an episode has ended, with these tool calls and this number of seconds spent outside the model.
     """
 

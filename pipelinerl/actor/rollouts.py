@@ -1,6 +1,6 @@
 """Conversion of engines' answers to a `RolloutGroup`, or to readable text for held-out problems; and `RolloutWriter`.
 
-Readers see the text that the verifier judged, cut to a bounded length.
+Users who look at a held-out problem see the text that the verifier judged, cut to a bounded length.
 
 `RolloutWriter` appends groups to the actor's partition. It chooses the entry ids, so a repeated append is a no-op, and
 a group whose `append` returned is in the partition exactly once. Ids start from the clock: if two actors have the same
@@ -95,7 +95,7 @@ class RolloutWriter:
 
     @classmethod
     async def begin(cls, stream: Stream, *, actor: str) -> Self:
-        """Return a writer that continues after the last entry from an earlier start of this actor."""
+        """Return a writer whose entry ids follow those that earlier starts of this actor left in the partition."""
         return cls(stream, actor=actor, number=fresh_number(await stream.last_id(ROLLOUTS + actor)))
 
     async def append(self, groups: Sequence[RolloutGroup]) -> None:
@@ -106,7 +106,7 @@ class RolloutWriter:
             await self._check(first, payloads)
 
     async def _check(self, first: int, payloads: Sequence[bytes]) -> None:
-        """Raise `FencedError` unless the existing entries are this writer's, from an append whose reply was lost."""
+        """Raise `FencedError` unless the entries with these ids are ours, from an append whose reply was lost."""
         ours = {f"{first + place}-0": payload for place, payload in enumerate(payloads)}
         last = await self._stream.last_id(self._name)
         entries = await self._stream.read({self._name: f"{first - 1}-0"}, count=len(ours), block_s=0)
@@ -177,7 +177,7 @@ def _rollout(order: PromptOrder, answer: Answer, routed_prompt: Experts | None) 
 
 
 def shown_problem(order: PromptOrder, made: Sequence[MadeRollout]) -> ShownProblem:
-    """Return the problem of an order with its first answers, as shown to readers."""
+    """Return the problem of an order with its first answers, as users see them in `pipelinerl samples`."""
     prompt = "\n".join(f"{message.role}: {message.content}" for message in order.problem.messages)
     return ShownProblem(
         problem_id=order.problem.problem_id,

@@ -36,7 +36,7 @@ class SingleTurn:
         self._replay = routing_replay
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
-        """Return G verified answers; answers cut short by an `abort` update are sampled again."""
+        """Return G verified answers; answers that a weight update aborted are sampled again."""
         verifier = self._verifier_of(order.problem.domain)
         sampled: list[tuple[ChatCompletion, Choice]] = []
         for attempt in range(self._attempts):
@@ -76,7 +76,7 @@ def chat_request(
     attempt: int = 0,
     replay: RoutingReplay = RoutingReplay.OFF,
 ) -> ChatCompletionRequest:
-    """Return the request for the samples of an order that are still missing; `here` is the number already sampled."""
+    """Return the request for the rest of an order's samples, of which `here` are sampled already."""
     sampling = order.sampling
     return ChatCompletionRequest(
         model=model,

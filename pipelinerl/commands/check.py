@@ -124,7 +124,7 @@ def _other_models(config: RunConfig) -> dict[str, Path]:
 
 
 def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield pairs (part of the recipe, finding) for `pipelinerl check`, for each part after the parts that it needs.
+    """Yield pairs (part of the recipe, finding) for `pipelinerl check`, each part after those it depends on.
 
     Raises:
         UserError: the first problem that would stop the run.

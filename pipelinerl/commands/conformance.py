@@ -102,7 +102,7 @@ def chaos(
     count: Annotated[int, typer.Option(min=1, help="Number of seeds, starting at --seed.")] = 1,
     list_only: Annotated[bool, typer.Option("--list", help="List the scenarios.")] = False,
 ) -> None:
-    """Inject seeded faults into runs (kill, fence, starve processes); check that nothing is lost (needs a checkout)."""
+    """Inject seeded faults (kill, replace, starve processes); check that runs lose nothing (needs a checkout)."""
     words = ["--seed", str(seed), "--scenario", scenario, "--count", str(count), *(["--list"] if list_only else [])]
     raise typer.Exit(run_in_checkout("tests.faults.scenarios", *words, what="the fault scenarios are"))
 
@@ -110,7 +110,7 @@ def chaos(
 def run_in_checkout(module: str, *words: str, what: str) -> int:
     """Run `python -m module words…` and return its exit status; raise `UserError` outside a checkout.
 
-    `what` begins the sentence of the error message, such as "benchmarks are".
+    `what` is the subject of the error message with its verb, such as "benchmarks are".
     """
     if not _CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file():
         raise UserError(

@@ -1,8 +1,9 @@
 """The commands `pipelinerl engines …`: list and change the engines of a live run.
 
-`add`, `drain`, `remove` and `swap` wait for the result and report it; with `--no-wait` they only send the request. The
-run's launcher starts and stops engine processes. If the run has no launcher, because its services were started
-manually, the commands print the command line that starts the engine, and wait until the user has started it.
+`add`, `drain` and `swap` wait for the result and report it; with `--no-wait` they only send the request. `remove` takes
+effect immediately. The run's launcher starts and stops engine processes. If the run has no launcher, because its
+services were started manually, `add` and `swap` print the command line that starts the engine, and wait until the user
+has started it.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def add(
 
 @engines_app.command()
 def drain(run: Run, engine: Which, timeout: Timeout = 60.0, wait: Wait = True) -> None:
-    """Send an engine no more work, and remove it once its running requests have finished."""
+    """Send an engine no more work, and remove it once its running requests have finished or the timeout has passed."""
     from pipelinerl.commands.remote import controller_of
 
     with controller_of(run) as controller:
@@ -231,7 +232,7 @@ def joined(
     within_s: float = _JOIN_S,
     start: ManualStart | None = None,
 ) -> EngineStatus:
-    """Wait until the engine serves. If the run has no launcher, print the command that starts the engine.
+    """Wait until the engine serves; return its status. If the run has no launcher, print the command that starts it.
 
     Raises:
         UserError: the engine was expelled, or cannot start.
@@ -248,7 +249,7 @@ def joined(
 
 
 def gone(controller: ControllerClient, which: str, *, within_s: float) -> EngineStatus:
-    """Wait until the engine has left; raise `DeadlineError` after `within_s` seconds."""
+    """Wait until the engine has left; return its last status, or raise `DeadlineError` after `within_s` seconds."""
     return _until(controller, which, lambda engine: engine.state == "expelled", within_s, "leave", None)
 
 

@@ -1,4 +1,4 @@
-"""`pipelinerl explain`: an objective's slots, formula, cost and source, and its factors for each token of rollouts.
+"""`pipelinerl explain`: an objective's five terms (slots), formula, cost and source, and their value for each token.
 
 Rollouts come from a JSON file or from a stored record of a group (`streams.records`), detected by the first bytes.
 The JSON file:
@@ -100,7 +100,7 @@ def show(
 
 
 def compare(first: str, second: str, files: Sequence[Path], console: Console, *, of_run: OfRun | None = None) -> None:
-    """Print the slots in which two objectives differ, and how each objective weights every token of the same rollouts.
+    """Print the terms (slots) in which two objectives differ, and the weight that each gives to every token.
 
     Each choice is a preset or a recipe. Without `files` or a run, the rollouts are a built-in example.
     """
@@ -227,7 +227,7 @@ def _slots(objective: PolicyObjective) -> Table:
 def _factors(
     objective: PolicyObjective, rollouts: Sequence[ScoredRollout], *, shown: Collection[int] | None = None
 ) -> Table:
-    """Return a table of the token factors of the groups in `shown`, computed from all rollouts as one batch."""
+    """Return a table of the terms for each token of the groups in `shown` (default: all); rollouts form one batch."""
     table = Table(box=None, pad_edge=False)
     for name in ("group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"):
         table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
@@ -250,7 +250,10 @@ def _factors(
 
 
 def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None, Table | None]:
-    """Return the step's rollouts with their tokens as text, the groups to show, and a table of its optimizer steps."""
+    """Return the step's rollouts with their tokens as text, the groups to show, and a table of its optimizer steps.
+
+    The groups are None if all are to be shown; the table is None if the step had only one optimizer step.
+    """
     config = recipes.load_run(of_run.run_dir)
     step = recorded_step(of_run.run_dir, of_run.step)
     if of_run.group is not None and of_run.group not in step.orders:

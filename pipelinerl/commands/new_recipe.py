@@ -45,7 +45,7 @@ _REWARDS: Final = Path(__file__).with_name("new_rewards.py.txt")
 class Lengths:
     """Lengths in tokens: the longest prompt and reference answer, and the limits on an answer and on a sequence.
 
-    `thinks` is True if the chat template can turn a model's reasoning off; the lengths are those of answers without it.
+    `thinks` is True if the chat template can turn the model's reasoning off; all lengths exclude reasoning.
     """
 
     prompt: int

@@ -37,7 +37,7 @@ _AT_ONCE: Final = 8
 
 @final
 class RowLinker:
-    """Stores the contents of rows, each content once; `contents` and `num_bytes` count the contents sent so far."""
+    """Stores the inputs and answers of rows, equal ones once; `contents` and `num_bytes` count those sent so far."""
 
     def __init__(self, store: RepositoryFolder | RemoteRunner) -> None:
         self._store = store
@@ -115,7 +115,7 @@ _MOST_REASONS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class UploadReport:
-    """Numbers of rows written and left out, the first reasons for leaving rows out, and the contents sent."""
+    """Numbers of rows written and left out, the first reasons for leaving rows out, and the inputs and answers sent."""
 
     rows: int
     left_out: int
@@ -125,7 +125,7 @@ class UploadReport:
 
 
 async def upload(files: Sequence[Path], out: Path, rules: CodeRules, *, answer_field: str) -> UploadReport:
-    """Upload the tests of all rows in `files` to the store that `rules` name; write the rows with links to `out`.
+    """Upload the tests of all rows in `files` to the store set in `rules`; write rows with links instead to `out`.
 
     Raises:
         UserError: a file cannot be read, or the store is unavailable.
@@ -185,11 +185,11 @@ class RepositoryFolder:
         self._opening = asyncio.Lock()
 
     async def missing(self, links: list[Link]) -> set[Link]:
-        """Return the links whose contents are not stored yet."""
+        """Return those of `links` whose data is not stored yet."""
         return {link for link in links if link not in self._repository}
 
     async def upload(self, data: bytes) -> Link:
-        """Store a content and return its link."""
+        """Store `data`, a test's input or answer, and return the link to it."""
         return await asyncio.to_thread(self._repository.put, data)
 
     async def compile_checker(self, checker: CustomChecker) -> Link:

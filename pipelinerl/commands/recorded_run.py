@@ -2,8 +2,9 @@
 
     runs/<name>/  recipe.toml · events.jsonl (metrics, and the groups' indices) · redis/ (the groups)
 
-Rollouts are stored from the oldest kept checkpoint on. The run must not be live; a Redis server runs on a copy of its
-data. `elastic_decisions` is a dry run, on a recorded run's metrics, of the rule that scales the number of engines.
+Rollouts are stored from the oldest kept checkpoint on. If the run had an embedded Redis server, it must not be live: a
+server is then started on a copy of its data. `elastic_decisions` is a dry run, on a recorded run's metrics, of the rule
+that scales the number of engines.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutG
     """Return the stored groups by the index of the prompt order that requested them, each list in order of arrival.
 
     Raises:
-        UserError: the run is live, or no groups are stored.
+        UserError: the run is live with an embedded Redis server, or no groups are stored.
     """
     return asyncio.run(_groups(config, run_dir))
 
@@ -137,7 +138,9 @@ def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
 
 
 def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each decision that the recipe's `elastic` section, with `overrides`, would have caused.
+    """Yield a line for each decision that the recipe's `elastic` section would have caused, then a closing remark.
+
+    The `overrides` change the recipe first.
 
     Raises:
         UserError: there is no such run, or the overrides are invalid.
@@ -157,7 +160,7 @@ def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
 
 
 def _decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[str]:
-    """Yield a line for each decision that `rule` would have made; the number of engines stays as recorded."""
+    """Yield a line for each decision that `rule` would have made; the number of engines is always the recorded one."""
     memory, serving, step = ElasticMemory(), set[str](), 0
     for event in events:
         now = float(event.get("elapsed_s", 0.0))

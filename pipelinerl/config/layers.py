@@ -4,8 +4,8 @@ Paths in a layer are relative to its file (`resolved_beside`). The resolved reci
 from the run's directory, contains absolute paths only, so it means the same wherever it is saved.
 
 A layer changes single keys of the layers below. There are two exceptions: a layer that names the objective's preset
-replaces the objective of all lower layers, and a layer that names the `kind` of one of the objective's slots replaces
-that slot. The layer's other keys then refine the new preset or slot, in any order.
+replaces the objective of all lower layers, and a layer that names the `kind` of one of the objective's slots (terms of
+its formula, such as `adv`) replaces that slot. The layer's other keys then refine the new preset or slot, in any order.
 """
 
 from __future__ import annotations

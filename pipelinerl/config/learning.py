@@ -156,10 +156,10 @@ class CooldownSection(Section):
 
 
 class CurationSection(Section):
-    """The treatment of problems that teach nothing."""
+    """Curation: replacement of filtered groups, cooldown of solved problems, and a user's own filter of groups."""
 
     oversample: float | None = Field(default=None, ge=1, le=16)
-    """The most orders issued per order that is expected to train, if groups are filtered.
+    """The most orders (requests for a group) issued per order that is expected to train, if groups are filtered.
 
     1 issues replacements only after groups were filtered. By default 3 if groups are filtered and k > j, otherwise 1:
     in lockstep (k = j), the groups that train would depend on which of the extra orders finish first.

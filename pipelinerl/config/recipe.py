@@ -201,7 +201,7 @@ class RunConfig(Section):
 
     @property
     def demonstrations_per_update(self) -> int:
-        """The number of demonstrations per optimizer step, by the domains' weights; 0 if no domain trains on any."""
+        """The number of right answers from the data per optimizer step, by domain weights; 0 if no domain uses any."""
         shares = [sum(each.weight for each in those) for those in (self.demonstrated_domains, self.trained_domains)]
         groups = self.groups_per_step / self.training.mini_batches
         return max(1, round(groups * shares[0] / shares[1])) if shares[0] else 0
@@ -232,9 +232,9 @@ class RunConfig(Section):
     def groups_in_flight(self) -> int:
         """The number of groups in flight per actor; by default four times what fills the slots of all engines.
 
-        Elastic engines count at their maximum. A group occupies few slots while its longest answer is sampled: with
-        only twice what fills the slots, engines were 78 % busy on heavy-tailed lengths. Pacing may allow fewer groups,
-        depending on k.
+        A slot decodes one answer. Elastic engines count at their maximum number. Towards its end, a group occupies few
+        slots, because only its longest answers are still being sampled: with twice what fills the slots, engines were
+        78 % busy on heavy-tailed lengths. Depending on k, the controller may allow fewer groups.
         """
         if self.actor.groups_in_flight is not None:
             return self.actor.groups_in_flight
@@ -250,7 +250,7 @@ class RunConfig(Section):
 
     @property
     def optimizer_steps(self) -> int:
-        """The number of optimizer steps of the run, if no step is cut short; schedules use it."""
+        """The run's number of optimizer steps, unless `target_kl` cuts a step short; schedules use it."""
         return self.run.steps * self.training.epochs * self.training.mini_batches
 
     @property
@@ -284,7 +284,7 @@ class RunConfig(Section):
 
     @property
     def servers_to_start(self) -> int:
-        """The number of parameter servers that the launcher starts; 0 for a broadcast, or if the recipe has servers."""
+        """The number of parameter servers to start; 0 if weights are broadcast, or the recipe names running servers."""
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
         return self.parameter_server.shards * self.parameter_server.replicas if wanted else 0
 

@@ -57,7 +57,7 @@ class RunSection(Section):
     stall_s: float = Field(default=120.0, gt=0)
     """Time without progress after which an event and the controller's log name the blocker."""
     no_signal_steps: int = Field(default=20, ge=1)
-    """Consecutive steps' worth of dropped groups without signal that end the run as solved or hopeless.
+    """The run ends, as solved or hopeless, after this many steps' worth of groups without signal, dropped in a row.
 
     An alarm is raised at half of this number.
     """
@@ -113,13 +113,13 @@ class EngineSection(Section):
     servers: tuple[BaseUrl, ...] = ()
     """Base URLs of the servers behind engines of the types vllm_server and sglang_server, one per engine."""
     memory_share: MemoryShare | None = None
-    """The most of each GPU's memory for one engine; by default as divided by `launch/placement.py`, or all."""
+    """The largest share of each GPU's memory for one engine; by default as `launch/placement.py` divides it, or all."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of this engine type, checked by the engine: for vllm, fields of its `AsyncEngineArgs`."""
     on_update: OnUpdate = OnUpdate.CONTINUE
     """Treatment of sequences in flight when new weights arrive."""
     receiver: Receiver = Receiver.IN_PROCESS
-    """Process that joins the weight group: the engine's, or one that may crash on a peer's bad data (`own_process`)."""
+    """Process that receives broadcast weights: the engine's, or a separate one (`own_process`) that may crash alone."""
 
 
 class ActorSection(Section):
@@ -159,7 +159,7 @@ class SamplingSection(Section):
 
     @property
     def of_an_order(self) -> Sampling:
-        """The sampling parameters that a training order carries."""
+        """The sampling parameters of a training order, the controller's request for one group of rollouts."""
         return Sampling(num_samples=self.group_size, **self.model_dump(exclude={"group_size"}))
 
 
@@ -221,7 +221,7 @@ class TrainerSection(Section):
     For torch `mesh` (docs/understand/trainers.md); for jax `mesh` and the other fields of `JaxOptions`.
     """
     memory_share: MemoryShare | None = None
-    """The most of each GPU's memory for the trainer, like `engine.memory_share`."""
+    """The largest share of each GPU's memory for the trainer, like `engine.memory_share`."""
 
     @field_validator("micro_batch_tokens")
     @classmethod
@@ -232,7 +232,7 @@ class TrainerSection(Section):
 
     @property
     def passes_in(self) -> Precision:
-        """The precision of passes; fp32 while `precision` is an unresolved `auto`."""
+        """The precision of forward and backward passes; fp32 as long as `precision` is `auto` and not yet resolved."""
         return Precision.FP32 if self.precision == "auto" else self.precision
 
     @property
@@ -251,7 +251,7 @@ class StalenessSection(Section):
     k: float | None = Field(default=None, allow_inf_nan=True)
     """The largest age of a trained token in versions, `inf` for no limit; a knob while the run is live."""
     scope: StalenessScope = StalenessScope.GROUP
-    """The unit that is dropped if a token is too old: its `group`, or only its `rollout` if at least two remain."""
+    """The unit to drop if a token is too old: its `group`, or only its `rollout` if two others of the group remain."""
 
     overdue: Overdue = Overdue.DROP
     """Treatment of a group that is still being sampled at its last admissible step: `drop`, or `wait` for it."""
@@ -276,12 +276,12 @@ class StalenessSection(Section):
 
 
 class CheckpointSection(Section):
-    """The interval of checkpoints, the number that is kept, and the place of copies."""
+    """The interval of checkpoints, the number that is kept, and the location of copies."""
 
     interval_steps: int = Field(default=100, ge=1)
     """Steps between checkpoints."""
     keep: int = Field(default=2, ge=1)
-    """The number of newest checkpoints that are kept, to resume from. Streams keep what such a resume reads again."""
+    """The number of newest checkpoints that are kept. Streams keep all rollouts that a run resumed from them reads."""
     keep_best: int = Field(default=0, ge=0)
     """The number of checkpoints with the highest evaluation accuracy that are kept in addition, regardless of age."""
     location: str | None = None
@@ -298,7 +298,7 @@ class StreamsSection(Section):
     redis_url: SecretStr | None = None
     """URL of a Redis server. It may contain a password, so it is never printed."""
     max_groups: int = Field(default=4096, ge=1)
-    """The most groups issued and not yet accounted for; this bounds every stream."""
+    """The most groups requested and not yet trained, dropped or failed; this bounds the size of every stream."""
 
     @field_validator("redis_url")
     @classmethod
@@ -344,7 +344,7 @@ class WeightsSection(Section):
         return self
 
     def announced_to(self, engines: int) -> bool:
-        """Return True if versions are announced by a stream, in a run that begins with `engines` engines."""
+        """Return True if engines learn of new versions from a stream; `engines` is their number at the run's start."""
         if self.transport is not Transport.PULL:
             return False
         return self.announce is Announce.STREAM or (self.announce is Announce.AUTO and engines > TOLD_ONE_BY_ONE)
@@ -354,7 +354,7 @@ class ParameterServerSection(Section):
     """Servers that hold versions of the weights in memory, for the transport `pull`."""
 
     shards: int = Field(default=1, ge=1, le=64)
-    """The number of equal parts of each version; each part has its own servers."""
+    """The number of equal parts into which each version of the weights is split; each part has its own servers."""
     replicas: int = Field(default=1, ge=1, le=64)
     """Servers that the launcher starts per shard, all with the same content; engines are spread over them."""
     urls: tuple[BaseUrl, ...] = ()
@@ -393,7 +393,7 @@ class LaunchSection(Section):
     start_timeout_s: float = Field(default=900.0, gt=0)
     """Time limit for a process to become healthy."""
     restarts: int = Field(default=3, ge=0)
-    """Restarts of a process that dies, before the run ends; uptime earns further restarts."""
+    """How often a process that dies is restarted before the run ends; uptime earns further restarts."""
     save_s: float = Field(default=30.0, gt=0)
     """Time for a run, or a trainer, to save its state when it is stopped."""
     grace_s: float = Field(default=5.0, gt=0)
@@ -470,7 +470,7 @@ class FiguresSection(Section):
     """
 
     def interval(self, trainer: str) -> int:
-        """Return the steps between exact entropy measurements with this type of trainer; 0 for never."""
+        """Return the number of steps between exact entropy measurements with this type of trainer; 0 for never."""
         if self.exact_entropy_interval is not None:
             return self.exact_entropy_interval
         return 0 if trainer == "jax" else 10

@@ -133,12 +133,12 @@ class AsyncControllerClient:
         return await self._call("GET", routes.ASSIGNMENT, ActorAssignment)
 
     async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> float:
-        """Offer an engine to the fleet; return the seconds until the next offer. Repeating an offer has no effect."""
+        """Ask the controller to add the engine; return the seconds after which to ask again. Repeats have no effect."""
         offer = {"url": url, "incarnation": incarnation, "name": name, "type": type}
         return (await self._call("POST", routes.ENGINES, EngineTaken, json=offer)).again_s
 
     async def offer_verifier(self, lease: VerifierLease) -> None:
-        """Offer a verifier service; the caller must repeat the offer to keep it valid. See `routes.VerifierOffer`."""
+        """Register a verifier service for `LEASE_S`; repeat the call to keep it. See `routes.VerifierOffer`."""
         await self._call("POST", routes.VERIFIERS, Done, json=msgspec.to_builtins(lease))
 
     async def withdraw_verifier(self, url: str) -> None:

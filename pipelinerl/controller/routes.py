@@ -12,8 +12,8 @@
     POST   /engines/request   `EngineStart` → `EngineNames`: have the launcher start engines; 409 if the engine to be
                               replaced is leaving already
     POST   /engines/drain     `EngineDrain` → `Done`: remove an engine once its current work is finished
-    DELETE /engines?engine=…  → `Done`: remove an engine; only a new incarnation, or an offer without incarnation,
-                              readmits it
+    DELETE /engines?engine=…  → `Done`: remove an engine; only a new process (incarnation), or an operator's
+                              `EngineOffer`, readmits it
     POST   /verifiers         `VerifierOffer` → `Done`: add a verifier service for `LEASE_S`; a repeated offer extends
                               that time
     DELETE /verifiers?url=…   → `Done`: send a verifier service no new work
@@ -98,7 +98,7 @@ OFFERS_AT_ONCE: Final = 32
 
 
 class EngineOffer(BaseModel):
-    """A running engine that offers itself; `incarnation` is empty if an operator offers the engine."""
+    """Request of an engine to join the fleet; if `incarnation` (its process) is empty, an operator sends it."""
 
     url: _OfferedUrl
     incarnation: _Name = ""
@@ -107,7 +107,7 @@ class EngineOffer(BaseModel):
 
 
 class VerifierOffer(BaseModel):
-    """A running verifier service that offers itself; `domains` maps domains to digests of their verification rules."""
+    """Request to add a verifier service, sent by the service; `domains` maps domains to digests of their rules."""
 
     url: _OfferedUrl
     incarnation: Annotated[str, Field(min_length=1, max_length=64)]
@@ -134,7 +134,7 @@ class EngineDrain(BaseModel):
 
 
 class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """Response to an actor: the engines to use, its concurrency, and the staleness bound."""
+    """Response to an actor: engines and verifier services to use, its concurrency, and the staleness bound."""
 
     serving: tuple[str, ...]
     """Base URLs of the engines that may be given work."""
@@ -169,10 +169,10 @@ class EngineNames(msgspec.Struct, frozen=True):
 
 
 class EngineTaken(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Response to an engine's offer.
+    """Response to an `EngineOffer`.
 
     `state` is `joining` if the engine is now in the fleet, or `waiting` if the controller admits no new process at its
-    address yet. The engine repeats its offer after `again_s` seconds.
+    address yet. The engine sends its offer again after `again_s` seconds.
     """
 
     state: str

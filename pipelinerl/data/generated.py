@@ -4,7 +4,8 @@ Validation and held-out problems are distinct; training problems may repeat.
 
 The source `programs` requests a Python program that computes a function of a number x: "x times 7", or with two
 operations "(the larger of x and 7) minus 3". Each problem has tests for the verifier `oubliette`, and a ground truth
-that passes them. The first test's expected output differs from its input, so a program that prints its input fails.
+that passes them. The first test's expected output differs from its input, if the function allows it, so that a program
+that prints its input fails.
 
     parameters = { operations = 1, max_number = 9, tests = 3 }
 """
@@ -53,8 +54,8 @@ def parameters_of(request: SourceRequest, kind: type[Parameters], *, source: str
 class GeneratedSource:
     """The problems of a generator that belong to one split.
 
-    `draw` is a pure function from a 63-bit key to a draft. Drafts whose whole ground truth does not match `pattern` are
-    skipped.
+    `draw` is a pure function from a 63-bit key to a draft (a problem before its split is known). Drafts are skipped if
+    their ground truth does not match `pattern` from start to end.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ def open_reasoning_gym(request: SourceRequest) -> GeneratedSource:
 
 
 def _without_pattern(request: SourceRequest) -> tuple[dict[str, Any], re.Pattern[str] | None]:
-    """Return the parameters without `answer_pattern`, and this regular expression, which whole answers must match."""
+    """Return the parameters without `answer_pattern`, and `answer_pattern` as a regular expression, or None."""
     parameters = dict(request.parameters)
     answer_pattern = parameters.pop("answer_pattern", None)
     try:
@@ -172,7 +173,7 @@ _PROGRAM: Final = "```\nx = int(input())\nprint({})\n```"
 
 
 class _Operation(NamedTuple):
-    """An operation on x and a constant n, as words, code and a function; `{0}` stands for x and `{1}` for n."""
+    """An operation on x and a constant n, as words, code and a function. In texts, `{0}` is x and `{1}` is n."""
 
     words: str
     code: str
@@ -225,7 +226,7 @@ def _drawn(parameters: _Parameters, key: int) -> Draft:
 
 
 def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], parameters: _Parameters) -> list[int]:
-    """Draw test inputs in [0, 3 · `max_number`); for the first one, the function's result differs from its input."""
+    """Draw test inputs in [0, 3 · `max_number`); the first one differs from the function's result if any does."""
     top = 3 * parameters.max_number
     inputs = [int(noise.integers(top)) for _ in range(parameters.tests)]
     tried = (*range(inputs[0], top), *range(inputs[0]))

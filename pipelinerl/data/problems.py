@@ -44,7 +44,7 @@ def open_source(
     parameters: Mapping[str, Any] | None = None,
     prompts: Prompts = NO_PROMPTS,
 ) -> ProblemSource:
-    """Open a registered source, given as `name` or `name:argument`, or a user's source, given as a reference.
+    """Open a registered source, given as `name` or `name:argument`, or a user's source, given as `file.py:function`.
 
     Raises `RecipeError` if the source is unknown, or its parameters or its file are invalid.
     """
@@ -88,7 +88,7 @@ def check_source(source: str, *, domain: str) -> None:
 
 
 def _name_of(source: str) -> tuple[str, str]:
-    """Split a registered source into its name and argument; return a user's reference, which has a colon, whole."""
+    """Split `name:argument` of a registered source into the two; for a user's reference return (`source`, "")."""
     name, _, argument = source.partition(":")
     return (name, argument) if name in registry.SOURCES else (source, "")
 
@@ -99,7 +99,7 @@ MOST_ROWS: Final = 10_000_000
 
 @final
 class UserSource:
-    """A user's `ProblemSource` with the domain's prompts."""
+    """Wrapper of a user's `ProblemSource` that adds the domain's prompts (system prompt, template) to each problem."""
 
     def __init__(self, source: Any, request: SourceRequest) -> None:
         self._source = source
@@ -117,7 +117,7 @@ class UserSource:
 
 
 def open_users(function: Any, request: SourceRequest) -> ProblemSource:
-    """Open the source that a user's function returns. Raises `RecipeError` if it is unsuitable or has no problems."""
+    """Call a user's function and open the source that it returns. Raises `RecipeError` if that is invalid or empty."""
     if not callable(function):
         raise RecipeError(f"{request.where}.source must name a function, got {function!r:.80}")
     wanted = inspect.signature(function).parameters.keys() - request.parameters.keys()

@@ -52,7 +52,7 @@ class Template:
         return self._compiled[1] if self.is_jinja else frozenset(filter(None, _PLACE.findall(self.text)))
 
     def render(self, fields: Mapping[str, Any]) -> str:
-        """Return the text with the fields filled in. Raises `RecipeError` if a field is missing, None or unsuitable."""
+        """Fill in the template's fields. Raises `RecipeError` if one is missing or None, or if Jinja fails."""
         present = {name: value for name, value in fields.items() if value is not None}
         if self.is_jinja:
             return self._rendered(present)
@@ -105,8 +105,8 @@ class Prompts:
     Attributes:
         system: system prompt, which replaces the problem's system message.
         few_shot: messages between the system prompt and the problem's messages.
-        template: rewrites the last user message. Its fields are those of the problem's row, or `prompt` (the original
-            message) and the fields of the metadata.
+        template: rewrites the last user message. Its fields are `prompt` (the original message), and the columns of
+            the row from which the problem was read, or the problem's metadata if it was not read from rows.
     """
 
     system: str = ""
@@ -122,7 +122,7 @@ class Prompts:
         return (*first, *self.few_shot, *messages[len(own) :])
 
     def dress(self, problem: Problem) -> Problem:
-        """Return the problem with this domain's prompts. Raises `RecipeError` for a missing field or empty question."""
+        """Add the prompts to a problem. Raises `RecipeError` if the template lacks a field or the question is empty."""
         messages = problem.messages
         if self.template is not None:
             fields = {"prompt": question(messages), **problem.metadata}

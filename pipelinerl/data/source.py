@@ -104,10 +104,10 @@ def split_of(messages: Sequence[Message]) -> Split:
 
 @final
 class ShuffledEpochs:
-    """A split's items [M] in epochs, each shuffled differently. Validation and held-out splits have only one epoch.
+    """Order of a split's items [M], reshuffled in every epoch. Validation and held-out splits end after one epoch.
 
-    `name` is part of the seed of the shuffles. `what` (the items' plural) and `remedy` are parts of the error message
-    for an index past the end of a single epoch.
+    `name` is part of the seed of the shuffles. `what` (a plural noun for the items) and `remedy` are used in the error
+    message for an index past that end.
     """
 
     def __init__(self, items: NDArray[np.int64], request: SourceRequest, *, name: str, what: str, remedy: str) -> None:
@@ -122,7 +122,7 @@ class ShuffledEpochs:
         return len(self._items)
 
     def item(self, index: int) -> int:
-        """Return item `index`. Raises `RecipeError` past the end of the only epoch."""
+        """Return the item at `index`, counted over all epochs. Raises `RecipeError` past the end of a single epoch."""
         request, (epoch, place) = self._request, divmod(index, len(self._items))
         if epoch and request.split is not Split.TRAIN:
             raise RecipeError(
@@ -136,7 +136,7 @@ class ShuffledEpochs:
 
 
 def to_problem(draft: Draft, domain: str, *, name: str = "") -> Problem:
-    """Build a problem whose id ends with `name`, or with the digest of its text if `name` is empty."""
+    """Build a problem with the id `domain:name`; if `name` is empty, the digest of the problem's text replaces it."""
     return Problem(
         problem_id=f"{domain}:{name or digest_of(text_of(draft.messages)).hex()}",
         domain=domain,

@@ -76,7 +76,7 @@ class EngineBudget:
         return self.total - self.cache + self.sequence
 
     def most_slots(self, left: int) -> int:
-        """Return the largest number of slots whose workspace fits `left` bytes next to one sequence."""
+        """Return the number of slots whose workspace fits `left` bytes after other parts and one sequence's cache."""
         return max(0, (left - (self.least - self.logits)) * self.slots // self.logits)
 
     def cache_within(self, memory: DeviceMemory, *, context_length: int) -> int:

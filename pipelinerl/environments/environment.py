@@ -81,7 +81,7 @@ class Environment(Protocol):
     """
 
     def reset(self, task: Task, seed: int) -> Any:
-        """Begin the conversation: return its first messages (or one, or a text), or None for the task's."""
+        """Begin the conversation: return its first messages, one message, or a text; None uses the task's messages."""
         ...
 
     def step(self, answer: Any) -> Any:

@@ -68,7 +68,7 @@ class OpenEpisode:
     failure: Exception | None = None
     """The error if no engine could answer; the episode then gets no verdict."""
     tool_failure: str = ""
-    """The reason if one of the recipe's tools failed without the model's fault; the episode is then masked."""
+    """The reason if one of the recipe's tools failed without the model's fault; the episode is then not trained on."""
 
     def base_url(self, agent: str = _MAIN) -> str:
         """Return the base URL for the agent's OpenAI client."""
@@ -250,7 +250,10 @@ class _NotFound(InvalidRequest):
 
 
 def _openai(completion: ChatCompletion, kind: str, part: str) -> dict[str, Any]:
-    """Convert an engine's answer to OpenAI's form, without token ids, log-probs and spans."""
+    """Convert an engine's answer to OpenAI's form, without token ids, log-probs and spans.
+
+    `kind` is OpenAI's type of the object; `part` is the key of the message, `message` or `delta`.
+    """
     choice = completion.choices[0]
     message = choice.message.model_dump(exclude_none=True)
     thinking, mark, rest = message["content"].rpartition(_END_OF_THINKING)

@@ -54,9 +54,9 @@ class OpenEnvOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The recipe's `environment_options`."""
 
     action: str | None = None
-    """The action's field for the answer's text; by default the only field, or the only required field."""
+    """Name of the action's field that the answer's text fills; by default the only field, or the only required one."""
     observation: str | None = None
-    """The observation's field for the model; by default all fields that are not empty."""
+    """Name of the observation's field that the model sees; by default all fields that are not empty."""
     opening: str = "{observation}"
     """The first user message; it may contain the reset's `{observation}` and the task's `{prompt}`."""
     reset: dict[str, Any] = {}
@@ -286,7 +286,8 @@ class OpenEnvSession:
 class Actions:
     """The fields of a server's actions, read from their JSON schema.
 
-    `chosen` is the field that the answer's text fills, or None. Raises `ReferenceFailed` if there is no such field.
+    `chosen` is the field that the answer's text fills; None chooses the only field, or the only required one, if any.
+    Raises `ReferenceFailed` if the actions have no field `chosen`.
     """
 
     def __init__(self, schema: Mapping[str, Any], chosen: str | None) -> None:

@@ -219,7 +219,7 @@ def _offer_chat_harness() -> None:
         """Configuration of `ChatHarness`, which has no settings of its own."""
 
     class ChatHarness(vf.Harness[ChatHarnessConfig]):
-        """An agent in this process, without tools, that answers once in each segment of a trace."""
+        """An agent in this process, without tools; verifiers starts it once per segment of a trace, for one answer."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_RESUME = True

@@ -250,9 +250,10 @@ def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
 def load_model(
     path: Path, *, dtype: WeightDType = WeightDType.FLOAT32, attention: str | None = None, part: Part = "causal_lm"
 ) -> PreTrainedModel:
-    """Return the causal LM of a local directory (or its `part`), on CPU, in eval mode. Raises ModelError.
+    """Return the causal LM of a local directory, on CPU, in eval mode. Raises ModelError.
 
-    `attention` names a function in transformers' `AttentionInterface`; None keeps the model's own.
+    With `part` "trunk", return only its layers, which output the last hidden states. `attention` names a function in
+    transformers' `AttentionInterface`; None keeps the model's own.
     """
     import torch
 
@@ -260,7 +261,7 @@ def load_model(
 
 
 def load_structure(path: Path, *, attention: str | None = None, part: Part = "causal_lm") -> PreTrainedModel:
-    """Return the model of `load_model` in fp32, with all stored tensors on the meta device. Raises ModelError."""
+    """Return the model of `load_model` in fp32, with its weights on the meta device, unread. Raises ModelError."""
     import torch
 
     model: Any = _load(path, part=part, device_map="meta", dtype=torch.float32)

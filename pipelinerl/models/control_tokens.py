@@ -43,14 +43,14 @@ Turn = dict[str, Any]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """The input of a chat template: turns, the tools offered, and other names that the template may look up."""
+    """The input of a chat template: turns, the tools offered, and `also`, other names that the template may look up."""
 
     turns: Sequence[Turn]
     tools: Sequence[Mapping[str, Any]] = ()
     also: Mapping[str, Any] = field(default_factory=dict)
 
     def rewritten(self, change: Callable[[Text], str]) -> Chat:
-        """Return a chat with each text replaced by the result of `change`, in a fixed order; `also` and roles stay."""
+        """Return a copy in which `change` has replaced each text, in a fixed order; roles and `also` stay unchanged."""
         turns = [_rewritten_turn(row, turn, change) for row, turn in enumerate(self.turns)]
         tools = [_rewritten(tool, "tool", f"tools.{row}", change) for row, tool in enumerate(self.tools)]
         return Chat(turns=turns, tools=tools, also=self.also)
@@ -164,7 +164,7 @@ class ContentGuard:
         turns in error messages.
 
         Raises:
-            ModelError: the template rejects the chat; or a text of `also` spells a control token; or a text of the chat
+            ModelError: the template rejects the chat; or a text in `also` spells a control token; or another text
                 spells one, and the template changes this text in a way that cannot be tracked.
         """
         for name, value in chat.also.items():
@@ -202,7 +202,7 @@ class ContentGuard:
         return self._apart(content, frozenset(spelt)) if spelt else self._ids(content)
 
     def _ids(self, text: str) -> list[int]:
-        """Return the tokenizer's own ids, without offsets, since computing offsets takes a tenth longer."""
+        """Return the ids that the tokenizer itself gives `text`; omit offsets, which would take a tenth longer."""
         try:
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError:
@@ -224,7 +224,10 @@ class ContentGuard:
         return self._structure(self._ids(text))
 
     def _structure_of_tail(self, chat: Chat, begin: Begin) -> list[int] | None:
-        """Return the structural tokens after `begin` of the chat with data free of symbols; None if rendering fails."""
+        """Return the structural tokens that the template writes after `begin`; None if rendering fails.
+
+        Symbols in the data are first replaced by letters, so that the data spells no structural token.
+        """
         plain = chat.rewritten(lambda each: _SYMBOL.sub("a", each.value) if each.role in _DATA_ROLES else each.value)
         try:
             text = self._render(plain, True)
@@ -408,9 +411,10 @@ class ConversationTail:
         sampled tokens … answer | <end of turn> new messages, opening of the assistant's turn
                                 └───────────────────── the tail ─────────────────────────────┘
 
-    The tail is the text after the last mark in one rendering of `[user, assistant(MARK), *new messages]`. The
-    difference of two renderings would be wrong, because templates may render earlier messages differently once later
-    ones follow. There is no tail if a template writes no mark or rejects the short conversation.
+    The tail is the text after the last mark, a placeholder for the answer, in one rendering of the short conversation
+    `[user, assistant(MARK), *new messages]`. The difference of two renderings would be wrong, because templates may
+    render earlier messages differently once later ones follow. There is no tail if a template omits the mark or rejects
+    the short conversation.
 
     `ends` has the spelling of each token that ends a sample, by id.
     """
@@ -450,7 +454,7 @@ class ConversationTail:
         return ids[1:] if last_id in self._ends and ids and ids[0] in self._ends else ids
 
     def reproduces_deployment(self, *, calls: int = 0) -> bool:
-        """Return whether a conversation continued after `calls` tool calls equals its rendering by the template."""
+        """Return whether a conversation continued by its tail, after `calls` tool calls, equals its whole rendering."""
         answer = _answer(calls)
         replies: list[Turn] = [
             {"role": "tool", "content": "c", "name": "f", "tool_call_id": call["id"]}

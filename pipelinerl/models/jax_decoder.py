@@ -71,9 +71,9 @@ def hidden_states(
         token_ids, positions: i32 […].
         attend: computes attention alone, after projection and rotation.
         state: a pytree whose arrays have a leading dimension L; each layer receives its slice and returns a new one.
-        fetch: applied to a layer's weights inside the loop, and to other weights where they are used.
+        fetch: applied to one layer's weights inside the loop, and to weights outside the layers where they are used.
         wrap: applied to the function of one layer, for rematerialisation.
-        scan: runs the layers; a trainer's also accumulates their gradients.
+        scan: runs the layers, as `lax.scan` does; a trainer passes a function that also sums the layers' gradients.
 
     Returns:
         […, D] in the dtype of the fetched weights, and the new state.
@@ -178,7 +178,10 @@ _VARIABLES: Final = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def bound_memory(share: float | None) -> None:
-    """Limit this process to `share` of each GPU's memory (None: JAX's default, 0.75); call before JAX finds devices."""
+    """Limit this process to `share` of each GPU's memory (None: JAX's default, 0.75).
+
+    Call this before JAX finds its devices. A limit that the user set by an environment variable takes precedence.
+    """
     if share is not None and not any(name in os.environ for name in _VARIABLES):
         os.environ[_VARIABLES[0]] = f"{share:g}"
 
@@ -226,11 +229,11 @@ def export_weight(
 def place_weights(
     config: DecoderConfig, read: Callable[[str], NDArray[np.uint8]], *, like: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Build stacked weights with the dtype and sharding of `like` from bytes in `config.dtype` on the host.
+    """Build stacked weights from host bytes in `config.dtype`; they get the dtype and sharding of the arrays `like`.
 
-    Programs compiled for `like` can run on the result. `read` returns the bytes of one layer's parameter by name; it is
-    called once for each name, in a fixed order. At any time, the host holds one whole parameter of one layer, and the
-    shards of its own devices.
+    Programs compiled for `like` can therefore run on the result. `read` takes the name of one layer's parameter and
+    returns its bytes; it is called once for each name, in a fixed order. At any time, the host holds one parameter of
+    one layer in full, and the shards of its own devices.
     """
     dtype = jax.numpy.dtype(config.dtype)
 
@@ -258,7 +261,10 @@ def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
 
 
 def export_order(config: DecoderConfig) -> Iterator[tuple[Parameter, int | None]]:
-    """Yield every parameter with its layer, in the order of `weight_layout`: embedding, layer by layer, norm, head."""
+    """Yield (parameter, layer) in the order of `weight_layout`: embedding, layer by layer, norm, head.
+
+    The layer is None for a parameter outside the layers.
+    """
     first, *rest = (parameter for parameter in config.parameters if parameter.layers is None)
     stacked = [parameter for parameter in config.parameters if parameter.layers is not None]
     yield first, None

@@ -60,10 +60,11 @@ def causal_kernel(columns: int, heads: int) -> Callable[..., Array]:
 
 
 def block_sizes(columns: int) -> BlockSizes:
-    """Return the block sizes for rows of `columns` tokens, a multiple of `LANES`, with heads of up to 256 numbers.
+    """Return the block sizes for rows of `columns` tokens, a multiple of `LANES`; they suit head sizes up to 256.
 
-    A short row has one fused backward kernel, which computes the scores once. It stores a partial gradient of all
-    queries for each block of keys, so longer rows have separate kernels for queries and for keys and values.
+    A short row uses one fused backward kernel, which computes the scores only once. That kernel stores a partial
+    gradient of all queries for each block of keys. For longer rows these would take too much memory, so two kernels
+    are used: one for the gradient of the queries, one for those of the keys and values.
     """
     block = gcd(columns, _BLOCK)
     fused = columns <= _MOST_PARTIAL_GRADIENTS * block

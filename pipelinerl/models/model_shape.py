@@ -62,22 +62,22 @@ class ModelShape:
 
     @property
     def experts(self) -> int:
-        """The number of parameters of fused experts."""
+        """The number of parameters of the experts, whose matrices are fused into tensors of three dimensions."""
         return sum(math.prod(each) for name, each in self.parameters.items() if len(each) == 3 and ".experts." in name)
 
     @property
     def matrices(self) -> int:
-        """The number of parameters in tensors of at least two dimensions, whose products autocast computes."""
+        """The number of parameters in tensors of at least two dimensions: autocast runs products with these in bf16."""
         return sum(math.prod(shape) for shape in self.parameters.values() if len(shape) >= 2)
 
     @property
     def multiplied(self) -> int:
-        """The number of parameters of linear layers, experts and the output layer; a tied output layer counts too."""
+        """The number of parameters that matrix products read: linear layers, experts and output layer, tied or not."""
         return sum(map(math.prod, self.linear.values())) + self.experts + self.vocab * self.hidden
 
     @property
     def products(self) -> int:
-        """The number of parameters of linear layers and the output layer; a tied output layer does not count."""
+        """Like `multiplied`, but without experts, and without an output layer that is tied to the embedding."""
         outer = [shape for name, shape in self.parameters.items() if name.endswith(_HEAD)]
         return sum(map(math.prod, [*self.linear.values(), *outer]))
 

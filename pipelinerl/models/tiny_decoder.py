@@ -166,7 +166,8 @@ class WarmStartSettings:
         shape: sizes of the decoder; its `vocab` must be at least the tokenizer's vocabulary.
         accuracy: (low, high), the bounds of greedy validation accuracy. Training stops at the first check within the
             bounds. An accuracy above `high` is a failure, since it would leave RL too little to learn.
-        demonstration_temperature: divides the logits in the loss, which makes the model decisive at temperature 1.
+        demonstration_temperature: divides the logits in the loss, so the model learns larger logits and is decisive
+            at temperature 1.
         check_every: optimizer steps between two checks.
     """
 
@@ -238,7 +239,7 @@ def warm_start(
 
 @dataclass(frozen=True, slots=True)
 class Demonstrations:
-    """Prompts with their correct answers, padded at the end; each i64 [B, L]. `labels` is −100 outside the answers."""
+    """Prompts with their correct answers, padded at the end, i64 [B, L]. `labels` is −100 outside the answers."""
 
     token_ids: torch.Tensor
     labels: torch.Tensor
@@ -311,10 +312,10 @@ class DomainWarmStartSettings:
     Attributes:
         demonstrations: for each domain's name, a function that returns problem i of its training split.
         rewards: returns each domain's mean reward of sampled answers to validation problems at temperature 1.
-        reward: (low, high), the bounds of a domain's reward. A domain at `low` or more is only rehearsed. A reward
-            above `high` is a failure, since it would leave RL too little to learn.
+        reward: (low, high), the bounds of a domain's reward. A domain at `low` or more is only rehearsed, with
+            less data. A reward above `high` is a failure, since it would leave RL too little to learn.
         tokens: approximate tokens per step of each domain.
-        rehearsal: factor of a rehearsed domain's tokens and loss weight; at 0, the model would forget the domain.
+        rehearsal: multiplies a rehearsed domain's tokens and loss weight; at 0, the model would forget the domain.
         check_every: optimizer steps between two checks.
     """
 

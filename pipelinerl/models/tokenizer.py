@@ -1,8 +1,8 @@
 """`ChatTokenizer`: the tokenizer of a model directory, with its chat template. Read from disk, never from the network.
 
-Templates may write control tokens, contents may not (`control_tokens`). A chat whose contents spell no control token is
-encoded as by the tokenizer's own `apply_chat_template`. Decoding is exact: it keeps special tokens and spaces. The
-pieces from the incremental detokenizer add up to the text that `decode` returns for all tokens.
+Templates may write control tokens, the contents of messages may not (`control_tokens`). A chat whose contents spell no
+control token is encoded as by the tokenizer's own `apply_chat_template`. Decoding is exact: it keeps special tokens and
+spaces. The pieces from the incremental detokenizer add up to the text that `decode` returns for all tokens.
 """
 
 from __future__ import annotations
@@ -98,9 +98,10 @@ class ChatTokenizer:
         template.
 
         Raises:
-            ModelError: the model has no chat template, the template rejects the messages or changes a spelling in a way
-                that cannot be tracked, or a name is not allowed in `template_kwargs`.
-            UnshownFieldError: the template does not use the tools, or a field of a message.
+            ModelError: the model has no chat template, the template rejects the messages, a name is not allowed in
+                `template_kwargs`, or the template changes the text of a message that spells a control token, so that
+                the spelling cannot be located in the rendered text.
+            UnshownFieldError: the template ignores the tools, or a field of a message.
         """
         turns = [self._turn(row, message) for row, message in enumerate(messages)]
         if tools:
@@ -116,10 +117,11 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] = _NO_KWARGS,
         tools: Sequence[ToolDefinition] = (),
     ) -> list[int]:
-        """Return token ids of a conversation, reusing `token_ids` up to the answer `messages[first_new - 1]`.
+        """Return token ids of a conversation whose ids up to the end of the answer `messages[first_new - 1]` are known.
 
-        To these ids, append the tokens that the template writes after the answer (`ConversationTail`). If those tokens
-        cannot be separated from the rest, return the result of `encode_chat`. Raises the errors of `encode_chat`.
+        These ids, `token_ids`, are kept; the tokens that the template writes after the answer are appended
+        (`ConversationTail`). If those tokens cannot be separated from the rest, return the result of `encode_chat`.
+        Raises the errors of `encode_chat`.
         """
         turns = [self._turn(row, message) for row, message in enumerate(messages)]
         chat = Chat(turns=turns, tools=[tool.for_template() for tool in tools], also=template_kwargs)
@@ -144,7 +146,7 @@ class ChatTokenizer:
         return ParsedAnswer(text) if form is None else parsed(text, form, tools, key=key)
 
     def _turn(self, row: int, message: Message | ChatMessage) -> Turn:
-        """Return a message in the template's form; `developer` becomes `system` if the template lacks that role."""
+        """Return message number `row` as the template expects it; an unknown role `developer` becomes `system`."""
         turn: Turn = {"role": message.role, "content": message.content}
         if message.role == "developer" and "developer" not in self._template_source:
             turn["role"] = "system"
@@ -179,7 +181,7 @@ class ChatTokenizer:
         return "\n".join(sources)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return token ids of `text` as a raw prompt, after the beginning-of-text token, if any. Raises ModelError."""
+        """Return token ids of `text` as a raw prompt, after any beginning-of-text token; raises like `encode`."""
         special: list[int] = self._tokenizer.backend_tokenizer.encode("", add_special_tokens=True).ids
         return [token_id for token_id in special if token_id not in self.eos_token_ids] + self.encode(text)
 
@@ -309,7 +311,7 @@ def check_chat_template(path: Path) -> None:
 
 
 def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
-    """Return a function that decodes ids by the tokenizer of `path`, or prints ids if it cannot be loaded."""
+    """Return a function from token ids to text; if the tokenizer of `path` cannot be loaded, the text lists the ids."""
 
     @cache
     def decode() -> Callable[[Sequence[int]], str]:
@@ -371,7 +373,7 @@ def refuse_unrenderable(path: Path, messages: Sequence[Message], template_kwargs
 
 
 def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> bool:
-    """Return True if plain Jinja renders the template; if False, the caller lets the tokenizer decide."""
+    """Return True if plain Jinja renders the template; False means unknown, so the caller must ask the tokenizer."""
     from jinja2 import TemplateError
 
     try:
@@ -449,8 +451,9 @@ class PlainTokenizer:
     def rendered(
         self, turns: Sequence[Mapping[str, Any]], *, opens: bool, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str | None:
-        """Render messages; `opens` adds the opening of the assistant's turn. Return None if `whole` must render them,
-        or must report what is wrong with them.
+        """Render messages, with the opening of the assistant's turn if `opens`.
+
+        Return None if it takes the tokenizer of transformers (`whole`) to render them, or to explain why that fails.
         """
         from jinja2 import TemplateError
 
@@ -483,7 +486,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | None:
-    """Return the tokenizer of `path`, or None if `read_whole` must read it or report what is wrong with it."""
+    """Return the tokenizer of `path`; None if only transformers (`read_whole`) can read it or explain a failure."""
     from tokenizers import Tokenizer
 
     if any((path / name).exists() for name in _MORE) or not (path / "tokenizer_config.json").is_file():

@@ -74,7 +74,8 @@ class TorchRouteLog:
 class ReplayedRouters:
     """Replays recorded expert choices in a trainer's routers; without a recording, the routers choose.
 
-    The recording stays set until the next `tell`, because activation checkpointing runs the routers again in backward.
+    `tell` sets the recording. It stays until the next `tell`, because activation checkpointing runs the routers again
+    in backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,7 +84,7 @@ class ReplayedRouters:
             router.forward = self._replaying(router, layer, router.forward)
 
     def tell(self, routed: Tensor | None) -> None:
-        """Set the experts [K, layers, top_k] for the tokens of the next forward pass; with None, the routers choose."""
+        """Set the experts [K, layers, top_k] of the next forward pass's K tokens; with None, the routers choose."""
         self._replayed = routed
 
     def _replaying(self, router: Any, layer: int, forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -96,7 +97,7 @@ class ReplayedRouters:
 
 
 def _weighed(router: Any, hidden: Tensor, experts: Tensor) -> Sequence[Tensor]:
-    """Return what the router's forward returns for given `experts`: logits [K, E], weights and experts [K, top_k]."""
+    """Compute a router's result for given `experts` of K tokens: logits [K, E], weights [K, top_k], `experts`."""
     logits = linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     weights = logits.float().softmax(dim=-1).gather(-1, experts)
     if getattr(router, "norm_topk_prob", True):  # Mixtral lacks this setting and always normalises

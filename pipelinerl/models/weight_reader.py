@@ -59,8 +59,8 @@ class WeightReader:
     def of(cls, path: Path, model: PreTrainedModel) -> Self | None:
         """Return a reader of the directory from which `load_structure` made the model.
 
-        Return None if the model must be loaded whole, because one conversion yields several parameters or because tied
-        parameters are stored twice.
+        Return None if transformers must load the whole model at once, because its conversion table turns one set of
+        stored tensors into several parameters, or because the files store tied parameters twice.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -86,7 +86,7 @@ class WeightReader:
         return cls(model, wanted, converters)
 
     def rows(self, name: str, wanted: slice) -> Tensor:
-        """Return the `wanted` rows of a parameter or buffer, read-only. Raises ModelError if they are unusable."""
+        """Return the `wanted` rows of a parameter or buffer, read-only. Raises ModelError if damaged or not finite."""
         parts = self._stored[name]
         return parts[0].read(wanted) if parts[0].pattern is None else self._converted(name, parts)[wanted]
 

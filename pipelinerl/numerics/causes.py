@@ -1,9 +1,9 @@
 """The train/inference mismatch of one step, split by cause: pure functions of its micro-batches and log-probs.
 
-The weight versions that sampled a token and the first token of its turn tell why the trainer's log-prob of the token
-differs from the sampler's:
+Two weight versions are known for each token: the one that sampled it, and the one that sampled the first token of its
+turn. They tell why the trainer's log-prob of the token differs from the sampler's:
 
-    numerics    the trainer's version sampled the whole turn so far: only kernels and dtypes differ
+    numerics    the trainer's version sampled the turn up to this token: only kernels and dtypes differ
     cache       the trainer's version sampled the token, but an older version wrote part of the KV cache
                 (an in-flight update in the mode `continue`)
     staleness   an older version sampled the token
@@ -149,21 +149,22 @@ def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float
 
 
 def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[str, Bool]) -> dict[str, float]:
-    """Return the mismatch metrics of a step, for causes and ages that have tokens.
+    """Return the mismatch metrics of a step; causes and ages without tokens are left out.
 
-    `mismatch_<cause>_<figure>` compares the trainer's log-probs at the step with the sampler's, and
-    `old_mismatch_<cause>_<figure>` the trainer's recomputed log-probs with the sampler's. `age_<ages>_<figure>` is for
-    tokens of these ages, in versions between the weights that sampled the token and the trainer's weights. Figures:
+    `mismatch_<cause>_<figure>` compares the sampler's log-probs with the trainer's at the step, and
+    `old_mismatch_<cause>_<figure>` compares them with those that the trainer recomputed. Their figures, with Δp for
+    the difference of a token's two probabilities:
 
         share                           share of the trained tokens
         mean p50 p95 max k1 k3 ess      as in `Mismatch`
-        response_max, response_mean     mean over the responses of a response's largest or mean |Δp| (TIS note)
+        response_max, response_mean     largest |Δp|, or mean |Δp|, of a response; mean over the responses (TIS note)
         contradictions                  share of responses with a |Δp| above `CONTRADICTION`
+
+    For `age_<ages>_<figure>` see `by_age`.
 
     Args:
         held_version: version of the weights that computed the trainer's log-probs.
         cuts: for each treatment by the objective (`clipped`, `truncated`, `masked`), the mask of its tokens, bool [N].
-            The share of these tokens is reported for each age.
     """
     if tokens is None:
         return {}
@@ -197,7 +198,11 @@ def _compared(ours: Float32, theirs: Float32, responses: Integers) -> dict[str, 
 
 
 def by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
-    """Return the metrics `age_<ages>_<figure>` of `figures` for tokens with ages [N]."""
+    """Return `age_<ages>_<figure>` for buckets of tokens by age [N], in versions from sampler to trainer.
+
+    Figures: `share` is the bucket's share of the tokens; one figure for each name in `cuts` is the share of the
+    bucket's tokens that are in this mask, bool [N].
+    """
     buckets = np.searchsorted(_AGES, np.maximum(ages, 0))
     counts = np.bincount(buckets)
     shares = {"share": counts / len(ages)} | {

@@ -26,12 +26,12 @@ PERIOD: Final = 1_048_573
 
 @cache
 def thresholds() -> NDArray[np.int32]:
-    """Return thresholds, i32 [PERIOD] in [0, 2^16), to be added to a weight's bits before the lower half is cut off."""
+    """Return thresholds, i32 [PERIOD] in [0, 2^16), to add to a weight's 32 bits before the lower 16 are cut off."""
     return rng.generator(0, "dither").integers(0, 1 << 16, PERIOD, dtype=np.int32)
 
 
 def phase(name: str) -> int:
-    """Return the position in the threshold table at which the parameter's first element starts."""
+    """Return the position in the table of thresholds that belongs to the parameter's first element."""
     return rng.key(0, "dither", name) % PERIOD
 
 

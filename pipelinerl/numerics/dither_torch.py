@@ -63,7 +63,7 @@ class UpdateProbe:
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], dtype: torch.dtype, rounding: Rounding) -> UpdateProbe | None:
-        """Return a probe of fp32 `weights` that are sent in bfloat16; None for any other dtype."""
+        """Return a probe if all `weights` are fp32 and are sent in bfloat16 (`dtype`), otherwise None."""
         if dtype is not torch.bfloat16 or any(each.dtype is not torch.float32 for each in weights.values()):
             return None
         places = {name: slice(0, None, max(1, each.numel() // _PROBED)) for name, each in weights.items()}
@@ -81,7 +81,10 @@ class UpdateProbe:
         return torch.cat([self.weights[name].view(-1)[each].cpu() for name, each in self.places.items()])
 
     def share(self, before: Tensor, after: Tensor) -> float | None:
-        """Return ⟨Δrounded, Δ⟩ / ⟨Δ, Δ⟩: 1 if engines see the whole update Δ; None if the weights did not change."""
+        """Return ⟨Δrounded, Δ⟩ / ⟨Δ, Δ⟩ for the update Δ = after − before; None if no weight changed.
+
+        1 means that engines see the whole update.
+        """
         update = (after - before).double()
         size = float(update @ update)
         return float((self._sent(after) - self._sent(before)).double() @ update) / size if size else None

@@ -1,10 +1,10 @@
 """`EntropyProbe`: an objective whose value is the mean entropy of the policy's distributions, and whose gradient is 0.
 
-Every trainer computes the entropy over the vocabulary, a `HeadMeasure`, for an objective that needs it. An objective is
-therefore a way to measure entropy that works with every trainer. Low surprisal of the sampled tokens can come from a
-confident policy or from a low sampling temperature; entropy distinguishes the two.
+Every trainer computes the entropy over the vocabulary, a `HeadMeasure`, if the objective needs it. An objective can
+therefore measure entropy with any trainer. Low surprisal of the sampled tokens can come from a confident policy or from
+a low sampling temperature; entropy distinguishes the two.
 
-A trainer's other processes load the class by name, and accept only names from a few packages, of which this is one
+A trainer's other processes load the class by name, and accept only names from a few packages, such as this one
 (`trainers.ranks.commands`).
 """
 

@@ -69,7 +69,10 @@ def _in_pieces(
     temperatures: Array,
     needed: Array,
 ) -> Array:
-    """Return f32 [1 + M, S, T] for S shards of T tokens; the derivative is explicit because the loop is dynamic."""
+    """Return predictions, f32 [1 + M, S, T], for S shards of T tokens; pieces without needed tokens are skipped.
+
+    The derivative is written out, because JAX cannot differentiate a loop whose length depends on data.
+    """
     count, places = _needed_first(needed, pieces)
 
     def of_shard(hidden: Array, token_ids: Array, temperatures: Array, places: Array) -> Array:

@@ -29,7 +29,7 @@ def token_logprobs(logits: Floats, token_ids: NDArray[np.integer], temperatures:
 
 
 def measured(measure: HeadMeasure, logprobs: Floats) -> Floats:
-    """Return the measure [N] of distributions with log-probs [N, V]."""
+    """Return the value of `measure`, such as the entropy, [N], for distributions with log-probs [N, V]."""
     if measure is HeadMeasure.MEAN_LOGPROB:
         return np.asarray(logprobs.mean(axis=-1))
     return np.asarray(-(np.exp(logprobs) * logprobs).sum(axis=-1))

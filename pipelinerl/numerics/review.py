@@ -62,8 +62,8 @@ class CauseReview:
 class RoundingReview:
     """The share of the trainer's updates that engines saw after the weights were rounded for transfer.
 
-    `behind` is the largest number of updates that engines lacked at a step: the maximum over steps of the sum of
-    1 − `sent_share` since the first step, reached at `worst_step`. It is about 0 if rounding is unbiased.
+    Each step lacks 1 − `sent_share` of an update. `behind` is the largest sum of these since the first step, the
+    number of updates that engines were behind at `worst_step`. It is about 0 if rounding is unbiased.
     """
 
     behind: float
@@ -76,7 +76,7 @@ class Review:
     """Summary of one run.
 
     Attributes:
-        run: the run's name. steps: the number of steps with figures.
+        run: the run's name. steps: the number of steps that recorded a mismatch.
         current, old: by cause, how the trainer's log-probs at the step (`current`) or its recomputed log-probs (`old`)
             differ from the sampler's.
         ages: for each bucket of ages (`0`, `3_4`), its share of the tokens, and the shares of its tokens that the
@@ -95,7 +95,7 @@ class Review:
 
 
 def review(history: RunHistory) -> Review | None:
-    """Summarize the mismatch of a run; return None if no step has figures."""
+    """Summarize the mismatch of a run; return None if no step recorded one."""
     measured = [step for step in history.steps if any(key.startswith("mismatch_") for key in step)]
     if not measured:
         return None
@@ -145,7 +145,7 @@ def _series(name: str, series: Series) -> MetricSeries:
 
 
 def _ages(history: RunHistory, steps: int) -> dict[str, dict[str, float]]:
-    """Return `Review.ages`; in a mean over the run, a step's weight is the share of its tokens that have the age."""
+    """Return `Review.ages`. A mean of clipped, truncated or masked shares weights steps by their tokens of the age."""
     keys = {key for step in history.steps for key in step if key.startswith("age_") and key.endswith("_share")}
     ages = (key.removeprefix("age_").removesuffix("_share") for key in keys)
     by_age: dict[str, dict[str, float]] = {}

@@ -91,7 +91,7 @@ class _Work(NamedTuple):
 
 @final
 class _LinearHead(torch.autograd.Function):
-    """Predictions through a linear head, piece by piece. The weight is cast once; its gradient is summed in fp32."""
+    """Predictions through a linear head, piece by piece. Each pass casts the weight once; gradients add up in fp32."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> Tensor:
@@ -109,7 +109,7 @@ class _LinearHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """Recompute the logits of each piece and add the piece's gradients."""
+        """Return the gradients of hidden states, weight and bias; the logits of each piece are recomputed."""
         hidden, weight, bias = ctx.saved_tensors
         work: _Work = ctx.work
         wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad

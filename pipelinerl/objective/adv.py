@@ -1,8 +1,8 @@
 """Slot `adv` of RLAX Eq. 3: advantages of sampled tokens, computed once on the whole batch.
 
-Advantages that depend only on rewards are computed before packing, the others after the forward passes that they need.
-A rollout is judged if its verifier reached a verdict. Unjudged rollouts are excluded from baselines and normalisation;
-their tokens have advantage 0.
+Advantages that depend only on rewards are computed before packing; the others also need columns from forward passes,
+such as the critic's values, and are computed after these passes. A rollout is judged if its verifier reached a verdict.
+Unjudged rollouts are excluded from baselines and normalisation; their tokens have advantage 0.
 
 In shapes, B is the number of rollouts in the batch, N the number of their sampled tokens, which are concatenated, and M
 the number of their turns.
@@ -47,7 +47,7 @@ class Baseline(StrEnum):
 
     NONE = "none"
     MEAN = "mean"
-    """Mean of the group, the rollout included, as in RLAX; the difference is (G − 1)/G of that of `leave_one_out`."""
+    """Mean of the group, the rollout included, as in RLAX. Reward − mean is (G − 1)/G of that with `leave_one_out`."""
     LEAVE_ONE_OUT = "leave_one_out"
     """Mean of the group's other rollouts (Kool et al. 2019); unbiased. A single rollout has advantage 0."""
 
@@ -61,16 +61,16 @@ class Scale(StrEnum):
     MEAN = "mean"
     """Mean of the group, for non-negative rewards (MaxRL); a group whose mean is 0 has advantages 0."""
     BATCH = "batch"
-    """Mean and deviation of the difference over the batch's tokens; see `whitened`. REINFORCE++, Eq. 12."""
+    """Deviation of reward − baseline over the batch's tokens, mean subtracted (`whitened`). REINFORCE++, Eq. 12."""
 
 
 class Credit(StrEnum):
     """The rewards of an episode that count for a turn."""
 
     EPISODE = "episode"
-    """All rewards: each token has the advantage of its rollout."""
+    """All rewards of the episode: every token has the advantage of its rollout."""
     TURNS = "turns"
-    """Rewards from the turn on, compared with the same turn in the group's other rollouts."""
+    """The rewards of the turn and of later turns, compared with the same turn in the group's other rollouts."""
 
 
 @final
@@ -308,7 +308,7 @@ class GAE:
         return whitened(raw, scored.judged, self.epsilon) if self.whitening is Whitening.BATCH else raw
 
     def returns(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the critic's targets [N], the TD(λ) returns: unwhitened advantage + value; 0 in unjudged rollouts."""
+        """Return the critic's targets [N], the TD(λ) returns: advantage before whitening + value; 0 if unjudged."""
         values = np.asarray(column_of(columns, "values"), np.float64)
         return self._raw(scored, columns) + values * scored.judged
 
@@ -372,10 +372,10 @@ class RoleBaseline:
 @final
 @dataclass(frozen=True, slots=True)
 class CovarianceClipped:
-    """Clip-Cov (Cui et al. 2025, arXiv 2505.22617): tokens drawn from those that lower entropy most get no gradient.
+    """Clip-Cov (Cui et al. 2025, arXiv 2505.22617): a few tokens whose updates lower entropy most get no gradient.
 
-    The advantage is that of `GroupRelative`, but 0 for share·N randomly drawn tokens (at least one) among those whose
-    `covariances` lie between `low` and `high`. The draw depends only on the batch.
+    The advantage is that of `GroupRelative`, but 0 for share·N tokens (at least one), drawn at random from the tokens
+    whose `covariances` lie between `low` and `high`. The draw depends only on the batch.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
@@ -448,8 +448,8 @@ def ends_of(lengths: Ints) -> Ints:
 def token_rewards(scored: Scored, kl: float, columns: Mapping[str, Floats], credit: Credit) -> Floats:
     """Return r [N]: the reward at each judged rollout's last token, minus kl·(log π_old − log π_ref) at every token.
 
-    With credit by turns, a turn's reward is at the turn's last sampled token; a turn without sampled tokens uses the
-    last one before it. The rollout's reward minus the rewards of its turns is at the rollout's last token.
+    With credit by turns, a turn's reward is at the turn's last sampled token, or at the last sampled token before the
+    turn if the turn has none. The rollout's reward minus the rewards of its turns is at the rollout's last token.
     """
     lengths, turns = scored.lengths, scored.turns
     earned, known = np.zeros(scored.num_tokens), scored.known

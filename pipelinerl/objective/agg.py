@@ -33,7 +33,7 @@ class Aggregation(Protocol):
         ...
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return the weight [B] of each sampled token of each rollout.
+        """Return the weight that each of a rollout's sampled tokens gets, one number per rollout, [B].
 
         Args:
             lengths: [B], numbers of sampled tokens.
@@ -51,7 +51,7 @@ class Trajectory:
     formula: ClassVar = "1/(Q·G·|o_i|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return the weight [B] of each sampled token of each rollout."""
+        """Return the weight that each of a rollout's sampled tokens gets, one number per rollout, [B]."""
         counted = valid & (lengths > 0)
         num_groups, size = _totals(counted.astype(np.float64), groups, counted)
         return _inverse(num_groups * size * lengths, counted)
@@ -65,7 +65,7 @@ class Group:
     formula: ClassVar = "1/(Q·Σ_g |o|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return the weight [B] of each sampled token of each rollout."""
+        """Return the weight that each of a rollout's sampled tokens gets, one number per rollout, [B]."""
         counted = valid & (lengths > 0)
         num_groups, tokens = _totals(np.where(counted, lengths, 0).astype(np.float64), groups, counted)
         return _inverse(num_groups * tokens, counted)
@@ -79,7 +79,7 @@ class Batch:
     formula: ClassVar = "1/Σ_batch |o|"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return the weight [B] of each sampled token of each rollout."""
+        """Return the weight that each of a rollout's sampled tokens gets, one number per rollout, [B]."""
         counted = valid & (lengths > 0)
         return _inverse(np.full(lengths.shape, float(lengths[counted].sum())), counted)
 
@@ -102,7 +102,7 @@ class Sequences:
         return "1/B" if self.length == 1.0 else f"1/(B·{self.length:g})"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return the weight [B] of each sampled token of each rollout."""
+        """Return the weight that each of a rollout's sampled tokens gets, one number per rollout, [B]."""
         if isinstance(self.length, Length):
             raise UserError(
                 f"agg.length is {self.length}, a recipe's sampling.max_tokens, which is unknown here; give max_tokens, "

@@ -111,7 +111,7 @@ class Setting:
 
     Attributes:
         group_sizes: the number of rollouts per group, by the name of the recipe's setting for it.
-        step_begins_at: policies that equal the current policy when a step begins.
+        step_begins_at: policies, such as π_old, that equal the current policy when a step begins.
         updates: optimizer steps per training step. If it is 1, the ratio to a policy in `step_begins_at` is always 1.
     """
 

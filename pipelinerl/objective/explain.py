@@ -84,7 +84,10 @@ class ScoredRollout:
 
 
 def _example(group: int, reward: float, *tokens: tuple[str, float, float, float, float], right: float) -> ScoredRollout:
-    """Return a rollout with these tokens; each is (text, π_θ, μ, π_ref, value). μ is the sampler, and π_old = μ."""
+    """Return a rollout with these tokens, each (text, π_θ, μ, π_ref, value); π_old = μ, the sampler.
+
+    The parts of the reward are `right` and, for the format, the rest.
+    """
     texts, current, sampler, reference, values = zip(*tokens, strict=True)
     return ScoredRollout(
         tokens=texts,
@@ -116,11 +119,10 @@ class TokenFactors(NamedTuple):
     Attributes:
         rollout, position, token: the token's rollout, its index among the sampled tokens, and its text.
         agg, is_weight, adv: the token's aggregation weight, importance weight and advantage.
-        kept: False if clipping removes the token's gradient from grad1.
+        kept: False if clipping in the slot `grad1` removes the token's gradient.
         truncated: True if the importance weight was truncated.
-        multiplier: the full derivative dJ / d log π_θ(token), including the path through the rollout's other tokens if
-            the ratio is a sequence's. Terms that read the whole distribution (`log_barrier`, `exact_entropy`) are
-            excluded.
+        multiplier: the full derivative dJ / d log π_θ(token), including the terms of the rollout's other tokens if all
+            share one ratio. Terms that read the whole distribution (`log_barrier`, `exact_entropy`) are excluded.
     """
 
     rollout: int

@@ -78,8 +78,8 @@ class Estimator(StrEnum):
 class KLPenalty:
     """−beta·KL(π_θ ‖ π_to); by default π_to is the reference. With beta = 0 no reference log-probs are needed.
 
-    `over` is the policy in the denominator of `k3_weighted`; it must be the one that sampled the tokens. An optional
-    column `kl_coefficients` [T] multiplies beta; see `kl_control.as_column`.
+    The estimator `k3_weighted` has an importance weight π_θ/π_over; `over` must be the policy that sampled the tokens.
+    An optional column `kl_coefficients` [T] multiplies beta; see `kl_control.as_column`.
     """
 
     beta: float = 0.04

@@ -59,14 +59,14 @@ def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObject
 
 
 class KLCoefficientColumn(NamedTuple):
-    """An objective with β = 1, and the actual β for the column `kl_coefficients`; β is None if no slot reads it."""
+    """An objective with β = 1, and the real β for the column `kl_coefficients`; None if no slot reads the column."""
 
     objective: PolicyObjective
     coefficient: float | None
 
 
 def as_column(objective: PolicyObjective) -> KLCoefficientColumn:
-    """Split an objective into its β and an objective that is equal for every β, so that backends compile it only once.
+    """Split an objective into its β and an objective with β = 1, so that backends need not compile it for each β.
 
     If β scales a KL cost in the rewards (as in Ziegler et al.), the advantages already include it, and backends do not
     need β.

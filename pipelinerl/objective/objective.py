@@ -55,13 +55,13 @@ class PolicyObjective:
 
     @property
     def late_columns(self) -> frozenset[str]:
-        """The columns from forward passes that are needed on the whole batch, for advantages or to choose tokens."""
+        """The columns from forward passes that the whole-batch computations (advantages, `choices`) read."""
         return self.adv.needs | (
             frozenset({"old_logprobs"}) if isinstance(self.grad2, CovariancePenalty) else frozenset()
         )
 
     def choices(self, scored: Scored, columns: Mapping[str, Floats]) -> dict[str, Floats]:
-        """Return by name the columns [N] that mark tokens chosen from the whole batch; {} for most objectives."""
+        """Return, by name, columns [N] that mark the tokens chosen by `grad2` from the whole batch; {} if none are."""
         if not isinstance(self.grad2, CovariancePenalty):
             return {}
         return {CHOSEN: self.grad2.chosen(columns["advantages"], columns["old_logprobs"], scored.judged)}
@@ -105,7 +105,7 @@ class PolicyObjective:
         return {self.grad2.measure: -self.grad2.measure_pullback(tokens, self._outer(tokens))}
 
     def _steered(self, tokens: Tokens, outer: Array) -> tuple[Array, Array]:
-        """Return two arrays [T], agg · is_weight · adv and grad1. Where grad1 is 0, an infinite product becomes 0."""
+        """Return agg · is_weight · adv and grad1, [T] each. Where grad1 is 0, an infinite first array becomes 0."""
         if isinstance(self.is_weight, Unweighted):
             steer = outer * tokens.advantages
             return steer, self.grad1.value(tokens.counting(steer))

@@ -38,8 +38,8 @@ class Turns:
         counts: [B], the number of turns in each rollout.
         lengths: [M], the number of tokens that the model sampled in each turn.
         rewards: [M], the environment's reward of each turn.
-        places: [M], a number that identifies (agent, k) for the k-th turn of an agent. Turns of one group are compared
-            with each other if their places are equal.
+        places: [M], a number for each (agent, k), the k-th turn of an agent. Turns of one group's rollouts with equal
+            numbers are compared with each other.
     """
 
     counts: Ints
@@ -152,7 +152,10 @@ class Scored:
         return np.repeat(self.valid, self.lengths)
 
     def by_turns(self, turns: Turns) -> Scored:
-        """Return a copy in which each turn is a rollout with its reward-to-go; turns with equal places form a group."""
+        """Return a copy in which each turn counts as a rollout, whose reward is the turn's reward-to-go.
+
+        Turns of one group that are the k-th turn of the same agent (`turns.places`) form a group.
+        """
         pairs = np.stack([np.repeat(self.groups, turns.counts), turns.places])
         _, same_turn = np.unique(pairs, axis=1, return_inverse=True)
         return Scored(
@@ -202,12 +205,12 @@ class RewardShaping:
 
     @property
     def rescales(self) -> bool:
-        """True if any step other than the overlong penalty is enabled."""
+        """True if any of normalisation, clipping and scaling is enabled; the overlong penalty does not count."""
         plain = RewardShaping(overlong_tokens=self.overlong_tokens, overlong_margin=self.overlong_margin)
         return self != replace(plain, epsilon=self.epsilon, part_weights=self.part_weights)
 
     def parts(self, named: Sequence[tuple[str, float]]) -> tuple[PartReward, ...]:
-        """Return those rewards in `named` that are parts of the domain's reward, with their weights."""
+        """Return the parts of the domain's reward among `named` (name, reward), each with its weight."""
         weights = dict(self.part_weights)
         return tuple(PartReward(name, reward, weights[name]) for name, reward in named if name in weights)
 

@@ -70,7 +70,10 @@ def statistics(objective: PolicyObjective | StreamedObjective, tokens: Tokens | 
 
 
 def cuts(objective: PolicyObjective | StreamedObjective, tokens: Tokens | None) -> dict[str, NDArray[np.bool_]]:
-    """Return three masks [N]: tokens whose gradient is clipped, whose importance weight is truncated, or set to 0."""
+    """Return masks [N] of tokens: gradient `clipped`, importance weight `truncated`, or weight set to 0 (`masked`).
+
+    Return {} if no token trained.
+    """
     if tokens is None:
         return {}
     masked = _cut(objective, tokens, lambda part: part.is_weight.weight(tokens) == 0)

@@ -99,7 +99,7 @@ class StreamedObjective:
 def within(columns: Columns, loss: Loss) -> Columns:
     """Return the columns with the loss mask reduced to the tokens of one stream.
 
-    `kl_coefficients` are kept only for the run's objective.
+    Streams other than RL lose the column `kl_coefficients`, which belongs to the run's objective.
     """
     its = {**columns, "loss_mask": columns["loss_mask"] & (column_of(columns, "streams") == loss.code)}
     if loss is not Loss.RL:
@@ -127,7 +127,7 @@ _OF_OTHERS: Final = DomainLoss()
 @final
 @dataclass(frozen=True, slots=True)
 class DomainLosses:
-    """The losses of all domains that a step may contain; empty if all have the run's objective."""
+    """The kind of loss of each domain that a step may contain; no entries if all domains have the run's objective."""
 
     by_domain: Mapping[str, DomainLoss] = field(default_factory=dict)
 
@@ -137,7 +137,7 @@ class DomainLosses:
 
     @property
     def others(self) -> tuple[Loss, ...]:
-        """The kinds of loss that domains have other than the run's objective, in the order of their codes."""
+        """The kinds of loss of the domains, without RL, in the order of their codes."""
         return tuple(loss for loss in _OWN if any(each.loss is loss for each in self.by_domain.values()))
 
     def objective(self, rl: PolicyObjective) -> PolicyObjective | StreamedObjective:
@@ -146,7 +146,7 @@ class DomainLosses:
 
     @property
     def passes(self) -> frozenset[str]:
-        """The columns from forward passes that streams other than the run's objective read."""
+        """The columns from forward passes that the streams other than RL read."""
         return frozenset().union(*(_OWN[loss].passes for loss in self.others))
 
     def codes(self, domains: Sequence[str]) -> NDArray[np.int32] | None:
@@ -181,5 +181,8 @@ ONE_LOSS: Final = DomainLosses()
 
 
 def with_constants(advantages: NDArray[np.float64], codes: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Replace advantages [N] by the constant of the token's stream, except in stream RL; `codes` [N] are streams."""
+    """Replace advantages [N] outside the stream RL by their stream's constant: 1 for CE, 0 for REF_KL.
+
+    `codes` [N] holds the number of each token's stream.
+    """
     return np.where(codes == Loss.RL.code, advantages, _ADVANTAGES[codes])

@@ -85,8 +85,8 @@ class Tokens:
         current: the current policy's log-probs, differentiable if the library differentiates; any value outside the
             mask.
         columns: arrays by the names of the fields of `MicroBatch`.
-        live: bool, False where the factor of a term is 0. Exponents are set to 0 at these tokens, to avoid overflow.
-            None means True everywhere.
+        live: bool, False where the term to compute will be multiplied by 0 (`counting`). `exp` uses the exponent 0 at
+            these tokens, to avoid overflow. None means True everywhere.
     """
 
     xp: ModuleType
@@ -133,11 +133,11 @@ class Tokens:
         return self.blanked(column_of(self.columns, name))
 
     def exp(self, amounts: Array) -> Array:
-        """Return e^amounts, [T]; 1 where the term's factor is 0."""
+        """Return e^amounts, [T]; 1 where `live` is False."""
         return self.xp.exp(self._counted(amounts))
 
     def expm1(self, amounts: Array) -> Array:
-        """Return e^amounts − 1, [T]; 0 where the term's factor is 0."""
+        """Return e^amounts − 1, [T]; 0 where `live` is False."""
         return self.xp.expm1(self._counted(amounts))
 
     def log_ratio(self, numerator: Policy, denominator: Policy) -> Array:

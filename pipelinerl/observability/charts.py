@@ -34,7 +34,7 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One series in a chart. `colour` n selects the CSS variable `--s<n>`; `low` and `high` [n] bound its interval."""
+    """One series in a chart. `colour` 2 is the CSS variable `--s2`; `low` and `high` bound the points' intervals."""
 
     series: Series
     label: str = ""
@@ -46,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Lines over one x axis; `unit` follows each y tick, and the y axis reaches at least `y_max`."""
+    """Lines over one x axis; `unit` is appended to the labels of the y axis, which reaches at least `y_max`."""
 
     lines: tuple[Line, ...]
     x_label: str

@@ -39,7 +39,7 @@ def evaluation_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
 def group_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
     """Return a table row per domain and tag, with the columns `GROUPS_HEAD`.
 
-    The rows come from the last evaluation that reports domains or tags.
+    The rows come from the last evaluation that reports domains.
     """
     known = [event for event in evaluations if event.get("by_domain")]
     if not known:
@@ -102,7 +102,7 @@ def lengths(figures: Mapping[str, Any]) -> str:
 
 
 def weights(event: Event) -> str:
-    """Name the model versions that generated the tokens: `v50 alone, on one engine` or `v48 to v51`."""
+    """Name the model versions that generated the answers, such as `v50 alone, on <engine>` or `v48 to v51`."""
     oldest, newest = event.get("version_min"), event.get("version_max")
     if oldest is None or newest is None:
         return ""
@@ -112,7 +112,7 @@ def weights(event: Event) -> str:
 
 
 def note(event: Event) -> str:
-    """Return caveats of an evaluation: discarded answers, steps taken while it ran, an early end."""
+    """Return an evaluation's caveats as text, such as discarded answers and training steps during the evaluation."""
     counts = ("discarded", "answers of other versions discarded"), ("restarts", "restarts"), ("unjudged", "unjudged")
     parts = [f"{event[name]} {words}" for name, words in counts if event.get(name)]
     if event.get("steps_meanwhile"):

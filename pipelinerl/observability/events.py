@@ -8,8 +8,8 @@ Guarantees:
 - A power failure may lose the records of the last seconds; if only the process is killed, all records survive.
 - A writer killed in the middle of a line leaves a torn tail. Readers ignore it, and the next writer cuts it off.
 - Written records never change. Only one process writes to a log.
-- While the disk is full, records are kept in memory and written in order once there is space. The writer does not
-  block. If the disk filled up in the middle of a record, the rest of this record is written first.
+- While the disk is full, records are kept in memory and written in order once there is space; `write` does not block.
+  If the disk filled up in the middle of a record, the rest of this record is written first.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
@@ -20,7 +20,7 @@ knobs, checkpoint, checkpoint_delayed, orders_lost, evaluation_began, evaluation
 engines_scaled, engines_would_scale, engine_joined, engine_verified, engine_canary_failed, engine_suspect, engine_back,
 engine_draining, engine_lost, group_failed, group_outdated, group_handed_over, report_refused, stalled, alarm,
 alarm_cleared, controller_returned, trainer_ready, trainer_left, run_failing, run_failed, run_suspending, run_suspended,
-run_finished. Events that follow from a decision carry its number as `decision`.
+run_finished. An event that follows from a decision of the controller carries its number in the journal as `decision`.
 """
 
 from __future__ import annotations

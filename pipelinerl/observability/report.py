@@ -149,7 +149,7 @@ def _learning(history: RunHistory) -> str:
 
 
 def _chart(title: str, series: Mapping[str, Series], *, x_label: str = "step", **options: Any) -> tuple[str, Chart]:
-    """Return the title, and a chart with a line for each series by its label; the colours follow the order."""
+    """Return the title and a chart that draws each series as a line, labelled by its key; line n has colour n."""
     lines = (Line(series=each, label=label, colour=at) for at, (label, each) in enumerate(series.items(), start=1))
     return title, Chart(lines=tuple(lines), x_label=x_label, **options)
 
@@ -187,7 +187,10 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def update_charts(history: RunHistory) -> list[tuple[str, Chart]]:
-    """Return (title, chart) for KL from π_old and for clipping, by optimizer step; none if each step has only one."""
+    """Return (title, chart) for KL from π_old and clipping by optimizer step, and for optimizer steps per step.
+
+    The charts have no data if each training step has one optimizer step.
+    """
     kl, clipped = (_by_update(history, name) for name in ("kl_old", "clip_fraction"))
     return [
         _chart("KL from π_old at each optimizer step", {"": kl}, unit=" nats"),
@@ -197,7 +200,7 @@ def update_charts(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def _by_update(history: RunHistory, name: str) -> Series:
-    """Return the metric `name` as a series over optimizer steps; number n of N in training step v is at v − 1 + n/N."""
+    """Return the metric `name` as a series over optimizer steps; number n of N in step v has x = v − 1 + n/N."""
     points = [
         (float(event["step"]) - 1 + number / len(event["updates"]), float(update[name]))
         for event in history.steps

@@ -1,6 +1,7 @@
 """`RunHistory`: a run's events by kind, as used by the report, the charts and the summary.
 
-A resumed run may take a step twice; then the later event counts. Events of a kind are in the order of steps.
+A resumed run may take a step twice; then the later event counts. Step, publication and evaluation events are sorted by
+step or model version.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class RunHistory:
 
     Attributes:
         steps: `step` events by rising step. publications: `publish` events by rising model version.
-        evaluation_sets: `evaluation` events by set name, each by model version; the recipe's first set comes first.
+        evaluation_sets: for each set's name, its `evaluation` events by rising model version; the recipe's first set
+            comes first.
         incidents: engines that joined or were lost, restarted evaluations, checkpoints, alarms.
         finished: the last `run_finished`, `run_failed` or `run_suspended`, if the run is over.
     """
@@ -133,7 +135,7 @@ class RunHistory:
         return Series(seconds.x, tuple(1e3 * value for value in seconds.y))
 
     def accuracy(self, events: Sequence[Event]) -> tuple[Series, tuple[float, ...], tuple[float, ...]]:
-        """Return accuracy over model version and its interval's bounds, [n] each; no bounds if some are unknown."""
+        """Return accuracy over model version, and its intervals' low and high ends; no ends if any is unknown."""
         accuracy, low, high = (self.series(events, field, x="model_version") for field in ("accuracy", "low", "high"))
         return (accuracy, low.y, high.y) if low.x == high.x == accuracy.x else (accuracy, (), ())
 
@@ -210,6 +212,6 @@ def mean_of(figures: Iterable[Mapping[str, Any]], name: str, *, weight: str = "r
 
 
 def stale_share(figures: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the share of stale groups in all groups that arrived; None if none arrived."""
+    """Return the share of stale groups among all groups that arrived; None if no group arrived."""
     stale, others = (sum(amount(each, field) for each in figures) for field in ("stale_groups", "groups"))
     return stale / (stale + others) if stale + others else None

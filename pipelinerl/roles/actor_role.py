@@ -99,7 +99,7 @@ async def run(identity: Identity) -> None:
 def _with_gateway(
     pool: EnginePool, domains: Mapping[str, EpisodeDomain], *, attempts: int
 ) -> tuple[AbstractAsyncContextManager[None], Episodes | None]:
-    """Return a context in which the gateway serves, and the player of episodes or None if no domain has any."""
+    """Return a context in which the gateway serves, and what plays the episodes; None if no domain has episodes."""
     if not domains:
         return nullcontext(), None
     from pipelinerl.environments.gateway import Gateway  # imports an HTTP server, needed only here
@@ -131,7 +131,7 @@ async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None
 async def _follow_controller(
     identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerifierServices
 ) -> None:
-    """Apply each assignment of the controller: engines, verifier services, concurrency, and the newest version and k.
+    """Apply each assignment of the controller: engines, verifier services, concurrency, version and staleness bound k.
 
     An assignment is valid until the next arrives, so an actor continues to work while the controller is down.
     """

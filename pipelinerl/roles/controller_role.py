@@ -81,7 +81,7 @@ def build_controller(config: RunConfig, restored: TrainingState | None) -> Contr
 
 
 def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
-    """Return a sentence for each knob whose value, changed in the live run, differs from the recipe's value."""
+    """Return a warning for each knob that was changed in the live run and now differs from the recipe's value."""
     recipe = knobs_of(config).to_json()
     return [
         f"{name} is {value}, set while the run was live; the recipe has {recipe[name]}; change it with "
@@ -201,7 +201,7 @@ async def _serve(identity: Identity, service: ControllerService, listener: socke
 
 
 def _age(history: Path) -> float:
-    """Return the run's elapsed seconds so far, from its event log; 0 for a new run."""
+    """Return the `elapsed_s` of the run's newest event, at which its clock continues; 0 for a new run."""
     try:
         return max((event.get("elapsed_s", 0.0) for event in read_events(history)), default=0.0)
     except FileNotFoundError:
@@ -337,7 +337,10 @@ def _restored(url: str) -> Path:
 
 
 def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
-    """Download the newest complete checkpoint, and the run's files with it, to `draft`; return its new path or None."""
+    """Download the newest complete checkpoint to `draft`, and the run's files that were copied with it.
+
+    Return the path of the checkpoint there; None if no copy is complete.
+    """
     for copy in copies.newest():
         shutil.rmtree(draft, ignore_errors=True)
         checkpoint = draft / "checkpoints" / copy.name
@@ -358,7 +361,7 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
     """Use the model in the checkpoint as the run's model if the recipe's model is missing on this machine.
 
     Both models have the same configuration and tokenizer, and the trainer reads its weights from the checkpoint anyway.
-    Only a reference model and LoRA adapters need the weights that the run began with.
+    Only a reference model and LoRA need the weights that the run began with; then a missing model is a `UserError`.
     """
     config = load(draft / _RECIPE)
     if config.model.resolved.is_dir():

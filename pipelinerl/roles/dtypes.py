@@ -3,9 +3,9 @@
     trainer, fp32 ── weights.dtype ──▶ wire, which is hashed ── engine.dtype, engine.weights ──▶ engine
 
 By default, weights are sent and held by engines in the model directory's dtype. If engines hold float32, float32 is
-sent, because bfloat16 hides small updates. A weight that began as a bfloat16 value and is rounded
-again changes only once it has moved by half of its last bit. At a learning rate of 2e-5 this takes most weights five
-steps or more, so the sampler would be that many steps older than its version says.
+sent, because bfloat16 hides small updates. A weight that began as a bfloat16 value, and is rounded to bfloat16 for
+sending, changes only once it has moved by half of its last bit. At a learning rate of 2e-5 this takes most weights five
+steps or more, so the engines' weights would be that many steps older than their version says.
 
 The receiver converts the weights, so float32, bfloat16 and float16 may be combined. Combinations that would ruin the
 run are rejected here in one sentence, and by the engine at its first update.

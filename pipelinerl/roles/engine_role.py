@@ -129,7 +129,7 @@ def _address_towards(controller_url: str) -> str:
 
 
 async def _stopped(engine: Engine) -> None:
-    """Exempt loaded objects from garbage collection once the engine has started; then wait until it has stopped."""
+    """Wait until the engine has stopped; once it has started, exempt loaded objects from garbage collection."""
     while not _started(engine):
         await asyncio.sleep(WATCH_S)
     freeze_gc()
@@ -146,7 +146,7 @@ def _started(engine: Engine) -> bool:
 
 
 async def _follow(identity: Identity, engine: Engine, url: str) -> None:
-    """Apply weight updates that are announced on a stream, if the run uses one; otherwise updates come by request."""
+    """Apply weight updates that are announced on a stream; return at once if the run updates engines by requests."""
     if not identity.config.weights.announced_to(identity.config.engine.count):
         return
     while not _started(engine):

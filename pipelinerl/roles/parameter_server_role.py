@@ -26,8 +26,8 @@ async def run(identity: Identity) -> None:
 def store_of(identity: Identity) -> SnapshotStore:
     """Return the store of weight versions in the run's directory, or at `parameter_server.copies`.
 
-    Versions that another run of this name left at `copies` are deleted, so that they are not served as this run's. A
-    file in the run's directory records which store belongs to this run.
+    Versions that another run of this name left at `copies` are deleted, so that they are not served as this run's. To
+    recognise its own store, a run records the store's address in a file of its directory.
     """
     copies, own = identity.config.parameter_server.copies, identity.run_dir / "weights"
     if copies is None:

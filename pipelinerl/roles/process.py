@@ -1,7 +1,8 @@
 """The start and end of a role's process: its name, its peers' addresses, its secrets, its log, and its exit status.
 
 The launcher and users start roles with the same arguments. A `UserError` is printed as one sentence on stderr and ends
-the process with status 2; any other exception leaves a traceback in the log and ends it with status 1.
+the process with status 2, or with 1 if a peer was unreachable and a restart may help. Any other exception leaves a
+traceback in the log and ends the process with status 1.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Identity:
 
 
 def identity_of(options: RoleOptions, changes: Sequence[str] = ()) -> Identity:
-    """Return a process's identity; `changes` apply after those in `options`. Raises `UserError` for bad options."""
+    """Return a process's identity; recipe `changes` apply after those in `options`. Raises `UserError` if invalid."""
     config = settled(load(options.recipe, [*(options.changes or []), *changes]))
     of_recipe, run_dir = config.streams.redis_url, options.run_dir or config.run_directory
     return Identity(
@@ -146,7 +147,7 @@ def freeze_gc() -> None:
 
 
 async def end(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel the tasks and wait until they have ended; raise the error of a task that had failed before."""
+    """Cancel the tasks (None is ignored) and wait for their end; raise the error of a task that failed by itself."""
     for task in tasks:
         if task is not None:
             task.cancel()
@@ -169,7 +170,7 @@ def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], i
 
     A role imports and loads for many seconds before its first await, while the event loop handles no signals; until
     then, a signal raises CancelledError in the running code. The process exits with status 0 when the role's work is
-    done, 143 after a signal, 2 after a user error, and 1 after any other error.
+    done, 143 after a signal, 2 after a user error other than an unreachable peer, and 1 after any other error.
     """
     identity.log()
 
@@ -200,7 +201,7 @@ def _cancel_here(_number: int, _frame: FrameType | None) -> None:
 
 
 def _status_of(error: BaseException) -> int:
-    """Report the error; return the exit status that it causes."""
+    """Report the error to the user or the log; return the process's exit status."""
     causes = _leaves(error)
     if all(isinstance(cause, UserError) for cause in causes):
         print(without_secrets("\n".join(f"pipelinerl: {cause}" for cause in causes)), file=sys.stderr)

@@ -51,9 +51,10 @@ class JudgeBudget(NamedTuple):
 
 
 def open_verifier(domain: DomainSection, *, budget: JudgeBudget | None = None) -> GroupVerifier:
-    """Open the verifier of a domain that has one; the caller closes it. No process starts before the first answer.
+    """Open the verifier of a domain that has one; the caller closes it.
 
-    `budget` is this process's part of the run's budget, for an LLM judge.
+    Its processes start with `verifier.start`, or with the first answer. `budget` is this process's part of the run's
+    budget, for an LLM judge.
 
     Raises:
         RecipeError: a name is unknown, or user code cannot be loaded or called.
@@ -86,7 +87,7 @@ def rules_of(domain: DomainSection) -> str:
 
 
 def served_domain(domain: DomainSection, *, budget: JudgeBudget | None) -> ServedDomain:
-    """Return the domain in the form that a verifier service takes; raises like `open_verifier`."""
+    """Return what a verifier service needs to serve a domain: verifier, rules, sandbox; raises like `open_verifier`."""
     names, sandbox = {name for _, name in names_of(domain)}, domain.oubliette
     tier = f"remote {sandbox.tier}" if sandbox.url else sandbox.tier.value
     return ServedDomain(
@@ -177,7 +178,7 @@ def _instance_of(where: str, thing: Any) -> Any:
 
 
 def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
-    """Open the domain's LLM judge. Without a `budget`, the judge may spend the run's whole budget, counted from 0.
+    """Open the domain's LLM judge. Without `budget`, it may spend the run's whole budget; earlier spending is ignored.
 
     Raises:
         RecipeError: the domain names no server, or the server's API key is missing.

@@ -1,8 +1,8 @@
-"""A verifier service's process: the recipe's verifiers behind `verifiers/service`, leased to the actors of a run.
+"""A verifier service's process: serves the recipe's verifiers to the actors of a run (`verifiers/service`).
 
 The service serves a domain only with the sandbox that the recipe requires; otherwise it fails and names what is
-missing. Actors use the service from when its verifiers have started until it begins to shut down. After a drain, the
-process ends by itself with status 0.
+missing. Once its verifiers have started, it registers with the controller by a lease, and actors find it in their
+assignments; when it begins to shut down, it withdraws the lease. After a drain, the process ends with status 0.
 
 | waits for | at most | who unblocks it |
 |---|---|---|

@@ -74,7 +74,7 @@ def objective_of(config: RunConfig) -> PolicyObjective:
 
 
 def routing_of(config: RunConfig) -> RoutingShape | None:
-    """Return the shape of the routed experts per token, which the trainer replays; None without routing replay.
+    """Return the sizes of the recorded expert choices that the trainer replays; None without routing replay.
 
     Raises:
         RecipeError: the engine does not report routing, the trainer cannot replay it, or the model has no routers.
@@ -115,8 +115,8 @@ def is_url(place: str) -> bool:
 def references_of(config: RunConfig, objective: PolicyObjective) -> dict[str | None, str]:
     """Return where each frozen model is: a path, the URL of an engine, or empty for the initial policy.
 
-    The key None holds the reference model of the objective, which also teaches domains without a teacher of their own.
-    A domain's name is the key of the domain's own teacher.
+    A domain with a teacher of its own has its name as key. The key None has the objective's reference model, which is
+    also the teacher of all other domains that distill (`loss = "ref_kl"`).
     """
     taught = [domain for domain in config.trained_domains if domain.loss is Loss.REF_KL]
     places: dict[str | None, str] = {domain.name: domain.teacher for domain in taught if domain.teacher}
@@ -277,7 +277,7 @@ def training_problems(config: RunConfig) -> Mixture:
 
 
 def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
-    """Return the mixture of one split's problems, shuffled by `seed`; each step has the domains' exact shares."""
+    """Return one split's problems, mixed over domains and shuffled by `seed`; every step has the domains' shares."""
     domains = [
         Domain(name=each.name, weight=each.weight, source=_source_of(each, split, seed=seed))
         for each in config.trained_domains
@@ -302,8 +302,8 @@ def demonstrations_of(config: RunConfig) -> DemonstrationStream | None:
 def demonstrated_problems(config: RunConfig, split: Split, *, count: int) -> Mixture:
     """Return the problems whose right answers are trained on, in another order than the problems that are sampled.
 
-    The problems come from the domains with the loss `ce`, or from all trained domains if none has it. The domains'
-    shares are exact within each `count` problems.
+    The problems come from the domains with the loss `ce`, or from all trained domains if none has it. Every `count`
+    consecutive problems have the domains' shares.
     """
     seed = rng.key(config.run.seed, "demonstrations") % 2**31
     chosen = config.demonstrated_domains or config.trained_domains

@@ -40,12 +40,12 @@ def close_workers(step: TrainStep) -> None:
 
 
 def opened_policy(config: RunConfig) -> Trainer:
-    """Start only the policy, which gathers weights in the model's dtype; raise `ModelError` if it cannot start."""
+    """Start only the policy, set to send its weights in the model's dtype; raise `ModelError` if it cannot start."""
     return _worker(config, "trainer", replace(spec_of(config, restore_from=None), gather_dtype=None))
 
 
 def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None, version: int = 0) -> TrainStep:
-    """Start the workers that the objective needs, from `checkpoint` (of version `version`); return the step using them.
+    """Start the workers (models) that the objective needs, from `checkpoint` of `version`; return the training step.
 
     The reference never comes from a checkpoint: it is the policy before the first step.
 
@@ -128,7 +128,10 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
 
 
 def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None, version: int) -> WeightHistory | None:
-    """Return the current weights and the checkpoint's earlier ones, from which old log-probs are computed."""
+    """Return the weight versions for old log-probs: the current one and, with a checkpoint, earlier ones from it.
+
+    Return None unless the recipe computes old log-probs with the weights that sampled the tokens.
+    """
     if config.training.old_logprobs is not OldLogprobs.SAMPLING_WEIGHTS:
         return None
     layout = policy.weight_layout()

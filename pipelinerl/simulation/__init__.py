@@ -1,1 +1,1 @@
-"""Discrete-event simulation of a run on given hardware: its engines, trainer, updates and pacing. Pure."""
+"""Discrete-event simulation of a run on given hardware: engines, trainer, weight updates and timing. Does no I/O."""

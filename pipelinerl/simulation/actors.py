@@ -1,8 +1,9 @@
 """`SimulatedActors` and `SimulatedTrainer`: the simulation's actors and trainer, and the `Agenda` of its events.
 
-Actors claim orders for prompts, send requests, have answers judged, and deliver groups. An actor does one thing at a
-time, since it is one event loop. It holds at most `groups_in_flight` orders; further orders wait in the stream. A
-request goes to the engine with the fewest outstanding answers, counted over all actors, as in `engines/http/pool.py`.
+An order is the controller's request for one group. Actors claim orders, send requests, have answers judged, and deliver
+groups. An actor does one thing at a time, since it is one event loop. It holds at most `groups_in_flight` orders;
+further orders wait in the stream. A request goes to the engine with the fewest outstanding answers, counted over all
+actors, as in `engines/http/pool.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class SimulatedTrainer:
         self._plan()
 
     def slow(self, factor: float) -> None:
-        """Let the current and later computations take `factor` times as long from now on."""
+        """From now on, let computations, also the current one, take `factor` times as long as undisturbed ones."""
         if factor == self._slowness:
             return
         if self.is_computing:
@@ -86,7 +87,7 @@ class SimulatedTrainer:
 @final
 @dataclass(slots=True)
 class SimulatedActors:
-    """The actors of a run. `sample` sends a group to its engine, `deliver` sends a judged group to the trainer."""
+    """The actors of a run. They call `sample` to send a group to its engine, and `deliver` for each judged group."""
 
     agenda: Agenda
     times: ControlTimes
@@ -107,17 +108,17 @@ class SimulatedActors:
         self._outstanding = [0] * self.engines
 
     def order(self, group: SimulatedGroup) -> None:
-        """Add an order for a prompt to the stream of orders."""
+        """Add the order for `group` to the stream from which the actors claim orders."""
         self._orders.append(group)
         self._claim()
 
     def again(self, group: SimulatedGroup) -> None:
-        """Request again those answers of a group that a weight update has aborted."""
+        """Send a new request for those answers of a group that a weight update has aborted."""
         self._let_go(group)
         self._request(group)
 
     def answered(self, group: SimulatedGroup) -> None:
-        """Have a group judged whose answers an engine has finished."""
+        """Have the group's answers judged: an engine has finished all of them."""
         self._let_go(group)
         self.agenda.at(self._worked(group, self.times.answer_s * group.size), self._judge, group)
 
@@ -127,7 +128,7 @@ class SimulatedActors:
         self.ended()
 
     def ended(self) -> None:
-        """Let the actors claim one more order, since one of their orders has ended."""
+        """Let the actors claim one more order, since they have delivered or dropped a group."""
         self.places += 1
         self._claim()
 

@@ -1,11 +1,13 @@
 """`calibrate` estimates the `Hardware` of finished runs from their events; `measure` computes a run's means.
 
+The times of each part come from these data:
+
     engine         `engines` events: busy seconds, fitted to decode steps, rows and prompt tokens
     trainer        `step` events: computing seconds, fitted to tokens and, if tokens vary enough, optimizer steps
     update         `publish` events
     verification   the traced groups of `step` events
     report         the part of a step's period that is neither waiting nor computing
-    actor          the remainder, chosen such that simulated steps take as long as real ones
+    actor          fitted last, to make simulated steps take as long as real ones
     contention     runs after the first, in which engine and trainer work at once: how much each slows down
 
 The first run should be synchronous (`staleness.preset="on_policy"`), so that no two activities overlap.
@@ -106,9 +108,10 @@ def _trainer_times(run: ObservedRun) -> TrainerTimes:
 
 
 def _update_times(run: ObservedRun) -> UpdateTimes:
-    """Return the mean times of a publication.
+    """Return the means of `send_s` and `pause_s` over the run's publications; 0 if there were none.
 
-    The wait for running rows in `drain` mode is simulated, so it is left out.
+    In `drain` mode an engine also waits until its rows have ended. The simulator computes this wait, so `send_s` does
+    not include it.
     """
     published = [event for event in tell(run.events).publications if event.get("total_s") is not None]
     if not published:
@@ -127,7 +130,7 @@ def _verify_s(events: Sequence[Event]) -> float:
 
 
 def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Hardware:
-    """Fit an actor's seconds per rollout (half are before sampling) to make simulated steps as long as real ones."""
+    """Fit an actor's own seconds per rollout, half of them before sampling, so that simulated steps match real ones."""
 
     def of(actor_s: float) -> Hardware:
         control = replace(hardware.control, request_s=actor_s / 2, answer_s=actor_s / 2)
@@ -200,7 +203,7 @@ DRAWS: Final = 5
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A run's measured means over the counted steps; fields are named as in `Prediction`.
+    """A run's measured means over its `counted_steps`; fields are named as in `Prediction`.
 
     `compute_s` excludes the wait for a publication. `report_s` is the time between the end of a step and the next step.
     """
@@ -215,12 +218,15 @@ class Measured:
     report_s: float
 
     def errors(self, prediction: Prediction) -> Mapping[str, float]:
-        """Return simulated ÷ measured − 1 for each field of `JUDGED`."""
+        """Return simulated ÷ measured − 1 for each field that `JUDGED` names."""
         return {name: getattr(prediction, name) / getattr(self, name) - 1 for name in JUDGED}
 
 
 def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
-    """Return the steps that count, each with the seconds since the previous one. Raises UserError for too few."""
+    """Return the steps after the first fifth that overlap no evaluation, each with the seconds since the previous step.
+
+    Raises UserError if there are too few.
+    """
     steps = tell(events).steps
     evaluations = _evaluations(events)
     pairs = [(after, _at(after) - _at(before)) for before, after in pairwise(steps)]
@@ -238,7 +244,7 @@ def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
 
 
 def measure(events: Sequence[Event]) -> Measured:
-    """Measure a finished run, without steps that overlap an evaluation. Raises UserError if events lack data."""
+    """Measure a finished run over its `counted_steps`. Raises UserError if the events lack data."""
     counted = counted_steps(events)
     steps, seconds = [step for step, _ in counted], sum(period for _, period in counted)
     try:
@@ -280,7 +286,7 @@ def _at(event: Mapping[str, Any]) -> float:
 
 
 def simulated_like(events: Sequence[Event], setting: SimulatedSetting, hardware: Hardware) -> Prediction:
-    """Return the prediction with the median step time of several simulations, each as long as the run."""
+    """Return the prediction with the median step time of several simulations, each with the run's number of steps."""
     # Before its steady state, a short run's waits depend on the answer lengths, which each simulation draws
     # differently.
     steps = len(tell(events).steps)

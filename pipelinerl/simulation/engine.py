@@ -2,10 +2,10 @@
 
     submit ─▶ waiting ─▶ a row, at the next step boundary ─▶ ends after as many steps as its answer has tokens
 
-It follows `pipelinerl/engines/batching/`: between two steps, first a due commit of weights is applied, then waiting
-requests get free rows; if a commit waits with `drain`, no request is admitted until all rows are empty. While no row
-joins or ends, the batch and the step time are constant, so the next event is computed directly. `plan` returns its
-time; `fire` processes it. Any change between these two calls (`submit`, `commit`, `slow`) invalidates the plan.
+It follows `pipelinerl/engines/batching/`: between two steps, new weights are applied first, then waiting requests get
+free rows. With `on_update` `drain`, new weights wait until all rows are empty, and no request is admitted until then.
+While no row joins or ends, the batch and the step time are constant, so the next event is computed directly. `plan`
+returns its time; `fire` processes it. Any change between the two calls (`submit`, `commit`, `slow`) voids the plan.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SimulatedGroup:
 @final
 @dataclass(slots=True)
 class WaitingGroups:
-    """Groups ready to train; `rollouts` is the number of their rollouts, `dropped` lists stale groups, in order.
+    """Groups ready to train, with `rollouts` rollouts in total; `dropped` collects groups that `take` found too old.
 
     Groups are chosen as by `training/rollouts/batcher.py` (a test compares them): fresh groups in order of their oldest
     version, then of their index. Groups too old for the step are dropped.
@@ -71,7 +71,7 @@ class WaitingGroups:
         self.rollouts += group.size
 
     def take(self, rollouts: int, *, producing: int, bounds: StalenessBounds) -> list[SimulatedGroup] | None:
-        """Return the groups of the step that makes version `producing`; None while there are too few fresh groups."""
+        """Remove and return the groups of the step that makes version `producing`; None if too few groups are fresh."""
         for version in [each for each in self._by_version if not bounds.accepts(producing=producing, oldest=each)]:
             stale = [group for _, group in sorted(self._by_version.pop(version), key=lambda each: each[0])]
             self.dropped += stale
@@ -111,7 +111,7 @@ class EngineNews(NamedTuple):
 @final
 @dataclass(slots=True)
 class SimulatedEngine:
-    """One engine; `decode_steps` counts its steps so far, and `row_steps` is the sum of the rows in these steps."""
+    """An engine with `slots` rows; `decode_steps` counts its steps so far, `row_steps` adds up their occupied rows."""
 
     times: EngineTimes
     slots: int
@@ -148,7 +148,7 @@ class SimulatedEngine:
         return self.busy_s + (now - self._seen if self._rows else 0.0)
 
     def submit(self, group: SimulatedGroup) -> None:
-        """Request the `left` unfinished answers of a group."""
+        """Queue a request for the unfinished answers of a group, `group.left` in number."""
         group.started = group.size - group.left
         self._waiting.append(group)
 
@@ -216,7 +216,7 @@ class SimulatedEngine:
         return None
 
     def slow(self, factor: float, now: float) -> None:
-        """Let decode steps take `factor` times as long from now on, including the rest of the current step."""
+        """From now on, let decode steps, also the current one, take `factor` times as long as undisturbed ones."""
         if not self._rows:
             self._slowness = factor
             return
@@ -259,7 +259,10 @@ class SimulatedEngine:
         self._at += prefill_s
 
     def _cut_short(self, version: int) -> list[SimulatedGroup]:
-        """Abort all rows; return the groups to request again, except those that already wait in this engine's queue."""
+        """Abort all rows, which `version` sampled; return the groups whose aborted answers must be requested again.
+
+        A group with further answers in this engine's queue is left out: that request covers the aborted ones, too.
+        """
         # Every commit aborts all rows, so all running answers were sampled by `version`, the one before this commit.
         running: dict[int, tuple[SimulatedGroup, list[int]]] = {}
         for ends, _, began, group in self._rows:

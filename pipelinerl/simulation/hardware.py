@@ -51,7 +51,7 @@ class ControlTimes:
     """Times of everything except engine and trainer.
 
     Attributes:
-        order_s: delay between the controller's decision to issue an order for a prompt and an actor's claim of it.
+        order_s: delay from the controller's order for a group of answers to a prompt until an actor claims the order.
         request_s: an actor's own work per rollout before sampling; an actor does one thing at a time.
         answer_s: an actor's own work per rollout after sampling.
         verify_s: time to judge a group, in the background.

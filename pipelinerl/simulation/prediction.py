@@ -16,7 +16,7 @@ FILLS: Final = 5
 
 
 class SimulatedStep(NamedTuple):
-    """A step of the run: the time of its end, its contents, and its waiting times in seconds."""
+    """A step of the run: when it ended, what it trained on, and how long it waited and computed; times in seconds."""
 
     ended: float
     rollouts: int
@@ -31,7 +31,7 @@ class SimulatedStep(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Orders for prompts, counted by outcome; `issued` = `trained` + `filtered` + `stale` + `failed` + `in_flight`."""
+    """Ordered groups, counted by outcome; `issued` = `trained` + `filtered` + `stale` + `failed` + `in_flight`."""
 
     issued: int
     trained: int
@@ -44,7 +44,10 @@ class Account:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Results over all steps except the first `skipped`, which fill the pipeline.
+    """Results of a simulated run.
+
+    `steps`, `seconds` and `account` are of the whole run. All other figures leave out the first `skipped` steps, in
+    which the pipeline fills.
 
     Attributes:
         trainer_wait: share of time in which the trainer waits for rollouts.
@@ -52,8 +55,8 @@ class Prediction:
         trainer_held: share of time in which the trainer waits for a publication to end.
         engine_idle: share of the engines' time in which they have no rows.
         staleness: shares of the trained rollouts, by age in versions.
-        discarded: tokens of stale groups, as a share of the tokens of all groups that ended.
-        order_s: mean time from an order's issue to its end.
+        discarded: tokens of fully sampled groups that were too old to train on, relative to these plus trained tokens.
+        order_s: mean time from the order for a group until the group is trained or dropped.
         cost_per_hour, cost_per_step, cost_per_million_tokens: 0 if prices are unknown.
     """
 

@@ -20,10 +20,10 @@ class SimulatedSetting:
     """A run to be simulated.
 
     As in a run, `bounds`, `on_update`, `epochs`, `mini_batches` and `rollouts_per_step` determine the type of schedule,
-    from conventional RL with G optimizer steps to in-flight updates.
+    from several optimizer steps per batch, as in conventional RL, to in-flight weight updates.
 
     Attributes:
-        oversample: maximum number of orders for prompts issued per group that is expected to be trained.
+        oversample: limit on the number of groups ordered for each group needed, to make up for filtered ones.
         filtered: share of the groups that are filtered out and therefore not trained on.
     """
 
@@ -61,7 +61,7 @@ _DRAWN_AT_ONCE: Final = 4096
 
 
 class LengthLaw(Protocol):
-    """A distribution of tokens per answer, at least 1."""
+    """A distribution of answer lengths in tokens, each at least 1."""
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
         """Draw lengths [count]."""

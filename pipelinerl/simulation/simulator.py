@@ -1,14 +1,14 @@
-"""`simulate`: a run of a `SimulatedSetting` on a `Hardware`, from its first order for a prompt to its last step.
+"""`simulate`: a run of a `SimulatedSetting` on a `Hardware`, from the first ordered group to the last step.
 
-    controller   issues orders within its bounds         `StalenessBounds`, `FilteredShare`: the real decisions
+    controller   orders groups within its bounds      the real controller's `StalenessBounds`, `FilteredShare`
     actors       request, judge, deliver              `actors.py`
-    engines      decode, commit                       `engine.py`
+    engines      decode, load new weights             `engine.py`
     trainer      takes the oldest fresh groups        `engine.py`, `actors.py`
     publication  overlaps with the next step          like `training/publishing.py`
 
-A step ends only after the publication that is under way. Then the step is reported, the controller issues orders and
+A step ends only after the publication that runs during it. Then the step is reported, the controller orders groups and
 decides whether engines reload (`reload_due`), and the trainer begins to publish and collects its next groups. The new
-version counts as loaded once all engines have committed it. The result is a function of the arguments.
+version counts as loaded once all engines have switched to it. The result depends only on the arguments.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Counts:
     since: float = 0.0
     ended: int = 0
     ended_after: float = 0.0
-    """Sum of the times from issue to end."""
+    """Sum of the times from the order for a group to its outcome."""
     ended_tokens: int = 0
     stale_tokens: int = 0
 
@@ -54,7 +54,7 @@ class _Counts:
         return self.issued - self.trained - self.filtered - self.stale - self.failed
 
     def until(self, now: float) -> None:
-        """Add the time since the last call, times the orders in flight; call this before their number changes."""
+        """Add to `area`: orders in flight · time since the last call. Call this before the number of orders changes."""
         self.area += self.in_flight * (now - self.since)
         self.since = now
 

@@ -12,8 +12,8 @@ directory: redis.conf, password, log, appendonlydir/.
 
 | waits for | at most | unblocked by |
 |---|---|---|
-| the server's first answer | `timeout_s` | the server, reading its append-only file |
-| the server's exit | `timeout_s`, then it is killed | the server, flushing its append-only file |
+| the server's first answer | `timeout_s` | the server, once it has read its append-only file |
+| the server's exit | `timeout_s`, then it is killed | the server, once it has flushed its append-only file |
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def answers(url: str, *, timeout_s: float = 1.0) -> bool:
 
 @final
 class EmbeddedRedis:
-    """A server in a child process; a restart keeps address and data. The starting thread must outlive the server."""
+    """A server in a child process; a restart keeps address and data. It ends with the thread that started it."""
 
     def __init__(
         self,
@@ -155,11 +155,10 @@ class EmbeddedRedis:
         return self._process.pid
 
     def start(self) -> Self:
-        """Start the server and wait until it answers. Do nothing if it already answers; if it was killed, wait for its
-        exit.
+        """Start the server, or restart it after it has died, and wait until it answers; a no-op if it already answers.
 
         Raises:
-            UserError: no server program is installed.
+            UserError: no server program is installed, or the server exited at startup.
             AddressError: another process took the server's port, or no free port was found.
             DeadlineError: the server did not answer in time; the message contains the end of its log.
         """
@@ -208,7 +207,7 @@ class EmbeddedRedis:
         raise UserError(f"the embedded stream server exited at startup: {log_end or 'its log is empty'}")
 
     def _answers(self, process: subprocess.Popen[bytes], port: int) -> bool:
-        """Wait until the server answers (True) or exits (False); otherwise stop it and raise `DeadlineError`."""
+        """Wait until the server answers (True) or exits (False). After `timeout_s`, stop it; raise `DeadlineError`."""
         url, deadline = server_url(self._directory, port), time.monotonic() + self._timeout_s
         while process.poll() is None:
             if answers(url, timeout_s=0.2):

@@ -1,6 +1,6 @@
 """`MemoryStream`, the `Stream` protocol within one process, for tests and for runs without a server.
 
-It passes the tests of `RedisStream`, but its data ends with the process. All callers must share one event loop.
+It passes the tests of `RedisStream`, but its data is lost when the process ends. All callers must share one event loop.
 `Stream` documents the methods.
 """
 
@@ -53,7 +53,7 @@ class _Log:
 
 @final
 class MemoryStream:
-    """Logs held in this process. `max_length` bounds each stream; see `Stream.room`."""
+    """Logs in the memory of this process. A stream with `max_length` entries counts as full; see `Stream.room`."""
 
     def __init__(self, *, max_length: int = 100_000) -> None:
         self.max_length: Final = max_length
@@ -165,7 +165,7 @@ class MemoryStream:
         return [Entry(stream, _text(entry_id), payload) for entry_id, payload in kept]
 
     def _abandoned(self, stream: str, group: _Group, count: int, idle_s: float) -> list[Entry]:
-        """Return entries pending for `idle_s` or longer; forget trimmed ones, as a Redis server does."""
+        """Return entries that were claimed `idle_s` or longer ago and not acknowledged; forget trimmed ones."""
         longest = time.monotonic() - idle_s
         idle = sorted(held for held, pending in group.pending.items() if pending.since <= longest)[:count]
         kept = self._kept(stream, idle)

@@ -115,11 +115,12 @@ class _Ending(NamedTuple):
 
 
 class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
-    """A group without its columns. Fields `turn_*` have one entry per turn of any rollout, `rollout_*` one per rollout.
+    """A group without its arrays (columns).
 
-    Distinct contexts, version spans, findings (verdicts), endings and notes are listed once each, and referred to by
-    index. The columns are, in order: the ids of the contexts, the sampled ids, the log-probs, the additional columns.
-    `turn_notes` is empty if no turn has a note, `rollout_parents` if every rollout is one segment.
+    Fields `turn_*` have one entry per turn of any rollout, `rollout_*` one per rollout. Distinct contexts,
+    version spans, findings (verdicts), endings and notes are listed once each, and referred to by index. The columns
+    are, in order: the ids of the contexts, the sampled ids, the log-probs, the additional columns. `turn_notes` is
+    empty if no turn has a note, `rollout_parents` if every rollout is one segment.
     """
 
     group_id: str
@@ -241,7 +242,7 @@ def decode_group(record: bytes) -> RolloutGroup:
 
 
 def _with_experts(header: _GroupHeader, columns: memoryview, turns: list[Turn]) -> list[Turn]:
-    """Add the routed experts to the turns. Raises `ValueError` if their columns contradict each other."""
+    """Add the routed experts to the turns. Raises `ValueError` if the columns for tokens and contexts disagree."""
     arrays = _additional_columns(header, columns)
     sampled, contexts = arrays.get(SAMPLED_EXPERTS), arrays.get(CONTEXT_EXPERTS)
     if sampled is None and contexts is None:
@@ -278,7 +279,7 @@ def _additional_columns(header: _GroupHeader, columns: memoryview) -> dict[str, 
 
 
 def encode_order(order: PromptOrder) -> bytes:
-    """Encode an order for a prompt. Raises `RecordError` if its metadata is not plain data."""
+    """Encode an order, the controller's request for a group. Raises `RecordError` if its metadata is not plain data."""
     return _seal(Kind.ORDER, order)
 
 
@@ -289,7 +290,10 @@ def decode_order(record: bytes) -> PromptOrder:
 
 
 def named_order(record: bytes) -> int | None:
-    """Return the order index in a group's header, or None if the header is unreadable; the rest may be damaged."""
+    """Return the index of the order that a group record answers, or None if its header is unreadable.
+
+    The record may be damaged after its header.
+    """
     if len(record) < _PREFIX.size:
         return None
     magic, version, kind, _, header_size, _ = _PREFIX.unpack_from(record)
@@ -313,7 +317,7 @@ def decode_message(record: bytes) -> KindedMessage:
 
 
 def _distinct_contexts(turns: list[Turn]) -> tuple[list[NDArray[np.int32]], list[int]]:
-    """Return the distinct contexts, and the index of each turn's context. A repeated array is matched by identity."""
+    """Return the distinct contexts, and for each turn the index of its context among them."""
     contexts: list[NDArray[np.int32]] = []
     by_identity: dict[int, int] = {}
     by_content: dict[bytes, int] = {}
@@ -331,7 +335,7 @@ def _distinct_contexts(turns: list[Turn]) -> tuple[list[NDArray[np.int32]], list
 
 
 def _distinct(values: list[_Value]) -> tuple[list[_Value], list[int]]:
-    """Return the distinct values, and for each value its index among them."""
+    """Return the distinct values, and for each of `values` its index among the distinct ones."""
     numbers: dict[_Value, int] = {}
     chosen = [numbers.setdefault(value, len(numbers)) for value in values]
     return list(numbers), chosen
@@ -373,7 +377,7 @@ def _spanned(spans: tuple[VersionSpan, ...]) -> int:
 
 
 def _joined(name: str, arrays: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Concatenate one column of a group without conversion, which could silently wrap ids around."""
+    """Concatenate the arrays of a column. Other dtypes are rejected: a conversion could silently wrap ids around."""
     try:
         joined = np.concatenate(arrays, dtype=dtype, casting="equiv") if arrays else np.empty(0, dtype)
     except (TypeError, ValueError) as error:

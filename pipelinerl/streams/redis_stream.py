@@ -1,10 +1,10 @@
 """`RedisStream`, the `Stream` protocol on a Redis or Valkey server.
 
-    append        EVAL of XADDs       one round trip; stops at the first refusal, so that no gap can form
-    read          XREAD BLOCK         several partitions at once
+    append        EVAL of XADDs       stops at the first entry that the server rejects, so the log never has a gap
+    read          XREAD BLOCK         several streams at once
     claim         XAUTOCLAIM, then XREADGROUP BLOCK
-    held          XREADGROUP 0 (its own)                                     renew XCLAIM JUSTID
-    acknowledge   XACK          length XLEN          trim XTRIM MINID (EVAL)   last_id XINFO STREAM
+    held          XREADGROUP 0        entries that this consumer has claimed and not acknowledged
+    renew XCLAIM JUSTID   acknowledge XACK   length XLEN   trim XTRIM MINID (in EVAL)   last_id XINFO STREAM
 
 Commands are retried with exponential backoff while the server is unreachable; after `timeout_s` without an answer an
 `AddressError` names the server. They are also retried, for at most `full_timeout_s`, while the server's disk or memory
@@ -91,7 +91,7 @@ class RedisStream:
         timeout_s: longest outage of the server before an `AddressError`.
         full_timeout_s: longest time that the server's disk or memory may be full before a `PipelineError`. The
             default equals `training.deadline_s`, the time that a trainer waits for space for a checkpoint.
-        max_length: bound on the entries of a stream; see `Stream.room`.
+        max_length: number of entries from which a stream counts as full; see `Stream.room`.
     """
 
     def __init__(

@@ -6,12 +6,12 @@ There are two ways to read, with different guarantees:
   again. Rollouts are read this way; deduplication by group id then gives exactly-once processing.
 - By consumer group (`claim` / `acknowledge`): consumers share the work, at least once. A dead consumer's entries are
   claimed by others after `reclaim_idle_s`, or immediately by the restarted consumer (`held`). A consumer with a long
-  task renews its claim (`renew`). Orders for prompts, which are idempotent, are read this way.
+  task renews its claim (`renew`). Orders for prompts are read this way; processing an order twice does no harm.
 
 Entry ids are `"<number>-<number>"` and increase. A producer that chooses its ids can safely repeat an append after a
 lost response: appending the same id, or a lower one, is a no-op. With ids chosen by the server, an append happens at
-least once. A killed server loses only the end of its history across all streams (with `appendfsync everysec` at most
-the last two seconds). No acknowledgement therefore outlives an append that came before it.
+least once. A killed server loses only its newest commands, of all streams together (with `appendfsync everysec` at most
+those of the last two seconds). An acknowledgement is therefore never kept if an append before it was lost.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A guard against a superseded writer: it is passed once `stream` has an entry with an id above `number`."""
+    """A guard against a superseded writer: a newer writer has passed it once an id in `stream` is above `number`."""
 
     stream: str
     number: int
 
     def passed(self) -> FencedError:
-        """Return the error to raise in the superseded writer, once the fence is passed."""
+        """Return the error for the superseded writer, to be raised once a newer writer has passed the fence."""
         return FencedError(f"a newer writer than {self.number} has taken over {self.stream}; this one stops")
 
 
@@ -73,8 +73,8 @@ class Stream(Protocol):
     """
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
-        """Append `payloads` in order, in one round trip; return the number of new entries. With `first_id`, payload i
-        gets the id `f"{first_id + i}-0"`; ids that are not above the stream's last are skipped.
+        """Append `payloads` in order; return the number of new entries. With `first_id`, payload i gets the id
+        `f"{first_id + i}-0"`; payloads whose ids are not above the stream's last are skipped.
         """
         ...
 
@@ -116,7 +116,7 @@ class Stream(Protocol):
         ...
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
-        """Drop entries with ids below `before`; if a newer writer has passed `fence`, only raise `FencedError`."""
+        """Drop entries with ids below `before`. Raises `FencedError` instead if a newer writer has passed `fence`."""
         ...
 
     async def streams(self, prefix: str) -> list[str]:

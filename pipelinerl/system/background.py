@@ -27,7 +27,7 @@ _FREE_S: Final = 20.0
 
 
 def in_background(name: str, function: Callable[[], T]) -> Future[T]:
-    """Run `function` in a daemon thread and return the future of its result, once the thread is running.
+    """Run `function` in a daemon thread; as soon as the thread is running, return the future of its result.
 
     An exception that is never retrieved from the future is dropped silently.
     """
@@ -38,7 +38,7 @@ def in_background(name: str, function: Callable[[], T]) -> Future[T]:
 
 
 def in_background_soon(name: str, function: Callable[[], T]) -> Future[T]:
-    """Run `function` as `in_background` does, but return before the thread runs."""
+    """Run `function` like `in_background`, but return the future without waiting for the thread to run."""
     call = _Call(name, function, Future())
     call.begin()
     return call.future

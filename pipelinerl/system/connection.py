@@ -2,8 +2,8 @@
 
 It sits between the transport and uvicorn's protocol, which keeps an endless header in memory, copies it with each read,
 and never closes a connection that sends nothing. These limits apply before authentication:
-- A request's head (its first line and headers, or invalid data after a body) has at most `MAX_HEAD_BYTES`, plus one
-  read; otherwise the status is 431. Trailers of a chunked body are dropped and do not become headers.
+- A request's head (its first line and headers, or invalid data after a body) with more than `MAX_HEAD_BYTES` is
+  answered with status 431; each read is checked. Trailers of a chunked body are dropped and do not become headers.
 - A head must be complete within `HEAD_TIMEOUT_S` of the connection's start or the head's first byte; otherwise 408.
 - If the application does not read the rest of a body, the connection is closed after `HEAD_TIMEOUT_S`.
 - A process has at most `max_connections()` connections; further connections get 503.
@@ -12,7 +12,7 @@ and never closes a connection that sends nothing. These limits apply before auth
 |---|---|---|
 | the first byte, the rest of a head | the client sends or leaves | `HEAD_TIMEOUT_S` |
 | another request | the client sends or leaves | `KEEP_ALIVE_S` |
-| a body that the application reads | the client sends or leaves | the application's own limit |
+| the rest of a body, for the application | the client sends or leaves | the application's own limit |
 """
 
 from __future__ import annotations

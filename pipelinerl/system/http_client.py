@@ -56,7 +56,7 @@ def session(
 
 
 def async_session(base_url: str = "", *, token: str | None = None, timeout_s: float = 10.0) -> httpx.AsyncClient:
-    """Return an async client; the arguments are those of `session`."""
+    """Return an async client, otherwise like `session`."""
     import httpx
 
     return httpx.AsyncClient(**_settings(base_url, token, timeout_s, _NO_HEADERS), trust_env=False)
@@ -83,7 +83,7 @@ def hot_session(*, token: str | None, keep_alive_s: float, read_bytes: int = 2**
 def post_connections(
     *, token: str | None, keep_alive_s: float, headers: Mapping[str, str] = _NO_HEADERS
 ) -> FanoutClient:
-    """Return a client for small concurrent requests to many peers; the arguments are those of `hot_session`."""
+    """Return a client for small concurrent requests to many peers; `keep_alive_s` is as in `hot_session`."""
     from pipelinerl.system.post_connections import FanoutClient
 
     return FanoutClient(headers={**headers, **authorization(token)}, keep_alive_s=keep_alive_s, connect_s=CONNECT_S)
@@ -140,7 +140,7 @@ class ServicePatience:
     """Timeouts for requests to services, in seconds.
 
     Attributes:
-        grace_s: how long a request is retried after its first failure.
+        grace_s: time from a request's first failure during which the caller retries it.
         silence_s: longest time without a heartbeat.
         timeout_s: longest time until the answer.
     """
@@ -175,7 +175,7 @@ async def post(
 
 
 def error_of(content: bytes) -> tuple[str, str]:
-    """Return (message, code) of an error in OpenAI's format; for other content, its beginning and an empty code."""
+    """Return (message, code) of an error in OpenAI's format; for other content, (its beginning, "")."""
     try:
         error = msgspec.json.decode(content, type=Mapping[str, Mapping[str, str | None]])["error"]
         return str(error.get("message"))[:_MOST_SHOWN_OF_A_REFUSAL], str(error.get("code"))

@@ -59,7 +59,7 @@ _CODES: Final = {408: "body_too_slow", 413: "body_too_large"}
 
 
 class BodyRule(Enum):
-    """The code that limits request bodies in size and in the time to receive them: this module, or the route itself."""
+    """The part that limits request bodies in size and receiving time: this module (`JSON`), or a route (`STREAMED`)."""
 
     JSON = "here: JSON, MAX_BODY_BYTES at most, within BODY_TIMEOUT_S"
     STREAMED = "the route, which takes it as it comes"

@@ -157,7 +157,7 @@ _FILES: Final = (
 
 
 def has_accelerator(root: Path = Path("/")) -> bool:
-    """Return True if drivers' files show a GPU or TPU, and `CUDA_VISIBLE_DEVICES` does not hide it."""
+    """Return True if driver files of a GPU or TPU exist below `root`, and `CUDA_VISIBLE_DEVICES` is not empty or -1."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return any(next(root.glob(pattern), None) is not None for pattern in _FILES)

@@ -180,7 +180,7 @@ class _NotAnswered(ConnectionError):
 
 @final
 class _Line:
-    """One connection: an `asyncio.Protocol` with the callbacks of its parser. While it is open, `lines` contains it."""
+    """One connection: an `asyncio.Protocol` with its parser's callbacks. It is in the set `lines` while it is open."""
 
     def __init__(self, lines: set[_Line]) -> None:
         self._lines = lines
@@ -198,7 +198,7 @@ class _Line:
     def begin(self, request: bytes, *, streams: bool = False) -> asyncio.Future[tuple[int, bytes]]:
         """Send a request; return the future of its response, which raises `ConnectionError` if the connection is lost.
 
-        With `streams`, the future's result holds only the part of the body that `taken` has not returned.
+        With `streams`, parts of the body can be read by `taken` before the end; the result holds only the rest.
         """
         answer = self._answer = asyncio.get_running_loop().create_future()
         self._parser, self._body, self._num_bytes = httptools.HttpResponseParser(self), b"", 0
@@ -278,7 +278,7 @@ class _Line:
         self.fail(kind(f"the connection ended before the answer{f': {error}' if error else ''}"))
 
     def pause_writing(self) -> None:
-        """Ignore that the peer reads slowly: at most one request is buffered."""
+        """Do nothing if the peer reads slowly: at most one request is buffered."""
 
     def resume_writing(self) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""Start and end of a process: it collects garbage rarely while loading, and exits even if daemon threads are busy."""
+"""Start and end of a process: rare garbage collection while it loads; an exit that works with busy daemon threads."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def collect_as_usual() -> None:
 
 
 def run_process(main: Callable[[], None]) -> None:
-    """Run `main` and end the process with its status, even if daemon threads are busy. Other exceptions are raised.
+    """Run `main`, then end the process with status 0 or `SystemExit`'s, even if daemon threads are busy.
 
-    In a normal exit, CPython ends a daemon thread when it returns from native code to the interpreter. If C++ frames
-    are on its stack, this aborts the process: an engine that was stopped while it read weights ended with SIGABRT. As
-    in a normal exit, other threads are waited for, `atexit` functions are called, and output is flushed.
+    Exceptions other than `SystemExit` are raised. In a normal exit, CPython ends a daemon thread when it returns from
+    native code to the interpreter. If C++ frames are on its stack, this aborts the process: an engine that was stopped
+    while it read weights ended with SIGABRT. As in a normal exit, other threads are waited for, `atexit` functions are
+    called, and output is flushed.
     """
     try:
         main()

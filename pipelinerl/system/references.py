@@ -62,7 +62,7 @@ def place_of(thing: Any) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """Return an exception's message, after the file and line of the innermost frame of user code."""
+    """Return an exception's class and message, after the file and line of the innermost frame of user code."""
     text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {text}"

@@ -1,8 +1,8 @@
 """`Storage`: files in a directory or at any fsspec URL (`s3://…`, `gs://…`), named by their relative path.
 
 A write is durable when the call returns: object stores guarantee that, and on disks, files and their directories are
-synced. Object stores cannot rename, so there is no rename: to write several files as one, write last the file that
-makes the others valid. Every call blocks, so call outside of the event loop.
+synced. There is no rename, because object stores have none. To publish several files at once, write the file that makes
+the others valid last. Every call blocks, so call outside of the event loop.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Training backends behind the trainer contract."""
+"""Training backends, each an implementation of `trainer_contract.trainer.Trainer`."""

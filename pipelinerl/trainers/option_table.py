@@ -1,4 +1,4 @@
-"""Parsing of trainer options, and of the record (`trainer.json`) of a saved state; errors name the invalid entry."""
+"""Parsing of trainer options, and of `trainer.json`, the record of a saved state; errors name the invalid entry."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Check that an engine computes the trainer's log-probs with the weights that were published to it.
 
 The engine answers a fixed prompt, the canary, and returns tokens with log-probs. The trainer computes its own log-probs
-of the same tokens; its weights do not change during the check. The two sets of log-probs are compared, so engines need
-not sample equal tokens. A digest only proves that the bytes arrived, not that they are loaded under the right names or
+of the same tokens; its weights do not change during the check. Only log-probs are compared, so engines may sample
+different tokens. A digest only proves that the bytes arrived, not that they are loaded under the right names or
 quantised correctly.
 
 | waits for | unblocked by | at the latest |
@@ -72,8 +72,8 @@ Forward = Callable[[MicroBatch], Awaitable[Float32]]
 class Canary:
     """The prompt that an engine must answer, and the tolerance for its log-probs.
 
-    With `routing_replay` the trainer uses the experts that the engine chose, so nearly equal experts cause no
-    difference.
+    With `routing_replay` the trainer uses the experts that the engine chose. A near tie between experts, which the two
+    would resolve differently, then causes no difference.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -99,9 +99,10 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class CanaryFindings:
-    """Results by engine URL: the largest difference in nats, or why the engine mismatched, or why its check failed.
+    """Results by engine URL; each engine is in `worst`, `mismatched` or `failed`.
 
-    If a failed engine is in `permanent`, a retry of its check would fail again.
+    `worst` has the largest difference in nats of engines that passed, `mismatched` the reasons of engines that did not,
+    `failed` the errors of engines that gave no answer. A retry would fail again for engines in `permanent`.
     """
 
     worst: dict[str, float] = field(default_factory=dict)
@@ -118,7 +119,7 @@ class CanaryEngines(Protocol):
         ...
 
     async def models(self, url: str) -> ModelList:
-        """Return the answer to GET /v1/models."""
+        """Return the engine's answer to GET /v1/models, with the digest of its weights."""
         ...
 
 
@@ -134,7 +135,7 @@ class _Mismatched(Exception):
 async def check_canary(
     canary: Canary, engines: CanaryEngines, urls: Iterable[str], published: PublishReport, forward: Forward
 ) -> CanaryFindings:
-    """Compare the log-probs of all engines concurrently; bind the first two arguments to get a `CanaryCheck`."""
+    """Check the engines at `urls` concurrently; bind the first two arguments to get a `CanaryCheck`."""
     findings = CanaryFindings()
 
     async def check_one(url: str) -> None:

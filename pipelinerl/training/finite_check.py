@@ -29,7 +29,7 @@ _COLUMNS: Final = (
 
 
 class NonFiniteStep(PipelineError):
-    """A step must be skipped: `what` (a column, term or metric) is NaN or infinite in groups of the orders `groups`."""
+    """A step must be skipped: `what` (a column, term or metric) is not finite in the groups with indices `groups`."""
 
     def __init__(self, what: str, groups: list[int]) -> None:
         super().__init__(f"{what} of group{'s' * (len(groups) != 1)} {', '.join(map(str, groups))}")
@@ -39,7 +39,7 @@ class NonFiniteStep(PipelineError):
 
 @contextmanager
 def naming(what: str, groups: list[int]) -> Iterator[None]:
-    """Convert a `NonFiniteError` that the block raises to a `NonFiniteStep` with `what` and the orders `groups`."""
+    """Convert a `NonFiniteError` of the block to a `NonFiniteStep` with `what` and the group indices `groups`."""
     try:
         yield
     except NonFiniteError as error:
@@ -47,7 +47,7 @@ def naming(what: str, groups: list[int]) -> Iterator[None]:
 
 
 def check_rewards(batch: TrainBatch) -> None:
-    """Raise NonFiniteStep if a judged reward is not finite, before or after shaping."""
+    """Raise NonFiniteStep if a valid verdict's reward is not finite, before or after shaping."""
     verdicts = np.array([rollout.verdict.reward for group in batch.groups for rollout in group.rollouts])
     scored = batch.scored
     for rewards in (verdicts, scored.rewards):
@@ -71,7 +71,7 @@ def check_columns(batch: TrainBatch, completed: Sequence[MicroBatch]) -> None:
 def check_predictions(
     batch: TrainBatch, number: int, micro_batch: MicroBatch, predictions: Float32, *, what: str
 ) -> None:
-    """Raise NonFiniteStep if a prediction is not finite, which a finite loss may hide."""
+    """Raise NonFiniteStep if a prediction (log-prob or value) is not finite; the loss may be finite in spite of it."""
     if groups := _groups_of(batch, number, micro_batch, ~np.isfinite(predictions)):
         raise NonFiniteStep(what, sorted(groups))
 

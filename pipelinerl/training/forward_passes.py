@@ -50,7 +50,7 @@ class Teacher(Protocol):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPasses:
-    """The workers that compute the columns; a recipe that needs a column without a worker is rejected earlier.
+    """The workers that compute the columns. A recipe that needs a column but has no worker for it is rejected earlier.
 
     `teachers` maps domains to their teachers if these are other models than the reference. `history` has the weights
     that sampled, if `old_logprobs` are computed with these weights.
@@ -96,7 +96,10 @@ class ForwardPasses:
         return columns
 
     def _by_domain(self, batch: TrainBatch, batches: Sequence[MicroBatch], *, refers: bool) -> list[Float32]:
-        """Return log-probs [T] under the reference or teacher of each token's domain; 0 if the domain has none."""
+        """Return log-probs [T] under each domain's reference or teacher; 0 for domains without one.
+
+        `refers` is true if domains that train by RL need the reference's log-probs.
+        """
         taught: dict[int, tuple[Teacher, set[str]]] = {}
         for domain in {group.domain for group in batch.groups}:
             own = self.teachers.get(domain, self.reference) if batch.losses.of(domain) is Loss.REF_KL else None
@@ -118,7 +121,10 @@ def _fill(
     tokens: Sequence[Bool],
     forward: Callable[[list[MicroBatch]], list[Float32]],
 ) -> None:
-    """Compute log-probs of `tokens` [T] into the columns; segments are cut after their last such token."""
+    """Write `forward`'s log-probs into the columns where the masks `tokens` are true.
+
+    `forward` gets each segment only up to its last such token.
+    """
     touched = [number for number, its in enumerate(tokens) if its.any()]
     parts = [prefixes(batches[number], through=tokens[number]) for number in touched]
     computed_logprobs = forward([part.micro_batch for part in parts]) if parts else []
@@ -166,7 +172,10 @@ class EntropyMeter:
     kept: Callable[[int, int], Sequence[int]] = lambda version, groups: ()
 
     def measure(self, policy: Trainer, batch: TrainBatch) -> MeasuredEntropy:
-        """Measure the entropy at the current weights, by a backward pass. Before and after, there is no gradient."""
+        """Measure the entropy at the current weights, by a backward pass whose gradient is discarded.
+
+        Call this while the policy has no accumulated gradient, since that would be discarded, too.
+        """
         if self.interval_steps == 0 or batch.producing % self.interval_steps:
             return MeasuredEntropy()
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]

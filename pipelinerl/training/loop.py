@@ -3,9 +3,10 @@
     state       consumes              waits for                        unblocked by
     collect     rollouts, directives  enough acceptable groups         actors (new groups), knobs (k raised)
     compute     a TrainBatch          forward, backward                the backend
-    apply       gradients             the current publication          engines (they received the old weights)
+    apply       gradients             the current publication          engines (once they have the old weights)
     report      —                     the controller's directive       controller
 
+A directive, the controller's answer to a report, says where to publish, whether to checkpoint or stop, and the `knobs`.
 A step with a NaN or infinity is reported but not applied, and its groups are counted as filtered. The controller ends
 the run after three such steps in a row.
 
@@ -71,8 +72,8 @@ T = TypeVar("T")
 class LoopSettings:
     """Settings of a training loop.
 
-    `deadline_s` bounds every wait of the loop, and `publish_timeout_s` a publication. A full step may wait up to
-    `overdue_s` for late groups that would be too stale for the next step; None disables this wait. `schedule` counts
+    `deadline_s` bounds every wait of the loop, and `publish_timeout_s` a publication. A step with enough groups may
+    wait up to `overdue_s` for late groups that would be too stale for the next step (None: no wait). `schedule` counts
     optimizer steps; with `mini_batching` a batch has several. `shaping` and `losses` are by domain. Token ids must be
     below `vocab_size`; `routing` has the sizes of the routers whose choices are replayed.
     """
@@ -233,7 +234,7 @@ class TrainingLoop:
         return self._version
 
     async def close(self) -> None:
-        """Leave the process group for weight transfers, and end the worker thread."""
+        """Abandon an unfinished checkpoint, leave the process group for weight transfers, and end the worker thread."""
         await self._checkpointing.close()
         await self._publishing.close()
         self._worker.shutdown()
@@ -296,7 +297,10 @@ class TrainingLoop:
         )
 
     def _scope_figures(self) -> dict[str, float]:
-        """If staleness applies per rollout, return the oldest accepted version and the number of stale rollouts."""
+        """Return metrics: the oldest version that is fresh enough, and the number of stale rollouts so far.
+
+        Returns {} if staleness applies to whole groups, not to rollouts.
+        """
         if self._settings.scope is StalenessScope.GROUP:
             return {}
         oldest = max(0.0, self._version - self._current.knobs.k)
@@ -311,7 +315,7 @@ class TrainingLoop:
         return self._overdue.must_wait(late, step=step)
 
     async def _ask_to_leave(self) -> None:
-        """Tell the controller that this trainer leaves; the answer has the controller's state, for the checkpoint."""
+        """Tell the controller that this trainer leaves; its answer contains its state and asks for a checkpoint."""
         await self._ask(
             TrainerLeaving(
                 report_id=f"leave-{self._incarnation}",
@@ -334,7 +338,7 @@ class TrainingLoop:
     # --- step ------------------------------------------------------------------------------------------------------
 
     async def _train(self, batch: TrainBatch) -> tuple[StepResult, StepFigures]:
-        """Take the optimizer steps of a batch; return overall metrics, and metrics by domain. Raises NonFiniteStep."""
+        """Take a batch's optimizer steps; return overall metrics, and those by domain and tag. Raises NonFiniteStep."""
         accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
         computed = time.monotonic()
         await self._until_weights_may_change()

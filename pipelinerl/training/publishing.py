@@ -39,7 +39,7 @@ log = logging.getLogger("pipelinerl")
 
 @final
 class Publishing:
-    """Publishes the trainer's weights to the engines, and checks engines that the controller does not trust yet.
+    """Publishes the trainer's weights to the engines, and checks the engines that the directive lists in `to_verify`.
 
     During a publication the trainer computes, but it changes its weights only after `finish`:
 
@@ -161,7 +161,7 @@ _BLOCK_S: Final = 1.0
 
 @final
 class StreamAnnouncer:
-    """The `Announcer` that uses streams. Call it from one event loop, for one announcement at a time."""
+    """An `Announcer` for engines that read announcements from a stream. Use one event loop, and one call at a time."""
 
     def __init__(self, stream: Stream, *, quiet_s: float = 5.0) -> None:
         self._stream = stream
@@ -172,7 +172,7 @@ class StreamAnnouncer:
     async def tell(
         self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
     ) -> dict[str, _Outcome]:
-        """Announce an update and collect the engines' reports from the stream `TAKEN`; see `Announcer`."""
+        """Announce an update to engines that read announcements, and return their reports by URL; see `Announcer`."""
         before = self._offset
         while await self._read_reports(block_s=0.0):
             pass

@@ -30,7 +30,7 @@ COMPARED: Final = ("loss", "grad_norm", "reward", "tokens", "entropy", "ratio_ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A step as its run reported it: the resulting version, its lineage, the orders of its groups, and its metrics."""
+    """A step as its run reported it: its version and lineage, the indices of its groups' orders, and its metrics."""
 
     version: int
     lineage: Lineage
@@ -54,9 +54,9 @@ class RecordedStep:
 
 
 def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[RolloutGroup]]) -> list[RolloutGroup]:
-    """Return for each order of a step the first copy of its group that fits the lineage.
+    """Return a step's groups. Of several copies of a group, the step trained on the first one that fits its lineage.
 
-    Raises RecordError if a group is missing.
+    Other copies were sampled by weights that a restart discarded. Raises RecordError if a group is missing.
     """
     chosen = []
     for index in recorded.orders:
@@ -91,7 +91,7 @@ class ReplayedStep:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A replay and its settings; `groups` maps orders to their recorded groups, in order of arrival."""
+    """A replay and its settings; `groups` maps a group's index to its recorded copies, in order of arrival."""
 
     step: TrainStep
     objective: AdaptiveObjective
@@ -107,7 +107,7 @@ class Replay:
     """The greatest staleness among the steps, which decides how many weights are kept for `old_logprobs`."""
 
     def run(self, steps: Sequence[RecordedStep]) -> Iterator[ReplayedStep]:
-        """Repeat recorded steps; the first must be the step that follows version `began_at`.
+        """Repeat recorded steps, which must be consecutive; the first one makes version `began_at` + 1.
 
         Raises RecordError if a step or one of its groups is missing, DivergedError if a step is not finite.
         """
@@ -120,7 +120,7 @@ class Replay:
             yield ReplayedStep(recorded=recorded, figures=figures | self.objective.observe(figures))
 
     def instead(self, recorded: RecordedStep, objective: PolicyObjective) -> ReplayedStep:
-        """Repeat the next recorded step, but with another objective. Raises the errors of `run`."""
+        """Repeat the next step, `recorded`, but with another objective. Raises the errors of `run`."""
         return ReplayedStep(recorded=recorded, figures=self._take(recorded, objective))
 
     def _take(self, recorded: RecordedStep, objective: PolicyObjective) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Values that change from step to step: learning rate (a function of the step), KL coefficient, baselines of roles."""
+"""Values that change from step to step: learning rate (by step number), KL coefficient, reward baselines of roles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LearningRateSchedule:
     final_fraction: float
 
     def factor(self, step: int) -> float:
-        """Return the factor on the peak rate at optimizer step `step`, counted from 0."""
+        """Return the learning rate of optimizer step `step` (from 0) as a fraction of the peak rate."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.shape == "constant":
@@ -45,7 +45,7 @@ KL_FIGURE: Final = "kl_reference"
 
 @final
 class AdaptiveObjective:
-    """The objective with its current KL coefficient, and baselines by role; checkpoints save both."""
+    """The objective with its current KL coefficient β, and reward baselines by role; checkpoints save both values."""
 
     def __init__(
         self,
@@ -63,16 +63,19 @@ class AdaptiveObjective:
 
     @property
     def coefficient(self) -> float | None:
-        """The current β; None if no controller adjusts it."""
+        """The current KL coefficient β; None if no `KLController` adjusts it."""
         return kl_coefficient(self.current) if self._controller else None
 
     def trained(self, scored: Scored) -> None:
-        """Update the baselines after a step with these rollouts."""
+        """Update the roles' baselines after a step with these rollouts."""
         if isinstance(self.current.adv, RoleBaseline):
             self.baselines = self.current.adv.baselines(scored)
 
     def observe(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Update β after a step with the metrics `figures`; return, as a metric, the β that the step used."""
+        """Update β after a step with the metrics `figures`.
+
+        Return, as a metric, the β that the step used; {} if no `KLController` adjusts β or the KL was not measured.
+        """
         beta = self.coefficient
         if self._controller is None or beta is None or KL_FIGURE not in figures:
             return {}

@@ -1,8 +1,8 @@
 """The training loop's records of how groups end and what each step consists of. They do not influence training.
 
-`TrainingSamples` writes groups of a step for readers. A few trained groups are drawn by seed and step, so that the
-choice is unbiased and repeatable. The last filtered group represents all groups that were filtered since the last step.
-Everything except the draw runs on the log's own thread.
+`TrainingSamples` writes some groups of a step to a log for people to read. A few trained groups are drawn by seed and
+step, so that the choice is unbiased and repeatable. The last filtered group represents all groups that were filtered
+since the last step. Decoding, formatting and writing run on the log's own thread.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class StepWatch:
     ) -> StepFigures:
         """Return the metrics since the last step, and write samples of the step that made `version`.
 
-        `micro_batches` have the advantages. `losses` (None where unknown) and `entropies` (of some rollouts, by number)
-        belong to the weights from which the step started.
+        `micro_batches` have the advantages. `losses` are given by micro-batch, None where unknown; `entropies` by
+        rollout number, for some rollouts. Both were computed with the weights from which the step started.
         """
         self._tallies.add(batch.groups)
         if self.samples is not None:
@@ -122,7 +122,7 @@ def _results(
     losses: Sequence[LossStats | None],
     entropies: Mapping[int, Float32],
 ) -> Callable[[int], RolloutResult]:
-    """Return a function that returns the step's results for a rollout, given its number."""
+    """Return a function that maps a rollout's number within the batch to the step's results for it."""
     advantages, trained = mean_advantages(batch, micro_batches)
     return lambda row: RolloutResult(
         shaped=_finite(batch.scored.rewards[row]),
@@ -166,7 +166,10 @@ def _tokens_of(
 def mean_advantages(
     batch: TrainBatch, micro_batches: Sequence[MicroBatch]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return for each rollout the mean advantage [B], NaN if it may not train, and whether the step trained it [B]."""
+    """Return each rollout's mean advantage [B], and a mask [B] of the rollouts that are in a micro-batch of the step.
+
+    The mean is NaN for a rollout that the loss excludes, and 0 for other rollouts outside the micro-batches.
+    """
     sums, trained = np.zeros(len(batch.learns)), np.zeros(len(batch.learns), bool)
     for number, micro_batch in enumerate(micro_batches):
         rollouts = np.array(batch.rollouts_of(number))
@@ -247,7 +250,7 @@ class Tally:
             self.parts[name] = (before + total, number + count)
 
     def figures(self) -> dict[str, float]:
-        """Return metrics by name; a metric whose denominator would be 0 is left out."""
+        """Return metrics by name; leave out each ratio whose denominator would be 0."""
         rollouts = len(self.lengths)
         figures: dict[str, float] = {
             "rollouts": rollouts,
@@ -325,7 +328,7 @@ class RolloutResult:
     """A step's results for one rollout; the defaults are those of a rollout that was not in the step.
 
     `shaped` is the shaped reward and `advantage` the mean over the rollout's tokens, each None if not finite. `trained`
-    is True if the rollout had a gradient; otherwise `tokens` is None.
+    is True if the rollout was in a micro-batch of the step; otherwise `tokens` is None.
     """
 
     shaped: float | None = None

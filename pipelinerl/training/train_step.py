@@ -2,9 +2,10 @@
 
     forward passes ─▶ advantages on the whole batch ─▶ ( backward of policy and critic ─▶ both optimizer steps )+
 
-The part in parentheses runs once for each mini-batch of each epoch. All calls block; `accumulate` runs during the
-current publication, and `apply` after it. If a value is NaN or infinite before the first update, `NonFiniteStep` is
-raised. After that, the batch ends before the first mini-batch with such a value, or whose KL from π_old is too large.
+The part in parentheses runs once for each mini-batch of each epoch. All calls block. `accumulate` may run while the
+weights of the last step are still being published; `apply` runs after that. If a value is NaN or infinite before the
+first update, `NonFiniteStep` is raised. After that, the batch ends before the first mini-batch with such a value, or
+whose KL from π_old is too large.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ log = logging.getLogger("pipelinerl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulated:
-    """A batch with all columns after the backward pass of its `first` mini-batch; `rest` are the other mini-batches."""
+    """A batch whose first mini-batch has had its backward pass, but no optimizer step yet.
+
+    `first` are the losses of this mini-batch; `rest` yields the other mini-batches.
+    """
 
     batch: TrainBatch
     objective: PolicyObjective
@@ -55,7 +59,7 @@ class Accumulated:
 
 
 class StepResult(NamedTuple):
-    """The metrics of a step, and of each of its optimizer steps if several were planned."""
+    """The metrics of a step (`figures`), and of each of its optimizer steps (`updates`; [] if only one was planned)."""
 
     figures: dict[str, float]
     updates: list[dict[str, float]]
@@ -64,7 +68,7 @@ class StepResult(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStep:
-    """The workers and operations of a training step."""
+    """Performs training steps on the workers of the policy and, if there is one, of the critic."""
 
     passes: ForwardPasses
     critic: Critic | None = None
@@ -81,21 +85,24 @@ class TrainStep:
         return self._policy.width
 
     def parts(self) -> dict[str, Callable[[Path], None]]:
-        """Return functions that save workers' states, by directory name; any thread may call them until `apply`."""
+        """Return functions that save the states of policy, critic and weight history, by directory name.
+
+        Any thread may call them, but not after the next `apply`, which changes the states.
+        """
         parts: dict[str, Callable[[Path], None]] = {"trainer": self._policy.save_state}
         parts |= {"critic": self.critic.worker.save_state} if self.critic else {}
         return parts | ({"history": self.passes.history.saver()} if self.passes.history else {})
 
     def will_sample(self, version: int, *, acceptance: float) -> None:
-        """Keep a copy of the weights before they are published, if later passes need it.
+        """Copy the weights of `version` before they are published, if forward passes of later steps need the copy.
 
-        `acceptance` is the staleness bound k.
+        `acceptance` is the staleness bound k, which determines how long the copy is kept.
         """
         if self.passes.history is not None:
             self.passes.history.keep(self._policy, version=version, acceptance=acceptance)
 
     def can_train(self, group: RolloutGroup) -> bool:
-        """Return whether the weights that sampled this group are available, if forward passes need them."""
+        """Return whether this group can train: its sampler's weights must be available if forward passes need them."""
         return self.passes.history is None or self.passes.history.covers(group)
 
     def accumulate(self, batch: TrainBatch, objective: PolicyObjective) -> Accumulated:
@@ -193,7 +200,10 @@ class TrainStep:
     def _policy_backward(
         self, batch: TrainBatch, demonstrations: Sequence[MicroBatch], objective: PolicyObjective
     ) -> list[LossStats]:
-        """Run one backward call over all streams; return losses of rollouts, then those of demonstrations."""
+        """Run one backward call over rollouts and demonstrations; return the losses of both, in this order.
+
+        During the critic's warm-up, the call has no tokens and the result is [].
+        """
         (compiled, beta), completed = as_column(objective), batch.micro_batches
         if self._stands_still(batch):
             first = completed[0]
@@ -274,7 +284,7 @@ def _cross_entropy(demonstrations: Sequence[MicroBatch], losses: Sequence[LossSt
 
 
 def _kl_reference(micro_batches: Sequence[MicroBatch], *, reads: bool) -> dict[str, float]:
-    """Return KL(sampler ‖ reference), estimated by K1, in nats per token, for each stream with a reference."""
+    """Return KL(sampler ‖ reference), estimated by K1, in nats per token, for each loss with a reference or teacher."""
     metrics: dict[str, float] = {}
     for name, loss in ((KL_FIGURE, Loss.RL), ("kl_teacher", Loss.REF_KL)):
         differences = [

@@ -40,7 +40,7 @@ class BatchEnd(StrEnum):
     KL = "kl"
     """The next mini-batch's KL from π_old exceeded its bound."""
     NOT_FINITE = "not_finite"
-    """The next mini-batch was not finite; the rest of the batch is not trained."""
+    """The next mini-batch gave a value that is NaN or infinite; the rest of the batch is not trained."""
 
     def figures(self, updates: Sequence[Update]) -> dict[str, float]:
         """Return a step's metrics: its number of `updates`, and why it ended."""
@@ -54,7 +54,10 @@ class BatchEnd(StrEnum):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """The losses from the backward passes over a mini-batch; `losses` is empty while only the critic trains."""
+    """The losses of a mini-batch whose gradient the workers have accumulated.
+
+    `losses` are the policy's, [] while only the critic trains; `value_losses` are the critic's.
+    """
 
     mini_batch: MiniBatch
     losses: list[LossStats]
@@ -68,7 +71,7 @@ class Gradient:
 
     @property
     def trained(self) -> list[MicroBatch]:
-        """The micro-batches on which the policy was trained."""
+        """The micro-batches on which the policy was trained; [] while only the critic trains."""
         return self.batch.micro_batches if self.losses else []
 
     @property

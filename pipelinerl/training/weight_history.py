@@ -1,9 +1,9 @@
-"""The weights that may have sampled tokens of acceptable rollouts, in host memory.
+"""Copies, in host memory, of the published weights whose rollouts can still be trained under the staleness bound k.
 
     publish v ──▶ keep v, forget versions below v + 1 − k ──▶ forward pass of a step at each version in its batch
 
-Only published weights are kept, since only these sample. A version identifies one set of weights, even across restarts,
-because rollouts of weights that a trainer restart abandoned are rejected before.
+Only published weights are kept, since engines sample only with these. A version identifies one set of weights, even
+across restarts, because rollouts of weights that a trainer restart abandoned never reach a step.
 
 If k changes, the history follows at the next publication. Weights that were dropped, or are missing from the
 checkpoint, are not replaced by others: rollouts that they sampled end as stale, with a warning in the log.
@@ -62,7 +62,8 @@ class WeightHistory:
     def keep(self, trainer: Trainer, *, version: int, acceptance: float) -> None:
         """Copy the trainer's weights before they are published, and drop versions that no later step needs.
 
-        The next step makes version v + 1 and accepts no rollouts older than v + 1 − k, where k is `acceptance`.
+        With v = `version` and k = `acceptance`, the next step makes version v + 1 and accepts no rollouts older than
+        v + 1 − k.
         """
         before = len(self._held)
         for older in [held for held in self._held if held < version + 1 - acceptance]:
@@ -103,7 +104,7 @@ class WeightHistory:
     # --- in a checkpoint -------------------------------------------------------------------------------------------
 
     def saver(self) -> Callable[[Path], None]:
-        """Return a function that writes the current versions into a directory, one file each; it may run later."""
+        """Return a function that writes the present versions into a directory, one file each, whenever it is called."""
         layout, held = self._layout, dict(self._held)
 
         def save(path: Path) -> None:

@@ -59,7 +59,7 @@ _TYPES: Final[Mapping[str, Any]] = {"problem": Problem, "verdicts": list[Verdict
 
 
 def filter_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names in `OF_THE_GROUP` that a filter has as arguments. Raises `RecipeError` if it is unsuitable."""
+    """Return the names in `OF_THE_GROUP` that a filter accepts. Raises `RecipeError` if the function is unsuitable."""
     if inspect.iscoroutinefunction(function) or inspect.isclass(function):
         raise RecipeError("a filter must be a plain function, got one that is async, or a class")
     parameters = parameters_of(function)
@@ -86,7 +86,10 @@ def open_filter_function(reference: str) -> Callable[[Any], Any]:
 
 
 def verdict_on(value: Any, *, name: str) -> Verdict:
-    """Convert a filter's return value to a verdict: `correct` keeps the group, `wrong` filters it."""
+    """Convert a filter's return value to a verdict: `correct` keeps the group, `wrong` filters it.
+
+    An invalid value gives a `verifier_error`.
+    """
     if isinstance(value, str) and value.strip():
         return wrong(" ".join(value.split())[:_MOST_REASON])
     plain = value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value

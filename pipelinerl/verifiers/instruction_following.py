@@ -88,7 +88,7 @@ def instructions_of_problem(problem: Problem) -> tuple[NamedInstruction, ...]:
 
 
 def open_checks(_: str) -> Callable[[Any], list[bool]]:
-    """Return the function that a worker runs: `[metadata, ground truth, answer, matching]` → result per instruction."""
+    """Return the function that a worker runs: `[metadata, ground truth, answer, strict or loose]` → list of results."""
     preload_languages()
 
     def answering(question: Any) -> list[bool]:

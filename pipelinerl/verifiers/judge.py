@@ -80,11 +80,11 @@ class JudgeSettings:
 
     Attributes:
         votes: number of replies for each answer, each sampled with its own seed.
-        least_agreement: agreement, from 0 to 1, below which the votes are discarded.
-        correct_at: least reward, from 0 to 1, of a correct answer.
+        least_agreement: agreement of the votes (1 − their spread, from 0 to 1) below which they are discarded.
+        correct_at: least reward, 0 to 1, of an answer that counts as correct.
         most_chars: maximum number of characters of each quoted text.
         concurrency: maximum number of concurrent calls.
-        remembered: number of cached verdicts.
+        remembered: maximum number of cached verdicts.
     """
 
     rubric: Rubric
@@ -106,7 +106,7 @@ class _Vote(NamedTuple):
 
 @final
 class Judge:
-    """A `GroupVerifier` that lets a language model grade answers; the first answer opens the connection to it."""
+    """A `GroupVerifier` that lets a language model grade answers; it connects to the model at the first answer."""
 
     def __init__(
         self, settings: JudgeSettings, *, open_server: Callable[[], Awaitable[JudgeServer]], spending: Spending
@@ -168,9 +168,9 @@ class Judge:
                 return str(error)
 
     async def _opened(self) -> JudgeServer:
-        """Return the server, which the first vote opens.
+        """Return the judge server; the first vote connects to it.
 
-        If opening it fails, votes that wait for the server fail too; later votes retry.
+        If that fails, all votes that wait for the connection fail too; later votes retry.
         """
         if self._server is not None:
             return self._server
@@ -212,7 +212,7 @@ class Judge:
 
 
 def _retrieve_exception(opening: asyncio.Task[JudgeServer]) -> None:
-    """Retrieve the exception of an opening, so that asyncio does not log it."""
+    """Retrieve the exception of a failed attempt to connect, so that asyncio does not log it as unhandled."""
     if not opening.cancelled():
         opening.exception()
 
@@ -262,9 +262,9 @@ class Quotation:
         the text
         === answer 5f0c9b3e7a41d2c8 ends ===
 
-    The mark is a hash of all texts and occurs in none of them, so equal prompts stay equal. Strings that servers may
-    take for control tokens (`<|im_end|>`, `</s>`, `[INST]`) get a backslash. Texts are cut to `most_chars`, with a note
-    in the first line. None of this helps if the judge obeys instructions in a quotation.
+    The mark occurs in none of the texts. It is a hash of them, so equal texts give equal prompts. Strings that servers
+    may take for control tokens (`<|im_end|>`, `</s>`, `[INST]`) get a backslash. Texts are cut to `most_chars`, with a
+    note in the first line. None of this helps if the judge obeys instructions in a quotation.
     """
 
     def __init__(self, texts: Mapping[str, str], *, most_chars: int) -> None:
@@ -295,12 +295,12 @@ _MOST_OBJECTS: Final = 200
 
 
 class Unreadable(Exception):
-    """A reply holds no valid score, or several different ones."""
+    """A judge's reply holds no valid score, or several different ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreFormat:
-    """The form in which a reply states a score from `low` to `high`: JSON, or the group of a regular expression.
+    """The form in which a reply states a score from `low` to `high`: JSON, or the first group of `pattern`.
 
     A reply with different scores is discarded: one of them may be part of an answer that the reply repeats.
     """
@@ -320,7 +320,7 @@ class ScoreFormat:
         )
 
     def read(self, reply: str) -> tuple[float, str]:
-        """Return the score, and the judge's reason or "". Raises `Unreadable` without exactly one valid score."""
+        """Return the score, and the judge's reason or "". Raises `Unreadable` unless `reply` has one valid score."""
         scores = self._by_pattern(reply) if self.pattern is not None else _in_json(reply[:_MOST_READ])
         if not scores:
             raise Unreadable(f"the judge's reply has no score: {reply[:200]!r}")

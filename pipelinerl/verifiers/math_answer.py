@@ -4,9 +4,9 @@ The mathematical comparison runs `math-verify` in worker processes (`open_compar
 holding the interpreter lock (9**9**9**9), and its timeouts need the main thread, so only killing a process enforces a
 deadline. A verdict's `answer` is the normalised answer.
 
-An answer may crash the parser, or keep it busy until the deadline (10^9!). If the ground truth compares with itself in
-time, such an answer is wrong: masking it would let a model escape problems that it cannot solve. An answer whose
-comparison only waited for a processor is a `timeout`.
+An answer may crash the parser, or keep it busy until the deadline (10^9!). Such an answer is wrong if the parser can
+compare the ground truth with itself in time: masking it would let a model escape problems that it cannot solve. If the
+comparison was late only because it waited for a processor, the verdict is a `timeout`.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ _EACH_KIND: Final = (
 def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
     """Return the function that a worker runs: `[gold, given]` → whether the two answers are equal.
 
-    The result is null if the library fails on `gold` itself. If it fails only on `given`, the two are not equal;
-    otherwise a model could learn to crash it.
+    The result is None if the library fails on `gold` itself. If it fails only on `given`, the result is False;
+    otherwise a model could learn to crash the library.
     """
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException

@@ -121,10 +121,10 @@ class Of(Enum):
 @final
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A user's function with the names of the arguments that it takes by position and by name.
+    """A user's function, and the names of the arguments that it takes by position (`by_place`) and by name (`named`).
 
-    `columns` are the names that it requires of the problem's metadata. If `takes_all`, it gets all other columns, too,
-    except those named as one of its arguments.
+    It also gets the fields `columns` of the problem's metadata, by name. If `takes_all`, it gets the other fields, too,
+    except those that have the name of one of its arguments.
     """
 
     function: Callable[..., Any]
@@ -137,7 +137,7 @@ class RewardFunction:
 
     @classmethod
     def of_callable(cls, function: Callable[..., Any]) -> RewardFunction:
-        """Inspect the function's parameters. Raises `RecipeError` if it requires an argument that is not offered."""
+        """Inspect the function's parameters. Raises `RecipeError` if they do not follow this module's conventions."""
         parameters = parameters_of(function)
         names = {parameter.name for parameter in parameters}
         of = Of.GROUP if names & _GROUP_NAMES else Of.ONE
@@ -201,7 +201,10 @@ def _by_place(placed: Sequence[inspect.Parameter]) -> bool:
 
 
 def verdict_of(value: Any, *, correct_at: float) -> Verdict:
-    """Convert a function's return value to a verdict, which is `correct` if the reward is at least `correct_at`."""
+    """Convert a function's return value to a verdict, which is `correct` if the reward is at least `correct_at`.
+
+    None or an invalid value gives a `verifier_error`.
+    """
     if isinstance(value, Verdict):
         if not (math.isfinite(value.reward) and abs(value.reward) <= MOST_REWARD):
             sentence = f"the reward of a Verdict must be a finite number within ±{MOST_REWARD:g}"
@@ -219,7 +222,7 @@ def verdict_of(value: Any, *, correct_at: float) -> Verdict:
 
 
 def verdicts_of(value: Any, count: int, *, correct_at: float) -> list[Verdict]:
-    """Convert the return value of a function of a group to `count` verdicts."""
+    """Convert the return value of a function that judges a group to `count` verdicts, one for each answer."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, list | tuple) or len(values) != count:
         came = f"{len(values)} of them" if isinstance(values, list | tuple) else _shown(value)
@@ -386,7 +389,7 @@ async def _judged(
 
 @final
 class Shielded:
-    """Wrapper of a user's verifier that turns its exceptions into failures and validates its results."""
+    """Wrapper of a user's verifier that turns its exceptions into `verifier_error` and validates its verdicts."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier

@@ -75,7 +75,8 @@ async def close(verifier: Verifier) -> None:
 class PerAnswerVerifier:
     """Judges the answers of a group by a `Verifier`, concurrently; a verdict that takes over `deadline_s` is cancelled.
 
-    `deadline_s` is None for a verifier that enforces a deadline itself. The fast path judges equal answers once.
+    `deadline_s` is None for a verifier that enforces a deadline itself. If the verifier has `at_once`, that method is
+    tried first, only once for equal answers.
     """
 
     def __init__(self, verifier: Verifier, *, deadline_s: float | None = None) -> None:

@@ -1,6 +1,7 @@
 """`WorkerPool`: sends questions to worker processes that may hang, and kills those that exceed a question's deadline.
 
 A place is the right to let one question run. A pool has `workers` normal places, and further places for slow questions.
+Questions about one problem form a group.
 
     a question that is   waits for                       at most until           and then
     new                  a normal place                  earlier ones are done   is sent to a worker
@@ -12,7 +13,7 @@ or after four times the median elapsed time and at least a second. If all slow p
 question is killed, and the question is sent again once a slow place is free. Waiting groups with the fewest slow
 questions come first (`FairSemaphore`). Hostile answers can therefore not delay other answers beyond their deadlines.
 
-A question that hangs ends within the deadline plus the waits for the questions before it. Each of these holds a normal
+A question that hangs ends within the deadline plus its wait for earlier questions. Each earlier question holds a normal
 place for at most a fiftieth of a processor second, or four times the median. The caller must limit the number of
 questions: the pool rejects none, since that would mask honest answers.
 
@@ -229,7 +230,7 @@ class _Turn:
         self._has(places, out_of_turn=await places.take(group))
 
     def move(self, places: FairSemaphore) -> None:
-        """Give the current place back; hold one of `places` instead, which the caller has already taken."""
+        """Give the current place back, and hold one of the semaphore `places`, which the caller has already taken."""
         self.leave()
         self._has(places, out_of_turn=False)
 

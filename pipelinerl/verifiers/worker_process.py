@@ -35,7 +35,7 @@ Answering = Callable[[Any], Any]
 
 
 def main() -> None:
-    """Load the target, report the result, and fork workers until the socket closes."""
+    """Load the target, report whether this succeeded, and fork workers until the socket closes."""
     collect_rarely()
     target, argument = sys.argv[1:]
     control = socket.socket(fileno=os.dup(0))

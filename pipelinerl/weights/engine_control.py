@@ -1,4 +1,4 @@
-"""How publishers control engines: with requests to two routes of each engine, or with one announcement to many engines.
+"""Control of engines by publishers: by requests to two routes of each engine, or by one announcement to many engines.
 
 `Preparation` sends the layout to each engine only once.
 """
@@ -61,7 +61,7 @@ class Announcer(Protocol):
 
 @final
 class Preparation:
-    """Sends PREPARE; to engines that already know the layout, only the layout's id is sent."""
+    """Sends PREPARE, the first request of a weight update; engines that know the layout get only the layout's id."""
 
     def __init__(self, control: EngineControl) -> None:
         self._control = control
@@ -116,7 +116,10 @@ async def each(urls: Iterable[str], call: Callable[[str], Awaitable[T]]) -> dict
 async def each_until_failure(
     urls: Iterable[str], call: Callable[[str], Awaitable[T]], *, victim: tuple[type[Failure], ...]
 ) -> dict[str, T | Failure]:
-    """Call all engines like `each`, but cancel unfinished calls after a failure and leave them out of the result."""
+    """Call all engines like `each`, but cancel unfinished calls after a failure and leave them out of the result.
+
+    Errors of the types in `victim` cancel nothing: they are consequences of another engine's failure.
+    """
     # In calls that wait for one another, an error of a type in `victim` only says that another engine is missing.
     # Continue after such an error, in order to find and name the missing engine.
     tasks = {url: asyncio.ensure_future(_guarded(call(url))) for url in urls}

@@ -54,7 +54,9 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """Outcome by engine's base URL: `pauses_s` lists the engines that now serve the version, `failed` gives reasons.
+    """Outcome for each engine, by base URL: engines in `pauses_s` now serve the version, those in `failed` do not.
+
+    `pauses_s` has the seconds for which decoding paused, `failed` the reasons.
 
     A retry cannot help the failed engines in `permanent`. Those in `blameless` failed only because of other engines.
     """
@@ -94,7 +96,7 @@ class PublicationProgress:
     Attributes:
         began: on the clock of `time.monotonic`.
         broke: True if a broadcast of this publication has already failed.
-        raised: True if the generation was raised above that of another group, which engines had joined.
+        raised: True if the generation was raised because engines had joined another group with a higher generation.
     """
 
     publication: Publication

@@ -47,7 +47,10 @@ class TransferStream(Protocol):
         ...
 
     def to_host(self, data: Tensor) -> Landed:
-        """Begin to copy flat uint8 `data` to the host. The copy stays valid until the second call after this one."""
+        """Begin to copy flat uint8 `data` to the host; return a function that waits for the copy and returns it.
+
+        The copy stays valid until the second call after this one.
+        """
         ...
 
 

@@ -207,12 +207,12 @@ async def working(
 async def until(happened: Callable[[], Any]) -> Any:
     """Poll the coroutine function `happened` until its result is true; return the result."""
     async with asyncio.timeout(DEADLINE_S):
-        while not (found := await happened()):
+        while not (result := await happened()):
             await asyncio.sleep(0.005)
-    return found
+    return result
 
 
-async def test_order_for_a_prompt_becomes_a_rollout_group() -> None:
+async def test_actor_answers_a_prompt_order_with_a_verified_rollout_group() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     async with working(watched, sampler):
         await watched.order(order(7))
@@ -237,7 +237,7 @@ async def test_group_too_old_for_the_next_step_is_dropped() -> None:
     actor = Actor(settings, stream=watched.stream, maker_of=by(sampler))
     task = asyncio.create_task(actor.run())
 
-    async def asked(number: int) -> bool:
+    async def has_requested(number: int) -> bool:
         return len(sampler.requests) == number
 
     async def outdated() -> list[GroupOutdated]:
@@ -245,10 +245,10 @@ async def test_group_too_old_for_the_next_step_is_dropped() -> None:
 
     try:
         await watched.order(order(1), order(2, purpose=Purpose.EVALUATION))
-        await until(lambda: asked(2))
+        await until(lambda: has_requested(2))
         actor.follow(model_version=3, k=2)
         await watched.order(order(3))
-        await until(lambda: asked(3))
+        await until(lambda: has_requested(3))
         again = sampler.again
         for version in (4, 4):
             actor.follow(model_version=version, k=2)
@@ -289,7 +289,7 @@ async def test_dropped_group_frees_its_engine_slots_immediately() -> None:
     assert await watched.unacknowledged() == 0 and not await watched.groups()
 
 
-async def test_order_is_acknowledged_after_its_group_is_appended() -> None:
+async def test_prompt_order_is_acknowledged_only_after_its_rollout_group_is_appended() -> None:
     """If the append fails, the order stays assigned to this actor, which repeats it after a restart."""
 
     watched = Watched()
@@ -367,7 +367,7 @@ async def _reported(watched: Watched, right: Callable[[ActorAlive], bool]) -> bo
         (lambda _: completion("x", "y").model_copy(update={"prompt_token_ids": []}), "0 prompt tokens"),
     ],
 )
-async def test_engine_error_fails_the_order_that_caused_it_and_later_orders_succeed(
+async def test_engine_error_fails_only_the_requested_group_that_caused_it_and_later_groups_succeed(
     script: Script, reason: str
 ) -> None:
     watched, sampler = Watched(), ScriptedSampler(script)
@@ -383,7 +383,7 @@ async def test_engine_error_fails_the_order_that_caused_it_and_later_orders_succ
         assert await until(lambda: none_of(watched.unacknowledged()))
 
 
-async def test_order_whose_domain_is_not_in_the_recipe_fails() -> None:
+async def test_group_requested_from_a_domain_that_is_not_in_the_recipe_fails() -> None:
     watched, other = Watched(), order(7)
     problem = Problem(problem_id="7", domain="other", messages=other.problem.messages, ground_truth="")
     async with working(watched, ScriptedSampler()):
@@ -402,7 +402,7 @@ async def test_order_whose_domain_is_not_in_the_recipe_fails() -> None:
 
 
 @pytest.mark.parametrize("record", [b"", b"nonsense", encode_order(order(1))[:-1]])
-async def test_unreadable_order_is_moved_to_the_dead_letter_stream(record: bytes) -> None:
+async def test_undecodable_prompt_order_is_moved_to_the_dead_letter_stream(record: bytes) -> None:
     watched = Watched()
     async with working(watched, ScriptedSampler()):
         await watched.order(record, order(8))
@@ -441,7 +441,7 @@ async def test_evaluation_result_is_reported_to_the_controller_and_not_appended_
     assert await watched.groups() == []
 
 
-async def test_actor_claims_at_most_as_many_orders_at_a_time_as_its_limit() -> None:
+async def test_actor_works_on_no_more_prompt_orders_at_a_time_than_its_limit() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(*(order(index) for index in range(10)))
@@ -454,7 +454,7 @@ async def test_actor_claims_at_most_as_many_orders_at_a_time_as_its_limit() -> N
         assert sorted(group.index for group in await watched.groups()) == list(range(10))
 
 
-async def test_orders_of_a_cancelled_actor_are_completed_after_its_restart() -> None:
+async def test_groups_in_flight_at_a_cancelled_actor_are_completed_after_its_restart() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(order(1), order(2))
@@ -475,10 +475,10 @@ async def test_group_rejected_by_the_curation_filter_is_appended_with_the_reason
     group_filter = GroupFilter(f"{file}:keep", deadline_s=PATIENCE_S, workers=1)
     watched = Watched()
     sampler = ScriptedSampler(
-        lambda request: completion(*{7: ("7", "no"), 8: ("?", "?")}.get(said(request), ("a", "b")))
+        lambda request: completion(*{7: ("7", "no"), 8: ("?", "?")}.get(prompt_number(request), ("a", "b")))
     )
 
-    def said(request: ChatCompletionRequest) -> int:
+    def prompt_number(request: ChatCompletionRequest) -> int:
         assert request.messages is not None
         return int(request.messages[0].content.removeprefix("say "))
 
@@ -526,7 +526,7 @@ def test_traced_group_is_reported_once_with_the_version_spans_of_its_longest_ans
     assert log.take() == []
 
 
-def test_stage_log_traces_a_quarter_of_training_orders_chosen_by_seed() -> None:
+def test_stage_log_traces_a_quarter_of_training_groups_chosen_by_seed_and_no_evaluations() -> None:
     log = stage_log()
     drawn = []
     for seed in range(16):
@@ -537,7 +537,7 @@ def test_stage_log_traces_a_quarter_of_training_orders_chosen_by_seed() -> None:
     assert log.take() == []
 
 
-def test_heartbeat_contains_a_bounded_number_of_traced_groups_and_version_spans() -> None:
+def test_actor_heartbeat_contains_at_most_4_traced_groups_with_at_most_32_version_spans_each() -> None:
     log = stage_log()
     for index in range(9):
         trace(log, replace(order(index), seed=4), [(version, 1) for version in range(50)])
@@ -546,7 +546,7 @@ def test_heartbeat_contains_a_bounded_number_of_traced_groups_and_version_spans(
     assert all(len(each.spans) == 32 for each in stages)
 
 
-def test_failed_order_is_not_in_the_stage_log() -> None:
+def test_group_that_fails_is_not_in_the_stage_log() -> None:
     log, failing = stage_log(), replace(order(1), seed=4)
     with contextlib.suppress(ValueError), log.claimed(failing):
         raise ValueError

@@ -259,7 +259,7 @@ async def test_host_process_whose_connection_is_closed_gets_no_further_episode(t
     assert ended.how == "raised" and "127.0.0.1:9" in ended.reason
 
 
-async def test_order_fails_if_no_engine_can_answer(tmp_path: Path) -> None:
+async def test_group_of_episodes_fails_if_no_engine_can_answer(tmp_path: Path) -> None:
     def fail(_: object) -> str:
         raise DeadlineError("no engine completed the request")
 
@@ -274,7 +274,7 @@ async def test_group_fails_with_the_name_of_the_environment_that_cannot_be_loade
             await maker.make(order(), GroupProgress())
 
 
-async def test_last_model_answer_in_an_episode_played_by_a_command_is_judged(tmp_path: Path) -> None:
+async def test_verifier_judges_the_last_model_answer_if_an_external_command_plays_the_episode(tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text(
         "import openai, sys\n"
@@ -296,7 +296,7 @@ async def test_last_model_answer_in_an_episode_played_by_a_command_is_judged(tmp
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
-async def test_failed_episode_of_a_command_reports_the_last_line_of_its_error_output(tmp_path: Path) -> None:
+async def test_failed_episode_command_is_reported_with_the_last_line_of_its_standard_error(tmp_path: Path) -> None:
     commands = Commands([sys.executable, "-c", "print('out'); raise SystemExit('no model named {task}')"])
     task = Task(problem_id="p", domain="talk", messages=({"role": "user", "content": "x"},), ground_truth="")
     ended = await commands.play(task, base_url="http://nowhere", api_key="k", timeout_s=PATIENCE_S)

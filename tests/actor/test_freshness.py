@@ -12,7 +12,9 @@ from pipelinerl.actor.freshness import Freshness, Held, can_be_fresh
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.one_of(st.integers(1, 20), st.just(math.inf)))
-def test_group_is_fresh_while_the_next_step_accepts_it(began: int, age: int, k: float) -> None:
+def test_group_counts_as_fresh_exactly_while_staleness_bound_k_lets_the_next_step_accept_it(
+    began: int, age: int, k: float
+) -> None:
     """With staleness bound k, the step after version v accepts a group if (v + 1) − oldest ≤ k (RLAX §3.1)."""
     current = began + age
     assert can_be_fresh(began, current=current, k=k) == (age + 1 <= k)
@@ -79,7 +81,7 @@ async def test_age_of_a_group_does_not_count_the_wait_for_an_engine() -> None:
     assert await ended_at(Freshness(), [5, 6, 7, 8], k=1, waits=True, begin_again_after=1) == 8
 
 
-async def test_freshness_stops_watching_a_group_that_ended() -> None:
+async def test_age_of_a_finished_group_is_no_longer_watched() -> None:
     freshness = Freshness()
     assert await ended_at(freshness, [1], k=1) is None
     freshness.follow(current=9, k=1)

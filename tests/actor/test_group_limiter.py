@@ -7,7 +7,7 @@ import asyncio
 from pipelinerl.actor.actor import GroupLimiter
 
 
-async def test_group_limiter_grants_all_free_slots_and_makes_further_tasks_wait() -> None:
+async def test_group_limiter_lets_a_task_take_all_free_slots_and_makes_the_next_task_wait() -> None:
     room = GroupLimiter(3)
     assert await room.take(1) == 1 and await room.take() == 2
     waiting = asyncio.create_task(room.take())

@@ -69,7 +69,9 @@ async def test_restarted_rollout_writer_appends_after_the_earlier_groups(stream:
 
 
 @pytest.mark.parametrize(("trims", "kept"), [(False, [1, 2, 3]), (True, [3])])
-async def test_repeated_append_is_not_mistaken_for_another_actor(stream: Stream, trims: bool, kept: list[int]) -> None:
+async def test_append_repeated_after_a_lost_reply_is_not_mistaken_for_another_actors_append(
+    stream: Stream, trims: bool, kept: list[int]
+) -> None:
     """A writer repeats an append whose reply was lost, even after the trainer has trimmed some of its groups."""
     partition = await RolloutWriter.begin(Forgetful(stream, trims=trims), actor=NAME)
     await partition.append([group(1), group(2)])
@@ -77,7 +79,7 @@ async def test_repeated_append_is_not_mistaken_for_another_actor(stream: Stream,
     assert await indices(stream) == kept
 
 
-async def test_actor_is_fenced_as_soon_as_its_replacement_has_appended_a_group(stream: Stream) -> None:
+async def test_replaced_actor_cannot_append_once_its_replacement_has_appended_a_group(stream: Stream) -> None:
     """A suspended actor that resumes can append groups only until its replacement has appended one."""
     earlier = await RolloutWriter.begin(stream, actor=NAME)
     later = await RolloutWriter.begin(stream, actor=NAME)
@@ -89,7 +91,7 @@ async def test_actor_is_fenced_as_soon_as_its_replacement_has_appended_a_group(s
     assert await indices(stream) == [1, 2, 4]
 
 
-async def test_actor_is_fenced_even_if_the_replacements_entries_were_trimmed(stream: Stream) -> None:
+async def test_replaced_actor_cannot_append_even_if_its_replacements_entries_were_trimmed(stream: Stream) -> None:
     earlier = await RolloutWriter.begin(stream, actor=NAME)
     later = await RolloutWriter.begin(stream, actor=NAME)
     await later.append([group(2)])
@@ -98,7 +100,7 @@ async def test_actor_is_fenced_even_if_the_replacements_entries_were_trimmed(str
         await earlier.append([group(3)])
 
 
-async def test_second_actor_that_appends_an_entry_with_the_same_number_is_fenced(stream: Stream) -> None:
+async def test_second_actor_cannot_append_under_an_entry_number_that_the_first_has_used(stream: Stream) -> None:
     """Both actors may begin at the same entry number if the clock of the second one is behind."""
     first, second = (RolloutWriter(stream, actor=NAME, number=7) for _ in range(2))
     await first.append([group(1)])
@@ -106,17 +108,17 @@ async def test_second_actor_that_appends_an_entry_with_the_same_number_is_fenced
         await second.append([group(2)])
 
 
-async def test_fenced_actor_acknowledges_no_orders() -> None:
+async def test_replaced_actor_does_not_acknowledge_a_prompt_order_whose_group_it_could_not_append() -> None:
     """An acknowledged order whose group was not appended would be lost."""
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(order(1))
 
-    async def asked() -> bool:
+    async def request_sent() -> bool:
         return len(sampler.requests) == 1
 
     async with working(watched, sampler) as task:
-        await until(asked)
+        await until(request_sent)
         other = await RolloutWriter.begin(watched.stream, actor=NAME)
         await other.append([group(0)])
         sampler.gate.set()

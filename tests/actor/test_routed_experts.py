@@ -23,8 +23,8 @@ SAMPLED = np.arange(10, 10 + 3 * 2 * 2, dtype=np.uint8).reshape(3, 2, 2)
 
 def routed(*, prompt: Any = PROMPT, sampled: Any = SAMPLED) -> ChatCompletion:
     """Return an answer to a prompt of two tokens: two samples of three tokens each, with their routed experts."""
-    told = None if sampled is None else on_the_wire(sampled)
-    answer = completion("a", "b", routed_experts=told)
+    as_sent = None if sampled is None else on_the_wire(sampled)
+    answer = completion("a", "b", routed_experts=as_sent)
     return answer.model_copy(update={"prompt_routed_experts": None if prompt is None else on_the_wire(prompt)})
 
 
@@ -48,7 +48,7 @@ def test_routed_experts_are_dropped_if_routing_replay_is_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (routed(prompt=None), "needs an engine that tells them"),
         (routed(sampled=None), "needs an engine that tells them"),
@@ -58,8 +58,8 @@ def test_routed_experts_are_dropped_if_routing_replay_is_off() -> None:
         (routed(sampled=SAMPLED[:2]), "expected routed experts of 3 tokens, got 2"),
     ],
 )
-def test_answer_without_routed_experts_is_rejected(answer: ChatCompletion, said: str) -> None:
-    with pytest.raises(RecordError, match=said):
+def test_answer_without_routed_experts_is_rejected(answer: ChatCompletion, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
         group_of(answer)
 
 

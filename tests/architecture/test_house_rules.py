@@ -52,12 +52,12 @@ def _tree(sources: dict[str, str]) -> tuple[Module, ...]:
 
 
 @pytest.mark.parametrize("rule", [rule for rule, _, _ in RULES], ids=lambda rule: rule.__name__)
-def test_project_follows_the_rule_for_the_whole_tree(rule: Rule) -> None:
+def test_project_follows_each_architecture_rule_about_the_whole_source_tree(rule: Rule) -> None:
     assert not (broken := list(rule(project()))), "\n".join([rule.__doc__ or "", *broken])
 
 
 @pytest.mark.parametrize(("rule", "breaks", "keeps"), RULES, ids=lambda value: getattr(value, "__name__", ""))
-def test_rule_for_the_whole_tree_rejects_a_tree_that_breaks_it_and_accepts_a_tree_that_keeps_it(
+def test_each_whole_tree_architecture_rule_rejects_a_bad_tree_and_accepts_a_good_tree(
     rule: Rule, breaks: dict[str, str], keeps: dict[str, str]
 ) -> None:
     assert list(rule(_tree(breaks)))
@@ -79,5 +79,5 @@ def test_packages_named_in_the_architecture_docs_match_those_in_the_tree() -> No
     assert list(tree_is_as_drawn(project(), ""))
 
 
-def test_files_listed_as_exceptions_to_the_tree_rules_exist() -> None:
+def test_files_listed_as_exceptions_to_whole_tree_architecture_rules_exist() -> None:
     assert {module.path for module in project()} >= CALLED_FROM_OUTSIDE.keys()

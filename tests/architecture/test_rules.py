@@ -71,6 +71,6 @@ def test_files_in_the_exception_lists_of_the_house_rules_exist() -> None:
     assert excepted <= {module.path for module in project()}
 
 
-def test_every_file_that_is_listed_as_opening_http_connections_opens_them() -> None:
+def test_files_that_are_allowed_to_open_http_connections_do_open_them() -> None:
     for path in OPENS_HTTP:
         assert any(opener in (ROOT / path).read_text() for opener in HTTP_OPENERS), f"{path} opens none: off the list"

@@ -24,16 +24,16 @@ LENGTHS = {
 def test_definition_named_in_the_architecture_docs_exists(path: str, name: str) -> None:
     body: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
     for word in name.split("."):
-        found = [node for node in body if getattr(node, "name", None) == word]
-        assert found, f"docs/understand/architecture.md leads to {name} in {path}, where {word} is not defined"
-        body = getattr(found[0], "body", [])
+        definitions = [node for node in body if getattr(node, "name", None) == word]
+        assert definitions, f"docs/understand/architecture.md leads to {name} in {path}, where {word} is not defined"
+        body = getattr(definitions[0], "body", [])
 
 
 def test_architecture_docs_describe_four_code_tours_with_a_limited_number_of_files() -> None:
     walks = re.split(r"^\*\*(.+)\*\*$", DRAWING, flags=re.MULTILINE)[1:]
-    told = dict(zip(walks[::2], walks[1::2], strict=True))
-    assert told.keys() == LENGTHS.keys()
-    for name, steps in told.items():
+    described = dict(zip(walks[::2], walks[1::2], strict=True))
+    assert described.keys() == LENGTHS.keys()
+    for name, steps in described.items():
         files = set(re.findall(r"`([a-z_/]+\.py)` `", steps))
         assert 5 <= len(files) <= LENGTHS[name], f"{name}: {len(files)} files"
 

@@ -18,7 +18,7 @@ SHAPE = DecoderShape(hidden=16, layers=1, heads=2, intermediate=16, vocab=64, ma
 
 
 @pytest.mark.slow
-def test_benchmark_engine_stays_busy_and_ends_with_its_with_block(tmp_path: Path) -> None:
+def test_engine_process_of_a_benchmark_is_kept_busy_and_stops_when_its_with_block_exits(tmp_path: Path) -> None:
     random_decoder(SHAPE).save_pretrained(tmp_path)
     core = min(os.sched_getaffinity(0))
     order = EngineOrder(folder=tmp_path, slots=2, context=64, load=Load(samples=2, tokens=8), core=core)

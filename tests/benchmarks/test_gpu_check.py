@@ -80,7 +80,7 @@ def test_gpu_check_rehearsal_finds_equal_losses_and_logprobs_of_jax_and_torch(fo
     assert result["loss_apart"] < 1e-3 and result["logprob_apart"] < 1e-4
 
 
-def test_gpu_check_finds_equal_results_of_the_varlen_kernel_and_padded_attention_buckets() -> None:
+def test_gpu_check_finds_that_the_varlen_kernel_and_attention_in_padded_buckets_agree() -> None:
     """The kernel is a verified fake in fp32, because the real check needs CUDA."""
     scale = replace(SMALL, segment=24)
     layers = {each.name: each for each in attention_layers(varlen_attention, scale, CPU, torch.float32)}
@@ -98,7 +98,7 @@ def test_gpu_check_measures_the_speed_of_the_attention_kernels() -> None:
 
 
 @pytest.mark.slow
-def test_gpu_check_rehearsal_covers_optimizer_state_in_host_memory(folder: Path) -> None:
+def test_gpu_check_rehearsal_on_a_cpu_checks_optimizer_state_kept_in_host_memory(folder: Path) -> None:
     rows, result = gpu_check.attempt("state", folder, SMALL, CPU)
     assert all(row.met is not False for row in rows) and len(rows) == 6
     assert result["host"]["apart"] <= 1e-6

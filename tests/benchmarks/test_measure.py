@@ -60,7 +60,7 @@ def test_paired_measurement_without_variants_is_rejected() -> None:
         paired({}, rounds=3)
 
 
-def test_seconds_of_returns_the_wall_time_of_a_function_call() -> None:
+def test_timer_returned_by_seconds_of_measures_the_wall_time_of_a_call() -> None:
     import time
 
     assert 0.02 <= seconds_of(lambda: time.sleep(0.02))() < SOON_S
@@ -92,12 +92,12 @@ def test_benchmark_table_marks_missed_targets(capsys: pytest.CaptureFixture[str]
     assert "0.1235" in out
 
 
-def test_quick_benchmark_run_leaves_no_record(tmp_path: Path) -> None:
+def test_quick_benchmark_run_writes_no_record_file(tmp_path: Path) -> None:
     write_record("x", {"a": 1}, quick=True, folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_parts_that_are_not_run_are_read_from_the_record(tmp_path: Path) -> None:
+def test_results_of_benchmark_parts_that_are_not_rerun_are_read_from_the_record(tmp_path: Path) -> None:
     assert recorded_parts("x", ["turn"], folder=tmp_path) == {}
     write_record("x", {"turn": {"ms": 1}, "other": 2}, folder=tmp_path)
     assert recorded_parts("x", ["turn", "memory"], folder=tmp_path) == {"turn": {"ms": 1}}

@@ -59,20 +59,20 @@ def test_seconds_to_a_reward_are_read_from_the_reward_curve() -> None:
     assert row["lag"] == pytest.approx((2.0 - 1) * 2 + 1.5)
 
 
-def test_schedule_speed_is_compared_with_the_best_conventional_schedule_seed_by_seed() -> None:
+def test_time_to_a_reward_is_compared_for_each_seed_with_the_fastest_conventional_schedule() -> None:
     times = {"conventional G = 1": (10.0, 30.0), "conventional G = 4": (12.0, 20.0), "drain": (6.0, 5.0)}
     rows = [
         {"cell": "c", "recipe": RECIPE, "arm": arm, "seed": seed, "seconds_to_0.6": seconds, "seconds_to_0.7": None}
         for arm, both in times.items()
         for seed, seconds in enumerate(both)
     ]
-    found = ratios(rows)["seconds_over_best_conventional"]
-    assert found.keys() == {"c, reward 0.6"}, "no arm has reached 0.7"
-    assert found["c, reward 0.6"]["best conventional"] == "conventional G = 4"
-    assert found["c, reward 0.6"]["drain"]["median"] == pytest.approx((0.5 + 0.25) / 2)
+    ratio_rows = ratios(rows)["seconds_over_best_conventional"]
+    assert ratio_rows.keys() == {"c, reward 0.6"}, "no arm has reached 0.7"
+    assert ratio_rows["c, reward 0.6"]["best conventional"] == "conventional G = 4"
+    assert ratio_rows["c, reward 0.6"]["drain"]["median"] == pytest.approx((0.5 + 0.25) / 2)
 
 
-def test_trials_of_a_schedule_choose_the_fastest_core_allocation_and_then_the_best_learning_rate(
+def test_benchmark_picks_each_schedules_fastest_core_allocation_and_then_its_best_learning_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def measure(name: str, jobs: list[Job], *_: object, **__: object) -> list[dict[str, float]]:

@@ -28,7 +28,7 @@ def test_bootstrap_interval_covers_the_median_95_percent_of_the_time() -> None:
     assert 0.90 <= covered <= 0.99
 
 
-def test_paired_ratio_divides_samples_in_order() -> None:
+def test_paired_ratio_is_the_median_of_the_ratios_of_samples_at_the_same_position() -> None:
     measured = Paired({"a": (1.0, 4.0, 9.0), "b": (2.0, 2.0, 3.0)})
     assert measured.ratio("a", "b").median == 2.0  # the median of the ratios 0.5, 2 and 3
     assert measured.ratio("b", "a").median == 0.5

@@ -51,23 +51,23 @@ def test_check_accepts_every_shipped_recipe(recipe: Path) -> None:
         with pytest.raises(RecipeError, match=r"needs .*, which is not installed"):
             refuse(config)
         return
-    asked = [domain.verifier for domain in config.domains]
-    if "oubliette" in asked and shutil.which("bwrap") is None:
+    verifiers = [domain.verifier for domain in config.domains]
+    if "oubliette" in verifiers and shutil.which("bwrap") is None:
         pytest.skip(f"left out: the recipe {recipe.stem}, whose programs need bubblewrap")
-    found = dict(findings(config))
-    assert list(found) == [
+    results = dict(findings(config))
+    assert list(results) == [
         *("model", "engine", "trainer"),
         *(["attention"] if config.trainer.type == "torch" else []),
         *("objective", "step", "staleness"),
         *(
             "verifier",
-            *(["instructions"] if "instruction_following" in asked else []),
+            *(["instructions"] if "instruction_following" in verifiers else []),
             "prompt",
             "training",
             "held out",
         ),
     ]
-    assert found["training"] != found["held out"]
+    assert results["training"] != results["held out"]
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_check_rejects_a_recipe_with_unknown_paths_types_or_options(override: st
 def test_check_shows_the_file_of_a_user_reward_and_its_verdicts_on_trial_answers(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def short(completion):\n    return -len(completion) / 10\n")
     rewards = [{"function": f"{tmp_path}/r.py:short", "weight": 0.5}, {"function": "math_answer", "weight": 1.0}]
-    found = list(findings(with_domain(source="addition", parameters={"max_digits": 1}, rewards=rewards)))
-    assert ("user code", f"domains.d.rewards.0.function = short, {tmp_path}/r.py:1") in found
-    said = dict(found)["verifier"]
+    results = list(findings(with_domain(source="addition", parameters={"max_digits": 1}, rewards=rewards)))
+    assert ("user code", f"domains.d.rewards.0.function = short, {tmp_path}/r.py:1") in results
+    finding = dict(results)["verifier"]
     assert re.fullmatch(
         r"domains.d: of the reference answer partial, reward 0.\d+ \(short -0.[12], math_answer 1\) in .* s; "
         r"of an empty answer wrong, reward 0 \(short 0, math_answer 0\) in .* s: math_answer: no answer",
-        said,
+        finding,
     )
 
 
@@ -141,8 +141,8 @@ def test_check_rejects_lora_settings_that_the_trainer_cannot_use(overrides: list
 
 
 def test_check_describes_a_mesh_and_rejects_a_mesh_that_cannot_divide_the_attention_heads() -> None:
-    said = dict(findings(load("tiny", [*QUICK, "trainer.options.mesh={dp_shard=2,cp=2}"])))["mesh"]
-    assert said == "4 processes, a copy of the model over 4; 2 micro-batches at once, each computed by 2 processes"
+    finding = dict(findings(load("tiny", [*QUICK, "trainer.options.mesh={dp_shard=2,cp=2}"])))["mesh"]
+    assert finding == "4 processes, a copy of the model over 4; 2 micro-batches at once, each computed by 2 processes"
     with pytest.raises(RecipeError, match=r"trainer\.options\.mesh\.cp=3: attention has \d+ heads, which 3 processes"):
         list(findings(load("tiny", [*QUICK, "trainer.options.mesh.cp=3"])))
 
@@ -164,9 +164,9 @@ def test_check_tries_a_user_filter_on_a_synthetic_group(body: str, sentence: str
     (tmp_path / "mine.py").write_text(f"def keep(lengths, correct):\n    {body}\n")
     config = with_domain(source="addition", parameters={"max_digits": 1})
     config = config.model_copy(update={"curation": CurationSection(filter=f"{tmp_path}/mine.py:keep")})
-    found = list(findings(config))
-    assert sentence in dict(found)["filter"]
-    assert ("user code", f"curation.filter = keep, {tmp_path}/mine.py:1") in found
+    results = list(findings(config))
+    assert sentence in dict(results)["filter"]
+    assert ("user code", f"curation.filter = keep, {tmp_path}/mine.py:1") in results
 
 
 @pytest.mark.parametrize(
@@ -225,23 +225,27 @@ def test_check_rejects_settings_that_the_engine_would_reject() -> None:
 def test_check_accepts_a_gpu_recipe_on_a_machine_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
-    found = dict(findings(load("tiny", [*QUICK, "trainer.device=cuda", "weights.backend=nccl"])))
-    assert found["elsewhere"] == "this machine has no GPU, but the recipe requires one: trainer.device, weights.backend"
+    results = dict(findings(load("tiny", [*QUICK, "trainer.device=cuda", "weights.backend=nccl"])))
+    assert (
+        results["elsewhere"] == "this machine has no GPU, but the recipe requires one: trainer.device, weights.backend"
+    )
 
 
-def test_check_rejects_behavior_as_old_logprobs_if_the_objective_divides_old_by_behavior_probabilities() -> None:
+def test_check_rejects_behavior_logprobs_as_old_logprobs_if_the_objective_uses_their_ratio() -> None:
     with pytest.raises(UserError, match="must not be behavior with an is_weight that divides old by behavior"):
         objective_of(load("tiny", ["objective=ppo_tis", "training.old_logprobs=behavior"]))
 
 
-def test_check_rejects_an_unbounded_weight_history_and_shows_the_size_of_a_bounded_history() -> None:
-    asked = [*QUICK, "objective=decoupled_ppo", "training.old_logprobs=sampling_weights", "staleness.j=4"]
+def test_check_rejects_a_weight_history_without_a_bound_on_staleness_and_shows_the_size_of_a_bounded_one() -> None:
+    overrides = [*QUICK, "objective=decoupled_ppo", "training.old_logprobs=sampling_weights", "staleness.j=4"]
     with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
-        refuse(load("tiny", [*asked, "staleness.k=inf"]))
-    said = dict(findings(load("tiny", [*asked, "staleness.k=10"])))["old log-probs"]
+        refuse(load("tiny", [*overrides, "staleness.k=inf"]))
+    finding = dict(findings(load("tiny", [*overrides, "staleness.k=10"])))["old log-probs"]
     each = sum(file.stat().st_size for file in SHIPPED.glob("*.safetensors")) / 2**20
-    assert said.startswith(f"3 versions of the weights, {3 * each:,.0f} MiB of the trainer's host memory and of each")
-    assert f"({10 * each:,.0f} MiB at most" in said
+    assert finding.startswith(
+        f"3 versions of the weights, {3 * each:,.0f} MiB of the trainer's host memory and of each"
+    )
+    assert f"({10 * each:,.0f} MiB at most" in finding
 
 
 @pytest.mark.parametrize(
@@ -347,8 +351,10 @@ def test_check_warns_of_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Pa
     last = max(tokens["added_tokens"], key=lambda token: token["id"])
     tokens["added_tokens"].append(last | {"id": 4000, "content": "<|more|>"})
     (path / "tokenizer.json").write_text(json.dumps(tokens))
-    told = [said for part, said in findings(load("tiny", [*QUICK, f"model.path={path}"])) if part == "warning"]
-    assert len(told) == 1 and f"the tokenizer of {path} has " in told[0] and "refused by engines" in told[0]
+    warnings = [
+        finding for part, finding in findings(load("tiny", [*QUICK, f"model.path={path}"])) if part == "warning"
+    ]
+    assert len(warnings) == 1 and f"the tokenizer of {path} has " in warnings[0] and "refused by engines" in warnings[0]
 
 
 def test_check_rejects_an_engine_or_trainer_that_does_not_fit_the_model_type(tmp_path: Path) -> None:
@@ -402,7 +408,9 @@ def test_check_rejects_prompts_and_answers_that_exceed_the_context(overrides: li
         ),
     ],
 )
-def test_check_rejects_sources_and_verifiers_that_do_not_fit_together(domain: dict[str, object], sentence: str) -> None:
+def test_check_rejects_unknown_or_incompatible_problem_sources_and_verifiers(
+    domain: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(RecipeError, match=sentence):
         list(findings(with_domain(**domain)))
 
@@ -424,7 +432,7 @@ def test_check_shows_the_prompt_of_each_domain_as_the_model_sees_it() -> None:
     assert "<|system|>be brief<|end|><|user|>ab<|end|><|assistant|>ba<|end|><|user|>" in shown
 
 
-def test_user_source_file_is_found_next_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_of_a_users_source_file_is_relative_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "where").mkdir()
     (tmp_path / "where" / "mine.py").write_text(
         "def sums(most):\n"
@@ -458,9 +466,9 @@ def file_of(path: Path, *, long: int, of: int = 400) -> dict[str, object]:
 
 def test_check_warns_of_a_few_prompts_that_exceed_the_context_and_rejects_many_such_prompts(tmp_path: Path) -> None:
     few = with_domain(**file_of(tmp_path / "few.jsonl", long=16))
-    said = [text for part, text in findings(few) if part == "warning"]
-    assert said and re.match(
-        r"training: \d\.\d% of 256 prompts of domain d do not fit, the longest with \d+ tok", said[0]
+    finding = [text for part, text in findings(few) if part == "warning"]
+    assert finding and re.match(
+        r"training: \d\.\d% of 256 prompts of domain d do not fit, the longest with \d+ tok", finding[0]
     )
     many = with_domain(**file_of(tmp_path / "many.jsonl", long=100))
     with pytest.raises(
@@ -519,9 +527,9 @@ def test_check_rejects_objective_settings_without_effect_in_some_domain(
 
 
 def test_check_shows_rollouts_per_step_and_group_sizes() -> None:
-    (one,) = [said for part, said in findings(of_two_sizes(8)) if part == "step"]
+    (one,) = [finding for part, finding in findings(of_two_sizes(8)) if part == "step"]
     assert one == "256 rollouts, 32 groups of 8"
-    (several,) = [said for part, said in findings(of_two_sizes(20)) if part == "step"]
+    (several,) = [finding for part, finding in findings(of_two_sizes(20)) if part == "step"]
     assert several == "256 to 272 rollouts, about 18 whole groups: of 8 from short_words, of 20 from second"
 
 
@@ -537,7 +545,7 @@ def test_check_rejects_subtracting_the_group_mean_from_rewards_in_groups_of_one(
 
 
 @pytest.mark.parametrize(("reward", "refused"), [({"scale": 2.0}, True), ({"overlong_tokens": 8}, False)])
-def test_check_rejects_rescaled_rewards_combined_with_turn_credit(reward: dict[str, float], refused: bool) -> None:
+def test_check_rejects_reward_rescaling_if_credit_is_assigned_per_turn(reward: dict[str, float], refused: bool) -> None:
     config = with_domain(
         source="reasoning_gym:spell_backward", verifier="reasoning_gym", reward=reward, parameters={}
     ).model_copy(update={"objective": {"preset": "grpo", "adv": {"credit": "turns"}}})
@@ -550,8 +558,10 @@ def test_check_rejects_rescaled_rewards_combined_with_turn_credit(reward: dict[s
 
 def objective_lines(*overrides: str) -> tuple[list[str], list[str]]:
     """Return the findings of `check` about the objective, and its warnings."""
-    found = list(findings(load("tiny", [*QUICK, *overrides])))
-    return [text for part, text in found if part == "objective"], [text for part, text in found if part == "warning"]
+    results = list(findings(load("tiny", [*QUICK, *overrides])))
+    return [text for part, text in results if part == "objective"], [
+        text for part, text in results if part == "warning"
+    ]
 
 
 def test_check_shows_the_resolved_objective_and_its_differences_from_the_preset() -> None:

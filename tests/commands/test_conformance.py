@@ -34,15 +34,15 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_conforming_trainer_passes_the_conformance_command(model: Path) -> None:
-    said: list[str] = []
-    assert check_trainer("bigram", model, say=said.append)
-    assert said[-1].endswith(", 0 broken")
+    messages: list[str] = []
+    assert check_trainer("bigram", model, say=messages.append)
+    assert messages[-1].endswith(", 0 broken")
 
 
 def test_nonconforming_trainer_fails_the_conformance_command(model: Path) -> None:
-    said: list[str] = []
-    assert not check_trainer(f"{__name__}:Forgetful", model, say=said.append)
-    assert any(line.startswith("failed") for line in said) and not said[-1].endswith(", 0 broken")
+    messages: list[str] = []
+    assert not check_trainer(f"{__name__}:Forgetful", model, say=messages.append)
+    assert any(line.startswith("failed") for line in messages) and not messages[-1].endswith(", 0 broken")
 
 
 def test_conformance_command_rejects_an_invalid_trainer_or_model(model: Path, tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_conformance_command_rejects_an_invalid_trainer_or_model(model: Path, tm
 
 
 def test_conforming_engine_passes_the_conformance_command() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with in_thread(application(token="secret")) as url:
-        assert check_engine(url, token="secret", say=said.append), "\n".join(said)
+        assert check_engine(url, token="secret", say=messages.append), "\n".join(messages)
         assert not check_engine(url, token="other", say=lambda _: None)
 
 

@@ -39,7 +39,7 @@ def printed_by(run_dir: Path, *overrides: str) -> list[str]:
     return result.output.splitlines()
 
 
-def test_elastic_trial_shows_each_decision_with_time_and_reason(run_dir: Path) -> None:
+def test_elastic_trial_on_a_recorded_run_prints_each_scaling_decision_with_time_and_reason(run_dir: Path) -> None:
     *decided, note = printed_by(run_dir)
     assert [line.partition(":")[0].split() for line in decided] == [
         ["33", "s", "step", "33", "1", "→", "2", "engines"],
@@ -49,7 +49,7 @@ def test_elastic_trial_shows_each_decision_with_time_and_reason(run_dir: Path) -
     assert "only the first decision is reliable" in note
 
 
-def test_elastic_trial_applies_overrides_of_the_recipe(run_dir: Path) -> None:
+def test_elastic_trial_on_a_recorded_run_applies_command_line_overrides(run_dir: Path) -> None:
     assert printed_by(run_dir, "elastic.waiting=0.6", "elastic.content=0.001", "elastic.types.torch.min=1")[:-1] != []
     (nothing,) = printed_by(run_dir, "elastic.waiting=0.6", "elastic.patience=9")
     assert nothing == "no decision in 242 events: no 9 intervals of 10 s in a row agree"

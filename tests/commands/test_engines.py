@@ -30,7 +30,7 @@ class Controller:
     """A fake controller: it records requests, and reports the next scripted state of every engine at each poll."""
 
     standings: dict[str, list[str]] = field(default_factory=dict)
-    asked: list[tuple[str, str, Any]] = field(default_factory=list)
+    requests: list[tuple[str, str, Any]] = field(default_factory=list)
     to_stop: tuple[str, ...] = ()
     has_launcher: bool = True
 
@@ -53,7 +53,7 @@ class Controller:
         async def order(request: Request) -> dict[str, Any]:
             body = await request.body()
             path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-            self.asked.append((request.method, path, json.loads(body) if body else None))
+            self.requests.append((request.method, path, json.loads(body) if body else None))
             return {"names": ["engine-1"]} if path.endswith("/request") else {"state": "done"}
 
         return app
@@ -98,7 +98,7 @@ def test_engine_swap_waits_until_the_new_engine_serves_and_the_old_one_leaves(
     assert joined.startswith("engine-1") and " healthy " in joined
     assert gone.startswith("engine-0") and " expelled " in gone
     order = {"type": "vllm", "count": 1, "replaces": "engine-0", "grace_s": 9.0}
-    assert controller.asked == [("POST", "/engines/request", order)]
+    assert controller.requests == [("POST", "/engines/request", order)]
 
 
 def test_engine_swap_without_a_launcher_prints_the_command_to_start_the_engine_and_waits(
@@ -106,13 +106,13 @@ def test_engine_swap_without_a_launcher_prints_the_command_to_start_the_engine_a
 ) -> None:
     controller.has_launcher = False
     controller.standings = {"engine-0": ["healthy"] * 3 + ["expelled"], "engine-1": ["not there", "healthy"]}
-    said = run(tmp_path, "swap", "engine-0", "--type", "jax").splitlines()
-    assert "start engine-1 yourself" in said[0]
+    lines = run(tmp_path, "swap", "engine-0", "--type", "jax").splitlines()
+    assert "start engine-1 yourself" in lines[0]
     expected = f"pipelinerl engine --name engine-1 --type jax --port 0 --controller-url {address_of(tmp_path).url}"
-    assert said[1].strip() == f"{expected} --recipe {tmp_path}/recipe.toml --run-dir {tmp_path}"
-    assert said[2].startswith("waiting for engine-1") and f"pipelinerl engines remove {tmp_path} engine-1" in said[2]
-    assert " healthy " in said[3] and " expelled " in said[4]
-    assert said[5] == f"no launcher is running: the process at {URL}0 keeps running until you stop it (Ctrl-C)"
+    assert lines[1].strip() == f"{expected} --recipe {tmp_path}/recipe.toml --run-dir {tmp_path}"
+    assert lines[2].startswith("waiting for engine-1") and f"pipelinerl engines remove {tmp_path} engine-1" in lines[2]
+    assert " healthy " in lines[3] and " expelled " in lines[4]
+    assert lines[5] == f"no launcher is running: the process at {URL}0 keeps running until you stop it (Ctrl-C)"
 
 
 def test_engine_commands_without_a_launcher_say_that_the_user_starts_and_stops_processes(
@@ -128,7 +128,9 @@ def test_engine_commands_without_a_launcher_say_that_the_user_starts_and_stops_p
     assert "PIPELINERL_TOKEN=TOKEN pipelinerl engine --name engine-1" in elsewhere
 
 
-def test_engine_pinned_by_an_evaluation_counts_as_joined(controller: Controller, tmp_path: Path) -> None:
+def test_engine_add_command_treats_an_engine_pinned_for_an_evaluation_as_joined(
+    controller: Controller, tmp_path: Path
+) -> None:
     """An engine may be pinned for an evaluation as soon as it has passed its canary check."""
     controller.standings = {"engine-1": ["joining", "pinned"]}
     assert " pinned " in run(tmp_path, "add", "--type", "torch")
@@ -146,7 +148,7 @@ def test_each_engine_command_sends_its_request_to_the_controller(controller: Con
     assert run(tmp_path, "drain", "engine-0").startswith("engine-0")
     assert run(tmp_path, "remove", URL) == f"{URL} was removed\n"
     assert len(run(tmp_path, "list").splitlines()) == 3
-    assert controller.asked == [
+    assert controller.requests == [
         ("POST", "/engines/request", {"type": "torch", "count": 1, "replaces": "", "grace_s": 60.0}),
         ("POST", "/engines", {"url": URL + "/"}),
         ("POST", "/engines/drain", {"engine": "engine-0", "grace_s": 60.0}),
@@ -170,7 +172,7 @@ def test_engine_add_needs_either_a_url_or_a_type(
 ) -> None:
     with pytest.raises(UserError, match="give either a running engine's URL or a --type"):
         run(tmp_path, "add", *arguments)
-    assert controller.asked == []
+    assert controller.requests == []
 
 
 @pytest.mark.parametrize("command", [("add",), ("swap", "engine-0")])
@@ -179,7 +181,7 @@ def test_unknown_engine_type_is_rejected_before_any_request(
 ) -> None:
     with pytest.raises(UserError, match=r"--type must be one of torch, .*, got 'torhc'"):
         run(tmp_path, *command, "--type", "torhc")
-    assert controller.asked == []
+    assert controller.requests == []
 
 
 def test_engine_add_fails_with_the_reason_if_the_engine_cannot_start(controller: Controller, tmp_path: Path) -> None:
@@ -224,7 +226,7 @@ def test_engine_list_says_how_clients_reach_the_engines(controller: Controller, 
     assert run(url, "list").splitlines()[-1] == f"OpenAI API at {URL}1/v1 and 1 more, key in $PIPELINERL_TOKEN"
 
 
-def test_printed_client_program_calls_a_serving_engine(
+def test_client_program_printed_by_the_engines_command_calls_a_serving_engine(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     controller.standings = {"engine-0": ["healthy"]}

@@ -45,15 +45,15 @@ def stored(tmp_path: Path) -> Callable[[Any], str]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_explain_describes_every_preset(name: str) -> None:
-    said = explain(name)
-    assert said.startswith(f"{name}: ") and "sg[agg · is_weight]" in said
+    output = explain(name)
+    assert output.startswith(f"{name}: ") and "sg[agg · is_weight]" in output
     for slot in ("agg", "is_weight", "adv", "grad1", "grad2"):
-        assert f"\n{slot}" in said
-    assert f"groups whose rewards are all equal: {PRESETS[name].no_signal}" in said
+        assert f"\n{slot}" in output
+    assert f"groups whose rewards are all equal: {PRESETS[name].no_signal}" in output
     if columns := PRESETS[name].objective.passes | PRESETS[name].objective.needs:
-        assert all(f"{column} (" in said for column in columns)
+        assert all(f"{column} (" in output for column in columns)
     else:
-        assert "needs nothing but" in said
+        assert "needs nothing but" in output
 
 
 def test_explain_without_arguments_lists_the_presets() -> None:
@@ -62,13 +62,15 @@ def test_explain_without_arguments_lists_the_presets() -> None:
     assert next(line for line in lines if line.startswith("ppo ")).rstrip().endswith("values")
 
 
-def test_explain_describes_a_recipe_with_its_changes() -> None:
-    said = explain("tiny", "training.no_signal=filter", "objective.grad1.epsilon_high=0.31")
-    assert said.startswith("pipelinerl with changes: ")
-    assert "r_t > 1.31" in said and "all equal: filter" in said
+def test_explain_describes_the_objective_of_a_recipe_with_command_line_overrides() -> None:
+    output = explain("tiny", "training.no_signal=filter", "objective.grad1.epsilon_high=0.31")
+    assert output.startswith("pipelinerl with changes: ")
+    assert "r_t > 1.31" in output and "all equal: filter" in output
 
 
-def test_explain_shows_the_gradient_factors_of_json_rollouts(stored: Callable[[Any], str]) -> None:
+def test_explain_shows_the_gradient_factors_of_each_token_in_rollouts_read_from_json(
+    stored: Callable[[Any], str],
+) -> None:
     lines = explain("grpo", "--rollout", stored({"rollouts": [ROLLOUT, OTHER]})).splitlines()[-4:]
     assert lines[0].split() == ["group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"]
     assert lines[1].split() == ["0", "0", "0", "'so'", "0.25", "1", "1", "1", "+0.25"]
@@ -76,25 +78,27 @@ def test_explain_shows_the_gradient_factors_of_json_rollouts(stored: Callable[[A
     assert lines[3].split() == ["0", "1", "0", "'5'", "0.5", "1", "-1", "1", "-0.5"]
 
 
-def test_explain_reads_a_stored_record_of_a_group(tmp_path: Path) -> None:
+def test_explain_reads_rollouts_from_a_file_with_an_encoded_rollout_group(tmp_path: Path) -> None:
     path = tmp_path / "group"
     path.write_bytes(encode_group(group(0)))
-    said = explain("ppo_tis", "--rollout", str(path))
-    assert len(said.split("multiplier")[1].strip().splitlines()) == sum(r.num_sampled_tokens for r in group(0).rollouts)
+    output = explain("ppo_tis", "--rollout", str(path))
+    assert len(output.split("multiplier")[1].strip().splitlines()) == sum(
+        r.num_sampled_tokens for r in group(0).rollouts
+    )
 
 
 def test_explain_compares_two_algorithms_on_its_built_in_example() -> None:
-    said = explain("--compare", "grpo", "prime_rl")
-    assert said.startswith("grpo: DeepSeekMath") and "\nprime_rl: prime-rl" in said
-    assert "\nagg " in said and "\ngrad1 " in said and "equal: is_weight\n" in said
-    rows = [line.split() for line in said.split("gradient\n")[1].splitlines() if line.split()[0] in ("0", "1")]
+    output = explain("--compare", "grpo", "prime_rl")
+    assert output.startswith("grpo: DeepSeekMath") and "\nprime_rl: prime-rl" in output
+    assert "\nagg " in output and "\ngrad1 " in output and "equal: is_weight\n" in output
+    rows = [line.split() for line in output.split("gradient\n")[1].splitlines() if line.split()[0] in ("0", "1")]
     assert len(rows) == 11
     # π of this token rises from 0.01 to 0.03. grpo clips the ratio 3 only if A > 0; prime-rl never clips it.
     well = next(row for row in rows if row[4] == "'well'")
     assert well[5] == "3" and well[12:15] == ["1", "|", "1"] and float(well[6]) < 0
     late = next(row for row in rows if row[5] == "6")
     assert late[12:15] == ["0", "|", "0"] and late[15] == "+0.0000" and float(late[17]) < 0, "the penalty remains"
-    assert "of 11 tokens grpo trains" in said and "cosine of the two gradients: 0." in said
+    assert "of 11 tokens grpo trains" in output and "cosine of the two gradients: 0." in output
 
 
 def test_explain_compares_recipes_and_finds_an_algorithm_equal_to_itself(stored: Callable[[Any], str]) -> None:

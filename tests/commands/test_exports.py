@@ -27,10 +27,10 @@ def _leave(run_dir: Path, events: Iterable[dict[str, Any]], *, torn: str = "") -
 
 def test_trace_of_a_crashed_run_with_an_incomplete_log_is_written(tmp_path: Path) -> None:
     made = _leave(tmp_path / "run", run(5, ended=False), torn='{"time":1,"kind":"st')
-    said = trace_run(made, None)
+    message = trace_run(made, None)
     trace = json.loads(gzip.decompress((made / "trace.json.gz").read_bytes()))
     assert {"step 5", "publish 5"} <= {each["name"] for each in trace["traceEvents"]}
-    assert said.startswith(f"{made / 'trace.json.gz'}: {len(trace['traceEvents'])} trace events")
+    assert message.startswith(f"{made / 'trace.json.gz'}: {len(trace['traceEvents'])} trace events")
     assert [path.name for path in made.iterdir() if path.suffix == ".part"] == []
 
 

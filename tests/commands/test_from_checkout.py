@@ -29,12 +29,12 @@ def test_chaos_command_runs_a_scenario_with_the_given_seeds_and_counts_failures(
     assert capfd.readouterr().out.startswith("starved: 2 situations, 0 hung, 0 named wrongly (seeds 3 to 4, ")
 
 
-def test_chaos_command_names_an_unknown_scenario(capfd: pytest.CaptureFixture[str]) -> None:
+def test_chaos_command_rejects_an_unknown_scenario_and_lists_the_known_ones(capfd: pytest.CaptureFixture[str]) -> None:
     assert CliRunner().invoke(cli.app, ["chaos", "--scenario", "zzz"]).exit_code == 2
     assert "no scenario is called 'zzz'; there are: bad_machine, controller_killed, " in capfd.readouterr().err
 
 
-def test_chaos_and_bench_commands_are_rejected_without_a_checkout(
+def test_chaos_and_bench_commands_are_rejected_without_a_source_checkout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(checkout, "_CHECKOUT", tmp_path)

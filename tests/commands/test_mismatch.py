@@ -39,7 +39,7 @@ def printed_by(*arguments: str) -> str:
     return result.output
 
 
-def test_mismatch_command_shows_tables_and_advice_and_draws_a_picture(tmp_path: Path) -> None:
+def test_mismatch_command_prints_logprob_mismatch_tables_and_advice_and_writes_a_picture(tmp_path: Path) -> None:
     output = printed_by(str(a_run(tmp_path, steps=12)))
     for expected in ("current − behavior, 12 steps", "old − behavior", "numerics", "cache", "staleness", "5–8"):
         assert expected in output
@@ -59,7 +59,7 @@ def test_report_page_shows_the_causes_of_logprob_mismatch(tmp_path: Path) -> Non
     assert "Trainer − sampler, P95" in page and "numerics" in page
 
 
-def test_mismatch_command_rejects_missing_empty_and_unmeasured_runs(tmp_path: Path) -> None:
+def test_mismatch_command_rejects_a_run_without_events_or_without_mismatch_metrics(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no readable events\.jsonl"):
         printed_by(str(tmp_path / "nowhere"))
     (tmp_path / "events.jsonl").touch()

@@ -45,7 +45,7 @@ def bubblewrap() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_oubliette_upload_replaces_tests_in_the_layouts_of_public_data_sets_by_links(
+def test_oubliette_upload_replaces_test_cases_of_public_data_sets_by_links_to_a_repository(
     tmp_path: Path, suffix: str
 ) -> None:
     """The checker programs in the data are in Python and need no compilation, so the test needs no sandbox."""
@@ -55,10 +55,10 @@ def test_oubliette_upload_replaces_tests_in_the_layouts_of_public_data_sets_by_l
     else:
         pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         pq.write_table(pa.Table.from_pylist(ROWS, schema=_schema(pa)), file)
-    status, told = invoke("upload", file, "--out", out, "--repository", tmp_path / "repository")
+    status, output = invoke("upload", file, "--out", out, "--repository", tmp_path / "repository")
     assert status == 0
-    assert "5 problems written" in told and "2 problems were left out" in told
-    assert "the problem is interactive" in told and "input_mode must be stdio" in told
+    assert "5 problems written" in output and "2 problems were left out" in output
+    assert "the problem is interactive" in output and "input_mode must be stdio" in output
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["double", "sum", "apps", "open-r1", "answered"]
     assert LONG.strip() not in out.read_text()
@@ -90,7 +90,7 @@ def _problem(row: dict[str, object]) -> CodeProblem:
     return CodeProblem.of(Problem(problem_id="p", domain="d", messages=(), ground_truth="", metadata=row))
 
 
-def test_oubliette_upload_needs_exactly_one_of_url_and_repository(tmp_path: Path) -> None:
+def test_oubliette_upload_needs_a_file_of_rows_and_either_a_service_url_or_a_repository(tmp_path: Path) -> None:
     for words in ([], ["--url", "http://127.0.0.1:9", "--repository", tmp_path]):
         with pytest.raises(UserError, match="either --url, of a service, or --repository"):
             invoke("upload", tmp_path / "x.jsonl", "--out", tmp_path / "y.jsonl", *words)
@@ -103,11 +103,11 @@ def test_oubliette_run_executes_a_program_on_each_of_its_inputs(tmp_path: Path, 
     program.write_text("print(2 * int(input()))")
     first.write_text("4")
     second.write_text("5")
-    status, told = invoke("run", program, "--input", first, "--input", second)
+    status, output = invoke("run", program, "--input", first, "--input", second)
     assert status == 0
-    assert "8\n" in told and "10\n" in told and told.count("default sandbox") == 2
+    assert "8\n" in output and "10\n" in output and output.count("default sandbox") == 2
     second.write_text("five")
-    status, told = invoke("run", program, "--input", second)
-    assert status == 1 and "ValueError" in told
+    status, output = invoke("run", program, "--input", second)
+    assert status == 1 and "ValueError" in output
     with pytest.raises(UserError, match="--language must be one of"):
         invoke("run", first)

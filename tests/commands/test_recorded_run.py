@@ -39,8 +39,8 @@ def test_groups_of_a_killed_run_are_read_and_undecodable_records_are_skipped(tmp
 
     with EmbeddedRedis(tmp_path / "redis") as server:
         asyncio.run(fill(server.url))
-    found = recorded_groups(load("tiny"), tmp_path)
-    assert [each.index for each in found[given.index]] == [given.index]
+    groups = recorded_groups(load("tiny"), tmp_path)
+    assert [each.index for each in groups[given.index]] == [given.index]
 
 
 def test_lineage_of_a_recorded_step_lists_all_earlier_trainer_processes(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ def test_lineage_of_a_recorded_step_lists_all_earlier_trainer_processes(tmp_path
             events.write("trainer_ready", epoch=epoch, model_version=began_at, elapsed_s=0.0)
             for step in (began_at + 1, began_at + 2):
                 events.write("step", step=step, model_version=step, orders=[step], elapsed_s=1.0)
-    found = {version: step.lineage for version, step in recorded_steps(tmp_path).items()}
-    assert found == {
+    lineages = {version: step.lineage for version, step in recorded_steps(tmp_path).items()}
+    assert lineages == {
         1: Lineage(1, 0),
         2: Lineage(2, 1, earlier=((1, 0),)),
         3: Lineage(3, 2, earlier=((1, 0), (2, 1))),

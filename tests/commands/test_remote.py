@@ -75,22 +75,22 @@ def test_controller_client_decodes_responses_and_sends_the_users_name(
 
 
 def test_error_for_a_run_without_a_controller_says_in_what_state_the_run_is(tmp_path: Path) -> None:
-    def said(run: Path) -> str:
+    def error_for(run: Path) -> str:
         with pytest.raises(UserError, match=f"{run} has no live run: ") as refused:
             address_of(run)
         return str(refused.value).partition("live run: ")[2]
 
-    assert said(tmp_path / "absent") == "there is no such directory"
-    assert said(tmp_path) == "it is not a run's directory: recipe.toml is missing"
+    assert error_for(tmp_path / "absent") == "there is no such directory"
+    assert error_for(tmp_path) == "it is not a run's directory: recipe.toml is missing"
     (tmp_path / "recipe.toml").write_text("")
     write_layout(tmp_path)
-    assert said(tmp_path) == f"it is starting or has crashed; pipelinerl run --resume {tmp_path} continues it"
+    assert error_for(tmp_path) == f"it is starting or has crashed; pipelinerl run --resume {tmp_path} continues it"
     for kind, words in (
         ("run_finished", "it has finished (done)"),
         ("run_suspended", "it has ended (done); pipelinerl run"),
     ):
         (tmp_path / "events.jsonl").write_text(json.dumps({"kind": kind, "time": 1, "reason": "done"}) + "\n")
-        assert said(tmp_path).startswith(words)
+        assert error_for(tmp_path).startswith(words)
 
 
 def test_command_reaches_a_run_on_another_machine_by_the_url_of_its_controller(
@@ -144,7 +144,7 @@ def test_error_about_an_unreachable_controller_asks_whether_the_run_has_ended(ad
         controller.status()
 
 
-def test_another_server_on_the_port_of_a_dead_run_is_detected() -> None:
+def test_client_detects_that_the_server_at_a_dead_controllers_address_is_not_a_controller() -> None:
     app = FastAPI(openapi_url=None)
     app.get("/status")(lambda: HTMLResponse("<html>"))
     app.get("/knobs")(lambda: {"detail": "something else"})

@@ -33,17 +33,17 @@ def test_warmstart_does_not_overwrite_an_existing_directory(tmp_path: Path) -> N
 @pytest.mark.parametrize("trainer", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_fine_tuning_lowers_the_loss_of_demonstrations(trainer: str, tmp_path: Path) -> None:
     config = load("tiny", [f"trainer.type={trainer}", "optimizer.learning_rate=2e-4", "optimizer.warmup_steps=0"])
-    said: list[str] = []
+    messages: list[str] = []
     fine_tune(
-        config, FineTuneOptions(steps=8, demonstrations=16, validation=16), output=tmp_path / "new", say=said.append
+        config, FineTuneOptions(steps=8, demonstrations=16, validation=16), output=tmp_path / "new", say=messages.append
     )
-    before, after = map(float, re.findall(r"validation loss ([\d.]+) before, ([\d.]+) after 8 steps", said[-1])[0])
-    assert after < 0.9 * before and said[0].startswith(f"validation loss {before:.4f} nats")
+    before, after = map(float, re.findall(r"validation loss ([\d.]+) before, ([\d.]+) after 8 steps", messages[-1])[0])
+    assert after < 0.9 * before and messages[0].startswith(f"validation loss {before:.4f} nats")
     if trainer == "jax":
         return
     again = load("tiny", [f"model.path={tmp_path / 'new'}"])
-    fine_tune(again, FineTuneOptions(steps=1, validation=16), output=tmp_path / "newer", say=said.append)
-    assert f"{after:.4f} before" in said[-1], "the saved model is the trained one"
+    fine_tune(again, FineTuneOptions(steps=1, validation=16), output=tmp_path / "newer", say=messages.append)
+    assert f"{after:.4f} before" in messages[-1], "the saved model is the trained one"
     names = {file.name for file in config.model.resolved.iterdir()}
     assert {file.name for file in (tmp_path / "new").iterdir()} == names
 
@@ -97,11 +97,11 @@ def two_instructions(verifier: str = "instruction_following") -> RunConfig:
 
 
 def test_warmstart_that_stops_at_a_range_of_rewards_reports_verifier_rewards_per_domain(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     wanted = options(skill=Skill.REWARD, vocab=300, band=(0.0, 1.0))
-    make(two_instructions(), wanted, output=tmp_path / "new", say=said.append)
+    make(two_instructions(), wanted, output=tmp_path / "new", say=messages.append)
     assert ChatTokenizer.load(tmp_path / "new").vocab_size == 300
-    rewards = dict(re.findall(r"(calm|loud) ([01]\.\d+) after [1-9]", said[-1]))
+    rewards = dict(re.findall(r"(calm|loud) ([01]\.\d+) after [1-9]", messages[-1]))
     assert float(rewards["loud"]) < 0.5 < float(rewards["calm"])
 
 

@@ -20,7 +20,7 @@ def objective(*overrides: str) -> object:
 
 
 @pytest.mark.parametrize("override", ["objective.preset=ppo_tis", "objective=ppo_tis", 'objective={preset="ppo_tis"}'])
-def test_override_of_the_preset_replaces_all_objective_settings_of_the_base_recipe(override: str) -> None:
+def test_override_that_names_an_objective_preset_discards_the_base_recipes_objective_settings(override: str) -> None:
     """If the objective settings of `tiny` were kept, the preset ppo_tis would run without TIS."""
     assert objective(override) == {"preset": "ppo_tis"}
     assert resolve(load("tiny", [override]).objective) == PRESETS["ppo_tis"].objective
@@ -66,7 +66,7 @@ def test_derived_recipe_is_merged_into_its_base_by_the_same_rules_as_overrides(t
     assert load(recipe).objective == tiny | {"grad1": {**tiny["grad1"], "over": "old"}}
 
 
-def test_override_may_change_a_single_setting_of_an_objective_that_the_base_recipe_gives_by_preset_name() -> None:
+def test_single_objective_setting_can_be_overridden_if_the_base_recipe_only_names_a_preset() -> None:
     assert merged({"objective": "grpo"}, {"objective": {"adv": {"scale": "none"}}}) == {
         "objective": {"preset": "grpo", "adv": {"scale": "none"}}
     }
@@ -137,7 +137,7 @@ def test_saved_recipe_loads_equal_from_another_directory(tmp_path: Path, monkeyp
     assert [part.shown_as for part in again.domains[0].rewards] == ["form", "math_answer"]
 
 
-def test_resolving_relative_paths_in_a_recipe_changes_only_file_names(tmp_path: Path) -> None:
+def test_resolving_relative_paths_keeps_recipe_values_that_only_look_like_relative_paths(tmp_path: Path) -> None:
     table = {
         "engine": {"type": "torch", "options": {"function": "x.py:y"}},
         "domains": [{"name": "x.py:y", "source": "reasoning_gym:chain_sum", "parameters": {"source": "x.py:y"}}],

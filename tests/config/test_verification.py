@@ -19,10 +19,10 @@ URL = "http://127.0.0.1:9000"
 
 def refused(**domain: Any) -> str:
     table = to_table(load("tiny"))
-    with pytest.raises(RecipeError) as found:
+    with pytest.raises(RecipeError) as raised:
         config = parse(table | {"domains": [{"name": "d", "source": "addition", **domain}]})
         open_verifier(config.domains[0])
-    return str(found.value)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_judge_key_is_absent_from_repr_and_saved_recipe(monkeypatch: pytest.Monk
     assert to_table(config)["domains"][0]["judge"]["key_variable"] == "A_KEY"
 
 
-def test_oubliette_section_without_settings_gives_the_default_rules_of_the_verifier() -> None:
+def test_empty_oubliette_section_gives_the_default_rules_of_the_code_verifier() -> None:
     assert OublietteSection().rules == CodeRules()
 
 
-def test_oubliette_languages_must_be_known() -> None:
+def test_programming_languages_in_the_oubliette_section_must_be_known() -> None:
     assert OublietteSection(language="cpp").rules.languages == ("cpp",)
     assert OublietteSection(language="cpp", languages=("python", "cpp")).rules.languages == ("python", "cpp")
     with pytest.raises(ValidationError, match=r"language must be one of python, .* got 'cobol'"):

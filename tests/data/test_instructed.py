@@ -83,6 +83,6 @@ def test_invalid_or_incompatible_instruction_parameters_are_rejected(
         problems(1, **parameters)
 
 
-def test_instructions_source_with_an_argument_is_rejected() -> None:
+def test_problem_source_named_instructions_rejects_an_argument_after_its_name() -> None:
     with pytest.raises(RecipeError, match="source must be instructions without an argument, got instructions:x"):
         open_source("instructions:x", domain="d", split=Split.TRAIN, seed=0)

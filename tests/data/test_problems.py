@@ -87,7 +87,7 @@ def test_error_names_the_invalid_source_parameter(kind, parameters, message):
         source(kind, **parameters)
 
 
-def test_source_parameter_answer_pattern_that_matches_no_problem_is_rejected():
+def test_answer_pattern_that_matches_no_generated_problem_is_rejected():
     with pytest.raises(RecipeError, match="widen the parameters or answer_pattern"):
         source("addition", answer_pattern="x").problem(0)
 
@@ -173,7 +173,7 @@ def test_domain_weights_must_be_positive_and_finite(weights):
         mixture(0, *weights)
 
 
-def test_numbered_tasks_are_divided_into_splits_and_reshuffled_in_each_epoch_and_keep_their_numbers_as_ids():
+def test_numbered_tasks_are_split_and_reshuffled_in_each_epoch_and_their_numbers_are_problem_ids():
     of_split = {split: source("numbered", split, count=200) for split in (Split.TRAIN, Split.HELD_OUT)}
     epoch = [of_split[Split.TRAIN].problem(i) for i in range(400)]
     numbers = [problem.metadata["index"] for problem in epoch]

@@ -54,7 +54,7 @@ def test_prompt_template_error_names_the_missing_field(text: str) -> None:
         "{{ range(10 ** 9) }}",
     ],
 )
-def test_prompt_template_can_access_only_field_values_and_its_failures_are_reported(text: str) -> None:
+def test_prompt_template_that_fails_or_does_more_than_read_field_values_gives_a_recipe_error(text: str) -> None:
     with pytest.raises(RecipeError, match="prompt_template: "):
         Template(text).render(FIELDS)
 
@@ -151,7 +151,7 @@ def test_prompt_template_may_write_the_whole_prompt_and_errors_name_row_and_fiel
         first_problems("files", Prompts(template=template), path=written(tmp_path / "a.jsonl", rows))
 
 
-def test_text_of_users_and_data_never_becomes_a_control_token(tmp_path: Path) -> None:
+def test_control_tokens_imitated_in_the_texts_of_users_and_data_are_encoded_as_text(tmp_path: Path) -> None:
     """The rendered chat has as many control tokens with texts that imitate control tokens as with harmless texts."""
     tokenizer = ChatTokenizer.load(MODELS / "tiny_speller")
     control = sorted(tokenizer.eos_token_ids)

@@ -60,7 +60,7 @@ def test_users_function_with_a_split_parameter_is_called_once_per_split() -> Non
     assert source(by_split).problem(0).ground_truth == "7"
 
 
-def test_users_problem_source_is_used_directly_and_gets_the_domains_prompts() -> None:
+def test_problem_source_returned_by_a_users_function_is_used_as_is_with_the_domains_prompts() -> None:
     def endless() -> ProblemSource:
         return Endless()
 

@@ -27,14 +27,14 @@ async def taken(run: LiveRun) -> list[WeightsTaken]:
 
 
 @pytest.mark.slow
-def test_every_engine_loads_every_announced_version(tmp_path: Path) -> None:
+def test_every_engine_pulls_the_weight_versions_that_the_trainer_announces_on_the_stream(tmp_path: Path) -> None:
     announced = ("weights.transport=pull", "weights.announce=stream", "engine.count=2")
     with launched(light_run(tmp_path / "run", *announced), tmp_path / "run") as run:
         run.until_step(6)
-        heard = asyncio.run(taken(run))
+        reports = asyncio.run(taken(run))
         assert run.end() == 0, run.story()
-        answers = [WeightUpdateResponse.model_validate_json(each.answer) for each in heard if each.answer]
-        assert len({each.url for each in heard if each.answer}) == 2, "both follow"
-        assert answers and not [each for each in heard if each.error], heard
+        answers = [WeightUpdateResponse.model_validate_json(each.answer) for each in reports if each.answer]
+        assert len({each.url for each in reports if each.answer}) == 2, "both follow"
+        assert answers and not [each for each in reports if each.error], reports
         assert not [event["failed"] for event in run.events("publish") if event["failed"]]
         assert "have not reported; sending them requests" not in run.story() + run.output

@@ -22,7 +22,9 @@ FEW = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32", 
     ],
 )
 @pytest.mark.slow  # test_own_reward.py tests this faster, with a user's reward function
-def test_run_from_a_bfloat16_directory_trains(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_run_on_a_bfloat16_model_directory_trains_in_its_own_or_another_dtype(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     model = directory(tmp_path / "model", torch.bfloat16, config="bfloat16", keep="norm")
     with launched(new_run(tmp_path / "run", f"model.path={model}", *FEW, *overrides), tmp_path / "run") as run:
         assert run.end() == 0, run.story()

@@ -199,7 +199,7 @@ async def run(
     return read_events(directory / "events.jsonl")
 
 
-async def test_bigram_learns_while_weights_change_in_flight(tmp_path: Path, model: Path) -> None:
+async def test_bigram_model_learns_while_weights_are_updated_during_sampling(tmp_path: Path, model: Path) -> None:
     engine = bigram_engine.from_options(
         EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     )
@@ -214,7 +214,7 @@ async def test_bigram_learns_while_weights_change_in_flight(tmp_path: Path, mode
     assert max(step["staleness_max"] for step in steps) <= 4  # type: ignore[type-var]
     assert [event["model_version"] for event in events if event["kind"] == "checkpoint"] == [10, 20, 30]
     ledger = controller.state.account.ledger()
-    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
+    assert ledger["issued"] == sum(count for category, count in ledger.items() if category != "issued")
     assert events[-1]["kind"] == "run_finished"
 
 
@@ -296,4 +296,4 @@ async def test_interrupted_run_resumes_from_its_checkpoint_and_trains_each_promp
     assert resumed.state.epoch == 2
     ledger = resumed.state.account.ledger()
     assert ledger["trained"] == STEPS * 8
-    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
+    assert ledger["issued"] == sum(count for category, count in ledger.items() if category != "issued")

@@ -139,7 +139,7 @@ async def test_run_adds_engines_under_load_and_removes_them(tmp_path: Path) -> N
     assert [*site.gone] == ["engine-1", "engine-0"], "the newest goes first"
     assert min(site.gone.values()) > 8, "each has sampled more than its proof"
     ledger, orders = made.state.account.ledger(), [order for event in events for order in event.get("orders", ())]
-    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
+    assert ledger["issued"] == sum(count for outcome, count in ledger.items() if outcome != "issued")
     assert ledger["failed"] == 0 and len(orders) == len(set(orders)) == ledger["trained"]
 
 

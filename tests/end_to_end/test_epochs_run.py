@@ -50,14 +50,14 @@ def test_run_with_epochs_is_bit_identical_after_its_trainer_is_killed(tmp_path: 
     assert set(made) <= {2, 4, 6} and max(made) > 2, "where few groups have a signal there are fewer mini-batches"
     ledger = finished["ledger"]
     assert ledger["trained"] == 8 * max(steps), "each group once, whatever the epochs"
-    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
+    assert ledger["issued"] == sum(count for outcome, count in ledger.items() if outcome != "issued")
     assert again % 4 == 0 and again < max(steps), "a checkpoint lies between batches"
     updates = [update for step in steps.values() for update in step["updates"]]
     assert max(update["clip_fraction"] for update in updates) > 0, "clipping over old is real"
 
-    said = Console(file=StringIO(), width=200)
-    explain(str(directory / "recipe.toml"), [], [], said, of_run=OfRun(directory, again + 1))
-    assert f"optimizer steps of step {again + 1}" in said.file.getvalue()
+    output = Console(file=StringIO(), width=200)
+    explain(str(directory / "recipe.toml"), [], [], output, of_run=OfRun(directory, again + 1))
+    assert f"optimizer steps of step {again + 1}" in output.file.getvalue()
     oldest, *later = sorted((directory / "checkpoints").glob("step-*"))
     for checkpoint in later:
         shutil.rmtree(checkpoint)  # keep only the oldest checkpoint, so that the replay begins before the kill

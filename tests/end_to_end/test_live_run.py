@@ -44,7 +44,7 @@ def assert_settled(run: LiveRun, *, steps: int) -> None:
     """Assert that the run made all steps, that its ledger balances, and that none of its processes is left."""
     (finished,) = run.events("run_finished")
     ledger = finished["ledger"]
-    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued"), ledger
+    assert ledger["issued"] == sum(count for outcome, count in ledger.items() if outcome != "issued"), ledger
     assert ledger["trained"] == steps * 8, ledger
     assert sorted(curve(run)) == list(range(1, steps + 1))
     assert run.is_gone()
@@ -103,9 +103,9 @@ def test_recorded_step_can_be_replayed_bit_by_bit(undisturbed: LiveRun) -> None:
 
 
 def test_recorded_step_can_be_replayed_with_another_objective(undisturbed: LiveRun) -> None:
-    said = Console(file=StringIO(), width=200)
-    show(undisturbed.directory, step=9, objective="cispo", console=said)
-    assert "cispo" in said.file.getvalue()
+    output = Console(file=StringIO(), width=200)
+    show(undisturbed.directory, step=9, objective="cispo", console=output)
+    assert "cispo" in output.file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_stopped_run_resumed_from_its_checkpoint_location_equals_the_undisturbed
     assert kept >= {"step-000008", "step-000012"} and len(kept) == load(directory / "recipe.toml").checkpoint.keep
 
 
-def test_live_run_survives_killed_roles_and_a_replaced_engine(tmp_path: Path) -> None:
+def test_live_run_survives_killed_processes_and_a_replaced_engine(tmp_path: Path) -> None:
     """Engine, trainer, controller and tracker are restarted; the tracker has each step of the run once.
 
     Then the run's engine is replaced without a grace period, and the requests in progress are handed over.
@@ -194,7 +194,7 @@ def test_live_run_survives_killed_roles_and_a_replaced_engine(tmp_path: Path) ->
 @pytest.mark.parametrize("step", [2, 6], ids=["before any checkpoint", "after one"])
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_killed_role_does_not_change_the_training_curve(
+def test_killing_the_process_of_any_role_does_not_change_the_training_curve(
     tmp_path: Path, undisturbed: LiveRun, role: str, step: int
 ) -> None:
     directory = tmp_path / "run"
@@ -289,19 +289,19 @@ def test_stream_lengths_and_memory_of_a_long_run_stay_bounded(tmp_path: Path) ->
         before = megabytes()
         run.until_step(300)
         growth = {role: after - before[role] for role, after in megabytes().items()}
-        found = lengths()
+        measured = lengths()
         server.close()
         # The stream keeps groups since the oldest of three checkpoints: ten steps of eight groups each. At most four
         # steps of prompts are in flight.
-        assert found["run:rollouts:actor-0"] <= (3 + 1) * 10 * 8 + 10 * 8, found
-        assert found["run:prompts"] <= 4 * 2 * 8, found
-        assert max(found["run:directives"], found["run:reports"]) <= 70, found
+        assert measured["run:rollouts:actor-0"] <= (3 + 1) * 10 * 8 + 10 * 8, measured
+        assert measured["run:prompts"] <= 4 * 2 * 8, measured
+        assert max(measured["run:directives"], measured["run:reports"]) <= 70, measured
         assert max(growth.values()) < 40, growth
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_run_of_separately_started_roles_survives_an_engine_that_joins_and_leaves(tmp_path: Path) -> None:
+def test_run_of_manually_started_processes_survives_an_engine_that_joins_and_leaves(tmp_path: Path) -> None:
     redis, controller, engine, second = free_ports(4)
     common = ["--run-dir", str(tmp_path), "--redis-url", f"redis://127.0.0.1:{redis}"]
     common += ["--controller-url", f"http://127.0.0.1:{controller}", "--set", "run.steps=5000"]

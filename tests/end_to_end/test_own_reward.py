@@ -29,17 +29,17 @@ def from_the_page(folder: Path) -> Path:
     return folder / "words.toml"
 
 
-def test_second_recipe_in_rewards_docs_adds_a_function_to_a_verifier(tmp_path: Path) -> None:
+def test_second_recipe_on_the_rewards_docs_page_adds_a_reward_function_to_a_verifier(tmp_path: Path) -> None:
     recipe = from_the_page(tmp_path)
     (parts,) = re.findall(r"```toml\n(rewards = .*?)```", PAGE.read_text(), re.DOTALL)
     recipe.write_text(recipe.read_text().replace('verifier = "rewards.py:letters"\n', parts))
-    said = told("check", str(recipe), "evaluation.problems=4")
-    assert f"domains.words.rewards.0.function = letters, {tmp_path}/rewards.py:1" in said
-    assert "of the reference answer correct, reward 1.2 (letters 1, solved 1)" in said
+    output = told("check", str(recipe), "evaluation.problems=4")
+    assert f"domains.words.rewards.0.function = letters, {tmp_path}/rewards.py:1" in output
+    assert "of the reference answer correct, reward 1.2 (letters 1, solved 1)" in output
 
 
 @pytest.mark.parametrize("overrides", [QUICK, pytest.param((), marks=pytest.mark.slow)], ids=["short", "as it stands"])
-def test_files_in_rewards_docs_can_be_run_in_an_empty_folder(
+def test_recipe_and_reward_file_of_the_rewards_docs_page_run_in_an_otherwise_empty_folder(
     overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = from_the_page(tmp_path)

@@ -33,9 +33,9 @@ async def judged(name: str) -> list[list[Verdict]]:
     (domain,) = (each for each in RLVR.domains if each.name == name)
     mixture = problems_of(RLVR.model_copy(update={"domains": (domain,)}), Split.VALIDATION, seed=0)
     problems = [mixture.problem(index) for index in range(GROUPS)]
-    asked = [problem for problem in problems for _ in range(SIZE)]
+    repeated = [problem for problem in problems for _ in range(SIZE)]
     model, tokenizer = load_model(RLVR.model.resolved), ChatTokenizer.load(RLVR.model.resolved)
-    texts = sampled_answers(model, tokenizer, asked, max_tokens=domain.max_tokens or 0, seed=0)
+    texts = sampled_answers(model, tokenizer, repeated, max_tokens=domain.max_tokens or 0, seed=0)
     verifier = open_verifier(domain)
     try:
         groups = [texts[place * SIZE : (place + 1) * SIZE] for place in range(GROUPS)]
@@ -48,7 +48,7 @@ async def judged(name: str) -> list[list[Verdict]]:
 
 
 @pytest.mark.parametrize("name", [domain.name for domain in RLVR.domains])
-def test_each_rlvr_domain_starts_with_groups_of_right_and_wrong_answers(name: str) -> None:
+def test_initial_model_gives_both_right_and_wrong_answers_in_each_rlvr_domain(name: str) -> None:
     if name == "programs":
         needs_a_sandbox()
     groups = asyncio.run(judged(name))

@@ -100,8 +100,8 @@ async def sampled(path: Path) -> list[RolloutGroup]:
         await watched.order(*(order(index, samples=3) for index in range(GROUPS)))
 
         async def all_of_them() -> list[RolloutGroup]:
-            found = await watched.groups()
-            return found if len(found) == GROUPS else []
+            rollout_groups = await watched.groups()
+            return rollout_groups if len(rollout_groups) == GROUPS else []
 
         groups: list[RolloutGroup] = await until(all_of_them)
         return groups
@@ -123,8 +123,8 @@ async def test_training_step_uses_the_experts_that_sampled_the_tokens(tmp_path: 
     batch = build(taken, objective=OBJECTIVE, token_budget=64, producing=1)
     assert all(each.routed_experts is not None for each in batch.micro_batches)
     for each in batch.micro_batches:
-        (told,), (free,) = trainer.forward([each]), trainer.forward([replace(each, routed_experts=None)])
-        apart = np.abs(told - each.behavior_logprobs)[each.loss_mask]
+        (replayed,), (free,) = trainer.forward([each]), trainer.forward([replace(each, routed_experts=None)])
+        apart = np.abs(replayed - each.behavior_logprobs)[each.loss_mask]
         assert apart.max() < 0.2, "what is left is bf16's rounding"
         assert apart.mean() <= np.abs(free - each.behavior_logprobs)[each.loss_mask].mean() + 0.01
     step = TrainStep(passes=ForwardPasses(policy=trainer))

@@ -69,16 +69,20 @@ def test_engine_swap_prints_the_start_command_and_continues_when_the_new_engine_
             listens = ["--port", str(ports[role])] if role in ports else []
             stack.enter_context(started([role, *common, *listens], tmp_path / f"{role}.log"))
         until(directory, lambda status: status.step > 2 and not status.fleet.has_launcher)
-        began, said = time.monotonic(), tmp_path / "swap.log"
-        swap = stack.enter_context(started(["engines", "swap", str(directory), "engine-0", "--type", "bigram"], said))
-        while "waiting for engine-1" not in said.read_text():
-            assert time.monotonic() < began + _ANSWERS_S, f"no word within {_ANSWERS_S:g} s: {said.read_text()}"
+        began, swap_log = time.monotonic(), tmp_path / "swap.log"
+        swap = stack.enter_context(
+            started(["engines", "swap", str(directory), "engine-0", "--type", "bigram"], swap_log)
+        )
+        while "waiting for engine-1" not in swap_log.read_text():
+            assert time.monotonic() < began + _ANSWERS_S, f"no word within {_ANSWERS_S:g} s: {swap_log.read_text()}"
             time.sleep(0.05)
-        print(f"said after {time.monotonic() - began:.1f} s:\n{said.read_text()}")
-        command = next(line.strip() for line in said.read_text().splitlines() if line.startswith("  pipelinerl engine"))
+        print(f"said after {time.monotonic() - began:.1f} s:\n{swap_log.read_text()}")
+        command = next(
+            line.strip() for line in swap_log.read_text().splitlines() if line.startswith("  pipelinerl engine")
+        )
         stack.enter_context(started(shlex.split(command)[1:], tmp_path / "engine-1.log"))
-        assert swap.wait(PATIENCE_S) == 0, said.read_text()
-        assert f"listens at http://127.0.0.1:{engine} goes on until you end it" in said.read_text()
+        assert swap.wait(PATIENCE_S) == 0, swap_log.read_text()
+        assert f"listens at http://127.0.0.1:{engine} goes on until you end it" in swap_log.read_text()
         status = until(directory, lambda status: status.step > 4)
         standings = {each.name: each.state for each in status.fleet.engines}
         assert standings == {"engine-0": "expelled", "engine-1": "healthy"}

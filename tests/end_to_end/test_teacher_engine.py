@@ -104,7 +104,7 @@ def test_training_step_is_the_same_with_a_local_and_a_remote_teacher(url: str) -
 
 
 def test_check_command_shows_the_teachers_model_and_context(url: str) -> None:
-    def said(address: str, context: int) -> list[tuple[str, str]]:
+    def findings_for(address: str, context: int) -> list[tuple[str, str]]:
         config = load(
             "tiny",
             [
@@ -114,10 +114,10 @@ def test_check_command_shows_the_teachers_model_and_context(url: str) -> None:
         )
         return [(part, text) for part, text in findings(config) if "teacher" in part or text.startswith("the teacher")]
 
-    assert said(url, 32) == [("teacher", f"{url} serves {TEACHER}, up to 48 tokens")]
-    ((part, text),) = said(url, 48)
+    assert findings_for(url, 32) == [("teacher", f"{url} serves {TEACHER}, up to 48 tokens")]
+    ((part, text),) = findings_for(url, 48)
     assert part == "warning" and text.endswith("start it with engine.context_length=49")
-    ((part, text),) = said("http://127.0.0.1:9", 32)
+    ((part, text),) = findings_for("http://127.0.0.1:9", 32)
     assert part == "warning" and "does not answer now" in text
 
 

@@ -56,7 +56,7 @@ class Roles:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def said(self, name: str) -> str:
+    def output_of(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
     def until(self, reached: Callable[[], Any], what: str) -> None:
@@ -106,7 +106,7 @@ def test_run_works_with_roles_on_two_hosts(tmp_path: Path, transport: str) -> No
         run.start(two, "engine", "--host", two.address, "--port", "8001", name="engine-0")
         hidden = run.start(two, "engine", "--port", "8002", name="hidden")
         assert hidden.wait(PATIENCE_S) == 2
-        assert f"where other machines cannot reach it; start it with --host {two.address}" in run.said("hidden")
+        assert f"where other machines cannot reach it; start it with --host {two.address}" in run.output_of("hidden")
         run.start(one, "engine", "--host", "0.0.0.0", "--port", "8001", name="engine-1")
         run.until(lambda: any(event["engines"] == 2 for event in events("publish")), "a publication to both")
         reached = step()

@@ -39,7 +39,7 @@ def _has_learned(run: LiveRun) -> None:
     assert run.steps() == list(range(1, STEPS + 1))
     (finished,) = run.events("run_finished")
     ledger = finished["ledger"]
-    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued"), ledger
+    assert ledger["issued"] == sum(count for outcome, count in ledger.items() if outcome != "issued"), ledger
     first, last = run.events("evaluation")
     assert (first["model_version"], last["model_version"]) == (0, STEPS)
     assert first["high"] < last["low"], (first, last)

@@ -54,7 +54,7 @@ def test_error_about_memory_suggests_the_largest_number_of_slots_that_fits(budge
         budget.cache_within(replace(GPU, free=left), context_length=8192)
 
 
-def test_memory_share_bounds_what_the_engine_may_still_allocate(budget: EngineBudget) -> None:
+def test_memory_share_setting_bounds_the_memory_that_the_engine_may_still_allocate(budget: EngineBudget) -> None:
     half = replace(GPU, share=0.375)
     assert half.left == 15 * GIB
     with pytest.raises(

@@ -240,7 +240,7 @@ def test_episode_ends_after_max_turns() -> None:
         of.plan("main", {"messages": [HELLO, answer("a"), user("more")]})
 
 
-def test_episode_ends_if_an_answer_is_cut_at_the_recipes_token_limit_but_not_if_at_the_agents_own() -> None:
+def test_episode_ends_if_an_answer_is_cut_at_the_recipes_token_limit_but_not_at_the_agents_limit() -> None:
     of = episode(turn_tokens=8)
     turn(of, [HELLO], "abcdefghij", max_tokens=2)
     assert not of.over

@@ -135,7 +135,7 @@ async def test_tool_calls_end_at_max_turns_and_a_lost_sandbox_gives_a_verifier_e
     assert made.rollout.verdict.outcome is Outcome.VERIFIER_ERROR and "is lost" in made.rollout.verdict.reason
 
 
-async def test_agent_sees_only_the_answer_after_the_recipes_tool_calls_and_all_turns_form_one_segment() -> None:
+async def test_agent_sees_only_the_final_answer_after_tool_calls_but_all_turns_are_in_one_segment() -> None:
     seen = []
 
     async def agent(client: EpisodeClient) -> None:
@@ -167,7 +167,7 @@ async def test_agent_calls_its_own_tool_and_the_model_reads_the_results_of_both_
     assert shown.index("\nAB\n") < shown.index("five") and second.begins == ""
 
 
-async def test_repeating_a_request_that_led_to_a_tool_call_abandons_the_turns_before_and_after_the_call() -> None:
+async def test_agent_that_repeats_a_request_discards_the_turns_of_its_tool_call_from_the_rollout() -> None:
     async def agent(client: EpisodeClient) -> None:
         await client.chat([HELLO])
         await client.chat([HELLO])

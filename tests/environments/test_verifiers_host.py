@@ -133,7 +133,7 @@ async def test_answers_get_the_rewards_of_the_rubric_in_a_taskset_of_the_verifie
 
 
 @pytest.mark.slow
-async def test_environment_of_the_verifiers_library_around_a_taskset_plays_episodes(options: dict[str, object]) -> None:
+async def test_verifiers_library_environment_that_wraps_a_taskset_plays_episodes(options: dict[str, object]) -> None:
     ((made,),) = await played({**options, "id": "best_of_n", "n": 1}, numbered(2))
     assert made.rollout.verdict.reward == 1.5 and len(made.rollout.turns) == 1
 

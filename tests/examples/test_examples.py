@@ -42,7 +42,7 @@ def test_example_has_one_recipe_and_disjoint_held_out_problems(recipe: Path) -> 
     }
 
 
-def test_own_reward_example_matches_the_docs_page() -> None:
+def test_files_of_the_own_reward_example_equal_the_code_blocks_of_the_rewards_docs_page() -> None:
     blocks = re.findall(r"```\w+\n(.*?)```", (ROOT / "docs" / "start" / "rewards.md").read_text(), re.DOTALL)
     files = [(EXAMPLES / "own_reward" / name).read_text() for name in ("rewards.py", "words.toml")]
     assert blocks[:2] == files, "tests/end_to_end/test_own_reward.py runs the page's"
@@ -205,8 +205,8 @@ def test_example_language_model_is_fetched_checked_and_trained_for_one_step(tmp_
     script = EXAMPLES / "smollm2" / "fetch_model.py"
     subprocess.run([sys.executable, str(script), str(model)], check=True, timeout=600)
     recipe = EXAMPLES / "smollm2" / "json_facts.toml"
-    asked = [str(recipe), f"model.path={model}", f"run.directory={tmp_path}", "evaluation.problems=0"]
-    subprocess.run([*CLI, "check", *asked], check=True, timeout=600)
+    arguments = [str(recipe), f"model.path={model}", f"run.directory={tmp_path}", "evaluation.problems=0"]
+    subprocess.run([*CLI, "check", *arguments], check=True, timeout=600)
     short = ("run.steps=1", "training.rollouts_per_step=8", "sampling.group_size=4")
-    with launched([*asked, *short], tmp_path / "json_facts") as run:
+    with launched([*arguments, *short], tmp_path / "json_facts") as run:
         assert run.end() == 0, run.story()

@@ -33,20 +33,20 @@ def run_on_small_disk(directory: Path, *, rounds: int) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def assert_paused_and_went_on(told: dict[str, Any], *, rounds: int) -> None:
+def assert_paused_and_went_on(report: dict[str, Any], *, rounds: int) -> None:
     steps = 10 * (rounds + 2)
-    assert told["finished"] == "run_finished"
-    assert told["steps"] == list(range(1, steps + 1)), "no step was lost, none was taken twice"
-    assert told["checkpoints"] == list(range(10, steps + 1, 10)), "every checkpoint was made in the end"
-    assert len(told["pauses"]) == rounds and len(told["delayed"]) >= rounds
-    for pause in told["pauses"]:
+    assert report["finished"] == "run_finished"
+    assert report["steps"] == list(range(1, steps + 1)), "no step was lost, none was taken twice"
+    assert report["checkpoints"] == list(range(10, steps + 1, 10)), "every checkpoint was made in the end"
+    assert len(report["pauses"]) == rounds and len(report["delayed"]) >= rounds
+    for pause in report["pauses"]:
         assert pause["version"] % 10 == 0, "it pauses where the checkpoint is due"
         assert f"the checkpoint of step {pause['version']} cannot be written yet" in pause["waits_for"]
         assert "No space left on device" in pause["waits_for"]
-    assert told["unloadable"] == []
-    ledger = told["ledger"]
+    assert report["unloadable"] == []
+    ledger = report["ledger"]
     assert ledger["trained"] == steps * 8
-    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
+    assert ledger["issued"] == sum(count for outcome, count in ledger.items() if outcome != "issued")
 
 
 def test_run_pauses_while_the_disk_is_full_and_continues(tmp_path: Path) -> None:

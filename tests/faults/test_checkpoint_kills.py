@@ -91,8 +91,8 @@ def newest_whole(directory: Path, into: Path) -> int:
         copies.fetch(copy, into)
         assert versions_in(into, copy.manifest.state) == {copy.manifest.state.model_version}, "mixed"
         break
-    found = store.latest()
-    return found[1].model_version if found else 0
+    newest = store.latest()
+    return newest[1].model_version if newest else 0
 
 
 def test_trainer_killed_while_saving_leaves_only_complete_checkpoints(tmp_path: Path) -> None:

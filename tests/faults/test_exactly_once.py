@@ -43,7 +43,7 @@ class Death(Exception):
 QUIET_POLLS = 15
 
 
-class Fate:
+class RandomDeaths:
     """Decides when a role dies (at each point with probability 0.1, while deaths are left), and counts empty polls."""
 
     def __init__(self, seed: int, role: str, deaths: int) -> None:
@@ -55,7 +55,7 @@ class Fate:
     def is_quiet(self) -> bool:
         return not self.deaths_left and self.empty_polls >= QUIET_POLLS
 
-    def found(self, entries: list[Entry]) -> list[Entry]:
+    def outcome_pairs(self, entries: list[Entry]) -> list[Entry]:
         self.empty_polls = 0 if entries else self.empty_polls + 1
         return entries
 
@@ -81,7 +81,7 @@ class Disk:
     checkpoint: Checkpoint = Checkpoint()
 
 
-Trainer = Callable[[Stream, Disk, Fate], Awaitable[None]]
+Trainer = Callable[[Stream, Disk, RandomDeaths], Awaitable[None]]
 
 
 def group_of(order_id: str) -> RolloutGroup:
@@ -105,65 +105,65 @@ async def issue(streams: Stream, orders: list[str]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def actor_life(streams: Stream, fate: Fate) -> None:
+async def actor_life(streams: Stream, deaths_of_role: RandomDeaths) -> None:
     """Run one life of the actor, which ends only by `Death`."""
     number = fresh_number(await streams.last_id(ROLLOUTS))
     while True:
-        entries = fate.found(
+        entries = deaths_of_role.counted(
             await streams.claim(PROMPTS, group="actors", consumer="a0", count=4, block_s=0.02, reclaim_idle_s=IDLE_S)
         )
-        fate.point()
+        deaths_of_role.point()
         if not entries:
             continue
         groups = [encode_group(group_of(decode_message(entry.payload).body["id"])) for entry in entries]
         for _ in range(2):  # the second append repeats the first, as after a lost answer
             await streams.append(ROLLOUTS, groups, first_id=number)
         number += len(groups)
-        fate.point()
+        deaths_of_role.point()
         await streams.acknowledge(PROMPTS, group="actors", entry_ids=[entry.entry_id for entry in entries])
 
 
-async def by_offset(streams: Stream, disk: Disk, fate: Fate) -> None:
+async def by_offset(streams: Stream, disk: Disk, deaths_of_role: RandomDeaths) -> None:
     """Run one life of the correct trainer; it trims entries that even the previous checkpoint does not need."""
     trained, offset = list(disk.checkpoint.trained), disk.checkpoint.offset
     while True:
-        for entry in fate.found(await streams.read({ROLLOUTS: offset}, count=3, block_s=0.02)):
+        for entry in deaths_of_role.counted(await streams.read({ROLLOUTS: offset}, count=3, block_s=0.02)):
             group = decode_group(entry.payload)
-            fate.point()
+            deaths_of_role.point()
             if group.group_id not in trained:
                 trained.append(group.group_id)
             offset = entry.entry_id
-        fate.point()
+        deaths_of_role.point()
         disk.checkpoint = Checkpoint(tuple(trained), offset, disk.checkpoint.offset)
-        fate.point()
+        deaths_of_role.point()
         await streams.trim(ROLLOUTS, before=disk.checkpoint.previous_offset)
 
 
-async def ack_before_training(streams: Stream, disk: Disk, fate: Fate) -> None:
+async def ack_before_training(streams: Stream, disk: Disk, deaths_of_role: RandomDeaths) -> None:
     """Run one life of a flawed trainer, which loses acknowledged groups that are in no checkpoint when it dies."""
     trained = list(disk.checkpoint.trained)
     while True:
-        entries = fate.found(await claim_rollouts(streams))
+        entries = deaths_of_role.counted(await claim_rollouts(streams))
         await streams.acknowledge(ROLLOUTS, group="trainer", entry_ids=[entry.entry_id for entry in entries])
-        fate.point()
+        deaths_of_role.point()
         for entry in entries:
             group = decode_group(entry.payload)
             if group.group_id not in trained:
                 trained.append(group.group_id)
-            fate.point()
+            deaths_of_role.point()
         disk.checkpoint = Checkpoint(tuple(trained))
 
 
-async def ack_after_checkpoint(streams: Stream, disk: Disk, fate: Fate) -> None:
+async def ack_after_checkpoint(streams: Stream, disk: Disk, deaths_of_role: RandomDeaths) -> None:
     """Run one life of a flawed trainer, which trains again groups of its checkpoint that it has not acknowledged."""
     trained = list(disk.checkpoint.trained)
     while True:
-        entries = fate.found(await claim_rollouts(streams))
+        entries = deaths_of_role.counted(await claim_rollouts(streams))
         for entry in entries:
-            fate.point()
+            deaths_of_role.point()
             trained.append(decode_group(entry.payload).group_id)
         disk.checkpoint = Checkpoint(tuple(trained))
-        fate.point()
+        deaths_of_role.point()
         await streams.acknowledge(ROLLOUTS, group="trainer", entry_ids=[entry.entry_id for entry in entries])
 
 
@@ -193,14 +193,17 @@ class Run:
     async def until_quiet(self, *, deadline_s: float = PATIENCE_S) -> tuple[int, int]:
         """Run until all deaths have happened and no role finds work; return the numbers of lost and repeated orders."""
         orders = [f"prompt-{number:06d}" for number in range(self.num_orders)]
-        fates = [Fate(self.seed, "actor", deaths=4), Fate(self.seed, "trainer", deaths=6)]
+        deaths_by_role = [RandomDeaths(self.seed, "actor", deaths=4), RandomDeaths(self.seed, "trainer", deaths=6)]
         tasks = [
             asyncio.create_task(issue(self.streams, orders)),
-            asyncio.create_task(lives(lambda: actor_life(self.streams, fates[0]))),
-            asyncio.create_task(lives(lambda: self.trainer(self.streams, self.disk, fates[1]))),
+            asyncio.create_task(lives(lambda: actor_life(self.streams, deaths_by_role[0]))),
+            asyncio.create_task(lives(lambda: self.trainer(self.streams, self.disk, deaths_by_role[1]))),
         ]
         deadline = time.monotonic() + deadline_s
-        while not (tasks[0].done() and all(fate.is_quiet for fate in fates)) and time.monotonic() < deadline:
+        while (
+            not (tasks[0].done() and all(deaths_of_role.is_quiet for deaths_of_role in deaths_by_role))
+            and time.monotonic() < deadline
+        ):
             await asyncio.sleep(0.01)
         for task in tasks:
             task.cancel()
@@ -214,27 +217,27 @@ class Run:
 async def outcomes(trainer: Trainer) -> tuple[list[int], list[int]]:
     """Run the toy pipeline with several seeds; return for each seed the numbers of lost and of repeated orders."""
     runs = [Run(MemoryStream(), trainer, seed, num_orders=40) for seed in range(6)]
-    found = await asyncio.gather(*(run.until_quiet() for run in runs))
-    return [lost for lost, _ in found], [doubled for _, doubled in found]
+    outcome_pairs = await asyncio.gather(*(run.until_quiet() for run in runs))
+    return [lost for lost, _ in outcome_pairs], [doubled for _, doubled in outcome_pairs]
 
 
-async def test_trainer_that_reads_from_the_checkpoints_offset_trains_each_prompt_order_once() -> None:
+async def test_trainer_that_resumes_at_its_checkpoints_stream_offset_trains_each_group_once() -> None:
     assert await outcomes(by_offset) == ([0] * 6, [0] * 6)
 
 
-async def test_trainer_that_acknowledges_before_training_loses_prompt_orders() -> None:
+async def test_trainer_that_acknowledges_groups_before_training_loses_groups() -> None:
     lost, doubled = await outcomes(ack_before_training)
     assert any(lost)
     assert not any(doubled)
 
 
-async def test_trainer_that_acknowledges_after_the_checkpoint_trains_prompt_orders_twice() -> None:
+async def test_trainer_that_acknowledges_groups_after_the_checkpoint_trains_groups_twice() -> None:
     lost, doubled = await outcomes(ack_after_checkpoint)
     assert not any(lost)
     assert any(doubled)
 
 
-async def test_each_prompt_order_is_trained_once_although_the_stream_server_is_killed(tmp_path: Path) -> None:
+async def test_each_requested_group_is_trained_once_although_the_stream_server_is_killed(tmp_path: Path) -> None:
     """With `appendfsync always`, everything acknowledged survives, including each reader's position."""
     random = generator(0, "kills")
     with EmbeddedRedis(tmp_path, fsync=Fsync.ALWAYS) as server:

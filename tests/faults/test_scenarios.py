@@ -39,12 +39,12 @@ TOLD_ELSEWHERE = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=TOLD_ELSEWHERE.get(name, [])) for name in names()])
 @pytest.mark.timeout(600)
-def test_fault_scenario_keeps_its_promises_for_a_few_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_guarantees_of_each_fault_scenario_hold_for_a_few_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     played(name, find(name).short, capsys)
 
 
 @pytest.mark.parametrize(("last", "is_lost"), [(18, False), (19, True)])
-def test_ledger_check_ignores_steps_of_a_killed_trainer_beyond_its_checkpoint(
+def test_check_of_group_counts_ignores_steps_of_a_killed_trainer_after_its_last_checkpoint(
     tmp_path: Path, last: int, is_lost: bool
 ) -> None:
     """A rank died after version 19, before checkpoint 18 was complete, so steps 17 and 18 are made again."""
@@ -60,7 +60,7 @@ def test_ledger_check_ignores_steps_of_a_killed_trainer_beyond_its_checkpoint(
 @pytest.mark.parametrize("name", names())
 @pytest.mark.chaos
 @pytest.mark.timeout(7200)
-def test_fault_scenario_keeps_its_promises_for_many_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_guarantees_of_each_fault_scenario_hold_for_many_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     played(name, find(name).long, capsys)
 
 
@@ -81,7 +81,7 @@ def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
 @pytest.mark.parametrize(("mutant", "figure"), [("ack_before", "lost"), ("ack_after", "trained twice")])
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-def test_trainer_that_relies_on_acknowledgements_loses_or_repeats_prompt_orders(
+def test_fault_scenario_detects_groups_lost_or_repeated_by_a_trainer_that_acknowledges_them(
     tmp_path: Path, mutant: str, figure: str
 ) -> None:
     def attempt(seed: int) -> Verdict:
@@ -98,7 +98,7 @@ def test_fault_scenario_detects_an_actor_that_reports_one_weight_version_for_a_w
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_without_the_fence_a_replaced_trainer_still_commits_its_checkpoint(tmp_path: Path) -> None:
+def test_replaced_trainer_still_commits_its_checkpoint_if_fencing_by_epoch_is_disabled(tmp_path: Path) -> None:
     for seed in range(2):
         verdict = two_trainers.play(seed, tmp_path / str(seed), mutant="unfenced", take_overs=1)
         assert "in place" in " ".join(verdict.broken), f"seed {seed} shows nothing: {verdict}"

@@ -52,9 +52,9 @@ class Timed:
         self.joins: dict[int, tuple[float, float]] = {}
 
     async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        asked, _ = self.joins.setdefault(request.generation, (time.monotonic(), 0.0))
+        requested_at, _ = self.joins.setdefault(request.generation, (time.monotonic(), 0.0))
         answer = await self._client.init_process_group(url, request)
-        self.joins[request.generation] = asked, time.monotonic()
+        self.joins[request.generation] = requested_at, time.monotonic()
         return answer
 
     async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
@@ -179,10 +179,10 @@ async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_e
             assert [await fleet.serves(url) for url in survivors] == [(1, fleet.version)] * len(survivors)
             _, *anew = sorted(fleet.control.joins.keys() - before)
             if anew:
-                asked, answered = fleet.control.joins[anew[-1]]
+                requested_at, answered = fleet.control.joins[anew[-1]]
                 assert len(anew) == 1, "one generation for the membership, one more without the dead"
-                detections.append(asked - killed[0])
-                reforms.append(answered - asked)
+                detections.append(requested_at - killed[0])
+                reforms.append(answered - requested_at)
             else:  # the engine died after the last bytes: only its commit fails, and the others need no new group
                 assert report.failed[victim].startswith("did not commit"), report
                 detections.append(ended - killed[0])

@@ -38,8 +38,8 @@ def _one_of(draw: Draw, values: Any) -> Any:
 
 
 def _spec(manifest: Manifest, draw: Draw) -> Manifest:
-    found: Manifest = _one_of(draw, manifest["layout"]["parameters"])
-    return found
+    spec: Manifest = _one_of(draw, manifest["layout"]["parameters"])
+    return spec
 
 
 def shape(manifest: Manifest, draw: Draw) -> None:
@@ -187,7 +187,7 @@ def weights() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.timeout(300)
-async def test_mutated_weight_update_manifests_are_rejected_and_the_old_version_serves() -> None:
+async def test_mutated_weight_update_manifests_are_rejected_and_the_engine_serves_its_old_weights() -> None:
     greedy = ChatCompletionRequest(
         prompt_token_ids=[3, 5], max_tokens=24, temperature=0.0, return_token_ids=True, seed=0
     )

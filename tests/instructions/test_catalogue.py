@@ -109,10 +109,10 @@ CASES = [
 
 @pytest.mark.parametrize(("id", "parameters", "follow", "do_not"), CASES, ids=[case[0] for case in CASES])
 def test_instruction_accepts_only_answers_that_follow_it(id, parameters, follow, do_not):
-    _, instruction = asked = make_instruction(id, parameters)
+    _, instruction = instructed = make_instruction(id, parameters)
     assert [text for text in follow if not instruction.follows(text)] == []
     assert [text for text in do_not if instruction.follows(text)] == []
-    assert asked.sentence[0].isupper() and "{" not in asked.sentence
+    assert instructed.sentence[0].isupper() and "{" not in instructed.sentence
 
 
 def test_every_instruction_in_the_catalogue_has_a_test_case():
@@ -275,6 +275,6 @@ def test_loose_matching_tries_eight_variants_of_the_answer():
     assert variants("a") == ["a", ""]
 
 
-def test_score_share_is_the_share_of_followed_instructions_and_score_all_is_1_only_if_all_are_followed():
+def test_score_share_is_the_fraction_of_followed_instructions_and_score_all_is_1_or_0():
     assert [Score.SHARE.of(each) for each in ([True, False], [True, True], [False])] == [0.5, 1.0, 0.0]
     assert [Score.ALL.of(each) for each in ([True, False], [True, True], [False])] == [0.0, 1.0, 0.0]

@@ -32,9 +32,9 @@ def test_every_gpu_in_the_output_of_nvidia_smi_is_listed() -> None:
 
 
 def test_instances_of_a_gpu_in_mig_mode_are_listed_as_devices() -> None:
-    found = read_devices(DIVIDED, instances=LISTING)
-    assert [device.name for device in found.each] == ["MIG-c6d4", "MIG-cba6", "1"]
-    assert found.label(0) == "GPU 0 (MIG-c6d4)"
+    detected = read_devices(DIVIDED, instances=LISTING)
+    assert [device.name for device in detected.each] == ["MIG-c6d4", "MIG-cba6", "1"]
+    assert detected.label(0) == "GPU 0 (MIG-c6d4)"
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,11 @@ def test_instances_of_a_gpu_in_mig_mode_are_listed_as_devices() -> None:
     ],
 )
 def test_only_gpus_in_cuda_visible_devices_are_listed(visible: str, devices: list[VisibleDevice]) -> None:
-    found = read_devices(TWO, visible=visible)
-    assert (list(found.each), found.origin) == (devices, Origin.VARIABLE)
-    assert "CUDA_DEVICE_ORDER" not in found.environment(range(len(devices))), "the order of the user's indices is kept"
+    detected = read_devices(TWO, visible=visible)
+    assert (list(detected.each), detected.origin) == (devices, Origin.VARIABLE)
+    assert "CUDA_DEVICE_ORDER" not in detected.environment(range(len(devices))), (
+        "the order of the user's indices is kept"
+    )
 
 
 def test_gpu_memory_is_unknown_if_gpus_differ_and_are_named_by_index() -> None:

@@ -42,7 +42,7 @@ def test_new_run_may_have_the_name_of_finished_runs(config: RunConfig) -> None:
     refuse_namesake(config, by_hand=started_by_hand)
 
 
-def test_live_run_with_the_same_name_is_found_even_if_a_number_was_added_to_its_directorys_name(
+def test_live_run_with_the_same_name_is_detected_even_if_its_directory_name_has_a_number_appended(
     config: RunConfig,
 ) -> None:
     create(config)
@@ -56,7 +56,7 @@ def test_live_run_with_the_same_name_is_found_even_if_a_number_was_added_to_its_
     refuse_namesake(config, by_hand=started_by_hand)
 
 
-def test_live_run_that_no_launcher_started_is_found_by_its_controllers_address_file(
+def test_live_run_that_no_launcher_started_is_detected_by_its_controllers_address_file(
     config: RunConfig, controller_url: str
 ) -> None:
     directory = create(config)

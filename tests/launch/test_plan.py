@@ -160,7 +160,7 @@ def test_trainer_forms_no_process_group_if_it_has_one_process_or_its_other_ranks
         assert spec_of(made, "trainer").group is None and "--set" not in spec_of(made, "trainer").argv
 
 
-def test_process_for_trackers_is_optional_and_stops_after_the_controller() -> None:
+def test_experiment_tracker_process_is_optional_and_stops_after_the_controller() -> None:
     assert "tracker" not in [spec.name for spec in _plan(_config()).specs]
     made = _plan(_config(trackers={"tensorboard": True}))
     tracker = spec_of(made, "tracker")

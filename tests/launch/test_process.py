@@ -33,9 +33,9 @@ def test_stream_server_is_healthy_once_it_answers_ping_with_its_password(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"+OK\r\n", b"+OK\r\n-LOADING Redis is loading the dataset in memory\r\n", b"SSH-2.0\r\n"]
+    "reply", [b"", b"+OK\r\n", b"+OK\r\n-LOADING Redis is loading the dataset in memory\r\n", b"SSH-2.0\r\n"]
 )
-def test_stream_server_that_gives_no_valid_answer_is_not_healthy(tmp_path: Path, said: bytes) -> None:
+def test_stream_server_that_gives_no_valid_answer_is_not_healthy(tmp_path: Path, reply: bytes) -> None:
     (tmp_path / "password").write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -43,7 +43,7 @@ def test_stream_server_that_gives_no_valid_answer_is_not_healthy(tmp_path: Path,
             connected, _ = listening.accept()
             with connected:
                 connected.recv(100)
-                connected.sendall(said)
+                connected.sendall(reply)
 
         answering = threading.Thread(target=answer)
         answering.start()
@@ -68,7 +68,7 @@ def test_process_that_dies_only_after_long_uptimes_never_spends_its_restart_budg
     assert budget.deaths == 100 and budget.unforgiven < 2.0
 
 
-def test_process_that_dies_more_often_than_deaths_are_forgiven_spends_its_restart_budget() -> None:
+def test_process_that_dies_faster_than_uptime_earns_restarts_spends_its_restart_budget() -> None:
     budget = RestartBudget(3)
     while not budget.is_spent_by(FORGIVEN_EVERY_S / 2):
         budget.died(FORGIVEN_EVERY_S / 2)

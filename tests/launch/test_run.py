@@ -25,6 +25,6 @@ def test_launcher_does_not_advise_to_resume_a_run_that_failed_before_its_trainer
     console = Console(file=StringIO(), width=200)
     refused = RunResult(RunOutcome.FAILED, "controller ended (exit status 2): no checkpoint is whole")
     show_end(refused, RunDirectory(tmp_path, load("tiny")), events, console)
-    said = console.file.getvalue()
-    assert ("--resume" in said) is advised
-    assert said.endswith("failed: controller ended (exit status 2): no checkpoint is whole\n")
+    output = console.file.getvalue()
+    assert ("--resume" in output) is advised
+    assert output.endswith("failed: controller ended (exit status 2): no checkpoint is whole\n")

@@ -125,8 +125,8 @@ def changed(run_dir: Path, *overrides: str) -> list[str]:
 
 
 def test_recipe_change_on_resume_is_recorded_with_its_step(run_dir: Path) -> None:
-    said = changed(run_dir, "run.steps=45", "optimizer.learning_rate=1e-5", "staleness.k=4", "domains.e.weight=0.5")
-    assert [line.partition(" (was")[0] for line in said] == [
+    output = changed(run_dir, "run.steps=45", "optimizer.learning_rate=1e-5", "staleness.k=4", "domains.e.weight=0.5")
+    assert [line.partition(" (was")[0] for line in output] == [
         "resumed at step 3: domains.e.weight = 0.5",
         "resumed at step 3: optimizer.learning_rate = 1e-05",
         "resumed at step 3: run.steps = 45",

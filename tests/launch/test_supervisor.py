@@ -45,10 +45,10 @@ def _spec(name: str, code: str, *arguments: object, **rest: object) -> ProcessSp
 
 
 def _run(specs: list[ProcessSpec], run_dir: Path, **rest: object) -> tuple[RunResult, list[str]]:
-    said: list[str] = []
+    messages: list[str] = []
     options: dict[str, object] = {"start_timeout_s": PATIENCE_S, "grace_s": SOON_S, "tick_every_s": 0.02, **rest}
-    supervisor = Supervisor(Plan(tuple(specs)), run_dir, announce=said.append, **options)  # type: ignore[arg-type]
-    return supervisor.run(), said
+    supervisor = Supervisor(Plan(tuple(specs)), run_dir, announce=messages.append, **options)  # type: ignore[arg-type]
+    return supervisor.run(), messages
 
 
 def _alive(pid: int) -> bool:
@@ -73,8 +73,8 @@ def test_run_that_completes_leaves_no_process_behind(tmp_path: Path) -> None:
     service = _spec("service", f"import os; open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n" + SERVE, port,
                     health=f"http://127.0.0.1:{port}/health")  # fmt: skip
     main = _spec("main", "print('worked')", after=("service",), on_exit=OnExit.COMPLETE)
-    result, said = _run([service, main], tmp_path)
-    assert (result.outcome, result.exit_status, said) == (RunOutcome.COMPLETED, 0, [])
+    result, messages = _run([service, main], tmp_path)
+    assert (result.outcome, result.exit_status, messages) == (RunOutcome.COMPLETED, 0, [])
     assert (tmp_path / "logs" / "main.log").read_text() == "worked\n"
     assert not _alive(int(pid_file.read_text()))
     assert is_free(port)
@@ -84,19 +84,21 @@ def test_supervisor_starts_a_process_only_when_its_dependencies_are_healthy(tmp_
     (port,) = free_ports(1)
     slow = _spec("slow", "import time; time.sleep(0.4)\n" + SERVE, port, health=f"http://127.0.0.1:{port}/")
     probe = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
-    result, said = _run([slow, _spec("main", probe, after=("slow",), on_exit=OnExit.COMPLETE, restarts=0)], tmp_path)
-    assert (result.outcome, said) == (RunOutcome.COMPLETED, [])
+    result, messages = _run(
+        [slow, _spec("main", probe, after=("slow",), on_exit=OnExit.COMPLETE, restarts=0)], tmp_path
+    )
+    assert (result.outcome, messages) == (RunOutcome.COMPLETED, [])
 
 
 def test_run_fails_with_the_end_of_a_processs_log_when_its_restart_budget_is_spent(tmp_path: Path) -> None:
     flaky = _spec("flaky", f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); print('no luck'); raise SystemExit(3)",
                   restarts=2)  # fmt: skip
-    result, said = _run([flaky], tmp_path)
+    result, messages = _run([flaky], tmp_path)
     assert result.outcome is RunOutcome.FAILED
     assert "flaky ended (exit status 3) after 2 restarts, its whole budget" in result.message
     assert "    no luck" in result.message
     assert (tmp_path / "starts").read_text() == "xxx"
-    assert said == [
+    assert messages == [
         "flaky ended (exit status 3); restarting it in 0.5 s (1 of 2)",
         "flaky ended (exit status 3); restarting it in 1 s (2 of 2)",
     ]
@@ -109,9 +111,9 @@ def test_supervisor_restarts_a_killed_process(tmp_path: Path) -> None:
         "if m.exists(): raise SystemExit(0)\n"
         "m.touch(); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    result, said = _run([_spec("main", code, on_exit=OnExit.COMPLETE)], tmp_path)
+    result, messages = _run([_spec("main", code, on_exit=OnExit.COMPLETE)], tmp_path)
     assert result.outcome is RunOutcome.COMPLETED
-    assert said == ["main ended (killed by SIGKILL); restarting it in 0.5 s (1 of 3)"]
+    assert messages == ["main ended (killed by SIGKILL); restarting it in 0.5 s (1 of 3)"]
 
 
 def test_all_processes_of_a_group_are_restarted_if_one_of_them_dies(tmp_path: Path) -> None:
@@ -129,10 +131,10 @@ def test_all_processes_of_a_group_are_restarted_if_one_of_them_dies(tmp_path: Pa
         _spec("apart", begin + "time.sleep(60)", tmp_path, "apart"),
         _spec("main", begin + "begun(2, 'rank-0', 'rank-1')", tmp_path, "main", on_exit=OnExit.COMPLETE),
     ]
-    result, said = _run(specs, tmp_path)
+    result, messages = _run(specs, tmp_path)
     assert result.outcome is RunOutcome.COMPLETED
     died = "rank-1 ended (exit status 1); restarting it in 0.5 s (1 of 3)"
-    assert said == [died, "restarting rank-0 with it"]
+    assert messages == [died, "restarting rank-0 with it"]
     assert (tmp_path / "apart").read_text() == "x"
 
 
@@ -153,10 +155,10 @@ def test_finished_process_is_restarted_if_another_process_of_its_group_fails(tmp
         _spec("rank-1", done, **group),
         _spec("main", main, on_exit=OnExit.COMPLETE),
     ]
-    result, said = _run(specs, tmp_path)
+    result, messages = _run(specs, tmp_path)
     assert result.outcome is RunOutcome.COMPLETED
     died = "rank-0 ended (exit status 1); restarting it in 0.5 s (1 of 3)"
-    assert said == [died, "restarting rank-1 with it"]
+    assert messages == [died, "restarting rank-1 with it"]
 
 
 def test_supervisor_does_not_restart_a_process_that_finished_its_work(tmp_path: Path) -> None:
@@ -164,18 +166,18 @@ def test_supervisor_does_not_restart_a_process_that_finished_its_work(tmp_path: 
     done = _spec("trainer", f"open({str(starts)!r}, 'a').write('x')", on_exit=OnExit.DONE)
     wait = f"import os, time\nwhile not os.path.exists({str(starts)!r}): time.sleep(0.01)\ntime.sleep(1.0)"
     main = _spec("main", wait, on_exit=OnExit.COMPLETE)
-    result, said = _run([done, main], tmp_path)
-    assert (result.outcome, said, starts.read_text()) == (RunOutcome.COMPLETED, [], "x")
+    result, messages = _run([done, main], tmp_path)
+    assert (result.outcome, messages, starts.read_text()) == (RunOutcome.COMPLETED, [], "x")
 
 
 def test_supervisor_does_not_restart_a_process_that_exits_with_a_user_error(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     line = '{"level": "error", "message": "port taken", "time": 1}'
-    result, said = _run([_spec("engine-0", f"print({line!r}); raise SystemExit(2)", restarts=9)], tmp_path)
+    result, messages = _run([_spec("engine-0", f"print({line!r}); raise SystemExit(2)", restarts=9)], tmp_path)
     assert result.outcome is RunOutcome.FAILED
     assert result.message.startswith("engine-0 ended (exit status 2); its log ")
     assert result.message.endswith("    error: port taken")
-    assert said == []
+    assert messages == []
     assert is_free(port)
 
 
@@ -212,11 +214,11 @@ def test_ctrl_c_stops_processes_in_order_and_prints_the_resume_command(tmp_path:
             os.kill(os.getpid(), signal.SIGINT)
 
     specs = [polite("c", 2), polite("a", 0), polite("b", 1)]
-    result, said = _run(specs, tmp_path, on_tick=interrupt_when_ready, tick_every_s=0.5)
+    result, messages = _run(specs, tmp_path, on_tick=interrupt_when_ready, tick_every_s=0.5)
     assert (result.outcome, result.exit_status) == (RunOutcome.STOPPED, 130)
     assert result.message == f"resume with: pipelinerl run --resume {tmp_path}"
     assert order.read_text() == "abc"
-    assert said == ["stopping; press Ctrl-C again to kill at once"]
+    assert messages == ["stopping; press Ctrl-C again to kill at once"]
 
 
 def _interrupted_run(
@@ -224,11 +226,11 @@ def _interrupted_run(
 ) -> tuple[RunResult, list[str]]:
     """Run a supervisor with one process, whose end completes the run; send SIGINT when the process has printed."""
     log = tmp_path / "logs" / "main.log"
-    told = [0]
+    interrupts_sent = [0]
 
     def interrupt() -> None:
-        if log.exists() and log.read_text() and told[0] < interrupts:
-            told[0] += 1
+        if log.exists() and log.read_text() and interrupts_sent[0] < interrupts:
+            interrupts_sent[0] += 1
             os.kill(os.getpid(), signal.SIGINT)
 
     spec = _spec("main", main, on_exit=OnExit.COMPLETE)
@@ -236,20 +238,20 @@ def _interrupted_run(
 
 
 def test_run_saves_its_state_on_ctrl_c_before_it_stops(tmp_path: Path) -> None:
-    asked = tmp_path / "asked"
+    suspend_file = tmp_path / "asked"
     main = (
         "import pathlib, time\nprint('up', flush=True)\n"
-        f"while not pathlib.Path({str(asked)!r}).exists(): time.sleep(0.01)"
+        f"while not pathlib.Path({str(suspend_file)!r}).exists(): time.sleep(0.01)"
     )
 
     def suspend() -> bool:
-        asked.touch(exist_ok=False)  # raises if `suspend` is called twice
+        suspend_file.touch(exist_ok=False)  # raises if `suspend` is called twice
         return True
 
-    result, said = _interrupted_run(tmp_path, main, suspend=suspend)
+    result, messages = _interrupted_run(tmp_path, main, suspend=suspend)
     assert (result.outcome, result.exit_status) == (RunOutcome.STOPPED, 130)
     assert result.message == f"resume with: pipelinerl run --resume {tmp_path}"
-    assert said[0].startswith("saving; press Ctrl-C again to kill at once")
+    assert messages[0].startswith("saving; press Ctrl-C again to kill at once")
 
 
 @pytest.mark.parametrize(
@@ -265,9 +267,9 @@ def test_run_that_does_not_save_in_time_is_stopped(
     tmp_path: Path, hears: bool, interrupts: int, save_s: float, says: str
 ) -> None:
     main = f"print('up', flush=True)\n{SLEEP}"
-    result, said = _interrupted_run(tmp_path, main, suspend=lambda: hears, interrupts=interrupts, save_s=save_s)
+    result, messages = _interrupted_run(tmp_path, main, suspend=lambda: hears, interrupts=interrupts, save_s=save_s)
     assert result.outcome is RunOutcome.STOPPED
-    assert any(line.startswith(says) for line in said), said
+    assert any(line.startswith(says) for line in messages), messages
 
 
 def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
@@ -275,9 +277,9 @@ def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path:
     main = f"import pathlib, time\nwhile not pathlib.Path({str(log)!r}).read_text(): time.sleep(0.01)"
     specs = [_spec("stubborn", STUBBORN), _spec("main", main, on_exit=OnExit.COMPLETE)]
     start = time.monotonic()
-    result, said = _run(specs, tmp_path, grace_s=0.3)
+    result, messages = _run(specs, tmp_path, grace_s=0.3)
     assert result.outcome is RunOutcome.COMPLETED
-    assert said == ["stubborn did not stop within 0.3 s; killing it"]
+    assert messages == ["stubborn did not stop within 0.3 s; killing it"]
     assert time.monotonic() - start < SOON_S
 
 
@@ -287,8 +289,8 @@ def test_process_with_a_longer_grace_period_of_its_own_may_finish_its_work(tmp_p
 signal.pause()\ntime.sleep(1.0)\nprint('done', flush=True)"""
     main = f"import pathlib, time\nwhile not pathlib.Path({str(log)!r}).read_text(): time.sleep(0.01)"
     specs = [_spec("slow", slow, grace_s=SOON_S), _spec("main", main, on_exit=OnExit.COMPLETE)]
-    _, said = _run(specs, tmp_path, grace_s=0.1)
-    assert said == [] and log.read_text().split() == ["up", "done"]
+    _, messages = _run(specs, tmp_path, grace_s=0.1)
+    assert messages == [] and log.read_text().split() == ["up", "done"]
 
 
 def test_second_ctrl_c_kills_all_processes_without_waiting(tmp_path: Path) -> None:
@@ -368,7 +370,7 @@ def test_supervised_process_runs_only_on_the_cpu_cores_in_its_specification(tmp_
     assert (tmp_path / "logs" / "main.log").read_text() == f"[{core}]\n"
 
 
-def test_free_ports_are_distinct_and_detected_when_taken() -> None:
+def test_free_ports_are_distinct_and_a_port_in_use_does_not_count_as_free() -> None:
     ports = free_ports(8)
     assert len(set(ports)) == 8
     assert all(is_free(port) for port in ports)
@@ -388,11 +390,11 @@ def _changing(run_dir: Path, script: Callable[[Supervisor, list[str]], bool]) ->
     seen = run_dir / "seen"
     wait = f"import os, time\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.01)"
     main = _spec("main", wait, on_exit=OnExit.COMPLETE)
-    said: list[str] = []
+    messages: list[str] = []
     supervisor: Supervisor
 
     def tick() -> None:
-        if script(supervisor, said):
+        if script(supervisor, messages):
             seen.touch()
 
     supervisor = Supervisor(
@@ -400,11 +402,11 @@ def _changing(run_dir: Path, script: Callable[[Supervisor, list[str]], bool]) ->
         run_dir,
         start_timeout_s=PATIENCE_S,
         grace_s=0.5,
-        announce=said.append,
+        announce=messages.append,
         on_tick=tick,
         tick_every_s=0.02,
     )
-    return supervisor.run(), said
+    return supervisor.run(), messages
 
 
 def test_process_can_be_added_to_and_stopped_in_a_live_run(tmp_path: Path) -> None:
@@ -421,9 +423,9 @@ def test_process_can_be_added_to_and_stopped_in_a_live_run(tmp_path: Path) -> No
             supervisor.stop_engine("nobody")
         return bool(seen) and "spare" not in supervisor.pids
 
-    result, said = _changing(tmp_path, script)
+    result, messages = _changing(tmp_path, script)
     assert result.outcome is RunOutcome.COMPLETED and not _alive(seen[0])
-    assert said == ["starting spare", "stopping spare"], "a stop on request does not count as a death"
+    assert messages == ["starting spare", "stopping spare"], "a stop on request does not count as a death"
 
 
 def test_stopped_process_that_ignores_sigterm_is_killed_while_the_run_continues(tmp_path: Path) -> None:
@@ -445,15 +447,15 @@ def test_stopped_process_that_ignores_sigterm_is_killed_while_the_run_continues(
 def test_run_continues_if_a_process_that_was_added_to_it_fails(tmp_path: Path) -> None:
     broken = _spec("spare", "print('no such type'); raise SystemExit(2)", on_exit=OnExit.SPARE)
 
-    def script(supervisor: Supervisor, said: list[str]) -> bool:
-        if not said and not supervisor.knows("spare"):
+    def script(supervisor: Supervisor, messages: list[str]) -> bool:
+        if not messages and not supervisor.knows("spare"):
             supervisor.add(broken)
-        return len(said) == 2
+        return len(messages) == 2
 
-    result, said = _changing(tmp_path, script)
+    result, messages = _changing(tmp_path, script)
     assert result.outcome is RunOutcome.COMPLETED
-    assert said[1].startswith("the run continues without spare: spare ended (exit status 2); its log")
-    assert "no such type" in said[1]
+    assert messages[1].startswith("the run continues without spare: spare ended (exit status 2); its log")
+    assert "no such type" in messages[1]
 
 
 def test_adding_a_process_whose_name_is_in_use_is_rejected(tmp_path: Path) -> None:
@@ -467,16 +469,16 @@ def test_process_waits_until_its_dependency_on_another_host_is_healthy(tmp_path:
     address = f"http://127.0.0.1:{port}/"
     main = _spec("main", "print('worked')", after=("elsewhere",), on_exit=OnExit.COMPLETE)
     plan = Plan((main,), {"elsewhere": address})
-    said: list[str] = []
+    messages: list[str] = []
     with subprocess.Popen([sys.executable, "-S", "-E", "-c", SERVE, str(port)]) as other:
         try:
-            options: dict[str, object] = {"start_timeout_s": PATIENCE_S, "grace_s": SOON_S, "announce": said.append}
+            options: dict[str, object] = {"start_timeout_s": PATIENCE_S, "grace_s": SOON_S, "announce": messages.append}
             result = Supervisor(plan, tmp_path, **options).run()  # type: ignore[arg-type]
         finally:
             other.kill()
-    assert (result.outcome, said) == (RunOutcome.COMPLETED, [])
+    assert (result.outcome, messages) == (RunOutcome.COMPLETED, [])
     assert (tmp_path / "logs" / "main.log").read_text() == "worked\n"
-    late = Supervisor(plan, tmp_path, start_timeout_s=0.0, grace_s=SOON_S, announce=said.append).run()
+    late = Supervisor(plan, tmp_path, start_timeout_s=0.0, grace_s=SOON_S, announce=messages.append).run()
     assert late.outcome is RunOutcome.FAILED
     assert late.message.startswith(f"main waits for elsewhere, which did not answer {address} within 0 s")
 
@@ -488,11 +490,13 @@ def test_run_failure_on_another_host_is_reported_before_processes_stop(tmp_path:
         if supervisor.pids:
             supervisor.end(RunOutcome.FAILED, "on host b: no room")
 
-    def told(result: RunResult) -> None:
+    def report(result: RunResult) -> None:
         pids.extend(pid for pid in supervisor.pids.values() if _alive(pid))
 
     plan = Plan((_spec("main", SLEEP),))
-    supervisor = Supervisor(plan, tmp_path, grace_s=SOON_S, announce=print, on_tick=tick, tick_every_s=0.0, on_end=told)
+    supervisor = Supervisor(
+        plan, tmp_path, grace_s=SOON_S, announce=print, on_tick=tick, tick_every_s=0.0, on_end=report
+    )
     assert supervisor.run() == RunResult(RunOutcome.FAILED, "on host b: no room")
     assert len(pids) == 1 and not _alive(pids[0])
 
@@ -550,14 +554,14 @@ def test_engine_added_during_a_run_never_gets_the_port_of_a_dead_process(tmp_pat
 
 
 def test_failed_engine_is_reported_as_long_as_the_controller_requests_it(tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
-    staff = EngineProcesses(supervisor, LAUNCH, give_up=told.append)
+    staff = EngineProcesses(supervisor, LAUNCH, give_up=reported.append)
     staff.follow(status("engine-1"))
     supervisor._fail(supervisor._processes["engine-1"], "it has no model")
     for latest in (*[status("engine-1")] * 2, status("engine-1", to_stop=("engine-1",)), status()):
         staff.follow(latest)
-    assert told == ["engine-1"] * 2
+    assert reported == ["engine-1"] * 2
 
 
 def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, EngineProcesses, list[str], list[str]]:

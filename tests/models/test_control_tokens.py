@@ -93,9 +93,9 @@ CONTROL = {"tiny": SPECIAL_TOKENS, "chatml": CHATML_TOKENS, "llama": LLAMA_TOKEN
 def own(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> list[int]:
     """Return the token ids to which transformers encodes the chat with the tokenizer's chat template."""
     turns = [{"role": message.role, "content": message.content} for message in messages]
-    found = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert isinstance(found, list)
-    return found
+    rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert isinstance(rendered, list)
+    return rendered
 
 
 def structure(name: str, ids: list[int]) -> list[str]:
@@ -296,10 +296,10 @@ def test_private_use_characters_in_contents_never_become_control_tokens() -> Non
 
 
 @given(st.text("<|>ab", max_size=12))
-def test_overlapping_control_tokens_in_a_text_are_all_found(content: str) -> None:
+def test_all_overlapping_control_tokens_in_a_text_are_detected(content: str) -> None:
     texts = ("<|a|>", "<|", "|><", "a")
-    found = Spellings(texts).starts(content)
-    assert found == [at for at in range(len(content)) if content.startswith(texts, at)]
+    starts = Spellings(texts).starts(content)
+    assert starts == [at for at in range(len(content)) if content.startswith(texts, at)]
     assert Spellings(()).starts(content) == []
 
 

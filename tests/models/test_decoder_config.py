@@ -25,13 +25,13 @@ def read(folder, table):
 
 
 def test_biases_and_norms_of_each_model_family_are_read_from_its_config(tmp_path):
-    found = {}
+    features = {}
     for config in (Qwen2Config(**SIZES), Qwen3Config(**SIZES), LlamaConfig(**SIZES, attention_bias=True)):
         config.save_pretrained(tmp_path)
         decoder = read_config(tmp_path)
         switches = (decoder.qkv_bias, decoder.output_bias, decoder.qk_norm, decoder.head_dim, decoder.tied)
-        found[decoder.model_type] = switches
-    assert found == {
+        features[decoder.model_type] = switches
+    assert features == {
         "qwen2": (True, False, False, 8, False),
         "qwen3": (False, False, True, 128, False),
         "llama": (True, True, False, 8, False),

@@ -152,7 +152,7 @@ def test_jax_decoder_rejects_a_damaged_weight_file(saved):
 
 
 @pytest.mark.parametrize(
-    ("before", "share", "asked_of_xla"),
+    ("before", "share", "passed_to_xla"),
     [
         ({}, 0.45, 0.45),
         ({}, None, None),
@@ -161,7 +161,7 @@ def test_jax_decoder_rejects_a_damaged_weight_file(saved):
     ],
 )
 def test_memory_share_of_the_recipe_is_passed_to_xla_unless_the_environment_sets_it(
-    before: dict[str, str], share: float | None, asked_of_xla: float | None, monkeypatch: pytest.MonkeyPatch
+    before: dict[str, str], share: float | None, passed_to_xla: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     xla_client = pytest.importorskip("jaxlib.xla_client")
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
@@ -170,4 +170,4 @@ def test_memory_share_of_the_recipe_is_passed_to_xla_unless_the_environment_sets
     for name, value in before.items():
         monkeypatch.setenv(name, value)
     bound_memory(share)
-    assert xla_client.generate_pjrt_gpu_plugin_options().get("memory_fraction") == asked_of_xla
+    assert xla_client.generate_pjrt_gpu_plugin_options().get("memory_fraction") == passed_to_xla

@@ -65,7 +65,7 @@ def test_splash_attention_and_gradients_equal_dense_attention(columns, heads, wi
         pytest.param(2, id="fused backward kernel", marks=pytest.mark.slow),
     ],
 )
-def test_tpu_interpreter_computes_the_same_row_with_several_blocks(most, monkeypatch):
+def test_splash_attention_over_several_blocks_equals_dense_attention_in_the_tpu_interpreter(most, monkeypatch):
     monkeypatch.setattr(jax_splash, "_BLOCK", 128)
     monkeypatch.setattr(jax_splash, "_MOST_PARTIAL_GRADIENTS", most)
     assert block_sizes(256).use_fused_bwd_kernel is (most == 2)
@@ -90,7 +90,7 @@ def test_splash_attention_in_bf16_is_close_to_dense_attention(interpreted):
 
 
 @pytest.mark.parametrize("columns", [1024, 4096])
-def test_blocks_above_the_diagonal_are_not_computed(columns):
+def test_splash_attention_skips_blocks_above_the_diagonal(columns):
     kernel = causal_kernel(columns, 2)
     for info in (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info):
         if info is not None:  # with a fused backward pass, the kernel of keys computes the gradient of queries, too

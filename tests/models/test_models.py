@@ -150,22 +150,27 @@ def test_decoding_encoded_text_gives_exactly_the_same_text(directory):
 
 @pytest.mark.parametrize("declared", sorted(tokenizer._PLAIN_CLASSES))
 @pytest.mark.parametrize("model_type", sorted(tokenizer._TAKEN_AT_THEIR_WORD))
-def test_tokenizer_of_a_plain_class_equals_that_of_transformers_auto_class(directory, model_type, declared):
+def test_tokenizer_declared_with_a_generic_class_equals_that_loaded_by_auto_tokenizer(directory, model_type, declared):
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     rewrite(directory / "tokenizer_config.json", tokenizer_class=declared)
-    taken, asked = (reader.from_pretrained(str(directory)) for reader in (tokenizer._reader(directory), AutoTokenizer))
-    assert tokenizer._reader(directory) is PreTrainedTokenizerFast and type(taken) is type(asked)
-    assert taken.backend_tokenizer.to_str() == asked.backend_tokenizer.to_str()
-    assert taken.special_tokens_map == asked.special_tokens_map and taken.chat_template == asked.chat_template
+    taken, by_auto_class = (
+        reader.from_pretrained(str(directory)) for reader in (tokenizer._reader(directory), AutoTokenizer)
+    )
+    assert tokenizer._reader(directory) is PreTrainedTokenizerFast and type(taken) is type(by_auto_class)
+    assert taken.backend_tokenizer.to_str() == by_auto_class.backend_tokenizer.to_str()
+    assert (
+        taken.special_tokens_map == by_auto_class.special_tokens_map
+        and taken.chat_template == by_auto_class.chat_template
+    )
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "phi3", "mistral", "of_a_fork"])
-def test_tokenizer_of_a_model_type_that_is_not_listed_is_loaded_by_transformers_auto_class(directory, model_type):
+def test_tokenizer_of_a_model_type_that_is_not_listed_is_loaded_by_auto_tokenizer(directory, model_type):
     rewrite(directory / "config.json", model_type=model_type)
     assert tokenizer._reader(directory) is AutoTokenizer
 
 
-def test_tokenizer_of_a_special_class_is_loaded_by_transformers_auto_class(directory):
+def test_tokenizer_declared_with_a_model_specific_class_is_loaded_by_auto_tokenizer(directory):
     rewrite(directory / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
     assert tokenizer._reader(directory) is AutoTokenizer
 

@@ -36,13 +36,13 @@ def both(path: Path) -> tuple[ChatTokenizer, ChatTokenizer]:
 
 def answers(tokenizer: ChatTokenizer, turns: list[Message]) -> list[list[int] | str]:
     """Encode the whole chat, and the first message's text; return the tokens of each, or its error message."""
-    found: list[list[int] | str] = []
+    results: list[list[int] | str] = []
     for encode in (lambda: tokenizer.encode_chat(turns), lambda: tokenizer.encode(turns[0].content)):
         try:
-            found.append(encode())
+            results.append(encode())
         except ModelError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 @pytest.fixture(scope="module", params=["tiny_rlvr", "tiny_speller", "words", "characters"])
@@ -84,13 +84,13 @@ def test_chat_template_has_the_same_functions_and_variables_as_in_transformers(
     (copied / "chat_template.jinja").write_text(template)
     turns = [{"role": "user", "content": "é<a>'"}]
     for chat in (Chat(turns=turns), Chat(turns=turns, tools=[{"type": "function", "function": {"name": "é<a>"}}])):
-        found = []
+        results = []
         for tokenizer in both(copied):
             try:
-                found.append(tokenizer._render(chat, True))
+                results.append(tokenizer._render(chat, True))
             except ModelError as error:
-                found.append(str(error))
-        assert found[0] == found[1] and found[0]
+                results.append(str(error))
+        assert results[0] == results[1] and results[0]
 
 
 def test_plain_tokenizer_leaves_template_variables_and_saving_to_transformers(path: Path, tmp_path: Path) -> None:

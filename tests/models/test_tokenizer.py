@@ -56,7 +56,7 @@ def test_quick_check_of_a_chat_template_rejects_the_same_chats_as_the_tokenizer(
 ) -> None:
     path = model_with(tmp_path, template)
 
-    def said(path: Path, quick: bool) -> str:
+    def error_of(path: Path, quick: bool) -> str:
         try:
             if quick:
                 refuse_unrenderable(path, messages, given)
@@ -66,7 +66,7 @@ def test_quick_check_of_a_chat_template_rejects_the_same_chats_as_the_tokenizer(
             return str(error)
         return ""
 
-    assert said(path, quick=True) == said(path, quick=False)
+    assert error_of(path, quick=True) == error_of(path, quick=False)
 
 
 def test_chat_template_in_a_separate_file_takes_precedence_over_the_one_in_the_tokenizer_config(tmp_path: Path) -> None:

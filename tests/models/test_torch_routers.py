@@ -65,9 +65,11 @@ def test_router_gets_a_gradient_when_its_choice_of_experts_is_replayed(model: An
 def test_parameter_shapes_read_from_a_directory_equal_those_of_the_loaded_model(model: Any, tmp_path: Path) -> None:
     """In files, each expert has matrices of its own; in a loaded model, a layer has all experts in two parameters."""
     model.save_pretrained(tmp_path)
-    found = read_shape(tmp_path).parameters
+    read_shapes = read_shape(tmp_path).parameters
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    renamed = {name.replace(".block_sparse_moe.", ".mlp.").removeprefix("model."): each for name, each in found.items()}
+    renamed = {
+        name.replace(".block_sparse_moe.", ".mlp.").removeprefix("model."): each for name, each in read_shapes.items()
+    }
     assert renamed == shapes
     assert read_shape(tmp_path).largest == max(parameter.numel() for parameter in model.parameters())
 

@@ -50,7 +50,7 @@ def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSe
     )
 
 
-def test_domain_with_reward_in_the_target_range_gets_only_rehearsal_until_its_reward_falls_below_it() -> None:
+def test_domain_in_its_target_reward_range_gets_fewer_demonstrations_until_its_reward_falls() -> None:
     checks: list[DomainProgress] = []
     rewards = [{"a": 0.4, "b": 0.1}, {"a": 0.2, "b": 0.1}, {"a": 0.4, "b": 0.5}]
     model, last = warm_start_domains(settings(*rewards), checks.append)
@@ -97,8 +97,8 @@ def test_answers_sampled_in_the_warm_start_follow_the_models_probabilities_in_an
             chances = model(input_ids=torch.tensor([own.encode_chat(each.messages)])).logits[0, -1].softmax(-1)
         for token in chances.topk(3).indices.tolist():
             text = "" if token in own.eos_token_ids else own.decode([token])
-            found = answers[place::2].count(text) / 1500
-            assert found == pytest.approx(float(chances[token]), abs=0.045), (each.problem_id, text)
+            share = answers[place::2].count(text) / 1500
+            assert share == pytest.approx(float(chances[token]), abs=0.045), (each.problem_id, text)
 
 
 def test_sampling_in_the_warm_start_continues_until_the_end_token_or_max_tokens() -> None:

@@ -97,7 +97,7 @@ def random_rollouts(seed: int, count: int) -> list[list[Token]]:
 
 def slow_causes(rollouts: list[list[Token]]) -> dict[str, list[list[Token]]]:
     """Return the sampled tokens by the cause of their mismatch: for each cause, a list of tokens per rollout."""
-    found: dict[str, list[list[Token]]] = {"numerics": [], "cache": [], "staleness": []}
+    by_cause: dict[str, list[list[Token]]] = {"numerics": [], "cache": [], "staleness": []}
     for rollout in rollouts:
         of: dict[str, list[Token]] = defaultdict(list)
         begun_by: int | None = None
@@ -111,8 +111,8 @@ def slow_causes(rollouts: list[list[Token]]) -> dict[str, list[list[Token]]]:
             else:
                 of["numerics" if begun_by == HELD else "cache"].append(token)
         for cause, tokens in of.items():
-            found[cause].append(tokens)
-    return found
+            by_cause[cause].append(tokens)
+    return by_cause
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -148,8 +148,8 @@ def test_logprob_mismatch_metrics_by_cause_agree_with_a_loop_over_tokens(seed: i
             "contradictions": np.mean([each.max() > 0.5 for each in probabilities]),
         }
         here = f"{prefix}_{cause}_"
-        found = {name.removeprefix(here): value for name, value in got.items() if name.startswith(here)}
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        metrics = {name.removeprefix(here): value for name, value in got.items() if name.startswith(here)}
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
 def test_shares_of_clipped_tokens_by_token_age_match_manual_values() -> None:
@@ -164,7 +164,7 @@ def test_shares_of_clipped_tokens_by_token_age_match_manual_values() -> None:
     assert sum(name.startswith("age_") for name in got) == 2 * len(shares)
 
 
-def test_logprob_mismatch_metrics_are_omitted_without_trained_tokens_versions_or_old_logprobs() -> None:
+def test_logprob_mismatch_metrics_that_need_missing_versions_or_old_logprobs_are_omitted() -> None:
     batch, logprobs = micro_batch([[Token(None), Token(HELD, -1.0, -1.1)]])
     idle = replace(batch, loss_mask=np.zeros(2, bool))
     assert sampled_tokens([], []) is None and sampled_tokens([idle], [logprobs]) is None

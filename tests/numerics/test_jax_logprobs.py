@@ -48,7 +48,7 @@ def test_jax_logprobs_and_gradients_do_not_depend_on_the_number_of_pieces_of_the
 
 @pytest.mark.parametrize("row_shards", [1, 3])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_unneeded_tokens_change_neither_results_nor_gradients_of_needed_ones(share, row_shards):
+def test_tokens_without_needed_logprobs_change_neither_results_nor_gradients_of_other_tokens(share, row_shards):
     hidden, head, tokens, temperatures = columns()
     needed = generator(2, "jax_logprobs").uniform(size=(R, C)) < share
 
@@ -71,7 +71,7 @@ def test_unneeded_tokens_change_neither_results_nor_gradients_of_needed_ones(sha
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_only_pieces_with_needed_tokens_are_computed():
+def test_only_pieces_that_contain_tokens_with_needed_logprobs_are_computed():
     hidden, head, tokens, temperatures = columns()
     needed = EVERY & (np.arange(C) % 8 == 5)
     (got,) = token_predictions(hidden, head, tokens, temperatures, needed, logits_at_once=4 * R * V, row_shards=R)
@@ -79,7 +79,7 @@ def test_only_pieces_with_needed_tokens_are_computed():
     assert np.count_nonzero(got) == 4 * R, "one of four pieces in each of three shards"
 
 
-def test_gradient_of_a_bf16_head_does_not_lose_small_pieces():
+def test_bf16_gradient_of_the_output_layer_keeps_its_precision_if_computed_in_small_pieces():
     length = 512
     hidden = jnp.full((1, length, D), 0.5, jnp.bfloat16)
     head, tokens = jnp.zeros((V, D), jnp.bfloat16), np.zeros((1, length), int)

@@ -68,28 +68,28 @@ def head_gradients(dtype, pieces, *, vocab=600, width=32, count=256, bias=False)
     return [hidden.grad, *(each.grad for each in head.parameters())]
 
 
-def error(found, expected):
-    assert found.dtype is torch.float32
-    return float((found - expected).norm() / expected.norm())
+def error(actual, expected):
+    assert actual.dtype is torch.float32
+    return float((actual - expected).norm() / expected.norm())
 
 
 def test_bf16_gradient_of_the_output_layer_does_not_lose_precision_if_computed_in_more_pieces():
     """If gradients were not summed in fp32, the error would double from 1 piece to 128."""
     expected = head_gradients(torch.float32, 1, bias=True)
     for pieces in (1, 2, 38, 128):
-        found = head_gradients(torch.bfloat16, pieces, bias=True)
-        assert max(map(error, found, expected)) <= 0.003, pieces
+        actual = head_gradients(torch.bfloat16, pieces, bias=True)
+        assert max(map(error, actual, expected)) <= 0.003, pieces
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_gpus_and_the_cpus_way_of_summing_gradient_products_agree(device):
+def test_gpu_and_cpu_methods_of_summing_bf16_gradient_products_agree(device):
     """Both ways run on a CPU here; `device` only selects the way of summing."""
     draw = torch.Generator().manual_seed(0)
     pairs = [[torch.randn(4, width, generator=draw).bfloat16() for width in (9, 5)] for _ in range(64)]
-    found = _Sum(torch.empty(9, 5), torch.bfloat16, device)
+    running_sum = _Sum(torch.empty(9, 5), torch.bfloat16, device)
     for left, right in pairs:
-        found.add_product(left.T, right)
-    assert error(found.total, sum(left.T.float() @ right.float() for left, right in pairs)) <= 0.003
+        running_sum.add_product(left.T, right)
+    assert error(running_sum.total, sum(left.T.float() @ right.float() for left, right in pairs)) <= 0.003
 
 
 def test_fp32_gradient_of_the_output_layer_does_not_depend_on_the_number_of_pieces():
@@ -102,8 +102,8 @@ def test_fp32_gradient_of_the_output_layer_does_not_depend_on_the_number_of_piec
 def test_bf16_gradient_of_the_output_layer_is_precise_at_qwens_vocabulary_size():
     sizes = {"vocab": 151_936, "width": 32, "count": 512}
     expected = head_gradients(torch.float32, 8, **sizes)
-    found = head_gradients(torch.bfloat16, 128, **sizes)
-    assert max(map(error, found, expected)) <= 0.003
+    actual = head_gradients(torch.bfloat16, 128, **sizes)
+    assert max(map(error, actual, expected)) <= 0.003
 
 
 def test_output_layer_with_bf16_weights_gets_the_same_gradient_as_with_fp32_master_weights():
@@ -175,8 +175,8 @@ def test_mean_logprob_and_entropy_computed_in_pieces_agree_with_the_definition_i
 def test_computing_mean_logprob_and_entropy_does_not_change_the_bits_of_the_tokens_logprobs():
     """If the bits differed, the ratio of the probabilities in gradient and forward pass would not start at 1."""
     hidden, tokens = torch.randn(9, 16, generator=torch.Generator().manual_seed(1)), torch.arange(9)
-    alone, beside = (
+    alone, with_entropy = (
         token_predictions(hidden, lambda x: x, tokens, None, vocab_size=16, measures=given)[0]
         for given in ((), MEASURES)
     )
-    assert torch.equal(alone, beside)
+    assert torch.equal(alone, with_entropy)

@@ -10,7 +10,7 @@ from benchmarks.parity import BF16_P95, FP32_MAX, Arm, Parity, measure, model_in
 from trainer_contract.types import HeadPrecision, Kernels, Precision
 
 
-def found(folder: Path, precision: Precision, head: HeadPrecision, kernels: Kernels = Kernels.FAST) -> Parity:
+def measured_parity(folder: Path, precision: Precision, head: HeadPrecision, kernels: Kernels = Kernels.FAST) -> Parity:
     arm = Arm(precision=precision, head=head, kernels=kernels)
     parity = measure(model_in(folder, arm.dtype), arm, prompts=9)
     assert parity.switched > 0, "no sample was in flight when the weights changed"
@@ -20,7 +20,7 @@ def found(folder: Path, precision: Precision, head: HeadPrecision, kernels: Kern
 
 @pytest.mark.parametrize("head", HeadPrecision)
 def test_engine_and_trainer_logprobs_in_fp32_agree_for_every_token(tmp_path: Path, head: HeadPrecision) -> None:
-    parity = found(tmp_path, Precision.FP32, head)
+    parity = measured_parity(tmp_path, Precision.FP32, head)
     assert parity.all_tokens.max <= FP32_MAX
     assert parity.bit_equal > 0.2
 
@@ -29,8 +29,8 @@ def test_engine_and_trainer_logprobs_in_fp32_agree_for_every_token(tmp_path: Pat
 def test_engine_and_trainer_logprobs_in_bf16_agree_for_95_percent_of_the_tokens(
     tmp_path: Path, head: HeadPrecision
 ) -> None:
-    """The bound is the same for both precisions of the output layer: on some CPUs the error is in the hidden states."""
-    assert found(tmp_path, Precision.BF16, head).all_tokens.p95 <= BF16_P95
+    """The bound is the same for both precisions of the output layer, as the error may arise in the hidden states."""
+    assert measured_parity(tmp_path, Precision.BF16, head).all_tokens.p95 <= BF16_P95
 
 
 @pytest.mark.parametrize("head", HeadPrecision)
@@ -38,5 +38,5 @@ def test_engine_and_trainer_logprobs_in_bf16_agree_for_95_percent_of_the_tokens(
 def test_engine_and_trainer_with_batch_invariant_kernels_have_bit_identical_logprobs(
     tmp_path: Path, precision: Precision, head: HeadPrecision
 ) -> None:
-    parity = found(tmp_path, precision, head, Kernels.BATCH_INVARIANT)
+    parity = measured_parity(tmp_path, precision, head, Kernels.BATCH_INVARIANT)
     assert parity.bit_equal == 1.0

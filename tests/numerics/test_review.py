@@ -26,38 +26,38 @@ def step(number: int, ages: dict[str, float] | None = None, ess: float = 1.0, **
 
 
 def reviewed(*steps: dict[str, Any]) -> Review:
-    found = review(tell([{"kind": "run_started", "run": "r"}, *steps]))
-    assert found is not None
-    return found
+    result = review(tell([{"kind": "run_started", "run": "r"}, *steps]))
+    assert result is not None
+    return result
 
 
 def advice_on(**step_fields: Any) -> list[Advice]:
     return advise(reviewed(*(step(number, **step_fields) for number in range(1, 4))))
 
 
-def test_review_of_a_mismatch_metric_matches_manual_values() -> None:
+def test_review_reports_start_middle_end_and_worst_step_of_a_logprob_mismatch_metric() -> None:
     values = [float(value) for value in range(1, 21)]
     values[13] = 99.0
-    found = reviewed(*(step(n, numerics={"p95": v, "ess": 1 / v}) for n, v in enumerate(values, start=1)))
-    p95, ess = found.current[Cause.NUMERICS].figures["p95"], found.current[Cause.NUMERICS].figures["ess"]
+    result = reviewed(*(step(n, numerics={"p95": v, "ess": 1 / v}) for n, v in enumerate(values, start=1)))
+    p95, ess = result.current[Cause.NUMERICS].figures["p95"], result.current[Cause.NUMERICS].figures["ess"]
     assert (p95.start, p95.middle, p95.end, p95.worst, p95.worst_step) == (1.5, 10.5, 19.5, 99.0, 14)
     assert (ess.worst, ess.worst_step) == (1 / 99, 14), "the worst sample size is the least"
-    assert found.steps == 20 and found.current.keys() == {Cause.NUMERICS} and found.old == {}
+    assert result.steps == 20 and result.current.keys() == {Cause.NUMERICS} and result.old == {}
 
 
 def test_share_of_a_mismatch_cause_is_averaged_over_all_steps() -> None:
-    found = reviewed(step(1, numerics={}), step(2, numerics={}, staleness={}), step(3, staleness={}))
-    assert {cause: each.share for cause, each in found.current.items()} == {Cause.NUMERICS: 0.5, Cause.STALENESS: 0.5}
+    result = reviewed(step(1, numerics={}), step(2, numerics={}, staleness={}), step(3, staleness={}))
+    assert {cause: each.share for cause, each in result.current.items()} == {Cause.NUMERICS: 0.5, Cause.STALENESS: 0.5}
 
 
-def test_shares_by_token_age_in_the_review_are_means_over_tokens() -> None:
-    found = reviewed(
+def test_review_weights_the_clipped_share_of_each_token_age_by_the_number_of_its_tokens() -> None:
+    result = reviewed(
         step(1, {"age_0_share": 0.5, "age_0_clipped": 0.2, "age_3_4_share": 0.5, "age_3_4_clipped": 1.0}, numerics={}),
         step(2, {"age_0_share": 1.0, "age_0_clipped": 0.5}, numerics={}),
     )
-    assert list(found.ages) == ["0", "3_4"]
-    assert found.ages["0"] == pytest.approx({"share": 0.75, "clipped": (0.1 + 0.5) / 1.5})
-    assert found.ages["3_4"] == pytest.approx({"share": 0.25, "clipped": 1.0})
+    assert list(result.ages) == ["0", "3_4"]
+    assert result.ages["0"] == pytest.approx({"share": 0.75, "clipped": (0.1 + 0.5) / 1.5})
+    assert result.ages["3_4"] == pytest.approx({"share": 0.25, "clipped": 1.0})
 
 
 def test_run_without_mismatch_metrics_has_no_review() -> None:
@@ -84,25 +84,27 @@ def test_run_with_mismatch_within_bounds_gets_no_advice() -> None:
         ),
     ],
 )
-def test_each_advice_rule_applies_only_to_its_own_finding(fields: dict[str, Any], finding: str, do: str) -> None:
+def test_each_mismatch_finding_gets_only_the_advice_for_that_finding(
+    fields: dict[str, Any], finding: str, do: str
+) -> None:
     (only,) = advice_on(**fields)
     assert finding in only.finding and do in only.do and only.because
 
 
 @pytest.mark.parametrize(("shares", "behind"), [([0.0, 0.0, 0.0, 4.0], 3.0), ([1.02, 0.97, 1.0, 1.01], 0.01)])
 def test_review_sums_the_updates_that_were_lost_to_rounding_over_steps(shares: list[float], behind: float) -> None:
-    found = reviewed(*(step(n, numerics={}) | {"sent_share": share} for n, share in enumerate(shares, start=1)))
-    assert found.rounding is not None and found.rounding.behind == pytest.approx(behind)
+    result = reviewed(*(step(n, numerics={}) | {"sent_share": share} for n, share in enumerate(shares, start=1)))
+    assert result.rounding is not None and result.rounding.behind == pytest.approx(behind)
 
 
-def test_advice_on_lost_updates_replaces_advice_on_head_precision() -> None:
+def test_updates_lost_to_rounding_get_advice_on_dithered_rounding_instead_of_head_precision() -> None:
     steps = [step(n, numerics={"p95": 1.0, "k1": -1.0, "k3": 1.0}) | {"sent_share": 0.0} for n in range(1, 6)]
     (only,) = advise(reviewed(*steps))
     assert "updates are lost to rounding: at step 5 engines lacked 5.0 steps" in only.finding
     assert "head_precision" not in only.do and 'weights.rounding = "dithered"' in only.do
 
 
-def test_advice_about_a_negative_k1_is_given_only_if_k1_is_beyond_noise() -> None:
+def test_negative_k1_estimate_of_the_kl_is_a_finding_only_if_it_exceeds_the_noise() -> None:
     def findings(k1: float) -> list[str]:
         return [advice.finding for advice in advice_on(numerics={"p95": 0.05, "k1": k1, "k3": 0.01})]
 

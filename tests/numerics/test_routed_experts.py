@@ -13,7 +13,7 @@ from pipelinerl.numerics.routed_experts import of_context, off_the_wire, on_the_
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, ">u2"])
-def test_expert_numbers_are_unchanged_after_encoding_for_sending_and_decoding(dtype: Any) -> None:
+def test_expert_indices_are_unchanged_after_encoding_as_json_and_decoding(dtype: Any) -> None:
     routed = np.arange(3 * 2 * 4).reshape(3, 2, 4).astype(dtype) * 9
     sent = RoutedExperts.model_validate_json(on_the_wire(routed).model_dump_json())
     np.testing.assert_array_equal(off_the_wire(sent), routed)
@@ -22,7 +22,7 @@ def test_expert_numbers_are_unchanged_after_encoding_for_sending_and_decoding(dt
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"data": "AAAA"}, "data must be 4 bytes in base64"),
         ({"data": "AAAAA"}, "not base64"),
@@ -33,13 +33,13 @@ def test_expert_numbers_are_unchanged_after_encoding_for_sending_and_decoding(dt
         ({"shape": [2**31 - 1, 2**31 - 1, 2**31 - 1]}, "data must be"),
     ],
 )
-def test_routed_experts_data_that_does_not_fit_its_shape_is_rejected(changes: dict[str, Any], said: str) -> None:
+def test_routed_experts_data_that_does_not_fit_its_shape_is_rejected(changes: dict[str, Any], message: str) -> None:
     good = {"dtype": "uint8", "shape": [2, 1, 2], "data": "AAAAAA=="}
     RoutedExperts.model_validate(good)
-    with pytest.raises(ValidationError, match=said):
+    with pytest.raises(ValidationError, match=message):
         RoutedExperts.model_validate({**good, **changes})
 
 
-def test_first_token_of_a_context_gets_expert_numbers_of_zero_because_it_has_no_routing() -> None:
+def test_first_context_token_gets_expert_indices_of_zero_because_no_routing_is_recorded_for_it() -> None:
     routed = np.arange(2 * 2 * 3, dtype=np.uint8).reshape(2, 2, 3)
     np.testing.assert_array_equal(of_context(on_the_wire(routed)), np.concatenate((routed[:1] * 0, routed)))

@@ -86,10 +86,10 @@ def test_mean_scale_divides_advantages_by_the_groups_mean_reward_and_gives_0_if_
 
 def decoupled(parts, rewards=REWARDS, valid=VALID):
     terms = None if parts is None else Parts.of([[PartReward(*part) for part in one] for one in parts], rewards)
-    found = computed(
+    token_advantages = computed(
         Decoupled(epsilon=1e-15), rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid, columns={}, parts=terms
     )
-    return per_rollout(found)
+    return per_rollout(token_advantages)
 
 
 def test_reward_parts_are_normalised_separately_and_then_weighted():
@@ -150,7 +150,7 @@ def test_advantages_are_zero_in_a_group_with_equal_rewards_or_with_a_single_roll
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_advantage_rules_accept_a_batch_without_rollouts_and_one_whose_rollouts_could_not_be_judged(kind):
+def test_advantage_rules_return_zeros_for_unjudged_rollouts_and_an_empty_array_for_an_empty_batch(kind):
     rule, none = KINDS[kind](), np.zeros(0, int)
     empty = computed(
         rule, rewards=np.zeros(0), groups=none, lengths=none, valid=np.zeros(0, bool), columns=columns_of(rule, 0)
@@ -265,21 +265,21 @@ def by_turns(rewards=TOTALS, valid=None, episodes=EPISODES, groups=EPISODE_GROUP
 
 def definition(go, episodes, groups, valid, baseline, scale, epsilon=1e-6):
     """Compute each turn's advantage in loops; `go(i, k)` is the reward credited to turn k of rollout i."""
-    found = []
+    advantages = []
     for i, one in enumerate(episodes):
         for k in range(len(one)):
             same = [j for j in range(len(episodes)) if groups[j] == groups[i] and valid[j] and k < len(episodes[j])]
             own, all_of_them = go(i, k), [go(j, k) for j in same]
             if not valid[i]:
-                found.append(0.0)
+                advantages.append(0.0)
                 continue
             centre = np.mean(all_of_them)
             if baseline is Baseline.LEAVE_ONE_OUT:
                 others = [go(j, k) for j in same if j != i]
                 centre = np.mean(others) if others else own
             centre = 0.0 if baseline is Baseline.NONE else centre
-            found.append((own - centre) / (np.std(all_of_them) + epsilon if scale is Scale.STD else 1.0))
-    return np.array(found)
+            advantages.append((own - centre) / (np.std(all_of_them) + epsilon if scale is Scale.STD else 1.0))
+    return np.array(advantages)
 
 
 def to_go(i, k):
@@ -291,7 +291,7 @@ def to_go(i, k):
 MUTANTS = {
     "the whole reward at every turn": lambda i, k: TOTALS[i],
     "the reward of the turn alone": lambda i, k: EPISODES[i][k][1],
-    "without what no turn was given": lambda i, k: sum(reward for _, reward in EPISODES[i][k:]),
+    "without the reward of no turn": lambda i, k: sum(reward for _, reward in EPISODES[i][k:]),
     "from the next turn on": lambda i, k: to_go(i, k) - EPISODES[i][k][1],
 }
 
@@ -308,7 +308,7 @@ def test_advantages_with_turn_credit_match_hand_computed_numbers():
 @pytest.mark.parametrize("baseline", Baseline)
 @pytest.mark.parametrize("scale", [Scale.NONE, Scale.STD])
 @pytest.mark.parametrize("valid", [[True] * 5, [True, False, True, True, True]])
-def test_turn_advantages_equal_a_loop_over_the_definition_and_differ_from_wrong_definitions(baseline, scale, valid):
+def test_turn_advantages_equal_a_plain_loop_and_differ_from_loops_with_deliberate_mistakes(baseline, scale, valid):
     valid = np.array(valid)
     rewards = np.where(valid, TOTALS, np.nan)
     got = by_turns(rewards, valid, baseline=baseline, scale=scale)
@@ -397,14 +397,14 @@ def test_group_filter_with_turn_credit_computes_baselines_from_the_kept_rollouts
     assert (got[:6] == 0).all() and np.abs(got).max() > 0.5
 
 
-def test_turn_credit_can_be_set_in_a_recipe_but_not_together_with_sequence_ratios():
+def test_turn_credit_in_a_recipe_contradicts_importance_ratios_of_whole_sequences():
     chosen = resolve({"preset": "grpo", "adv": {"credit": "turns"}})
     assert chosen.adv == GroupRelative(credit=Credit.TURNS) and "G_{i,k}" in chosen.adv.formula
     sequences = dataclasses.replace(resolve("gspo"), adv=chosen.adv)
     assert any("adv.credit" in sentence for sentence in contradictions(sequences))
 
 
-def test_role_baseline_subtracts_the_running_average_reward_of_the_turns_role() -> None:
+def test_role_baseline_subtracts_the_running_average_reward_of_the_agent_that_took_the_turn() -> None:
     draw = generator(3, "roles")
     rollouts, rewards, roles = [], [], []
     for _ in range(6):
@@ -437,9 +437,9 @@ def test_role_baseline_subtracts_the_running_average_reward_of_the_turns_role() 
     assert rule.baselines(scored) == pytest.approx({f"chess/{agent}": b for agent, b in averages.items()})
 
 
-def test_mean_of_the_covariance_terms_equals_the_covariance_over_the_tokens_of_judged_rollouts() -> None:
+def test_covariance_terms_of_tokens_average_to_numpys_covariance_and_are_0_for_unjudged_tokens() -> None:
     draw = generator(4, "covariances")
     advantages, logprobs, judged = draw.normal(size=50), draw.normal(size=50), draw.random(50) < 0.7
-    found = covariances(advantages, logprobs, judged)
+    terms = covariances(advantages, logprobs, judged)
     expected = np.cov(advantages[judged], logprobs[judged], bias=True)[0, 1]
-    assert found[judged].mean() == pytest.approx(expected) and not found[~judged].any()
+    assert terms[judged].mean() == pytest.approx(expected) and not terms[~judged].any()

@@ -38,8 +38,8 @@ def test_objective_setting_that_has_no_effect_in_this_run_is_reported(
     table: dict[str, Any], setting: Setting, sentence: str
 ) -> None:
     objective = resolve(table)
-    (found,) = without_effect(objective, setting)
-    assert found.startswith(sentence)
+    (reported,) = without_effect(objective, setting)
+    assert reported.startswith(sentence)
     assert list(without_effect(objective, PLAIN)) == []
 
 
@@ -52,7 +52,9 @@ def test_objective_setting_that_has_no_effect_in_this_run_is_reported(
         {"preset": "grpo", "adv": {"baseline": "none", "scale": "batch"}},
     ],
 )
-def test_objectives_that_need_no_group_accept_a_group_size_of_1(table: dict[str, Any]) -> None:
+def test_objectives_that_need_no_group_report_no_ineffective_setting_at_a_group_size_of_1(
+    table: dict[str, Any],
+) -> None:
     assert list(without_effect(resolve(table), LONE)) == []
 
 
@@ -82,8 +84,8 @@ def test_objectives_that_need_no_group_accept_a_group_size_of_1(table: dict[str,
 def test_rarely_intended_objective_settings_cause_a_warning(
     table: dict[str, Any], setting: Setting, sentence: str
 ) -> None:
-    (found,) = doubts(resolve(table, max_tokens=setting.max_tokens), setting)
-    assert found.startswith(sentence)
+    (warning,) = doubts(resolve(table, max_tokens=setting.max_tokens), setting)
+    assert warning.startswith(sentence)
 
 
 @pytest.mark.parametrize("name", [*PRESETS])
@@ -93,6 +95,6 @@ def test_no_objective_preset_causes_a_warning_in_a_run_with_groups(name: str) ->
 
 
 def test_kl_cov_objective_causes_a_warning_if_each_batch_gets_only_one_optimizer_step() -> None:
-    said = list(doubts(resolve("kl_cov"), RECOMPUTED))
-    assert any(sentence.startswith("grad2 kl_cov penalises the distance to π_old") for sentence in said)
+    warnings = list(doubts(resolve("kl_cov"), RECOMPUTED))
+    assert any(sentence.startswith("grad2 kl_cov penalises the distance to π_old") for sentence in warnings)
     assert not list(doubts(resolve("kl_cov"), replace(RECOMPUTED, updates=4)))

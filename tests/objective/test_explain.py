@@ -62,7 +62,7 @@ def test_explain_reports_the_gradient_of_a_score_function_objective_as_the_produ
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_explain_lists_the_objectives_five_parts_and_the_cost_of_each_column_that_they_read(name: str) -> None:
+def test_explain_lists_agg_is_weight_adv_grad1_and_grad2_with_the_cost_of_each_column_they_read(name: str) -> None:
     objective = PRESETS[name].objective
     lines = slot_lines(objective)
     assert [line.slot for line in lines] == ["agg", "is_weight", "adv", "grad1", "grad2"]

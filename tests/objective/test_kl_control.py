@@ -23,7 +23,7 @@ def test_kl_coefficient_settles_where_the_kl_equals_the_target():
     assert 1.0 / beta == pytest.approx(4.0, rel=1e-3)
 
 
-def test_kl_coefficient_is_set_in_the_penalty_or_in_the_rewards_whichever_the_objective_uses():
+def test_kl_coefficient_can_be_read_and_replaced_in_the_loss_penalty_or_in_the_reward_cost():
     penalised, costed = resolve("grpo_kl"), resolve({"preset": "ppo", "adv": {"kl": 0.2}})
     assert (kl_coefficient(penalised), kl_coefficient(costed), kl_coefficient(resolve("grpo"))) == (0.04, 0.2, None)
     for objective in (penalised, costed):
@@ -39,7 +39,9 @@ def test_kl_coefficient_is_set_in_the_penalty_or_in_the_rewards_whichever_the_ob
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("beta", [0.04, 0.3])
-def test_kl_coefficient_given_as_a_column_has_the_same_effect_as_a_constant(estimator, beta, columns_of):
+def test_loss_and_gradient_are_equal_for_a_kl_coefficient_as_a_batch_column_and_as_a_constant(
+    estimator, beta, columns_of
+):
     objective = resolve({"preset": "grpo", "grad2": {"kind": "kl", "beta": beta, "estimator": estimator}})
     logprobs, columns = columns_of(3)
     compiled, coefficient = as_column(objective)

@@ -47,13 +47,13 @@ def rollouts() -> list[ScoredRollout]:
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"gfpo"}))
-def test_policy_loss_has_the_negative_of_the_gradient_that_explain_reports(name: str) -> None:
+def test_gradient_from_policy_loss_is_the_negative_of_the_gradient_that_explain_reports(name: str) -> None:
     table = batch()
     logprobs = table.pop("logprobs")
-    found = policy_loss(name, logprobs, rewards=REWARDS, groups=GROUPS, mask=MASK, max_tokens=8, **table)
+    result = policy_loss(name, logprobs, rewards=REWARDS, groups=GROUPS, mask=MASK, max_tokens=8, **table)
     wanted = [-row.multiplier for row in factors(resolve(name, max_tokens=8), rollouts())]
-    np.testing.assert_allclose(found.gradient[MASK], wanted, atol=1e-15)
-    assert (found.gradient[~MASK] == 0).all() and (found.advantages[~MASK] == 0).all() and np.isfinite(found.loss)
+    np.testing.assert_allclose(result.gradient[MASK], wanted, atol=1e-15)
+    assert (result.gradient[~MASK] == 0).all() and (result.advantages[~MASK] == 0).all() and np.isfinite(result.loss)
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "gspo", "agarwal", "dr_grpo", "ppo_tis", "grpo_kl"])
@@ -64,10 +64,10 @@ def test_policy_loss_in_torch_and_jax_agrees_with_numpy(name: str) -> None:
     wanted = policy_loss(name, logprobs, **given, **table)
     variable = torch.from_numpy(logprobs).requires_grad_()
     tensors = {column: torch.from_numpy(array) for column, array in table.items()}
-    found = policy_loss(name, variable, **given, **tensors)
-    found.loss.backward()
-    assert variable.grad is not None and found.loss.item() == pytest.approx(float(wanted.loss), abs=1e-12)
-    for gradient in (found.gradient, variable.grad):
+    result = policy_loss(name, variable, **given, **tensors)
+    result.loss.backward()
+    assert variable.grad is not None and result.loss.item() == pytest.approx(float(wanted.loss), abs=1e-12)
+    for gradient in (result.gradient, variable.grad):
         np.testing.assert_allclose(gradient.numpy(), wanted.gradient, rtol=0, atol=1e-12)
     with jax.enable_x64(True):
         arrays = {column: jnp.asarray(array) for column, array in table.items()}
@@ -94,8 +94,8 @@ def test_rollout_that_could_not_be_judged_has_zero_policy_loss_gradient() -> Non
     logprobs = table.pop("logprobs")
     rewards = [*REWARDS[:3], float("nan")]
     judged = [True, True, True, False]
-    found = policy_loss("grpo", logprobs, rewards=rewards, groups=GROUPS, mask=MASK, judged=judged, **table)
-    assert np.isfinite(found.loss) and (found.gradient[3] == 0).all() and (found.gradient[0] != 0).any()
+    result = policy_loss("grpo", logprobs, rewards=rewards, groups=GROUPS, mask=MASK, judged=judged, **table)
+    assert np.isfinite(result.loss) and (result.gradient[3] == 0).all() and (result.gradient[0] != 0).any()
 
 
 @pytest.mark.parametrize(

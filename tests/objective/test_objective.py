@@ -41,7 +41,7 @@ REGULARIZERS = (
     grad2.ExactEntropy(beta=0.2),
     grad2.LogBarrier(beta=0.2),
 )
-#: Slots (weight, gradient terms) published in 2025 and 2026, each combined with a few kinds of the other slots.
+#: Importance weights, loss terms and regularizers published in 2025 and 2026, in a few combinations with other kinds.
 RECENT = (
     *((weight, grad1.LogProb(), grad2.NoRegularizer()) for weight in (is_weight.GammaWeight(),)),
     *(

@@ -113,7 +113,7 @@ def gradient_of(groups: Groups, name: str, columns: dict[str, Any] | None = None
     return np.concatenate([one.theta.grad.numpy() for group in groups for one in group])  # type: ignore[union-attr]
 
 
-def test_every_preset_has_a_reference_surrogate() -> None:
+def test_every_objective_preset_has_a_reference_implementation_of_its_papers_surrogate() -> None:
     assert set(ORACLES) == set(PRESETS)
 
 
@@ -162,7 +162,7 @@ def test_log_barrier_of_the_agarwal_preset_has_no_gradient_through_the_sampled_t
     [*sorted(UNCLIPPED - {"on_policy_distillation"}), "gmpo"],
 )
 def test_preset_that_does_not_clip_computes_the_loss_of_its_paper(name: str) -> None:
-    """GMPO clips, but has the value of its paper's loss. Distillation has another value, and only the same gradient."""
+    """GMPO is included although it clips; distillation is excluded, since only its gradient equals the paper's."""
     objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(6)
     logprobs, columns = packed(groups, objective)
     assert in_numpy(objective, logprobs, columns).loss == pytest.approx(-ORACLES[name](groups).item(), abs=1e-10)
@@ -191,7 +191,7 @@ def test_preset_gradients_in_single_precision_do_not_depend_on_how_a_batch_is_sp
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_each_clip_and_cap_affects_some_tokens_of_the_sampled_rollouts(name: str) -> None:
+def test_sampled_rollouts_reach_the_clip_bounds_and_the_importance_weight_cap_of_each_preset(name: str) -> None:
     """Otherwise the comparisons with the papers could pass because no ratio reaches a bound."""
     objective = resolve(name, max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(5), objective)

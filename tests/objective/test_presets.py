@@ -88,13 +88,13 @@ PASSES = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_needs_extra_forward_passes_only_if_its_note_says_so(name):
+def test_note_of_an_objective_preset_mentions_extra_forward_passes_exactly_if_it_needs_them(name):
     preset = PRESETS[name]
     assert preset.objective.passes == PASSES.get(name, set())
     assert ("Needs" in preset.note) == (name in PASSES)
 
 
-def test_column_that_only_the_advantages_read_is_listed_in_passes_and_not_in_needs():
+def test_columns_that_only_the_advantages_read_are_in_the_objectives_passes_and_not_in_its_needs():
     """`needs` names the columns that `evaluate` reads in the trainer; `passes` adds those of the advantages."""
     objective = resolve({"preset": "ppo", "adv": {"kl": 0.1}, "grad2": "kl"})
     assert objective.needs == {"ref_logprobs"}
@@ -110,7 +110,7 @@ def test_only_the_dapo_preset_filters_groups_whose_rollouts_all_have_the_same_re
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_each_preset_names_its_source_and_formulas(name):
+def test_each_objective_preset_has_a_source_and_each_of_its_parts_has_a_formula(name):
     preset = PRESETS[name]
     assert any(character.isdigit() for character in preset.source)
     slots = (preset.objective.agg, preset.objective.is_weight, preset.objective.adv, preset.objective.grad1)

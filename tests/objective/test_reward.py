@@ -66,6 +66,6 @@ def test_rollouts_that_could_not_be_judged_are_excluded_from_reward_shaping():
     ],
 )
 def test_contradictory_reward_shaping_settings_are_reported(fields, sentence):
-    (found,) = RewardShaping(**fields).contradictions()
-    assert found.startswith(sentence)
+    (reported,) = RewardShaping(**fields).contradictions()
+    assert reported.startswith(sentence)
     assert list(RewardShaping().contradictions()) == []

@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_S, SOON_S
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_written_events_can_be_read(tmp_path: Path) -> None:
+def test_events_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
     with EventLog(path, clock=lambda: 12.3456) as log:
         log.write("step", step=1, reward=0.5)

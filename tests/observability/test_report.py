@@ -80,8 +80,8 @@ def test_report_contains_charts_events_and_recipe(tmp_path: Path) -> None:
     assert files.picture.stat().st_size > 20_000
     page = Page(files.html.read_text())
     text = " ".join(page.text)
-    for told in ("all steps taken", "300", "staleness.k = 16", "engine lost", "checkpoints/step-200", "name = 'tiny'"):
-        assert told in text, told
+    for part in ("all steps taken", "300", "staleness.k = 16", "engine lost", "checkpoints/step-200", "name = 'tiny'"):
+        assert part in text, part
     assert sum(tag == "svg" for tag, _ in page.seen) >= 12
     assert "decision" not in text, "the number of a decision is left out"
 
@@ -138,7 +138,7 @@ def test_report_escapes_text_from_the_run() -> None:
         [{"kind": "evaluation", "model_version": 0, "accuracy": 0.0, "elapsed_s": 1.0}],
         [{"kind": "evaluation", "model_version": 0, "accuracy": None, "low": None, "high": None, "elapsed_s": 1.0}],
     ],
-    ids=["nothing", "started", "one step", "one evaluation", "no reward", "no interval", "no answer"],
+    ids=["no events", "started", "one step", "one evaluation", "no reward", "no interval", "no answer"],
 )
 def test_report_can_be_written_for_a_run_with_few_events(tmp_path: Path, made: list[dict[str, Any]]) -> None:
     files = write_report(_run(tmp_path, made))
@@ -200,10 +200,10 @@ def test_chart_ticks_are_round_and_cover_the_range(low: float, high: float, expe
 
 @pytest.mark.parametrize("high", [1e-9, 3.7e-6, 0.3, 17.0, 123456.0, 8e12])
 def test_chart_ticks_cover_ranges_of_any_size(high: float) -> None:
-    found = ticks(0.0, high)
-    assert found[0] <= 0
-    assert found[-1] >= high * (1 - 1e-6)
-    assert 3 <= len(found) <= 8
+    positions = ticks(0.0, high)
+    assert positions[0] <= 0
+    assert positions[-1] >= high * (1 - 1e-6)
+    assert 3 <= len(positions) <= 8
 
 
 @pytest.mark.parametrize(

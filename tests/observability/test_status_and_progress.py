@@ -63,10 +63,10 @@ HEADLINES = ("120/300", "0.732", "61.4%", "5 min 18 s", "2.3", "1.2 ms", "93%", 
 
 
 def test_progress_line_shows_the_last_evaluated_version_and_the_running_evaluation() -> None:
-    said = line(STATUS)
-    assert "held-out 61.4% ±4.0%, pass@8 80.0% of v100" in said
+    text = line(STATUS)
+    assert "held-out 61.4% ±4.0%, pass@8 80.0% of v100" in text
     going = "evaluating v110 on http://127.0.0.1:4124: 17/64, 2 answers of other versions discarded"
-    assert going in said
+    assert going in text
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(render(STATUS, width=120))
     assert going in console.export_text()
@@ -74,12 +74,12 @@ def test_progress_line_shows_the_last_evaluated_version_and_the_running_evaluati
 
 def test_status_shows_each_further_evaluation_set_with_its_name() -> None:
     other = HeldOutStatus(name="aime", accuracy=0.125, low=0.0, high=0.25, version=90, one_version=True, first=0.0625)
-    asked = msgspec.structs.replace(STATUS.evaluating, sets=("math", "aime"))
-    status = msgspec.structs.replace(STATUS, other_sets=(other,), evaluating=asked)
+    evaluating = msgspec.structs.replace(STATUS.evaluating, sets=("math", "aime"))
+    status = msgspec.structs.replace(STATUS, other_sets=(other,), evaluating=evaluating)
     assert RunStatus.from_json(status.to_json()) == status
-    said = line(status)
-    assert "held-out 61.4% ±4.0%, pass@8 80.0% of v100 · aime 12.5% ±12.5% of v90 · " in said
-    assert "evaluating v110 on http://127.0.0.1:4124 (math, aime): 17/64" in said
+    text = line(status)
+    assert "held-out 61.4% ±4.0%, pass@8 80.0% of v100 · aime 12.5% ±12.5% of v90 · " in text
+    assert "evaluating v110 on http://127.0.0.1:4124 (math, aime): 17/64" in text
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(render(status, width=120))
     shown = console.export_text()
@@ -95,8 +95,8 @@ def test_status_fits_into_a_narrow_terminal(width: int) -> None:
 def test_status_shows_healthy_engines_in_green_and_lost_engines_in_red() -> None:
     console = Console(width=120, file=io.StringIO(), record=True, force_terminal=True, color_system="standard")
     console.print(render(STATUS, width=120))
-    said = console.export_text(styles=True)
-    assert "\x1b[32mhealthy" in said and "\x1b[31mlost" in said
+    text = console.export_text(styles=True)
+    assert "\x1b[32mhealthy" in text and "\x1b[31mlost" in text
 
 
 def test_run_status_is_unchanged_after_encoding_as_json_and_decoding() -> None:

@@ -71,10 +71,10 @@ async def controller(
     identity: Identity, *engines: str, token: str = TOKEN, verifiers: Sequence[Any] = ()
 ) -> AsyncIterator[None]:
     """Serve a fake controller that assigns these engines and verifier services to the actor."""
-    told = {"serving": engines, "finishing": [], "groups_in_flight": 4, "model_version": 0, "k": None}
-    told["verifiers"] = verifiers
+    assignment = {"serving": engines, "finishing": [], "groups_in_flight": 4, "model_version": 0, "k": None}
+    assignment["verifiers"] = verifiers
     app = FastAPI(openapi_url=None)
-    app.get("/assignment")(lambda: told)
+    app.get("/assignment")(lambda: assignment)
     guard(app, token=token)
     async with served(identity, app):
         yield
@@ -130,7 +130,7 @@ async def indices(stream: Stream) -> list[int]:
     return [decode_group(entry.payload).index for entry in entries]
 
 
-async def test_actor_claims_no_prompt_order_before_its_controller_answers(
+async def test_actor_claims_no_prompt_from_the_stream_before_its_controller_answers(
     identity: Identity, engine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The controller starts after the actor, ends, and starts again; the actor logs each of these changes once."""
@@ -139,7 +139,7 @@ async def test_actor_claims_no_prompt_order_before_its_controller_answers(
     stream = await identity.stream()
     await stream.append(PROMPTS, [order(identity)])
 
-    def said(sentence: str) -> Callable[[], Awaitable[bool]]:
+    def logged(sentence: str) -> Callable[[], Awaitable[bool]]:
         async def is_last() -> bool:
             return any(sentence in record.getMessage() for record in caplog.records[-1:])
 
@@ -147,17 +147,18 @@ async def test_actor_claims_no_prompt_order_before_its_controller_answers(
 
     async with acting(identity) as role:
         await until(
-            role, said(f"the controller at {identity.controller_url} does not answer (All connection attempts failed)")
+            role,
+            logged(f"the controller at {identity.controller_url} does not answer (All connection attempts failed)"),
         )
         await asyncio.sleep(0.2)
         assert await stream.held(PROMPTS, group=ACTORS_GROUP, consumer=NAME) == []
         assert await stream.length(REPORTS) == 0, "nobody is told that it works"
         async with controller(identity, engine):
-            await until(role, said(" answers"))
+            await until(role, logged(" answers"))
             await until(role, lambda: indices(stream))
-        await until(role, said("the last assignment stays in force"))
+        await until(role, logged("the last assignment stays in force"))
         async with controller(identity, engine):
-            await until(role, said(" answers"))
+            await until(role, logged(" answers"))
             await asyncio.sleep(0.2)
             assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING", "INFO"]
     await stream.close()

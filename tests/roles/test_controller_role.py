@@ -36,7 +36,7 @@ from tests.patience import PATIENCE_S
 DEADLINE_S = PATIENCE_S
 
 
-def test_knobs_changed_in_a_live_run_that_override_the_recipe_are_reported() -> None:
+def test_knob_whose_value_was_changed_in_a_live_run_is_reported_with_the_recipes_value() -> None:
     config = load("tiny", ["optimizer.learning_rate=1e-5"])
     knobs = knobs_of(config)
     assert overruled(config, knobs) == []
@@ -89,7 +89,7 @@ async def serving(who: Identity, *, start: Start = Start.AFRESH) -> AsyncIterato
     ("host", "reached_at"),
     [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")],
 )
-async def test_commands_on_the_same_machine_reach_a_controller_that_listens_on_any_interface(
+async def test_local_commands_find_and_reach_a_controller_whichever_interface_it_listens_on(
     tmp_path: Path, redis_url: str, host: str, reached_at: str
 ) -> None:
     async with serving(identity(config_in(tmp_path), redis_url, host=host)) as endpoint:
@@ -111,7 +111,7 @@ async def test_run_whose_processes_were_started_one_by_one_can_be_resumed(tmp_pa
     assert to_table(open_run(directory.path).config) == to_table(config)
 
 
-async def test_controller_keeps_an_existing_recipe_file(tmp_path: Path, redis_url: str) -> None:
+async def test_restarted_controller_does_not_overwrite_an_edited_recipe_file(tmp_path: Path, redis_url: str) -> None:
     config = config_in(tmp_path)
     config.run_directory.mkdir()
     recipe = config.run_directory / "recipe.toml"
@@ -121,7 +121,7 @@ async def test_controller_keeps_an_existing_recipe_file(tmp_path: Path, redis_ur
         assert recipe.read_text() == "# edited since\n"
 
 
-def test_written_recipe_has_the_address_of_a_remote_stream_server(tmp_path: Path) -> None:
+def test_recipe_that_is_saved_for_resuming_contains_the_address_of_a_remote_stream_server(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     config.run_directory.mkdir()
     controller_role._write_recipe(identity(config, "redis://:secret@db.lab:6379/0"), begins=True)
@@ -158,25 +158,25 @@ async def test_new_run_is_rejected_while_a_run_with_the_same_name_is_live_at_the
     monkeypatch.setattr(controller_role, "_LOOK_S", DEADLINE_S)  # how long to look for a live run of the same name
     first, second = (identity(config_in(tmp_path / place), redis_url) for place in ("here", "there"))
     async with serving(first) as endpoint:
-        found = json.loads(endpoint.read_text())
-        headers = {"authorization": f"Bearer {found['token']}"}
-        async with httpx.AsyncClient(base_url=found["url"], headers=headers, trust_env=False) as http:
+        address = json.loads(endpoint.read_text())
+        headers = {"authorization": f"Bearer {address['token']}"}
+        async with httpx.AsyncClient(base_url=address["url"], headers=headers, trust_env=False) as http:
 
             async def say() -> None:  # makes the first controller write to its journal, as a live controller does
                 (await http.patch("/knobs", json={"temperature": 0.9})).raise_for_status()
 
-            async def be_heard() -> None:
+            async def keep_writing() -> None:
                 while True:
                     await asyncio.sleep(0.1)
                     await say()
 
             await say()
-            heard = asyncio.create_task(be_heard())
+            writing = asyncio.create_task(keep_writing())
             with pytest.raises(UserError, match="a run named 'tiny' is live at this stream server"):
                 async with serving(second):
                     pass
-            heard.cancel()
-            await asyncio.gather(heard, return_exceptions=True)
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
             assert (await http.get("/status")).status_code == 200, "the first goes on"
     monkeypatch.setattr(controller_role, "_LOOK_S", 0.5)
     async with serving(second):
@@ -268,7 +268,7 @@ def test_new_run_gets_a_number_if_its_name_is_taken_at_the_checkpoint_location(
     assert controller_role.claim(elsewhere) is True
 
 
-def test_run_directory_given_by_path_is_resumed_in_place(config: RunConfig) -> None:
+def test_resuming_by_path_uses_the_given_run_directory_even_if_it_does_not_exist(config: RunConfig) -> None:
     path, store = begun(config)
     store.copy(save(store, 3))
     assert controller_role.directory_of(str(path)) == path
@@ -287,8 +287,8 @@ def test_run_is_restored_from_a_url_with_checkpoint_recipe_and_events(config: Ru
     assert controller_role.directory_of(url_of(config) + "/") == path
     assert to_table(load(path / "recipe.toml")) == to_table(config)
     assert (path / "events.jsonl").read_text() == '{"kind": "run_started"}\n'
-    found = checkpoints_of(config, path).latest()
-    assert found is not None and found[1] == state_of(6)
+    newest = checkpoints_of(config, path).latest()
+    assert newest is not None and newest[1] == state_of(6)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "no draft is left"
 
 
@@ -334,7 +334,7 @@ def test_damaged_checkpoint_copy_is_skipped_with_a_log_entry(
     with caplog.at_level(logging.ERROR):
         controller_role.directory_of(url_of(config))
     assert "skipping a damaged checkpoint" in caplog.text
-    assert [found.name for found in checkpoints_of(config, path).all()] == ["step-000003"]
+    assert [copy.name for copy in checkpoints_of(config, path).all()] == ["step-000003"]
 
 
 def test_missing_model_directory_is_restored_from_the_checkpoint(config: RunConfig) -> None:

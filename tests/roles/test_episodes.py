@@ -26,7 +26,7 @@ def test_reward_of_an_episode_comes_from_its_environment_unless_the_recipe_names
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"environment": "nothing"}, "environment must be path.py:name"),
         ({"command": ("a",)}, "environment and command exclude each other"),
@@ -35,8 +35,8 @@ def test_reward_of_an_episode_comes_from_its_environment_unless_the_recipe_names
         ({"environment": None, "environment_options": {"a": 1}}, "environment_options are arguments of an environment"),
     ],
 )
-def test_contradictory_environment_keys_are_rejected(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_contradictory_environment_keys_are_rejected(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         domain(**fields)
 
 
@@ -47,7 +47,7 @@ def test_recipe_that_combines_episodes_with_routing_replay_is_rejected() -> None
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("def play(task, client): ...", "must be an async function"),
         ("async def play(task): ...", r"must take \(task, client\)"),
@@ -56,10 +56,10 @@ def test_recipe_that_combines_episodes_with_routing_replay_is_rejected() -> None
     ],
 )
 def test_error_for_user_code_that_is_not_an_environment_names_its_recipe_key(
-    code: str, said: str, tmp_path: Path
+    code: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "game.py").write_text(code)
-    with pytest.raises(RecipeError, match=f"domains.d.environment: .*{said}"):
+    with pytest.raises(RecipeError, match=f"domains.d.environment: .*{message}"):
         check_environment(domain(environment=f"{tmp_path}/game.py:play"))
 
 

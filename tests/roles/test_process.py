@@ -71,7 +71,7 @@ def test_token_file_without_a_token_is_rejected(tmp_path: Path, content: str) ->
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (RecipeError("run.steps: must be given"), 2, "pipelinerl: run.steps: must be given\n"),
         (
@@ -87,7 +87,7 @@ def test_token_file_without_a_token_is_rejected(tmp_path: Path, content: str) ->
     ],
 )
 def test_error_of_a_process_determines_its_exit_status_and_its_message_on_stderr(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, status: int, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, status: int, message: str
 ) -> None:
     async def role(_: Identity) -> None:
         raise error
@@ -95,7 +95,7 @@ def test_error_of_a_process_determines_its_exit_status_and_its_message_on_stderr
     with pytest.raises(SystemExit) as ended:
         run_until_signalled(role, identity(tmp_path))
     assert ended.value.code == status
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -133,7 +133,7 @@ def test_signal_ends_a_process_that_is_still_importing_modules(tmp_path: Path, n
     assert (ended.value.code, happened) == (143, ["in order"])
 
 
-def test_process_whose_work_is_done_ends_without_an_error(tmp_path: Path) -> None:
+def test_process_that_has_finished_its_work_ends_without_an_error_and_without_a_signal(tmp_path: Path) -> None:
     async def role(given: Identity) -> None:
         await (await given.stream()).close()
 

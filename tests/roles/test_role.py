@@ -55,7 +55,7 @@ def test_command_of_a_process_without_arguments_uses_its_defaults() -> None:
     assert judge.numbered(4) == "judge-4"
 
 
-def test_launcher_omits_options_that_a_process_does_not_take() -> None:
+def test_launcher_passes_only_the_options_that_a_process_accepts() -> None:
     judge, _ = parsed(takes=frozenset({"recipe", "changes"}))
     words = judge.arguments(GIVEN, domain=None)
     assert words == ["judge", "--set", "run.steps=2", "--set", "engine.options={}"]

@@ -57,7 +57,7 @@ def test_run_is_not_affected_when_its_tracker_is_killed(tmp_path: Path) -> None:
     assert [each["name"] for each in deaths] == ["tracker"]
 
 
-def test_tracker_on_a_full_disk_loses_no_metric(tmp_path: Path) -> None:
+def test_tracker_whose_disk_was_full_logs_all_metrics_once_there_is_space(tmp_path: Path) -> None:
     place = tmp_path / "disk"
     if reason := small_disk.why_not(place):
         pytest.skip(f"no small disk can be mounted here: {reason}")
@@ -65,8 +65,8 @@ def test_tracker_on_a_full_disk_loses_no_metric(tmp_path: Path) -> None:
     command = [*small_disk.command(place, size="256k"), sys.executable, "-m", "tests.fakes.track_on_small_disk"]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told == {"failed": True, "rewards": [[number, 0.5] for number in range(1, 6)]}
+    result = json.loads(done.stdout)
+    assert result == {"failed": True, "rewards": [[number, 0.5] for number in range(1, 6)]}
 
 
 def test_tracker_process_retries_after_any_error_until_it_is_stopped(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ class Package:
         return self.run
 
 
-def test_wandb_continues_the_run_that_the_bookmark_names() -> None:
+def test_wandb_tracker_continues_the_run_whose_id_is_in_its_bookmark_and_logs_no_step_twice() -> None:
     package = Package()
     opened = partial(WandbTracker, RUN, project="p", entity=None, mode="offline", wandb=package)
     first = opened(None)
@@ -149,7 +149,7 @@ def test_late_evaluation_is_logged_to_wandb_with_the_version_that_was_evaluated(
     assert package.run.rows[2] == (9, {"eval/held_out/accuracy": 0.5, "eval/version": 5.0}), "of step 5 none is taken"
 
 
-def test_trackio_logs_each_row_once_and_continues_the_run_that_the_bookmark_names() -> None:
+def test_trackio_tracker_continues_the_run_named_in_its_bookmark_and_logs_each_row_once() -> None:
     package = Package()
     made = TrackioTracker(RUN, None, project="p", space_id=None, trackio=package)
     assert package.run.begun == {
@@ -164,12 +164,12 @@ def test_trackio_logs_each_row_once_and_continues_the_run_that_the_bookmark_name
     assert package.run.finished
     again = TrackioTracker(RUN, bookmark, project="p", space_id=None, trackio=package)
     assert package.run.begun["resume"] == "allow"
-    for told in (again, again):  # the second pass logs the same steps again, like a run resumed from a checkpoint
-        told.rewind(2)
-        told.log(2, {"eval/held_out/accuracy": 0.25}, time=8.0)
-        told.log(3, {"reward": 0.25}, time=8.0)
-        told.log(4, {"reward": 0.75}, time=8.5)
-        told.log(2, {"eval/other/accuracy": 0.25}, time=9.0)
+    for each in (again, again):  # the second pass logs the same steps again, like a run resumed from a checkpoint
+        each.rewind(2)
+        each.log(2, {"eval/held_out/accuracy": 0.25}, time=8.0)
+        each.log(3, {"reward": 0.25}, time=8.0)
+        each.log(4, {"reward": 0.75}, time=8.5)
+        each.log(2, {"eval/other/accuracy": 0.25}, time=9.0)
     assert package.run.rows == [(4, {"reward": 0.75}), (2, {"eval/other/accuracy": 0.25})]
 
 
@@ -177,7 +177,7 @@ def test_trackio_logs_each_row_once_and_continues_the_run_that_the_bookmark_name
 def test_unreachable_tracker_server_loses_no_metric(tmp_path: Path, package: str) -> None:
     """The server is unreachable at the start and fails again later; each step is logged when the server is back."""
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(5)))
-    stop, away, said = threading.Event(), iter([True, False, False]), list[tuple[int, float]]()
+    stop, away, logged = threading.Event(), iter([True, False, False]), list[tuple[int, float]]()
 
     class Server:
         id = "made-up"
@@ -189,11 +189,11 @@ def test_unreachable_tracker_server_loses_no_metric(tmp_path: Path, package: str
         def define_metric(self, name: str, **_: Any) -> None: ...
 
         def log(self, row: Mapping[str, float], *, step: int) -> None:
-            if step == 3 and len(said) == 2:
-                said.append((-1, 0.0))
+            if step == 3 and len(logged) == 2:
+                logged.append((-1, 0.0))
                 raise ConnectionError("it went away")
             if "reward" in row:
-                said.append((step, row["reward"]))
+                logged.append((step, row["reward"]))
             if step == 5:
                 stop.set()
 
@@ -205,7 +205,7 @@ def test_unreachable_tracker_server_loses_no_metric(tmp_path: Path, package: str
         "trackio": lambda bookmark: TrackioTracker(RUN, bookmark, space_id=None, **options),
     }[package]
     feed_until(tmp_path, package, opened, stop, first_retry_s=0.01)
-    assert [each for each in said if each[0] >= 3] == [(3, 0.5), (4, 0.5), (5, 0.5)]
+    assert [each for each in logged if each[0] >= 3] == [(3, 0.5), (4, 0.5), (5, 0.5)]
 
 
 def _config(**trackers: Any) -> RunConfig:
@@ -230,8 +230,8 @@ def test_passwords_are_removed_from_the_recipe_that_is_sent_to_a_tracker(
     config = _config(**{name: {"project": "p"}})
     places = {"path": "https://u:hunter2@data.lab/x", "more": [{"at": "ftp://u:hunter2@host"}]}
     domain = config.domains[0].model_copy(update={"parameters": places})
-    told = trackers_of(config.model_copy(update={"domains": (domain,)}), tmp_path)[name](None)
-    told.close()
+    opened = trackers_of(config.model_copy(update={"domains": (domain,)}), tmp_path)[name](None)
+    opened.close()
     begun = json.dumps(package.run.begun["config"])
     assert "hunter2" not in begun and "https://data.lab/x" in begun and "ftp://host" in begun
 

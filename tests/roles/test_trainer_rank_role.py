@@ -27,8 +27,8 @@ def rank(save_s: float) -> subprocess.Popen[str]:
 
 def test_other_trainer_ranks_survive_sigterm_until_rank_0_has_saved() -> None:
     process = rank(3600.0)
-    said, _ = process.communicate("are you there?\n", timeout=PATIENCE_S)
-    assert (said, process.returncode) == ("still here\n", 0)
+    output, _ = process.communicate("are you there?\n", timeout=PATIENCE_S)
+    assert (output, process.returncode) == ("still here\n", 0)
 
 
 @pytest.mark.parametrize(("save_s", "again", "status"), [(0.05, False, 143), (3600.0, True, -signal.SIGTERM)])

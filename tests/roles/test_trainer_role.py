@@ -40,7 +40,7 @@ def test_weight_publisher_follows_the_transport_in_the_recipe(tmp_path: Path) ->
         publisher_of(pulled, EngineClient(), stream)
 
 
-def test_sample_log_has_the_settings_in_the_recipe(tmp_path: Path) -> None:
+def test_sample_log_gets_groups_per_step_and_seed_from_the_recipe_and_can_be_disabled(tmp_path: Path) -> None:
     config = load("tiny", ["samples.max_bytes=2097152", "samples.groups_per_step=3", "run.seed=5"])
     identity = Identity(config=config, run_dir=tmp_path, name="trainer", redis_url="", controller_url="", token=None)
     samples = samples_of(identity)
@@ -61,7 +61,7 @@ def test_truncated_rollouts_train_or_are_masked_as_the_recipe_says() -> None:
     ("overrides", "interval"),
     [([], 10), (["trainer.type=jax"], 0), (["trainer.type=jax", "figures.exact_entropy_interval=3"], 3)],
 )
-def test_interval_of_the_exact_entropy_metric_comes_from_the_recipe_or_depends_on_the_trainer_type(
+def test_entropy_is_measured_at_the_recipes_interval_or_at_the_default_for_the_trainer_type(
     overrides: list[str], interval: int
 ) -> None:
     config = load("tiny", overrides)

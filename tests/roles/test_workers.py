@@ -77,13 +77,13 @@ def groups(step: int) -> list[RolloutGroup]:
 
 def steps(config: RunConfig, step: TrainStep, objective: AdaptiveObjective, numbers: range) -> list[dict[str, float]]:
     """Take steps as the training loop does; return the metrics of each step."""
-    told = []
+    recorded = []
     for number in numbers:
         batch = build(groups(number), objective=objective.current, token_budget=20, producing=number + 1)
-        found = step.accumulate(batch, objective.current)
-        figures = step.apply(found, learning_rates=[config.optimizer.learning_rate]).figures
-        told.append(figures | objective.observe(figures))
-    return told
+        result = step.accumulate(batch, objective.current)
+        figures = step.apply(result, learning_rates=[config.optimizer.learning_rate]).figures
+        recorded.append(figures | objective.observe(figures))
+    return recorded
 
 
 def weights(workers: TrainStep) -> list[np.ndarray]:
@@ -241,16 +241,16 @@ def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
 
 def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> list[dict[str, float]]:
     """Take steps on rollouts with tokens of the last k versions; the weight history keeps those versions' weights."""
-    objective, told = objective_of(config), []
+    objective, recorded = objective_of(config), []
     for number in numbers:
         step.will_sample(number, acceptance=k)
         batch = build(
             in_flight(number, oldest=max(0, number + 1 - k)), objective=objective, token_budget=40, producing=number + 1
         )
-        found = step.accumulate(batch, objective)
-        figures = step.apply(found, learning_rates=[config.optimizer.learning_rate]).figures
-        told.append(figures)
-    return told
+        result = step.accumulate(batch, objective)
+        figures = step.apply(result, learning_rates=[config.optimizer.learning_rate]).figures
+        recorded.append(figures)
+    return recorded
 
 
 @pytest.fixture

@@ -57,15 +57,15 @@ async def status(
 
 
 async def test_every_route_of_every_server_except_health_requires_the_token(app: Any) -> None:
-    asked = 0
+    request_count = 0
     async with client(app) as http:
         for method, path in routes(app):
             for credential in CREDENTIALS:
                 given = await status(http, method, path, credential)
                 allowed = (method, path) in OPEN
                 assert (given in (200, 405)) if allowed else (given == 401), (method, path, credential)
-                asked += 1
-    assert asked >= 4 * len(CREDENTIALS), "the routes were found"
+                request_count += 1
+    assert request_count >= 4 * len(CREDENTIALS), "the routes were found"
 
 
 @pytest.mark.parametrize("spelling", ["Bearer {}", "bearer {}", "BEARER {}", "Bearer  {}"])

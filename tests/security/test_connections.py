@@ -52,27 +52,27 @@ def answers(url: str) -> None:
         ALIVE + b"x" * 2**24,
         b"\r\n" * 2**20,
     ],
-    ids=["one long value", "many", "a long target", "a long name", "blank lines"],
+    ids=["one long value", "many headers", "a long target", "a long name", "blank lines"],
 )
 def test_endless_http_headers_are_rejected_and_block_no_other_client(url: str, head: bytes) -> None:
     began = time.monotonic()
-    heard = exchange(url, head)
+    response = exchange(url, head)
     assert time.monotonic() - began < SOON_S
-    assert statuses(heard) in ([431], []), "none: the reset that follows has overtaken the answer"
+    assert statuses(response) in ([431], []), "none: the reset that follows has overtaken the answer"
     answers(url)
 
 
 def test_http_headers_over_the_size_limit_get_status_431(url: str) -> None:
-    heard = exchange(url, ALIVE + b"x: " + b"a" * connection.MAX_HEAD_BYTES)
-    assert statuses(heard) == [431] and code(heard) == "headers_too_large"
+    response = exchange(url, ALIVE + b"x: " + b"a" * connection.MAX_HEAD_BYTES)
+    assert statuses(response) == [431] and code(response) == "headers_too_large"
     assert statuses(exchange(url, ALIVE + b"x: " + b"a" * 16_000 + b"\r\nconnection: close\r\n\r\n")) == [200]
 
 
 @pytest.mark.parametrize("begun", [b"", b"\r\n", b"G", ALIVE, ALIVE + b"x: y\r\n"])
 def test_unfinished_http_headers_time_out(url: str, begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.6)
-    heard = exchange(url, begun)
-    assert statuses(heard) == ([408] if begun.strip() else [])
+    response = exchange(url, begun)
+    assert statuses(response) == ([408] if begun.strip() else [])
 
 
 def test_http_headers_sent_slowly_byte_by_byte_time_out(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +136,8 @@ def test_connections_over_the_limit_are_rejected_and_open_connections_keep_worki
     try:
         held[0].sendall(ALIVE + b"\r\n")
         assert held[0].recv(65536).startswith(b"HTTP/1.1 200")
-        heard = exchange(engine, LAST)
-        assert statuses(heard) == [503] and code(heard) == "too_many_connections"
+        response = exchange(engine, LAST)
+        assert statuses(response) == [503] and code(response) == "too_many_connections"
         held[0].sendall(LAST)
         assert statuses(hear(held[0])) == [200]
     finally:
@@ -174,7 +174,7 @@ VERSIONS = b"POST /versions HTTP/1.1\r\n" + HOST + KNOWN + JSON
     ],
     ids=[
         "two framings", "two lengths", "a negative length", "a length of 40 digits", "a space before the colon",
-        "a framing that is none", "a chunk of 2**68 bytes", "two hosts", "two tokens", "TLS", "HTTP/2", "pipelined",
+        "an unsupported framing", "a chunk of 2**68 bytes", "two hosts", "two tokens", "TLS", "HTTP/2", "pipelined",
     ],
 )  # fmt: skip
 def test_http_requests_that_can_be_parsed_in_two_ways_are_rejected(
@@ -193,8 +193,8 @@ def test_trailer_of_a_chunked_http_request_is_not_treated_as_a_header(engine: st
 
 def test_endless_trailer_of_a_chunked_http_request_is_rejected(engine: str) -> None:
     began = time.monotonic()
-    heard = exchange(engine, VERSIONS + CHUNKED + b"\r\n2\r\n{}\r\n0\r\nx: " + b"a" * 2**25)
-    assert time.monotonic() - began < SOON_S and set(statuses(heard)) <= {404, 431}
+    response = exchange(engine, VERSIONS + CHUNKED + b"\r\n2\r\n{}\r\n0\r\nx: " + b"a" * 2**25)
+    assert time.monotonic() - began < SOON_S and set(statuses(response)) <= {404, 431}
     answers(engine)
 
 
@@ -222,14 +222,14 @@ class TestBodies:
     def test_request_body_over_the_size_limit_gets_status_413(self, served: str, path: str) -> None:
         head = f"POST {path} HTTP/1.1\r\n".encode() + HOST + KNOWN + JSON + b"connection: close\r\n"
         for body in (b"content-length: 1001\r\n\r\n", CHUNKED + b"\r\n3e9\r\n" + b" " * 1001 + b"\r\n0\r\n\r\n"):
-            heard = exchange(served, head + body)
-            assert statuses(heard) == [413] and code(heard) == "body_too_large"
+            response = exchange(served, head + body)
+            assert statuses(response) == [413] and code(response) == "body_too_large"
 
     def test_request_body_over_the_time_limit_gets_status_408(self, served: str, path: str) -> None:
         head = f"POST {path} HTTP/1.1\r\n".encode() + HOST + KNOWN + JSON + b"connection: close\r\n"
         for body in (b"content-length: 900\r\n\r\n{", CHUNKED + b"\r\n5\r\n{"):
-            heard = exchange(served, head + body)
-            assert statuses(heard) == [408] and code(heard) == "body_too_slow"
+            response = exchange(served, head + body)
+            assert statuses(response) == [408] and code(response) == "body_too_slow"
 
     def test_compressed_request_body_gets_status_415_and_is_not_decompressed(self, served: str, path: str) -> None:
         headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json", "content-encoding": "gzip"}
@@ -260,6 +260,6 @@ def test_http_headers_and_body_of_a_response_are_sent_in_one_packet(url: str) ->
     with connect(url) as line:
         for _ in range(8):
             line.sendall(ALIVE + b"\r\n")
-            heard = line.recv(65536)
-            head, _, body = heard.partition(b"\r\n\r\n")
+            response = line.recv(65536)
+            head, _, body = response.partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200") and body, "the body came with the head"

@@ -20,16 +20,16 @@ _PARTS: Final = 7
 
 
 async def fuzzed(server: str, directory: Path, *, seed: int, count: int) -> Findings:
-    found = await campaign(server, directory, seed=seed, count=count)
-    assert found.failures == [], "\n".join([str(found), *found.failures[:5]])
-    assert found.stall.seconds < 1.0, "\n".join([str(found), "stalled by one of", *found.stalled_by])
-    return found
+    result = await campaign(server, directory, seed=seed, count=count)
+    assert result.failures == [], "\n".join([str(result), *result.failures[:5]])
+    assert result.stall.seconds < 1.0, "\n".join([str(result), "stalled by one of", *result.stalled_by])
+    return result
 
 
 @pytest.mark.parametrize("server", SERVERS)
 async def test_server_survives_a_few_hundred_fuzzed_requests(server: str, tmp_path: Path) -> None:
-    found = await fuzzed(server, tmp_path, seed=0, count=700)
-    assert found.statuses[200] > 20 and found.statuses[422] + found.statuses[400] > 100, str(found)
+    result = await fuzzed(server, tmp_path, seed=0, count=700)
+    assert result.statuses[200] > 20 and result.statuses[422] + result.statuses[400] > 100, str(result)
 
 
 @pytest.mark.parametrize("server", FUZZED)
@@ -39,7 +39,7 @@ async def test_server_survives_a_few_hundred_fuzzed_requests(server: str, tmp_pa
 async def test_server_survives_many_fuzzed_requests(
     server: str, part: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = await fuzzed(server, tmp_path, seed=part, count=5_000)
+    result = await fuzzed(server, tmp_path, seed=part, count=5_000)
     with capsys.disabled():
-        print(f"\n{server}, part {part} of {_PARTS}: {found}")
-    assert found.grown_bytes < _MOST_GROWN_BYTES, str(found)
+        print(f"\n{server}, part {part} of {_PARTS}: {result}")
+    assert result.grown_bytes < _MOST_GROWN_BYTES, str(result)

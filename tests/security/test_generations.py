@@ -42,7 +42,7 @@ async def setting() -> Setting:
     return Setting()
 
 
-async def test_failed_join_of_a_weight_group_does_not_disturb_the_group_in_use(setting: Setting) -> None:
+async def test_failed_join_of_another_weight_group_leaves_the_current_group_usable(setting: Setting) -> None:
     await setting.join(1)
     with pytest.raises(DeadlineExceeded):
         await setting.receiver.init_process_group(setting.joining(1000, timeout_s=0.3))
@@ -54,7 +54,9 @@ async def test_failed_join_of_a_weight_group_does_not_disturb_the_group_in_use(s
     assert old is not None
 
 
-async def test_trainer_can_join_a_weight_group_while_a_forged_join_request_is_in_progress(setting: Setting) -> None:
+async def test_trainer_forms_a_weight_group_with_an_engine_on_which_a_forged_join_is_still_pending(
+    setting: Setting,
+) -> None:
     forged = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1000, timeout_s=2.0)))
     await asyncio.sleep(0.05)
     await setting.join(1)
@@ -72,7 +74,9 @@ async def test_engine_limits_the_number_of_weight_group_joins_in_progress(settin
     assert [type(error) for error in ended].count(Overloaded) == 4
 
 
-async def test_engine_rejects_generations_epochs_and_versions_far_above_the_current_ones(setting: Setting) -> None:
+async def test_engine_rejects_a_group_generation_epoch_or_weight_version_far_above_its_current_one(
+    setting: Setting,
+) -> None:
     with pytest.raises(InvalidRequest, match="generation must be at most"):
         await setting.receiver.init_process_group(setting.joining(MOST_GENERATION_STEP + 1, timeout_s=0.3))
     await setting.join(1)
@@ -82,7 +86,7 @@ async def test_engine_rejects_generations_epochs_and_versions_far_above_the_curr
     await setting.phase(UpdatePhase.PREPARE)  # accepted, so the rejected requests have changed nothing
 
 
-def test_parameter_server_rejects_a_wrong_epoch_with_an_error_that_names_a_remedy() -> None:
+def test_parameter_server_rejects_a_lower_or_far_higher_epoch_and_advises_a_restart() -> None:
     table = VersionTable(room=2)
     table.confirm(MOST_EPOCH_STEP, {})
     with pytest.raises(InvalidRequest, match="restart this server"):
@@ -103,7 +107,7 @@ def test_parameter_server_rejects_a_wrong_epoch_with_an_error_that_names_a_remed
         (parameter_server, "/progress", {"epoch": 10**30}),
     ],
 )
-async def test_trainer_epochs_actor_generations_and_weight_versions_above_a_limit_are_rejected(
+async def test_servers_reject_epochs_group_generations_and_weight_versions_above_a_fixed_limit(
     server: Any, path: str, body: dict[str, Any]
 ) -> None:
     layout = LAYOUT.model_dump(mode="json")
@@ -122,7 +126,9 @@ async def test_trainer_epochs_actor_generations_and_weight_versions_above_a_limi
     assert next(iter(body)) in answer.text and "less than" in answer.text, answer.text
 
 
-async def test_trainer_chooses_a_group_generation_above_that_of_another_clients_join(setting: Setting) -> None:
+async def test_trainer_forms_a_weight_group_with_a_generation_above_the_huge_one_of_another_client(
+    setting: Setting,
+) -> None:
     """Another client with the token joins the engine to a group of its own; the trainer's next publication succeeds."""
     with in_thread(engine()) as url:
         async with EngineClient() as client:
@@ -135,7 +141,7 @@ async def test_trainer_chooses_a_group_generation_above_that_of_another_clients_
                 await publisher.close()
 
 
-async def test_trainer_of_an_earlier_epoch_cannot_publish_by_choosing_a_higher_group_generation(
+async def test_trainer_of_an_earlier_epoch_cannot_form_a_weight_group_with_an_engine_of_a_later_epoch(
     setting: Setting,
 ) -> None:
     with in_thread(engine()) as url:
@@ -155,8 +161,8 @@ async def _joined_elsewhere(client: EngineClient, url: str, setting: Setting, *,
     setting.trainer = await setting.met(generation, client.init_process_group(url, setting.joining(generation)))
 
 
-def test_client_gets_the_engines_generation_and_epoch_from_an_error_response() -> None:
+def test_error_response_for_a_stale_group_generation_contains_the_engines_generation_and_epoch() -> None:
     error = StaleGeneration("no", known={"generation": 7, "epoch": 2})
     assert from_wire(409, error.to_wire()).known == {"generation": 7, "epoch": 2}
-    for told in (None, [], "x", {"generation": "7", "epoch": None}):
-        assert from_wire(409, {"error": {"code": "stale_generation", "message": "no", "known": told}}).known == {}
+    for known in (None, [], "x", {"generation": "7", "epoch": None}):
+        assert from_wire(409, {"error": {"code": "stale_generation", "message": "no", "known": known}}).known == {}

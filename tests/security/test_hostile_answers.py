@@ -39,22 +39,22 @@ async def judging(**keys: object) -> AsyncIterator[GroupVerifier]:
 
 async def judged(verifier: GroupVerifier, problem: Problem, texts: Sequence[str]) -> list[Judgement]:
     """Judge the texts as answers to the problem, in groups of `GROUP`, one group after another."""
-    found: list[Judgement] = []
+    judgements: list[Judgement] = []
     for begin in range(0, len(texts), GROUP):
-        found += await verifier.judge(problem, [SampledAnswer(text) for text in texts[begin : begin + GROUP]])
-    return found
+        judgements += await verifier.judge(problem, [SampledAnswer(text) for text in texts[begin : begin + GROUP]])
+    return judgements
 
 
-def assert_no_failure_is_a_zero(found: Sequence[Judgement]) -> None:
-    """Assert that failed verdicts have the placeholder reward 0, that no answer is correct, and all can be encoded."""
-    for verdict, _ in found:
+def assert_no_failure_is_a_zero(judgements: Sequence[Judgement]) -> None:
+    """Assert that verifier failures have reward 0, that no verdict is correct, and that each fits into a report."""
+    for verdict, _ in judgements:
         assert verdict.outcome.is_judgement or verdict.reward == 0.0
         assert verdict.outcome is not Outcome.CORRECT
-        told = EvaluationDone(
+        message = EvaluationDone(
             order_id="", index=0, correct=0, judged=0, oldest_version=0, newest_version=0, num_tokens=0,
             answers=[verdict.answer, verdict.reason],
         )  # fmt: skip
-        assert len(encode(told)) < 10_000
+        assert len(encode(message)) < 10_000
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -62,16 +62,16 @@ async def test_math_verifier_judges_hostile_answers_or_reports_that_it_failed(co
     texts = hostile_texts(count)
     async with judging() as verifier:
         await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")])
-        found = await judged(verifier, PROBLEM, texts)
+        judgements = await judged(verifier, PROBLEM, texts)
         assert (await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")]))[0].verdict.outcome is Outcome.CORRECT
-    assert_no_failure_is_a_zero(found)
-    endless = [found[number].verdict.outcome for number in range(count) if number % 20 in ENDLESS]
+    assert_no_failure_is_a_zero(judgements)
+    endless = [judgements[number].verdict.outcome for number in range(count) if number % 20 in ENDLESS]
     assert set(endless) <= {
         Outcome.TIMEOUT,
         Outcome.WRONG,
         Outcome.VERIFIER_ERROR,
     }  # the outcome depends on how much processor time the endless expression got
-    ours = [j.verdict.reason for j in found if j.verdict.outcome is Outcome.VERIFIER_ERROR]
+    ours = [j.verdict.reason for j in judgements if j.verdict.outcome is Outcome.VERIFIER_ERROR]
     assert not [reason for reason in ours if "did not start" in reason]
 
 
@@ -79,9 +79,9 @@ async def test_math_verifier_judges_hostile_answers_or_reports_that_it_failed(co
 async def test_reasoning_gym_verifier_judges_hostile_answers_as_wrong(count: int) -> None:
     source = open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0)
     async with judging(verifier="reasoning_gym", verifier_timeout_s=PATIENCE_S) as verifier:
-        found = await judged(verifier, source.problem(0), [f"\x7f{text}" for text in hostile_texts(count)])
-    assert_no_failure_is_a_zero(found)
-    assert {judgement.verdict.outcome for judgement in found} == {Outcome.WRONG}
+        judgements = await judged(verifier, source.problem(0), [f"\x7f{text}" for text in hostile_texts(count)])
+    assert_no_failure_is_a_zero(judgements)
+    assert {judgement.verdict.outcome for judgement in judgements} == {Outcome.WRONG}
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -97,9 +97,9 @@ async def test_failure_of_a_users_reward_function_affects_only_the_answer_on_whi
     )
     async with judging(verifier=f"{file}:score") as verifier:
         await verifier.judge(PROBLEM, [SampledAnswer("")])
-        found = await judged(verifier, PROBLEM, hostile_texts(count))
-    assert_no_failure_is_a_zero(found)
-    outcomes = [judgement.verdict.outcome for judgement in found]
+        judgements = await judged(verifier, PROBLEM, hostile_texts(count))
+    assert_no_failure_is_a_zero(judgements)
+    outcomes = [judgement.verdict.outcome for judgement in judgements]
     assert {outcome for number, outcome in enumerate(outcomes) if number % 20 == 5} == {Outcome.TIMEOUT}
     assert {outcome for number, outcome in enumerate(outcomes) if number % 20 in (14, 17)} == {Outcome.VERIFIER_ERROR}
     assert outcomes.count(Outcome.WRONG) == count * 17 // 20
@@ -112,8 +112,8 @@ async def test_group_of_answers_is_verified_while_another_groups_hostile_answers
         endless = [text for number, text in enumerate(hostile_texts(40)) if number % 20 in ENDLESS]
         hostile = asyncio.create_task(judged(verifier, PROBLEM, endless))
         await asyncio.sleep(0)
-        found = await judged(verifier, other, ["\\boxed{2+x}"] * GROUP)
+        judgements = await judged(verifier, other, ["\\boxed{2+x}"] * GROUP)
         assert not hostile.done(), "it has waited for a deadline"
         hostile.cancel()
         await asyncio.wait([hostile])
-    assert {judgement.verdict.outcome for judgement in found} == {Outcome.CORRECT}
+    assert {judgement.verdict.outcome for judgement in judgements} == {Outcome.CORRECT}

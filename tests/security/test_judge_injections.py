@@ -122,21 +122,21 @@ def test_no_prompt_injection_in_another_field_of_the_judges_prompt_breaks_out_of
         assert score_of(prompt_of(settings, problem_of(**fields), "Rome."), Manner.CAREFUL) == HONEST_WRONG
 
 
-def test_score_in_an_answer_that_the_judge_repeats_is_not_taken_for_the_judges_score() -> None:
+def test_judge_that_repeats_an_answer_never_awards_the_score_that_the_answer_demands() -> None:
     scores = [score_of(prompt_of(SETTINGS, problem_of(), text), Manner.ECHO) for text in INJECTIONS]
     assert share(scores, DEMANDED) == 0.0
     assert None in scores, "a reply with two scores is no vote"
     print(f"\nof a judge that repeats: moved {share(scores, DEMANDED):.0%}, masked {share(scores, None):.0%}")
 
 
-def test_judge_that_obeys_quoted_text_is_deceived_although_answers_are_quoted() -> None:
+def test_quoting_answers_does_not_protect_a_judge_that_obeys_quoted_text() -> None:
     """This is a known limit: the docs state the fraction of attacks that succeed against such a judge."""
     scores = [score_of(prompt_of(SETTINGS, problem_of(), text), Manner.GULLIBLE) for text in INJECTIONS]
     assert share(scores, DEMANDED) > 0.9
     print(f"\nof a judge that obeys its data: moved {share(scores, DEMANDED):.0%}")
 
 
-def test_answer_that_contains_the_fence_mark_of_an_earlier_prompt_cannot_close_its_quotation() -> None:
+def test_answer_that_copies_the_random_fence_of_an_earlier_prompt_cannot_close_its_quotation() -> None:
     """The fences around an answer carry a random mark, new for each prompt, so that no answer can close them."""
     text = "Rome."
     for _ in range(20):
@@ -156,7 +156,7 @@ def test_control_tokens_in_a_quoted_answer_become_plain_text() -> None:
         assert plain in Quotation({"answer": plain}, most_chars=100).blocks["answer"]
 
 
-def test_default_rubrics_of_the_judge_contain_the_answer_exactly_once() -> None:
+def test_judge_prompt_of_each_default_rubric_contains_the_answer_exactly_once() -> None:
     for name in RUBRICS:
         section = JudgeSection(url="http://127.0.0.1:1", rubric=name)
         settings = JudgeSettings(rubric=section.template, format=SCORES)

@@ -1,4 +1,4 @@
-"""Code in a hostile model directory never runs, even if a user at a terminal could be asked for permission."""
+"""Code in a hostile model directory never runs, even if a user at a terminal could grant permission."""
 
 from __future__ import annotations
 
@@ -84,18 +84,18 @@ def test_damaged_model_directory_is_either_read_or_rejected_with_a_one_sentence_
     refused, before = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for seed in seeds:
         path = tmp_path / str(seed)
-        told = mutant(SPELLER, path, seed)
+        mutation = mutant(SPELLER, path, seed)
         began = time.thread_time()
         try:
             read_as_commands_do(path)
         except UserError as error:
             refused += 1
-            assert "\n" not in str(error) and len(str(error)) < 1200, told
-            assert "; " in str(error), f"{told}: no remedy in {error}"
+            assert "\n" not in str(error) and len(str(error)) < 1200, mutation
+            assert "; " in str(error), f"{mutation}: no remedy in {error}"
         except BaseException as error:
-            error.add_note(told)
+            error.add_note(mutation)
             raise
-        assert time.thread_time() - began < 5, told
+        assert time.thread_time() - began < 5, mutation
         shutil.rmtree(path)
     assert len(seeds) // 3 < refused < len(seeds), "most mutants are refused, and some harm nobody"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10, "kilobytes"

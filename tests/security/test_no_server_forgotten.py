@@ -1,6 +1,6 @@
 """Every server of the product is attacked by the tests of this folder, and requires authorisation.
 
-Servers are found in the source files: a new server fails these tests until `servers.application` builds it.
+The source files are searched for servers: a new server fails these tests until `servers.application` builds it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_every_server_application_is_attacked_by_security_tests(tmp_path: Path) 
 
 
 def test_no_module_starts_a_server_without_the_authorisation_check() -> None:
-    assert not (found := list(other_ways(product()))), "\n".join(found)
+    assert not (unguarded := list(other_ways(product()))), "\n".join(unguarded)
     assert {module.path for module in product()} >= MAY, "no exception outlives its file"
 
 

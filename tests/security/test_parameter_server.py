@@ -68,9 +68,9 @@ def test_weight_upload_that_sends_single_bytes_is_ended_at_the_time_limit(
     with connect(url) as trickling:
         say(trickling, head.encode())
         trickling.settimeout(0.3)
-        heard = b""
-        while not heard and time.monotonic() - began < PATIENCE_S:
+        response = b""
+        while not response and time.monotonic() - began < PATIENCE_S:
             say(trickling, b"x")
             with suppress(TimeoutError):
-                heard = trickling.recv(65536)
-    assert statuses(heard) == [504] and time.monotonic() - began < SOON_S
+                response = trickling.recv(65536)
+    assert statuses(response) == [504] and time.monotonic() - began < SOON_S

@@ -185,7 +185,7 @@ async def test_engine_keeps_its_old_weights_after_hundreds_of_weight_updates_by_
         print(f"\nhostile peers, part {part + 1} of 5: {dict(ended)}")
 
 
-async def test_engine_joins_the_next_weight_group_after_its_process_that_forks_weight_receivers_was_killed(
+async def test_engine_updates_its_weights_after_the_fork_server_of_its_weight_receivers_was_killed(
     peers: Peers,
 ) -> None:
     peers.nursery.kill()

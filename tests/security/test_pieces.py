@@ -29,7 +29,7 @@ async def setting() -> Setting:
     return Setting()
 
 
-async def test_weight_pieces_announced_with_a_wrong_length_are_rejected_before_the_first_is_sent(
+async def test_engine_rejects_weight_pieces_of_a_wrong_length_before_it_receives_the_first(
     setting: Setting,
 ) -> None:
     """If a piece is longer than the receiver expects, Gloo throws in its own thread, which would end the process."""
@@ -43,7 +43,9 @@ async def test_weight_pieces_announced_with_a_wrong_length_are_rejected_before_t
     assert not setting.target.current.any() and not setting.target.finished
 
 
-async def test_second_prepare_request_for_a_weight_version_with_other_settings_is_rejected(setting: Setting) -> None:
+async def test_repeated_prepare_request_is_rejected_if_it_changes_the_bucket_size_or_the_pieces_key(
+    setting: Setting,
+) -> None:
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64)
     assert await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, timeout_s=9.0) is UpdateStatus.PREPARED

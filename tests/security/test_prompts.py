@@ -57,7 +57,7 @@ async def served() -> AsyncIterator[tuple[BatchingEngine, SlowTokenizer]]:
     await engine.close()
 
 
-def asked(*contents: str) -> ChatCompletionRequest:
+def request_for(*contents: str) -> ChatCompletionRequest:
     return ChatCompletionRequest(messages=[ChatMessage(role="user", content=each) for each in contents], max_tokens=1)
 
 
@@ -66,7 +66,7 @@ async def test_text_that_cannot_fit_the_context_is_rejected_before_it_is_tokenis
     served: tuple[BatchingEngine, SlowTokenizer], contents: tuple[str, ...]
 ) -> None:
     engine, tokenizer = served
-    request = asked(*contents)
+    request = request_for(*contents)
     with pytest.raises(InvalidRequest, match=f"the context of {CONTEXT} tokens"):
         await engine.complete(request)
     with pytest.raises(InvalidRequest):
@@ -79,7 +79,7 @@ async def test_other_requests_complete_while_a_long_text_is_tokenised(
     served: tuple[BatchingEngine, SlowTokenizer],
 ) -> None:
     engine, tokenizer = served
-    long = asyncio.create_task(engine.complete(asked("a" * 10_000)))
+    long = asyncio.create_task(engine.complete(request_for("a" * 10_000)))
     while not tokenizer.texts:
         await asyncio.sleep(0.01)
     other = await engine.complete(ChatCompletionRequest(prompt_token_ids=PROMPT, max_tokens=1))
@@ -90,7 +90,7 @@ async def test_other_requests_complete_while_a_long_text_is_tokenised(
 
 async def test_engine_can_close_while_a_text_is_tokenised(served: tuple[BatchingEngine, SlowTokenizer]) -> None:
     engine, tokenizer = served
-    asking = [asyncio.create_task(engine.complete(asked("a"))) for _ in range(3)]
+    asking = [asyncio.create_task(engine.complete(request_for("a"))) for _ in range(3)]
     while not tokenizer.texts:
         await asyncio.sleep(0.01)
     await engine.close()

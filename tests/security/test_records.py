@@ -56,7 +56,7 @@ def test_bytes_that_are_not_a_message_raise_a_decode_error(payload: bytes) -> No
             decode(payload)
 
 
-def test_prompt_order_whose_header_is_invalid_utf8_or_incomplete_raises_a_record_error() -> None:
+def test_prompt_record_whose_header_is_invalid_utf8_or_incomplete_raises_a_record_error() -> None:
     record = _seal(Kind.ORDER, {"order_id": "aaaa"})
     header = msgspec.msgpack.encode({"order_id": "aaaa"}).replace(b"aaaa", b"\xff" * 4)
     with pytest.raises(RecordError):
@@ -87,17 +87,17 @@ def test_rollout_group_with_impossible_model_versions_raises_a_record_error() ->
             decode_group(encode_group(dataclasses.replace(whole, rollouts=(rollout, *whole.rollouts[1:]))))
 
 
-async def test_trainer_skips_rollout_groups_whose_index_is_far_beyond_the_issued_prompt_orders() -> None:
+async def test_trainer_skips_a_rollout_group_whose_index_is_far_above_any_requested_group() -> None:
     stream = MemoryStream()
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)
     await reader.start()
     await stream.append(DIRECTIVES, [NO_TEXT, DEEP])
     far = dataclasses.replace(group(1), index=7 + MOST_AHEAD)
     await stream.append("rollouts:a", [encode_group(far), encode_group(group(3)), _sealed(Kind.GROUP, b"\xa1\xff")])
-    found: list[Any] = []
+    groups: list[Any] = []
     for _ in range(3):
-        found += (await reader.read(block_s=0.1)).groups
-    assert [each.index for each in found] == [3]
+        groups += (await reader.read(block_s=0.1)).groups
+    assert [each.index for each in groups] == [3]
     assert await stream.length(DEAD_LETTERS) == 4
 
 
@@ -113,7 +113,7 @@ async def test_hostile_reports_do_not_crash_the_controller(run: Running) -> None
     assert run.stream_length(DEAD_LETTERS) == 4
 
 
-async def test_controller_restarts_even_if_the_stream_contains_unreadable_prompt_orders(tmp_path: Path) -> None:
+async def test_controller_restarts_even_if_the_prompt_stream_contains_unreadable_records(tmp_path: Path) -> None:
     before, stream = controller(), MemoryStream()
     before.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     await (await Journal.begin(stream)).snapshot(before.state)
@@ -122,14 +122,14 @@ async def test_controller_restarts_even_if_the_stream_contains_unreadable_prompt
         service = ControllerService(
             controller(), name="test", stream=stream, probe=Probe(), events=events, start=Start.FROM_JOURNAL
         )
-        found = await Journal.recover(stream)
-        assert found is not None
-        await service._continue(found)
+        recovered = await Journal.recover(stream)
+        assert recovered is not None
+        await service._continue(recovered)
     assert await stream.length(DEAD_LETTERS) == 2
 
 
 @pytest.mark.parametrize("entry", [NO_TEXT, DEEP, b"", b"nothing"])
-async def test_controllers_journal_with_an_unreadable_entry_is_ignored(entry: bytes) -> None:
+async def test_controller_ignores_its_whole_journal_if_one_entry_is_unreadable(entry: bytes) -> None:
     stream = MemoryStream()
     journal = await Journal.begin(stream)
     await journal.snapshot(controller().state)

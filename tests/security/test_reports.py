@@ -67,7 +67,7 @@ def account(**fields: Any) -> OrdersEnded:
     ],
     ids=lambda forged: str(forged)[:40],
 )
-async def test_report_with_an_impossible_account_goes_to_the_dead_letter_stream_and_changes_nothing(
+async def test_report_with_impossible_counts_epochs_or_versions_goes_only_to_the_dead_letter_stream(
     run: Running, forged: ControlMessage
 ) -> None:
     await run.start()
@@ -78,13 +78,13 @@ async def test_report_with_an_impossible_account_goes_to_the_dead_letter_stream_
     assert msgspec.msgpack.encode(run.controller.state.account) == before and run.controller.state.epoch == 1
     await run.tell(step(2))
     assert run.controller.state.version == 2
-    found = await Journal.recover(run.stream)
-    assert found is not None, "a controller that comes back finds nothing of it"
-    given = [decision.given for decision in found.decisions]
+    recovered = await Journal.recover(run.stream)
+    assert recovered is not None, "a controller that comes back finds nothing of it"
+    given = [decision.given for decision in recovered.decisions]
     assert forged not in [one.report for one in given if isinstance(one, ReportReceived)]
 
 
-async def test_forged_results_for_problems_that_were_never_issued_do_not_end_an_evaluation(tmp_path: Path) -> None:
+async def test_evaluation_results_with_forged_problem_numbers_or_counts_are_rejected(tmp_path: Path) -> None:
     async with running(tmp_path, evaluation_problems=3) as run:
         await run.start()
         evaluation = run.controller.state.evaluations.current
@@ -171,8 +171,8 @@ async def test_no_hostile_report_makes_the_controller_fail(run: Running) -> None
     assert min(refused, decided) > 300, (refused, decided)
 
 
-async def test_trainer_reports_the_prompt_order_of_an_unreadable_rollout_group_as_failed() -> None:
-    """Otherwise the controller would count the order as in flight until no other group is left to train on."""
+async def test_trainer_reports_the_request_for_an_unreadable_rollout_group_as_failed() -> None:
+    """Otherwise the group would count as in flight until the run has no other group left to train on."""
     stream = MemoryStream()
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)
     await reader.start()
@@ -180,10 +180,10 @@ async def test_trainer_reports_the_prompt_order_of_an_unreadable_rollout_group_a
     damaged[-20] ^= 1
     ended, cut = encode_group(group(3)), encode_group(group(11))[:40]
     await stream.append("rollouts:a", [bytes(damaged), ended[:-20] + b"x" + ended[-19:], cut, encode_group(group(8))])
-    found: list[Any] = []
+    groups: list[Any] = []
     for _ in range(3):
-        found += (await reader.read(block_s=0.1)).groups
-    assert [each.index for each in found] == [8]
+        groups += (await reader.read(block_s=0.1)).groups
+    assert [each.index for each in groups] == [8]
     reports = [decode_report(entry.payload) for entry in await stream.read({REPORTS: START}, count=10, block_s=0)]
     assert [(type(report), report.index) for report in reports if isinstance(report, GroupFailed)] == [(GroupFailed, 9)]
     assert len(reports) == 1 and "cannot be read" in reports[0].reason  # type: ignore[union-attr]

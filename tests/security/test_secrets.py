@@ -79,9 +79,9 @@ async def test_error_for_an_invalid_or_unreachable_redis_server_omits_its_passwo
 
 
 def test_log_lines_omit_the_redis_password() -> None:
-    before, said = logging.getLogger().handlers[:], io.StringIO()
+    before, output = logging.getLogger().handlers[:], io.StringIO()
     try:
-        configure(run="r", role="x", stream=said)
+        configure(run="r", role="x", stream=output)
         logging.getLogger("redis.connection").error("cannot reach %s", URLS[0])
         try:
             raise ConnectionError(f"gone: {URLS[1]}")
@@ -89,13 +89,13 @@ def test_log_lines_omit_the_redis_password() -> None:
             logging.getLogger("pipelinerl").exception("ended")
     finally:
         logging.getLogger().handlers[:] = before
-    assert said.getvalue().count("db.lab") == 2 and PASSWORD not in said.getvalue()
+    assert output.getvalue().count("db.lab") == 2 and PASSWORD not in output.getvalue()
 
 
 # --- tokens and arguments ---------------------------------------------------------------------------------------------
 
 
-def test_processes_of_a_run_that_are_started_without_an_auth_token_agree_on_one(
+def test_concurrent_processes_started_without_an_auth_token_all_use_the_same_new_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If they had no token, a server on loopback would answer every program of every user of the machine."""

@@ -22,16 +22,16 @@ def test_calibration_recovers_the_durations_from_which_the_events_were_made() ->
     """Engine times are fitted to the engine's counters, trainer times to token counts, all others to their events."""
     tokens = [1000 + 100 * (number % 10) for number in range(30)]
     events = run_events(engine=ENGINE, tokens_by_step=tokens, token_s=2e-4)
-    found = calibrate([ObservedRun(events=events, setting=setting(1, 1))])
-    assert found.engine.step_s == pytest.approx(ENGINE.step_s)
-    assert found.engine.row_s == pytest.approx(ENGINE.row_s)
-    assert found.engine.prompt_token_s == pytest.approx(ENGINE.prompt_token_s)
-    assert found.trainer.token_s == pytest.approx(2e-4)
-    assert found.trainer.optimizer_step_s == pytest.approx(0, abs=1e-6)
-    assert found.update.send_s == pytest.approx(0.05)
-    assert found.update.pause_s == pytest.approx(0.01)
-    assert found.control.verify_s == pytest.approx(0.05, abs=1e-6)
-    assert found.control.report_s == pytest.approx(0.02)
+    fitted = calibrate([ObservedRun(events=events, setting=setting(1, 1))])
+    assert fitted.engine.step_s == pytest.approx(ENGINE.step_s)
+    assert fitted.engine.row_s == pytest.approx(ENGINE.row_s)
+    assert fitted.engine.prompt_token_s == pytest.approx(ENGINE.prompt_token_s)
+    assert fitted.trainer.token_s == pytest.approx(2e-4)
+    assert fitted.trainer.optimizer_step_s == pytest.approx(0, abs=1e-6)
+    assert fitted.update.send_s == pytest.approx(0.05)
+    assert fitted.update.pause_s == pytest.approx(0.01)
+    assert fitted.control.verify_s == pytest.approx(0.05, abs=1e-6)
+    assert fitted.control.report_s == pytest.approx(0.02)
 
 
 def test_calibration_attributes_step_time_that_nothing_else_explains_to_actors() -> None:
@@ -46,9 +46,9 @@ def test_calibration_attributes_step_time_that_nothing_else_explains_to_actors()
     )
     lockstep = setting(1, 1, lengths=FixedLengths(20))
     wanted = simulate(lockstep, known).step_s
-    found = calibrate([ObservedRun(events=run_events(period_s=wanted, engine=ENGINE), setting=lockstep)])
-    assert simulate(lockstep, found).step_s == pytest.approx(wanted, rel=0.01)
-    assert found.control.request_s == pytest.approx(0.002, rel=0.1)
+    fitted = calibrate([ObservedRun(events=run_events(period_s=wanted, engine=ENGINE), setting=lockstep)])
+    assert simulate(lockstep, fitted).step_s == pytest.approx(wanted, rel=0.01)
+    assert fitted.control.request_s == pytest.approx(0.002, rel=0.1)
 
 
 def test_calibration_does_not_mistake_waiting_for_running_samples_for_a_slow_network() -> None:
@@ -62,14 +62,14 @@ def test_slowdown_of_engine_and_trainer_on_shared_hardware_is_estimated_from_a_s
     """In the second run, engine and trainer are 1.5 times as slow."""
     alone = ObservedRun(events=run_events(engine=ENGINE), setting=setting(1, 1))
     slow = EngineTimes(step_s=1.5 * 0.011, row_s=1.5 * 0.0002, prompt_token_s=1.5 * 3e-5)
-    beside = ObservedRun(events=run_events(engine=slow, compute_s=0.75), setting=setting(1, 8))
-    found = calibrate([alone, beside]).contention
-    assert 1.4 < found.engine < 3
-    assert 1.4 < found.trainer < 3
+    shared = ObservedRun(events=run_events(engine=slow, compute_s=0.75), setting=setting(1, 8))
+    contention = calibrate([alone, shared]).contention
+    assert 1.4 < contention.engine < 3
+    assert 1.4 < contention.trainer < 3
     assert calibrate([alone, alone]).contention == Contention()
 
 
-def test_metrics_for_the_calibration_are_means_over_the_steps_that_are_counted() -> None:
+def test_calibration_metrics_average_the_steps_after_warm_up_that_overlap_no_evaluation() -> None:
     """The first fifth of the steps, and steps that overlap an evaluation, are not counted."""
     events = run_events(steps=30, period_s=2.0)
     measured = measure(events)
@@ -88,7 +88,7 @@ def test_metrics_for_the_calibration_are_means_over_the_steps_that_are_counted()
 
 
 @pytest.mark.parametrize(
-    ("events", "said"),
+    ("events", "message"),
     [
         (run_events(steps=5, engine=ENGINE), "a run must be longer"),
         (run_events(steps=30), "--hardware"),
@@ -97,10 +97,10 @@ def test_metrics_for_the_calibration_are_means_over_the_steps_that_are_counted()
     ids=["too short", "no busy seconds", "an old run"],
 )
 def test_calibration_without_enough_events_is_rejected_with_an_error_that_names_the_missing_data(
-    events: list[dict[str, object]], said: str
+    events: list[dict[str, object]], message: str
 ) -> None:
     """The error message also says what to do."""
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         calibrate([ObservedRun(events=events, setting=setting(1, 1))])
 
 
@@ -124,8 +124,8 @@ def test_simulated_updates_in_drain_mode_discard_no_groups_in_short_and_long_run
 
 
 def test_prediction_that_is_compared_with_a_measurement_is_the_median_of_several_simulations() -> None:
-    found = simulated_like(run_events(steps=24), DRAIN, PACED)
+    median = simulated_like(run_events(steps=24), DRAIN, PACED)
     runs = [simulate(replace(DRAIN, steps=24, seed=seed), PACED) for seed in range(DRAWS)]
     assert (
-        sum(run.step_s < found.step_s for run in runs) == DRAWS // 2 == sum(run.step_s > found.step_s for run in runs)
+        sum(run.step_s < median.step_s for run in runs) == DRAWS // 2 == sum(run.step_s > median.step_s for run in runs)
     )

@@ -48,14 +48,14 @@ def test_simulated_model_on_several_devices_decodes_faster_but_spends_time_on_al
 
 @pytest.mark.parametrize("name", ACCELERATORS)
 @pytest.mark.parametrize("size", SIZES)
-def test_every_published_hardware_table_fits_its_model_on_a_host_and_has_positive_durations(
+def test_every_published_hardware_table_gives_positive_durations_on_4_engine_and_8_trainer_devices(
     name: str, size: str
 ) -> None:
     times = published_hardware(f"{name}:{size}").times(engine_devices=4, trainer_devices=8, rows=16, context=4096)
     assert min(times.engine.step_s, times.engine.row_s, times.trainer.token_s, times.update.send_s) > 0
 
 
-def test_number_of_engine_rows_whose_cache_does_not_fit_in_memory_is_rejected() -> None:
+def test_decode_batch_whose_kv_cache_does_not_fit_in_engine_memory_is_rejected() -> None:
     table = published_hardware("h100:7b")
     most = table.rows_that_fit(engine_devices=1, context=8000)
     table.times(engine_devices=1, trainer_devices=1, rows=most, context=8000)

@@ -87,8 +87,8 @@ def conventional(lengths: LengthLaw, *, steps: int, table: PublishedHardware, ba
 def in_flight(lengths: LengthLaw, *, steps: int, table: PublishedHardware) -> Prediction:
     """Simulate in-flight updates: 48 GPUs generate while 80 train.
 
-    The paper's algorithm 2 keeps the rows full by replacing each sequence that ends. Here a group keeps its place until
-    its longest answer ends, so four rollouts per row are kept in flight instead.
+    The paper's algorithm 2 keeps the rows full by replacing each sequence that ends. Here a group is in flight
+    until its longest answer ends, so four rollouts per row are kept in flight to fill the rows.
     """
     times = table.times(
         engine_devices=1, trainer_devices=_GPUS - _GENERATE, rows=_ROWS, context=mean_context(lengths, _PROMPT)
@@ -193,7 +193,7 @@ def test_simulated_throughput_of_conventional_rl_grows_with_the_batches_generate
     assert 1 < four / one < 4
 
 
-def test_simulated_engine_rows_stay_full_with_in_flight_updates() -> None:
+def test_simulated_engines_keep_all_rows_of_their_decode_batch_busy_with_in_flight_updates() -> None:
     prediction = in_flight(LENGTHS, steps=30, table=H100)
     assert prediction.rows == pytest.approx(64, abs=1)
 
@@ -205,7 +205,7 @@ def test_simulated_speedup_of_in_flight_updates_over_conventional_rl_matches_the
 
 
 @pytest.mark.slow
-def test_simulated_throughput_of_both_methods_at_equal_lag_matches_the_paper() -> None:
+def test_simulated_throughput_of_conventional_and_in_flight_updates_at_equal_lag_matches_the_paper() -> None:
     slow, fast = equal_lag(steps=600)
     assert (slow, fast) == (pytest.approx(10.7, rel=TOLERANCE), pytest.approx(16.9, rel=TOLERANCE))
     assert fast / slow == pytest.approx(1.57, rel=TOLERANCE)

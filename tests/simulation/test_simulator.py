@@ -23,7 +23,7 @@ BOUNDS = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32), (1, math.inf))
 
 @pytest.mark.parametrize("on_update", OnUpdate)
 @pytest.mark.parametrize(("j", "k"), BOUNDS)
-def test_every_simulated_order_has_one_outcome_and_no_trained_group_exceeds_the_staleness_bound_k(
+def test_each_simulated_group_has_one_outcome_and_no_trained_group_exceeds_the_staleness_bound_k(
     j: int, k: float, on_update: OnUpdate
 ) -> None:
     run = simulate(setting(j, k, on_update=on_update, max_groups=400, filtered=0.2, oversample=2.0), WHOLE)
@@ -47,7 +47,7 @@ def test_every_simulated_order_has_one_outcome_and_no_trained_group_exceeds_the_
     contention=st.sampled_from([1.0, 1.7]),
     seed=st.integers(0, 5),
 )
-def test_any_simulated_run_finishes_and_accounts_for_every_order(
+def test_simulated_runs_with_random_settings_finish_and_give_every_requested_group_an_outcome(
     engines: int,
     slots: int,
     bounds: tuple[int, float],
@@ -162,8 +162,8 @@ def test_simulated_throughput_never_falls_with_more_engines(j: int, k: float) ->
 
 
 @pytest.mark.parametrize("hardware", [BALANCED, WHOLE])
-def test_simulated_orders_in_flight_satisfy_littles_law(hardware: Hardware) -> None:
-    """Orders in flight = orders that end per second × mean time in flight (Little 1961)."""
+def test_simulated_groups_in_flight_satisfy_littles_law(hardware: Hardware) -> None:
+    """Groups in flight = groups that end per second × mean time in flight (Little 1961)."""
     run = simulate(setting(1, 8, steps=300), hardware)
     ended_per_s = run.rollouts_per_s / 8 / (1 - _share_stale(run))
     assert run.in_flight == pytest.approx(ended_per_s * run.order_s, rel=0.05)
@@ -179,11 +179,11 @@ def test_simulated_engine_and_trainer_slow_each_other_down_if_they_compute_at_th
     """
     shared = replace(BALANCED, contention=Contention(engine=2.0, trainer=2.0))
     for bounds, ratio in (((1, 1), 1.0), ((1, 8), 2.0)):
-        alone, beside = (
+        alone, together = (
             simulate(setting(*bounds, lengths=FixedLengths(20)), each).step_s for each in (BALANCED, shared)
         )
-        assert beside / alone == pytest.approx(ratio, rel=0.25 if ratio > 1 else 1e-9)
-        assert beside >= alone
+        assert together / alone == pytest.approx(ratio, rel=0.25 if ratio > 1 else 1e-9)
+        assert together >= alone
 
 
 def test_simulated_run_is_determined_by_its_seed() -> None:

@@ -149,7 +149,7 @@ def test_redis_server_from_the_path_is_used_if_the_valkey_package_is_not_install
     assert server_binary() == other
 
 
-def test_command_for_a_stream_server_runs_it_in_the_foreground(tmp_path: Path) -> None:
+def test_stream_server_started_by_its_shell_command_runs_in_the_foreground_until_terminated(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with subprocess.Popen(command(tmp_path, port)) as process:
         url = server_url(tmp_path, port)

@@ -188,7 +188,9 @@ def plain(value: Any) -> Any:
 
 # --- round trips -----------------------------------------------------------------------------------------------------
 
-FLOATS = st.floats(allow_nan=False).map(lambda value: value + 0.0)  # + 0.0, since the sign of zero is not kept
+FLOATS = st.floats(allow_nan=False).map(
+    lambda value: value + 0.0
+)  # + 0.0, because records do not keep the sign of zero
 INT32 = st.integers(-(2**31), 2**31 - 1)
 
 
@@ -282,7 +284,7 @@ def test_message_is_unchanged_after_encoding_and_decoding(kind: str, body: dict[
     )
 )
 @settings(max_examples=100, deadline=None)
-def test_prompt_order_is_unchanged_after_encoding_and_decoding(order: PromptOrder) -> None:
+def test_request_to_sample_a_prompt_is_unchanged_after_encoding_and_decoding(order: PromptOrder) -> None:
     decoded = decode_order(encode_order(order))
     assert decoded == order
     assert isinstance(decoded.problem.messages[:1], tuple)
@@ -372,7 +374,7 @@ def test_record_of_another_kind_or_format_is_rejected() -> None:
 @pytest.mark.parametrize(
     "header", [None, 5, {}, ["x"], ["x", 1], [1, {}], ["x", {1: 2}]], ids=lambda header: repr(header)
 )
-def test_record_header_of_another_shape_is_rejected(header: Any) -> None:
+def test_record_whose_header_lacks_the_structure_of_its_kind_is_rejected(header: Any) -> None:
     with pytest.raises(RecordError, match="header of a record does not fit its kind"):
         decode_message(sealed(Kind.MESSAGE, header))
 
@@ -442,7 +444,7 @@ def test_inconsistent_group_record_is_rejected(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "column", [["x", "O", [2]], ["x", "<f8", [3]], ["x", "nonsense", [2]], ["x", "<i4", [-3]], ["x", "<i4", [2, -1]]]
 )
-def test_malformed_additional_column_is_rejected(column: list[Any]) -> None:
+def test_group_record_with_a_malformed_extra_column_is_rejected(column: list[Any]) -> None:
     with pytest.raises(RecordError, match=r"column 'x' of group .* is malformed"):
         decode_group(sealed(Kind.GROUP, group_header(columns=[column]), bytes(40)))
 
@@ -461,7 +463,9 @@ def test_malformed_additional_column_is_rejected(column: list[Any]) -> None:
         ({"spans": ()}, "spans that sum"),
     ],
 )
-def test_group_that_cannot_be_encoded_is_rejected(changes: dict[str, Any], reason: str) -> None:
+def test_group_with_wrong_dtypes_or_inconsistent_lengths_is_rejected_when_it_is_encoded(
+    changes: dict[str, Any], reason: str
+) -> None:
     bad = replace(GROUP, rollouts=(rollout(replace(turn(PROMPT, 1, 2), **changes)),))
     with pytest.raises(RecordError, match=reason):
         encode_group(bad)

@@ -171,7 +171,9 @@ async def test_append_to_a_hanging_redis_server_fails_at_its_deadline_and_later_
         assert await streams.last_id("s") == "3-0"
 
 
-async def test_rejected_payload_leaves_no_gap_in_the_stream(mortal: EmbeddedRedis) -> None:
+async def test_entries_after_a_rejected_entry_are_not_appended_so_that_a_retry_leaves_no_gap(
+    mortal: EmbeddedRedis,
+) -> None:
     """After a rejected payload, no later one may be appended: a retry of the rejected one would be skipped as already
     present, because its id would be lower than the stream's last.
     """
@@ -210,8 +212,8 @@ async def test_append_to_a_redis_server_without_free_memory_waits_until_memory_i
             assert not any(append.done() for append in appends)
             await admin.config_set("maxmemory", 0)
             assert await asyncio.gather(*appends) == [2, 2]
-        said = [record.getMessage() for record in caplog.records]
-        assert len(said) == 2 and "is full" in said[0] and "has space again" in said[1], (
+        messages = [record.getMessage() for record in caplog.records]
+        assert len(messages) == 2 and "is full" in messages[0] and "has space again" in messages[1], (
             "each state is logged once, not for each retry"
         )
         await admin.aclose()
@@ -253,7 +255,9 @@ def test_append_waits_for_disk_space(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-async def test_append_that_is_too_large_for_one_call_of_the_redis_script_succeeds(server: EmbeddedRedis) -> None:
+async def test_append_larger_than_one_call_of_the_redis_script_allows_is_split_into_several_calls(
+    server: EmbeddedRedis,
+) -> None:
     async with connected(server, "large") as streams:
         payloads = [bytes([number]) * (1 << 20) for number in range(10)]
         assert await streams.append("s", payloads, first_id=5) == 10

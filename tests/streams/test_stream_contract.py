@@ -51,7 +51,9 @@ async def test_read_returns_entries_after_each_streams_offset_up_to_a_limit_per_
     assert await streams.read({}, count=2, block_s=10) == []
 
 
-async def test_entries_whose_ids_the_producer_chose_are_appended_only_once(streams: Stream) -> None:
+async def test_append_with_ids_chosen_by_the_producer_skips_entries_that_the_stream_already_has(
+    streams: Stream,
+) -> None:
     assert await streams.append("s", [b"1", b"2"], first_id=1) == 2
     assert await streams.append("s", [b"1", b"2"], first_id=1) == 0
     assert await streams.append("s", [b"other 2", b"3", b"4"], first_id=2) == 2
@@ -180,7 +182,7 @@ async def test_claimed_entry_that_was_trimmed_from_the_stream_is_not_claimed_aga
     assert payloads(await claim(streams, "alive", idle_s=0.0)) == [b"2"]
 
 
-async def test_trim_by_a_writer_that_a_newer_writer_replaced_is_rejected(streams: Stream) -> None:
+async def test_trim_by_a_writer_is_rejected_once_a_newer_writer_has_taken_over(streams: Stream) -> None:
     await streams.append("s", [b"1", b"2", b"3"], first_id=1)
     await streams.trim("s", before="2-0", fence=Fence("epochs", 1))
     await streams.append("epochs", [b""], first_id=1)
@@ -201,7 +203,7 @@ async def test_trim_removes_only_entries_before_the_given_id(streams: Stream) ->
     assert await streams.append("s", [b"again"], first_id=5) == 0
 
 
-async def test_stream_over_its_capacity_reports_no_free_room_but_keeps_every_entry(streams: Stream) -> None:
+async def test_stream_over_its_capacity_reports_room_for_0_entries_but_drops_none(streams: Stream) -> None:
     assert await streams.room("s") == 10
     await streams.append("s", [b"x"] * 9)
     assert await streams.room("s") == 1

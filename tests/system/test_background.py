@@ -15,9 +15,9 @@ from tests.patience import PATIENCE_S
 
 
 async def test_callback_from_a_background_thread_runs_on_the_event_loop() -> None:
-    heard: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
-    threading.Thread(target=tell, args=(asyncio.get_running_loop(), heard.set_result, ("yes", 1))).start()
-    assert await asyncio.wait_for(heard, PATIENCE_S) == ("yes", 1)
+    received: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+    threading.Thread(target=tell, args=(asyncio.get_running_loop(), received.set_result, ("yes", 1))).start()
+    assert await asyncio.wait_for(received, PATIENCE_S) == ("yes", 1)
 
 
 def test_reused_background_thread_keeps_no_reference_to_its_previous_call() -> None:
@@ -115,7 +115,7 @@ async def test_coroutines_run_together_return_their_results_in_order() -> None:
     assert await run_together(map(after, (0.01, 0.0))) == [0.01, 0.0]
 
 
-async def test_first_failure_of_coroutines_run_together_cancels_the_rest_and_is_raised_alone() -> None:
+async def test_first_failure_of_coroutines_run_together_cancels_the_others_and_is_the_only_error_raised() -> None:
     ended = []
 
     async def fail() -> None:

@@ -21,19 +21,19 @@ def made(create, task):
 
 alone = json.loads(sys.argv[1])
 ours = {task: made(gym_tasks.create_dataset, task) for task in alone}
-found = {"imported": [m for m in sys.modules if m.partition(".")[0] in ("reasoning_gym", "sympy", "matplotlib")]}
+result = {"imported": [m for m in sys.modules if m.partition(".")[0] in ("reasoning_gym", "sympy", "matplotlib")]}
 ours["syllogism"] = made(gym_tasks.create_dataset, "syllogism")
 import reasoning_gym
-found["unlike"] = [task for task in ours if ours[task] != made(reasoning_gym.create_dataset, task)]
-found["bound"] = reasoning_gym.arithmetic.gcd.GCDDataset is reasoning_gym.factory.DATASETS["gcd"][0]
-print(json.dumps(found))
+result["unlike"] = [task for task in ours if ours[task] != made(reasoning_gym.create_dataset, task)]
+result["bound"] = reasoning_gym.arithmetic.gcd.GCDDataset is reasoning_gym.factory.DATASETS["gcd"][0]
+print(json.dumps(result))
 """
 
 
 def test_separately_imported_reasoning_gym_task_makes_the_same_problems_as_the_whole_library():
     alone = json.dumps(["spell_backward", "gcd", "leg_counting", "sudoku"])
     done = subprocess.run([sys.executable, "-c", PROGRAM, alone], capture_output=True, text=True, check=True)
-    # The program also tests the task syllogism, which imports the whole library, since its module has another name.
+    # The module of the task syllogism has another name than the task, so making it imports the whole library.
     assert json.loads(done.stdout) == {"imported": [], "unlike": [], "bound": True}
 
 

@@ -26,7 +26,7 @@ def test_loopback_address_is_chosen_if_all_servers_are_on_this_machine() -> None
     assert address_facing([]) == LOOPBACK
 
 
-def test_outward_address_is_chosen_for_all_servers_if_one_server_is_on_another_machine(outward: str) -> None:
+def test_externally_reachable_address_is_chosen_if_at_least_one_server_is_on_another_machine(outward: str) -> None:
     assert address_facing(["http://127.0.0.1:8001", f"http://{_ELSEWHERE}:8001"]) == outward
     with socket.create_server((outward, 0)):  # binding succeeds only if `outward` is an address of this machine
         pass
@@ -45,7 +45,7 @@ def attempts() -> int:
 
 @with_glibc
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1", "::1"])
-def test_name_servers_are_disabled_inside_the_with_block_and_enabled_afterwards(host: str) -> None:
+def test_dns_lookups_are_disabled_inside_the_block_of_without_name_servers_and_enabled_afterwards(host: str) -> None:
     machine._resolver()
     before = attempts()
     with pytest.raises(OSError, match="within"), without_name_servers(host):
@@ -56,22 +56,22 @@ def test_name_servers_are_disabled_inside_the_with_block_and_enabled_afterwards(
 
 
 @with_glibc
-def test_name_servers_stay_enabled_in_other_threads() -> None:
-    found: list[int] = []
+def test_dns_lookups_of_other_threads_stay_enabled_inside_the_block_of_without_name_servers() -> None:
+    counts: list[int] = []
 
     def look() -> None:
         machine._resolver()
-        found.append(attempts())
+        counts.append(attempts())
 
     with without_name_servers("127.0.0.1"):
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()
-    assert found[0] > 0
+    assert counts[0] > 0
 
 
 @with_glibc
-def test_name_servers_stay_enabled_if_the_host_is_a_name_and_not_an_ip_address() -> None:
+def test_dns_lookups_stay_enabled_if_without_name_servers_gets_a_host_name_instead_of_an_ip_address() -> None:
     machine._resolver()
     with without_name_servers("trainer.lab"):
         assert attempts() > 0

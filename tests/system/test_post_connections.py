@@ -25,7 +25,7 @@ class Peer:
     def __init__(self, *answers: bytes | None, in_pieces: bool = False) -> None:
         self._answers = list(answers)
         self._in_pieces = in_pieces
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
         self.connections = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -34,7 +34,7 @@ class Peer:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 size = int((re.findall(rb"content-length: (\d+)", head.lower()) or [0])[0])
-                self.heard.append(head + await reader.readexactly(size))
+                self.received.append(head + await reader.readexactly(size))
                 answer = self._answers.pop(0)
                 if answer is None:
                     break
@@ -72,8 +72,8 @@ async def test_get_request_of_the_http_client_has_no_body() -> None:
         assert await posts.get(url, "/metrics", timeout_s=PATIENCE_S) == (200, b"hi")
         assert await _post(posts, url) == (200, b"hi")
     name = url.removeprefix("http://")
-    asked = f"GET /metrics HTTP/1.1\r\nhost: {name}\r\nx-kind: test\r\nauthorization: Bearer secret\r\n\r\n"
-    assert (peer.heard[0].decode(), peer.connections) == (asked, 1)
+    expected = f"GET /metrics HTTP/1.1\r\nhost: {name}\r\nx-kind: test\r\nauthorization: Bearer secret\r\n\r\n"
+    assert (peer.received[0].decode(), peer.connections) == (expected, 1)
 
 
 async def _post(posts: FanoutClient, url: str, *, timeout_s: float = PATIENCE_S) -> tuple[int, bytes]:
@@ -86,7 +86,7 @@ async def test_http_request_arrives_complete_and_its_connection_is_reused() -> N
         assert await _post(posts, url + "/below/") == (200, b"hi")
         assert await _post(posts, url + "/below/") == (409, b"")
     name = url.removeprefix("http://")
-    assert peer.heard[0].decode() == (
+    assert peer.received[0].decode() == (
         f"POST /below/do HTTP/1.1\r\nhost: {name}\r\nx-kind: test\r\nauthorization: Bearer secret\r\n"
         'content-length: 7\r\n\r\n{"a":1}'
     )
@@ -100,7 +100,7 @@ async def test_http_request_arrives_complete_and_its_connection_is_reused() -> N
         b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nhi",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nh\r\n1\r\ni\r\n0\r\n\r\n",
     ],
-    ids=["closed", "ends with the connection", "in pieces"],
+    ids=["content length", "end of connection", "chunked"],
 )
 @pytest.mark.parametrize("in_pieces", [False, True], ids=["at once", "byte by byte"])
 async def test_http_client_supports_every_way_to_mark_the_end_of_a_response(answer: bytes, in_pieces: bool) -> None:
@@ -118,7 +118,7 @@ async def test_http_client_supports_every_way_to_mark_the_end_of_a_response(answ
         (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (MOST_ANSWER_BYTES + 1), "longer than"),
         (b"HTTP/1.1 200 OK\r\nx-endless: " + b"x" * (MOST_ANSWER_BYTES + 1), "longer than"),
     ],
-    ids=["nothing", "cut", "another protocol", "too long", "a head without an end"],
+    ids=["no response", "body cut short", "not HTTP", "body too long", "endless headers"],
 )
 async def test_incomplete_http_response_raises_and_its_connection_is_not_reused(
     answer: bytes | None, words: str
@@ -135,23 +135,23 @@ async def test_http_request_is_repeated_if_the_server_has_closed_the_reused_conn
     peer = Peer(OK, None, OK)
     async with talking(peer) as (posts, url):
         assert [await _post(posts, url), await _post(posts, url)] == [(200, b"hi")] * 2
-    assert (peer.connections, peer.heard[1]) == (2, peer.heard[2])
+    assert (peer.connections, peer.received[1]) == (2, peer.received[2])
 
 
 @pytest.mark.parametrize(
-    ("answers", "heard"),
+    ("answers", "request_count"),
     [((OK, None, None), 3), ((OK, b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 9\r\n\r\nhi"), 2)],
-    ids=["not twice", "not once an answer has begun"],
+    ids=["closed after the retry", "response has begun"],
 )
 async def test_http_request_is_repeated_only_once_and_not_if_its_response_has_begun(
-    answers: tuple[bytes | None, ...], heard: int
+    answers: tuple[bytes | None, ...], request_count: int
 ) -> None:
     peer = Peer(*answers)
     async with talking(peer) as (posts, url):
         assert await _post(posts, url) == (200, b"hi")
         with pytest.raises(ConnectionError, match="ended before the answer"):
             await _post(posts, url)
-    assert len(peer.heard) == heard
+    assert len(peer.received) == request_count
 
 
 async def test_streamed_http_response_is_read_incrementally_and_its_connection_is_reused() -> None:
@@ -169,7 +169,7 @@ async def test_streamed_http_response_is_read_incrementally_and_its_connection_i
     assert peer.connections == 1
 
 
-@pytest.mark.parametrize("ends", [b"connection: close\r\n", b""], ids=["it breaks off", "it says nothing more"])
+@pytest.mark.parametrize("ends", [b"connection: close\r\n", b""], ids=["connection closed", "peer silent"])
 async def test_received_part_of_an_interrupted_streamed_response_is_yielded(ends: bytes) -> None:
     peer = Peer(b"HTTP/1.1 200 OK\r\n" + ends + b"content-length: 9\r\n\r\nhi", OK)
     async with talking(peer) as (posts, url):
@@ -197,7 +197,7 @@ async def test_closed_http_client_opens_no_further_connection() -> None:
         assert await _post(posts, url) == (200, b"hi")
         call = asyncio.create_task(_post(posts, url))
         async with asyncio.timeout(PATIENCE_S):
-            while len(peer.heard) < 2:
+            while len(peer.received) < 2:
                 await asyncio.sleep(0.005)
         await posts.close()
         with pytest.raises(ConnectionError, match="ended before the answer"):
@@ -219,7 +219,7 @@ async def test_connection_of_a_cancelled_http_request_is_not_reused() -> None:
     async with talking(peer) as (posts, url):
         call = asyncio.create_task(_post(posts, url))
         async with asyncio.timeout(PATIENCE_S):
-            while not peer.heard:
+            while not peer.received:
                 await asyncio.sleep(0.005)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)

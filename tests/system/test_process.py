@@ -57,7 +57,7 @@ def test_thread_in_native_code_does_not_abort_the_exit_of_its_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("main", "status", "said"),
+    ("main", "status", "message"),
     [
         ("lambda: None", 0, ""),
         ("lambda: sys.exit(2)", 2, ""),
@@ -66,7 +66,7 @@ def test_thread_in_native_code_does_not_abort_the_exit_of_its_process() -> None:
     ],
 )
 def test_process_without_busy_threads_exits_with_the_status_of_its_main_function(
-    main: str, status: int, said: str
+    main: str, status: int, message: str
 ) -> None:
-    found, _, error = ended(f"{QUIET}run_process({main})")
-    assert found == status and error.endswith(said) and bool(error) == bool(said)
+    returncode, _, error = ended(f"{QUIET}run_process({main})")
+    assert returncode == status and error.endswith(message) and bool(error) == bool(message)

@@ -62,6 +62,6 @@ def test_tying_a_process_fails_with_an_error_if_its_parent_or_program_is_missing
 
 def test_process_tied_to_its_parent_runs_on_the_given_cpu_cores() -> None:
     core = min(os.sched_getaffinity(0))
-    asked = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
-    command = [sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", str(core), "--", *asked]
+    argv = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
+    command = [sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", str(core), "--", *argv]
     assert subprocess.check_output(command, text=True, timeout=PATIENCE_S) == f"{{{core}}}\n"

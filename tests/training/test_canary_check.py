@@ -98,7 +98,7 @@ async def test_canary_check_accepts_an_engine_with_equal_weights_and_reports_the
 
 
 @pytest.mark.parametrize(("off", "is_proven"), [(0.25, True), (0.35, False)])
-async def test_canary_check_of_an_engine_with_int8_weights_limits_the_mean_deviation(
+async def test_canary_check_passes_an_int8_engine_only_if_its_mean_logprob_deviation_is_within_a_limit(
     tmp_path: Path, off: float, is_proven: bool
 ) -> None:
     """The engine's log-probs of all tokens deviate from the trainer's by the same amount, `off`."""

@@ -55,15 +55,15 @@ def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(spec: Tra
     shifted = logits - logits.max(axis=1, keepdims=True)
     logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
-    asked = []
+    calls = []
 
     def kept(version: int, groups: int) -> list[int]:
-        asked.append((version, groups))
+        calls.append((version, groups))
         return [7, 19]
 
     # The batch has 80 rollouts; the meter measures the entropy of 5 of them.
     measured = EntropyMeter(1, kept).measure(made, batch(40, producing=3))
-    assert asked == [(3, 40)]
+    assert calls == [(3, 40)]
     assert {14, 15, 38} < measured.of_tokens.keys() and len(measured.of_tokens) == 5, "in turn, three of five"
     for tokens in measured.of_tokens.values():
         np.testing.assert_allclose(tokens, entropy[[2, 3]], rtol=1e-5)
@@ -82,8 +82,8 @@ def test_measured_entropies_of_a_branching_episode_are_in_the_order_of_its_turns
     # Two agents alternate, so one segment consists of turns 0 and 2, the other of turns 1 and 3.
     forked = episode(turns, (ROOT, ROOT, 0, 1))
     groups = [replace(group(0), rollouts=(forked, episode(turns, reward=0.0)))]
-    told = EntropyMeter(1).measure(made, build(groups, objective=OBJECTIVE, token_budget=64, producing=1))
-    np.testing.assert_allclose(told.of_tokens[0], entropy[[1, 3, 6, 0, 4]], rtol=1e-5)
+    measured = EntropyMeter(1).measure(made, build(groups, objective=OBJECTIVE, token_budget=64, producing=1))
+    np.testing.assert_allclose(measured.of_tokens[0], entropy[[1, 3, 6, 0, 4]], rtol=1e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8, 9, 33])
@@ -92,8 +92,8 @@ def test_number_of_rollouts_with_measured_entropy_does_not_depend_on_how_many_sa
     spec: TrainerSpec, groups: int, most: int
 ) -> None:
     meter = EntropyMeter(1, lambda version, count: range(count)[:most])
-    told = meter.measure(worker(spec), batch(groups)).of_tokens
-    assert len(told) in {-(-2 * groups // 16), -(-2 * groups // 16) - 1} and len(told) >= 1
+    measured = meter.measure(worker(spec), batch(groups)).of_tokens
+    assert len(measured) in {-(-2 * groups // 16), -(-2 * groups // 16) - 1} and len(measured) >= 1
 
 
 def test_training_step_is_bit_identical_with_and_without_the_entropy_meter(spec: TrainerSpec) -> None:

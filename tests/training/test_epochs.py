@@ -78,7 +78,7 @@ def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tup
     optimizer = torch.optim.AdamW(
         parameters, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
     )
-    told = []
+    results = []
     for number in range(1, BATCHES + 1):
         groups = batch_of(number)
         rollouts = [
@@ -106,8 +106,8 @@ def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tup
                 norm = float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.grad_clip))
                 optimizer.param_groups[0]["lr"] = next(rates)
                 optimizer.step()
-                told.append((unclipped, norm))
-    return told
+                results.append((unclipped, norm))
+    return results
 
 
 @dataclass

@@ -44,7 +44,7 @@ def worker(spec: TrainerSpec, **fields: Any) -> BigramTrainer:
 
 
 def groups(*, reward: float = 1.0, logprob: float = -1.5) -> list[RolloutGroup]:
-    """Return three groups; the given values apply to one rollout of the middle group, whose order has index 6."""
+    """Return three groups; the given values apply to one rollout of the middle group, which has index 6."""
     bad = replace(
         group(POISONED), rollouts=(rollout(reward=reward, logprob=logprob), rollout(reward=0.0, sampled=[5, 6, 1]))
     )
@@ -103,7 +103,9 @@ def test_nonfinite_reward_logprob_or_ratio_skips_the_step_and_names_its_group(
     assert policy.model_version == 1, "training goes on"
 
 
-@pytest.mark.parametrize("adv", [{"scale": "none"}, {"kind": "reward_to_go", "kl": 0.1}], ids=["early", "late"])
+@pytest.mark.parametrize(
+    "adv", [{"scale": "none"}, {"kind": "reward_to_go", "kl": 0.1}], ids=["group relative", "reward to go with KL"]
+)
 def test_advantage_that_overflows_fp32_skips_the_step_and_names_its_group(
     adv: dict[str, Any], spec: TrainerSpec
 ) -> None:
@@ -135,9 +137,9 @@ def test_overflowing_gradient_skips_the_step_and_names_its_group(spec: TrainerSp
     step, objective = TrainStep(passes=ForwardPasses(policy=worker(spec))), broken_gradient(resolve("grpo"))
     before = worker(spec)
     batch = build(groups(), objective=objective, token_budget=1, producing=1)
-    found = step.accumulate(batch, objective)
+    result = step.accumulate(batch, objective)
     with np.errstate(all="ignore"), refused("loss gradient", [4]):
-        step.apply(found, learning_rates=[0.1])
+        step.apply(result, learning_rates=[0.1])
     assert step.passes.policy.model_version == 0
     ((_, table),), ((_, untouched),) = step.passes.policy.gather_weights(), before.gather_weights()
     np.testing.assert_array_equal(table, untouched)
@@ -175,10 +177,10 @@ def test_nonfinite_gradient_of_the_critic_leaves_policy_and_critic_unchanged(spe
     critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
     step = TrainStep(passes=ForwardPasses(policy=policy, critic=values), critic=critic)
     objective = resolve("ppo")
-    found = step.accumulate(build(groups(), objective=objective, token_budget=1000, producing=1), objective)
+    result = step.accumulate(build(groups(), objective=objective, token_budget=1000, producing=1), objective)
     values._state.gradient[0] = np.inf  # type: ignore[union-attr, index]
     with refused("critic's gradient", [4, POISONED, 9]):
-        step.apply(found, learning_rates=[0.1])
+        step.apply(result, learning_rates=[0.1])
     assert (policy.model_version, values.model_version) == (0, 0)
     for each in (policy, values):
         with pytest.raises(ProtocolError):

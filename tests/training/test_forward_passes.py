@@ -91,8 +91,8 @@ def warmed_up(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, lis
         predicted[version] = trainer.forward(alone)
         if version < steps:
             fresh = [replace(group(0), rollouts=(sampled(9, [(version, 5)]), sampled(8, [(version, 4)], reward=0.0)))]
-            found = step.accumulate(in_one_batch(fresh, producing=version + 1), OBJECTIVE)
-            step.apply(found, learning_rates=[0.05])
+            result = step.accumulate(in_one_batch(fresh, producing=version + 1), OBJECTIVE)
+            step.apply(result, learning_rates=[0.05])
     return step, predicted
 
 
@@ -102,9 +102,9 @@ def test_old_logprobs_equal_the_logprobs_under_the_weights_that_sampled_each_tok
 ) -> None:
     step, predicted = warmed_up(trainer, steps=2)
     batch = in_one_batch(mixed(), budget=budget)
-    found = step.accumulate(batch, OBJECTIVE)
+    result = step.accumulate(batch, OBJECTIVE)
     compared = 0
-    for packed, made in zip(batch.packed, found.batch.micro_batches, strict=True):
+    for packed, made in zip(batch.packed, result.batch.micro_batches, strict=True):
         assert made.old_logprobs is not None and made.behavior_versions is not None
         for segment, member in enumerate(packed.members):
             its = np.flatnonzero(made.segment_ids == segment)
@@ -126,9 +126,9 @@ def test_old_logprobs_of_each_turn_use_the_weights_that_sampled_the_turn(trainer
     turns = [sampled(seed, its).turns[0] for seed, its in enumerate(spans)]
     forked = replace(sampled(1, [(0, 5)]), turns=tuple(turns), parents=(ROOT, 0, 0, ROOT))
     batch = in_one_batch([replace(group(0), rollouts=(forked, sampled(2, [(1, 4)], reward=0.0)))], budget=budget)
-    found = step.accumulate(batch, OBJECTIVE)
+    result = step.accumulate(batch, OBJECTIVE)
     compared = 0
-    for made in found.batch.micro_batches:
+    for made in result.batch.micro_batches:
         assert made.old_logprobs is not None and made.behavior_versions is not None
         for version in range(3):
             its = made.loss_mask & (made.behavior_versions == version)
@@ -144,8 +144,8 @@ def test_old_logprobs_in_lockstep_are_bit_identical_to_those_of_the_gradient_pas
     """The recomputation and the gradient pass must use the same forward graph and weights."""
     step, _ = warmed_up(trainer, steps=2)
     fresh = [replace(group(0), rollouts=tuple(sampled(seed, [(2, 3 + seed)], reward=seed % 2) for seed in range(6)))]
-    found = step.accumulate(in_one_batch(fresh), OBJECTIVE)
-    for made, loss in zip(found.batch.micro_batches, found.first.losses, strict=True):
+    result = step.accumulate(in_one_batch(fresh), OBJECTIVE)
+    for made, loss in zip(result.batch.micro_batches, result.first.losses, strict=True):
         assert made.old_logprobs is not None
         assert made.old_logprobs[made.loss_mask].tobytes() == loss.predictions[made.loss_mask].tobytes()
 
@@ -175,7 +175,7 @@ def test_forward_pass_of_each_version_covers_only_the_tokens_it_needs(trainer: T
     assert counting.tokens == [8 + 5 + third + 1, 8 + third + 5 + 7, third + 7 + 9]
 
 
-def test_prefix_of_each_segment_in_a_micro_batch_ends_with_its_last_requested_token() -> None:
+def test_forward_pass_input_of_each_segment_ends_at_the_last_token_whose_logprob_is_requested() -> None:
     batch = in_one_batch(mixed()).micro_batches[0]
     assert prefixes(batch, through=batch.position_ids >= 0).micro_batch is batch
     assert batch.behavior_versions is not None

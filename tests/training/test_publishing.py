@@ -32,13 +32,13 @@ class Taking:
 
     def __init__(self, refusal: LayoutMismatch | DigestMismatch | None = None) -> None:
         self.refusal = refusal
-        self.asked: list[WeightUpdateRequest] = []
+        self.requests: list[WeightUpdateRequest] = []
         self.serves = 0
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
 
     async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        self.asked.append(request)
+        self.requests.append(request)
         await self.may_go_on.wait()
         if self.refusal is not None:
             raise self.refusal
@@ -94,8 +94,8 @@ async def test_engines_that_read_the_announcement_stream_load_each_version_and_r
                 for url in (A, B)
             }, "who does not follow is neither waited for nor spoken for"
     assert (a.serves, b.serves) == (2, 2)
-    asked, commit = a.asked[2:]
-    assert set(asked.sources or ()) == {"http://s0:1", "http://s1:1"} and asked.layout_id == "l"
+    prepare, commit = a.requests[2:]
+    assert set(prepare.sources or ()) == {"http://s0:1", "http://s1:1"} and prepare.layout_id == "l"
     assert (commit.phase, commit.digest, commit.timeout_s) == (UpdatePhase.COMMIT, "d", 7.0)
     assert commit.on_update is OnUpdate.CONTINUE
     assert await stream.length(ANNOUNCEMENTS) == 1, "what is over is trimmed"
@@ -105,7 +105,7 @@ async def test_engines_pull_announced_weights_from_different_replicas() -> None:
     stream, engines = MemoryStream(), {f"e{number}": Taking() for number in range(16)}
     async with following(stream, **engines):
         await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, *(f"http://{name}:1" for name in engines))
-    assert {(engine.asked[0].sources or ("",))[0] for engine in engines.values()} == {"http://s0:1", "http://s1:1"}
+    assert {(engine.requests[0].sources or ("",))[0] for engine in engines.values()} == {"http://s0:1", "http://s1:1"}
 
 
 async def test_engine_that_already_serves_the_announced_version_gets_no_commit_request() -> None:
@@ -114,11 +114,11 @@ async def test_engine_that_already_serves_the_announced_version_gets_no_commit_r
     async with following(stream, a=a):
         (answer,) = (await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, A)).values()
     assert isinstance(answer, WeightUpdateResponse) and answer.status is UpdateStatus.ALREADY_SERVING
-    assert [request.phase for request in a.asked] == [UpdatePhase.PREPARE]
+    assert [request.phase for request in a.requests] == [UpdatePhase.PREPARE]
 
 
 @pytest.mark.parametrize("refusal", [LayoutMismatch("another model", param="layout"), DigestMismatch("other bytes")])
-async def test_rejection_of_announced_weights_is_returned_with_its_original_class(
+async def test_trainer_gets_the_exception_class_and_text_with_which_an_engine_rejected_weights(
     refusal: LayoutMismatch | DigestMismatch,
 ) -> None:
     stream, a, b = MemoryStream(), Taking(refusal), Taking()
@@ -134,10 +134,10 @@ async def test_engine_excluded_from_an_announcement_keeps_its_weights() -> None:
     async with following(stream, a=a, b=b):
         assert set(await tell(announcer, 1, A, left_out=(B,))) == {A}
         assert set(await tell(announcer, 2, A, B)) == {A, B}
-    assert [request.version for request in b.asked] == [2, 2]
+    assert [request.version for request in b.requests] == [2, 2]
 
 
-async def test_trainer_does_not_wait_for_an_engine_that_stopped_reporting_until_it_reports_again() -> None:
+async def test_trainer_skips_a_silent_engine_and_includes_it_again_once_it_reports() -> None:
     stream, a, b = MemoryStream(), Taking(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=0.05)
     async with following(stream, a=a, b=b):
@@ -160,13 +160,13 @@ async def test_engine_loads_only_the_newest_of_several_announced_versions() -> N
             assert await tell(announcer, version, A) == {}
             await stream.append(TAKEN, [encode(WeightsTaken(url=A))])
             async with asyncio.timeout(PATIENCE_S):
-                while not a.asked:
+                while not a.requests:
                     await asyncio.sleep(0)
         a.may_go_on.set()
         async with asyncio.timeout(PATIENCE_S):
             while a.serves != 3:
                 await asyncio.sleep(0)
-    assert [request.version for request in a.asked] == [1, 1, 3, 3]
+    assert [request.version for request in a.requests] == [1, 1, 3, 3]
 
 
 async def test_trainer_and_engines_skip_unreadable_entries_in_the_announcement_streams() -> None:
@@ -177,7 +177,7 @@ async def test_trainer_and_engines_skip_unreadable_entries_in_the_announcement_s
         assert set(await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, A)) == {A}
 
 
-async def test_engines_report_of_a_loaded_version_counts_as_a_failure_if_it_cannot_be_decoded() -> None:
+async def test_undecodable_report_of_an_engine_about_a_loaded_version_counts_as_a_failure() -> None:
     stream = MemoryStream()
     announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
     await stream.append(TAKEN, [encode(WeightsTaken(url=A))])

@@ -68,11 +68,11 @@ def test_replay_reports_the_metrics_that_differ_because_of_other_weights_or_rewa
     first, second, _ = replay(model).run([hotter, *steps[1:]])
     assert first.differences == {} and "loss" in second.differences
     wrong = {**GROUPS, 1: [group(1, (1.0, 1.0, 0.5))]}
-    (found,) = replay(model, wrong).run(steps[:1])
-    assert {"reward", "loss", "grad_norm"} <= found.differences.keys()
+    (replayed,) = replay(model, wrong).run(steps[:1])
+    assert {"reward", "loss", "grad_norm"} <= replayed.differences.keys()
 
 
-def test_replay_of_a_group_with_two_copies_uses_the_copy_that_the_run_could_train_on(model: Path) -> None:
+def test_replay_ignores_a_copy_of_a_group_whose_sampling_weights_were_abandoned(model: Path) -> None:
     steps = [replace(step, lineage=Lineage(2, 0)) for step in recorded(model)]
     epoch_two = {index: [group(index, (0.0, 1.0, 0.5), version=index // 4, epoch=2)] for index in range(12)}
     abandoned = group(5, (1.0, 0.0, 0.0), version=1, epoch=1)
@@ -89,7 +89,7 @@ def test_replay_with_another_objective_uses_the_recorded_rollouts(model: Path) -
     assert instead.figures["grad_norm"] != steps[2].figures["grad_norm"]
 
 
-def test_replay_names_groups_and_steps_missing_from_the_record(model: Path) -> None:
+def test_error_of_a_replay_names_the_group_or_step_that_is_missing_from_the_record(model: Path) -> None:
     steps = recorded(model)
     with pytest.raises(RecordError, match="the group of order 2, of step 1, is not in the streams any more"):
         list(replay(model, {index: kept for index, kept in GROUPS.items() if index != 2}).run(steps))
@@ -98,7 +98,7 @@ def test_replay_names_groups_and_steps_missing_from_the_record(model: Path) -> N
 
 
 def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
-    """Return a replay that computes old log-probs with the weights that sampled, so that it must keep older weights."""
+    """Return a replay that must keep older weights, to compute old log-probs with the weights that sampled."""
     taking = replay(model)
     policy = taking.step.passes.policy
     passes = ForwardPasses(
@@ -110,7 +110,7 @@ def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
     return replace(taking, step=TrainStep(passes=passes), objective=objective, acceptance=acceptance)
 
 
-def test_replay_keeps_sampling_weights_as_long_as_steps_need_them(model: Path) -> None:
+def test_replay_keeps_older_weights_as_long_as_later_steps_train_on_their_samples(model: Path) -> None:
     """Step 3 trains on samples of versions 1 and 2, so the replay must still have the weights of version 1."""
     blanks = [
         RecordedStep(version=version, lineage=Lineage(1, 0), orders=orders, figures={"learning_rate": 0.1})
@@ -148,8 +148,10 @@ def test_replayed_steps_with_several_optimizer_steps_are_bit_identical_even_afte
         batch = build(its, objective=objective, token_budget=64, producing=version, mini_batching=mini_batching)
         rates = [0.1 / (version + number) for number in range(4)]
         figures, updates = running.step.apply(running.step.accumulate(batch, objective), learning_rates=rates)
-        told = batch.stats | figures
-        steps.append(RecordedStep(version=version, lineage=Lineage(1, 0), orders=orders, figures=told, updates=updates))
+        merged = batch.stats | figures
+        steps.append(
+            RecordedStep(version=version, lineage=Lineage(1, 0), orders=orders, figures=merged, updates=updates)
+        )
         if version == 2:
             saved.mkdir()
             running.step.passes.policy.save_state(saved)

@@ -60,8 +60,8 @@ def step() -> TrainStep:
 
 
 def trained(step: TrainStep, groups: list[RolloutGroup], *, producing: int) -> None:
-    found = step.accumulate(build(groups, objective=OBJECTIVE, token_budget=2048, producing=producing), OBJECTIVE)
-    step.apply(found, learning_rates=[3e-3])
+    result = step.accumulate(build(groups, objective=OBJECTIVE, token_budget=2048, producing=producing), OBJECTIVE)
+    step.apply(result, learning_rates=[3e-3])
 
 
 async def sample(history: WeightHistory, on_update: OnUpdate, seed: int, *, samples: int) -> list[Rollout]:
@@ -124,31 +124,31 @@ def in_flight(step: TrainStep, on_update: OnUpdate, *, samples: int) -> list[Rol
 
 
 def accumulated(step: TrainStep, groups: list[RolloutGroup]) -> Accumulated:
-    found = step.accumulate(build(groups, objective=OBJECTIVE, token_budget=2048, producing=VERSIONS), OBJECTIVE)
+    result = step.accumulate(build(groups, objective=OBJECTIVE, token_budget=2048, producing=VERSIONS), OBJECTIVE)
     step.passes.policy.discard_gradient()
-    return found
+    return result
 
 
-def test_old_logprobs_of_every_token_equal_the_engines_if_it_recomputes_its_kv_cache_after_updates(
+def test_old_logprobs_equal_the_sampled_logprobs_if_the_engine_recomputes_its_kv_cache_at_updates(
     step: TrainStep,
 ) -> None:
-    found = accumulated(step, in_flight(step, OnUpdate.RECOMPUTE_KV, samples=4))
-    tokens = sampled_tokens(found.batch.micro_batches, [loss.predictions for loss in found.first.losses])
+    result = accumulated(step, in_flight(step, OnUpdate.RECOMPUTE_KV, samples=4))
+    tokens = sampled_tokens(result.batch.micro_batches, [loss.predictions for loss in result.first.losses])
     assert tokens is not None and tokens.old_logprobs is not None
     assert np.bincount(tokens.versions, minlength=VERSIONS).min() > 0
     assert np.abs(tokens.old_logprobs - tokens.behavior_logprobs).max() <= TOLERANCE
-    told = figures(tokens, held_version=VERSIONS - 1, cuts={})
-    causes = [name.split("_")[2] for name in told if name.startswith("old_mismatch") and name.endswith("_max")]
+    metrics = figures(tokens, held_version=VERSIONS - 1, cuts={})
+    causes = [name.split("_")[2] for name in metrics if name.startswith("old_mismatch") and name.endswith("_max")]
     assert {"staleness", "numerics"} <= {*causes}
-    assert all(told[f"old_mismatch_{cause}_max"] <= TOLERANCE for cause in causes)
-    assert told["mismatch_staleness_max"] > 1000 * TOLERANCE, "the versions must differ, or it is not tried"
-    assert told["mismatch_numerics_max"] <= TOLERANCE
+    assert all(metrics[f"old_mismatch_{cause}_max"] <= TOLERANCE for cause in causes)
+    assert metrics["mismatch_staleness_max"] > 1000 * TOLERANCE, "the versions must differ, or it is not tried"
+    assert metrics["mismatch_numerics_max"] <= TOLERANCE
 
 
 def test_kv_cache_written_by_older_weights_changes_only_logprobs_sampled_after_an_update(step: TrainStep) -> None:
     # Only one sample per prompt: a second one would read the cache of the prompt, which older weights wrote.
-    found = accumulated(step, in_flight(step, OnUpdate.CONTINUE, samples=1))
-    tokens = sampled_tokens(found.batch.micro_batches, [loss.predictions for loss in found.first.losses])
+    result = accumulated(step, in_flight(step, OnUpdate.CONTINUE, samples=1))
+    tokens = sampled_tokens(result.batch.micro_batches, [loss.predictions for loss in result.first.losses])
     assert tokens is not None and tokens.old_logprobs is not None
     difference = np.abs(tokens.old_logprobs - tokens.behavior_logprobs)
     updated = tokens.versions != tokens.turn_versions

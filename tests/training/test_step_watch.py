@@ -163,7 +163,7 @@ def test_mean_advantage_of_each_rollout_does_not_depend_on_the_packing_into_micr
     assert trained.tolist() == [True, True, False, False, True, True], "those without a gradient were left out"
 
 
-def test_groups_that_are_kept_as_samples_are_drawn_by_seed_and_step(tmp_path: Path) -> None:
+def test_choice_of_groups_kept_as_samples_is_determined_by_seed_and_step(tmp_path: Path) -> None:
     drawn = []
     for name in ("first", "again"):
         watch = watch_in(tmp_path / name)
@@ -175,7 +175,7 @@ def test_groups_that_are_kept_as_samples_are_drawn_by_seed_and_step(tmp_path: Pa
     assert len({name for _, name in drawn[0]}) == 8, "nobody is preferred"
 
 
-def test_reasons_for_filtered_groups_beyond_a_limit_are_merged(tmp_path: Path) -> None:
+def test_filter_reasons_beyond_a_maximum_number_are_counted_as_other_reasons(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     watch.ended([group(0)], GroupOutcome.FILTERED, "no signal")
     for number in range(100):
@@ -226,7 +226,7 @@ def test_sample_with_a_non_finite_reward_is_kept_without_its_reward(tmp_path: Pa
     assert sample.answers[0].reward is None and sample.answers[1].reward == 0.0
 
 
-def told(rewards: Sequence[float], *, domain: str = "words", tags: Sequence[str] = (), **fields: Any) -> RolloutGroup:
+def graded(rewards: Sequence[float], *, domain: str = "words", tags: Sequence[str] = (), **fields: Any) -> RolloutGroup:
     made = replace(group(0, rewards), domain=domain, problem=ProblemSummary("p", tuple(tags), ""))
     return replace(made, **fields) if fields else made
 
@@ -239,11 +239,11 @@ def scored(reward: float, *parts: tuple[str, float]) -> Rollout:
 def test_domain_metrics_match_precomputed_values() -> None:
     tallies = DomainTallies()
     long = rollout(reward=0.0, sampled=[1] * 20)
-    mixed = told(
+    mixed = graded(
         [], rollouts=(rollout(reward=1.0), replace(long, finish_reason="length"), rollout(outcome=Outcome.TIMEOUT))
     )
-    tallies.add([mixed, told([1.0, 1.0]), told([0.0, 0.0]), told([0.0, 0.0])])
-    tallies.add_stale(told([1.0]))
+    tallies.add([mixed, graded([1.0, 1.0]), graded([0.0, 0.0]), graded([0.0, 0.0])])
+    tallies.add_stale(graded([1.0]))
     figures = tallies.take().by_domain["words"]
     assert figures == pytest.approx(
         {
@@ -266,14 +266,14 @@ def test_domain_metrics_match_precomputed_values() -> None:
 def test_reward_parts_are_averaged_over_the_rollouts_that_have_them() -> None:
     tallies = DomainTallies()
     rollouts = (scored(1.0, ("format", 1.0), ("answer", 0.0)), scored(2.0, ("format", 0.5)), scored(0.0))
-    tallies.add([told([], rollouts=rollouts)])
+    tallies.add([graded([], rollouts=rollouts)])
     figures = tallies.take().by_domain["words"]
     assert (figures["reward"], figures["reward.format"], figures["reward.answer"]) == (1.0, 0.75, 0.0)
 
 
 def test_group_counts_once_in_its_domain_and_once_in_each_of_its_tags() -> None:
     tallies = DomainTallies()
-    tallies.add([told([1.0], tags=("a", "b", "a")), told([0.0], tags=("b",), domain="sums")])
+    tallies.add([graded([1.0], tags=("a", "b", "a")), graded([0.0], tags=("b",), domain="sums")])
     figures = tallies.take()
     assert {name: each["accuracy"] for name, each in figures.by_domain.items()} == {"words": 1.0, "sums": 0.0}
     assert {name: each["accuracy"] for name, each in figures.by_tag.items()} == {"a": 1.0, "b": 0.5}
@@ -283,14 +283,14 @@ def test_group_counts_once_in_its_domain_and_once_in_each_of_its_tags() -> None:
 
 def test_domain_with_only_stale_groups_reports_only_the_counts_of_groups() -> None:
     tallies = DomainTallies()
-    tallies.add_stale(told([1.0]))
+    tallies.add_stale(graded([1.0]))
     assert tallies.take().by_domain["words"] == {"rollouts": 0, "groups": 0, "stale_groups": 1, "stale": 1.0}
 
 
 def test_rare_tags_beyond_a_limit_share_one_set_of_metrics() -> None:
     tallies = DomainTallies()
-    tallies.add([told([1.0], tags=(f"id={number:04d}",)) for number in range(1000)])
-    tallies.add([told([1.0, 1.0], tags=("common",)), told([1.0], tags=tuple(f"t{i}" for i in range(1000)))])
+    tallies.add([graded([1.0], tags=(f"id={number:04d}",)) for number in range(1000)])
+    tallies.add([graded([1.0, 1.0], tags=("common",)), graded([1.0], tags=tuple(f"t{i}" for i in range(1000)))])
     by_tag = tallies.take().by_tag
     assert len(by_tag) == MOST_TAGS + 1 and "common" in by_tag
     assert by_tag[OTHER_TAGS]["rollouts"] == 1000 + 16 - (MOST_TAGS - 1)
@@ -311,7 +311,7 @@ def test_turns_and_segments_are_counted_only_for_episodes() -> None:
     noted = tuple(replace(turn, note=turn.note._replace(begins=why)) for turn, why in zip(turns, begins, strict=True))
     forked = replace(episode([((0,), (1,))]), turns=noted, parents=(ROOT, 0, 0))
     single = replace(forked, turns=noted[:1], parents=())
-    tallies.add([told([], rollouts=(forked, single, forked)), told([1.0], domain="sums")])
+    tallies.add([graded([], rollouts=(forked, single, forked)), graded([1.0], domain="sums")])
     by_domain = tallies.take().by_domain
     figures = by_domain["words"]
     assert figures["turns"] == pytest.approx(7 / 3) and figures["segments"] == pytest.approx(5 / 3)

@@ -142,7 +142,7 @@ def test_packing_splitting_and_order_of_rollouts_do_not_change_the_step(choice: 
 def test_batch_of_equal_rewards_has_zero_gradient_unless_the_objective_learns_from_equal_rewards(
     name: str, spec: TrainerSpec
 ) -> None:
-    """Objectives whose terms need no differing rewards, such as a critic's advantages, keep their gradient."""
+    """Objectives that also learn from equal rewards, such as those with a critic or a KL penalty, have a gradient."""
     objective = resolve(name, max_tokens=8)
     waiting = Batcher(
         ledger=ConsumedLedger(),
@@ -166,9 +166,9 @@ def test_gae_advantages_and_returns_equal_loops_over_tokens(budget: int, spec: T
     objective = replace(resolve(PPO), adv=GAE(kl=0.1))
     step = step_of(spec)
     batch = build(groups(), objective=objective, token_budget=budget, producing=1)
-    found = step.accumulate(batch, objective)
+    result = step.accumulate(batch, objective)
     raw: list[np.ndarray] = []
-    for packed, micro_batch in zip(batch.packed, found.batch.micro_batches, strict=True):
+    for packed, micro_batch in zip(batch.packed, result.batch.micro_batches, strict=True):
         ends = np.flatnonzero(np.diff(micro_batch.segment_ids, append=-1))
         for member, first, last in zip(packed.members, np.append(0, ends[:-1] + 1), ends + 1, strict=True):
             inside = slice(first, last)

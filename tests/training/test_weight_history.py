@@ -107,7 +107,7 @@ def test_weight_history_logs_a_missing_version_once(trainer: BigramTrainer, capl
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="pipelinerl"):
         assert [history.covers(each) for each in (group(1, version=2), mixed, mixed)] == [True, False, False]
-    (said,) = caplog.messages
-    assert "weights of version 1 are not kept, so their samples cannot train and count as stale" in said
+    (message,) = caplog.messages
+    assert "weights of version 1 are not kept, so their samples cannot train and count as stale" in message
     with pytest.raises(RecordError, match=r"the weights of version 1 are no longer kept.*; kept are 2"):
         history.weights(1)

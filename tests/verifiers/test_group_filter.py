@@ -28,7 +28,7 @@ ANSWERS = [SampledAnswer("right", (5, 6)), SampledAnswer("no", (7, 8, 9), "lengt
 VERDICTS = [correct("right"), wrong("no"), failed("no idea")]
 
 
-async def said(function: str, *, deadline_s: float = PATIENCE_S, **metadata: Any) -> Verdict:
+async def verdict_of(function: str, *, deadline_s: float = PATIENCE_S, **metadata: Any) -> Verdict:
     judge = GroupFilter(f"{FILTERS}:{function}", deadline_s=deadline_s, workers=1)
     try:
         problem = replace(PROBLEM, metadata=metadata or PROBLEM.metadata)
@@ -38,16 +38,16 @@ async def said(function: str, *, deadline_s: float = PATIENCE_S, **metadata: Any
 
 
 @pytest.mark.parametrize("function", ["asks_for_all", "everything"])
-async def test_group_filter_receives_the_values_that_its_parameters_name(function: str) -> None:
-    verdict = await said(function)
+async def test_group_filter_gets_each_argument_by_the_name_of_its_parameter(function: str) -> None:
+    verdict = await verdict_of(function)
     assert (verdict.outcome, refusal_of(verdict)) == (Outcome.CORRECT, ""), verdict.reason
 
 
 async def test_text_returned_by_a_group_filter_is_the_rejection_reason_and_false_gives_the_filters_name() -> None:
-    assert refusal_of(await said("lengths_alone")) == "one of 3 tokens"
-    assert refusal_of(await said("whatever", do="false")) == "whatever"
-    assert refusal_of(await said("whatever", do="numpy")) == ""
-    assert len(refusal_of(await said("whatever", do="long"))) <= 120
+    assert refusal_of(await verdict_of("lengths_alone")) == "one of 3 tokens"
+    assert refusal_of(await verdict_of("whatever", do="false")) == "whatever"
+    assert refusal_of(await verdict_of("whatever", do="numpy")) == ""
+    assert len(refusal_of(await verdict_of("whatever", do="long"))) <= 120
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ async def test_text_returned_by_a_group_filter_is_the_rejection_reason_and_false
     ],
 )
 async def test_group_is_dropped_if_its_filter_fails_or_returns_an_invalid_value(what: str, sentence: str) -> None:
-    verdict = await said("whatever", do=what)
+    verdict = await verdict_of("whatever", do=what)
     assert verdict.outcome is Outcome.VERIFIER_ERROR
     assert re.search(sentence, verdict.reason), verdict.reason
     assert refusal_of(verdict) == "curation.filter failed: verifier_error"
 
 
 async def test_group_filter_that_hangs_is_killed_at_its_deadline() -> None:
-    verdict = await said("whatever", do="hang", deadline_s=0.2)
+    verdict = await verdict_of("whatever", do="hang", deadline_s=0.2)
     assert verdict.outcome is Outcome.TIMEOUT and refusal_of(verdict) == "curation.filter failed: timeout"
 
 

@@ -205,12 +205,12 @@ class CountingServer:
     """A fake server of the judge that counts concurrent calls, and answers only while `free` is set."""
 
     def __init__(self) -> None:
-        self.now = self.most = self.asked = 0
+        self.now = self.most = self.calls = 0
         self.free = asyncio.Event()
         self.free.set()
 
     async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Said:
-        self.now, self.asked = self.now + 1, self.asked + 1
+        self.now, self.calls = self.now + 1, self.calls + 1
         self.most = max(self.most, self.now)
         try:
             await asyncio.sleep(0)
@@ -244,7 +244,7 @@ async def test_calls_to_the_judge_stay_within_the_concurrency_limit() -> None:
     server = CountingServer()
     judge = with_server(server, concurrency=3, votes=2, temperature=1.0)
     await asyncio.gather(*(verdicts(judge, f"{n}a", f"{n}b") for n in range(5)))
-    assert (server.most, server.asked) == (3, 20)
+    assert (server.most, server.calls) == (3, 20)
 
 
 async def test_cancelled_call_to_the_judge_frees_its_concurrency_slot() -> None:
@@ -252,7 +252,7 @@ async def test_cancelled_call_to_the_judge_frees_its_concurrency_slot() -> None:
     server.free.clear()
     judge = with_server(server, concurrency=1)
     task = asyncio.ensure_future(verdicts(judge, "a", "b"))
-    while not server.asked:
+    while not server.calls:
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -305,8 +305,8 @@ async def test_judge_can_be_closed_while_its_server_is_being_opened() -> None:
 async def test_verifier_error_because_of_a_failing_judge_is_not_cached() -> None:
     class Failing(CountingServer):
         async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Said:
-            self.asked += 1
-            if self.asked == 1:
+            self.calls += 1
+            if self.calls == 1:
                 raise EngineUnreachable("away")
             return Said()
 

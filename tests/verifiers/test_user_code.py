@@ -40,84 +40,84 @@ async def verdicts(function: str, *texts: str, **keys: Any) -> list[Verdict]:
     return [judgement.verdict for judgement in judged]
 
 
-def in_short(found: list[Verdict]) -> list[tuple[str, float]]:
-    return [(verdict.outcome.value, verdict.reward) for verdict in found]
+def in_short(results: list[Verdict]) -> list[tuple[str, float]]:
+    return [(verdict.outcome.value, verdict.reward) for verdict in results]
 
 
-async def test_reward_function_of_problem_and_text_gets_positional_arguments() -> None:
+async def test_reward_function_with_two_unknown_parameter_names_gets_problem_and_text_by_position() -> None:
     assert in_short(await verdicts("by_place", "right", "no")) == [("correct", 1.0), ("wrong", 0.0)]
 
 
-async def test_reward_function_receives_the_values_that_its_parameters_name() -> None:
+async def test_reward_function_gets_each_argument_by_the_name_of_its_parameter() -> None:
     assert in_short(await verdicts("by_name", "right", "no")) == [("partial", 0.5), ("wrong", 0.0)]
     assert in_short(await verdicts("by_name", "right", correct_at=0.5)) == [("correct", 0.5)]
 
 
-async def test_group_reward_function_receives_lists_as_in_trl() -> None:
+async def test_group_reward_function_gets_a_list_of_answers_and_must_return_one_reward_for_each() -> None:
     assert [verdict.reward for verdict in await verdicts("of_a_group", "a", "abc", "ab")] == [0.0, 2.0, 1.0]
-    found = await verdicts("too_few", "a", "b")
-    assert [verdict.outcome for verdict in found] == [Outcome.VERIFIER_ERROR] * 2
+    results = await verdicts("too_few", "a", "b")
+    assert [verdict.outcome for verdict in results] == [Outcome.VERIFIER_ERROR] * 2
     assert (
-        found[0].reason
+        results[0].reason
         == "the function must return a list with one reward for each of 2 answers, it returned 1 of them"
     )
 
 
-async def test_reward_functions_get_columns_of_the_data_by_name_as_in_trl() -> None:
+async def test_reward_function_parameters_get_the_data_columns_of_the_same_name_as_in_trl() -> None:
     assert in_short(await verdicts("by_column", "right", "no")) == [("correct", 1.0), ("wrong", 0.0)]
     assert [verdict.reward for verdict in await verdicts("of_a_group_by_column", "a", "abc")] == [0.0, 1.0]
-    (found,) = await verdicts("by_missing_column", "right")
-    assert found.outcome is Outcome.VERIFIER_ERROR
-    assert "takes solution, and the problem's metadata has level; name the columns" in found.reason
+    (missing,) = await verdicts("by_missing_column", "right")
+    assert missing.outcome is Outcome.VERIFIER_ERROR
+    assert "takes solution, and the problem's metadata has level; name the columns" in missing.reason
 
 
 async def test_answer_that_crashes_a_reward_function_is_wrong_if_the_function_accepts_the_ground_truth() -> None:
-    found = await verdicts("strict", "", "right", "offline", "\ud800")
-    assert [verdict.outcome.value for verdict in found] == ["wrong", "correct", "verifier_error", "wrong"]
-    assert "IndexError" in found[0].reason and "ConnectionError" in found[2].reason
+    results = await verdicts("strict", "", "right", "offline", "\ud800")
+    assert [verdict.outcome.value for verdict in results] == ["wrong", "correct", "verifier_error", "wrong"]
+    assert "IndexError" in results[0].reason and "ConnectionError" in results[2].reason
     assert in_short(await verdicts("flaky", "no")) == [("verifier_error", 0.0)]
 
 
 async def test_async_reward_function_runs_concurrently_and_is_cancelled_at_its_deadline() -> None:
     began = time.monotonic()
-    found = await verdicts("asynchronous", "hang", "raise", "fine", verifier_timeout_s=1.5)
-    assert in_short(found) == [("timeout", 0.0), ("verifier_error", 0.0), ("correct", 1.0)]
+    results = await verdicts("asynchronous", "hang", "raise", "fine", verifier_timeout_s=1.5)
+    assert in_short(results) == [("timeout", 0.0), ("verifier_error", 0.0), ("correct", 1.0)]
     assert time.monotonic() - began < SOON_S
-    assert "rewards.py:" in found[1].reason and found[1].reason.endswith("KeyError: 'no such thing'")
+    assert "rewards.py:" in results[1].reason and results[1].reason.endswith("KeyError: 'no such thing'")
     assert [verdict.reward for verdict in await verdicts("asynchronous_group", "ab", "a")] == [2.0, 1.0]
 
 
 async def test_invalid_value_returned_by_a_reward_function_gives_a_verifier_error_that_shows_the_value() -> None:
     texts = ["nan", "inf", "huge", "none", "text", "array", "bad verdict"]
-    found = await verdicts("whatever", *texts)
-    assert [verdict.outcome for verdict in found] == [Outcome.VERIFIER_ERROR] * len(texts)
-    said = [verdict.reason.rpartition("returned ")[2] for verdict in found]
-    assert said[:4] == ["nan", "inf", "1e+09", "None"]
-    assert said[4] == "str '0.5'" and said[5].startswith("ndarray") and said[6] == "nan"
+    results = await verdicts("whatever", *texts)
+    assert [verdict.outcome for verdict in results] == [Outcome.VERIFIER_ERROR] * len(texts)
+    shown = [verdict.reason.rpartition("returned ")[2] for verdict in results]
+    assert shown[:4] == ["nan", "inf", "1e+09", "None"]
+    assert shown[4] == "str '0.5'" and shown[5].startswith("ndarray") and shown[6] == "nan"
 
 
 async def test_reward_function_may_return_a_bool_a_number_or_a_verdict() -> None:
-    found = await verdicts("whatever", "true", "one", "float32", "bool_", "verdict", "")
-    assert [verdict.reward for verdict in found] == [1.0, 1.0, 0.25, 1.0, 0.125, 0.0]
-    assert found[4] == Verdict(outcome=Outcome.WRONG, reward=0.125, reason="so", answer="a")
+    results = await verdicts("whatever", "true", "one", "float32", "bool_", "verdict", "")
+    assert [verdict.reward for verdict in results] == [1.0, 1.0, 0.25, 1.0, 0.125, 0.0]
+    assert results[4] == Verdict(outcome=Outcome.WRONG, reward=0.125, reason="so", answer="a")
 
 
 async def test_failure_of_a_reward_function_affects_only_its_own_answer() -> None:
-    found = await verdicts("whatever", "raise", "one", "exit", "die", "print", "memory", "one")
+    results = await verdicts("whatever", "raise", "one", "exit", "die", "print", "memory", "one")
     error, right = "verifier_error", "correct"
-    assert [v.outcome.value for v in found] == [error, right, error, error, right, error, right]
-    assert found[0].reason.endswith("KeyError: 'nothing'") and f"{REWARDS}:" in found[0].reason
-    assert found[2].reason.endswith("SystemExit: enough")
-    assert "ended by itself" in found[3].reason
-    assert "MemoryError" in found[5].reason
+    assert [v.outcome.value for v in results] == [error, right, error, error, right, error, right]
+    assert results[0].reason.endswith("KeyError: 'nothing'") and f"{REWARDS}:" in results[0].reason
+    assert results[2].reason.endswith("SystemExit: enough")
+    assert "ended by itself" in results[3].reason
+    assert "MemoryError" in results[5].reason
 
 
 @pytest.mark.parametrize("how", ["hang", "spin"])
 async def test_reward_function_that_hangs_times_out_without_delaying_other_answers(how: str) -> None:
     began = time.monotonic()
-    found = await verdicts("whatever", how, how, "one", verifier_timeout_s=1.0)
-    assert in_short(found) == [("timeout", 0.0), ("timeout", 0.0), ("correct", 1.0)]
-    assert found[0].reason == "no judgement within 1 s"
+    results = await verdicts("whatever", how, how, "one", verifier_timeout_s=1.0)
+    assert in_short(results) == [("timeout", 0.0), ("timeout", 0.0), ("correct", 1.0)]
+    assert results[0].reason == "no judgement within 1 s"
     assert time.monotonic() - began < PATIENCE_S
 
 
@@ -131,10 +131,10 @@ async def test_child_processes_of_a_killed_reward_function_are_killed_too(
 
 
 async def test_users_class_can_be_a_verifier_and_its_exceptions_give_verifier_errors() -> None:
-    found = await verdicts("Judge", "right", "raise", "hang", "", verifier_timeout_s=1.5)
-    assert [v.outcome.value for v in found] == ["correct", "verifier_error", "timeout", "verifier_error"]
-    assert found[0].reward == 2.0 and "ValueError: not for me" in found[1].reason
-    assert found[3].reason == "verify must return a Verdict, it returned NoneType None"
+    results = await verdicts("Judge", "right", "raise", "hang", "", verifier_timeout_s=1.5)
+    assert [v.outcome.value for v in results] == ["correct", "verifier_error", "timeout", "verifier_error"]
+    assert results[0].reward == 2.0 and "ValueError: not for me" in results[1].reason
+    assert results[3].reason == "verify must return a Verdict, it returned NoneType None"
 
 
 async def test_reward_function_with_an_unknown_parameter_is_rejected() -> None:

@@ -55,7 +55,7 @@ async def test_weighted_sum_of_rewards_reports_the_sum_and_the_unweighted_reward
     assert seconds == 1.0
 
 
-async def test_answer_whose_reward_is_below_correct_at_only_because_of_rounding_is_correct() -> None:
+async def test_answer_whose_reward_misses_the_threshold_correct_at_only_by_rounding_is_correct() -> None:
     three = [given(1.0)] * 3
     assert sum((0.7, 0.2, 0.1)) < 1.0
     assert (await summed(*three, weights=(0.7, 0.2, 0.1))).verdict.outcome is Outcome.CORRECT
@@ -65,8 +65,8 @@ async def test_answer_whose_reward_is_below_correct_at_only_because_of_rounding_
 
 @pytest.mark.parametrize("verdict", [failed("broke"), timed_out(3.0)])
 async def test_answer_gets_no_reward_if_one_part_of_the_reward_fails_to_judge_it(verdict: Verdict) -> None:
-    found = (await summed(given(1.0), verdict, weights=(1.0, 1.0))).verdict
-    assert (found.outcome, found.reward, found.reason) == (verdict.outcome, 0.0, f"p1: {verdict.reason}")
+    combined = (await summed(given(1.0), verdict, weights=(1.0, 1.0))).verdict
+    assert (combined.outcome, combined.reward, combined.reason) == (verdict.outcome, 0.0, f"p1: {verdict.reason}")
 
 
 async def test_recipe_can_combine_reward_functions_and_verifiers(tmp_path: Path) -> None:

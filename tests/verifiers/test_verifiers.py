@@ -74,7 +74,7 @@ async def test_reasoning_gym_problem_that_cannot_be_scored_gives_a_verifier_erro
 
 
 @shared_loop
-async def test_verdicts_that_need_no_worker_equal_those_from_a_worker(math_answer):
+async def test_verdicts_of_the_fast_path_without_a_worker_equal_those_from_a_worker(math_answer):
     first, gym = spelling(), ReasoningGym()
     assert gym.at_once(first, "x") is None  # no verdict, because the task's scorer is not loaded yet
     texts = [first.ground_truth, "x", first.ground_truth, "x"]
@@ -84,8 +84,8 @@ async def test_verdicts_that_need_no_worker_equal_those_from_a_worker(math_answe
     assert [each.verdict for each in judged] == waited == [gym.at_once(first, text) for text in texts]
     assert judged[0] is judged[2]  # one verdict for equal answers
     mixed = [SampledAnswer(text) for text in ("7", "6/3", "8/4", "2")]  # "6/3" and "8/4" need a symbolic comparison
-    found = await PerAnswerVerifier(math_answer).judge(problem("2"), mixed)
-    assert [each.verdict.reward for each in found] == [0.0, 1.0, 1.0, 1.0]
+    judgements = await PerAnswerVerifier(math_answer).judge(problem("2"), mixed)
+    assert [each.verdict.reward for each in judgements] == [0.0, 1.0, 1.0, 1.0]
 
 
 def test_reasoning_gym_tasks_whose_scorer_executes_the_answer_are_rejected():
@@ -94,14 +94,14 @@ def test_reasoning_gym_tasks_whose_scorer_executes_the_answer_are_rejected():
 
     assert Path(reasoning_gym.__file__).is_file()
     running = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
-    found = set()
+    unsafe = set()
     for task, (dataset, _) in DATASETS.items():
         methods = [m for name, m in inspect.getmembers(dataset, inspect.isfunction) if not name.startswith("__")]
         # Only methods that take an answer matter: a task may safely evaluate the library's own text to make problems.
         if any(running.search(inspect.getsource(m)) and "answer" in inspect.signature(m).parameters for m in methods):
-            found.add(task)
-    assert found - UNSAFE_TASKS <= {"number_sorting"}  # it evaluates only the library's own reference answer
-    assert found
+            unsafe.add(task)
+    assert unsafe - UNSAFE_TASKS <= {"number_sorting"}  # it evaluates only the library's own reference answer
+    assert unsafe
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,8 @@ async def test_answer_that_crashes_a_scorer_is_wrong_unless_the_ground_truth_als
 
 @shared_loop
 async def test_concurrent_math_answers_get_their_own_verdicts(math_answer):
-    asked = [("x+1", "1+x"), ("x+1", "x+2")] * 5
-    verdicts = await asyncio.gather(*(math_answer.verify(problem(gold), text) for gold, text in asked))
+    pairs = [("x+1", "1+x"), ("x+1", "x+2")] * 5
+    verdicts = await asyncio.gather(*(math_answer.verify(problem(gold), text) for gold, text in pairs))
     assert [v.outcome for v in verdicts] == [Outcome.CORRECT, Outcome.WRONG] * 5
 
 
@@ -240,7 +240,7 @@ def test_normalisation_of_an_answer_removes_meaningless_characters(raw, normal):
 
 
 @shared_loop
-async def test_mathematically_equal_answers_are_recorded_in_the_same_normal_form(math_answer):
+async def test_verdicts_on_mathematically_equal_answers_contain_the_same_normalised_answer(math_answer):
     texts = ["\\boxed{0.50}", "\\boxed{\\frac{1}{2}}", "it is \\boxed{1/3}", ""]
     verdicts = [await math_answer.verify(problem("1/2"), text) for text in texts]
     assert [v.answer for v in verdicts] == ["1/2", "1/2", "1/3", ""]
@@ -279,7 +279,7 @@ async def test_unusually_long_answer_is_scored_in_a_worker_process():
         ([1, 4, 4, 4, 4], 0, True),
         ([1, 60, 60], 0, True),
     ],
-    ids=["quick", "quick on a busy machine", "three at a time", "four in a row", "two that take long"],
+    ids=["quick", "quick on a busy machine", "three slow in a row", "four slow in a row", "two very slow"],
 )
 async def test_scorer_counts_as_slow_by_cpu_time_and_not_elapsed_time(
     cpu_ms: list[float], waits_ms: float, slow: bool, monkeypatch: pytest.MonkeyPatch

@@ -84,7 +84,7 @@ async def test_worker_requests_are_encoded_only_when_they_are_sent(pool: MakePoo
     assert most < 32 * 2**20
 
 
-async def test_request_that_hangs_lets_another_worker_start_and_is_killed_at_its_deadline(pool: MakePool) -> None:
+async def test_hanging_request_does_not_delay_the_next_request_and_is_killed_at_its_deadline(pool: MakePool) -> None:
     one = pool(workers=1)
     await one.ask("who")
     hanging = asyncio.create_task(one.ask(["spin", 600]))
@@ -107,8 +107,8 @@ async def test_worker_of_a_slow_request_gets_a_low_priority(pool: MakePool) -> N
 
 async def test_worker_of_a_request_of_usual_duration_keeps_its_priority(pool: MakePool) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
-    found = [await one.ask(["spin", 0.6]) for _ in range(4)]
-    assert [priority for _, priority in found][1:] == [own] * 3
+    results = [await one.ask(["spin", 0.6]) for _ in range(4)]
+    assert [priority for _, priority in results][1:] == [own] * 3
 
 
 @linux
@@ -116,10 +116,10 @@ async def test_request_whose_worker_gets_no_cpu_does_not_count_as_slow(pool: Mak
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     pid, _ = await one.ask("who")
     os.kill(pid, signal.SIGSTOP)
-    asked = asyncio.create_task(one.ask("who"))
+    request = asyncio.create_task(one.ask("who"))
     await asyncio.sleep(0.4)
     os.kill(pid, signal.SIGCONT)
-    assert await asked == [pid, own]
+    assert await request == [pid, own]
 
 
 async def test_many_hanging_requests_time_out_without_blocking_other_requests(pool: MakePool) -> None:
@@ -134,8 +134,8 @@ async def test_many_hanging_requests_time_out_without_blocking_other_requests(po
         each.cancel()
     one = pool(workers=2, deadline_s=1.5)
     hanging = [asyncio.create_task(one.ask(["sleep", 600], group="bad")) for _ in range(12)]
-    found = await asyncio.gather(*hanging, return_exceptions=True)
-    assert all(isinstance(each, TimeoutError) for each in found)
+    results = await asyncio.gather(*hanging, return_exceptions=True)
+    assert all(isinstance(each, TimeoutError) for each in results)
 
 
 async def test_worker_pool_prefers_requests_of_groups_that_had_no_slow_requests(pool: MakePool) -> None:
@@ -184,7 +184,7 @@ async def test_dead_verifier_workers_leave_no_open_file_descriptor(pool: MakePoo
 @linux
 async def test_cancelled_start_of_a_verifier_worker_leaves_no_open_socket(pool: MakePool) -> None:
     """The start is cancelled at several points; pytest would report an open socket as a warning in a later test."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
         for turns in (1, 2, 4):
             starting = asyncio.create_task(pool().start())
@@ -193,7 +193,7 @@ async def test_cancelled_start_of_a_verifier_worker_leaves_no_open_socket(pool: 
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
         gc.collect()
-    assert [str(warning.message) for warning in told] == []
+    assert [str(warning.message) for warning in caught] == []
 
 
 async def test_cancelled_close_of_a_worker_still_waits_for_the_killed_process() -> None:
@@ -206,7 +206,7 @@ async def test_cancelled_close_of_a_worker_still_waits_for_the_killed_process() 
     assert forker.ended
 
 
-async def test_killing_a_worker_process_twice_leaves_it_to_asyncio_to_reap_the_process(
+async def test_killing_an_ended_worker_process_again_does_not_reap_it_before_asyncio_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reaps, reap = threading.Event(), os.waitpid
@@ -275,7 +275,7 @@ def test_verifier_workers_end_when_their_actor_process_is_killed() -> None:
 async def waiting(
     places: FairSemaphore, groups: list[str], entered: asyncio.Queue[tuple[str, bool]]
 ) -> list[asyncio.Task[None]]:
-    """For each group, start a task that waits for a slot, and then puts (group, whether out of turn) into `entered`."""
+    """Start a task per group that waits for a slot, then puts (group, whether it was out of turn) into `entered`."""
 
     async def enter(group: str) -> None:
         entered.put_nowait((group, await places.take(group)))

@@ -55,7 +55,7 @@ class LazyStream:
 
 
 @pytest.mark.parametrize(
-    "stream", [HostStream(cores=2), HostStream(cores=8), LazyStream()], ids=["few", "many", "lazy"]
+    "stream", [HostStream(cores=2), HostStream(cores=8), LazyStream()], ids=["2 cores", "8 cores", "lazy stream"]
 )
 def test_digest_computed_on_a_separate_thread_equals_the_digest_of_the_bytes_in_order(stream: TransferStream) -> None:
     digest, staged = OverlappedDigest(stream), [torch.empty(1000, dtype=torch.uint8) for _ in range(2)]
@@ -79,7 +79,7 @@ def test_sender_of_weights_never_overwrites_bytes_that_are_still_being_hashed(bu
     assert sent == EXPECTED and stream.exits == 1
 
 
-def test_error_in_the_hashing_thread_is_raised_by_the_next_append() -> None:
+def test_exception_in_the_thread_that_hashes_weights_is_raised_by_the_next_append() -> None:
     digest = OverlappedDigest(HostStream(cores=8))
     digest.append(torch.ones(3, requires_grad=True))  # hashing fails, because it cannot be converted to numpy
     with pytest.raises(RuntimeError, match="requires grad"):

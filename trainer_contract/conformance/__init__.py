@@ -4,8 +4,8 @@
     assert all(result.status is Status.PASSED for result in results)
 
 With eps = 1 and no clipping, AdamW's first step is lr·g/(|g| + 1). The change of the weights therefore reveals the
-gradient g, which the kit compares with the change of the loss. Adapters, whose weights are not gathered, need another
-check (`loss_decrease_matches_the_gradient`).
+gradient g, which the kit compares with the change of the loss. Adapters are merged into the weights, whose change does
+not reveal g, so they need another check (`loss_decrease_matches_the_gradient`).
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def warmed_up(subject: TrainerUnderTest) -> Trainer:
 
 
 class ProbeStep(NamedTuple):
-    """One step: its loss, the reported norm, the new weights, their decrease, and the gradient inferred from it."""
+    """One step: loss, reported norm, new weights, old − new weights, and the gradient inferred from this difference."""
 
     loss: float
     norm: float

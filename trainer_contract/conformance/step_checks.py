@@ -1,4 +1,4 @@
-"""Conformance checks of steps and predictions: empty steps, reads during the next step's passes, and `forward_at`."""
+"""Conformance checks: steps without effect, reading weights during the next step's passes, `forward_at`, values."""
 
 from __future__ import annotations
 

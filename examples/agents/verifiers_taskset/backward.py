@@ -8,13 +8,13 @@ import verifiers.v1 as vf
 
 
 class Word(vf.TaskData):
-    """One task of the data set: a word to spell backward."""
+    """The data of one task: a word to spell backward."""
 
     word: str
 
 
 class Spelling(vf.Task[Word]):
-    """One answer, and its score."""
+    """A task that stops after one answer and scores it."""
 
     @vf.stop
     async def one_answer(self, trace: vf.Trace) -> bool:

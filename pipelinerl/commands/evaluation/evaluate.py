@@ -51,8 +51,8 @@ from pipelinerl.types import PromptOrder
 class EvaluationReport:
     """Settings and results of an evaluation; `seconds` excludes the engine's start.
 
-    `asked` counts problems sent in this call, `incomplete` problems without an answer, and `unjudged` problems whose
-    answer could not be judged.
+    Three fields count problems: `asked` those sent in this call, `incomplete` those without an answer, and `unjudged`
+    those whose answer could not be judged.
     """
 
     target: str
@@ -172,7 +172,7 @@ async def _evaluated(
 
 
 def _question(target: Target, config: RunConfig, evaluation: HeldOutSet, *, model: str) -> dict[str, Any]:
-    """Return the settings on which answers depend, for an `AnswerLog`: weights, sampling, domains."""
+    """Return the settings on which answers depend (weights, sampling, domains), by which an `AnswerLog` is checked."""
     # These settings matter only for an engine that this command starts, not for a server.
     engine = {"type", "dtype", "weights", "context_length"}
     return {

@@ -198,9 +198,9 @@ class AnswerLog(Generic[Answer]):
     """A file of results from which an interrupted command resumes.
 
     Its first line is the question: a JSON object with every setting on which the results depend. Each further line is
-    the result of one problem, and survives a crash of the process. A partly written last line is ignored. A file with
-    results of another question is refused, and so is a file that another process writes. `answers` are all results,
-    old and new.
+    the result of one problem; complete lines survive a crash of the process, and a partly written last line is ignored.
+    A file with results of another question is refused, and so is a file that another process writes. `answers` are all
+    results: those read from the file, and those added since.
     """
 
     def __init__(self, file: BinaryIO, answers: list[Answer]) -> None:

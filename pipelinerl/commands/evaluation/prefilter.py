@@ -76,7 +76,10 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefilterReport:
-    """The numbers of evaluated and kept problems, and the files by domain; `asked` counts the problems of this call."""
+    """Numbers of problems, the mean pass rate, and the written files by domain.
+
+    `problems` counts all chosen problems, `asked` those sent in this call, and `unanswered` those without a result.
+    """
 
     problems: int
     asked: int
@@ -175,7 +178,7 @@ def _order(config: RunConfig, index: int, problem: Problem, *, samples: int) -> 
 
 
 def _question(target: Target, config: RunConfig, *, samples: int, model: str) -> dict[str, Any]:
-    """Return the settings on which a problem's pass rate depends, for the question of an `AnswerLog`."""
+    """Return the settings on which pass rates depend; an `AnswerLog` refuses results made with other settings."""
     return {
         "target": target.named(model),
         "sampling": config.sampling.model_dump(mode="json", exclude={"group_size"}),

@@ -52,7 +52,7 @@ class Respondent(Protocol):
 
     @property
     def sampler(self) -> Sampler | None:
-        """The sampler for episodes; None if this respondent returns no token ids."""
+        """The sampler that plays episodes; None if answers have no token ids, which episodes need."""
         ...
 
 
@@ -196,7 +196,7 @@ class _OfTheContract:
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
-        """Send a request of an episode, and return the engine's answer in an actor's format."""
+        """Send one request of an episode to the engine; return the answer in the format that actors use."""
         answered = await self._complete(request)
         return answered if isinstance(answered, Answered) else Answered(answered, engine)
 
@@ -221,7 +221,7 @@ class _OfText:
 
     @property
     def sampler(self) -> None:
-        """None, because a server's answers have no token ids."""
+        """None: episodes need token ids, and this server's answers have only text."""
         return None
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:

@@ -35,7 +35,7 @@ _FOLLOWS_INSTRUCTIONS: Final = "instruction_following"
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Lengths of prompts in tokens, and the longest prompt that leaves room for an answer."""
+    """Lengths of prompts in tokens; `room` is the length of the longest prompt that leaves room for an answer."""
 
     lengths: list[int]
     room: int

@@ -40,7 +40,7 @@ from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswe
 async def episode_tried(
     config: RunConfig, domain: DomainSection, problem: Problem, tokenizer: ChatTokenizer
 ) -> list[tuple[str, str]]:
-    """Play an episode; return pairs (kind of finding, line) on each turn, on the verdict, and on a too long episode.
+    """Play an episode; return pairs (kind of finding, line): one per turn, the verdict, and maybe that it is too long.
 
     Raises:
         RecipeError: the environment fails (the message has the file and the line), or it offers tools whose calls the
@@ -179,7 +179,8 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> str:
     """Describe the verdicts on the reference answer and on an empty answer.
 
     Raises:
-        RecipeError: neither answer can be judged, or all verifiers are registered and reject every reference answer.
+        RecipeError: neither answer can be judged, or the verifiers, none of them user code, reject `_TRIED` reference
+            answers.
     """
     where = f"domains.{domain.name}"
     if domain.judge is not None:
@@ -200,8 +201,8 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> str:
 def called_by_place(domain: DomainSection) -> Iterator[str]:
     """Yield a warning for each reward function whose first two parameters have unusual names.
 
-    By position, these parameters receive the problem and the answer's text, whereas the author of a function with the
-    parameters `(response, label)` probably meant the answer and the ground truth.
+    Parameters with unusual names are filled by position: the first with the problem, the second with the answer's text.
+    The author of a function with the parameters `(response, label)` probably meant the answer and the ground truth.
     """
     for where, name in names_of(domain):
         thing = registry.resolve(name) if registry.is_user_code(registry.VERIFIERS, name) else None
@@ -245,7 +246,7 @@ async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) ->
 
 
 async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Judgement, *, where: str) -> None:
-    """Raise `RecipeError` if the verifier rejects `_TRIED` reference answers; `first` is the first one's verdict."""
+    """Raise `RecipeError` if the verifier rejects `_TRIED` reference answers in a row; `first` is its first verdict."""
     if first.verdict.outcome is Outcome.CORRECT:
         return
     for index in range(1, _TRIED):

@@ -26,7 +26,7 @@ _MOST_LENGTHS: Final = 20_000
 def setting_of(
     config: RunConfig, *, lengths: LengthLaw, prompt_tokens: int, filtered: float = 0.0, steps: int | None = None
 ) -> SimulatedSetting:
-    """Return the settings that determine a recipe's schedule.
+    """Return the settings of a recipe on which the timing of the simulated run depends.
 
     Raises:
         RecipeError: the recipe has a setting that the simulator does not support.
@@ -73,7 +73,7 @@ def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
 
 
 def lengths_of(run_dir: Path) -> ObservedLengths:
-    """Return the lengths of the answers in the run's sample log; raise `UserError` if there are none."""
+    """Return the lengths of the trained answers in the run's sample log; raise `UserError` if there are none."""
     groups = (group for group in read_samples(run_dir) if group.kind is SampleKind.TRAINED)
     tokens = tuple(islice((answer.length for group in groups for answer in group.answers), _MOST_LENGTHS))
     if not tokens:
@@ -91,7 +91,7 @@ def _prompt_tokens(run_dir: Path, events: Sequence[Event]) -> int:
 
 
 def _filtered(events: Sequence[Event]) -> float:
-    """Return the number of filtered groups, divided by that of filtered and trained groups; 0 before the run's end."""
+    """Return the filtered share of all filtered and trained groups; 0 for an unfinished run: its log has no totals."""
     ledger = (tell(events).finished or {}).get("ledger") or {}
     trained, filtered = float(ledger.get("trained", 0)), float(ledger.get("filtered", 0))
     return filtered / (trained + filtered) if filtered else 0.0

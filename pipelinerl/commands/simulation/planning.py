@@ -38,7 +38,7 @@ _SECTIONS: Final[Mapping[str, type[Any]]] = get_type_hints(Hardware)
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """Inputs of predictions. `checks` holds relative errors (simulated ÷ measured − 1) by measured run and metric."""
+    """Inputs of predictions. `checks` holds the simulator's errors (simulated ÷ measured − 1) by run and metric."""
 
     hardware: Hardware | PublishedHardware
     lengths: LengthLaw | None = None
@@ -75,7 +75,8 @@ class Basis:
 def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
     """Calibrate the simulator with finished runs.
 
-    To measure accuracy, the first run's second half is predicted from its first half, and each run from all runs.
+    The simulator's accuracy is measured in two ways: calibrated with the first half of the first run, it predicts the
+    second half; calibrated with all runs, it predicts each of them.
 
     Raises:
         UserError: a directory is no run, or the run is too short.
@@ -107,7 +108,7 @@ def basis_of_table(table_name: str) -> Basis:
 
 
 def halves(run: ObservedRun) -> tuple[ObservedRun, ObservedRun]:
-    """Split a run in two at its middle step."""
+    """Split a run in two at its middle step; raise `UserError` if it has no steps."""
     steps = [number for number, event in enumerate(run.events) if event["kind"] == "step"]
     if not steps:
         raise UserError("the run has taken no steps: there is nothing to calibrate from")
@@ -249,7 +250,7 @@ def lines_of(trials: Sequence[Trial]) -> list[str]:
 def json_of(
     trials: Sequence[Trial], *, best: Trial | None, checks: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
-    """Return the changes and all predicted metrics of the trials as JSON values."""
+    """Return the trials (changes and predicted metrics), the best trial's changes and the `checks` as JSON values."""
     return {
         "trials": [
             {

@@ -47,7 +47,7 @@ class RunSnapshot:
 
     Attributes:
         status: the controller's status; if no controller answers, as much of the status as the files contain.
-        state: live, starting, finished, suspended, failed, crashed or silent.
+        state: live, starting, finished, suspended, failed, crashed, or silent (no answer any more, and no files here).
         knobs: values by name, domain weights as `domain_weights.<name>`.
         ledger: counts of orders for prompts, by outcome; None if unknown.
         waits: pairs (cause, share of the last steps' time spent on this wait), if the run's files are on this machine.
@@ -68,7 +68,10 @@ class RunSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ChangeResult:
-    """The result of a knob's change: a sentence for the user; `refused` is True if the controller refused it."""
+    """A sentence for the user, usually the result of a knob's change.
+
+    `refused` is True if it reports an error: the controller has refused the change, or does not answer.
+    """
 
     sentence: str
     refused: bool = False
@@ -199,7 +202,7 @@ class RunFollower:
 
 
 def source_of(run: str) -> RunSource:
-    """Return the source for a run's directory or a controller's URL, or raise `UserError` if there is no run."""
+    """Return the `RunSource` of a run's directory or a controller's URL; raise `UserError` if a directory is no run."""
     if not is_url(run) and not any((Path(run) / name).exists() for name in ("events.jsonl", "recipe.toml")):
         raise UserError(f"{run} is not a run: it has neither events.jsonl nor recipe.toml; name the run's directory")
     return RunSource(run)

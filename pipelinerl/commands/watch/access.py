@@ -109,7 +109,7 @@ class PageLinks:
 
 @final
 class AccessMiddleware:
-    """ASGI middleware: replace links and cookies by the token; add the security policy to every response.
+    """ASGI middleware: replace links by cookies and cookies by the token; add the security policy to every response.
 
     `share_key` is the permanent link's key; empty if there is none.
     """

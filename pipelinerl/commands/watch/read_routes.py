@@ -238,7 +238,7 @@ def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of nested tables and lists; the path identifies a table in a list by its `name`."""
+    """Yield (dotted path, value) for each value in nested tables and lists; a table in a list goes by its `name`."""
     if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
         value = {str(each["name"]): each for each in value}
     if not isinstance(value, Mapping):

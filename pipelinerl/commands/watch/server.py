@@ -310,7 +310,7 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
 
 
 def _steered(watched: WatchedRun, looks_only: bool = False) -> tuple[dict[str, Any], RunStatus | None]:
-    """Return whether this client may change the run, or why not, and the controller's status if it answers."""
+    """Return whether, or why not, this client may change the run, and the controller's status or None if silent."""
     if watched.view.state:
         status, why_not = None, "the run is over"
     else:

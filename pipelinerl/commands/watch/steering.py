@@ -167,7 +167,7 @@ def described(name: str, value: Any, more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sort_of(error: UserError) -> tuple[int, str]:
-    """Return the HTTP status and the error code of a refused change."""
+    """Return the HTTP status and the error code with which the page's server answers a change that failed."""
     if isinstance(error, TokenRefused):
         return 502, "controller_refused_token"
     if isinstance(error, RecipeError):
@@ -193,7 +193,7 @@ def flat(knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def state_without_controller(view: RunView) -> str:
-    """Return the state of a run whose controller does not answer: over, starting or crashed."""
+    """Return the state of a run whose controller does not answer: how it ended, or else `starting` or `crashed`."""
     newest = view.newest.get("time")
     recent = isinstance(newest, int | float) and time.time() - newest < _SILENT_S
     return view.state or ("starting" if recent or not view.newest else "crashed")

@@ -77,11 +77,11 @@ class Feed:
 
     @property
     def place(self) -> str:
-        """The place at which a new listener starts."""
+        """The id of the newest entry; a new listener receives the entries after it."""
         return f"{self._life}-{self._number}"
 
     def put(self, name: str, fields: Mapping[str, Any], *, step: int | None = None) -> None:
-        """Add an entry; listeners receive it after the next `ring`."""
+        """Add an entry; listeners wake up and receive it at the next `ring`."""
         data = as_json({**fields, "run": self._run})
         if len(data) > _MOST_BYTES:
             data = as_json({"kind": fields.get("kind"), "time": fields.get("time"), "run": self._run})
@@ -110,7 +110,7 @@ class Feed:
                 del self._bells[bell]
 
     def after(self, place: str) -> Sequence[FeedEntry] | None:
-        """Return the entries after a listener's place; None if the place is unknown or too old."""
+        """Return the entries after the one with the id `place`; None if this id is unknown or too old."""
         life, _, number = place.partition("-")
         with self._lock:
             if life != self._life or not number.isdigit() or len(number) > 18:
@@ -217,7 +217,7 @@ class WatchedRun:
             return more
 
     def note_state(self, *, answers: bool) -> None:
-        """Set the run's state, `live` if its controller answers, else as its log says; tell listeners of a change."""
+        """Set the run's state (`live` if its controller answers, else derived from its log); notify listeners."""
         with self.lock:
             state = "live" if answers else state_without_controller(self.view)
             if state != self.state:
@@ -338,7 +338,7 @@ class Pages:
 
     @property
     def states_are_old(self) -> bool:
-        """True if the controllers have not been polled for `STATE_S`."""
+        """True if the controllers have not been polled for `STATE_S` seconds, so the runs' states may be outdated."""
         return time.monotonic() - self._noted_at >= STATE_S
 
     def note_states(self) -> None:

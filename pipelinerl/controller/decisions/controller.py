@@ -1,18 +1,19 @@
 """The controller: the only process of a run that makes decisions (RLAX §3.2); all other roles carry them out.
 
 `Controller` is pure: it maps inputs to effects, without a clock and without I/O. A test can therefore replay any
-schedule, and the journal (`journal.py`) can restore the controller after a crash.
+schedule, and the journal (`journal.py`) can restore the controller after a crash. A directive is a message that
+instructs the trainer; an order requests one group of rollouts for a prompt from the actors.
 
     input                      from      effects
     TrainerReady, StepDone     trainer   a Directive (publish, checkpoint, stop, knobs)
     StepSkipped                trainer   a Directive, which stops the run after three skipped steps in a row
     TrainerLeaving             trainer   a Directive to save its state and end; the run continues with a new trainer
-    OrdersEnded                trainer   none directly; the updated counts of ended orders affect pacing
+    OrdersEnded                trainer   none directly; the updated counts of ended orders affect how many are issued
     Published, CanaryChecked   trainer   events; engines become healthy, or are lost (`engine_decisions.py`)
     Starving                   trainer   lost orders are issued again, if no actor works on any order; a Directive, if
                                          the trainer waits for an evaluation
     StreamsLost                poll      all orders and evaluation questions in flight are issued again
-    GroupFailed, Evaluation…   actor     an evaluation's result
+    GroupFailed, Evaluation…   actor     an event, or the next question or the result of an evaluation
     knobs                      API       a Directive, so that trainer and controller pace by the same knobs
     FleetMeasured              poll      an engine requested or drained (`elastic.py`)
     engine joins/leaves        API, poll a Directive that answers the trainer, if it waited for engines
@@ -23,10 +24,11 @@ After *every* input the controller also advances the evaluation, sends a Directi
 
 Staleness is bounded by two knobs, and stale work is avoided before it is dropped. j bounds how far engines may fall
 behind: a publication is due when an engine is j versions behind. k bounds how old a token may be when it is trained: an
-order is issued only if it can still be within k versions at its earliest step. The trainer drops groups that are older.
+order is issued only if its tokens can still be within k versions at the earliest step that may train on them. The
+trainer drops groups that are older.
 
-Every order is accounted for exactly once (`IssuedLedger`), although streams deliver at least once: the trainer drops a
-second group of an order, and a repeated report receives the same answer.
+Each order gets exactly one outcome, such as trained or stale (`IssuedLedger`), although streams deliver at least once:
+the trainer drops a second group of an order, and a repeated report receives the same answer.
 """
 
 from __future__ import annotations
@@ -111,7 +113,8 @@ class Controller:
 
         Args:
             training_problem: returns the problem of a prompt order, from the order's index, the domain weights, the
-                quota, and the number of turns that the order's domain has skipped.
+                quota (block size for exact domain shares), and the number of problems that the order's domain has
+                skipped because they were solved.
             held_out_problem: returns a held-out problem, from the name of its evaluation set and its index in the set.
         """
         self.settings = settings
@@ -129,7 +132,7 @@ class Controller:
         """Process one input and return its effects, in order.
 
         Raises RecipeError if the run cannot continue with new knobs (then nothing changes), LedgerError if the
-        trainer's account contradicts the ledger.
+        trainer reports more ended orders than the controller has issued.
         """
         effects = self._decide(given)
         if not self.state.failing.reason:
@@ -265,7 +268,7 @@ class Controller:
         return [Send(self._directive(name, publish_to=publish_to))]
 
     def issue(self) -> list[Effect]:
-        """Issue prompt orders while their groups can be fresh at the earliest step that may take them (RLAX §3.1)."""
+        """Issue prompt orders as long as their groups can be fresh enough (k) for their earliest step (RLAX §3.1)."""
         loaded = self.state.fleet.oldest_loaded()
         if self.state.phase is not RunPhase.TRAINING or loaded is None or comes_first(self.state):
             return []
@@ -301,7 +304,7 @@ class Controller:
         return [*(self._unsolicited(name) if waits else []), IssuePrompts(orders)]
 
     def _problem_of(self, index: int) -> Problem:
-        """Return the problem of prompt order `index`: the mixture's next problem, without recently solved problems."""
+        """Return the problem of prompt order `index`: the mixture's next problem, skipping recently solved ones."""
         weights, quota = self.state.domain_weights_of(index), self.state.quota_of(index)
         return self.state.cooldown.choose(
             index,
@@ -320,7 +323,7 @@ class Controller:
         return rollouts * groups // out if out else 0
 
     def _note_supply(self, figures: Mapping[str, Any]) -> None:
-        """Adapt the work in flight to how long the trainer waited for its last step, and to what the step left over."""
+        """Adapt the steps kept in flight (`ahead`) to the trainer's last wait, and to the complete groups left over."""
         version, knobs = self.state.version, self.state.knobs
         most = knobs.bounds.most_in_flight(
             current=version, loaded=version, per_step=knobs.rollouts_per_step, sampled_at_once=self._sampled_at_once
@@ -483,7 +486,7 @@ class Controller:
         return [Record("group_outdated", fields), *self._ended(report.index)]
 
     def _ended(self, index: int) -> list[Effect]:
-        """Notify the trainer that a prompt order ended without a group, if steps wait for such orders."""
+        """Notify the trainer that order `index` ended without a group, if steps wait for overdue orders (`WAIT`)."""
         return [] if self.settings.overdue is Overdue.DROP else self._unsolicited(f"ended-e{self.state.epoch}-{index}")
 
     def _evaluate(self, *, now: float) -> list[Effect]:
@@ -510,19 +513,19 @@ class Controller:
         return effects
 
     def _answer(self, report_id: str, *, publish_to: list[str], leave: bool = False) -> Send:
-        """Answer a trainer's report. Only the newest answer is kept, since the trainer awaits one answer at a time."""
+        """Answer a report with a directive. Only the newest answer is kept: the trainer awaits one at a time."""
         directive = self._directive(report_id, publish_to=publish_to, leave=leave)
         self.state.trainer.answers = {report_id: directive}
         return Send(directive)
 
     def _answer_again(self, answer: Directive) -> list[Effect]:
-        """Resend an answer with the current knobs; it replaces all orders to publish that are not completed."""
+        """Resend an answer with the current knobs; forget all unfinished publications but the one that it orders."""
         ordered = PublicationOrdered.of(answer, self.state.version)
         self.state.trainer.publications = [ordered] if answer.publish_to else []
         return [Send(repeated(answer, self.state, self.settings))]
 
     def _unsolicited(self, name: str) -> list[Effect]:
-        """Send an unsolicited directive, unless the run is stopping."""
+        """Send a directive called `name` that answers no report, unless the run is stopping or not yet training."""
         if self.state.phase is not RunPhase.TRAINING or self.ending is not None:
             return []
         return [Send(self._directive(name))]

@@ -1,4 +1,4 @@
-"""The trainer's directives, and the rule for when a publication is due: functions of the run's state."""
+"""Directives (instructions to the trainer), and the rule for when to publish weights: functions of the run's state."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def publication_due(state: RunState, settings: ControllerSettings, *, again: boo
 
     | a publication is due when                                           | to            |
     |---------------------------------------------------------------------|---------------|
-    | an engine is j versions behind (j <= k, so this happens before k    | all members   |
-    | forbids issuing prompts with its weights)                           |               |
+    | an engine is j versions behind (j <= k, so the engine reloads       | all members   |
+    | before its weights are too old for new prompts)                     |               |
     | an evaluation waits for the current weights                         | all members   |
-    | engines have no weights of this epoch                               | those engines |
+    | engines have no weights of this trainer (epoch)                     | those engines |
 
     No publication is due while an evaluation postpones updates, or once the run ends. A publication counts as delivered
     as soon as its directive is sent. If the trainer's report on the publication omits an engine, a publication to this
@@ -100,7 +100,7 @@ def directive(
 
 
 def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -> Directive:
-    """Return an earlier answer with the current knobs and account, so resending it does not undo newer directives."""
+    """Return an earlier answer with the current knobs and order counts, so that it does not undo newer directives."""
     current = directive(state, settings, answers=answer.answers)
     return msgspec.structs.replace(
         answer,
@@ -113,7 +113,10 @@ def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -
 
 
 def _fresh_until(state: RunState, settings: ControllerSettings) -> list[tuple[int, int]]:
-    """Return pairs (first order index, last step for orders from there to the next pair); empty without a limit."""
+    """Return pairs (order index, step): groups of orders from this index on are too old after this step.
+
+    A pair applies up to the index of the next pair. Empty if steps do not wait for overdue groups, or k is infinite.
+    """
     if settings.overdue is Overdue.DROP or math.isinf(state.knobs.k):
         return []
     return [(first, loaded + int(state.knobs.k)) for first, loaded in state.loaded_from]

@@ -4,7 +4,7 @@
       or groups arrive too late
     trainer hardly waits, groups are in time,   scale down: drain the newest engine of the last type above its minimum
       and one engine fewer could do the work
-    below `engines_min` or above `engines_max`  immediate change, regardless of load: an operator has changed a knob
+    below `engines_min` or above `engines_max`  change regardless of load and `patience`: an operator has set a knob
 
 Several rules prevent oscillation. While the trainer's waiting share is between the thresholds `content` and `waiting`,
 nothing changes. An engine is removed only if the remaining ones stay below `busy`, and the last engine is never
@@ -73,7 +73,7 @@ def note_change(memory: ElasticMemory, *, now: float) -> None:
 
 
 def measured(state: RunState, settings: ControllerSettings, given: FleetMeasured) -> list[Effect]:
-    """Process one measurement, and request or drain an engine if that is due."""
+    """Process one measurement of the load; request or drain an engine if the rule asks for it now."""
     rule, memory = settings.elastic, state.elastic
     if rule is None or state.phase is not RunPhase.TRAINING or state.stop_reason or state.failing.reason:
         return []
@@ -152,7 +152,7 @@ def _type_for(state: RunState, settings: ControllerSettings, want: Want, counts:
 
 
 def _unavailable_types(state: RunState) -> set[str]:
-    """Return the engine types of which a requested engine never joined, or an engine refuses permanently."""
+    """Return the engine types with a request withdrawn before its engine joined, or an engine that always refuses."""
     records = {record.name: record for record in state.fleet.records()}
     gone = {request.type for request in state.engine_requests if not request.wanted and request.name not in records}
     return gone | {record.type for record in records.values() if record.refuses}

@@ -3,15 +3,15 @@
     EngineRegistered, EngineAnswered, EngineRestarted   the engine joins or rejoins, and needs weights
     HealthCheckMissed                                   the engine gets no more work
     EngineTimedOut                                      the engine is dead
-    Published                                           the engine has the weights, or is dirty, or is expelled
-    CanaryChecked                                       the engine serves, or is dirty, or is expelled
+    Published                                           the engine has the weights, or failed: dirty, or expelled
+    CanaryChecked                                       the engine serves, or failed: dirty (may retry), or expelled
     EngineDrainAsked, EngineIdle, Ticked                `drain`, then `_expel`: the engine ends its work and leaves
     EngineRemoved                                       `_remove`: the engine is expelled immediately
     EnginesRequested                                    the launcher starts engines, which register themselves
 
 Methods of the fleet are named like the events in the table of `state/fleet.py`. A swap requests an engine that
 `replaces` another engine; the old engine is drained once the new one serves, so the run never has fewer engines. This
-module sends no directives: the fleet (`without_weights`) shows which publications are due.
+module sends no directives to the trainer: `directives.py` derives from the fleet which publications are due.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def removal_reason(state: RunState, url: str) -> str:
 def _publish_failed(
     state: RunState, report: Published | CanaryChecked, *, blameless: Collection[str] = ()
 ) -> list[Effect]:
-    """Record engines that failed an update or the canary check; a permanent failure expels the engine.
+    """Record engines that failed an update or did not answer the canary check; a permanent failure expels an engine.
 
     A failure of a `blameless` engine (base URL) was caused by other engines and is not counted against it.
     """

@@ -29,7 +29,7 @@ from pipelinerl.messages import EvaluationDone
 
 @final
 class Evaluator:
-    """Decides about evaluations: changes the evaluations in the run's state, and pins an engine of the fleet."""
+    """Decides when evaluations begin, restart and end. Changes the run's state, and may pin an engine of the fleet."""
 
     def __init__(self, plan: EvaluationPlan, orders: PromptOrderFactory) -> None:
         self.plan = plan

@@ -1,12 +1,12 @@
 """Rules that describe what a stalled run waits for, and that end a run which cannot continue or is suspended.
 
     cause                                                       detected
-    every engine refuses permanently                            when the last engine has refused
+    all engines are expelled, one of them permanently           when the last engine is expelled
     no engine is alive                                          after `engine_timeout_s`
     a domain's verifier, or the filter, always fails            after 20 errors in a row, or after as many timeouts in
                                                                 a row as a step has rollouts
-    every engine permanently refuses every prompt               after as many groups as a step has, but at least eight
-    every prompt is too long for the context                    after eight times as many as orders are in flight
+    every engine permanently refuses every prompt               after a step's number of refused groups, at least 8
+    every prompt is too long for the context                    when such prompts outnumber orders in flight 8 : 1
     no group has signal, and such groups are dropped            after `run.no_signal_steps` (`step_review.py`)
 
 A process that refuses work reports whether its reason is permanent (`inference_contract.errors.Persistence`). Before
@@ -62,7 +62,7 @@ def suspend(state: RunState, settings: ControllerSettings, reason: str, *, now: 
 
 
 def finish(state: RunState, settings: ControllerSettings) -> list[Effect]:
-    """Mark the run as finished."""
+    """Mark the run as finished, and return the effect that ends it."""
     state.phase = RunPhase.FINISHED
     return [last_word(state, settings)]
 
@@ -75,7 +75,7 @@ def last_word(state: RunState, settings: ControllerSettings) -> Finish:
 
 
 def refused(state: RunState, report: GroupFailed) -> None:
-    """Count a failed group, by whether its prompt was too long or permanently refused.
+    """Count a failed group as too long, or as refused if engines reject its prompt permanently.
 
     A group that failed for a transient reason resets the count of refusals.
     """
@@ -117,7 +117,7 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
 
 
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
-    """Yield a reason to end the run if no engine will ever serve: all have joined, and all are expelled permanently."""
+    """Yield a reason to end the run if all engines have joined and are expelled, at least one for a permanent cause."""
     if any(each.lifecycle is not EngineLifecycle.EXPELLED and not each.to_stop for each in state.fleet.by_url.values()):
         return  # for speed, handle the usual case first: this check runs after each decision
     records = [record for record in state.fleet.records() if not record.to_stop]
@@ -167,7 +167,7 @@ def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
 
 
 def _some_ended_well(state: RunState) -> bool:
-    """Return True if, since the last step, any group ended as filtered or as stale, and so did not fail."""
+    """Return True if any group since the last step ended as filtered or as stale, so that not all groups fail."""
     ledger, before = state.account.ledger(), state.trainer.stepped
     return any(ledger[outcome] > getattr(before, outcome) for outcome in ("filtered", "stale"))
 
@@ -240,7 +240,7 @@ def _actors(state: RunState, now: float) -> str:
 
 
 def _untrained(state: RunState) -> str:
-    """Explain why recent groups were not trained; empty until as many groups as a step needs have ended untrained."""
+    """Explain why groups since the last step were not trained; empty if fewer than a step's number ended untrained."""
     ledger, before = state.account.ledger(), state.trainer.stepped
     ended = {outcome: ledger[outcome] - getattr(before, outcome) for outcome in _WHY}
     if sum(ended.values()) < state.knobs.groups_per_step:
@@ -250,7 +250,7 @@ def _untrained(state: RunState) -> str:
 
 
 def _outdated(state: RunState) -> str:
-    """Explain that no prompts are issued because each would be too old at its step; empty if that is not the case."""
+    """Explain that no prompts are issued because the engines' weights are too old for k; empty if they are not."""
     loaded, k = state.fleet.oldest_loaded(), state.knobs.k
     if (
         state.account.in_flight

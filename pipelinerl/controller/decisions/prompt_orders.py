@@ -1,4 +1,4 @@
-"""`PromptOrderFactory`: creates prompt orders, each a pure function of the run's seed, its index and the live knobs."""
+"""`PromptOrderFactory`: creates prompt orders, which depend only on their index, the run's seed and the live knobs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class PromptOrderFactory:
     def evaluation(
         self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = ""
     ) -> PromptOrder:
-        """Return the order for question `index` of an evaluation of `version`; only `engine`, if given, may answer."""
+        """Return the order for question `index` of evaluation `number`, which evaluates `version`.
+
+        If `engine` is given, only this engine may answer.
+        """
         # Apart from id and engine, the order is the same in every evaluation, so a sample depends only on seed and
         # weights.
         evaluation_set, place = plan.question(index)

@@ -1,8 +1,8 @@
 """`implausible`: detects reports that no correct process of this run can have sent, given the controller's state.
 
-A faulty trainer or actor, or any other process that can write to the streams, may send anything. Implausible reports
-would unbalance the ledger of prompt orders, answer evaluation questions that were never issued, or contain absurdly
-large numbers.
+A faulty trainer or actor, or any other process that can write to the streams, may send anything. An implausible report
+would make more prompt orders end than were issued, answer evaluation questions that were never issued, or contain
+absurdly large numbers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _faults(state: RunState, report: Report) -> Iterator[str]:
 
 
 def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
-    """Yield a complaint for each number outside any run's range, and for each text or list that is too long."""
+    """Yield a complaint for each number that no run could reach, and for each text or list that is too long."""
     match value:
         case bool() | None:
             return
@@ -83,7 +83,7 @@ def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
 
 
 def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
-    """Yield a complaint for each contradiction in a trainer's account, such as an order that is counted twice."""
+    """Yield a complaint for each contradiction in a trainer's counts of ended orders, such as a doubled order."""
     furthest = max(consumed.frontier - 1, *consumed.beyond, -1)
     if furthest >= state.account.cursor + 2 * MOST_AHEAD:
         yield f"it accounts for order {furthest}, which was never issued"

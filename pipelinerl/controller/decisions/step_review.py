@@ -110,7 +110,7 @@ def _verified(state: RunState) -> dict[str, VerifierFigures]:
 
 
 def _since(now: VerifierFigures, before: VerifierFigures) -> dict[str, float]:
-    """Return the increase from `before` to `now`; if a restarted actor has reset its counters, return `now` itself."""
+    """Return the increase of the counters since `before`; if a restarted actor has reset its counters, since 0."""
     if now.judged < before.judged or now.seconds < before.seconds:
         before = VerifierFigures()
     failed = now.errors + now.timeouts - before.errors - before.timeouts
@@ -310,7 +310,10 @@ def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
-    """Return the groups without signal, in steps (divided by a domain's groups per step); the least of all domains."""
+    """Return the number of groups without signal, divided by the groups per step; the minimum over the domains.
+
+    0 if any domain has only a few such groups. `only_refused` counts only groups that `curation.filter` refused.
+    """
     counts = state.account.consumed.no_signal
     if not counts:
         return 0.0

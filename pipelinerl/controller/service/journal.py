@@ -36,7 +36,7 @@ _SNAPSHOT_EVERY: Final = 500
 
 
 class Decision(msgspec.Struct, frozen=True, tag=True):
-    """A journaled input, and the first entry ids that the decision's effects use in the streams."""
+    """A journaled input, and the first ids that its effects use in the prompt stream and in the directive stream."""
 
     given: AnyInput
     next_prompt: int
@@ -67,7 +67,7 @@ _LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 
 
 class Recovered(NamedTuple):
-    """The state in a journal's newest snapshot, and the decisions since; the last must be carried out again."""
+    """The state in a journal's newest snapshot, and the decisions since; the effects of the last must be repeated."""
 
     journal: Journal
     state: RunState
@@ -93,7 +93,7 @@ class Journal:
         return cls(stream, number=fresh_number(await stream.last_id(JOURNAL)))
 
     async def record(self, decision: Decision) -> int:
-        """Journal a decision durably and return its number. Raises FencedError if another controller used it."""
+        """Journal a decision durably; return its number. Raises FencedError if another controller used that number."""
         await self._write(msgspec.structs.replace(decision, writer=self._writer))
         if isinstance(decision.given, ReportReceived):
             self.reports_offset = decision.given.entry_id
@@ -109,7 +109,7 @@ class Journal:
 
     @property
     def snapshot_due(self) -> bool:
-        """True if the next snapshot is due."""
+        """True if `_SNAPSHOT_EVERY` decisions were journaled since the last snapshot."""
         return self.number - self._last_snapshot >= _SNAPSHOT_EVERY
 
     async def snapshot(self, state: RunState) -> None:
@@ -129,7 +129,7 @@ class Journal:
         self.number = number  # set after the check, so a fenced writer fails on every attempt
 
     async def whole(self) -> bool:
-        """Return True if the server still has every entry of this journal, and no entry of another writer."""
+        """Return True if the stream server still has every entry of this journal, and none of another controller."""
         last = await self._stream.last_id(JOURNAL)
         return last == f"{self.number}-0" and await self._stream.length(JOURNAL) == self.number - self._first + 1
 

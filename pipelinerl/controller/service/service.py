@@ -96,7 +96,7 @@ _UNDECIDABLE: Final = (LedgerError, ArithmeticError, LookupError, TypeError, Val
 
 
 class Start(StrEnum):
-    """The source of a controller's initial state: the state that it is given, or the journal of its predecessor."""
+    """The source of a controller's initial state: the state given to it, or the journal of a controller that died."""
 
     AFRESH = "afresh"
     """The given state: of a new run, or of a run resumed from a checkpoint."""
@@ -105,7 +105,7 @@ class Start(StrEnum):
 
 
 class EngineProbe(Protocol):
-    """Interface for requesting an engine's load; implemented by `EngineClient`."""
+    """Interface with which the service polls an engine for its metrics; implemented by `EngineClient`."""
 
     async def metrics(self, url: str) -> Mapping[str, float]:
         """Return the engine's metrics. Raises ContractError if it refuses, PipelineError if it is unreachable."""
@@ -136,7 +136,7 @@ class ControllerService:
         Args:
             elapsed_s: age of a resumed run, so that its events continue the same timeline.
             samples: log of evaluation answers, for users.
-            restarts: returns the processes of the run that have died.
+            restarts: returns the launched processes that have died so far, for the status.
         """
         self._restarts = restarts
         self.controller = controller
@@ -207,7 +207,7 @@ class ControllerService:
             return effects
 
     async def _decided(self, given: AnyInput) -> list[Effect]:
-        """Decide on an input. If a report causes an error, restore the state and raise RecordError."""
+        """Return the effects of an input. If a report causes an error, restore the state and raise RecordError."""
         try:
             return self.controller.decide(given)
         except _UNDECIDABLE as error:

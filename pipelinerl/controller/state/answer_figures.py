@@ -2,7 +2,7 @@
 
     pass@k   probability that at least one of k samples is correct     unbiased (`pass_at_k`)
     maj@k    probability that the majority answer of k samples is      unbiased: mean over the n − k + 1 windows of k
-             correct (self-consistency, Wang et al. 2023)              consecutive samples, which are exchangeable
+             correct (self-consistency, Wang et al. 2023)              consecutive samples (samples are exchangeable)
 
 Samples without a verdict are excluded from n, for pass@k and for maj@k. Ties between answers go to the one that occurs
 first. Empty answers do not vote; k samples without any vote count as wrong. If no sample of a domain has an answer, its

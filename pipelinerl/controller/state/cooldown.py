@@ -30,7 +30,7 @@ Solved = Mapping[str, Sequence[tuple[int, str]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CooldownRule:
-    """A domain's rule: after `times` groups of only correct answers, a problem rests for `epochs` turns or `steps`."""
+    """A domain's rule: after `times` fully correct groups, a problem is skipped for `epochs` turns or `steps` steps."""
 
     epochs: int = 0
     steps: int = 0
@@ -60,10 +60,10 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
     passed_since: int = 0
     """Turns skipped since the last step."""
     nothing_else: int = 0
-    """Orders since the last step that had to use a resting problem because nearly all rest."""
+    """Orders since the last step that got a resting problem, because `MOST_PASSED` resting problems came in a row."""
 
     def ahead(self, index: int) -> int:
-        """Return how many turns the domain has skipped in total, up to and including order `index`."""
+        """Return the total number of turns (problems) that the domain has skipped up to order `index`, inclusive."""
         return next((turns for since, turns in reversed(self.passed) if since <= index), 0)
 
     def note(self, order: int, problem_id: str, rule: CooldownRule, *, version: int) -> None:
@@ -78,7 +78,7 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
             self.resting[problem_id] = CooldownPeriod(rule.epochs, version + rule.steps if rule.steps else 0)
 
     def pass_over(self, problem_id: str, *, version: int) -> bool:
-        """Return True if the problem rests and must be skipped this turn; the turn counts towards its rest."""
+        """Return True if the problem rests and must be skipped now; a rest measured in turns gets one turn shorter."""
         rest = self.resting.get(problem_id)
         if rest is None:
             return False
@@ -93,7 +93,7 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
 
 @final
 class Cooldown(msgspec.Struct, kw_only=True):
-    """Cooldown state of all domains; no order from `drawn` on has been given a problem yet."""
+    """Cooldown state of all domains; `drawn` is the lowest index whose order has not been given a problem yet."""
 
     drawn: int = 0
     domains: dict[str, DomainCooldown] = {}
@@ -117,7 +117,7 @@ class Cooldown(msgspec.Struct, kw_only=True):
         Args:
             draw: given a number of turns, returns the problem of the order's domain that comes this many turns later
                 than the order's own turn.
-            frontier: all orders below this index have ended, and are never issued again.
+            frontier: all orders below this index have ended, so records of their skipped turns are dropped.
         """
         problem = draw(0)
         own = self.domains.get(problem.domain)

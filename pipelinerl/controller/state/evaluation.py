@@ -59,7 +59,7 @@ class EvaluationPlan:
         grace_s: the longest time without a new answer. After `hold_s` or `grace_s`, the evaluation ends with the
             answers so far.
         attempts: the most attempts per problem; failures and answers from other versions also count.
-        restarts: how often an evaluation may restart because its pin was broken.
+        restarts: how often an evaluation may restart because its pin broke: weights changed, or its engine was lost.
     """
 
     sets: tuple[EvaluationSet, ...]
@@ -75,7 +75,7 @@ class EvaluationPlan:
         return sum(each.problems for each in self.sets)
 
     def question(self, index: int) -> tuple[EvaluationSet, int]:
-        """Return the set to which question `index` (below `problems`) belongs, and its problem's index in that set."""
+        """Return the set of question `index`, which counts through all sets, and the question's index in its set."""
         for each in self.sets:
             if index < each.problems:
                 return each, index
@@ -155,8 +155,8 @@ class EvaluationResult:
 class Evaluation:
     """An evaluation in progress: collects answers until every problem has an answer or has failed.
 
-    `asked` counts the attempts by problem; problems from `next_index` on have not been issued yet. Every evaluation has
-    its own `number`, so late answers of an abandoned evaluation of the same version can be recognised.
+    `asked` holds the number of attempts by problem index, for retried problems. Problems from `next_index` on have not
+    been issued yet. Every evaluation has its own `number`, by which late answers to an abandoned one are recognised.
     """
 
     model_version: int
@@ -188,12 +188,12 @@ class Evaluation:
         return order_id.startswith(f"eval-{self.model_version}-{self.number}-")
 
     def accepts(self, answer: EvaluationDone) -> bool:
-        """Return True if every token is of the pinned version; without a pin, accept every answer."""
+        """Return True if the pinned version sampled every token of the answer; without a pin, always."""
         sampled_by = (answer.epoch, answer.oldest_version, answer.newest_version)
         return self.pin is Pin.NONE or sampled_by == (self.epoch, self.model_version, self.model_version)
 
     def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> bool:
-        """Add the first answer to problem `index` (None if it failed); return True if the problem must be reissued."""
+        """Add the first answer to problem `index` (None if it failed); return True to reissue the problem instead."""
         self.last_report_at = now
         if index in self.answers:
             return False

@@ -2,7 +2,7 @@
 
     joining ──weights, then canary──▶ healthy ◀──answers── suspect ──silence──▶ dead ──answers──▶ joining
        ▲ ◀──answers── dirty ◀── an update or the canary failed  └─misses a poll─▲
-       └── new incarnation, an operator, its own offer after a rest ── expelled ◀── failed too often, removed, drained
+       └── new process, an operator, the same process after a wait ── expelled ◀── failed too often, removed, drained
 
 | event           | joining         | healthy  | suspect  | draining | dirty    | dead     | expelled |
 |-----------------|-----------------|----------|----------|----------|----------|----------|----------|
@@ -28,7 +28,8 @@ engine that fails the check stays dirty until there is a newer version, as long 
 The membership number grows whenever the set of engines that a publication must reach changes, since the ranks of a
 process group cannot change. A report about an older membership says nothing about engines that joined later.
 
-An engine expelled for failures that may be temporary is readmitted after a waiting time (its rest), which doubles with
+An engine asks to join repeatedly (`join`); its `incarnation` identifies its process, which the table calls a life. An
+engine expelled for failures that may be temporary is readmitted after a waiting time (its rest), which doubles with
 each expulsion. If processes at an address keep dying before they pass the canary check, the wait until the next process
 is admitted doubles each time (`offer_wait_s`).
 
@@ -99,17 +100,17 @@ class EngineRecord:
     """One engine; times are on the controller's clock.
 
     Attributes:
-        incarnation: identifies one process of the engine; empty, like name and type, if an operator offered the engine.
+        incarnation: identifies one process of the engine; empty, like name and type, if an operator added the engine.
         joined_at: number of the first membership that includes the engine.
         loaded: the version last published to the engine in this epoch; −1 if none.
-        refused: the version for which the engine last failed the canary check; the engine does not get this version
-            again while other engines serve.
+        refused: the version with which the engine last failed the canary check, −1 if none; the engine does not get
+            this version again while other engines serve.
         failed_updates, failed_checks: failures since the engine last passed the canary check. An unanswered check
             counts as a failed update.
         unproven_lives: consecutive earlier incarnations that ended without passing a canary check.
         expulsions: how often the engine was expelled for failures since it last passed the canary check.
         returns_at: when a failed or expelled engine may join again; the wait begins when the engine first answers a
-            poll, or offers itself, after the failure. 0 before that time.
+            poll, or asks to join, after the failure. 0 before that time.
         to_stop: True if an operator removed the engine, so the launcher may end its process.
         refuses: True if the engine was expelled for a permanent cause: a retry is useless, a new process may help.
         pinned: True if the engine is excluded from publications and from regular work.
@@ -146,7 +147,7 @@ class EngineRecord:
 @final
 @dataclass(slots=True)
 class Fleet:
-    """Engine records by sorted base URL. Pure: observations are arguments. Mutators return True on a change."""
+    """Engine records by sorted base URL. Pure: observations are arguments. Methods return True on a change."""
 
     by_url: dict[str, EngineRecord] = field(default_factory=dict)
     membership: int = 0
@@ -182,7 +183,7 @@ class Fleet:
         return [record.url for record in self.records() if record.pinned]
 
     def to_verify(self) -> list[str]:
-        """Return the engines that must pass the canary check after the next publication."""
+        """Return the joining engines, which must pass the canary check after the next publication."""
         return self._in(EngineLifecycle.JOINING)
 
     def is_draining(self, url: str) -> bool:
@@ -209,7 +210,7 @@ class Fleet:
         return not known.may_return or now < known.returns_at
 
     def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
-        """Return the seconds until a process may join at `url` if earlier ones died before passing the canary check."""
+        """Return the seconds until a process may join at `url`; 0 unless earlier ones died before the canary check."""
         known = self.by_url.get(url)
         if known is None or not incarnation or known.incarnation in ("", incarnation):
             return 0.0
@@ -221,8 +222,8 @@ class Fleet:
     def join(self, url: str, incarnation: str = "", *, name: str = "", type: str = "", now: float = 0.0) -> bool:
         """Add an engine, or readmit an expelled engine. A dead engine returns by answering a poll instead.
 
-        Engines repeat their offer. `incarnation` identifies a process, since a new process has no weights; it is empty
-        if an operator offers the engine.
+        Engines call this repeatedly. `incarnation` identifies a process, since a new process has no weights; it is
+        empty if an operator adds the engine.
         """
         known, unproven_lives = self.by_url.get(url), 0
         if known is not None:
@@ -257,7 +258,7 @@ class Fleet:
         return True
 
     def _rested(self, known: EngineRecord, *, now: float) -> bool:
-        """Readmit an expelled engine and return True if its rest is over; the rest begins with its first offer."""
+        """Readmit an expelled engine and return True if its rest is over; its first request to join starts the rest."""
         if not known.returns_at:
             rest_s = min(_FIRST_REST_S * 2 ** (known.expulsions - 1), _LONGEST_REST_S)
             self._change(known.url, returns_at=now + rest_s)
@@ -282,7 +283,7 @@ class Fleet:
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def on_published(self, url: str, version: int, *, membership: int) -> None:
-        """Record that the engine has loaded `version`, which was published to the engines of `membership`."""
+        """Record that the engine has loaded `version`, which was published to the fleet as of number `membership`."""
         # Do not reset the failure counts before the canary check: an engine might take weights but never answer a
         # check.
         if self._was_member(url, membership):
@@ -411,7 +412,7 @@ class Fleet:
         return True
 
     def expel(self, url: str, reason: str, *, to_stop: bool = False) -> bool:
-        """Exclude the engine from all work and from all publications."""
+        """Exclude the engine from work and publications; with `to_stop`, the launcher also ends its process."""
         lifecycle = self._lifecycle(url)
         if lifecycle is None:
             return False

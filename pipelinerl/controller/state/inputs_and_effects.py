@@ -22,7 +22,7 @@ class Input(msgspec.Struct, frozen=True, kw_only=True, tag_field="input", tag=Tr
 
 
 class ReportReceived(Input, frozen=True):
-    """A report, with the id of its entry in the `reports` stream."""
+    """A report of the trainer or of an actor, with the id of its entry in the `reports` stream."""
 
     report: Report
     entry_id: str
@@ -37,7 +37,7 @@ class KnobsPatched(Input, frozen=True):
 
 
 class EngineRegistered(Input, frozen=True):
-    """An engine offers itself with its name and type; without `incarnation`, an operator offers it."""
+    """An engine asks to join the fleet; if `incarnation` (its process) is empty, an operator asks for it."""
 
     url: str
     incarnation: str = ""
@@ -125,7 +125,7 @@ class Ticked(Input, frozen=True):
 
 
 class StreamsLost(Input, frozen=True):
-    """The stream server died and lost its newest data, so orders and groups may be lost."""
+    """The stream server died and lost its newest data, maybe prompt orders, groups of rollouts and directives."""
 
 
 #: Inputs that change the fleet.
@@ -152,7 +152,7 @@ class IssuePrompts:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Effect: append this directive to the directive stream, from which the trainer reads."""
+    """Effect: append this directive (instructions to the trainer) to the stream from which the trainer reads them."""
 
     directive: Directive
 

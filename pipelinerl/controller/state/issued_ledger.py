@@ -1,8 +1,9 @@
-"""The controller's ledger: every issued prompt order is trained, filtered, stale, failed or in flight.
+"""The controller's ledger of orders (requests for a group): each is trained, filtered, stale, failed or in flight.
 
-The trainer's account is authoritative for the orders that the trainer consumed, since it is part of the trainer's
-checkpoint. The account holds counts, and a frontier: all orders below this index have ended. The ledger adds which
-orders the controller issued and which of these failed. `check` raises an error if more orders ended than were issued.
+The trainer's account (`ConsumedReport`) is authoritative for the orders that the trainer consumed, since it is part of
+the trainer's checkpoint. It holds counts by outcome, and a frontier: all orders below this index have ended. The ledger
+adds which orders the controller issued, and which of these actors reported as failed or stale. `check` raises an error
+if more orders ended than were issued.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ class SentOrder(NamedTuple):
 @final
 @dataclass(slots=True)
 class IssuedLedger:
-    """Accounts for all prompt orders by index; `cursor` is the lowest index that was never issued."""
+    """Tracks the outcome of every prompt order, by index; `cursor` is the lowest index that was never issued."""
 
     cursor: int = 0
     reissue: list[int] = field(default_factory=list)
     """Indices below the cursor that must be issued again, because no actor works on them; ascending."""
     failed: set[int] = field(default_factory=set)
-    """All orders that failed. They are kept, since a trainer that resumes from a checkpoint may need them again."""
+    """All orders that failed. They are kept, since the account of a trainer resumed from a checkpoint may lack them."""
     outdated: set[int] = field(default_factory=set)
     """All orders that an actor gave up because their groups would have been stale; kept like `failed`."""
     consumed: ConsumedReport = field(default_factory=ConsumedReport)
     sent: dict[int, SentOrder] = field(default_factory=dict)
-    """The orders in flight by index, except those that an earlier trainer consumed and the current one has not."""
+    """The orders in flight by index, except those whose groups were consumed by a trainer that died unsaved."""
     withdrawn: set[int] = field(default_factory=set)
-    """Orders in flight whose groups the trainer will drop, because they were issued for steps that were lost."""
+    """Orders in flight whose groups the trainer will drop: they were issued for steps that were lost with a trainer."""
 
     @property
     def ended(self) -> int:
-        """The number of orders that the trainer has accounted for."""
+        """The number of orders that have ended, by the trainer's account."""
         return self.consumed.trained + self.consumed.filtered + self.consumed.stale + self.consumed.failed
 
     @property
@@ -55,12 +56,12 @@ class IssuedLedger:
 
     @property
     def unsettled(self) -> list[int]:
-        """Failed orders that the trainer's account does not include yet, ascending."""
+        """Indices of failed orders that the trainer's account does not include yet, ascending."""
         return sorted(self._open(self.failed))
 
     @property
     def unsettled_stale(self) -> list[int]:
-        """Orders given up as stale that the trainer's account does not include yet, ascending."""
+        """Indices of orders that actors gave up as stale and the trainer's account does not include yet, ascending."""
         return sorted(self._open(self.outdated))
 
     def rollouts_in_flight(self, group_size: int) -> int:
@@ -73,7 +74,7 @@ class IssuedLedger:
         self.sent[order.index] = SentOrder(order.sampling.num_samples, order.issued_at)
 
     def withdraw(self, version: int) -> None:
-        """Withdraw all orders in flight that were issued after `version`, at which a new trainer begins."""
+        """Mark orders in flight issued after `version`, at which a new trainer begins: it will drop their groups."""
         self.withdrawn |= {index for index, each in self.sent.items() if each.issued_at.version > version}
 
     def next_index(self) -> int:
@@ -84,7 +85,7 @@ class IssuedLedger:
         return self.cursor - 1
 
     def fail(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
-        """End the order as failed. If it was withdrawn, reissue it instead; if it was reissued already, do nothing."""
+        """End the order as failed. If it was withdrawn, reissue it instead; if it was reissued since, do nothing."""
         self._end(index, self.failed, issued_at)
 
     def give_up(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
@@ -92,7 +93,7 @@ class IssuedLedger:
         self._end(index, self.outdated, issued_at)
 
     def update(self, consumed: ConsumedReport) -> None:
-        """Replace the trainer's account by a newer one, which overrides reports of failed orders."""
+        """Replace the trainer's account by a newer one; its outcomes override earlier reports of failed orders."""
         # After a resume, the account may include orders issued after the checkpoint: their groups were still in the
         # stream.
         self.consumed = consumed
@@ -188,13 +189,13 @@ class StepsAhead(msgspec.Struct, kw_only=True):
 
     steps: float = 2.0
     waited: list[float] = []
-    """The trainer's waits for the observed steps, in steps; a wait of the trainer's start is not counted."""
+    """The trainer's wait for each observed step, divided by the step's duration; the run's first step is left out."""
     left_over: list[float] = []
-    """The complete groups that the observed steps left over, in steps."""
+    """For each observed step, the complete groups that it left over, divided by the groups per step."""
     any_trained: bool = False
 
     def note_step(self, *, left_over: float, waited: float, most: float) -> None:
-        """Adapt the number to a completed step, up to `most`; all arguments are in units of one step."""
+        """Adapt `steps`, at most to `most`, after a step; all arguments are in units of one step."""
         if not self.any_trained:  # the first step waited for everything to start
             self.any_trained = True
             return

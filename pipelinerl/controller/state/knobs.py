@@ -47,7 +47,7 @@ class Knobs:
     engines_max: dict[str, int] = field(default_factory=dict)
     group_sizes: dict[str, int]
     max_groups: int = 2**31
-    """The most groups in flight; a step that needs more could never be filled."""
+    """The most groups in flight, over all actors; a step that needs more could never be filled."""
     k_finite: bool = False
     """True if k must be finite, since the trainer keeps the weights of every version that a rollout may come from."""
 
@@ -104,7 +104,7 @@ class Knobs:
 
     @property
     def bounds(self) -> StalenessBounds:
-        """The staleness bounds: j, after which engines reload, and k, beyond which rollouts are not trained."""
+        """The staleness bounds in versions: engines reload when j behind, and rollouts older than k are not trained."""
         return StalenessBounds(self.j, self.k)
 
     @property
@@ -138,7 +138,7 @@ class Knobs:
         return replace(self, **values)
 
     def with_live(self, log: Iterable[KnobChange]) -> Self:
-        """Return the recipe's knobs with the live changes of `log`, unless their domain or engine type was removed."""
+        """Return the recipe's knobs with the live changes in `log`; removed domains and engine types are left out."""
         changes: dict[str, Any] = {}
         for change in log:
             changes |= change.changes if change.live else {}
@@ -160,7 +160,7 @@ class Knobs:
         return values
 
     def _rows(self, table: str, given: Any) -> dict[str, float]:
-        """Return the new numbers in a table, by domain or by engine type."""
+        """Check the numbers `given` for a table such as `domain_weights`; return them by domain or by engine type."""
         known, are_limits = getattr(self, table), table in _LIMITS
         if not isinstance(given, Mapping) or not given:
             rows = "whole numbers by engine type" if are_limits else "numbers by domain"

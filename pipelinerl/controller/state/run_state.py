@@ -66,7 +66,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class ElasticMemory(msgspec.Struct, kw_only=True):
-    """State of automatic scaling: measurements of the current interval, and what earlier intervals suggested."""
+    """State of automatic scaling: measurements of this interval, and how many intervals suggested the same change."""
 
     began: float | None = None
     """Start of the current interval; None before the first poll and after a change."""
@@ -74,10 +74,10 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
     """Sum of the shares of occupied slots that were measured by `polls` polls."""
     polls: int = 0
     waited_s: float = 0.0
-    """Time the trainer waited in `steps`, and in `stepped_s` the time it worked, since the last complete interval."""
+    """Time that the trainer waited for rollouts in the `steps` steps of this interval; `stepped_s`: time it worked."""
     stepped_s: float = 0.0
     groups: float = 0.0
-    """Groups that arrived; `late` of them were too old to be trained."""
+    """Groups that ended in the steps of this interval; `late` of them were too old to be trained."""
     late: float = 0.0
     steps: int = 0
     streak: int = 0
@@ -146,7 +146,7 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
 
     directive: str
     version: int
-    """The oldest version that it may publish: the version at its directive, or at a later step before it began."""
+    """The oldest version that it may publish: that of its directive, or of the newest step until it is reported."""
     membership: int
     recipients: list[str]
     reported: bool = False
@@ -162,7 +162,7 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
         )
 
     def reaches(self, url: str, *, joined_at: int) -> bool:
-        """Return True if the publication includes the engine that joined with membership `joined_at`."""
+        """Return True if the publication includes the engine `url`, and was ordered after the engine joined."""
         return url in self.recipients and joined_at <= self.membership
 
 
@@ -176,9 +176,9 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     awaited: list[str] = []
     """Names of the expected engines that have not joined."""
     begun: list[str] = []
-    """Ids of the ready reports that have begun an epoch, of any trainer; a repeated report begins no further epoch."""
+    """Ids of all trainers' ready reports that have begun an epoch; a repetition of such a report begins no other."""
     answers: dict[str, Directive] = {}
-    """The last directive sent for each report, since reports may be repeated."""
+    """The directive that answered the newest report, by the report's id, since the report may be repeated."""
     publications: list[PublicationOrdered] = []
     """The last reported publication, followed by the publications that are ordered and not yet reported, in order."""
     stop_sent: bool = False
@@ -187,7 +187,7 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     training_since: float = 0.0
     """Time when the trainer began to train; used to estimate the end of the run."""
     stepped: ConsumedReport = ConsumedReport()
-    """The trainer's account at its last step, or at its start: orders that have ended since then were not trained."""
+    """The trainer's counts of ended orders at its last step, or at its start: orders that ended later are untrained."""
     last_step: dict[str, float] = {}
     last_publish: Published | None = None
     unsaved: str = ""
@@ -199,7 +199,7 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
         return any(not each.reported for each in self.publications)
 
     def note_step(self, version: int) -> None:
-        """Set the version of all publications that are not reported yet to `version`, which the newest step made."""
+        """Record that a step made `version`: publications not reported yet will send these weights or newer ones."""
         # Weights do not change during a publication, so a publication that is still unreported after a step has the
         # weights of this step or of a later one.
         for each in self.publications:
@@ -232,7 +232,7 @@ class Evaluations(msgspec.Struct, kw_only=True):
         self.results.append(result)
 
     def follow(self, places: Mapping[str, int]) -> None:
-        """Update the positions of evaluation sets from a recipe that may have changed; removed sets get `NOWHERE`."""
+        """Set the position of each result's set in a recipe that may have changed; removed sets get `NOWHERE`."""
         self.results = [replace(each, place=places.get(each.name, NOWHERE)) for each in self.results]
 
 
@@ -242,7 +242,7 @@ class Failing(msgspec.Struct, kw_only=True):
     reason: str = ""
     """The reason for ending the run; empty while it continues."""
     hopeless: bool = False
-    """True if the run ends because no answer is ever correct. It ends normally, but exits with status 1."""
+    """True if the run ends for lack of signal without being solved. It ends normally, but exits with status 1."""
     suspends: bool = False
     since: float = 0.0
     engineless_since: float = 0.0
@@ -265,7 +265,7 @@ class Watchdog(msgspec.Struct, kw_only=True):
 
 
 class WatchedSteps(msgspec.Struct, kw_only=True):
-    """The newest metrics by domain and tag, and the data from which alarms are raised."""
+    """Metrics of the newest step by domain and tag, data for the next step's metrics, and data for alarms."""
 
     by_domain: dict[str, dict[str, float]] = {}
     by_tag: dict[str, dict[str, float]] = {}
@@ -288,10 +288,10 @@ class RunState(msgspec.Struct, kw_only=True):
     """The state of a run; only `Controller` changes it."""
 
     launch: str = ""
-    """Identifies the launch that this state belongs to; empty if roles are started manually."""
+    """Identifies the launch that this state belongs to; empty if processes are started manually."""
     phase: RunPhase = RunPhase.STARTING
     epoch: int = 0
-    """The number of trainers that have begun; identifies the current trainer."""
+    """Number that identifies the current trainer process; each trainer that begins gets a higher one."""
     version: int = 0
     """The newest version of the weights."""
     stop_reason: str | None = None
@@ -301,7 +301,7 @@ class RunState(msgspec.Struct, kw_only=True):
     """All knob changes, oldest first."""
     first_domain_weights: dict[str, float]
     quotas: list[Quota] = []
-    """Windows of orders within which domain shares are exact, oldest first; their size follows the groups per step."""
+    """Sizes of the blocks of orders within which domain shares are exact, each from an order on; oldest first."""
     loaded_from: list[tuple[int, int]] = []
     """(order, version), oldest first: when orders from `order` on were issued, engines had `version` or newer."""
     filtered_share: FilteredShare = msgspec.field(default_factory=FilteredShare)
@@ -313,7 +313,7 @@ class RunState(msgspec.Struct, kw_only=True):
     elastic: ElasticMemory = msgspec.field(default_factory=ElasticMemory)
     account: IssuedLedger = msgspec.field(default_factory=IssuedLedger)
     resumed_account: dict[str, Any] | None = None
-    """The ledger from a checkpoint, until the trainer's own account arrives."""
+    """The ledger of orders from a checkpoint, until the trainer reports its own counts."""
     actors: dict[str, tuple[ActorAlive, float]] = {}
     """Each actor's last heartbeat, with its arrival time."""
     trainer: TrainerRecord = msgspec.field(default_factory=TrainerRecord)
@@ -334,14 +334,14 @@ class RunState(msgspec.Struct, kw_only=True):
         return self._drawable(self.first_domain_weights)
 
     def follow_groups_per_step(self) -> None:
-        """If the number of groups per step has changed, begin quota blocks of the new size at the next new order."""
+        """If the number of groups per step has changed, use it as block size in `quotas` from the next new order on."""
         if not self.quotas or self.quotas[-1].size != self.knobs.groups_per_step:
             since = self.account.cursor if self.quotas else 0
             self.quotas = [quota for quota in self.quotas if quota.since < since]
             self.quotas.append(Quota(since, self.knobs.groups_per_step))
 
     def follow_loaded(self, loaded: int) -> None:
-        """Record that orders issued from now on are sampled with version `loaded` or newer; drop outdated entries."""
+        """Record that orders issued from now on are sampled with version `loaded` or newer; drop unneeded entries."""
         # The first entry applies from order 0 on: a trainer has just begun, and all orders in flight are issued again.
         if not self.loaded_from or self.loaded_from[-1][1] != loaded:
             since = self.account.cursor if self.loaded_from else 0
@@ -351,7 +351,7 @@ class RunState(msgspec.Struct, kw_only=True):
             self.loaded_from = self.loaded_from[1:]
 
     def quota_of(self, index: int) -> Quota:
-        """Return the quota in force when order `index` was first issued."""
+        """Return the block size for domain shares that was in force when order `index` was first issued."""
         return next(quota for quota in reversed(self.quotas) if quota.since <= index)
 
     def _drawable(self, weights: dict[str, float]) -> dict[str, float]:
@@ -373,10 +373,10 @@ class RunState(msgspec.Struct, kw_only=True):
         }
 
     def resume(self, record: Mapping[str, Any], *, step: int) -> None:
-        """Continue from the `checkpoint_record` of a step; the trainer's own account arrives with its `TrainerReady`.
+        """Continue from the `checkpoint_record` of a step; the trainer's counts of orders arrive with `TrainerReady`.
 
         The recipe, which may have been edited, provides the knobs; live changes override them. Reissued orders keep the
-        mixture with which their problems were first drawn. Raises RecipeError if no run can use these knobs together.
+        domain weights with which their problems were first drawn. Raises RecipeError if the knobs are then invalid.
         """
         self.epoch = int(record["epoch"])
         before, recipe = record["knobs"], self.knobs
@@ -431,7 +431,7 @@ OVERSAMPLED: Final = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerSettings:
-    """Those settings of a recipe that the controller uses."""
+    """The settings of a recipe that the controller uses."""
 
     seed: int
     steps: int
@@ -451,7 +451,7 @@ class ControllerSettings:
     save_s: float = 30.0
     """Seconds to wait for the trainer's state to be saved when a run fails or is suspended."""
     scope: StalenessScope = StalenessScope.GROUP
-    """The unit to drop if a token is too old: its group or its rollout. Actors abandon only whole groups early."""
+    """The unit to drop if a token is too old: its group, which actors then abandon early, or only its rollout."""
     overdue: Overdue = Overdue.DROP
     """The treatment of groups that are still being sampled at their last admissible step."""
     oversample: float | None = 1.0

@@ -1,7 +1,7 @@
 """`FieldMap`: maps the fields of a row to a problem's prompt, answer, metadata, tags and id.
 
-Errors name the field; the caller adds the row's location. The digest that decides a row's split covers the question,
-not the template's wording.
+Errors name the field; the caller adds the row's location. A digest of the row's question decides its split; the
+template's own wording is left out of the digest, so rewording it moves no row to another split.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FieldMap:
 
     @property
     def fields_of_text(self) -> frozenset[str]:
-        """Columns that must be read for `text` and `check`."""
+        """Columns that must be read to call `text` and `check`."""
         names = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
         return frozenset(name.partition(".")[0] for name in names if name) | self._of_template
 
@@ -85,7 +85,7 @@ class FieldMap:
 
     @property
     def plain_prompt(self) -> str:
-        """Name of the field if `text` depends only on one field's plain text; "" if `text` depends on more."""
+        """Name of the only field that `text` reads, if it may be plain text; "" if `text` reads other fields, too."""
         more = self.messages_field or self.id_field or self._of_template - {_PROMPT, self.prompt_field}
         return "" if more else self.prompt_field
 
@@ -114,7 +114,7 @@ class FieldMap:
         return float(value)
 
     def draft(self, row: Row) -> Draft:
-        """Convert the row to a `Draft`, whose last user message is rendered by the template if there is one."""
+        """Convert the row to a `Draft`, a problem without name and domain; a template renders its last user message."""
         self.check(row)
         messages = self._messages(row)
         if self.template is not None:

@@ -40,7 +40,7 @@ def open_hub(request: SourceRequest) -> RowSource:
 
 
 def look_at_hub(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Check the first rows as `look_at_files` does; return None if the data set is not cached, without fetching it."""
+    """Do the same as `look_at_files`; if the data set is not cached, return None without fetching it."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     revision, parameters = _parsed(request)
@@ -91,7 +91,7 @@ def _fetched(name: str, revision: str | None, *, where: str) -> str:
 
 
 def look_at_files(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Build and check problems from the first rows of each file; return the first problem, or None if there is none.
+    """Build and `check` problems from the first rows of each file; return the first problem, or None without rows.
 
     Raises `RecipeError`, which names file, row and problem, if a problem is invalid or `check` raises one.
     """

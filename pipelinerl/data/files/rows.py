@@ -1,6 +1,6 @@
 """`DataRows`: the rows of a data set, from JSON lines, JSON arrays, CSV, Parquet or Arrow files.
 
-Rows are parsed on demand: only the file's text and the offset of each row are kept in memory. Only `ArrowRows` imports
+JSON rows are parsed on demand: only the text and the offset of each row are kept in memory. Only `ArrowRows` imports
 pyarrow.
 """
 
@@ -49,7 +49,7 @@ class DataRows(Protocol):
         ...
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """Yield all rows in order, each with at least those of the `fields` that it has. Raises `RecipeError`."""
+        """Yield all rows in order, with the requested `fields` that each has, or more. Raises `RecipeError`."""
         ...
 
     def place(self, index: int) -> str:
@@ -179,7 +179,7 @@ class ChainedRows:
         return part.row(within)
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """Yield all rows."""
+        """Yield all rows, file by file."""
         return itertools.chain.from_iterable(part.scan(fields) for part in self._parts)
 
     def unread(self, index: int) -> tuple[str, ...]:
@@ -303,7 +303,7 @@ class ArrowRows:
         return {**dict.fromkeys(self._also), **{name: without_nulls(value) for name, value in row.items()}}
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """Yield all rows with these fields."""
+        """Yield all rows, with only those `fields` that the file has."""
         for batch in self._batches:
             names = [name for name in batch.schema.names if name in fields]
             for first in range(0, batch.num_rows, _AT_A_TIME):

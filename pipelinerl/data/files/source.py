@@ -80,7 +80,10 @@ class Curriculum:
         return cls(order=ProblemOrder(order or "shuffled"), band=_BAND if band is None else float(band), over=over)
 
     def sweep(self, rates: NDArray[np.float64], *, seed: int) -> NDArray[np.int64]:
-        """Return the indexes, i64 [over], in order, of M problems with pass rates `rates`; not for order `SHUFFLED`."""
+        """Return the order of the first `over` problems, as indices into `rates`, i64 [over].
+
+        `rates` are the pass rates of all M problems; indices repeat if `over` exceeds M. Not for order `SHUFFLED`.
+        """
         count, over = len(rates), self.over or len(rates)
         shuffled = rng.generator(seed, "curriculum", "ties").permutation(count)
         hardness = rates[shuffled] if self.order is ProblemOrder.HARD_FIRST else -rates[shuffled]
@@ -105,7 +108,7 @@ Files = tuple[Path, ...]
 
 
 class Indexed(NamedTuple):
-    """N rows, and the digests of their questions, u64 [N]."""
+    """All N rows of some files, and the digests of their questions, u64 [N]."""
 
     rows: DataRows
     digests: NDArray[np.uint64]
@@ -113,10 +116,11 @@ class Indexed(NamedTuple):
 
 @final
 class RowSource:
-    """Problems of one split, made from the rows `chosen`, i64 [M].
+    """Problems of one split, made from the rows with the numbers `chosen`, i64 [M].
 
-    Training problems begin with the rows `sweep`, in the order of a curriculum (docs/understand/curation.md), if there
-    is one. Epochs follow, each shuffled differently. Problems of other splits come once, in a fixed order.
+    Training problems begin with the row numbers `sweep`, in the order of a curriculum, if there is one
+    (docs/understand/curation.md). Epochs follow, each shuffled differently. Problems of other splits come once, in a
+    fixed order.
     """
 
     def __init__(
@@ -228,7 +232,7 @@ def source_of_rows(
 
 
 def prompts_of_rows(request: SourceRequest) -> Prompts:
-    """Return the domain's prompts without the template, which the field map applies to rows."""
+    """Return the domain's prompt format without its template, since the `FieldMap` applies the template to rows."""
     return replace(request.prompts, template=None)
 
 
@@ -241,7 +245,7 @@ def _rates(rows: DataRows, field_map: FieldMap) -> NDArray[np.float64]:
 
 
 def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:
-    """Compute the digest of every row. Raises `RecipeError` for a row without a question or an answer."""
+    """Compute the digest of every row's question. Raises `RecipeError` for a row without question or answer."""
     digests = bytearray()
     plain, answer = field_map.plain_prompt, field_map.answer_field
     for number, row in enumerate(rows.scan(field_map.fields_of_text)):
@@ -274,7 +278,7 @@ def placed(rows: DataRows, number: int) -> Iterator[None]:
 
 
 def files_of_splits(layouts: Mapping[Split, Layout], named: Mapping[Split, str], *, where: str) -> dict[Split, Files]:
-    """Return the files of the training split, and of each other split that has its own files.
+    """Return the files of the training split and of every other split with files of its own, by split.
 
     `layouts` holds the layout of each path in the recipe. `named` maps each split to the name that the recipe gives
     for it, or to "". Raises `RecipeError` if the data set has no split of that name, or if the recipe does not name

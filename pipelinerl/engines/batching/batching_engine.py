@@ -81,8 +81,8 @@ class BatchingEngine:
     Args:
         load: builds the runner of a `DecodeLoop`; called on the decode thread.
         loop: builds a `SampleLoop` of another kind; give exactly one of `load` and `loop`.
-        endpoints: builds the engine's endpoint in the weight group.
-        continuation: which sampling noise the engine uses to continue an answer that another engine began.
+        endpoints: builds the engine's endpoint in the weight group, the process group over which weights arrive.
+        continuation: whether the engine can continue an answer that another engine began, and with which noise.
         prefill_tokens: the maximum number of prompt tokens that a `DecodeLoop` admits between two steps.
     """
 
@@ -125,7 +125,7 @@ class BatchingEngine:
     # --- start and close -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model. Raises the exceptions of `load`. If cancelled, the thread loads the model, then ends."""
+        """Load the model. Raises the exceptions of `load`. If cancelled, the thread finishes loading, then ends."""
         self._events = asyncio.get_running_loop()
         loading = self._loop.start()
         try:
@@ -151,7 +151,7 @@ class BatchingEngine:
     # --- generation ----------------------------------------------------------------------------------------------
 
     async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """Sample all choices and return them when all have ended. Cancelling the call frees the request's slots."""
+        """Sample all choices and return them when all have ended. Cancelling the call ends the sampling."""
         work = await self._work(request, streams=False)
         ended: asyncio.Future[Delivery] = self._events.create_future()
         self._submit(work, lambda delivery: None if ended.done() else ended.set_result(delivery))
@@ -164,7 +164,7 @@ class BatchingEngine:
         return self._writer(request, work).completion()
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        """Sample all choices; yield new tokens per step or requested interval. Closing the iterator frees the slots."""
+        """Sample all choices; yield new tokens per step or requested interval. Closing the iterator ends sampling."""
         options = request.stream_options or StreamOptions()
         chunks = self._at_intervals(request, options.interval_s) if options.interval_s else self._at_once(request)
         async with aclosing(chunks):

@@ -1,7 +1,7 @@
 """Per-request changes to logits before sampling: a bias per token, and penalties for tokens already sampled.
 
 Both follow OpenAI's API. If a choice has already sampled a token n > 0 times, the token's logit is lowered by `n *
-frequency_penalty + presence_penalty`. Changes are rare and sparse, so they are kept as (row, token, value).
+frequency_penalty + presence_penalty`. Changes are rare and sparse, so they are kept as triples (row, token, value).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class CacheRoom:
     """The blocks of a paged cache, of `size` tokens each.
 
     Attributes:
-        free: blocks that rows may still take, including blocks cached for later prompts.
+        free: blocks that sequences may still take, including blocks that only keep prompts for reuse.
         reused_tokens: number of prompt tokens, since the start, whose keys and values were found in the cache.
     """
 
@@ -97,7 +97,7 @@ class ServedModel(Protocol):
 
     @property
     def room(self) -> CacheRoom | None:
-        """The blocks of a paged cache; None if every row has room for the whole context."""
+        """The blocks of a paged cache; None if the cache has room for the whole context of every sequence."""
         ...
 
     @property
@@ -111,7 +111,7 @@ class ServedModel(Protocol):
         ...
 
     def staging(self) -> Any:
-        """Return the buffer for the next weights, flat uint8 [layout.num_bytes], unused until a commit."""
+        """Return the buffer for the next weights, flat uint8 [layout.num_bytes], not served until a commit."""
         ...
 
     def finish_staging(self) -> None:
@@ -139,7 +139,7 @@ class SampleLoop(Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """The number of samples that wait for a slot."""
+        """The number of samples that wait because `slots` others are running."""
         ...
 
     def start(self) -> Future[ServedModel]:
@@ -159,7 +159,7 @@ class SampleLoop(Protocol):
         ...
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Serve the staged weights; return a future of the pause in seconds. Raises as `DecodeLoop.commit` does."""
+        """Serve the staged weights; return a future of the pause (s). Raises `EngineStopped` or `UpdateInProgress`."""
         ...
 
 

@@ -100,10 +100,11 @@ class Sequence:
 
     `prefix` holds the tokens of the answer that another engine has sampled. All other fields describe the tokens
     sampled by this engine, at most `token_limit`. If requested, `routed` has one entry per sampled token: the experts
-    [layers, top_k] of the token before it, from the step that sampled the token. If requested, `top` has the likeliest
-    tokens of each step.
+    [layers, top_k] of the step that sampled it, whose input was the token before it. If requested, `top` has the
+    likeliest tokens of each step.
 
-    `prompt_cache_is_current` is true if the serving weights computed the cache of the prompt, so a sibling may copy it.
+    `prompt_cache_is_current` is true if the serving weights computed the cached keys and values of the prompt. Another
+    sample of the request may then copy them.
     """
 
     request: Request
@@ -150,7 +151,7 @@ class Sequence:
 
     @property
     def newest_version(self) -> int:
-        """The newest version that sampled any token; without tokens, the version current when the sample ended."""
+        """The newest recorded version: that of the last token or, after a swap, of the next one; 0 without any."""
         return self._marks[-1][0] if self._marks else 0
 
     def version_of(self, position: int) -> int:
@@ -163,11 +164,13 @@ class Sequence:
 class Request:
     """One chat completion in progress: a prompt and its samples.
 
-    `token_limit` is the most tokens of a choice, already cut to the context length; `stop_ids` are the tokens that end
-    a choice earlier. `epoch` is that of the weights with which the request began. `unfinished` counts samples without a
-    finish reason. Waiting requests with the lowest `priority` begin first. With `tells_routing`, `prompt_routed`
-    [tokens - 1, layers, top_k] is the routing of the prompt when it was first computed. With `scores_prompt`,
-    `prompt_logprobs` [tokens] are computed with the weights with which the request began.
+    `token_limit` is the most tokens of a choice, already cut to the context length. `stop_ids` are the tokens that end
+    a choice earlier. `epoch` is the epoch of the weights with which the request began. `unfinished` counts samples
+    without a finish reason. Waiting requests with the lowest `priority` begin first.
+
+    With `tells_routing`, `prompt_routed` [tokens - 1, layers, top_k] has the experts of all prompt tokens but the last,
+    as first computed. With `scores_prompt`, `prompt_logprobs` [tokens] are computed with the weights with which the
+    request began.
     """
 
     request_id: str
@@ -268,9 +271,9 @@ class Delivery:
 
 @final
 class ResponseWriter:
-    """Writer of the response to `request`: whole, or in chunks of one token or of all tokens since the last chunk.
+    """Builder of the response to `request`, of the model named `model`.
 
-    `model` is the served model's name.
+    The response is one object, or a stream of chunks: one chunk per token, or one for all tokens since the last chunk.
     """
 
     def __init__(self, chat: ChatCompletionRequest, request: Request, *, model: str, tokenizer: ChatTokenizer) -> None:
@@ -508,7 +511,7 @@ def aborted(sequence: Sequence) -> tuple[Request, SampledToken]:
 
 
 def refused(sequence: Sequence, serving: tuple[int, int]) -> Delivery:
-    """Return the delivery that fails a sample's request, because the weights `serving` give NaN or infinite logits."""
+    """Return a delivery that fails the request: weights `serving`, (epoch, version), give NaN or infinite logits."""
     request, (epoch, version) = sequence.request, serving
     error = NotFinite(
         f"the model's logits must be finite, got NaN or infinity for token {len(sequence.token_ids)} of choice "

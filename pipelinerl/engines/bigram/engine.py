@@ -71,7 +71,7 @@ class BigramRunner:
     room = None
 
     def reserve(self, num_rows: int) -> bool:
-        """Return True: every row has room for the whole context."""
+        """Return True without reserving anything: a bigram model needs no cache."""
         return True
 
     def release(self, rows: Sequence[int]) -> None:
@@ -134,12 +134,12 @@ def sample_rows(
 ) -> tuple[list[int], list[float]]:
     """Sample token ids from logits [B, V] and noise [B] in [0, 1); return them with their log-probs.
 
-    Temperature applies first. Then only the `top_k` likeliest tokens and tokens of at least `min_p` times the highest
-    probability are kept. Of these, renormalised, only the fewest likeliest tokens that reach `top_p` together are kept.
-    The log-probs are those of the resulting distribution; greedy rows report the distribution at temperature 1. The
-    sampled token is the inverse of the cumulative distribution, evaluated at the row's noise. A row whose logits
-    contain NaN or +inf, or nothing above -inf, gets a NaN log-prob. `top` receives the likeliest tokens of the rows
-    that report any.
+    Temperature applies first. Then tokens are dropped that are not among the `top_k` likeliest, or are less likely than
+    `min_p` times the likeliest. Of the rest, renormalised, the smallest set of likeliest tokens is kept whose
+    probabilities sum to at least `top_p`. The log-probs are those of the resulting distribution; greedy rows report the
+    distribution at temperature 1. The sampled token is the inverse of the cumulative distribution, evaluated at the
+    row's noise. A row whose logits contain NaN or +inf, or nothing above -inf, gets a NaN log-prob. `top` receives the
+    likeliest tokens of the rows that report any.
     """
     token_ids, logprobs = [], []
     for row, state in enumerate(states):

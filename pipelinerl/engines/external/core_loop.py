@@ -128,7 +128,7 @@ class EngineCore(Protocol):
         ...
 
     async def stage(self) -> None:
-        """Bring the staged weights as close to the model as memory allows, while the core samples."""
+        """Copy the staged weights to the GPU if they fit, to make `load_staged` fast; the core samples meanwhile."""
         ...
 
     async def load_staged(self, epoch: int, version: int) -> None:
@@ -161,7 +161,7 @@ def refuse_beyond(request: Request, offered: frozenset[str], engine: str) -> Non
 
 
 def sample_id(sequence: Sequence) -> str:
-    """Return the name by which the core knows a sample."""
+    """Return a sample's id in the core: the request's id and the sample's index."""
     return f"{sequence.request.request_id}-{sequence.index}"
 
 
@@ -171,7 +171,7 @@ def label_of(epoch: int, version: int) -> str:
 
 
 def named_by(label: str) -> tuple[int, int]:
-    """Parse a label of `label_of` into (epoch, version). Raises `ValueError` for any other text."""
+    """Parse a label that `label_of` made into (epoch, version). Raises `ValueError` for any other text."""
     epoch, _, version = label.partition(".")
     return int(epoch), int(version)
 
@@ -239,12 +239,12 @@ class CoreLoop:
 
     @property
     def num_running(self) -> int:
-        """The number of samples that the core works on, at most as many as it has slots."""
+        """The number of samples that the core works on at once, limited by the core's `capacity`."""
         return min(self._num_open, self._capacity.running)
 
     @property
     def num_waiting(self) -> int:
-        """The number of samples that wait because all of the core's slots are taken."""
+        """The number of samples that wait because the core already works on as many as it may."""
         return max(self._num_open - self._capacity.running, 0)
 
     def submit(self, request: Request) -> None:

@@ -135,7 +135,7 @@ class PartialAnswer:
         self.tokens_kept = 0
         """Tokens of the answer from engines that did not finish it."""
         self.tokens_resampled = 0
-        """Tokens that were received and dropped."""
+        """Tokens that were received and dropped, so another engine samples them again."""
 
     @property
     def num_tokens(self) -> int:
@@ -234,7 +234,7 @@ class LeastBusy:
         return {url: self._tokens[url] for url in self._rank}
 
     def serve(self, urls: Iterable[str]) -> None:
-        """Set the engines that may be picked; the token counts of all engines are kept."""
+        """Set the engines that may be picked; engines that may not be picked keep their token counts."""
         if (serving := set(urls)) == self._rank.keys():
             return
         known = self._rank
@@ -340,7 +340,7 @@ class EnginePool:
         return self._load.outstanding
 
     def update(self, urls: Iterable[str], *, finishing: Iterable[str] = ()) -> None:
-        """Set the serving engines. Engines in `finishing` may finish their requests; those on other engines move."""
+        """Set the serving engines. Engines in `finishing` may finish their requests; those of all others move."""
         self._serving = frozenset(urls)
         self._known = self._serving | frozenset(finishing)
         self._load.serve(self._serving)

@@ -187,7 +187,7 @@ async def _text(engine: Engine, receive: Receive, send: Send) -> None:
 async def _send_events(
     stream: AsyncIterator[ChatCompletionChunk], shown: Callable[[ChatCompletionChunk], BaseModel], send: Send
 ) -> None:
-    """Send server-sent events. The status waits for the first chunk, so that an earlier error gets its own status."""
+    """Send server-sent events. Send no status before the first chunk, so that an error before it sets the status."""
     begun = False
     async with aclosing(stream) as chunks:  # type: ignore[type-var]
         try:

@@ -45,7 +45,7 @@ def from_options(options: EngineOptions) -> Engine:
 
 
 def load_runner(options: EngineOptions, *, cache_bytes: int | None = None) -> JaxRunner:
-    """Return the model with its cache and compiled programs, on the thread that runs it. Raises as `assembled` does."""
+    """Load the model and compile its programs, on the thread that will run it. Raises `ModelError` like `assembled`."""
     runner = assembled(options, cache_bytes=cache_bytes)
     runner.warm_up()
     return runner

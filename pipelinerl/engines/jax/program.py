@@ -1,9 +1,9 @@
 """The device programs of a JAX engine, which compute prompts, run one step of all rows, and copy between rows.
 
-The cache has a slot for each row, as long as the context. Every function is compiled once for each shape of its
-arguments and each `length`, which come from the short lists of `Buckets`. The number of copied rows is a traced
-argument, so it needs no further programs. The cache is donated to each call, so it is changed in place. Within a step,
-a layer reads the slots and returns its new entries, which are stored once after all layers.
+The cache has a slot for each row, as long as the context. Every function is compiled once for each combination of
+argument shapes and `length`; all of these are sizes from the short lists of `Buckets`. The number of copied rows is a
+traced argument, so it needs no further programs. The cache is donated to each call, so it is changed in place. Within a
+step, a layer reads the slots and returns its new entries, which are stored once after all layers.
 
 Letters in shapes: B rows of a step, P prompts of T tokens, S slots, C context, L layers, K key-value heads of d numbers
 each, V tokens of the vocabulary.
@@ -44,7 +44,7 @@ class PromptAttention(StrEnum):
 
     @classmethod
     def on(cls, platform: str, *, devices: int) -> PromptAttention:
-        """Return the implementation for `devices` devices; XLA cannot split the kernel among several of them."""
+        """Return `splash` for a single TPU, else `plain`: XLA cannot split the splash kernel among several devices."""
         return cls.SPLASH if platform == "tpu" and devices == 1 else cls.PLAIN
 
     def causal(self, query: Array, key: Array, value: Array) -> Array:

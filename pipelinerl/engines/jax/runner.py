@@ -130,7 +130,7 @@ class JaxRunner:
         self._copy(sources, targets, self._rows.move(sources, targets))
 
     def reserve(self, num_rows: int) -> bool:
-        """Return True: every row has room for the whole context."""
+        """Return True without reserving anything: every row always has room for the whole context."""
         return True
 
     def release(self, rows: Sequence[int]) -> None:
@@ -297,7 +297,7 @@ def sample(
 
 
 def add_to_logits(logits: Array, changes: LogitChanges, num_rows: int) -> Array:
-    """Return logits f32 [B, V] with the changes of rows below `num_rows`, padded so that few programs are compiled."""
+    """Add the changes of rows below `num_rows` to logits f32 [B, V]; pad their list, so that few programs compile."""
     rows, token_ids, values = changes.of(num_rows)
     size = 1 << max(len(rows) - 1, 0).bit_length()
     padding = (0, size - len(rows))

@@ -65,7 +65,7 @@ def attend_decode(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attend with one query per fed row [K, Hq, 1, D] over blocks [N, H, size, D] → [K, 1, Hq, D]."""
+    """Attend with one query per row [K, Hq, 1, D] over a layer's cache blocks [N, H, size, D] → [K, 1, Hq, D]."""
     rows, q_heads, _, head_dim = query.shape
     if plan.reading is CacheReading.KERNEL:
         # imported here, because it needs triton, which only CUDA builds of torch include
@@ -96,7 +96,7 @@ def attend_decode(
 
 
 def reading_for(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> CacheReading:
-    """Return the way in which a decode step on `device` in `dtype` reads the cache's blocks."""
+    """Return the way (see `page_cache`) in which a decode step on `device` in `dtype` reads the cache's blocks."""
     if kernels is Kernels.BATCH_INVARIANT:
         return CacheReading.TILES
     if device.type == "cpu":

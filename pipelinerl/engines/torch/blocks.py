@@ -52,7 +52,8 @@ class _Row:
 class BlockTable:
     """The blocks of `rows` rows of at most `context` tokens; at least one row of the whole context must fit.
 
-    With `keeps_few`, a cache that grows on demand keeps at most as many unused blocks as were ever in use at once.
+    `keeps_few` is for a cache whose memory grows on demand: at most as many unused blocks are kept for later prompts as
+    were ever in use at once.
     """
 
     def __init__(self, *, rows: int, context: int, blocks: int, size: int, keeps_few: bool) -> None:
@@ -79,7 +80,7 @@ class BlockTable:
 
     @property
     def free(self) -> int:
-        """The number of blocks that rows may still take, including blocks kept for later prompts."""
+        """The number of blocks that no row uses, including blocks kept for later prompts."""
         return len(self._free) + len(self._kept)
 
     # --- rows ----------------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class BlockTable:
         return True
 
     def release(self, row: int, num_tokens: int) -> None:
-        """Free the blocks of a row whose first `num_tokens` tokens are computed; indexed blocks are kept."""
+        """Free the blocks of a row whose first `num_tokens` tokens are computed; keep indexed ones for reuse."""
         own = self._rows[row]
         self._file(row, min(num_tokens // self.size, len(own.blocks)))
         for block in reversed(own.blocks):  # reversed, so that a sequence's later blocks are evicted first

@@ -52,7 +52,7 @@ class _Joined:
         self._weight: Tensor | None = None
 
     def find(self) -> None:
-        """Look the weights up again, after a swap has moved them."""
+        """Look up the parts' weights again, and join them if adjacent: a swap has moved them to the other buffer."""
         self._weight = None
         weights = [part.weight for part in self._parts if isinstance(part, _Linear) and part.bias is None]
         if len(weights) == len(self._parts) and _are_adjacent(weights):
@@ -159,7 +159,7 @@ class LlamaForward:
         return x
 
     def _in_kernels(self, x: Tensor, cache: PageCache, plan: DecodePlan) -> Tensor:
-        """Return what `_hidden` returns, for a step in which Triton's kernels write and read the cache."""
+        """Return the hidden states [K, d] after a decode step's last layer; Triton kernels write and read the cache."""
         # imported here, because it needs triton, which only CUDA builds of torch include
         from pipelinerl.engines.torch.paged_attention import attend_blocks, rotate_and_store
 

@@ -67,10 +67,11 @@ class CacheReading(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """Plan of a prefill: the prompts' tokens [P · T] at `sources` i64 [N] are stored at `entries` i64 [N · H].
+    """Plan of a prefill of P prompts, padded to T tokens each, of which N tokens in all are no padding.
 
-    Entries index a layer's cache viewed as [blocks · H · size, D]. The prompts follow `start` tokens, which lie in the
-    blocks `before` i64 [P, start / size].
+    The keys and values at indices `sources` i64 [N] of the tokens [P · T] are stored at `entries` i64 [N · H]. These
+    index a layer's cache viewed as [blocks · H · size, D]. Each prompt follows `start` tokens that are already cached,
+    in the blocks `before` i64 [P, start / size].
     """
 
     sources: Tensor
@@ -83,15 +84,15 @@ class PrefillPlan:
 @final
 @dataclass(frozen=True)
 class DecodePlan:
-    """One token for each of B rows, of which the model is fed K.
+    """Plan of a step that feeds one token to each of B rows. The model computes K of them; the others are duplicates.
 
     Attributes:
-        positions: i64 [K, 1] of the fed rows.
+        positions: i64 [K, 1], the positions of the K computed rows' tokens.
         entries: i64 [B · H], the entries that this step writes, as in `PrefillPlan`; None if a kernel finds them.
-        table: i64 [K, L / size], the blocks of the fed rows, padded with a row's first block.
+        table: i64 [K, L / size], the blocks of the computed rows, padded with a row's first block.
         length: L, a multiple of the blocks' size; no row attends beyond it.
         sections: set if `reading` is `IN_PLACE`.
-        of_row: i64 [B], the index of each row among the fed rows; None if all B are fed.
+        of_row: i64 [B], the index of each row among the computed rows; None if all B are computed.
     """
 
     positions: Tensor
@@ -104,7 +105,7 @@ class DecodePlan:
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def to_rows(self, fed: Tensor) -> Tensor:
-        """Expand fed rows [K, …] to all rows [B, …]."""
+        """Expand results of the K computed rows [K, …] to all rows [B, …]."""
         return fed if self.of_row is None else fed.index_select(0, self.of_row)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -124,7 +125,7 @@ class DecodePlan:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """Sizes of the cache of a model: `heads` are those of keys and values, `size` is that of a block in tokens."""
+    """Sizes of a model's cache: `heads` is the number of key-value heads, `size` the number of tokens in a block."""
 
     layers: int
     heads: int
@@ -299,7 +300,7 @@ class PageCache:
         return 0
 
     def copy(self, copies: Copies) -> None:
-        """Copy whole blocks."""
+        """Copy the keys and values of blocks `copies.sources` to blocks `copies.targets`, in all layers."""
         if not copies.sources:
             return
         self._reserve(max(*copies.targets, *copies.sources) + 1)
@@ -346,7 +347,7 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 class DuplicateRows(NamedTuple):
-    """Map of B rows to K distinct ones: `first` i64 [K] are rows, `of_row` i64 [B] are indices into `first`."""
+    """Map of B rows to the K distinct ones, `first` i64 [K]; `of_row` i64 [B] is each row's index in `first`."""
 
     first: NDArray[np.int64]
     of_row: NDArray[np.int64]
@@ -356,8 +357,8 @@ class DuplicateRows(NamedTuple):
 class AlikeRows:
     """Tracker of rows that hold the same tokens.
 
-    Each row has a lineage, and rows with equal tokens have the same one. After a step, the lineage is the number of the
-    first row with these tokens. Before a row's first step, it is a number beyond those of all rows.
+    Each row has a lineage, a number that rows with equal tokens share. After a step, it is the index of the first row
+    with these tokens. Before a row's first step, it is a number above all row indices.
     """
 
     def __init__(self, rows: int) -> None:
@@ -410,8 +411,8 @@ class BlockSections:
         to_sums: i64 [n · K · H · G], the index of the weighted values for each block of each row.
         shared: i64 [S], the blocks of the second section, and `shared_queries` i64 [S · H · M] the row and head of each
             query; None if no block is shared.
-        only: i64 [K], the block of each row if every row has a single block of its own; the three index tensors are
-            then empty, because the rows stay in the order of their blocks.
+        only: i64 [K], the block of each row if every row has a single block of its own. `to_rows`, `to_blocks` and
+            `to_sums` are then empty, because scores need no reordering.
     """
 
     selected: Tensor | None
@@ -538,8 +539,9 @@ def _products(one: Tensor, other: Tensor, out: Tensor, scale: float = 1.0) -> No
 
 
 def _by_block(pairs: _Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
-    """Group (block, row) pairs by block. Return the S blocks to read; for each pair, its block's index and the pair's
-    position among that block's M queries; and M. A block with over `_AT_ONCE` pairs is read several times.
+    """Group (block, row) pairs by block. Return (blocks, indices, positions, M): the S blocks to read; for each pair,
+    the index of its block among these, and the pair's position among the block's queries; and M, the most queries of a
+    block. A block with over `_AT_ONCE` pairs is listed several times.
     """
     order = np.argsort(pairs.blocks, kind="stable")
     ordered = pairs.blocks[order]

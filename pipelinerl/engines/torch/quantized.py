@@ -77,7 +77,7 @@ class QuantizedLinear:
 
 @final
 class QuantizedWeights:
-    """The serving and the staged parameters of `model`, which it owns and whose linear layers it quantises in place.
+    """The serving and the staged parameters of `model`, in memory that this object owns; linear layers are quantised.
     Raises `ModelError` if no linear layers can be quantised, if they share weights, or if CUDA has no product of their
     sizes.
     """

@@ -74,7 +74,7 @@ def sample(
 
 
 def sample_whole(logits: Tensor, *, temperature: Tensor, noise: Tensor) -> Sample:
-    """Sample as `sample` does without truncation; all tensors are on one device, and none is read by the host."""
+    """Sample as `sample` does without truncation; all tensors are on one device, which the host never waits for."""
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature).float()
     return _draw(torch.log_softmax(logits.float() / scale[:, None], dim=-1), noise, greedy)

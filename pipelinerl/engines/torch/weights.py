@@ -65,7 +65,7 @@ class TorchWeights:
 
     @property
     def address(self) -> int:
-        """The address of the serving parameters, one of two that alternate."""
+        """The memory address of the serving parameters; each swap alternates it between the two buffers."""
         return self._current.data_ptr()
 
     def staging(self) -> Tensor:

@@ -2,9 +2,9 @@
 
     trainer ── `announcements`: PREPARE, once for all ──▶ engine: PREPARE, pull, COMMIT ── `taken` ──▶ trainer
 
-An announced version runs through the same two requests, PREPARE and COMMIT, that a trainer could send to the engine. Of
-several announcements only the newest readable one is pulled, unless it leaves this engine out. The follower reports in
-`taken` when it starts, and after each version.
+`announcements` and `taken` are streams. An announced version runs through the same two requests, PREPARE and COMMIT,
+that a trainer could send to the engine. Of several announcements only the newest readable one counts; an engine that it
+lists in `left_out` does nothing. The follower writes to `taken` when it starts, and after each version.
 
 | waits for | unblocked by |
 |---|---|
@@ -35,7 +35,7 @@ _BLOCK_S: Final = 10.0
 
 @final
 class AnnouncedUpdates:
-    """Follower of announcements for the engine at the base URL `url`."""
+    """Follower of the trainer's announcements for `engine`, whose base URL is `url`."""
 
     def __init__(self, engine: Engine, stream: Stream, *, url: str) -> None:
         self._engine = engine

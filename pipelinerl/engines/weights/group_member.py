@@ -35,7 +35,7 @@ class GroupEndpoint(Protocol):
     """A rank's endpoint in a formed group, such as `Collective`. One thread uses it; any thread may `close` it."""
 
     def expect(self, key: str, *, deadline: float) -> str:
-        """Return rank 0's announcement under `key`; wait until `deadline` (monotonic s). Raises as `broadcast` does."""
+        """Return the text that rank 0 announces under `key`; raise if none comes before `deadline` (monotonic s)."""
         ...
 
     def broadcast(self, tensor: Any, *, deadline: float) -> None:
@@ -59,7 +59,7 @@ class EndpointFactory(Protocol):
         ...
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
-        """Join a group; blocks until every rank has joined. Raises as `Collective.join` does."""
+        """Join a group; blocks until every rank has joined. Raises `DeadlineError` or `UpdateError`."""
         ...
 
 
@@ -111,7 +111,7 @@ class _Membership:
         return self.joining.done() and self.joining.exception() is None
 
     def leave(self) -> None:
-        """Leave the membership. A join cannot be interrupted, so an unfinished join is closed once it has formed."""
+        """Leave the membership. A join cannot be interrupted, so an unfinished one is left once the group forms."""
         self.usable = False
         self.close_if_left()
 
@@ -218,7 +218,7 @@ class GroupMember:
         return _status(request)
 
     def check(self, *, group: str | None, generation: int | None) -> None:
-        """Raise unless exactly this group and generation is joined and usable."""
+        """Raise `NotPrepared` or `StaleGeneration` unless exactly this group and generation is joined and usable."""
         self._promote()
         membership = self._membership
         if membership is None or not membership.usable:
@@ -253,7 +253,7 @@ class GroupMember:
 
 
 def _ended(membership: _Membership, loop: asyncio.AbstractEventLoop, promote: Callable[[], None], _: object) -> None:
-    """Finish a join on its thread, whether or not a caller still waits for it."""
+    """Finish a join on its thread: close the group if it was left meanwhile, and have `loop` call `promote`."""
     membership.close_if_left()
     tell(loop, promote)
 

@@ -121,7 +121,7 @@ class _Update:
 
     @property
     def replaceable(self) -> bool:
-        """True if a new PREPARE may replace this update: dropped, failed, or without new bytes for its timeout."""
+        """True if a new PREPARE may replace this update: it was dropped, failed, or got no bytes for its timeout."""
         if self.stage is _Stage.COMMITTING:
             return False
         return self.dropped or self.incoming.failed or self.incoming.silent
@@ -223,7 +223,10 @@ class WeightReceiver:
         return self._answer(UpdateStatus.PREPARED)
 
     def _take_over(self, request: WeightUpdateRequest) -> None:
-        """Drop an earlier trainer's update; reject its requests. Raises `StaleVersion` or `InvalidRequest`."""
+        """Drop an update of an earlier epoch (trainer) than that of `request`.
+
+        Raises `StaleVersion` if a later epoch is known, `InvalidRequest` if epoch or version are implausibly high.
+        """
         if request.epoch < self._epoch:
             raise StaleVersion(
                 f"epoch {self._epoch} has taken over from the epoch of {_named(request)}; its trainer must stop. If no "
@@ -281,7 +284,7 @@ class WeightReceiver:
             raise InvalidRequest("transport pull is not offered by this engine; use broadcast", param="transport")
 
     def _serves(self, request: WeightUpdateRequest) -> bool:
-        """Return True if the requested version serves and is not dirty. Raises `StaleVersion` if a later one serves."""
+        """Return True if this version serves, and the engine is not dirty. Raises `StaleVersion` if it is outdated."""
         serving, wanted = self._target.serving(), (request.epoch, request.version)
         if wanted < serving:
             raise StaleVersion(

@@ -44,7 +44,7 @@ class EventTail:
 
     @property
     def is_behind(self) -> bool:
-        """True if the log had more bytes than have been read."""
+        """True if the last `read` did not reach the log's end; an incomplete last line does not count."""
         return self.offset < self.size
 
     @property

@@ -66,10 +66,12 @@ class RunView:
 
     Attributes:
         started, ended: the first `run_started` event; the last event that ends the run, None while the run is live.
-        recent: the last `step` events. pauses_s: engines' pauses for the last updates.
+        recent: the last `step` events.
+        pauses_s: how long engines paused for each of the last weight updates.
         marks, mark_count: the last chart marks, and the number of all marks so far.
         evaluations: the newest evaluation of each set. alarms: the active alarms. engines: the state of each, by URL.
-        given_up: groups that actors gave up before each step of `recent`; `given_up_now`: groups since the last step.
+        given_up: for each step in `recent`, the number of groups that actors gave up since the step before.
+        given_up_now: that number since the last step.
     """
 
     steps: StepTable = field(default_factory=StepTable)
@@ -134,7 +136,7 @@ class RunView:
         return rewound
 
     def marks_after(self, number: int) -> list[dict[str, Any]]:
-        """Return the chart marks after the first `number` ones; all kept marks if there were fewer than `number`."""
+        """Return the kept chart marks that came after mark `number`; all of them if the run has had fewer marks."""
         new = self.mark_count - number
         kept = len(self.marks)
         return list(islice(self.marks, kept - min(kept, new) if new >= 0 else 0, None))

@@ -74,7 +74,7 @@ class _Rows:
 
     @property
     def all(self) -> NDArray[Any]:
-        """All records, as a view [count] of the array."""
+        """All rows, [count], as a view of the array."""
         return self._array[: self.count]
 
     def add(self, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -86,7 +86,7 @@ class _Rows:
         self.count += len(rows)
 
     def keep(self, kept: NDArray[Any]) -> None:
-        """Replace all records by `kept`."""
+        """Replace all rows by `kept`."""
         self._array, self.count = kept.copy(), len(kept)
 
 
@@ -97,7 +97,7 @@ class _Names:
         self.names: list[Any] = []
 
     def number(self, name: Any) -> int:
-        """Return the number of a name; a new name gets a new number, or -1 if there are too many names."""
+        """Return the number of a name. A new name gets the next number, or -1 once there are `_MOST_NAMES` names."""
         number = self._numbers.get(name)
         if number is None:
             if len(self.names) >= _MOST_NAMES:
@@ -107,7 +107,7 @@ class _Names:
         return number
 
     def known(self, name: Any) -> int:
-        """Return the number of a name; -2, which is no name's number, if the name is unknown."""
+        """Return the number of a name; -2, which matches no entry, if the name is unknown."""
         return self._numbers.get(name, -2)
 
 
@@ -128,12 +128,12 @@ class SampleFilter:
     descending: bool = True
     limit: int = 50
     after: tuple[float, int, int] | None = None
-    """The value, group key and number of the last sample on the previous page."""
+    """Last sample on the previous page: its value in the order `sort`, its group's key, and its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlace:
-    """One sample: its group's key, its number in the group, and whether the group has a signal (its rewards differ)."""
+    """One sample: its group's key, its number in the group, and whether rewards differ in the group (`signal`)."""
 
     key: int
     number: int
@@ -147,7 +147,10 @@ class SamplePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleChoice:
-    """One page of the matching samples, `matched` in all; `after` requests the next page, None on the last page."""
+    """One page of matching samples, of which there are `matched` in all.
+
+    `after` is the value of `SampleFilter.after` for the next page; None on the last page.
+    """
 
     matched: int
     places: list[SamplePlace]
@@ -297,7 +300,7 @@ class SampleIndex:
         return suits
 
     def _read_piece(self, path: Path, offset: int, size: int) -> tuple[int, int, int]:
-        """Index one piece of a file; return the next offset, the number of new samples, and an incomplete last line."""
+        """Index a piece of a file; return the next offset, the number of new samples, and the size of a torn tail."""
         piece, data = _PIECE_BYTES, b""
         with path.open("rb") as file:
             while piece <= _MOST_LINE:
@@ -352,9 +355,9 @@ class SampleIndex:
         groups["there"] &= groups["file"] != self._files.known(file)
 
     def _make_room(self) -> None:
-        """Drop the oldest samples beyond the limit.
+        """Drop the oldest samples beyond the limit, and groups that were removed or replaced.
 
-        Do nothing until there are twice as many samples as the limit, or most of over 4096 groups were removed.
+        To save time, do nothing until samples reach twice the limit, or over half of more than 4096 groups are gone.
         """
         samples, groups = self._samples.all, self._groups.all
         gone = len(groups) > 4096 and int(groups["there"].sum()) < len(groups) // 2

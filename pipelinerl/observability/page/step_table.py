@@ -63,7 +63,7 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Rows of a table, each merged from `each` consecutive steps and placed at the last of them.
+    """Rows of a table. Each row merges `each` consecutive steps and has the position of the last one.
 
     Attributes:
         places: `step`, `elapsed_s`, and the cumulative `samples` and `tokens` trained on; [n] each.
@@ -79,7 +79,7 @@ class StepRows:
 
 @final
 class StepTable:
-    """Table of steps, added in log order; adding an earlier step again removes this step and all later ones first."""
+    """Table of steps, added in log order. If a step is added again, its row and all later rows are removed first."""
 
     def __init__(self, *, most_numbers: int = MOST_NUMBERS) -> None:
         self._most_numbers = most_numbers
@@ -220,7 +220,7 @@ def _thinned(first: _Chunk, second: _Chunk, columns: int) -> _Chunk:
 
 
 def _first_place(column: Float32, starts: NDArray[np.int64], wanted: Float32) -> NDArray[np.int64]:
-    """Return, for each part of the column, the index of its first entry that equals the part's `wanted` value."""
+    """Return, for each part of the column, the index of the first entry equal to the part's number in `wanted`."""
     parts = np.diff(starts, append=len(column))
     there = np.where(column == np.repeat(wanted, parts), np.arange(len(column)), len(column))
     return np.minimum.reduceat(there, starts)
@@ -246,7 +246,7 @@ def plain(values: Float64, digits: int = 6) -> list[float | None]:
 
 
 def plain_columns(columns: Mapping[str, Float64]) -> dict[str, list[float | None]]:
-    """Apply `plain` to several columns of equal length together, which costs a tenth if they are short."""
+    """Apply `plain` to columns of equal length in one call; for short columns, this takes a tenth of the time."""
     if not columns:
         return {}
     values = plain(np.concatenate(list(columns.values())))

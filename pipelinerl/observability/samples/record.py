@@ -44,7 +44,8 @@ class AnswerTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     Attributes:
         tokens: all tokens after the prompt: sampled tokens and, in episodes, the environment's messages between turns.
         versions: version of the weights that sampled each token; None for the environment's tokens.
-        deltas: the trainer's log-prob at the step minus the sampler's; like `advantages`, empty without a gradient.
+        deltas: the trainer's log-prob at the step minus the sampler's. Without a gradient for the answer, `deltas` and
+            `advantages` are empty.
         entropies: entropy in nats of the trainer's distribution of each token, at the step; empty unless measured.
     """
 
@@ -60,12 +61,13 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One turn of an episode.
 
     Attributes:
-        context: new input before the model answers, from the environment and tools; at the start of a conversation its
-            whole prompt, or nothing if that is the group's prompt.
+        context: input since the turn that this turn continues, from the environment and tools. In the first turn of a
+            conversation, it is the prompt; empty if that equals the group's prompt.
         text: the model's output.
         agent: the agent that requested the turn. length: number of sampled tokens. reward: from the environment.
-        segment: number of the segment in which the turn trains, from 1. begins: why a segment begins with this turn.
-        continues: number of the turn that this turn continues, from 1; 0 at the start of a conversation.
+        segment: number, from 1, of the segment (token sequence) in which the turn trains.
+        begins: the reason why a segment begins with this turn; empty if none does.
+        continues: number, from 1, of the turn that this turn continues; 0 in the first turn of a conversation.
     """
 
     context: str = ""
@@ -84,7 +86,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     Attributes:
         text: the model's output, including special tokens if the trainer knows them.
         outcome, reason, reward, parts: from the verifier. `parts` are named rewards before weighting. `reward` is None
-            for unjudged answers and for non-finite numbers.
+            if the verifier reached no verdict, or the reward is not finite.
         shaped: the reward from which advantages are computed. advantage: mean over the answer's tokens.
         length: number of sampled tokens. spans: (model version, tokens), in order. staleness: in versions.
         trained: True if the answer had a gradient in its step.
@@ -109,9 +111,10 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answers to one problem. `step` is the model version after training on them, or the evaluated one.
+    """The answers to one problem.
 
-    `time` is in Unix seconds; `filtered` counts the groups that were filtered since the previous step, by reason.
+    `step` is the model version after training on the answers; in an evaluation, the evaluated version. `time` is in
+    Unix seconds; `filtered` counts the groups that were filtered since the previous step, by reason.
     """
 
     kind: SampleKind

@@ -55,11 +55,11 @@ class SampleLog:
         self._thread = threading.Thread(target=self._write_all, name=f"samples-{name}", daemon=True)
         self._warned = False
         self.left_out = 0
-        """Number of `put` calls dropped for a full queue or an error, plus that of groups too long for a file."""
+        """Number of `put` calls dropped for a full queue or an error, plus the number of groups too long for a file."""
         self._thread.start()
 
     def put(self, make: Make) -> None:
-        """Queue `make` for the writer thread, which calls it and writes its groups in order."""
+        """Queue `make` for the writer thread, which calls it and writes the groups that it returns, in order."""
         if self._queue.qsize() >= _WAITING:
             self.left_out += 1
         else:

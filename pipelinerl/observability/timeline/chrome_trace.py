@@ -3,7 +3,7 @@
 There is a track for each role and engine, complete events (`ph` X), instants (i) for knobs, alarms and restarts, and
 flows:
 
-    order N      sampling ▶ verification ▶ the step that trained the group     (groups drawn by seed)
+    order N      one group: sampling ▶ verification ▶ the step that trained it     (a sample of groups, by seed)
     version V    the step that made the version ▶ its publication ▶ each engine that serves it
 
 Guarantees:
@@ -56,7 +56,7 @@ class ChromeTrace:
     """Converter from the events of one run, in log order, to trace events."""
 
     left_out: int = 0
-    """Number of groups that found no free row."""
+    """Number of groups left out because all rows for groups were occupied."""
     _reader: SpanReader = field(default_factory=SpanReader)
     _ids: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     _processes: dict[str, int] = field(default_factory=dict)

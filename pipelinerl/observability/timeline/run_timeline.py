@@ -83,7 +83,7 @@ class Track:
     def window(self, start: float, end: float, *, cell: float, unended: Span | None = None) -> dict[str, list[Any]]:
         """Return the spans that touch [start, end], in columns; those shorter than `cell` seconds are merged by cell.
 
-        Columns: start, end, value, count, busy, note. A row merges `count` spans that cover `busy` seconds of it;
+        Columns: start, end, value, count, busy, note. A row merges `count` spans, which last `busy` seconds together;
         `value` and `note` are those of the longest span. `unended`, a span still in progress, is appended if it lies in
         the window.
         """
@@ -103,7 +103,10 @@ class Track:
 def _merged(
     starts: NDArray[np.float64], ends: NDArray[np.float64], *, start: float, cell: float
 ) -> dict[str, NDArray[Any]]:
-    """Merge short spans; return columns start, end, count, busy, and `longest`, the index of the longest span."""
+    """Merge short spans of the same cell; return columns start, end, count, busy as in `Track.window`, and `longest`.
+
+    `longest` is the index of each row's longest span.
+    """
     lengths = ends - starts
     if starts.size == 0:
         empty = np.zeros(0, np.int64)

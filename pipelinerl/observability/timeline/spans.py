@@ -9,7 +9,7 @@
 |---------------|----------------|---------|--------------------------------------------------------------------------|
 | an engine     | `serves`       | version | one publication to the next, or to the engine's loss; −1 before the first|
 |               | `pause`        | version | measured by the engine; drawn at the end of the publication              |
-|               | `away`         | –       | from suspect to back, or from lost to rejoined; the note says why;       |
+|               | `away`         | –       | `engine_suspect` to `engine_back`, or lost to rejoined; note: the reason;|
 |               |                |         | an engine that left as planned is not away                               |
 | `trainer`     | `step`, `wait` | step    | measured by the trainer; the note of a wait is its cause                 |
 |               | `publish_wait` | step    | time blocked by a publication; measured, drawn at the end of the step    |
@@ -42,10 +42,10 @@ _Stages = tuple[int, float, float, float, str, list[tuple[int, int]]]
 
 
 class TracedGroup(NamedTuple):
-    """The stages of one group, in seconds since the run began.
+    """The times at which the stages of one group ended, in seconds since the run began.
 
-    `trained` is when the computation of the group's step began, `ended` when that step was complete. `spans` are
-    (version, tokens) of the group's longest answer.
+    `claimed` is when an actor took the order for the group. `trained` is when the computation of the group's step
+    began, `ended` when that step was complete. `spans` are (version, tokens) of the group's longest answer.
     """
 
     order: int
@@ -74,7 +74,10 @@ class GroupJoiner:
     _trained: OrderedDict[int, tuple[int, float, float]] = field(default_factory=OrderedDict)
 
     def stepped(self, event: Event, *, step: int, began: float, now: float) -> Iterator[TracedGroup]:
-        """Yield the groups whose step and stages are both known after this `step` event; the step began at `began`."""
+        """Yield the groups that this `step` event completes: now their stages and the step that trained them are known.
+
+        The step began at `began` and ended at `now`.
+        """
         for order in entries(event, "orders"):
             if isinstance(order, int):
                 self._trained[order] = (step, began, now)
@@ -165,7 +168,7 @@ class SpanReader:
     """Reader of one run's events in log order; memory is bounded for any length of run."""
 
     now: float = 0.0
-    """Time of the newest event."""
+    """Time of the newest event, in seconds since the run began."""
     _serves: dict[str, _Begun] = field(default_factory=dict)
     _away: dict[str, _Begun] = field(default_factory=dict)
     _engineless: _Begun | None = None
@@ -288,7 +291,7 @@ class SpanReader:
     # --- details ---------------------------------------------------------------------------------------------------
 
     def _span(self, lane: str, track: str, start: float, end: float, value: int, note: str = "") -> Iterator[Span]:
-        """Yield a span, trimmed to start after the track's last span: they may come from different clocks."""
+        """Yield a span, trimmed to start after the track's last span, as clocks may differ; none if no time is left."""
         start = max(0.0, start, self._ends.get((lane, track), 0.0))
         if end > start:
             self._ends[lane, track] = end

@@ -93,7 +93,7 @@ class ReaderState(msgspec.Struct):
     looks: int = 0
     """Number of `engines` events since the last step."""
     sums: dict[str, float] = {}
-    """Sums of these events' values, by metric name."""
+    """Sums of the values in those `engines` events, by metric name."""
     published: dict[str, float] = {}
 
 

@@ -1,6 +1,6 @@
 """`Tracker`: interface of experiment trackers, with three implementations; `TrackerFeed` sends them a run's events.
 
-A tracker is opened with the bookmark of its last `flush`, possibly in another process, and continues the same tracker
+A tracker is opened with the bookmark that its last `flush` returned, possibly in another process, and continues that
 run. Rows logged after that flush may be logged again; a tracker should avoid duplicates if it can.
 """
 
@@ -25,7 +25,7 @@ Bookmark = dict[str, Any]
 
 
 class Tracker(Protocol):
-    """A run in a tracker. Every method may block or raise OSError; after an error the feed reopens the tracker."""
+    """One run in an experiment tracker. Every method may block or raise OSError; after an error it is opened again."""
 
     def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
         """Log the metrics of a step, named as in `metric_names`, with their `time` (Unix seconds)."""
@@ -318,7 +318,7 @@ class WandbTracker:
     - W&B accepts steps in rising order only. After a resume from a checkpoint it keeps the first rows of repeated
       steps. Rows that are logged again after a kill are dropped, too.
     - An evaluation is of a version that training has already passed, so its metrics go into the newest row.
-      `eval/version` is the axis of their charts.
+      `eval/version` is the x axis of their charts.
     - The package sends and writes in a process of its own, in pieces of 32 KiB. If that process is killed, a piece is
       lost. The package retries an unreachable server; logging does not wait for the server.
     """

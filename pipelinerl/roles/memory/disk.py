@@ -29,7 +29,10 @@ _BESIDE: Final = 256 * 2**20
 
 
 def checkpoint_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
-    """Return the size of a checkpoint: the weights as they are sent, fp32 masters and both AdamW moments."""
+    """Return the size of a checkpoint: the weights as they are sent, fp32 masters and both AdamW moments.
+
+    With old log-probs by the sampling weights, add the earlier versions that are kept.
+    """
     trainer = predicted.trainer
     if trainer is None:  # not predicted for this trainer: assume four times the model's size
         return 4 * sum(file.stat().st_size for file in weight_files(config.model.resolved))
@@ -58,7 +61,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
-    """Return one line on what the run writes, and on the free space there."""
+    """Return one line on how much the run writes to its directory, and how much space is free there."""
     each, free = checkpoint_bytes(config, predicted), free_bytes(config.run_directory)
     kept = config.checkpoint.keep + config.checkpoint.keep_best
     return (
@@ -106,7 +109,7 @@ def host_memory() -> int:
 
 
 def settled(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunConfig:
-    """Replace `auto` values in the recipe; `limits` holds bytes by kind of process, as in `prediction.lines`.
+    """Replace `auto` values in the recipe; `limits` are as in `prediction.lines` (default: this machine's memory).
 
     A recipe that `check` would refuse is returned unchanged, because `check` has the better error message.
     """

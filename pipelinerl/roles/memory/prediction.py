@@ -35,9 +35,10 @@ _BITS: Final = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Memory of an engine on `devices`, with `slots` sequences of `context` tokens.
+    """Memory of an engine on `devices`, which decodes up to `slots` sequences of `context` tokens at once.
 
-    With `staged_on_host`, as in vLLM, updates arrive in the host's memory, so the device holds the weights only once.
+    With `staged_on_host`, as in vLLM, weight updates arrive in the host's memory, so the device holds the weights only
+    once.
     """
 
     shape: ModelShape
@@ -95,7 +96,7 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPrediction:
-    """Memory of the trainer and of each engine; None for a type whose memory cannot be predicted."""
+    """Memory of one trainer process and of one engine (None if unpredictable), and the number of engines."""
 
     trainer: TrainerMemory | None
     engine: EngineMemory | None
@@ -184,7 +185,7 @@ def trainable(prediction: MemoryPrediction) -> str | None:
 def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterator[str]:
     """Yield a line for each process, and a second line with advice if the process exceeds its limit in bytes.
 
-    `limits` has the kind of process as key; `all` limits the sum of all processes, on a machine without GPUs.
+    The keys of `limits` are kinds of process; the key `all` limits the sum of all processes, on a machine without GPUs.
     """
     for kind, its in prediction.by_process.items():
         limit = limits.get(kind)
@@ -213,9 +214,10 @@ def fits(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> bool:
 
 
 def _advice(changes: Iterable[tuple[str, int]], limit: int) -> str:
-    """Return advice: the smallest change of each key that alone makes the process fit, else the one that saves most.
+    """Return advice: for each key, the smallest change that alone makes the process fit.
 
-    `changes` has the recipe's `key=value` of each change, and the bytes that the process then needs.
+    If no single change is enough, name the one that saves most. `changes` has the recipe's `key=value` of each change,
+    and the bytes that the process then needs.
     """
     tried = list(changes)
     # For each key of the recipe, the smallest change of the key with which the process fits.

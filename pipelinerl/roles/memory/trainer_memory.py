@@ -13,8 +13,8 @@ Q, K and I are the widths of the queries, the keys and the MLP:
 If engines round weights, forward and backward passes compute with a rounded copy of the weights: those of linear
 layers in bf16, which then need no casts, and the others in fp32.
 
-If the optimizer's state is on the host, the moments are in host memory. In bf16, so are the fp32 master weights of
-linear layers; the device then holds their bf16 weights instead, and passes make no further bf16 copies.
+If the optimizer's state is on the host, the moments are in host memory. If passes compute in bf16, the fp32 master
+weights of linear layers are there, too: the device holds bf16 weights instead, and passes make no further bf16 copies.
 
 Padding sequences to buckets adds a tenth to what attention keeps. With gradient checkpointing, a layer keeps only its
 input, and only one layer at a time keeps everything. In its backward pass, the output layer holds three times its
@@ -44,13 +44,14 @@ _LOGITS_HELD: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """Memory of one process of a torch trainer that shards the model over `shards` processes (without its replicas).
+    """Memory of one process of a torch trainer that shards the model over `shards` processes.
 
     A micro-batch has `tokens`, of which `trained` have a loss; `cp` processes compute it together. `rank` is the rank
-    of LoRA adapters on `targets` (None: all linear layers); 0 trains every weight. `values` is True if a critic of the
-    same size is loaded as well; `references` counts frozen models; `moments` is the dtype of the optimizer's moments,
-    and `place` says if the optimizer's state is on the device or the host. A GPU (`on_gpu`) computes more logits at
-    once than a CPU.
+    of LoRA adapters on `targets` (None: all linear layers); with rank 0, all weights are trained without LoRA. `values`
+    is True if a critic of the same size is loaded as well; `references` counts frozen models.
+
+    `moments` is the dtype of the optimizer's moments. `place` says if the optimizer's state is on the device or the
+    host. A GPU (`on_gpu`) computes more logits at once than a CPU.
     """
 
     shape: ModelShape
@@ -94,7 +95,7 @@ class TrainerMemory:
 
     @property
     def least(self) -> int:
-        """Bytes without which the trainer does not start."""
+        """Bytes that the trainer needs to start: the same as `total`."""
         return self.total
 
     @property
@@ -145,7 +146,7 @@ class TrainerMemory:
 
     @property
     def _weights(self) -> int:
-        """Bytes of the weights; on a mesh, of a shard, two gathered layers and the parameters outside of layers."""
+        """Bytes of the weights. On a mesh: one shard, two gathered layers, and the parameters outside of layers."""
         shape, matrix = self.shape, 2 if self._keeps_base_in_bf16 else 4
         whole = 4 * shape.count - (4 - matrix) * shape.matrices - 2 * self._rounded
         if self.shards == 1:
@@ -164,9 +165,9 @@ class TrainerMemory:
 
     @property
     def _gradients(self) -> int:
-        """Bytes of gradients: of the whole model, or of this process's shard and the parameters being reduced.
+        """Bytes of gradients: of the whole model, or of this process's shard and of the parameters being reduced.
 
-        At most one layer and the parameters outside of layers are reduced at a time.
+        Across the mesh, at most one layer and the parameters outside of layers are reduced at a time.
         """
         if self.shards == 1 or self.gradients is GradientSum.WHOLE:
             return 4 * self._trained
@@ -185,7 +186,7 @@ class TrainerMemory:
 
     @property
     def _narrow(self) -> int:
-        """Number of parameters that passes read in bf16, because they compute with the weights as engines hold them."""
+        """Number of parameters that passes read from the rounded bf16 copy, which holds the weights as engines do."""
         is_whole = self._is_half and not self.rank and self.shards == 1
         return self.shape.products if is_whole and self.wire is WeightDType.BFLOAT16 else 0
 
@@ -230,7 +231,7 @@ class TrainerMemory:
 
     @property
     def _logits(self) -> int:
-        """Bytes that the output layer's passes need, or a decoder layer's backward pass if that needs more."""
+        """Bytes that the output layer needs in its passes, or a decoder layer in backward, whichever is more."""
         shape, tokens = self.shape, self._own_tokens
         whole = self._own_trained * shape.vocab
         most = LOGITS_AT_ONCE["cuda" if self.on_gpu else "cpu"]

@@ -103,7 +103,7 @@ class BigramTrainer:
         return 1
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Return each micro-batch's log-probs (or values, with a value head), f32 [T]; 0 at segment starts."""
+        """Return each micro-batch's log-probs f32 [T], or values with a value head; 0 at segment starts."""
         return [_forward(self._worker, micro_batch) for micro_batch in micro_batches]
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
@@ -215,7 +215,7 @@ def _forward(worker: BigramWorker, batch: MicroBatch) -> Float32:
 
 
 def _predict(worker: BigramWorker, batch: MicroBatch, where: NDArray[np.intp]) -> tuple[Float64, Float64 | None]:
-    """Return the log-probs or values [N] of the tokens at positions `where`, and log-probs [N, V] of all tokens."""
+    """Return log-probs [N] of the tokens at `where`, and [N, V] of the vocabulary; for values, return [N] and None."""
     rows = worker.table[batch.token_ids[where - 1]]
     if worker.head is Head.VALUE:
         return rows, None

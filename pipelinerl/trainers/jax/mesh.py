@@ -4,8 +4,8 @@
     fsdp      rows are sharded, and weights too; weights are gathered layer by layer where they are used
     tensor    heads, intermediate features and vocabulary are sharded (Megatron's split); each device sees whole rows
 
-`Parameter.axes` gives each parameter's sharding. Before anything is loaded, this module checks that the mesh divides
-the number of devices, and each axis the dimensions that it shards.
+`Parameter.axes` gives each parameter's sharding. Before anything is loaded, this module checks that the mesh's size
+divides the number of devices, and that each axis's size divides the dimensions which the axis shards.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class MeshShape:
 
 
 def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """Build a mesh over the first devices. With several processes it must use every device, else raise SpecError."""
+    """Build a mesh over the first devices.
+
+    Raises SpecError if its size does not divide the number of devices, or several processes would leave devices unused.
+    """
     needed = shape.num_devices
     if len(devices) % needed or (jax.process_count() > 1 and needed != len(devices)):
         raise SpecError(
@@ -71,12 +74,12 @@ def check_divides(shape: MeshShape, config: DecoderConfig) -> None:
 
 
 def of_parameter(mesh: Mesh, parameter: Parameter) -> NamedSharding:
-    """Return the sharding of a parameter, stacked over layers."""
+    """Return the sharding of a parameter's array, which stacks all layers if the parameter belongs to a layer."""
     return NamedSharding(mesh, P(*parameter.stacked_axes))
 
 
 def gathered(mesh: Mesh, parameter: Parameter) -> NamedSharding:
-    """Return a parameter's sharding while its layer computes: whole along `fsdp`, still divided along `tensor`."""
+    """Return a parameter's sharding while its layer computes: gathered over `fsdp`, still sharded over `tensor`."""
     return NamedSharding(mesh, P(*(axis if axis == "tensor" else None for axis in parameter.axes)))
 
 

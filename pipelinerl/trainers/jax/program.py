@@ -82,7 +82,7 @@ class TrainerProgram:
         return jnp.einsum("rcd,od->rc", hidden.astype(jnp.float32), head[VALUE_WEIGHT]) + head[VALUE_BIAS]
 
     def replayed(self, part: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that only the activations that the remat policy allows are kept for the backward pass."""
+        """Wrap a function so that backward recomputes all activations except those that the remat policy keeps."""
         return part if self.remat is Remat.NONE else jax.checkpoint(part, policy=_POLICIES[self.remat])
 
     def wrap(self, layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,10 +134,10 @@ def predictions(
     *,
     scan: Callable[..., tuple[Array, Any]] = lax.scan,
 ) -> Array:
-    """Return f32 [1 + M, R, C]: the result of `logprobs`, then M measures of distributions (none for a value model).
+    """Return f32 [1 + M, R, C]: the result of `logprobs`, then M measures, such as entropy (none for a value model).
 
-    The results are 0 for tokens outside `inside`, bool [R, C]; most of these tokens' logits are not computed. `scan`
-    runs the layers.
+    The results are 0 for tokens outside `inside`, bool [R, C]; most of these tokens' logits are not computed. `scan`,
+    called like `lax.scan`, runs the layers.
     """
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
     predicted = inside & (positions > 0)

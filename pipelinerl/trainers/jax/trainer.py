@@ -181,7 +181,7 @@ class JaxTrainer:
             ranks.drop(self._number)
 
     def _together(self, command: Command | Callable[[], Command], own: Callable[[], T]) -> T:
-        """Run `own` on this rank and `command` on all others; with one process, only run `own`."""
+        """Run `own` on this rank and `command` on all other ranks at once; with one process, only run `own`."""
         if self._ranks is None:
             return own()
         message = command() if callable(command) else command
@@ -193,7 +193,7 @@ class JaxTrainer:
 
 @final
 class JaxFollower:
-    """A `RankWorker` that runs rank 0's commands in JAX; it returns no results, because rank 0 computes all of them."""
+    """A `RankWorker` that runs rank 0's commands in JAX; it returns no results, because rank 0 has them all."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         options, config = read_spec(spec)

@@ -97,7 +97,10 @@ class JaxWorker:
         return [_forward(self.program, self._served(), batch) for batch in batches]
 
     def _served(self) -> Weights:
-        """Return the weights for passes, dithered for a policy; rounding to nearest is part of the program instead."""
+        """Return the weights for passes: for a policy with dithering, rounded as engines hold them, else in fp32.
+
+        If engines round to nearest, the program itself rounds the fp32 weights (`TrainerProgram.fetch`).
+        """
         if not self.dithers or self.config.scalar_head:
             return self.weights
         if self.served is None:

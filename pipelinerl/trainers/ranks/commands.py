@@ -44,14 +44,14 @@ class Columns(msgspec.Struct, frozen=True):
 
 
 class StartCommand(msgspec.Struct, frozen=True, tag=True):
-    """Command: run `init_worker` of trainer number `trainer`; a process may hold several, as policy and reference."""
+    """Command: run `init_worker` of trainer number `trainer`; a process may hold several, such as policy and critic."""
 
     trainer: int
     spec: dict[str, Any]
 
 
 class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
-    """Command: run `forward` on these micro-batches, then on dummy tokens until the rank has made `rounds` passes."""
+    """Command: run `forward` on these micro-batches. Every rank makes `rounds` passes, if need be on dummy tokens."""
 
     trainer: int
     batches: list[Columns]
@@ -94,15 +94,15 @@ class GatheredKind(StrEnum):
     WEIGHTS = "weights"
     """The weight as engines receive it."""
     MASTER = "master"
-    """The weight as it is trained."""
+    """The fp32 weight that the optimizer trains."""
     MEAN = "exp_avg"
     SQUARE = "exp_avg_sq"
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Command: gather `count` parameters from position `place` on.
+    """Command: help gather `count` parameters on rank 0, from position `place` of the parameter list on.
 
-    Ranks on rank 0's host write them into rank 0's shared memory, `into`.
+    Ranks on rank 0's host write their shards into rank 0's shared memory, `into`.
     """
 
     trainer: int
@@ -137,7 +137,7 @@ class Numbered(msgspec.Struct, frozen=True, tag=True):
 
 
 class RanksEnd(msgspec.Struct, frozen=True, tag=True):
-    """Notice that rank 0 ends: `reason` is empty if its work is done, else it says why rank 0 gave up."""
+    """Notice that rank 0 ends: `reason` is empty if the work is done, else it says why rank 0 gave up."""
 
     reason: str = ""
 
@@ -163,14 +163,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankResult(msgspec.Struct, frozen=True):
-    """The result of a pass over one micro-batch: its loss, and the predictions f32 [T] as bytes."""
+    """The result of a pass over one micro-batch: predictions f32 [T] as bytes, and the loss, 0 without backward."""
 
     predictions: bytes
     loss: float = 0.0
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag=True):
-    """A rank's answer to a finished command: `results`, or the class name and message of a contract error."""
+    """A rank's answer to a command: `results`, or class name (`error`) and message (`sentence`) of a `TrainerError`."""
 
     number: int
     results: list[RankResult] = []
@@ -188,7 +188,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Decode a message. Raises RankError if its type is unknown, because ranks run different program versions."""
+    """Decode a message. Raises RankError for an unknown type, which means that ranks run different versions."""
     try:
         return _DECODER.decode(data)
     except msgspec.MsgspecError as error:

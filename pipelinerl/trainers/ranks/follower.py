@@ -36,7 +36,7 @@ from trainer_contract.types import TrainerSpec
 
 
 class RankWorker(Protocol):
-    """One process's shards of a trainer, and the trainer's methods on them."""
+    """One process's shards of a trainer, and the trainer's methods that compute on these shards."""
 
     def execute(self, command: Command) -> list[RankResult]:
         """Execute this rank's share of a command; every rank sees a lane's commands in order. Raises TrainerError."""

@@ -58,7 +58,7 @@ _OTHERS_FIND: Final = {"SpecError": SpecError, "StateError": StateError}
 
 
 class RankResults(NamedTuple, Generic[T]):
-    """The result of a verb: the value from rank 0's part, and the results of the other ranks by rank."""
+    """The result of a verb: the value that rank 0's part returned, and the other ranks' results by rank."""
 
     own: T
     others: Mapping[int, list[RankResult]]
@@ -75,7 +75,7 @@ class _Pending:
 
     @property
     def is_of_all(self) -> bool:
-        """True if one rank's failure blocks all ranks; false only for Save, because each rank writes its own files."""
+        """True if one rank's failure blocks all ranks: in every verb but Save, where each rank writes own files."""
         return self.verb != Save.__name__
 
     @property
@@ -93,7 +93,7 @@ def _end_process(error: RankError) -> None:
 class Ranks:
     """Rank 0's connections to the other ranks.
 
-    `end_process` is called if this process has not ended by itself `_LAST_S` after the loss of a rank.
+    `end_process` is called if this process has not ended by itself within `_LAST_S` seconds of the loss of a rank.
     """
 
     def __init__(
@@ -262,7 +262,8 @@ class Ranks:
 def one_ahead(begun: Iterable[Callable[[], T]]) -> Generator[T]:
     """Yield the results of verbs in order, but begin the next verb before waiting for a result.
 
-    If the caller stops early, wait for the verb in progress.
+    Each step of `begun` begins a verb and yields the function that waits for its result. If the caller stops early,
+    wait for the verb in progress.
     """
     ended: Callable[[], T] | None = None
     try:

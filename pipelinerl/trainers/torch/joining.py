@@ -1,7 +1,7 @@
 """Initialisation of multi-process torch, once all processes have connected.
 
     default group   for the passes, with gloo on CPU tensors and NCCL on CUDA tensors
-    reads           for reads of weights during the passes, with gloo, point to point
+    reads           for sending weights to rank 0 during the passes, with gloo, point to point
 
 The tensor's device selects the default group's backend, so tests with gloo run the same code as NCCL.
 """
@@ -44,7 +44,7 @@ _CONTENT: Final = struct.Struct("<q")
 @final
 @dataclass(frozen=True, slots=True)
 class TorchWorld:
-    """A process's view of itself and the others; `reads` is the process group for reads during passes.
+    """A process's rank and facts about the others; `reads` is the group for sending weights to rank 0 during passes.
 
     Ranks in `on_same_host` can write into rank 0's memory. `views` has a number for each rank; ranks of one host that
     see the same GPUs have equal numbers.

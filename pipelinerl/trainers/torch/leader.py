@@ -102,7 +102,7 @@ class MeshLeader:
         return self._worker.mesh.width
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Return the predictions of each micro-batch, computed on all ranks."""
+        """Return the log-probs, or values, of each micro-batch, computed on all ranks."""
         return self._predictions(batches, ForwardCommand, self._worker.forward)
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
@@ -160,7 +160,7 @@ class MeshLeader:
                     yield name, tensors.pop(0)
 
     def save_state(self, path: Path) -> None:
-        """Save the state: ranks of the first model replica write their rows; with adapters, rank 0 writes all files."""
+        """Save the state: each rank of the first replica writes its rows; with adapters, rank 0 writes everything."""
         worker, adapters = self._worker, self._worker.loaded.adapters
         if adapters is not None:
             trained = {name: self._gathered([name], GatheredKind.MASTER)[0] for name in worker.model.trained}

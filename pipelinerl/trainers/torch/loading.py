@@ -78,11 +78,11 @@ class LoadedModel(NamedTuple):
 
     @property
     def products(self) -> torch.dtype:
-        """The dtype of matmuls in a probe: bf16 if the base is kept in bf16, else fp32."""
+        """The dtype of matmuls in the packing check (`probe`): bf16 if a frozen base is kept in bf16, else fp32."""
         return torch.bfloat16 if self.adapters is not None and self.keeps_base_in_bf16 else torch.float32
 
     def _compact(self) -> None:
-        """Keep a frozen base in the directory's bf16 if results do not change; call before parameters are read."""
+        """Keep the frozen base of adapters in bf16 if this changes no result; call this before parameters are read."""
         if self.adapters is not None and self.keeps_base_in_bf16:
             self.adapters.compact()
 
@@ -107,9 +107,9 @@ class LoadedModel(NamedTuple):
         return on_host
 
     def use_bf16_in_passes(self) -> frozenset[str]:
-        """Convert to bf16 those parameters that autocast would round in every pass anyway; return their names.
+        """Return the names of parameters that passes may hold in bf16, because autocast rounds them to bf16 anyway.
 
-        Their gradients are accumulated in fp32.
+        The parameters themselves stay fp32; their gradients are accumulated in fp32.
         """
         if self.gather_dtype is not torch.bfloat16 or self.adapters is not None:
             return frozenset()
@@ -226,7 +226,7 @@ def _load(
 
 
 def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
-    """Return the weights that only linear layers under autocast use; the device can hold these in bf16.
+    """Return the weights that only linear layers use; under autocast, the device can hold these in bf16.
 
     Under autocast, a linear layer multiplies by its weight rounded to bf16, and the gradient of that product is bf16
     converted to fp32. A bf16 parameter with an fp32 gradient gives the same bits without a second copy. Embeddings,

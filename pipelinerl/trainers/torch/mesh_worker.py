@@ -2,8 +2,9 @@
 
 Every rank makes the same passes in the same order, because the ranks gather each layer together. A rank without a
 micro-batch in a round computes two dummy tokens. An all-reduce before each backward pass makes all ranks abandon the
-micro-batches of a call if any loss is not finite. `received` and `deliver` run on the thread of reads, all other
-methods on the thread of passes. `MeshLeader` calls the worker on rank 0, `MeshFollower` on the other ranks.
+micro-batches of a call if any loss is not finite. `received`, `deliver` and `save_shard`, which only read, run on the
+thread of `Lane.READS`, all other methods on the thread of `Lane.PASSES`. `MeshLeader` calls the worker on rank 0,
+`MeshFollower` on the other ranks.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class MeshWorker:
         return worker
 
     def forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
-        """Return predictions of this rank's micro-batches, even NaN; ranks that share a micro-batch return the same."""
+        """Return predictions of this rank's micro-batches, even NaN; equal ones on ranks that share a micro-batch."""
         with self._computing_as_engines():
             return self._forward(batches, rounds)
 
@@ -164,8 +165,7 @@ class MeshWorker:
         """Accumulate gradients of this rank's micro-batches and return losses; no loss mask may be empty.
 
         Raises:
-            NonFiniteError: raised on every rank. `number` is that of the round's first bad micro-batch, in round-robin
-                order.
+            NonFiniteError: raised on every rank; `number` is the index of the first bad micro-batch in the whole call.
         """
         if self.loaded.adapters is None:
             with self._computing_as_engines():
@@ -216,7 +216,7 @@ class MeshWorker:
 
     @property
     def base_names(self) -> list[str]:
-        """The names of all parameters except adapters, in the model's order; positions of adapters come after these."""
+        """The names of all parameters except adapters, in the model's order; adapters have higher positions."""
         pairs = set() if self.loaded.adapters is None else self.loaded.adapters.trained.keys()
         return [name for name in self.model.shapes if name not in pairs or name in self.loaded.weights]
 
@@ -370,7 +370,10 @@ class MeshWorker:
         saved.random.restore()
 
     def _abandon_sequence(self, *, is_first: bool) -> None:
-        """Drop all gradients of a call that ends early; gradients of its earlier passes must first be reduced."""
+        """Drop all gradients of a call that ends early.
+
+        After the first pass, `fully_shard` holds unreduced gradients; a pass with loss 0 first makes it reduce them.
+        """
         self.model.abandon()
         if not is_first:
             self.model.begin_backward(is_last=True)

@@ -150,7 +150,7 @@ def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the buffers that a model directory stores; call this before any pass over a sharded model."""
+    """Return the buffers that a model directory stores. A sharded model must not have made a pass before this call."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
@@ -177,7 +177,7 @@ def computing_in(products: torch.dtype, device: torch.device) -> AbstractContext
 def probe_packing(
     trunk: PreTrainedModel, device: torch.device, products: torch.dtype = torch.float32
 ) -> tuple[Tensor, SegmentPlan]:
-    """Run a row with two copies of a segment; return its tokens and plan. Raises SpecError if results differ."""
+    """Run a row with two copies of a segment; return its tokens and plan. Raises SpecError if the copies differ."""
     positions = np.array([0, 1, 2, 0, 1, 2], dtype=np.int32)
     tokens = (positions + 1) % trunk.config.get_text_config().vocab_size
     token_ids = torch.from_numpy(np.stack((tokens, positions)).astype(np.int64)).to(device)
@@ -200,7 +200,7 @@ def load_config(path: Path) -> PreTrainedConfig:
 
 
 def hold(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter other storage, even if it is on the meta device; all its references see the change."""
+    """Make `values` the storage of a parameter, even one on the meta device; all references to it see the change."""
     if parameter.is_meta:
         torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
     else:
@@ -238,7 +238,7 @@ def load_for_training(
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make the backward pass recompute each layer. transformers 5.17 has this method only under its older name."""
+    """Make the backward pass recompute each layer. transformers 5.17 has only the older of the two method names."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:

@@ -43,7 +43,7 @@ def predict(
     inside: Bool,
     measures: tuple[HeadMeasure, ...] = (),
 ) -> Tensor:
-    """Return predictions and M measures [1 + M, N] of the N tokens in the mask `inside`.
+    """Return [1 + M, N] of the N tokens in the mask `inside`: predictions (log-probs or values), then M measures.
 
     If processes share the micro-batch, each of them gets the whole result.
     """
@@ -68,7 +68,7 @@ def _computed(
     *,
     own: slice | None = None,
 ) -> Tensor:
-    """Return predictions and measures [1 + M, N] of requested tokens, computing only the tokens in `own`."""
+    """Return predictions and measures [1 + M, N] of requested tokens; run the model only on the tokens `own`."""
     device = setting.device
     tokens = np.append(batch.token_ids, np.zeros(len(positions) - batch.num_tokens, np.int32))
     kept = distinct.kept if own is None else distinct.kept[own]
@@ -139,7 +139,7 @@ def require_finite(predictions: Float32) -> None:
 
 
 def evaluate(model: Model, setting: PassSetting, batch: MicroBatch, objective: Objective) -> Evaluated:
-    """Evaluate the objective on the tokens in the loss mask, at least one; the whole group gets the same result."""
+    """Evaluate the objective on the loss mask's tokens, at least one; equal on all processes that share the batch."""
     inside = batch.loss_mask
     measures = measures_of(objective)
     predictions, *measured = predict(model, setting, batch, inside, measures)

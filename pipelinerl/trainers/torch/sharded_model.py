@@ -117,11 +117,11 @@ class ShardedModel:
         return {name: shard for name, shard in self.shards.items() if shard.requires_grad}
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Prepare a backward pass, which sums gradients over the processes only if `is_last`."""
+        """Prepare a backward pass; only with `is_last` does the pass sum the gradients over the processes."""
         cast(FSDPModule, self.model).set_requires_gradient_sync(is_last)
 
     def end_forward(self) -> None:
-        """Free the weights that passes without gradient left gathered; the next step would make them outdated."""
+        """Free the weights that passes without gradient left gathered, since the next optimizer step changes them."""
         for part in self._parts():
             part.reshard()
 

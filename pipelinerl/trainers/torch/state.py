@@ -6,7 +6,7 @@
     trainer.json            format, head, model_version, architecture
 
 With adapters, `adapter/` in peft's format replaces `model/`; moments cover only trained parameters; and `trainer.json`
-has `lora`: rank, alpha, targets, and the digest of the base, which is not written.
+has `lora`: rank, alpha, targets, and a digest of the base. The base's weights are not written.
 
 With several processes, each writes its rows of the model and of the moments below `shards/`, which replaces `model/`
 (`shard_files`). `optimizer.safetensors` then has only step counts and random state.
@@ -82,7 +82,7 @@ class TorchSavedState:
     shards: ShardFiles | None
 
     def check_kind(self, *, has_adapters: bool) -> None:
-        """Raise StateError if a state of adapters would resume as a whole model, or vice versa."""
+        """Raise StateError if a state with adapters would resume as a trainer without adapters, or vice versa."""
         if has_adapters and self.lora is None:
             raise StateError(
                 f"the trainer state in {self.path} is of a model that was trained whole; leave trainer.options.lora out"

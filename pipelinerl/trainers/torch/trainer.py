@@ -1,4 +1,4 @@
-"""`TorchTrainer`, the trainer contract for any Hugging Face causal language model, or its value head.
+"""`TorchTrainer`, the trainer contract for any Hugging Face causal language model, as a policy or critic.
 
 Weights and optimizer state are fp32 unless options say otherwise; `Precision.BF16` computes under autocast. Segments
 are packed without padding. On CPU, and on CUDA with deterministic kernels, equal calls give equal bits. One process
@@ -105,11 +105,11 @@ class TorchTrainer:
         return self._worker.weight_layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield detached tensors; in a single process that sends fp32, they share the trainer's memory."""
+        """Yield detached tensors; they share the trainer's memory if a single process sends fp32 without adapters."""
         yield from self._worker.gather_weights()
 
     def save_state(self, path: Path) -> None:
-        """Write a Hugging Face model directory, optimizer and random state into the directory `path`."""
+        """Write the model, optimizer and random state into the directory `path`, in the format of `state.py`."""
         self._worker.save_state(path)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """`PackedValueModel`, the layers of a causal language model with a scalar head in place of its output layer.
 
 A value-model directory has `value_head.safetensors` (`weight` [1, d], `bias` [1], fp32). Without this file the head is
-0, so the first advantages equal those without a critic.
+0: all first values are 0, and the first advantages equal those without a critic.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class TorchWorker:
         return _lent(self.loaded.weights.items(), lambda name, _: self.served[name], narrow=self.narrow)
 
     def _serve(self) -> None:
-        """Round this version's weights as engines hold them; weights sent in fp32 are not copied."""
+        """Round a policy's weights of this version as engines hold them; weights that need no rounding are shared."""
         if self.loaded.adapters is None and self.spec.head is Head.POLICY:
             self.served = {name: self._rounded(name, own) for name, own in self.own.items()}
 
@@ -261,7 +261,7 @@ class TorchWorker:
                 yield name, self.served[name] if self.served else self._rounded(name, own)
 
     def save_state(self, path: Path) -> None:
-        """Write a Hugging Face model directory, optimizer and random state into the directory `path`."""
+        """Write the model (or adapters), optimizer and random state into the directory `path`."""
         names, adapters = {id(parameter): name for name, parameter in self.trained.items()}, self.loaded.adapters
         if adapters is None:
             self.loaded.model.save(path / torch_state.MODEL, {**self.own, **self.masters})
@@ -309,7 +309,7 @@ def _lent(
 ) -> Iterator[None]:
     """Within the block, give each parameter other values; gradients and optimizer state do not change.
 
-    `values_of` maps a parameter's name and own values to the other values. Parameters in `narrow` get bf16.
+    `values_of` maps a parameter's name and own values to the other values, which are bf16 for names in `narrow`.
     """
     own = {name: (parameter, parameter.data) for name, parameter in parameters}
     try:

@@ -6,7 +6,7 @@
         trainer/                         the backend's exact state
         critic/                          the critic's exact state, if there is a critic
         history/                         weights of earlier versions, if old_logprobs are computed with them
-        manifest.json                    digests of all files; offsets, ledger, knobs, epoch, version
+        manifest.json                    digests of all files, and the `TrainingState`: version, epoch, offsets, …
 
     capture   before the weights change  write weights and states to a hidden directory, at page-cache speed
     commit    any time later             digest, manifest, sync, rename, sync the parent, prune
@@ -58,7 +58,7 @@ _REPLACED: Final = ".replaced-"
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A copy of the training state on disk that `commit` will turn into a checkpoint; training does not change it."""
+    """A copy of the training state in the hidden `directory`, which `commit` turns into a checkpoint."""
 
     state: TrainingState
     directory: Path
@@ -66,7 +66,7 @@ class Capture:
 
 @final
 class CheckpointStore:
-    """The checkpoints of one run in `directory`. It keeps the newest `keep` and the best `keep_best` (`Retention`)."""
+    """The checkpoints of one run in `directory`: the newest `keep`, and the `keep_best` with the highest accuracy."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class CheckpointStore:
         return self._fence.epoch
 
     def claim(self, epoch: int) -> None:
-        """Exclude trainers of earlier epochs, and rename damaged checkpoints that are newer than the loaded one.
+        """Exclude trainers of earlier epochs, and rename damaged checkpoints newer than the one that `latest` returned.
 
         Raises:
             FencedError: a later epoch has claimed the directory.
@@ -209,7 +209,7 @@ class CheckpointStore:
         return None
 
     def _put_back(self) -> None:
-        """Restore the name of each checkpoint that a trainer moved out of the way for a new one but never replaced."""
+        """Restore the name of each checkpoint that was renamed for a new one, if the new one was never written."""
         for replaced in self.directory.glob(f"{_REPLACED}step-*"):
             with self._fence.held(self._fence.epoch):
                 final_path = self.directory / replaced.name.removeprefix(_REPLACED)
@@ -217,7 +217,7 @@ class CheckpointStore:
                     replaced.rename(final_path)
 
     def oldest_kept_offsets(self) -> dict[str, str]:
-        """Return the stream positions from which the oldest resumable checkpoint would continue to read."""
+        """Return the stream positions from which a run that resumes from the oldest resumable checkpoint reads on."""
         resumable = set(self._retention.resumable(map(_version, self.all())))
         for path in self.all():
             if _version(path) in resumable:
@@ -336,7 +336,7 @@ class CheckpointFence:
 
     @contextmanager
     def blamed(self, epoch: int) -> Iterator[None]:
-        """If the block fails after a later epoch claimed the directory (perhaps removing files), raise FencedError."""
+        """Raise FencedError if the block fails and a later epoch, which may remove files, has claimed the directory."""
         self.check(epoch)
         try:
             yield
@@ -406,8 +406,8 @@ class Checkpointing:
     ) -> None:
         """Create a writer that sends messages by `report` and retries a failing checkpoint for `deadline_s`.
 
-        After each checkpoint, `trim` is called with the epoch and with stream positions. No kept checkpoint resumes
-        reading before these positions.
+        After each checkpoint, `trim` is called with stream positions and the epoch. No kept checkpoint reads entries
+        before these positions, so they can be dropped.
         """
         self._store = store
         self._report = report

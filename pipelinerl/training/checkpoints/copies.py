@@ -1,7 +1,7 @@
 """`CheckpointCopies`: copies of a run's checkpoints at a remote location, from which any machine can resume the run.
 
     <location>/<run>/step-000100-e1-5f0c9a1e/     version, epoch, and the first digits of the manifest's digest; if
-                                                  the epoch saves a version again: -e1-2-…, -e1-3-… and so on
+                                                  epoch 1 saves a version again: -e1-2-…, -e1-3-… and so on
         …                                         as in the run's directory
         run/recipe.toml, run/events.jsonl         the other files needed to resume the run and to report on it
         manifest.json                             written last; without it the folder is not a checkpoint
@@ -48,7 +48,7 @@ class Copy:
 
     @property
     def name(self) -> str:
-        """The name that the checkpoint's directory has on local disk."""
+        """The name of the checkpoint's directory on local disk, such as `step-000100`."""
         return self.folder.split("-e")[0]
 
 
@@ -114,7 +114,10 @@ class CheckpointCopies:
         (into / MANIFEST).write_text(copy.manifest.text)
 
     def _folder_of(self, stem: str, digest: str) -> str:
-        """Return the folder of an earlier upload attempt, or a new name that sorts last for this version and epoch."""
+        """Return the folder of an earlier attempt to upload this manifest; else a new name that sorts last for `stem`.
+
+        `stem` has the version and the epoch.
+        """
         same = [folder for folder in self._folders() if folder.startswith(f"{stem}-")]
         tried = [folder for folder in same if folder.endswith(digest)]
         if tried:

@@ -31,13 +31,13 @@ class TrainingState:
 
     Attributes:
         offsets: stream positions to resume reading from.
-        ledger: the orders that have ended (`ConsumedLedger.to_record`).
+        ledger: the ordered groups that were trained or dropped (`ConsumedLedger.to_record`).
         controller: the controller's state after the same step.
         kl_coefficient: the current KL coefficient β, if a `KLController` adjusts it.
         baselines: average rewards by role, if advantages use them (`RoleBaseline`).
-        epochs: the `Lineage` as [epoch, version at which it began], the trainer's own epoch last; empty in older
-            checkpoints.
-        solved: `SolvedProblems` reports that the controller has not acknowledged.
+        epochs: [epoch, version at which it began] of each trainer whose weights led to these, this trainer last; empty
+            in older checkpoints.
+        solved: groups with only correct answers whose report the controller has not acknowledged (`SolvedProblems`).
     """
 
     model_version: int
@@ -149,7 +149,7 @@ def write_weights(path: Path, layout: Iterable[ParameterInfo], weights: Iterable
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Retention limits: the newest `keep` checkpoints (at least 1) and the best `keep_best`."""
+    """Retention limits: the newest `keep` checkpoints (at least 1), and the `keep_best` with the highest accuracy."""
 
     keep: int
     keep_best: int = 0
@@ -159,7 +159,7 @@ class Retention:
         return sorted(set(versions))[-self.keep :]
 
     def survivors(self, versions: Iterable[int], accuracies: Mapping[int, float]) -> set[int]:
-        """Return the versions to keep, given known accuracies by version; of two equal accuracies, the later wins."""
+        """Return the versions to keep, given the known accuracies; of versions with equal accuracy, the later wins."""
         present = set(versions)
         evaluated = sorted(present & accuracies.keys(), key=lambda version: (accuracies[version], version))
         best = evaluated[-self.keep_best :] if self.keep_best else []

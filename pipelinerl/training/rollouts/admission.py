@@ -1,4 +1,4 @@
-"""Admission of rollout groups to training, by staleness, duplicates and signal; and their ledger.
+"""Admission of rollout groups to training, by staleness, duplicates and signal; and the ledger of their outcomes.
 
 The staleness bound k is the most versions by which a group's oldest token may precede the version that a step makes.
 
@@ -71,7 +71,7 @@ class Lineage:
         )
 
     def issued(self, group: RolloutGroup) -> bool:
-        """Return whether the group's order was issued in this lineage, for a step that no restart undid."""
+        """Return whether the group was ordered at a version of this lineage, not at one that a restart discarded."""
         epoch, version = group.issued_at
         return epoch >= self.epoch or version <= self._newest_of(epoch)
 
@@ -128,10 +128,10 @@ class ConsumedLedger:
 
 @final
 class SolvedProblems:
-    """The orders whose groups had only correct answers, oldest first."""
+    """The orders whose groups had only correct answers, to be reported to the controller; oldest first."""
 
     def __init__(self, restored: Mapping[str, Sequence[Sequence[Any]]] | None = None) -> None:
-        """Create the list; `restored` is the value of `pending` that a checkpoint contains."""
+        """Create the list; `restored` is the `pending` that a checkpoint saved, None for a new run."""
         self._waiting: list[tuple[str, int, str]] = [
             (domain, int(order), str(name)) for domain, pairs in (restored or {}).items() for order, name in pairs
         ]
@@ -145,38 +145,38 @@ class SolvedProblems:
 
     @property
     def pending(self) -> Pairs:
-        """The orders that the controller has not acknowledged."""
+        """The pairs (order, problem id) that the controller has not acknowledged, by domain."""
         pairs: Pairs = {}
         for domain, order, name in self._waiting:
             pairs.setdefault(domain, []).append((order, name))
         return pairs
 
     def report(self, report_id: str) -> Pairs:
-        """Return the pending orders, which the caller sends in the report with this id."""
+        """Return `pending`, which the caller sends to the controller in the report with this id."""
         self._reported = (report_id, len(self._waiting))
         return self.pending
 
     def answered(self, report_id: str) -> None:
-        """Drop the orders that were in the report with this id, which the controller has answered."""
+        """Drop the orders that were sent in the report with this id, since the controller has answered it."""
         if report_id == self._reported[0]:
             del self._waiting[: self._reported[1]]
             self._reported = ("", 0)
 
 
 def has_signal(group: RolloutGroup) -> bool:
-    """Return whether the judged rollouts of a group have different rewards, as a group baseline needs."""
+    """Return whether the rollouts with a valid verdict have different rewards, as a group baseline needs."""
     rewards = [rollout.verdict.reward for rollout in _judged(group)]
     return len(rewards) > 1 and bool(np.ptp(rewards) > 0)
 
 
 def has_turn_signal(group: RolloutGroup) -> bool:
-    """Return whether judged rollouts differ in their rewards or turn rewards, as credit by turns needs."""
+    """Return whether the judged rollouts differ in their rewards or turn rewards, as per-turn advantages need."""
     of_turns = {tuple(turn.reward for turn in rollout.turns) for rollout in _judged(group)}
     return has_signal(group) or len(of_turns) > 1
 
 
 def has_part_signal(group: RolloutGroup) -> bool:
-    """Return whether judged rollouts differ in a part of their rewards, as `Decoupled` needs."""
+    """Return whether the judged rollouts differ in a part of their rewards, as the advantage `Decoupled` needs."""
     return has_signal(group) or len({rollout.verdict.parts for rollout in _judged(group)}) > 1
 
 

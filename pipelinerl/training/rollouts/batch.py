@@ -64,9 +64,9 @@ class TrainBatch:
     """The data of one step, and its metrics.
 
     Attributes:
-        learns: [B], False for rollouts without gradient, which are unjudged, or truncated and masked.
+        learns: [B], True if the loss counts the rollout: it has a verdict, and is not truncated and therefore masked.
         segments: the segments of all B rollouts.
-        packed: micro-batches of the segments to compute; `members` are indices into `segments`.
+        packed: micro-batches of the segments to compute; their `members` are indices into `segments`.
     """
 
     groups: list[RolloutGroup]
@@ -92,7 +92,7 @@ class TrainBatch:
 
     @property
     def orders(self) -> list[int]:
-        """The orders (indices) of the batch's groups."""
+        """The batch's groups, each by the index of the controller's order (request) for it."""
         return [group.index for group in self.groups]
 
     @property
@@ -101,12 +101,15 @@ class TrainBatch:
         return [packed.micro_batch for packed in self.packed]
 
     def group_indices(self, number: int, segments: NDArray[np.integer] | None = None) -> list[int]:
-        """Return the sorted orders of the groups with a segment in micro-batch `number`, or among its `segments`."""
+        """Return the sorted indices (`RolloutGroup.index`) of the groups with segments in micro-batch `number`.
+
+        If `segments` is given, only these segments of the micro-batch count.
+        """
         rollouts = np.array(self.rollouts_of(number))[slice(None) if segments is None else segments]
         return sorted({self.groups[group].index for group in self.scored.groups[rollouts].tolist()})
 
     def rollouts_of(self, number: int) -> list[int]:
-        """Return the rollout of each segment of micro-batch `number`."""
+        """Return, for each segment of micro-batch `number`, the number of its rollout within the batch."""
         return [self.segments.owners[member] for member in self.packed[number].members]
 
     def domains_of(self, number: int) -> list[str]:
@@ -121,7 +124,7 @@ class TrainBatch:
         return replace(self, packed=whole)
 
     def mini_batches(self) -> Iterator[MiniBatch]:
-        """Yield the mini-batch of each optimizer step, epoch after epoch; all columns must be present."""
+        """Yield the mini-batch of each optimizer step, epoch after epoch; `packed` must have all forward columns."""
         computed: Mapping[int, MicroBatch] = {}
         for epoch in range(self.partition.mini_batching.epochs):
             for number, portion in enumerate(self.partition.portions(epoch)):
@@ -193,7 +196,10 @@ def teacher(
     truncated: Truncated,
     losses: DomainLosses = ONE_LOSS,
 ) -> Callable[[RolloutGroup], bool]:
-    """Return a function that tells whether a group has a signal and a judged, unmasked rollout, hence a gradient."""
+    """Return a function that tells whether a group has a gradient.
+
+    For this, its rewards must give a signal, and at least one rollout must have a verdict and not be masked.
+    """
     signal = is_judged if learns_from_equals(objective, shaping) else signal_of(objective, losses)
 
     def teaches(group: RolloutGroup) -> bool:
@@ -205,7 +211,11 @@ def teacher(
 
 
 def signal_of(objective: PolicyObjective, losses: DomainLosses = ONE_LOSS) -> Callable[[RolloutGroup], bool]:
-    """Return a function that tells whether a group's rewards differ, in a way that the objective uses."""
+    """Return a function that tells whether a group's rewards (of rollouts, turns or reward terms) differ.
+
+    The advantage estimator determines which rewards are compared. For a domain whose loss is not RL, the function
+    always returns True.
+    """
     differs = has_turn_signal if credits_turns(objective.adv) else has_signal
     if isinstance(objective.adv, Decoupled):
         differs = has_part_signal
@@ -213,7 +223,7 @@ def signal_of(objective: PolicyObjective, losses: DomainLosses = ONE_LOSS) -> Ca
 
 
 def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardShaping]) -> bool:
-    """Return whether a group whose verdicts are all equal can have a gradient."""
+    """Return whether a group can have a gradient although all its verdicts are equal."""
     punished = any(how.overlong_tokens for how in shaping.values())
     if objective.late_columns or not objective.zero_advantage_is_idle or punished:
         return True
@@ -241,8 +251,8 @@ def _scattered(column: Floats, batch: MicroBatch, rows: NDArray[np.intp]) -> NDA
 class MiniBatching:
     """The number of epochs over a batch, and of mini-batches (optimizer steps) in each.
 
-    A batch ends before its next optimizer step if the KL from π_old exceeds `target_kl`, in nats per token. `seed`,
-    version and epoch determine the mini-batches.
+    A batch ends before its next optimizer step if the KL from π_old exceeds `target_kl`, in nats per token. The random
+    assignment of groups to mini-batches depends only on `seed`, version and epoch.
     """
 
     epochs: int = 1
@@ -283,14 +293,14 @@ def build(
     losses: DomainLosses = ONE_LOSS,
     baselines: Mapping[str, float] = MappingProxyType({}),
 ) -> TrainBatch:
-    """Compute token weights of the rollouts of `groups`, and pack them, for the step that produces `producing`.
+    """Weight and pack the rollouts of `groups` for the step that produces version `producing`.
 
     A rollout whose gradient is certainly 0 has weights but is not packed. If this holds for all rollouts, one of them
     is packed nevertheless.
 
-    A truncated rollout that is masked counts in its group's mean and deviation, as in DAPO, which masks only the loss;
-    otherwise finishing an answer would not be rewarded. It counts in no denominator of the aggregation. Advantages that
-    read columns exclude it, because it is not computed.
+    A truncated rollout that is masked still counts in its group's mean and deviation, as in DAPO, which masks only the
+    loss; otherwise finishing an answer would not be rewarded. It does not count in the denominators of token weights.
+    Advantages that need forward passes' columns exclude it, because it gets no forward pass.
 
     `shaping` and `losses` are given by domain, `baselines` by role; the trainer computes `width` micro-batches at once.
     """
@@ -371,7 +381,7 @@ def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping],
 
 
 def _computed(teaches: NDArray[np.bool_], some: NDArray[np.bool_]) -> list[int]:
-    """Return the numbers of the rollouts in the mask `teaches` or, if there are none, of the first one in `some`."""
+    """Return the numbers of the rollouts in the mask `teaches`; if it is empty, of the first rollout in mask `some`."""
     return np.flatnonzero(teaches if teaches.any() else some & (np.cumsum(some) == 1)).tolist()
 
 
@@ -434,9 +444,9 @@ def _stats(rollouts: Sequence[Rollout], *, rewards: np.ndarray, partition: Batch
 def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[list[int]]:
     """Distribute groups at random to `count` mini-batches; their numbers of groups differ by at most one.
 
-    Each round gives one of the `count` largest remaining groups to each mini-batch. The sizes of mini-batches thus
-    differ by at most the largest group. Long groups are spread, since in a mini-batch with few groups they would have
-    too much weight.
+    Each round takes the `count` largest remaining groups and gives one to each mini-batch. The sizes of mini-batches
+    thus differ by at most the largest group. A mini-batch of few long groups is avoided, because each of these groups
+    would have too much weight.
     """
     order = sorted(draw.permutation(len(sizes)).tolist(), key=lambda group: -sizes[group])
     parts: list[list[int]] = [[] for _ in range(count)]
@@ -447,7 +457,7 @@ def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[li
 
 
 class Portion(NamedTuple):
-    """One mini-batch: the numbers of its rollouts to compute, and token weights [B], which are 0 elsewhere."""
+    """One mini-batch: the numbers of its rollouts to compute, and token weights [B], 0 for rollouts outside it."""
 
     members: list[int]
     token_weights: NDArray[np.float64]
@@ -462,10 +472,10 @@ class BatchPartition:
         producing: the version that the batch produces.
         token_weights: returns the weight [B] of each rollout's tokens in a mini-batch, whose rollouts are given as a
             mask [B].
-        streams: [B], the number of each rollout's stream; None if all have the run's objective.
+        streams: [B], each rollout's loss (`Loss.code`); None if all have the run's objective.
         groups, lengths, num_tokens: [B], each rollout's group, number of sampled tokens, and number of all tokens.
-        learns: [B], True if the rollout counts in the aggregation.
-        computed: numbers of the rollouts that can have a gradient.
+        learns: [B], True if the loss counts the rollout, as in `TrainBatch`.
+        computed: numbers of the rollouts that can have a gradient; one rollout if none can.
     """
 
     mini_batching: MiniBatching

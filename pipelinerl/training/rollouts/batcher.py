@@ -47,7 +47,7 @@ class StepBudget:
 
 @final
 class Batcher:
-    """The groups that wait to be trained, and the ledger of all groups that have ended. Not thread-safe."""
+    """The groups that wait to be trained, and the record (`ledger`) of those trained or dropped. Not thread-safe."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Batcher:
         """Create an empty batcher.
 
         `teaches` tells whether a group has a gradient, `signal` whether its rewards differ. `ended` is called with
-        groups that arrived but did not train. If `routing` is given, groups must have recorded expert choices of this
-        shape; with None, recorded choices are dropped.
+        groups that arrived but did not train. If `routing` is given, groups must contain the MoE experts that the
+        engine chose, in this shape; if it is None, such records are dropped.
         """
         self.ledger = ledger
         self.lineage = lineage
@@ -81,21 +81,21 @@ class Batcher:
         self.stale_tokens = 0
         """Sampled tokens of all rollouts that were dropped as stale."""
         self.stale_rollouts = 0
-        """Rollouts that were dropped as stale from groups whose other rollouts trained."""
+        """Rollouts that were dropped as stale from groups whose other rollouts were fresh enough."""
         self.no_signal: dict[str, NoSignalGroups] = {}
-        """By domain, counts of groups since the last one with something to teach."""
+        """By domain, counts of groups without a gradient, or that the recipe's filter refused, since the last other."""
         self._abandoned: list[int] = []
 
     @property
     def waiting(self) -> list[int]:
-        """The orders of the waiting groups."""
+        """The indices (`RolloutGroup.index`) of the waiting groups, ascending."""
         return sorted(self._waiting)
 
     def offer(self, group: RolloutGroup, *, k: float = math.inf) -> None:
-        """Keep a group that was read, or settle it as filtered, or drop it as a duplicate or as abandoned (`Lineage`).
+        """Let a new group wait for a step, record it as filtered, or drop it as a duplicate or as abandoned.
 
-        With staleness bound k = 1 (lockstep), groups that were issued for a step that a trainer restart undid are
-        abandoned too, since they could take the places of groups of earlier steps.
+        A group is abandoned if weights that a trainer restart undid sampled it (`Lineage`). With staleness bound k = 1
+        (lockstep), this includes groups requested for a step that was undone; else they could train in an earlier step.
         """
         if self.ledger.has(group.index) or group.index in self._waiting:
             return
@@ -117,12 +117,12 @@ class Batcher:
             self._waiting[group.index] = group if self._routing is not None else without_routing(group)
 
     def end(self, indices: Iterable[int], outcome: GroupOutcome) -> None:
-        """Settle orders whose groups will never arrive; leave out orders whose groups have arrived after all."""
+        """Record the outcome of groups that will never arrive; ignore those that have arrived nevertheless."""
         open_ = [index for index in indices if not self.ledger.has(index) and index not in self._waiting]
         self.ledger.settle(open_, outcome)
 
     def take_abandoned(self) -> list[int]:
-        """Return the orders of groups that were dropped as abandoned since the last call; they must be issued again."""
+        """Return the indices of groups dropped as abandoned since the last call; they must be requested again."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
 
@@ -135,12 +135,12 @@ class Batcher:
         usable: Callable[[RolloutGroup], bool] = lambda group: True,
         must_wait: Callable[[Sequence[int]], bool] | None = None,
     ) -> list[RolloutGroup] | None:
-        """Return the groups of the next step, in index order and settled as trained; None if too few are ready.
+        """Return the next step's groups, in index order and recorded as trained; None if the step cannot begin yet.
 
-        If no group of a full step has a gradient, the whole step is filtered or trains with gradient 0, as the run
-        treats groups without signal. `usable` returns False for a group whose sampling weights are missing; such a
-        group is stale. `must_wait` gets the step's orders and returns True if other groups must arrive first; groups
-        then train in the order of issue.
+        If no group of a full step has a gradient, the run's rule for groups without signal applies: all its groups
+        are filtered and the result is None, or the step trains with gradient 0. `usable` returns False for a group if
+        the weights that sampled it are unavailable; such a group is stale. If `must_wait` is given, groups train in
+        index order; it gets the indices of the step's groups, and returns True if other groups must arrive first.
         """
         fresh = self._fresh(producing=producing, bounds=bounds, usable=usable)
         ranked = sorted(fresh.values(), key=lambda g: (0 if must_wait else g.oldest_version, g.index))
@@ -170,7 +170,7 @@ class Batcher:
         self._ended(groups, GroupOutcome.FILTERED, "not finite")
 
     def _note_signal(self, group: RolloutGroup) -> None:
-        """Count a judged group without a gradient; a group with a gradient resets its domain's counts."""
+        """Count a group without a gradient, or that the recipe's filter refused; others reset their domain's counts."""
         lacks = not self._teaches(group) or (self._no_signal is NoSignal.FILTER and not self._signal(group))
         if not lacks and not group.refusal:
             self.no_signal.pop(group.domain, None)
@@ -188,9 +188,10 @@ class Batcher:
     def _fresh(
         self, *, producing: int, bounds: StalenessBounds, usable: Callable[[RolloutGroup], bool]
     ) -> dict[int, RolloutGroup]:
-        """Return the part of each waiting group that may train in this step; groups without such a part are dropped.
+        """Return, by index, the rollouts of each waiting group that are fresh enough to train in this step.
 
-        The part depends only on the whole group and the bounds, so that a step can be replayed.
+        Groups without such rollouts are dropped as stale; groups whose fresh rollouts have no signal are filtered. The
+        choice depends only on the group, the step and the bounds, so a replayed step makes the same choice.
         """
         parts = {
             index: fresh_part(group, producing=producing, bounds=bounds, scope=self._scope)
@@ -226,10 +227,11 @@ def awaited(
     ledger: ConsumedLedger,
     directive: Directive,
 ) -> list[int]:
-    """Return the orders that the step must await, because their groups would be stale in a later step; often none.
+    """Return the indices of late groups that the step must await; often none.
 
-    Without waiting, the step that makes version `step` would train the orders `chosen`, and each later step would train
-    as many orders. `waiting` are the orders whose groups have arrived.
+    Without waiting, the step that makes version `step` would train the groups `chosen`. Later steps of the same size
+    must then train all other requested groups before these become stale. If they are too many for these steps, the
+    groups that have not arrived are returned. `waiting` are the groups that have arrived.
     """
     firsts = [first for first, _ in directive.fresh_until]
     if not firsts:
@@ -261,7 +263,7 @@ class OverdueWait:
         self._given_up = False
 
     def must_wait(self, late: Sequence[int], *, step: int) -> bool:
-        """Return whether the step must still wait for the orders `late`."""
+        """Return whether `step` must still wait for the groups with the indices `late`."""
         if not late:
             return False
         now = self._clock()

@@ -43,10 +43,10 @@ def imitated(groups: Sequence[RolloutGroup], *, token_budget: int, width: int) -
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationStream:
-    """The source of demonstrations; their tokens are in the stream `ce`, next to the rollouts.
+    """The source of demonstrations, whose tokens are trained with cross-entropy (loss stream `ce`).
 
-    `problem` returns problem i. Each optimizer step gets `count` demonstrations, of which those with more than
-    `most_tokens` tokens are left out. Micro-batches have up to `token_budget` tokens.
+    `problem` returns problem i. Each optimizer step gets the next `count` demonstrations, except those with more than
+    `most_tokens` tokens. Micro-batches have up to `token_budget` tokens.
     """
 
     problem: Callable[[int], Problem]

@@ -25,7 +25,7 @@ from trainer_contract.types import Bool, Experts, Float32, MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedRollout:
-    """A rollout with advantages [N] and the weight of its sampled tokens; `stream` is the number of its loss stream."""
+    """A rollout with advantages [N] and the weight of its sampled tokens; `stream` is its loss (`Loss.code`)."""
 
     rollout: Rollout
     advantages: NDArray[np.floating]
@@ -37,9 +37,9 @@ class Splitting(Enum):
     """The rule for splitting the segments of one rollout over micro-batches."""
 
     WHERE_LARGE = "where_large"
-    """Split if together they exceed the token budget: for objectives that are sums over tokens."""
+    """Split a rollout whose segments together exceed the token budget: for objectives that are sums over tokens."""
     NEVER = "never"
-    """Never split: for objectives with a term of whole rollouts, such as GSPO's ratio of a sequence."""
+    """Never split a rollout: for objectives with a term of whole rollouts, such as GSPO's ratio of a sequence."""
 
 
 class Packed(NamedTuple):
@@ -66,7 +66,7 @@ class SegmentTable:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> Self:
-        """Build from B rollouts."""
+        """Number the segments of B rollouts."""
         segments: list[Segment] = []
         owners: list[int] = []
         for number, rollout in enumerate(rollouts):
@@ -80,13 +80,13 @@ class SegmentTable:
         return range(bisect_left(self.owners, number), bisect_right(self.owners, number))
 
     def rows(self, members: Sequence[int]) -> NDArray[np.intp]:
-        """Return the indices of the trained tokens of the segments `members`, counted over all N sampled tokens."""
+        """Return the tokens that the segments `members` train, as indices into all B rollouts' sampled tokens."""
         starts = np.cumsum([0, *(rollout.num_sampled_tokens for rollout in self.rollouts)])
         parts = [starts[self.owners[i]] + self.rows_within(i) for i in members]
         return np.concatenate(parts) if parts else np.zeros(0, np.intp)
 
     def rows_within(self, number: int) -> NDArray[np.intp]:
-        """Return the indices of the tokens that segment `number` trains, among its rollout's sampled tokens."""
+        """Return the tokens that segment `number` trains, as indices into its own rollout's sampled tokens."""
         rollout = self.rollouts[self.owners[number]]
         if not rollout.parents:
             return np.arange(rollout.num_sampled_tokens)
@@ -108,7 +108,10 @@ def work(length: int) -> float:
 def pack(
     rollouts: Sequence[WeightedRollout], *, token_budget: int, width: int = 1, split: Splitting = Splitting.WHERE_LARGE
 ) -> list[Packed]:
-    """Pack micro-batches of up to `token_budget` tokens, for `width` at once; a longer segment gets its own."""
+    """Pack rollouts into micro-batches of up to `token_budget` tokens; a longer segment gets its own micro-batch.
+
+    The trainer computes `width` micro-batches at once, so work is balanced among them.
+    """
     table = SegmentTable.of([each.rollout for each in rollouts])
     prompts = [segment.turns[0].context_token_ids.tobytes() for segment in table.segments]
     lengths = [segment.num_tokens for segment in table.segments]
@@ -145,7 +148,7 @@ def bins_of(
 
 
 def _units(lengths: Sequence[int], owners: Sequence[int], token_budget: int, split: Splitting) -> list[list[int]]:
-    """Return the units that packing never splits: a rollout's segments, or each segment if all exceed the budget."""
+    """Return the units that packing never splits: the segments of a rollout together or, if too long, each alone."""
     by_owner: dict[int, list[int]] = {}
     for i, owner in enumerate(owners):
         by_owner.setdefault(owner, []).append(i)
@@ -166,7 +169,7 @@ def by_prompt(lengths: Sequence[int], prompts: Sequence[Hashable]) -> list[int]:
 
 
 def dealt(order: Sequence[int], lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Distribute rollouts to `width` parts, in `order` (longest first), each to the part with least work so far."""
+    """Distribute rollouts in `order` (longest first) to `width` parts; each goes to the part with least work so far."""
     parts: list[list[int]] = [[] for _ in range(width)]
     least = [(0.0, part) for part in range(width)]
     for i in order:
@@ -179,8 +182,8 @@ def dealt(order: Sequence[int], lengths: Sequence[int], width: int) -> list[list
 def interleaved(parts: Sequence[list[list[int]]], lengths: Sequence[int]) -> list[list[int]]:
     """Order the micro-batches (bins) of all parts for computation: the first of each part, then the second of each.
 
-    Bins are divided so that each part has equally many and those computed at once have similar work. If a part has too
-    few rollouts for this, all bins are sorted by work.
+    First, bins are halved until all parts have the same number, and sorted by work, so that bins computed at once are
+    similar. If a part has too few rollouts for this, all bins are sorted by work instead.
     """
     rounds = max(len(bins) for bins in parts)
     even = [sorted(_halved(bins, rounds, lengths), key=lambda bin: -_work(bin, lengths)) for bins in parts]
@@ -205,7 +208,7 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) -
 
 
 def _halved(bins: list[list[int]], count: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Halve the bin with most work until there are `count` bins, or each bin has one rollout."""
+    """Halve the bin with most work, repeatedly, until there are `count` bins or each bin has only one rollout."""
     bins = [list(bin) for bin in bins]
     while len(bins) < count and (splittable := [bin for bin in bins if len(bin) > 1]):
         largest = max(splittable, key=lambda bin: _work(bin, lengths))
@@ -219,7 +222,7 @@ def _work(bin: Sequence[int], lengths: Sequence[int]) -> float:
 
 
 def alone(rollouts: Sequence[Rollout]) -> MicroBatch:
-    """Return these rollouts as one micro-batch, in which advantages and weights are 0."""
+    """Return these rollouts as one micro-batch with advantages and weights 0, for checks and forward passes."""
     weighted = [
         WeightedRollout(rollout=rollout, advantages=np.zeros(rollout.num_sampled_tokens), token_weight=0.0)
         for rollout in rollouts
@@ -234,7 +237,7 @@ def with_columns(batch: MicroBatch, columns: Mapping[str, Any]) -> MicroBatch:
 
 
 class Prefixes(NamedTuple):
-    """A micro-batch of prefixes of segments, and the mask [T] of the original tokens that it still has."""
+    """A micro-batch of shortened segments, and the mask [T] that marks which original tokens were kept."""
 
     micro_batch: MicroBatch
     kept: Bool
@@ -338,7 +341,7 @@ def _streams(streams: Sequence[int | None], lengths: NDArray[np.intp]) -> NDArra
 
 
 def _routed(parts: Sequence[Experts | None]) -> Experts | None:
-    """Return the experts of all tokens of a micro-batch; None if some are unknown or shapes differ."""
+    """Return the MoE experts of all tokens of a micro-batch; None if some are unknown or shapes differ."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or len({(part.dtype, part.shape[1:]) for part in known}) != 1:
         return None

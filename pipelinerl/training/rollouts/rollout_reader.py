@@ -1,8 +1,8 @@
 """Reading of rollouts and directives: `RolloutReader` reads the streams, `ControllerLink` exchanges messages.
 
 Each actor has one partition of rollouts, read by offset. A checkpoint saves, for each partition, the offset before the
-first group that still waits, so that a resumed trainer reads this group again. It also reads later groups that have
-already ended; the ledger drops these.
+first group that still waits to be trained, so that a resumed trainer reads this group again. It also reads later groups
+again that were already trained or dropped; `ConsumedLedger` recognises and ignores these.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ class RolloutReader:
         rescan_s: float = 1.0,
         frontier: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Create a reader. Orders below `frontier` have ended; orders `MOST_AHEAD` or more above it are invalid."""
+        """Create a reader.
+
+        All groups with an index below `frontier` are trained or dropped. An index of `MOST_AHEAD` or more above it is
+        invalid.
+        """
         self._frontier = frontier
         self._stream = stream
         self._dead_letters = DeadLetters(stream)
@@ -69,7 +73,7 @@ class RolloutReader:
         self._scanned_at = float("-inf")
 
     async def start(self) -> None:
-        """Skip directives that were sent to an earlier trainer; drop offsets if the stream server has other data."""
+        """Skip directives that were sent to an earlier trainer; drop offsets if the server's data has been replaced."""
         self._directives_offset = await self._stream.last_id(DIRECTIVES)
         # The server ignores this entry if the stream has one already, so the first identity stays.
         await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)
@@ -98,7 +102,7 @@ class RolloutReader:
         return Arrivals(groups, directives)
 
     async def _report_lost(self, entry: Entry, error: RecordError) -> None:
-        """Report the order of an unreadable group as failed, because its group will never arrive."""
+        """Report to the controller that an unreadable group has failed; do nothing if its index cannot be read."""
         index, frontier = named_order(entry.payload), self._frontier()
         if index is not None and frontier <= index < frontier + MOST_AHEAD:
             reason = f"its group cannot be read: {error}"
@@ -111,7 +115,10 @@ class RolloutReader:
         return [directive for entry in entries for directive in await self._decoded(entry)]
 
     def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
-        """Return offsets to save in a checkpoint; `is_waiting` tells whether an order's group still waits to train."""
+        """Return, for each partition, the offset to save in a checkpoint: before its first group that waits to train.
+
+        `is_waiting` tells, by a group's index, whether it waits.
+        """
         safe = dict(self._offsets)
         for partition, seen in self._waiting.items():
             waiting = {index: entry_id for index, entry_id in seen.items() if is_waiting(index)}
@@ -204,7 +211,8 @@ class ControllerLink:
     async def read(self) -> Arrivals:
         """Return new rollouts and valid directives, waiting up to a second. Raises FencedError.
 
-        Until the first directive arrives, no rollouts are read, because it says which weights may have sampled them.
+        Until the first directive arrives, no rollouts are read, because the directive says which weights' rollouts are
+        acceptable.
         """
         if self._directive is None:
             arrivals = Arrivals([], await self._reader.read_directives(block_s=_BLOCK_S))
@@ -213,12 +221,18 @@ class ControllerLink:
         return replace(arrivals, directives=[directive for directive in arrivals.directives if self._apply(directive)])
 
     async def raise_if_fenced(self) -> None:
-        """Raise FencedError if a later trainer has begun; call before writes that the stream server cannot fence."""
+        """Raise FencedError if a later trainer has begun; call before writes outside the stream server.
+
+        The stream server itself rejects writes of an outdated trainer.
+        """
         newest, _ = parse_id(await self._stream.last_id(EPOCHS))
         self._check(newest)
 
     def _apply(self, directive: Directive) -> bool:
-        """Make a directive the current one if it is valid; return whether it was."""
+        """Make a directive the current one if it is valid; return whether it was.
+
+        It is valid if it has this trainer's epoch and answers the current question or no question at all.
+        """
         self._check(directive.epoch)
         before, is_answer = self._directive, directive.answers == self._awaited
         answers = ("ready-", "leave-", f"e{directive.epoch}-step-", f"e{directive.epoch}-skip-")

@@ -62,7 +62,7 @@ class Attack:
     Attributes:
         source: the program; the probe replaces `@PID@`, `@FILE@`, `@PORT@`, `@NAME@`, `@WORD@` by its targets.
         language: `python`, or a compiled language to attack its compiler or to use native code.
-        before: a program that runs before the attack, in the same slot.
+        before: a program that runs before the attack, in the same guest.
         ends: endings that show that the sandbox held, even if the program did not print `held`.
         at_start: whether the attack is tried each time that a sandbox is opened.
         needs_namespaces: whether only a tier with namespaces can prevent the attack.

@@ -53,7 +53,7 @@ class CodeRules:
         tolerance: largest difference between numbers for the checker `float`.
         url: the Oubliette service that runs programs; if empty, this machine runs them.
         key_variable: name of the environment variable that holds the service's token.
-        repository: folder with the contents of problems' links, if this machine runs programs.
+        repository: folder with the data to which problems refer by link, if this machine runs programs.
     """
 
     tier: Tier = Tier.DEFAULT
@@ -81,7 +81,7 @@ FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 class CheckerFailed(Exception):
-    """A custom checker failed, which says nothing about the answer."""
+    """A custom checker failed; this does not mean that the answer is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class CustomChecker:
         return replace(run, files=(*run.files, *files), arguments=given)
 
     def share(self, result: ProgramResult) -> float:
-        """Return the share of the points in the result of a `checking` run. Raises `CheckerFailed` if there is none."""
+        """Return the share of points, 0 to 1, that a `checking` run gave. Raises `CheckerFailed` if it gave none."""
         if result.ending is not Ending.EXITED:
             raise CheckerFailed(f"the problem's checker {result.describe()}")
         if self.protocol is Protocol.TESTLIB:

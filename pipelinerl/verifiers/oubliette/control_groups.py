@@ -1,9 +1,9 @@
-"""`ControlGroup`: a kernel control group (cgroup) for each slot, which limits everything in the slot's guest.
+"""`ControlGroup`: a kernel control group (cgroup) that limits a guest, the sandboxed process tree of one slot.
 
-With version 1, the group lies below this process's own group in the hierarchies `memory`, `cpuacct` and, if present,
-`cpu`. With version 2, it is a sibling of this process's own group, since a group with processes cannot delegate
-`memory`. Without either hierarchy, or without write access, there is no group: memory is then limited only by the guest
-server, which sums it every 20 ms.
+With cgroup version 1, the group lies below this process's own group in the hierarchies `memory`, `cpuacct` and, if
+present, `cpu`. With version 2, it is a sibling of this process's own group, since a group with processes cannot
+delegate `memory`. Without either hierarchy, or without write access, there is no group: memory is then limited only by
+the guest's server, which sums the memory of its processes every 20 ms.
 
 A guest is in its group from its first instruction, and the group is removed when the slot is closed. If this process is
 killed, a janitor process removes its groups.
@@ -58,12 +58,12 @@ class Hierarchies:
 
     @property
     def places(self) -> tuple[Path, ...]:
-        """All folders, without duplicates."""
+        """The folders of all hierarchies, without duplicates."""
         return tuple(dict.fromkeys(each for each in (self.memory, self.cpu, self.shares) if each is not None))
 
 
 def find(mounts: str, own: str) -> Hierarchies | None:
-    """Find the folders for groups, given the texts of /proc/self/mountinfo and /proc/self/cgroup."""
+    """Return the folders for groups, from the texts of /proc/self/mountinfo and /proc/self/cgroup; None without any."""
     mounted: dict[str, tuple[str, Path]] = {}
     for line in mounts.splitlines():
         fields, _, rest = line.partition(" - ")

@@ -208,7 +208,7 @@ class GvisorSlot:
         return 0.0 if self._group is None else self._group.cpu_s()
 
     def goes_behind(self) -> bool:
-        """If the current run has used much processor time, lower its share and return True. Thread-safe."""
+        """If the current run has used much processor time, lower its processor share and return True. Thread-safe."""
         if self._group is None or self.began is None or self._group.cpu_s() - self._cpu_began_s < _GREEDY_CPU_S:
             return False
         self._group.weigh(Weight.BEHIND_OTHERS)

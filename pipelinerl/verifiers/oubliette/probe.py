@@ -38,7 +38,7 @@ _PASSWORDS: Final = b"root:"
 
 
 class Defence(Enum):
-    """Result of an attack."""
+    """Result of an attack: the sandbox stopped it, it succeeded, or it could not be tried."""
 
     HELD = "held"
     ESCAPED = "ESCAPED"
@@ -55,7 +55,10 @@ class Finding:
 
 
 def opened(tier: Tier, *, at_once: int | None = None, isolation: Callable[[int], Isolation] | None = None) -> Sandbox:
-    """Open a sandbox and try some attacks on it; the caller must close it. Raises `SandboxMissing` if one succeeds."""
+    """Open a sandbox and try some attacks on it; the caller must close it.
+
+    Raises `SandboxMissing` unless the sandbox can run programs and stops all these attacks.
+    """
     around = isolation or (lambda number: isolation_of(tier, number))
     sandbox = Sandbox(around, at_once=at_once or default_slots())
     try:
@@ -82,7 +85,7 @@ def opened(tier: Tier, *, at_once: int | None = None, isolation: Callable[[int],
 def attacked(
     isolation: Callable[[int], Isolation], attacks: Sequence[Attack], *, sandbox: Sandbox | None = None
 ) -> list[Finding]:
-    """Try the given attacks; those that need a preceding run get a sandbox with a single slot."""
+    """Try the given attacks; those that need a preceding run get a sandbox with one guest, which does both runs."""
     with contextlib.ExitStack() as held:
         baits = held.enter_context(_baits())
         alone = Sandbox(isolation, at_once=1, slots_each=1)

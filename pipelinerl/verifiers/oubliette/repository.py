@@ -30,7 +30,7 @@ LINK: Final = "link"
 
 
 class ContentMissing(PipelineError):
-    """The bytes of a link are missing or damaged, which says nothing about any answer."""
+    """The bytes that a link names are missing or damaged; this does not mean that an answer is wrong."""
 
 
 class ContentTooLarge(PipelineError):
@@ -72,7 +72,7 @@ def size_of(content: Content) -> int:
 
 @final
 class PersistentRepository:
-    """Repository in a folder, which also stores compiled programs under the digest of their inputs."""
+    """Repository in a folder, which also stores compiled checkers under the digest of source, files and compiler."""
 
     def __init__(self, folder: Path) -> None:
         """Create the folder. Raises `UserError` if that fails."""
@@ -133,7 +133,7 @@ class PersistentRepository:
             return False
 
     def compiled(self, key: str) -> Link | None:
-        """Return the program compiled from inputs with the digest `key`, or None if it is not stored."""
+        """Return the link to the compiled checker whose `CustomChecker.key` is `key`; None if it is not stored."""
         try:
             link = Link.parsed((self._folder / "compiled" / key).read_text())
         except (OSError, ValueError):
@@ -141,7 +141,7 @@ class PersistentRepository:
         return link if link in self else None
 
     def keep_compiled(self, key: str, program: bytes) -> Link:
-        """Store a compiled program under the digest of its inputs."""
+        """Store a compiled checker under its `CustomChecker.key`, and return its link."""
         link = self.put(program)
         self._write(self._folder / "compiled" / key, str(link).encode())
         return link

@@ -1,8 +1,8 @@
 """`CodeRunner`: compiles, runs and checks programs; `LocalRunner` does so in this machine's sandbox.
 
-RLAX has two operations (§6.1): compiling a source, and running a program on an input. Checking an output is a third.
-Contents are bytes or links; outputs stay where they were written and are passed by link. A program's guest never
-contains the expected answer, since a checker is a separate run.
+The RLAX paper has two operations (§6.1): compiling a source, and running a program on an input. Checking an output is a
+third. Inputs and outputs are bytes, or links to stored bytes; a service keeps the outputs and passes on their links. A
+program's guest never contains the expected answer, since a checker is a separate run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Executed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Request to judge a program's output: the output, the checker, and the checker's other inputs."""
+    """Request to judge a program's `output` by a checker, which also gets the program's `input` and right `answer`."""
 
     checker: Checker | CustomChecker
     tolerance: float
@@ -102,7 +102,10 @@ class LocalRunner:
         self, sandbox: Sandbox, *, tier: str, at_once: int, repository: PersistentRepository | None = None,
         outputs: TransientRepository | None = None,
     ) -> None:  # fmt: skip
-        """Create the runner; `repository` resolves links and stores compiled checkers, `outputs` stores outputs."""
+        """Create the runner; `repository` resolves links and stores compiled checkers.
+
+        `outputs` stores the outputs of runs, which are then returned as links; without it, they are returned as bytes.
+        """
         self.tier: Final = tier
         self.at_once: Final = at_once
         self._sandbox = sandbox
@@ -137,9 +140,9 @@ class LocalRunner:
         return float(same(*given) if len(output) < _LARGE else await asyncio.to_thread(same, *given))
 
     async def _custom_share(self, checker: CustomChecker, given: bytes, output: bytes, answer: bytes) -> float:
-        """Return the checker's judgement; 0 if it fails on the output but accepts the reference answer.
+        """Return the checker's share of points; 0 if it fails on the output but accepts the reference answer.
 
-        Otherwise a program could have its output masked by crashing the checker.
+        Without this rule, a program could have its output masked by crashing the checker.
         """
         program = await self.checker(checker)
         try:

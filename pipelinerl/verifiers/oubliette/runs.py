@@ -15,14 +15,14 @@ class SandboxMissing(UserError):
 
 
 class SandboxLost(PipelineError):
-    """A guest ended, or did not answer in time, through no fault of its program."""
+    """A guest (sandboxed process tree) ended, or did not answer in time, through no fault of the program in it."""
 
 
 class Tier(StrEnum):
     """Strength of the isolation of a run; see docs/use/verification.md."""
 
     DEFAULT = "default"
-    """bubblewrap around each slot; each run has its own namespaces, user id, file systems and system call filter."""
+    """bubblewrap around each guest; a run has its own namespaces, user id, file systems and system call filter."""
     STRONG = "strong"
     """gVisor, which gives each run its own user-space kernel. Used only if requested by name."""
     WEAK = "weak"
@@ -40,14 +40,14 @@ class Ending(StrEnum):
     EXITED = "exited"
     SIGNALLED = "signalled"
     CPU_TIME = "cpu time"
-    """Exceeded its processor time."""
+    """Exceeded its limit of processor time."""
     DEADLINE = "deadline"
-    """Exceeded its elapsed time."""
+    """Exceeded its limit of elapsed time."""
     MEMORY = "memory"
     OUTPUT = "output"
     """Exceeded its output limit."""
     STARVED = "starved"
-    """Exceeded its elapsed time because it mostly waited for a processor; this says nothing about the program."""
+    """Exceeded its limit of elapsed time, but mostly waited for a processor; this says nothing about the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Limits:
     """Limits of one run, for all of its processes together unless stated otherwise.
 
     Attributes:
-        cpu_s: processor time of each process. wall_s: elapsed time.
+        cpu_s: processor time. wall_s: elapsed time.
         address_space: whether each process's address space is limited; False for languages that reserve much of it.
         disk_bytes: size of the run's folder, which is in the machine's memory.
     """

@@ -1,7 +1,7 @@
-"""`Sandbox`: slots of one tier (strength of isolation), each with its own thread; runs are assigned to free slots.
+"""`Sandbox`: runs programs in several slots of one tier (strength of isolation), each with its own thread.
 
-A slot executes runs in its guest (`slot.py`). A lost guest is replaced, and its run is retried once. If the second
-guest is lost, too, `SandboxLost` is raised, and the verdict is masked.
+A slot executes one run at a time in its guest, a sandboxed process tree (`slot.py`). A lost guest is replaced, and its
+run is retried once. If the second guest is lost, too, `SandboxLost` is raised, and the verdict is masked.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     waits for                      at most                            then
     the server's first packet      `_STARTUP_S`                       the guest is killed: `SandboxLost`
-    a run's output and result      `_STARVED_TIMES` · its deadline    the same; a lost guest says nothing about the run
+    a run's output and result      `_STARVED_TIMES` · its deadline    the guest is killed: `SandboxLost`
                                    + `_GRACE_S`
 
 A run's output comes through pipes and is limited here. Its input is in sealed memory files, which it cannot change. If
@@ -55,7 +55,7 @@ class Isolation:
 
     Attributes:
         command: the command that starts the guest with its server.
-        namespaces: whether each run gets its own namespaces; else it is a single process of the host.
+        namespaces: whether each run gets its own namespaces; else a run is a single process of the host.
         outer_id: the run's user id outside its namespace.
         filter: the seccomp program of each run. servers_filter: the server's seccomp program, which each run inherits.
         shown: paths that a run without namespaces may read.
@@ -128,7 +128,10 @@ class Slot:
             self._group = ControlGroup(where)
 
     def _begin(self, limits: Limits) -> int:
-        """Set the guest's limits for a run; return how many of its processes were killed for lack of memory so far."""
+        """Set the guest's limits for a run; return how many processes the kernel has killed for lack of memory so far.
+
+        Without a control group, nothing is set or counted, and the result is 0.
+        """
         if self._group is None:
             return 0
         self._group.weigh(Weight.FULL)
@@ -274,7 +277,7 @@ class _Guest:
 
 
 class _Answer(NamedTuple):
-    """The server's answer to a request: the fields of `_ANSWER`, why the run was ended, and any startup error."""
+    """The server's answer to a request: status and times of the run, why it was killed, and any startup error."""
 
     code: int
     cpu_s: float

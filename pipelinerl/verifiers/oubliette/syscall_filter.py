@@ -1,9 +1,9 @@
 """The system calls that a run must not make, as a seccomp program.
 
-Sockets, namespaces, mounts, tracing, and memory that no limit counts are denied. A denied call fails with an error, so
-an honest program can continue. A call by another architecture's numbers (32 bits, x32) kills the process. Unknown
-numbers fail with ENOSYS. So does `clone3`, because its flags are in memory that a filter cannot read; C libraries then
-fall back to `clone`.
+Denied are calls for sockets, namespaces, mounts, tracing, and kinds of memory that no limit counts. A denied call fails
+with an error, so an honest program can continue. A call by another architecture's numbers (32 bits, x32) kills the
+process. Unknown numbers fail with ENOSYS. So does `clone3`, because its flags are in memory that a filter cannot read;
+C libraries then fall back to `clone`.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def folders() -> tuple[Path, ...]:
 
 @cache
 def _place(tool: str) -> Path | None:
-    """Return the path of a tool, or None if runs cannot execute it; links are followed only outside /usr."""
+    """Return the path of a tool, or None if runs cannot execute it; symbolic links are followed only outside /usr."""
     path = shutil.which(tool, path="/usr/local/bin:/usr/bin:/bin") or shutil.which(tool)
     if path is None:
         return None

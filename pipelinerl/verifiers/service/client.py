@@ -52,7 +52,7 @@ _MOST_REWARD: Final = 1e9
 
 
 class _ServiceFull(Exception):
-    """The service holds its maximum number of answers; a later attempt may succeed."""
+    """The service already has its maximum number of answers to judge; a later attempt may succeed."""
 
 
 class _RequestInvalid(Exception):

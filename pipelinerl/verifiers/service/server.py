@@ -60,7 +60,7 @@ def keys_of(rules: str, problem: Problem, texts: Iterable[str]) -> list[bytes]:
 
 @final
 class VerdictCache:
-    """Cache of verdicts under the keys `keys_of`, in at most `most_bytes`; failures of a verifier are not cached.
+    """Cache of verdicts by the keys that `keys_of` returns, in at most `most_bytes`; verifier failures are not cached.
 
     The least recently used entry is evicted first. With a `most_bytes` of 0, nothing is cached.
     """
@@ -119,7 +119,7 @@ class VerifierService:
 
     @property
     def rules(self) -> Mapping[str, str]:
-        """The digest of each domain's rules."""
+        """The digest of each domain's judging rules, by domain."""
         return {name: domain.rules for name, domain in self._domains.items()}
 
     @property

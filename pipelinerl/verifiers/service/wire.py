@@ -96,7 +96,7 @@ class Draining(msgspec.Struct, frozen=True):
 
 
 class VerifierLease(msgspec.Struct, frozen=True, kw_only=True):
-    """A service that actors may use: its base URL, its incarnation, and the digest of each domain's rules."""
+    """A service that actors may use: its base URL, an id that changes if it restarts, and digests of domains' rules."""
 
     url: str
     incarnation: str

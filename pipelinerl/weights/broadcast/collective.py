@@ -1,8 +1,9 @@
 """`Collective`: a process group of a trainer (rank 0) and its engines, built directly on a torch store.
 
-The group never touches torch's default group, so it coexists with any other group of the trainer or engine. Each
-membership has its own prefix in the store, so a new group does not depend on an old one. Every wait has a deadline, and
-sockets are bound to one chosen address. This module imports torch, so import it only where torch is needed.
+The group never touches torch's default group, so it coexists with any other group of the trainer or engine. If engines
+join or leave, a group of the next generation is formed. Each generation has its own prefix in the store, so leftovers
+of older ones do no harm. Every wait has a deadline, and sockets are bound to one chosen address. This module imports
+torch, so import it only where torch is needed.
 
 A blocked receive of gloo cannot be interrupted. It ends when the bytes arrive, at its deadline, or when the sender
 leaves or dies before it starts to send. If the sender dies in the middle of a tensor, the receiver may not notice, so
@@ -130,8 +131,8 @@ class Collective:
     def expect(self, key: str, *, deadline: float) -> str:
         """Wait until rank 0 has announced a text under `key`, and return the text.
 
-        Raises DeadlineError if nothing is announced before `deadline` (monotonic), UpdateError if this rank or rank 0
-        left.
+        Raises DeadlineError if nothing is announced before `deadline` (monotonic), UpdateError if this rank has left
+        the group or the store is gone.
         """
         began = time.monotonic()
         while self._group is not None:

@@ -6,7 +6,7 @@ No byte is sent before every engine has accepted the manifest. The model is neve
 staged at a time, and hashed as it is sent. Afterwards each engine serves either the old weights or the new ones, and
 the report says which.
 
-An engine that refuses, is unreachable, dies or hangs is reported as failed and dropped. The remaining engines are
+An engine that rejects the update, is unreachable, dies or hangs is reported as failed. The remaining engines are
 served in the same publication by a new generation of the group, so that one engine with a different model cannot block
 the fleet. If a group fails to form, its rendezvous is closed, so engines that wait there for a missing engine fail
 immediately. Engines that failed only because of other engines are reported as blameless.
@@ -128,7 +128,7 @@ class BroadcastPublisher:
         self._close_rendezvous()
 
     async def _attempt(self, progress: PublicationProgress) -> None:
-        """Try once to serve the engines in `targets`; remove from it each engine that needs no further attempt."""
+        """Try once to send the weights to `progress.targets`; remove from this list engines that need no retry."""
         group = await self._formed(progress)
         if group is None or not await self._prepared(progress, group):
             return
@@ -180,7 +180,10 @@ class BroadcastPublisher:
         return None
 
     def _goes_above(self, failures: Mapping[str, object], progress: PublicationProgress) -> bool:
-        """Raise the generation and return True, if engines rejected it because they had joined a higher generation."""
+        """Return True if this group's generation was rejected because all failed engines knew a higher one.
+
+        In this case the next group gets a generation above theirs. This is done once per publication.
+        """
         # If a later trainer process had formed the higher generation, the engines would report its epoch. Otherwise the
         # generation is no trainer's, and this trainer may go above it. The generation is raised once per publication;
         # an engine that then reports a generation that is higher still is dropped.
@@ -275,7 +278,11 @@ class BroadcastPublisher:
         )
 
     async def _prepared(self, progress: PublicationProgress, group: _EngineGroup) -> bool:
-        """Send PREPARE; return True if all targets accept it. Otherwise abort it at those that did; leave the group."""
+        """Send PREPARE; return True if all targets accept the update.
+
+        Otherwise leave the group and abort the update at engines that accepted it. Engines that failed, or that already
+        serve the version, are removed from the targets.
+        """
         layout, made = progress.publication.layout, dict[str, WeightUpdateRequest]()
 
         def request(**named: Any) -> WeightUpdateRequest:

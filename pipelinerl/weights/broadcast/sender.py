@@ -52,8 +52,10 @@ class WeightSender:
     def send(
         self, group: Collective | None, *, deadline: float, silence_s: float = math.inf, pieces_key: str = ""
     ) -> str:
-        """Send the weights and return their digest; without a group, only hash. `pieces_key` is the store's key for
-        announcing the pieces.
+        """Send the weights and return their digest; without a group, only hash.
+
+        `pieces_key` is the key in the group's store under which the sender first announces how it cuts the bytes into
+        pieces; receivers compare this with their own cuts.
 
         Raises UpdateError if the trainer deviates from its layout or a rank left; DeadlineError if a rank takes no
         piece for `silence_s`, or has not taken all pieces by `deadline` (monotonic seconds).

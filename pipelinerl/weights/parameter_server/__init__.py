@@ -1,1 +1,1 @@
-"""Parameter servers: the trainer uploads weights, and each engine fetches them on its own (RLAX §3.2)."""
+"""Parameter servers: the trainer uploads weights, and each engine fetches them on its own (RLAX paper, §3.2)."""

@@ -191,7 +191,10 @@ class Announcement(Wire):
 
 
 class Seal(Wire):
-    """Request to seal a shard whose bytes have digest `digest`; `whole` is the digest of the whole version."""
+    """Request to declare a shard complete, so that it is served, if its bytes have this `digest`.
+
+    `whole` is the digest of the whole version.
+    """
 
     digest: str
     whole: str
@@ -234,7 +237,10 @@ class VersionRecord(Wire):
 
 
 class ServerState(Wire):
-    """The versions that a server holds, oldest first, and the members (engines, servers) that may need them."""
+    """The versions that a server holds, oldest first, and what each member (engine or server) has confirmed.
+
+    `room` is the maximum number of versions in memory, `saved` the newest version on disk.
+    """
 
     epoch: int
     room: int

@@ -1,6 +1,6 @@
 """`WeightPuller`: fetches each shard of a version from the first server that can provide it, by the best transport.
 
-    each shard: request the server's record ─▶ map its memory, or open streams ─▶ parts arrive and are hashed
+    each shard: get the server's record of the version ─▶ map its memory, or open streams ─▶ parts arrive, are hashed
     all shards have arrived ─▶ compare digests
 
 Shards are fetched concurrently. If a server fails, the parts already received are kept, and the shard's next server
@@ -106,7 +106,10 @@ class WeightPuller:
             _stream_shard(source, self._token, order, buffer, number)
 
     def _segment(self, source: str, order: PullOrder) -> SharedMemoryAddress | None:
-        """Return the address of the version's memory, None if not reported. Raises UpdateError, NotPrepared."""
+        """Return the address of the version's memory on the server; None if the server does not report one.
+
+        Raises UpdateError or DeadlineError if the server does not answer, NotPrepared if it lacks the version.
+        """
         client = ServerClient(source, token=self._token)
         path = connection.VERSION.format(epoch=order.epoch, version=order.version)
         try:

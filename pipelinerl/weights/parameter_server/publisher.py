@@ -6,13 +6,13 @@
 Engines do not wait for one another, and an engine that fails or dies does not delay the others. Afterwards each engine
 serves the old weights or the new ones, and the report says which. An engine whose server fails mid-transfer is retried
 while time remains, from another replica or from the restarted server. Engines are spread evenly over the replicas of
-each shard (RLAX §3), and fetch all shards concurrently.
+each shard (RLAX paper, §3), and fetch all shards concurrently.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | a parameter server, and room on it | the server; the engines' progress | the publication's timeout |
 | PREPARE, COMMIT | the engine | the rest of the publication's timeout |
-| engines that received an announcement | their answers | the rest of that timeout, or the announcer's timeout |
+| engines that received an announcement | their answers | the publication's timeout, or the announcer's if shorter |
 """
 
 from __future__ import annotations
@@ -135,7 +135,10 @@ class PullPublisher:
     async def _announced(
         self, progress: PublicationProgress, uploaded: Uploaded
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Announce the version; return the engines' answers, except of engines that need a request with the layout."""
+        """Announce the version and return the engines' answers; {} without an announcer or if requests are cheaper.
+
+        Engines that do not know the layout are left out: they need a request that contains it.
+        """
         if self._announcer is None:
             return {}
         publication = progress.publication

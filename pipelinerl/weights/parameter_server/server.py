@@ -6,14 +6,14 @@ A server holds a whole version, or only the shard that its announcement names; b
                                                                                   └─▶ persistent copy, in parallel
 
     GET  /health                                liveness, without a token
-    GET  /versions                              the versions held, and the members they are held for
+    GET  /versions                              the versions held, and the engines and servers that may need them
     POST /versions                              announce a version: memory for it, if there is room
     GET  /versions/{epoch}/{version}            one version: digest, layout, where its memory can be mapped
     PUT  /weights/{epoch}/{version}             bytes of an announced version, for the range in Content-Range
     POST /versions/{epoch}/{version}/copy       fetch an announced version from another server instead
     POST /versions/{epoch}/{version}/seal       declare the bytes complete: if the digest matches, they are served
     GET  /weights/{epoch}/{version}             bytes of a sealed version; `Range: bytes=a-b` gives a part
-    POST /progress                              the version that each member serves or holds; drops unneeded versions
+    POST /progress                              report what engines serve and servers hold; drops unneeded versions
 
 Bytes are served only after their digest was compared, from the memory in which they arrived. `version_table.py` has the
 rules for versions. A replica is another server with the same bytes. A restarted server begins with the version that it
@@ -23,7 +23,7 @@ saved.
 |---|---|---|
 | the bytes of a PUT | the trainer sends, leaves or dies | `BODY_TIMEOUT_S` without bytes; in all, `LEAST_BYTES_PER_S` |
 | a reader of a GET | it takes the next piece, leaves or dies | `BODY_TIMEOUT_S` for a piece; then it is cut off |
-| a copy | the other server | the order's timeout |
+| a copy | the other server | the timeout in the copy request |
 | a digest, a save | its thread, which waits for nothing | – |
 """
 
@@ -90,7 +90,7 @@ class ParameterServer:
     """The logic behind the server's routes. Methods run on one event loop; slow work runs on threads."""
 
     def __init__(self, table: VersionTable, *, puller: PullSource, store: SnapshotStore | None) -> None:
-        """Create the server. `puller` fetches from the other replicas; without a `store` nothing is saved."""
+        """Create the server. `puller` fetches versions from other servers; without a `store` nothing is saved."""
         self.table = table
         self._puller = puller
         self._store = store
@@ -127,7 +127,7 @@ class ParameterServer:
             await self._saving
 
     def state(self) -> ServerState:
-        """Return the versions held, and the members they are held for."""
+        """Return the versions held, and the engines and servers that may need them."""
         return ServerState(
             epoch=self.table.epoch,
             room=self.table.room,

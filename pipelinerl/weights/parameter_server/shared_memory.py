@@ -1,6 +1,7 @@
-"""Memory of a parameter server: a `ReceiveBuffer` per version, which processes on the host can map.
+"""Memory for weights: `SharedMemory` of a parameter server, mappings of it in other processes, and `ReceiveBuffer`.
 
-The memory is a memfd (an anonymous file in memory) rather than a file in /dev/shm. A memfd has no name to clean up, so
+A server has one segment of shared memory per version, which other processes on the host can map. The segment is a
+memfd (an anonymous file in memory) rather than a file in /dev/shm. A memfd has no name to clean up, so
 a server killed with -9 leaves nothing behind, and it is not limited to the 64 MB that containers give /dev/shm. Only
 processes of the same user that see the server's process can open it, through /proc. A client on another host notices
 that the segment's unique name does not match, and falls back to HTTP. On systems other than Linux, a segment is private
@@ -125,7 +126,10 @@ Part = Range
 
 @final
 class ReceiveBuffer:
-    """Buffer that fills `into`, flat uint8 in numpy or torch; memory on a GPU is filled through host memory."""
+    """Receiver of bytes that fill `into` (flat uint8, numpy or torch); it hashes them and knows which are missing.
+
+    Memory on a GPU is filled through host memory.
+    """
 
     def __init__(self, into: Any, *, shards: Sequence[Sequence[Range]], on_progress: Callable[[int], None]) -> None:
         """Create the buffer; `shards` has the byte ranges to fill, by shard. The digest covers all ranges in order."""
@@ -148,7 +152,10 @@ class ReceiveBuffer:
         self._hashing = threading.Lock()
 
     def missing(self, shard: int, *, part_bytes: int) -> list[Part]:
-        """Return the parts [start, end) of a shard that have not arrived, in order. The first call sets their size."""
+        """Return the parts [start, end) of a shard that have not arrived, in order.
+
+        The first call for a shard divides it into parts of `part_bytes`; later calls do not change this.
+        """
         if shard not in self._parts:
             self._parts[shard] = [part for start, end in self._shards[shard] for part in cut(start, end, part_bytes)]
         return [part for part in self._parts[shard] if part not in self._there]

@@ -104,7 +104,7 @@ class Uploader:
 
         `progress` is the version that each engine has confirmed; servers hold versions only for these engines and for
         other servers. `deadline` is in monotonic seconds. Raises FencedError if a later trainer process has
-        announced itself, UpdateError, which names each server, if none accepts some shard.
+        announced itself, and UpdateError with each server's reason if no server accepts one of the shards.
         """
         while True:
             try:
@@ -193,7 +193,10 @@ class Uploader:
         return _failures(self._each(copies, copy))
 
     def confirm(self, epoch: int, progress: dict[str, Key | None], *, deadline: float) -> dict[str, str]:
-        """Report the engines' and replicas' versions to all servers; return failures by URL, which need no retry."""
+        """Report the versions of engines and servers to all servers; return the reasons of failed calls by URL.
+
+        Failed calls need no retry, because the next publication reports again.
+        """
         report = ProgressReport(epoch=epoch, progress={**progress, **self._replicas})
 
         def confirm(client: ServerClient) -> ServerState:

@@ -77,7 +77,7 @@ class VersionTable:
     """The versions that a server holds for the engines, and the version that each engine has confirmed last."""
 
     def __init__(self, *, room: int) -> None:
-        """Create a table of `room` versions: at least one that is complete and one that is being written."""
+        """Create a table of at most `room` versions: 2 or more, as one is served while another is being written."""
         if room < 2:
             raise ValueError(f"room must be at least 2, for a version being served and one being written, got {room}")
         self.room = room
@@ -111,7 +111,7 @@ class VersionTable:
         return version
 
     def announce(self, announcement: Announcement) -> Version:
-        """Make room for a version; return it unchanged if it is already held.
+        """Allocate memory for a version and return the version; if it is already held, return it unchanged.
 
         Raises StaleVersion if a later epoch has begun or a later version is complete; LayoutMismatch if the version was
         announced with another layout; Overloaded, with the members' names, if members still need every version.
@@ -156,7 +156,9 @@ class VersionTable:
         return sealed
 
     def confirm(self, epoch: int, progress: Mapping[str, Key | None]) -> None:
-        """Record which version each member has confirmed, and forget all other members; drop unneeded versions.
+        """Record which version each member (engine or server) has confirmed; drop versions that no member needs.
+
+        Members that are not in `progress` are forgotten.
 
         Raises StaleVersion if a later epoch has begun, InvalidRequest if `epoch` is implausibly far above the last one.
         """
@@ -204,9 +206,10 @@ class VersionTable:
 
 
 def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> set[Key]:
-    """Return the keys of those complete versions in `whole` that are no longer needed and can be dropped.
+    """Return the keys of those complete versions (`whole`) that can be dropped.
 
-    `progress` maps members to the version that each has confirmed; `epoch` is that of the current publisher.
+    The newest version and versions `in_use` are kept. Any other is dropped if it has an epoch before `epoch`, or if
+    every member (engine or server) has confirmed a later version; `progress` maps members to confirmed versions.
     """
     newest = max(whole, default=None)
     return {

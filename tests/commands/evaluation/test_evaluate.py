@@ -97,7 +97,7 @@ def test_engine_at_a_url_gives_the_same_answers_as_a_local_engine(model: Path, r
     assert (there.figures, there.by_domain) == (here.figures, here.by_domain)
 
 
-def test_third_party_server_is_evaluated_by_the_texts_of_its_answers(recipe: Path) -> None:
+def test_third_party_openai_server_is_evaluated_from_its_answer_texts(recipe: Path) -> None:
     fake = OpenAIFake(lambda body: "1" if body["messages"][0]["content"].startswith("1") or body["seed"] % 2 else "2")
     with in_thread(fake.app) as url:
         report = evaluated(url, load(recipe, ["evaluation.samples=4", "evaluation.pass_at=[1]"]))
@@ -176,14 +176,14 @@ def test_repeated_evaluation_reuses_the_answers_in_its_output_file(tmp_path: Pat
         with out.open("ab") as file:
             # an incomplete line, as a killed evaluation leaves it
             file.write(b'{"kind":"EvaluationDone","order_id":"eval-0-0')
-        asked = len(fake.bodies)
+        request_count = len(fake.bodies)
         rest = evaluated(url, load(recipe, once), out=out)
         assert (rest.asked, rest.incomplete) == (10, 0), "two failed problems and eight new ones"
-        assert len(fake.bodies) - asked == 10
-        asked = len(fake.bodies)
+        assert len(fake.bodies) - request_count == 10
+        request_count = len(fake.bodies)
         again = evaluated(url, load(recipe, once), out=out)
         fewer = evaluated(url, load(recipe, [*once, "evaluation.problems=5"]), out=out)
-        assert (again.asked, fewer.asked, fewer.figures.problems, len(fake.bodies)) == (0, 0, 5, asked)
+        assert (again.asked, fewer.asked, fewer.figures.problems, len(fake.bodies)) == (0, 0, 5, request_count)
         whole = evaluated(url, load(recipe, once))
     assert again.figures == rest.figures == whole.figures and again.by_domain == whole.by_domain
 
@@ -226,11 +226,11 @@ def test_evaluation_set_is_selected_by_name_and_its_settings_can_be_overridden_o
     with pytest.raises(RecipeError, match=r"evaluations\.ones\.pass_at names 2"):
         with_one_evaluation(config, "ones", {"samples": 1})
     alone = with_one_evaluation(load(recipe), "", {"problems": 3, "split": "validation"})
-    (asked,) = alone.evaluation_sets
-    assert (asked.name, asked.split, asked.problems, asked.samples) == ("validation", "validation", 3, 8)
+    (chosen,) = alone.evaluation_sets
+    assert (chosen.name, chosen.split, chosen.problems, chosen.samples) == ("validation", "validation", 3, 8)
 
 
-def test_prompt_orders_of_an_evaluation_are_deterministic(recipe: Path) -> None:
+def test_evaluation_of_a_recipe_requests_the_same_held_out_problems_each_time(recipe: Path) -> None:
     orders = list(held_out_orders(load(recipe), 7))
     assert len({order.problem.problem_id for order in orders}) == 20
     assert orders == list(held_out_orders(load(recipe), 7))
@@ -241,8 +241,8 @@ def test_evaluation_report_can_be_printed_as_a_table_or_as_json(
 ) -> None:
     report = evaluated(str(model), load(recipe))
     show(report, Console(), as_json=True)
-    told = json.loads(capsys.readouterr().out)
-    assert told["figures"]["accuracy"] == report.figures.accuracy and "says_1" in told["by_domain"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["figures"]["accuracy"] == report.figures.accuracy and "says_1" in printed["by_domain"]
     console = Console(record=True, width=200, file=io.StringIO())
     show(report, console, as_json=False)
     text = console.export_text()

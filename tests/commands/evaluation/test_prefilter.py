@@ -37,7 +37,7 @@ def answers(body: dict[str, Any]) -> str:
     return "7" if last == "0" or (last != "1" and body["seed"] % 2) else "8"
 
 
-def asked(url: str, config: RunConfig, out: Path, **changes: Any) -> PrefilterReport:
+def prefiltered(url: str, config: RunConfig, out: Path, **changes: Any) -> PrefilterReport:
     chosen: dict[str, Any] = {"keep": Band(low=0.1, high=0.9), "problems": 100, "samples": 8} | changes
     return prefilter(target_of(url), config, out=out, token=None, model="", console=Console(quiet=True), **chosen)
 
@@ -46,8 +46,8 @@ def test_prefilter_writes_the_kept_problems_as_a_data_set_with_pass_rates(tmp_pa
     out = tmp_path / "out"
     fake = OpenAIFake(answers)
     with in_thread(fake.app) as url:
-        report = asked(url, config, out)
-        everything = asked(url, config, out, keep=Band())
+        report = prefiltered(url, config, out)
+        everything = prefiltered(url, config, out, keep=Band())
     assert 20 < report.problems < 40 and len(fake.bodies) == 8 * report.problems, "each training problem once"
     assert (report.unanswered, everything.asked) == (0, 0), "another band needs no answers"
     rows = [json.loads(line) for line in report.files["sevens"].read_text().splitlines()]
@@ -70,13 +70,13 @@ def test_resumed_prefilter_does_not_sample_problems_again_that_were_already_answ
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     fake = OpenAIFake(answers)
     with in_thread(fake.app) as url:
-        report = asked(url, config, whole)
-        asked(url, config, broken)
+        report = prefiltered(url, config, whole)
+        prefiltered(url, config, broken)
         lines = (broken / ANSWERS).read_bytes().splitlines(keepends=True)
         # The first line is a header. The file looks as if the command was killed while it wrote the sixth answer.
         (broken / ANSWERS).write_bytes(b"".join(lines[:6]) + lines[6][:9])
         fake.bodies.clear()
-        again = asked(url, config, broken)
+        again = prefiltered(url, config, broken)
     assert (again.asked, len(fake.bodies)) == (report.problems - 5, 8 * (report.problems - 5))
     assert (broken / "sevens.jsonl").read_text() == (whole / "sevens.jsonl").read_text()
 
@@ -84,10 +84,10 @@ def test_resumed_prefilter_does_not_sample_problems_again_that_were_already_answ
 def test_prefilter_rejects_answers_sampled_with_other_settings(tmp_path: Path, config: RunConfig) -> None:
     fake = OpenAIFake(answers)
     with in_thread(fake.app) as url:
-        asked(url, config, tmp_path / "out", problems=2)
+        prefiltered(url, config, tmp_path / "out", problems=2)
         with pytest.raises(UserError, match=r"another question \(another samples\); name another --out"):
-            asked(url, config, tmp_path / "out", problems=2, samples=4)
-        more = asked(url, config, tmp_path / "out", problems=5)
+            prefiltered(url, config, tmp_path / "out", problems=2, samples=4)
+        more = prefiltered(url, config, tmp_path / "out", problems=5)
     assert (more.problems, more.asked) == (5, 3), "the number of problems is not part of the question"
 
 
@@ -105,8 +105,8 @@ def test_prefilter_does_not_reuse_answers_from_before_the_model_files_were_rewri
 def test_second_prefilter_run_retries_the_problems_that_got_no_answer(tmp_path: Path, config: RunConfig) -> None:
     fake = OpenAIFake(answers, failures=(400,))
     with in_thread(fake.app) as url:
-        assert asked(url, config, tmp_path / "out", problems=6).unanswered == 1
-        assert asked(url, config, tmp_path / "out", problems=6).asked == 1
+        assert prefiltered(url, config, tmp_path / "out", problems=6).unanswered == 1
+        assert prefiltered(url, config, tmp_path / "out", problems=6).asked == 1
 
 
 @pytest.mark.parametrize("text", ["", "0.1", "0.1-0.9", "0.9..0.1", "-1..1", "0..2", "a..b", "nan..nan"])
@@ -115,7 +115,7 @@ def test_invalid_range_of_pass_rates_is_rejected(text: str) -> None:
         Band.parse(text)
 
 
-def test_range_of_pass_rates_is_parsed_and_each_rate_is_assigned_to_a_named_range() -> None:
+def test_pass_rate_range_is_parsed_from_text_and_each_pass_rate_gets_the_label_of_its_band() -> None:
     assert Band.parse("0.1..0.9") == Band(low=0.1, high=0.9)
     assert [band_of(rate) for rate in (0.0, 0.125, 0.2, 0.5, 0.99, 1.0)] == [
         "0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.8-1", "1",

@@ -83,8 +83,8 @@ def test_error_names_the_domain_whose_messages_the_chat_template_rejects(
     config = config_of(tmp_path, model=model, system_prompt="be brief", few_shot=few_shot)
     with pytest.raises(RecipeError) as refused:
         refuse_problems(config, FIRST)
-    said = str(refused.value)
-    assert said.startswith("domains.d: ") and sentence in said and said.endswith(f"(the template of {model})")
+    message = str(refused.value)
+    assert message.startswith("domains.d: ") and sentence in message and message.endswith(f"(the template of {model})")
 
 
 def test_error_about_an_invalid_row_of_a_user_data_source_names_the_users_function(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ def recipe(path: Path | None, overrides: Sequence[str]) -> RunConfig:
     return load("tiny", [*([] if path is None else [f"model.path={path}"]), *overrides])
 
 
-def test_check_shows_the_cost_of_routing_replay_and_the_training_loop_gets_the_routing_shape(mixture: Path) -> None:
+def test_check_shows_the_bytes_per_token_of_routing_replay_and_the_trainer_gets_the_expert_counts(
+    mixture: Path,
+) -> None:
     config = recipe(mixture, [REPLAYED])
     refuse(config)
     (finding,) = expert_findings(config)
@@ -54,14 +56,14 @@ def test_check_shows_the_cost_of_routing_replay_and_the_training_loop_gets_the_r
 
 
 def test_check_warns_if_the_trainers_routers_choose_experts_independently_of_the_engine(mixture: Path) -> None:
-    (part, said), (kind, warned) = expert_findings(recipe(mixture, []))
+    (part, text), (kind, warned) = expert_findings(recipe(mixture, []))
     assert (part, kind) == ("experts", "warning")
-    assert said.endswith("the trainer's routers choose independently") and '"rollout" replays' in warned
+    assert text.endswith("the trainer's routers choose independently") and '"rollout" replays' in warned
     assert list(expert_findings(recipe(None, []))) == []
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "text"),
     [
         (["engine.type=jax"], r'engine\.type "jax" computes no mixture of experts, .* use engine\.type = "torch"'),
         (["trainer.type=jax"], r'trainer\.type "jax" computes no mixture of experts'),
@@ -70,9 +72,9 @@ def test_check_warns_if_the_trainers_routers_choose_experts_independently_of_the
     ],
 )
 def test_mixture_of_experts_is_rejected_for_an_engine_or_trainer_that_cannot_compute_experts(
-    overrides: list[str], said: str, mixture: Path
+    overrides: list[str], text: str, mixture: Path
 ) -> None:
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(RecipeError, match=text):
         refuse(recipe(mixture, overrides))
 
 
@@ -91,7 +93,7 @@ def test_canary_tolerance_is_larger_if_the_trainer_does_not_replay_the_routing_o
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "text"),
     [
         (["trainer.device=cpu"], "buckets of segments of similar length (the device is cpu, and the kernel needs"),
         (["trainer.device=cuda"], "buckets of segments of similar length (the precision is fp32, and the kernel"),
@@ -103,9 +105,9 @@ def test_canary_tolerance_is_larger_if_the_trainer_does_not_replay_the_routing_o
         ),
     ],
 )
-def test_check_shows_the_attention_kernel_for_packed_rollouts(overrides: list[str], said: str) -> None:
+def test_check_shows_the_attention_kernel_for_packed_rollouts(overrides: list[str], text: str) -> None:
     ((part, sentence),) = attention_findings(recipe(None, overrides))
-    assert part == "attention" and sentence.startswith(said)
+    assert part == "attention" and sentence.startswith(text)
 
 
 def test_check_rejects_the_varlen_kernel_on_a_cpu() -> None:
@@ -116,13 +118,13 @@ def test_check_rejects_the_varlen_kernel_on_a_cpu() -> None:
     assert list(attention_findings(recipe(None, ["trainer.type=jax"]))) == []
 
 
-def test_check_shows_expert_parallelism_of_a_mesh_or_rejects_uneven_experts(mixture: Path) -> None:
+def test_check_shows_expert_parallelism_or_rejects_a_mesh_that_divides_experts_unevenly(mixture: Path) -> None:
     empty = b"{}"
     (mixture / "model.safetensors").write_bytes(len(empty).to_bytes(8, "little") + empty)
     (mixture / "config.json").write_text(json.dumps(QWEN3_30B | {"hidden_size": 64, "num_attention_heads": 4}))
     travelling = ["trainer.options.mesh.dp_shard=4", "trainer.options.experts=parallel"]
-    ((part, said),) = mesh_findings(recipe(mixture, travelling))
-    assert part == "mesh" and said.endswith("4 micro-batches at once; tokens travel to their experts")
+    ((part, text),) = mesh_findings(recipe(mixture, travelling))
+    assert part == "mesh" and text.endswith("4 micro-batches at once; tokens travel to their experts")
     for path, mesh, sentence in (
         (mixture, 3, "a layer has 128 experts, which 3 processes cannot divide"),
         (None, 2, "a layer has 0 experts"),

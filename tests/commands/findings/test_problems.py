@@ -30,8 +30,8 @@ def of_rows(folder: Path, *last: dict[str, object]) -> RunConfig:
 
 def test_check_counts_the_instructions_in_a_file_with_the_layout_of_the_public_data_sets(tmp_path: Path) -> None:
     config = of_rows(tmp_path)
-    ((part, said),) = instruction_findings(config, config.domains[0])
-    assert part == "instructions" and said.endswith("problems, punctuation:no_comma 100%")
+    ((part, text),) = instruction_findings(config, config.domains[0])
+    assert part == "instructions" and text.endswith("problems, punctuation:no_comma 100%")
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_check_names_the_wrong_instruction_of_one_row_among_hundreds(
             list(instruction_findings(row_config, config.domains[0]))
         except RecipeError as error:
             refused.append(str(error))
-    assert len(refused) == 8 and all(sentence in said for said in refused)
+    assert len(refused) == 8 and all(sentence in text for text in refused)
 
 
 def test_check_counts_instructions_only_in_domains_with_the_instruction_verifier() -> None:
     config = config_of(source="instructions", parameters={"kinds": ["punctuation:no_comma", "startend:quotation"]})
-    ((_, said),) = instruction_findings(config, config.domains[0])
-    assert "of 260 problems" in said and "startend:quotation" in said
+    ((_, text),) = instruction_findings(config, config.domains[0])
+    assert "of 260 problems" in text and "startend:quotation" in text
     other = config_of(source="addition", verifier="math_answer")
     assert list(instruction_findings(other, other.domains[0])) == []

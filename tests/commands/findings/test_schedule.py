@@ -22,7 +22,7 @@ SEVERAL = ("training.epochs=2", "training.mini_batches=4")
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ((), None),
         (
@@ -37,14 +37,14 @@ SEVERAL = ("training.epochs=2", "training.mini_batches=4")
         ),
     ],
 )
-def test_check_shows_the_number_of_optimizer_steps_per_batch(changes: tuple[str, ...], said: str | None) -> None:
-    assert mini_batch_finding(load("tiny", changes)) == said
+def test_check_shows_the_number_of_optimizer_steps_per_batch(changes: tuple[str, ...], text: str | None) -> None:
+    assert mini_batch_finding(load("tiny", changes)) == text
 
 
 def test_explain_shows_the_number_of_mini_batches_per_epoch() -> None:
-    told = Console(file=StringIO(), width=300)
-    show("tiny", SEVERAL, [], told)
-    assert "a batch: epochs: 2, mini-batches in each: 4" in told.file.getvalue()
+    console = Console(file=StringIO(), width=300)
+    show("tiny", SEVERAL, [], console)
+    assert "a batch: epochs: 2, mini-batches in each: 4" in console.file.getvalue()
 
 
 def test_learning_rate_schedule_counts_optimizer_steps() -> None:
@@ -53,23 +53,23 @@ def test_learning_rate_schedule_counts_optimizer_steps() -> None:
     assert (settings.mini_batching.updates, settings.mini_batching.seed) == (8, 7)
 
 
-def said_of(objective: str | PolicyObjective, *changes: str) -> list[str]:
+def messages_of(objective: str | PolicyObjective, *changes: str) -> list[str]:
     config = load("tiny", changes)
     return list(doubts(resolve(objective) if isinstance(objective, str) else objective, setting_of(config)))
 
 
 def test_check_warns_of_ppo_clipping_that_has_no_effect_with_one_optimizer_step_per_batch() -> None:
-    (alone,) = said_of("ppo_recomputed")
+    (alone,) = messages_of("ppo_recomputed")
     assert alone.startswith("grad1 clips π_θ/π_old, which is always 1 here") and "training.epochs" in alone
-    assert said_of("ppo_recomputed", *SEVERAL) == []
+    assert messages_of("ppo_recomputed", *SEVERAL) == []
 
 
 def test_check_warns_if_a_batch_has_several_optimizer_steps_and_the_objective_has_no_policy_ratio() -> None:
     plain = resolve({"preset": "pipelinerl", "is_weight": "one"})
-    assert said_of(plain) == []
-    (several,) = said_of(plain, *SEVERAL)
+    assert messages_of(plain) == []
+    (several,) = messages_of(plain, *SEVERAL)
     assert several.startswith("grad1 and is_weight hold no ratio of the current policy, and a batch is 8 optimizer")
-    assert said_of("pipelinerl", *SEVERAL) == []
+    assert messages_of("pipelinerl", *SEVERAL) == []
 
 
 def test_setting_for_old_logprobs_is_accepted_if_only_the_target_kl_uses_them() -> None:
@@ -82,9 +82,9 @@ def test_explain_shows_the_optimizer_steps_of_a_recorded_step_as_a_table() -> No
     updates = [{"epoch": 1.0, "mini_batch": n, "loss": 0.5, "learning_rate": 0.1 * n} for n in (1.0, 2.0)]
     several = RecordedStep(version=3, lineage=Lineage(1, 0), orders=(), figures={}, updates=updates)
     assert several.learning_rates == [0.1, 0.2]
-    told = Console(file=StringIO(), width=120)
-    told.print(update_table(several))
-    assert [line.split() for line in told.file.getvalue().splitlines()[2:]] == [
+    console = Console(file=StringIO(), width=120)
+    console.print(update_table(several))
+    assert [line.split() for line in console.file.getvalue().splitlines()[2:]] == [
         ["1", "1", "0.5", "0.1"],
         ["1", "2", "0.5", "0.2"],
     ]

@@ -87,10 +87,10 @@ async def trial(**domain: Any) -> str:
 async def test_check_asks_a_judge_for_one_vote_and_shows_its_reply() -> None:
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
-        said = await trial(verifier="judge", judge={"url": url, "votes": 3, "temperature": 1.0})
+        findings = await trial(verifier="judge", judge={"url": url, "votes": 3, "temperature": 1.0})
     assert len(fake.bodies) == 1
-    assert said.startswith("of the reference answer, by one vote, partial, reward 0.111111 (judge 0.111111) in")
-    assert said.endswith("score 2: so it seems")
+    assert findings.startswith("of the reference answer, by one vote, partial, reward 0.111111 (judge 0.111111) in")
+    assert findings.endswith("score 2: so it seems")
 
 
 async def test_check_rejects_a_judge_whose_reply_has_no_score() -> None:
@@ -101,9 +101,9 @@ async def test_check_rejects_a_judge_whose_reply_has_no_score() -> None:
 
 
 async def test_check_tries_the_instruction_verifier_without_a_reference_answer() -> None:
-    said = await trial(verifier="instruction_following")
-    assert said.startswith("of the reference answer correct, reward 1")
-    assert "of an empty answer wrong, reward 0" in said
+    findings = await trial(verifier="instruction_following")
+    assert findings.startswith("of the reference answer correct, reward 1")
+    assert "of an empty answer wrong, reward 0" in findings
 
 
 def test_check_warns_of_misleading_names_of_positional_verifier_arguments(tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_check_warns_of_misleading_names_of_positional_verifier_arguments(tmp_pa
         "def by_name(completion, answer): return 1.0\n"
     )
 
-    def told(name: str) -> list[str]:
+    def warnings_for(name: str) -> list[str]:
         domains = [{"name": "d", "source": "addition", "verifier": f"{tmp_path}/r.py:{name}"}]
         return list(called_by_place(parse(to_table(load("tiny")) | {"domains": domains}).domains[0]))
 
-    (sentence,) = told("by_place")
+    (sentence,) = warnings_for("by_place")
     assert "verifier: response receives the problem and label the text of the answer, by position" in sentence
-    assert told("as_shown") == told("by_name") == []
+    assert warnings_for("as_shown") == warnings_for("by_name") == []

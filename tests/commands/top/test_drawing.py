@@ -55,42 +55,42 @@ SNAPSHOT = RunSnapshot(
 
 @pytest.mark.parametrize("width", [40, 44, 61, 80, 200])
 def test_drawn_lines_fit_the_width_and_show_all_metrics_of_the_run(width: int) -> None:
-    told = figures(SNAPSHOT, width).plain
-    rows = told.splitlines()
-    told_long = ("prompts", "alarm", "waits for", "  ")  # beginnings of lines that may be wrapped
-    assert all(cell_len(row) <= width for row in rows if not row.startswith(told_long)), rows
+    output = figures(SNAPSHOT, width).plain
+    rows = output.splitlines()
+    long_lines = ("prompts", "alarm", "waits for", "  ")  # beginnings of lines that may be wrapped
+    assert all(cell_len(row) <= width for row in rows if not row.startswith(long_lines)), rows
     for wanted in ("speller live", "1,180/40,000", "0.412", "41.2% ±3.0%", "2 so far", "1.2, max 3", "812", "70% busy",
                    "1.2 ms", "51%", "healthy", "expelled", "engine-7 is requested", " 31% engines: sampling",
                    "112 = 96 trained + 8 filtered + 0 stale + 0 failed + 8 in flight", "step 1181"):  # fmt: skip
-        assert wanted in told, wanted
+        assert wanted in output, wanted
 
 
 def test_control_characters_in_names_from_a_run_are_escaped() -> None:
-    told = figures(SNAPSHOT, 80)
-    assert "\x1b" not in told.plain and "\u202e" not in told.plain and "\\x1b[2J\\u202e" in told.plain
-    assert "[red]" in told.plain, "markup is text"
+    output = figures(SNAPSHOT, 80)
+    assert "\x1b" not in output.plain and "\u202e" not in output.plain and "\\x1b[2J\\u202e" in output.plain
+    assert "[red]" in output.plain, "markup is text"
 
 
-def test_number_of_unreadable_events_is_shown() -> None:
+def test_top_shows_how_many_events_of_the_log_could_not_be_read() -> None:
     assert "1,200 events of the log could not be read" in figures(replace(SNAPSHOT, unread=1200), 80).plain
     assert "could not be read" not in figures(SNAPSHOT, 80).plain
 
 
 def test_metrics_that_a_run_does_not_have_yet_are_left_out() -> None:
     bare = RunSnapshot(status=RunStatus(run="new"), state="starting", knobs={}, ledger=None)
-    told = figures(bare, 40).plain
-    assert "new starting" in told and "step 0" in told and "reward    –" in told
-    assert "prompts" not in told and "engine " not in told and "time of" not in told
+    output = figures(bare, 40).plain
+    assert "new starting" in output and "step 0" in output and "reward    –" in output
+    assert "prompts" not in output and "engine " not in output and "time of" not in output
 
 
 def test_domains_and_engines_that_exceed_the_display_limit_are_shown_as_a_count() -> None:
     engines = tuple(EngineStatus(url=f"http://h:{n}", state="healthy") for n in range(40))
     last = LastStepStatus(by_domain={f"d{n}": {"reward": 0.0} for n in range(15)})
     status = msgspec.structs.replace(STATUS, fleet=FleetStatus(engines=engines), last_step=last)
-    told = figures(RunSnapshot(status=status, state="live", knobs={}, ledger=None), 80).plain
-    assert "and 28 more" in told and "and 3 more" in told
+    output = figures(RunSnapshot(status=status, state="live", knobs={}, ledger=None), 80).plain
+    assert "and 28 more" in output and "and 3 more" in output
 
 
-def test_displayed_knob_values_can_be_typed_in_again() -> None:
+def test_displayed_knob_value_can_be_entered_again_without_loss_of_precision() -> None:
     assert [knob_value(value) for value in (4, 4.0, 1e-6, float("inf"), "inf")] == ["4", "4", "1e-06", "inf", "inf"]
     assert knob_value(0.000123456789) == "0.000123456789", "no digit is lost"

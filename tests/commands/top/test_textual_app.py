@@ -117,8 +117,8 @@ async def test_knob_can_be_edited_in_top_and_an_invalid_value_shows_an_error(tmp
 async def test_top_shows_a_finished_run_from_its_files_and_allows_no_changes(tmp_path: Path) -> None:
     run_dir = written_run(tmp_path / "run", steps=12)
     async with shown(run_dir, (40, 24)) as pilot:
-        told = text(pilot, "#figures-text")
-        assert "tiny finished" in told and "12/12" in told and "short_words" in told and "expelled" in told
+        output = text(pilot, "#figures-text")
+        assert "tiny finished" in output and "12/12" in output and "short_words" in output and "expelled" in output
         assert values(pilot)["staleness.k"] == "16", "the value of the last change"
         await pilot.press("enter")
         assert "the run is over" in text(pilot, "#message")
@@ -151,28 +151,28 @@ def test_leaving_top_with_q_restores_the_terminal(tmp_path: Path) -> None:
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
         with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
             os.close(theirs)
-            told = read_until(ours, b"finished")
+            output = read_until(ours, b"finished")
             os.write(ours, b"q")
-            told += read_until(ours, None)
-            assert process.wait(PATIENCE_S) == 0, told
+            output += read_until(ours, None)
+            assert process.wait(PATIENCE_S) == 0, output
         assert termios.tcgetattr(ours) == before
     finally:
         os.close(ours)
-    assert told.rindex(b"\x1b[?25h") > told.rindex(b"\x1b[?25l"), "the cursor is visible again"
-    assert told.count(b"\x1b[?1049h") == told.count(b"\x1b[?1049l") == 1
-    assert b"Traceback" not in told and b"\x1b[?1003h" not in told, "the terminal keeps the mouse"
+    assert output.rindex(b"\x1b[?25h") > output.rindex(b"\x1b[?25l"), "the cursor is visible again"
+    assert output.count(b"\x1b[?1049h") == output.count(b"\x1b[?1049l") == 1
+    assert b"Traceback" not in output and b"\x1b[?1003h" not in output, "the terminal keeps the mouse"
 
 
 def read_until(terminal: int, wanted: bytes | None) -> bytes:
     """Read from the terminal until it has written `wanted`, or until the program has closed its side."""
-    told = b""
-    while wanted is None or wanted not in told:
+    output = b""
+    while wanted is None or wanted not in output:
         try:
-            told += os.read(terminal, 2**16)
+            output += os.read(terminal, 2**16)
         except OSError:  # raised when the program has closed its side of the terminal
-            assert wanted is None, f"it ended without printing {wanted!r}: {told!r}"
+            assert wanted is None, f"it ended without printing {wanted!r}: {output!r}"
             break
-    return told
+    return output
 
 
 def test_top_without_a_terminal_or_a_run_is_rejected_in_one_sentence(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_page_link_opened_from_another_site_sets_the_login_cookie_and_reloads_th
     assert TOKEN in there.headers["set-cookie"]
 
 
-def test_used_page_link_shows_a_form_that_accepts_another_key(page: ServedPage) -> None:
+def test_used_page_link_shows_a_form_that_accepts_a_new_key_or_a_pasted_link(page: ServedPage) -> None:
     used = page.keys[-1]
     ask(page, f"/?key={used}")
     for path in (f"/?key={used}", "/"):
@@ -68,8 +68,8 @@ def test_shared_link_gives_any_number_of_browsers_read_only_access(page: ServedP
         there = ask(page, f"/?share={SHARE}")
         assert there.status_code == 303 and TOKEN not in there.headers["set-cookie"]
     cookie = {"cookie": there.headers["set-cookie"].partition(";")[0]}
-    told = ask(page, "/api/run", **cookie).json()
-    assert told["step"] == 3 and not told["may_steer"]
+    response = ask(page, "/api/run", **cookie).json()
+    assert response["step"] == 3 and not response["may_steer"]
     for method, path in (("PATCH", "/api/knobs"), ("POST", "/api/stop"), ("POST", "/api/engines/add")):
         answer = httpx.request(method, page.url + path, headers=cookie, json={}, trust_env=False, timeout=PATIENCE_S)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "read_only"), path
@@ -92,7 +92,7 @@ def test_shared_link_is_the_same_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "x", "%00", "%ff", "a&key=b", "a" * 5000])
-def test_page_rejects_a_wrong_key(page: ServedPage, key: str) -> None:
+def test_page_rejects_a_wrong_login_key_and_the_current_key_stays_valid(page: ServedPage, key: str) -> None:
     keys = list(page.keys)
     assert ask(page, f"/?key={key}").status_code == 401
     assert page.keys == keys, "a wrong key does not use up the current one"
@@ -155,7 +155,7 @@ def test_requests_from_pages_of_another_site_or_port_are_rejected(page: ServedPa
 
 async def test_every_page_route_rejects_requests_from_other_sites(tmp_path: Path) -> None:
     """Routes are listed from the application, so new routes are included automatically."""
-    app, asked = application("page", tmp_path), 0
+    app, checked = application("page", tmp_path), 0
     cookie = {"cookie": f"pipelinerl={GATE_TOKEN}", "content-type": "application/json"}
     foreign = (
         {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}, {"origin": "https://evil.example"},
@@ -169,18 +169,18 @@ async def test_every_page_route_rejects_requests_from_other_sites(tmp_path: Path
             for headers in foreign:
                 answer = await http.request(method, path, headers=cookie | headers, content=b"[]")
                 assert answer.status_code in (401, 403), (method, path, headers)
-                asked += 1
-    assert asked >= 20 * len(foreign), "the routes were found"
+                checked += 1
+    assert checked >= 20 * len(foreign), "the routes were found"
 
 
 def test_every_page_response_has_a_content_security_policy(page: ServedPage) -> None:
     for path, cookie in (("/", COOKIE), ("/api/run", COOKIE), ("/nothing", COOKIE), ("/api/run", {}), ("/health", {})):
-        told = ask(page, path, **cookie).headers
-        policy = dict(part.strip().split(" ", 1) for part in told["content-security-policy"].split(";"))
+        headers = ask(page, path, **cookie).headers
+        policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
         assert policy["default-src"] == "'none'" and policy["script-src"] == "'self'", path
-        assert policy["frame-ancestors"] == "'none'" and "unsafe" not in told["content-security-policy"]
-        assert (told["x-content-type-options"], told["referrer-policy"]) == ("nosniff", "no-referrer")
-        assert told["cross-origin-resource-policy"] == "same-origin" and told["cache-control"] == "no-store"
+        assert policy["frame-ancestors"] == "'none'" and "unsafe" not in headers["content-security-policy"]
+        assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
+        assert headers["cross-origin-resource-policy"] == "same-origin" and headers["cache-control"] == "no-store"
 
 
 def test_page_serves_only_its_own_static_files(page: ServedPage) -> None:

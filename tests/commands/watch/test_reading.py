@@ -46,12 +46,17 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
 
 
 def test_page_shows_a_finished_run_and_a_copy_of_a_crashed_run(page: ServedPage) -> None:
-    told = page.get("/api/run")
-    assert (told["name"], told["state"], told["step"], told["reason"]) == ("tiny", "finished", 40, "all steps taken")
-    assert not told["may_steer"] and told["why_not"] == "the run is over"
-    assert told["recipe"]["run"]["name"] == "tiny" and "domain/short_words/accuracy" in told["metrics"]
-    assert told["kinds"] == ["trained", "evaluation"] and told["samples"] == 82 and told["evaluation_sets"]
-    assert {"short_words", "long_words"} <= set(told["domains"]) and told["tags"] == ["easy"]
+    response = page.get("/api/run")
+    assert (response["name"], response["state"], response["step"], response["reason"]) == (
+        "tiny",
+        "finished",
+        40,
+        "all steps taken",
+    )
+    assert not response["may_steer"] and response["why_not"] == "the run is over"
+    assert response["recipe"]["run"]["name"] == "tiny" and "domain/short_words/accuracy" in response["metrics"]
+    assert response["kinds"] == ["trained", "evaluation"] and response["samples"] == 82 and response["evaluation_sets"]
+    assert {"short_words", "long_words"} <= set(response["domains"]) and response["tags"] == ["easy"]
     copy = page.get("/api/run", run=1)
     assert (copy["step"], copy["loading"]) == (20, {"events": 1.0, "samples": 1.0})
     assert copy["state"] in ("starting", "crashed"), "its newest event is seconds old"
@@ -140,17 +145,17 @@ def test_page_returns_a_sampled_group_and_its_tokens(page: ServedPage) -> None:
 
 
 def test_page_compares_runs_over_a_common_x_axis(page: ServedPage) -> None:
-    told = page.get("/api/compare", runs="0,1", metrics="reward", x="samples", points=10)
-    assert [len(run["x"]) for run in told["runs"]] == [10, 10] and told["runs"][0]["x"][-1] == 40 * 256
-    assert {"path": "run.name", "values": ["tiny", "two"]} in told["differences"]
+    response = page.get("/api/compare", runs="0,1", metrics="reward", x="samples", points=10)
+    assert [len(run["x"]) for run in response["runs"]] == [10, 10] and response["runs"][0]["x"][-1] == 40 * 256
+    assert {"path": "run.name", "values": ["tiny", "two"]} in response["differences"]
     assert page.http.get("/api/compare", params={"runs": "0,x"}).status_code == 422
 
 
 def test_differences_between_recipes_are_listed_by_path_and_name() -> None:
     one = {"a": {"b": 1}, "domains": [{"name": "x", "weight": 1}], "same": [1]}
     two = {"a": {"b": 2}, "domains": [{"name": "x", "weight": 1}, {"name": "y", "weight": 1}], "same": [1]}
-    found = {each["path"]: each["values"] for each in differences([one, two], [one, two])}
-    assert found == {"a.b": [1, 2], "domains.y.name": [None, "y"], "domains.y.weight": [None, 1]}
+    values = {each["path"]: each["values"] for each in differences([one, two], [one, two])}
+    assert values == {"a.b": [1, 2], "domains.y.name": [None, "y"], "domains.y.weight": [None, 1]}
 
 
 def test_listed_prompts_are_shortened_to_the_parts_in_which_they_differ() -> None:
@@ -172,15 +177,15 @@ def test_settings_at_their_defaults_are_not_listed_as_differences(tmp_path: Path
     text = text.replace("stall_s = 120.0\n", "")  # a recipe saved before this setting existed lacks its line
     (two / "recipe.toml").write_text(text.replace('name = "long_words"', 'name = "other_words"'))
     with served_page(one, two) as page:
-        found = {each["path"]: each["values"] for each in page.get("/api/compare")["differences"]}
-    assert found["engine.count"] == [2, 1] and found["staleness.j"] == [1, 2]
-    assert found["domains.other_words.weight"] == [None, 2.0], "a domain's own settings stay"
-    assert "run.stall_s" not in found and "domains.other_words.oubliette.tier" not in found, found
+        values = {each["path"]: each["values"] for each in page.get("/api/compare")["differences"]}
+    assert values["engine.count"] == [2, 1] and values["staleness.j"] == [1, 2]
+    assert values["domains.other_words.weight"] == [None, 2.0], "a domain's own settings stay"
+    assert "run.stall_s" not in values and "domains.other_words.oubliette.tier" not in values, values
 
 
-def test_cause_of_a_tokens_logprob_mismatch_follows_from_the_versions_that_sampled_its_turn() -> None:
-    told = causes_of((3, 4, None, 4, 4, None, 3), held=4)
-    assert told == (
+def test_logprob_mismatch_of_a_token_is_attributed_by_the_weight_versions_that_sampled_its_turn() -> None:
+    causes = causes_of((3, 4, None, 4, 4, None, 3), held=4)
+    assert causes == (
         Cause.STALENESS, Cause.CACHE, None, Cause.NUMERICS, Cause.NUMERICS, None, Cause.STALENESS,
     )  # fmt: skip
 
@@ -207,18 +212,18 @@ def test_malformed_events_do_not_break_the_page(tmp_path: Path) -> None:
             page.get(path)
 
 
-async def heard(lines: Any, *names: str) -> list[dict[str, Any]]:
+async def received(lines: Any, *names: str) -> list[dict[str, Any]]:
     """Read the event stream until every event name in `names` has occurred; return the events."""
-    told, waited = [], set(names)
+    events, waited = [], set(names)
     name = ""
     async for line in lines:
         if line.startswith("event: "):
             name = line.removeprefix("event: ")
         elif line.startswith("data: "):
-            told.append({"event": name, **json.loads(line.removeprefix("data: "))})
+            events.append({"event": name, **json.loads(line.removeprefix("data: "))})
             waited.discard(name)
             if not waited:
-                return told
+                return events
     raise AssertionError(f"the stream has ended before {waited}")
 
 
@@ -238,28 +243,26 @@ async def test_event_stream_sends_new_events_and_after_a_reconnection_the_events
             async with http.stream("GET", "/api/stream") as stream:
                 assert stream.headers["content-type"].startswith("text/event-stream")
                 lines = stream.aiter_lines()
-                assert (await heard(lines, "hello"))[-1]["step"] == 5
+                assert (await received(lines, "hello"))[-1]["step"] == 5
                 assert page.get("/api/now", metrics="reward", since=5)["steps"]["x"]["step"] == []
                 write(log, more[0])
                 log.write("alarm", alarm="stale", domain="x", step=6, what="too old")
                 keep(run_dir, [sampled(6)])
-                told = await heard(lines, "step", "event", "samples")
-                asked_again = page.get("/api/now", metrics="reward", since=5)
-                assert asked_again["steps"]["x"]["step"] == [6] and asked_again["step"] == 6, (
-                    "the response is not outdated"
-                )
-            assert {each["step"] for each in told if each["event"] == "step"} == {6}
-            assert all("by_domain" not in each for each in told)
+                pushed = await received(lines, "step", "event", "samples")
+                polled = page.get("/api/now", metrics="reward", since=5)
+                assert polled["steps"]["x"]["step"] == [6] and polled["step"] == 6, "the response is not outdated"
+            assert {each["step"] for each in pushed if each["event"] == "step"} == {6}
+            assert all("by_domain" not in each for each in pushed)
             write(log, more[1])
             async with http.stream("GET", "/api/stream", headers={"last-event-id": before}) as stream:
                 lines, steps = stream.aiter_lines(), []
                 while len(steps) < 2:
-                    steps += [each["step"] for each in await heard(lines, "step") if each["event"] == "step"]
+                    steps += [each["step"] for each in await received(lines, "step") if each["event"] == "step"]
                 assert steps == [6, 7]
                 write(log, {**more[0], "reward": 0.5})
-                assert (await heard(lines, "rewound"))[-1]["to"] == 5
+                assert (await received(lines, "rewound"))[-1]["to"] == 5
             async with http.stream("GET", "/api/stream", headers={"last-event-id": "0-0"}) as stream:
-                assert (await heard(stream.aiter_lines(), "behind"))[-1]["to"] == 6
+                assert (await received(stream.aiter_lines(), "behind"))[-1]["to"] == 6
         assert page.get("/api/steps")["last"] == 6
 
 

@@ -28,14 +28,14 @@ from tests.patience import PATIENCE_S
 async def ask(
     page: ServedPage, method: str, path: str, body: Any = None, *, content: bytes | None = None
 ) -> httpx.Response:
-    def asked() -> httpx.Response:
+    def send() -> httpx.Response:
         headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
         given = content if content is not None else json.dumps(body).encode()
         return httpx.request(
             method, page.url + path, content=given, headers=headers, trust_env=False, timeout=PATIENCE_S
         )
 
-    return await asyncio.to_thread(asked)
+    return await asyncio.to_thread(send)
 
 
 def refusal_of(answer: httpx.Response) -> tuple[int, str]:
@@ -67,8 +67,8 @@ async def test_page_changes_a_live_run_unless_the_page_is_read_only(tmp_path: Pa
 
 
 async def check_knob_changes(page: ServedPage, run: Any) -> None:
-    told = (await ask(page, "GET", "/api/run")).json()
-    assert (told["state"], told["may_steer"], told["why_not"]) == ("live", True, "")
+    run_info = (await ask(page, "GET", "/api/run")).json()
+    assert (run_info["state"], run_info["may_steer"], run_info["why_not"]) == ("live", True, "")
     knobs = (await ask(page, "GET", "/api/knobs")).json()
     assert knobs["source"] == "controller" and knobs["may_steer"] and "rlax" in knobs["presets"]
     by_name = {each["name"]: each for each in knobs["knobs"]}
@@ -123,8 +123,8 @@ async def check_engine_changes(page: ServedPage) -> None:
 
 
 async def check_read_only_page_changes_nothing(page: ServedPage, run: Any) -> None:
-    told = (await ask(page, "GET", "/api/run")).json()
-    assert told["state"] == "live" and not told["may_steer"] and "--read-only" in told["why_not"]
+    run_info = (await ask(page, "GET", "/api/run")).json()
+    assert run_info["state"] == "live" and not run_info["may_steer"] and "--read-only" in run_info["why_not"]
     before = run.controller.state.knobs
     for method, path, body in (
         ("PATCH", "/api/knobs", {"temperature": 0.9}),
@@ -141,9 +141,9 @@ async def check_read_only_page_changes_nothing(page: ServedPage, run: Any) -> No
 
 async def check_silent_controller_is_reported(page: ServedPage) -> None:
     """Check that the page reports the stopped controller, whose address is still in the run directory."""
-    told = (await ask(page, "GET", "/api/run")).json()
-    assert told["step"] == 3 or told["loading"]["events"] < 1.0
-    assert not told["may_steer"] and "no controller answers" in told["why_not"]
+    run_info = (await ask(page, "GET", "/api/run")).json()
+    assert run_info["step"] == 3 or run_info["loading"]["events"] < 1.0
+    assert not run_info["may_steer"] and "no controller answers" in run_info["why_not"]
     assert refusal_of(await ask(page, "PATCH", "/api/knobs", {"k": 1})) == (502, "controller_silent")
     knobs = (await ask(page, "GET", "/api/knobs")).json()
     assert knobs["source"] == "events" and not knobs["may_steer"]
@@ -160,33 +160,33 @@ async def test_page_cannot_change_a_run_without_a_controller(tmp_path: Path) -> 
 @contextmanager
 def status_only(run_dir: Path) -> Iterator[list[Any]]:
     """Serve the status of a fake controller for the run; yield the addresses of clients that requested it."""
-    asked_by: list[Any] = []
+    connections: list[Any] = []
     status = msgspec.json.encode(RunStatus(run="x", step=1, total_steps=2, model_version=1))
 
     async def answers(scope: Any, _: Any, send: Any) -> None:
         if scope["type"] == "http":
-            asked_by.append(scope["client"])
+            connections.append(scope["client"])
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": status})
 
     with in_thread(answers) as url:
         (run_dir / "controller.json").write_text(json.dumps({"url": url, "token": None}))
-        yield asked_by
+        yield connections
 
 
-def test_status_of_a_run_is_cached_and_a_controller_at_a_new_address_is_found(tmp_path: Path) -> None:
+def test_page_caches_the_status_of_a_run_and_reconnects_to_a_controller_at_a_new_address(tmp_path: Path) -> None:
     run_dir = written_run(tmp_path / "run", steps=1, end=False)
     steering = Steering(run_dir)
     try:
-        with status_only(run_dir) as asked_by:
-            assert all(steering.status(max_age_s=PATIENCE_S) is not None for _ in range(3)) and len(asked_by) == 1
-            assert steering.status(max_age_s=0.0) is not None and len(asked_by) == 2
-            assert len(set(asked_by)) == 1, "the connection was reused"
+        with status_only(run_dir) as connections:
+            assert all(steering.status(max_age_s=PATIENCE_S) is not None for _ in range(3)) and len(connections) == 1
+            assert steering.status(max_age_s=0.0) is not None and len(connections) == 2
+            assert len(set(connections)) == 1, "the connection was reused"
             steering.close()
-            assert steering.status(max_age_s=0.0) is not None and len(set(asked_by)) == 2
+            assert steering.status(max_age_s=0.0) is not None and len(set(connections)) == 2
         assert steering.status(max_age_s=0.0) is None
-        with status_only(run_dir) as asked_by:
-            assert steering.status(max_age_s=0.0) is not None and len(asked_by) == 1
+        with status_only(run_dir) as connections:
+            assert steering.status(max_age_s=0.0) is not None and len(connections) == 1
             steering.close()
     finally:
         steering.close()
@@ -203,5 +203,5 @@ def test_status_of_a_run_is_cached_and_a_controller_at_a_new_address_is_found(tm
     ],
 )
 def test_page_describes_each_knob_with_its_limits(name: str, value: Any, wanted: dict[str, Any]) -> None:
-    told = described(name, value, {})
-    assert {key: told[key] for key in wanted} == wanted
+    description = described(name, value, {})
+    assert {key: description[key] for key in wanted} == wanted

@@ -8,7 +8,7 @@ from pipelinerl.commands.watch.watched_run import Feed
 from tests.patience import PATIENCE_S
 
 
-async def test_listeners_of_a_feed_are_notified_once_per_batch_of_entries() -> None:
+async def test_listeners_of_an_event_feed_are_notified_once_per_batch_of_new_entries() -> None:
     feed = Feed(0)
     with feed.listener() as first, feed.listener() as second:
         feed.ring()
@@ -20,15 +20,15 @@ async def test_listeners_of_a_feed_are_notified_once_per_batch_of_entries() -> N
         assert not first.is_set(), "ring wakes listeners of new entries"
         await asyncio.to_thread(feed.ring)
         await asyncio.wait_for(asyncio.gather(first.wait(), second.wait()), PATIENCE_S)
-        told = feed.after(place)
-        assert told is not None and len(told) == 2
+        entries = feed.after(place)
+        assert entries is not None and len(entries) == 2
         first.clear()
         feed.ring()
         await asyncio.sleep(0)
         assert not first.is_set(), "ring does not repeat a wake-up"
 
 
-async def test_closed_listener_of_a_feed_is_not_notified() -> None:
+async def test_closed_listener_of_an_event_feed_is_not_notified() -> None:
     feed = Feed(0)
     with feed.listener() as gone:
         pass

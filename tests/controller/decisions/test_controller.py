@@ -72,7 +72,9 @@ def test_runs_under_random_schedules_finish_and_keep_all_invariants(seed: int) -
             "the mixture is that of the order's first issue"
         )
     ledger = run.controller.state.account.ledger()
-    assert ledger["issued"] == sum(ledger[fate] for fate in ("trained", "filtered", "stale", "failed", "in_flight"))
+    assert ledger["issued"] == sum(
+        ledger[outcome] for outcome in ("trained", "filtered", "stale", "failed", "in_flight")
+    )
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -99,13 +101,13 @@ def test_mixed_group_sizes_fill_steps_with_whole_groups(seed: int) -> None:
         assert all(version - each.oldest_version <= k for each in groups)
     indices = [each.index for _, groups, _ in run.trained for each in groups]
     assert len(indices) == len(set(indices)), "a group was trained twice"
-    asked = {order.index: order.sampling.num_samples for order in run.orders_issued}
-    assert set(asked.values()) == {large, 2}
-    assert all(asked[each.index] == len(each.rollouts) for _, groups, _ in run.trained for each in groups)
+    requested_sizes = {order.index: order.sampling.num_samples for order in run.orders_issued}
+    assert set(requested_sizes.values()) == {large, 2}
+    assert all(requested_sizes[each.index] == len(each.rollouts) for _, groups, _ in run.trained for each in groups)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_run_ends_with_a_balanced_ledger_after_three_skipped_steps_in_a_row(seed: int) -> None:
+def test_run_ends_after_three_nonfinite_steps_in_a_row_and_its_group_counts_add_up(seed: int) -> None:
     run = world(seed)
     run.poison = 0.2 if seed % 2 else 0.7
     run.begin()
@@ -118,12 +120,14 @@ def test_run_ends_with_a_balanced_ledger_after_three_skipped_steps_in_a_row(seed
     assert run.controller.state.version == run.version
     ledger = run.controller.state.account.ledger()
     assert ledger["trained"] == sum(len(groups) for _, groups, _ in run.trained)
-    assert ledger["issued"] == sum(ledger[fate] for fate in ("trained", "filtered", "stale", "failed", "in_flight"))
+    assert ledger["issued"] == sum(
+        ledger[outcome] for outcome in ("trained", "filtered", "stale", "failed", "in_flight")
+    )
     if seed % 2 == 0:
         assert run.skipped == 3, "at 0.7, three in a row come within 20 steps"
 
 
-def test_trainer_gets_a_directive_to_stop_and_save_after_three_skipped_steps() -> None:
+def test_controller_makes_the_trainer_save_and_stop_after_three_skipped_steps_in_a_row() -> None:
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()
@@ -140,8 +144,8 @@ def test_trainer_gets_a_directive_to_stop_and_save_after_three_skipped_steps() -
         )
         effects = run.controller.handle(skip, now=0.0)
         run.apply(effects)
-        told = {"step": 1, "what": "rewards", "groups": [4], "in_a_row": number}
-        assert effects[0] == Record("step_skipped", told)
+        expected = {"step": 1, "what": "rewards", "groups": [4], "in_a_row": number}
+        assert effects[0] == Record("step_skipped", expected)
         again = run.controller.handle(skip, now=0.0)
         assert again == [Send(run.directive)], "a report that comes twice is answered alike"
     assert (run.directive.stop, run.directive.checkpoint) == (True, True)
@@ -162,7 +166,7 @@ def test_run_with_staleness_bounds_j_and_k_of_one_trains_each_step_on_the_latest
 @pytest.mark.parametrize(
     ("oversample", "k", "issued"), [(1.0, 4, 4), (None, 4, 8), (4.0, 4, 8), (1.5, 4, 6), (None, 1, 2), (4.0, 1, 4)]
 )
-def test_run_that_filters_groups_issues_extra_orders_by_default_except_in_lockstep(
+def test_controller_requests_extra_groups_for_expected_filtering_by_default_except_in_lockstep(
     oversample: float | None, k: int, issued: int
 ) -> None:
     run = World(controller=controller(evaluation_problems=0, oversample=oversample, k=k), rng=random.Random(0))
@@ -173,7 +177,7 @@ def test_run_that_filters_groups_issues_extra_orders_by_default_except_in_lockst
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_oversampling_run_keeps_staleness_bounds_and_trains_no_group_twice(seed: int) -> None:
+def test_run_that_requests_extra_groups_keeps_staleness_bounds_and_trains_no_group_twice(seed: int) -> None:
     run = World(controller=controller(oversample=3.0), rng=random.Random(seed))
     run.begin()
     while run.finished is None:
@@ -197,7 +201,7 @@ def test_actors_get_no_staleness_limit_if_overdue_groups_may_still_be_trained_on
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_run_that_waits_for_overdue_groups_drops_no_group_and_finishes(seed: int) -> None:
+def test_run_whose_trainer_waits_for_overdue_groups_drops_no_group_and_finishes(seed: int) -> None:
     """Orders fail, are given up or filtered, and engines are updated at random."""
     noise = random.Random(seed)
     k = noise.choice([1, 2, 3, 5])
@@ -212,7 +216,7 @@ def test_run_that_waits_for_overdue_groups_drops_no_group_and_finishes(seed: int
     assert all(version - each.oldest_version <= k for version, groups, k in run.trained for each in groups)
 
 
-def test_random_schedules_include_waits_for_overdue_groups() -> None:
+def test_random_schedules_include_steps_in_which_the_trainer_waits_for_overdue_groups() -> None:
     """Without such waits, the test of runs that wait for overdue groups would prove nothing."""
     waits, lost = 0, 0
     for overdue in (Overdue.WAIT, Overdue.DROP):
@@ -240,7 +244,7 @@ def test_no_prompts_are_issued_before_weights_are_published_and_the_first_evalua
     assert [order.index for order in run.orders] == list(range(4)), "half of k = 4 steps, of two groups each"
 
 
-def test_repeated_report_gets_the_same_directive() -> None:
+def test_trainer_that_repeats_a_report_gets_the_same_directive_again() -> None:
     run = world()
     run.begin()
     again = run.controller.handle(
@@ -269,10 +273,15 @@ def test_preempted_trainer_saves_its_state_and_a_new_trainer_continues() -> None
     run.begin()
     run.publish()
     leaving = TrainerLeaving(report_id="leave-1", epoch=1, model_version=0, consumed=run.consumed())
-    (said,) = [effect.directive for effect in run.controller.handle(leaving, now=0.0) if isinstance(effect, Send)]
-    assert (said.answers, said.stop, said.checkpoint, said.publish_to) == ("leave-1", True, True, [])
-    assert said.controller_state is not None
-    assert run.controller.handle(leaving, now=0.0) == [Send(said)], "said again, it is answered again"
+    (directive,) = [effect.directive for effect in run.controller.handle(leaving, now=0.0) if isinstance(effect, Send)]
+    assert (directive.answers, directive.stop, directive.checkpoint, directive.publish_to) == (
+        "leave-1",
+        True,
+        True,
+        [],
+    )
+    assert directive.controller_state is not None
+    assert run.controller.handle(leaving, now=0.0) == [Send(directive)], "said again, it is answered again"
     left = run.controller.handle(TrainerStopped(epoch=1, model_version=0, left=True), now=0.0)
     assert left == [Record("trainer_left", {"model_version": 0})]
     run.awaiting = "ready-2"
@@ -339,9 +348,9 @@ def test_knob_changes_are_sent_immediately_to_a_trainer_that_waits_for_rollouts(
     run.begin()
     run.publish()
     effects = run.controller.decide(KnobsPatched(now=0.0, changes={"rollouts_per_step": 4}, who="test", time=0.0))
-    (said,) = [effect.directive for effect in effects if isinstance(effect, Send)]
-    assert (said.answers, said.knobs.rollouts_per_step) == ("knobs-e1-1", 4)
-    assert (said.publish_to, said.checkpoint, said.stop) == ([], False, False)
+    (directive,) = [effect.directive for effect in effects if isinstance(effect, Send)]
+    assert (directive.answers, directive.knobs.rollouts_per_step) == ("knobs-e1-1", 4)
+    assert (directive.publish_to, directive.checkpoint, directive.stop) == ([], False, False)
 
 
 def test_knob_changes_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
@@ -354,22 +363,22 @@ def test_knob_changes_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
     assert run.directive is not None and run.directive.stop
 
 
-def test_trainer_that_waits_for_rollouts_gets_a_directive_even_while_an_evaluation_runs() -> None:
+def test_trainer_that_waits_for_rollouts_while_an_evaluation_runs_gets_a_directive_to_keep_waiting() -> None:
     run = world()
     run.begin()
     starving = ReportReceived(now=1.0, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0")
     assert run.controller.decide(starving) == [], "no evaluation runs that would end: the trainer's own deadline counts"
     run.publish()
-    (said,) = run.controller.decide(starving)
-    assert isinstance(said, Send) and said.directive.answers == "held-e1-0"
-    assert (said.directive.publish_to, said.directive.checkpoint, said.directive.stop) == ([], False, False)
+    (sent,) = run.controller.decide(starving)
+    assert isinstance(sent, Send) and sent.directive.answers == "held-e1-0"
+    assert (sent.directive.publish_to, sent.directive.checkpoint, sent.directive.stop) == ([], False, False)
     for _ in range(3):
         run.sample()
         run.answer()
     assert run.controller.decide(starving) == [], "it waits for groups now"
 
 
-def test_orders_of_a_departed_actor_are_reissued() -> None:
+def test_groups_in_flight_at_a_departed_actor_are_requested_again() -> None:
     """The last heartbeat of the departed actor reports four groups in flight, whose orders exist nowhere else."""
     run = world(evaluation_problems=0)
     run.begin()
@@ -383,7 +392,7 @@ def test_orders_of_a_departed_actor_are_reissued() -> None:
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_orders_lost_by_the_stream_server_are_reissued_and_trained_only_once(seed: int) -> None:
+def test_groups_lost_by_the_stream_server_are_requested_again_and_trained_only_once(seed: int) -> None:
     """The newest orders and unread groups are lost at random, although the trainer never reports starvation."""
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 8, math.inf]))
@@ -404,21 +413,23 @@ def test_orders_lost_by_the_stream_server_are_reissued_and_trained_only_once(see
     assert len(indices) == len(set(indices)), "a group was trained twice"
     account = run.controller.state.account
     ledger = account.ledger()
-    assert ledger["issued"] == sum(ledger[fate] for fate in ("trained", "filtered", "stale", "failed", "in_flight"))
+    assert ledger["issued"] == sum(
+        ledger[outcome] for outcome in ("trained", "filtered", "stale", "failed", "in_flight")
+    )
     there = {order.index for order in run.orders} | {order.index for order, _ in run.sampling} | {*run.batcher.waiting}
     ended = {*range(run.batcher.ledger.frontier), *run.batcher.ledger.beyond, *account.failed, *account.outdated}
     assert set(range(account.cursor)) <= there | ended | {*account.reissue}, "an order is in flight and nowhere"
 
 
-def test_evaluation_orders_that_were_lost_are_issued_again() -> None:
+def test_evaluation_problems_lost_by_the_stream_server_are_requested_again() -> None:
     run = world()
     run.begin()
     run.publish()
-    asked = list(run.orders)
+    issued = list(run.orders)
     run.sample()
     run.answer()
     effects = run.controller.decide(StreamsLost(now=0.0))
-    assert [effect for effect in effects if isinstance(effect, IssuePrompts)] == [IssuePrompts(asked[1:])]
+    assert [effect for effect in effects if isinstance(effect, IssuePrompts)] == [IssuePrompts(issued[1:])]
     assert [effect.directive.publish_to for effect in effects if isinstance(effect, Send)] == [[]]
     run.apply(effects)
     for _ in range(2):
@@ -467,7 +478,7 @@ def test_run_begins_without_waiting_for_an_engine_that_an_operator_removed() -> 
     assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-2"]
 
 
-def test_resumed_controller_reissues_exactly_the_orders_that_were_in_flight() -> None:
+def test_resumed_controller_requests_again_exactly_the_groups_that_were_in_flight() -> None:
     run = world()
     run.begin()
     while run.version < 7:
@@ -528,7 +539,7 @@ class CountedOrders(dict[int, SentOrder]):
         return super().values()
 
 
-def test_issuing_a_thousand_orders_sums_the_group_sizes_in_flight_only_once() -> None:
+def test_requesting_a_thousand_groups_sums_the_sizes_of_the_groups_in_flight_only_once() -> None:
     run = world(k=math.inf, room=2000, evaluation_problems=0, groups_in_flight=2000)
     run.controller.state.ahead.steps = math.inf
     run.begin()

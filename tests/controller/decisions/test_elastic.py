@@ -52,7 +52,7 @@ class Site:
         self.work = work
         self.now = 0.0
         self.inputs: list[AnyInput] = []
-        self.said: list[tuple[str, dict[str, Any]]] = []
+        self.event_records: list[tuple[str, dict[str, Any]]] = []
         self.tell(EngineRegistered(now=0.0, url="http://engine-0", incarnation="1", name="engine-0", type="bigram"))
         self._begin()
         self.settle_fleet()
@@ -67,7 +67,7 @@ class Site:
 
     def tell(self, given: AnyInput) -> None:
         self.inputs.append(given)
-        self.said += [(each.kind, each.fields) for each in self.made.decide(given) if isinstance(each, Record)]
+        self.event_records += [(each.kind, each.fields) for each in self.made.decide(given) if isinstance(each, Record)]
 
     def _report(self, report: Any) -> None:
         self.tell(ReportReceived(now=self.now, report=report, entry_id="1-0"))
@@ -125,7 +125,7 @@ class Site:
         return counts
 
     def scaled(self, kind: str = "engines_scaled") -> list[tuple[int, int]]:
-        return [(fields["from"], fields["to"]) for said, fields in self.said if said == kind]
+        return [(fields["from"], fields["to"]) for record_kind, fields in self.event_records if record_kind == kind]
 
 
 def _turns(counts: list[int]) -> int:
@@ -171,16 +171,16 @@ def test_removing_an_engine_never_makes_the_others_too_busy(figures: Figures, en
 
 
 @given(
-    found=st.lists(st.tuples(SHARES, SHARES, SHARES), max_size=40),
+    shares=st.lists(st.tuples(SHARES, SHARES, SHARES), max_size=40),
     rule=st.builds(
         ElasticRule, patience=st.integers(1, 4), settle_s=st.sampled_from([0.0, 3.0, 30.0]), interval_s=st.just(1.0)
     ),
 )
 def test_number_of_engines_changes_only_after_several_equal_suggestions_and_a_settling_time(
-    found: list[tuple[float, float, float]], rule: ElasticRule
+    shares: list[tuple[float, float, float]], rule: ElasticRule
 ) -> None:
     memory, verdicts, decided = ElasticMemory(), list[Want](), list[tuple[int, Want]]()
-    for now, (waiting, occupancy, stale) in enumerate(found):
+    for now, (waiting, occupancy, stale) in enumerate(shares):
         figures = Figures(waiting=waiting, occupancy=occupancy, stale=stale)
         verdicts.append(suggestion(rule, figures, engines=3))
         want = next_change(rule, memory, figures, engines=3, now=float(now))
@@ -196,7 +196,7 @@ def test_dry_run_of_scaling_only_records_its_decisions() -> None:
     site = Site(replace(RULE, mode=Elasticity.DRY_RUN), work=3.0)
     assert set(site.pass_time(60)) == {1}
     assert set(site.scaled("engines_would_scale")) == {(1, 2)} and not site.state.engine_requests
-    why = next(fields["why"] for kind, fields in site.said if kind == "engines_would_scale")
+    why = next(fields["why"] for kind, fields in site.event_records if kind == "engines_would_scale")
     assert why == "the engines are 100% busy, the trainer waits 67% of its time, and 0% of groups arrive too late"
 
 
@@ -259,7 +259,7 @@ def test_number_of_engines_is_unchanged_while_an_engine_joins_or_drains() -> Non
     assert len(site.scaled()) == before
 
 
-def test_engine_type_that_could_not_be_provided_is_not_requested_again() -> None:
+def test_engine_that_the_launcher_cannot_start_is_not_requested_again() -> None:
     site = Site(RULE, work=5.0)
     for _ in range(20):
         site.second()
@@ -295,7 +295,7 @@ def test_engine_pinned_for_an_evaluation_is_not_removed_by_scaling() -> None:
 
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**16))
-def test_replayed_journal_makes_the_same_scaling_decisions(seed: int) -> None:
+def test_controller_that_replays_its_journal_makes_the_same_scaling_decisions(seed: int) -> None:
     dice, site = random.Random(seed), Site(RULE, work=3.0)
     for _ in range(60):
         site.work = dice.choice([site.work, dice.uniform(0.2, 6.0)])

@@ -46,11 +46,11 @@ def lifecycle(made: Controller, url: str) -> EngineLifecycle:
     return made.state.fleet.by_url[url].lifecycle
 
 
-def told(made: Controller, given: AnyInput) -> list[tuple[str, dict[str, Any]]]:
+def recorded(made: Controller, given: AnyInput) -> list[tuple[str, dict[str, Any]]]:
     return [(effect.kind, effect.fields) for effect in made.decide(given) if isinstance(effect, Record)]
 
 
-def heard(report: Any, *, now: float = 0.0) -> ReportReceived:
+def received(report: Any, *, now: float = 0.0) -> ReportReceived:
     return ReportReceived(now=now, report=report, entry_id="1-0")
 
 
@@ -65,13 +65,13 @@ def give_weights(run: World, *urls: str, version: int = 0) -> None:
         send_s=0.1,
         total_s=0.1,
     )
-    run.controller.decide(heard(report))
+    run.controller.decide(received(report))
 
 
-def proof(run: World, *, version: int = 0, now: float = 0.0, **found: Any) -> ReportReceived:
+def proof(run: World, *, version: int = 0, now: float = 0.0, **results: Any) -> ReportReceived:
     state = run.controller.state
-    fields: dict[str, Any] = {"worst": {}} | found
-    return heard(
+    fields: dict[str, Any] = {"worst": {}} | results
+    return received(
         CanaryChecked(epoch=state.epoch, model_version=version, membership=state.fleet.membership, **fields), now=now
     )
 
@@ -80,19 +80,19 @@ def test_engine_that_fails_its_canary_on_two_versions_is_expelled(run: World) ->
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
-    (canary_failed, lost) = told(made, proof(run, mismatched={NEW: "0.7 nats off"}))
+    (canary_failed, lost) = recorded(made, proof(run, mismatched={NEW: "0.7 nats off"}))
     assert canary_failed == (
         "engine_canary_failed",
         {"url": NEW, "model_version": 0, "reason": "0.7 nats off", "lifecycle": EngineLifecycle.DIRTY},
     )
     assert lost == ("engine_lost", {"url": NEW, "reason": "0.7 nats off"})
-    assert told(made, EngineAnswered(now=0.0, url=NEW)) == [], "the same weights again would be no update"
+    assert recorded(made, EngineAnswered(now=0.0, url=NEW)) == [], "the same weights again would be no update"
     while run.version == 0:
         run.act()
     run.give(EngineAnswered(now=0.0, url=NEW))
     assert run.directive is not None and NEW in run.directive.publish_to and run.directive.to_verify == [NEW]
     give_weights(run, ENGINE, NEW, version=1)
-    (canary_failed, _) = told(made, proof(run, version=1, mismatched={NEW: "0.7 nats off"}))
+    (canary_failed, _) = recorded(made, proof(run, version=1, mismatched={NEW: "0.7 nats off"}))
     assert canary_failed[1]["lifecycle"] is EngineLifecycle.EXPELLED
     assert to_stop(made.state) == [], "whoever wants to know why finds its process"
 
@@ -101,23 +101,23 @@ def test_engine_that_did_not_answer_its_canary_is_retried_when_it_answers_a_poll
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
-    assert told(made, proof(run, failed={NEW: "gone"})) == [("engine_lost", {"url": NEW, "reason": "gone"})]
+    assert recorded(made, proof(run, failed={NEW: "gone"})) == [("engine_lost", {"url": NEW, "reason": "gone"})]
     sent = [effect.directive for effect in made.decide(EngineAnswered(now=0.0, url=NEW)) if isinstance(effect, Send)]
     assert [(directive.publish_to, directive.to_verify) for directive in sent] == [([NEW], [NEW])]
 
 
 def test_replaced_engine_drains_as_soon_as_its_replacement_has_passed_the_canary_check(run: World) -> None:
     made = run.controller
-    requested = told(made, EnginesRequested(now=0.0, type="vllm", replaces=ENGINE, grace_s=9.0))
+    requested = recorded(made, EnginesRequested(now=0.0, type="vllm", replaces=ENGINE, grace_s=9.0))
     assert requested == [("engines_hired", {"names": ["engine-1"], "type": "vllm", "replaces": ENGINE})]
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1", type="vllm"))
     give_weights(run, ENGINE, NEW)
     assert lifecycle(made, ENGINE) is EngineLifecycle.HEALTHY
-    kinds = [kind for kind, _ in told(made, proof(run, worst={NEW: 1e-6}, now=5.0))]
+    kinds = [kind for kind, _ in recorded(made, proof(run, worst={NEW: 1e-6}, now=5.0))]
     assert kinds == ["engine_verified", "engine_draining"]
     assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([NEW], [ENGINE])
-    assert told(made, Ticked(now=13.0)) == [], "it has 9 s from 5 on"
-    ((kind, fields),) = told(made, Ticked(now=14.1))
+    assert recorded(made, Ticked(now=13.0)) == [], "it has 9 s from 5 on"
+    ((kind, fields),) = recorded(made, Ticked(now=14.1))
     assert (kind, fields["reason"]) == ("engine_lost", "drained; its remaining work is handed over")
     assert lifecycle(made, ENGINE) is EngineLifecycle.EXPELLED
     assert made.state.fleet.by_url[ENGINE].to_stop
@@ -138,7 +138,7 @@ def test_engine_that_never_answers_its_canary_is_expelled(run: World) -> None:
     assert publication_due(made.state, made.settings) == [] and made.state.fleet.serving() == [ENGINE]
 
 
-def test_joining_of_another_engine_causes_no_retry_of_an_engine_that_failed_its_canary(run: World) -> None:
+def test_engine_that_failed_its_canary_is_not_retried_when_another_engine_joins(run: World) -> None:
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -154,15 +154,15 @@ def test_engine_that_is_already_being_replaced_gets_no_second_replacement(run: W
     made = run.controller
     swap = EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0)
     assert removal_reason(made.state, ENGINE) == ""
-    told(made, swap)
-    assert told(made, swap) == []
+    recorded(made, swap)
+    assert recorded(made, swap) == []
     assert removal_reason(made.state, ENGINE) == "engine-1, which can be removed, was requested to replace it"
     made.decide(EngineRemoved(now=0.0, engine="engine-1"))
-    assert told(made, swap)[0][1]["names"] == ["engine-2"]
+    assert recorded(made, swap)[0][1]["names"] == ["engine-2"]
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-2", type="torch"))
     give_weights(run, ENGINE, NEW)
-    told(made, proof(run, worst={NEW: 1e-6}))
-    assert told(made, swap) == [] and removal_reason(made.state, ENGINE) == "it is being drained"
+    recorded(made, proof(run, worst={NEW: 1e-6}))
+    assert recorded(made, swap) == [] and removal_reason(made.state, ENGINE) == "it is being drained"
     assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-2"]
 
 
@@ -173,13 +173,13 @@ def test_replaced_engine_is_drained_only_once_even_if_its_address_is_reused(run:
     made.decide(EnginesRequested(now=0.0, type="torch", count=2, replaces=ENGINE, grace_s=9.0))
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
     give_weights(run, ENGINE, NEW)
-    assert "engine_draining" in [kind for kind, _ in told(made, proof(run, worst={NEW: 1e-6}, now=5.0))]
+    assert "engine_draining" in [kind for kind, _ in recorded(made, proof(run, worst={NEW: 1e-6}, now=5.0))]
     made.decide(EngineIdle(now=9.0, url=ENGINE))
     for url, name in ((ENGINE, "engine-3"), ("http://engine-2", "engine-2")):
         made.decide(EngineRegistered(now=10.0, url=url, incarnation="3", name=name))
     made.state.fleet.begin_epoch()
     give_weights(run, NEW, ENGINE, "http://engine-2")
-    told(made, proof(run, worst={ENGINE: 1e-6, NEW: 1e-6, "http://engine-2": 1e-6}))
+    recorded(made, proof(run, worst={ENGINE: 1e-6, NEW: 1e-6, "http://engine-2": 1e-6}))
     assert [lifecycle(made, url) for url in (ENGINE, NEW)] == [EngineLifecycle.HEALTHY, EngineLifecycle.HEALTHY]
 
 
@@ -191,26 +191,26 @@ def test_joining_replacement_drains_no_engine_if_the_replaced_engine_was_removed
     for url, name in ((ENGINE, "engine-2"), (NEW, "engine-1")):
         made.decide(EngineRegistered(now=0.0, url=url, incarnation="2", name=name))
     give_weights(run, ENGINE, NEW)
-    told(made, proof(run, worst={ENGINE: 1e-6, NEW: 1e-6}))
+    recorded(made, proof(run, worst={ENGINE: 1e-6, NEW: 1e-6}))
     assert lifecycle(made, ENGINE) is EngineLifecycle.HEALTHY
 
 
 def test_drained_engine_is_expelled_and_its_process_is_stopped_when_it_has_become_idle(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
-    assert told(made, EngineIdle(now=0.0, url=NEW)) == [], "nobody asked it to go"
-    told(made, EngineDrainAsked(now=0.0, url=NEW, grace_s=60.0))
-    assert told(made, EngineIdle(now=3.0, url=NEW)) == [
+    assert recorded(made, EngineIdle(now=0.0, url=NEW)) == [], "nobody asked it to go"
+    recorded(made, EngineDrainAsked(now=0.0, url=NEW, grace_s=60.0))
+    assert recorded(made, EngineIdle(now=3.0, url=NEW)) == [
         ("engine_lost", {"url": NEW, "reason": "drained", "planned": True})
     ]
     assert to_stop(made.state) == ["engine-1"]
-    assert told(made, EngineDrainAsked(now=4.0, url=NEW, grace_s=60.0)) == []
+    assert recorded(made, EngineDrainAsked(now=4.0, url=NEW, grace_s=60.0)) == []
 
 
 def test_draining_a_dead_engine_expels_it_immediately(run: World) -> None:
     made = run.controller
     made.decide(EngineTimedOut(now=0.0, url=ENGINE, reason="gone"))
-    ((kind, fields),) = told(made, EngineDrainAsked(now=0.0, url=ENGINE, grace_s=60.0))
+    ((kind, fields),) = recorded(made, EngineDrainAsked(now=0.0, url=ENGINE, grace_s=60.0))
     assert (kind, fields["reason"]) == ("engine_lost", "drained: it had no work")
 
 
@@ -242,15 +242,15 @@ def test_removing_a_name_that_two_engines_share_expels_both_engines_but_ends_no_
     assert to_stop(made.state) == [], "the launcher's engine-0 is the other one"
 
 
-def test_suspect_engine_keeps_its_work_but_gets_no_new_work(run: World) -> None:
+def test_engine_that_missed_a_health_check_finishes_its_requests_but_gets_no_new_ones(run: World) -> None:
     made = run.controller
-    assert told(made, HealthCheckMissed(now=0.0, url=ENGINE)) == [("engine_suspect", {"url": ENGINE})]
+    assert recorded(made, HealthCheckMissed(now=0.0, url=ENGINE)) == [("engine_suspect", {"url": ENGINE})]
     assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([], [ENGINE])
-    assert told(made, EngineAnswered(now=0.0, url=ENGINE)) == [("engine_back", {"url": ENGINE})]
+    assert recorded(made, EngineAnswered(now=0.0, url=ENGINE)) == [("engine_back", {"url": ENGINE})]
     assert made.state.fleet.serving() == [ENGINE]
 
 
-def test_group_handed_over_between_engines_is_recorded_without_changing_the_ledger(run: World) -> None:
+def test_group_handed_over_between_engines_is_logged_and_leaves_the_group_counts_unchanged(run: World) -> None:
     before = run.controller.state.account.ledger()
     (record,) = run.controller.handle(
         GroupHandedOver(order_id="prompt-000003", index=3, tokens_kept=90, tokens_resampled=8), now=0.0
@@ -261,14 +261,14 @@ def test_group_handed_over_between_engines_is_recorded_without_changing_the_ledg
     assert run.controller.state.account.ledger() == before
 
 
-def test_order_that_an_actor_gave_up_counts_as_stale_and_is_replaced(run: World) -> None:
+def test_group_that_an_actor_drops_as_too_old_counts_once_as_stale_and_is_replaced(run: World) -> None:
     made = run.controller
     before = len(run.issued)
-    run.give(heard(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))
+    run.give(received(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))
     ledger = made.state.account.ledger()
     assert (ledger["stale"], ledger["in_flight"], ledger["issued"]) == (1, before, before + 1)
     assert run.issued[-1] == before
-    run.give(heard(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))
+    run.give(received(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))
     assert made.state.account.ledger()["stale"] == 1, "it ends once"
     directive: Directive = made._directive("x")
     assert directive.stale == [3]

@@ -38,19 +38,19 @@ def world(seed: int = 0, *, engines: tuple[str, ...] = BOTH, **changes: Any) -> 
 
 def recorded(run: World) -> list[Record]:
     """Return a list to which all later events of the run are appended."""
-    told: list[Record] = []
+    records: list[Record] = []
     apply = run.apply
 
     def listening(effects: list[Effect]) -> None:
-        told.extend(effect for effect in effects if isinstance(effect, Record))
+        records.extend(effect for effect in effects if isinstance(effect, Record))
         apply(effects)
 
     run.apply = listening  # type: ignore[method-assign]
-    return told
+    return records
 
 
-def abandoned(told: list[Record]) -> list[str]:
-    return [event.fields["reason"] for event in told if event.kind == "evaluation_restarted"]
+def abandoned(records: list[Record]) -> list[str]:
+    return [event.fields["reason"] for event in records if event.kind == "evaluation_restarted"]
 
 
 def results(run: World) -> list[EvaluationResult]:
@@ -101,7 +101,7 @@ def test_late_answer_to_an_abandoned_evaluation_is_ignored_by_the_next_evaluatio
 @pytest.mark.parametrize("pin", [Pin.AUTO, Pin.GATE, Pin.ENGINE])
 @pytest.mark.parametrize("engines", [BOTH, (ENGINE,)], ids=["two engines", "one engine"])
 @pytest.mark.parametrize("seed", range(4))
-def test_evaluations_under_random_schedules_are_answered_by_one_version_each(
+def test_each_evaluation_under_a_random_schedule_is_answered_by_a_single_weight_version(
     seed: int, engines: tuple[str, ...], pin: Pin
 ) -> None:
     chance = random.Random(seed)
@@ -121,18 +121,18 @@ def test_evaluations_under_random_schedules_are_answered_by_one_version_each(
     assert run.finished == "all 40 steps are done", waiting_for(run.controller.state, now=0.0)
     for version, groups, k in run.trained:
         assert all(version - trained.oldest_version <= k for trained in groups)
-    found = results(run)
-    assert found[-1].model_version == 40
-    assert all(result.one_version for result in found)
-    assert all(result.version_min == result.version_max == result.model_version for result in found)
-    used = {result.pin for result in found[1:-1]}
+    outcomes = results(run)
+    assert outcomes[-1].model_version == 40
+    assert all(result.one_version for result in outcomes)
+    assert all(result.version_min == result.version_max == result.model_version for result in outcomes)
+    used = {result.pin for result in outcomes[1:-1]}
     assert used <= ({Pin.GATE} if pin is Pin.GATE or len(engines) == 1 else {Pin.ENGINE, Pin.GATE})
     assert run.controller.state.fleet.pinned() == []
 
 
 def test_pinned_engine_answers_an_evaluation_while_training_continues_on_the_other_engine() -> None:
     run = world(evaluation_problems=30, steps=1000, k=2)
-    told = recorded(run)
+    records = recorded(run)
     run.begin()
     until_evaluation(unanswering(run), 5)
     pinned = run.controller.state.evaluations.current
@@ -154,16 +154,16 @@ def test_pinned_engine_answers_an_evaluation_while_training_continues_on_the_oth
     while run.publications:
         run.publish()
     assert run.controller.state.fleet.serving() == list(BOTH)
-    assert [e.kind for e in told if e.kind.startswith("evaluation")].count("evaluation_began") == 2
+    assert [e.kind for e in records if e.kind.startswith("evaluation")].count("evaluation_began") == 2
 
 
-def test_evaluation_orders_in_flight_are_limited_to_the_pinned_engines_capacity() -> None:
+def test_evaluation_problems_in_flight_are_limited_to_the_pinned_engines_capacity() -> None:
     run = world(evaluation_problems=100, steps=1000)
     run.begin()
     until_evaluation(run, 5)
-    asked = [order for order in run.orders if order.purpose is Purpose.EVALUATION]
-    assert len(asked) == 4, "half of the room for eight groups"
-    assert {order.engine for order in asked} == {OTHER}
+    orders = [order for order in run.orders if order.purpose is Purpose.EVALUATION]
+    assert len(orders) == 4, "half of the room for eight groups"
+    assert {order.engine for order in orders} == {OTHER}
 
 
 def test_time_limit_for_postponing_weight_updates_counts_from_the_first_postponed_update() -> None:
@@ -178,7 +178,7 @@ def test_time_limit_for_postponing_weight_updates_counts_from_the_first_postpone
     assert evaluation is not None and not evaluation.given_up and evaluation.held_since is not None
 
 
-def test_evaluation_in_gate_mode_postpones_weight_updates_for_at_most_its_time_limit() -> None:
+def test_evaluation_that_postpones_weight_updates_is_abandoned_at_its_time_limit() -> None:
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
     run.begin()
     until_evaluation(unanswering(run), 5)
@@ -200,7 +200,7 @@ def test_evaluation_in_gate_mode_postpones_weight_updates_for_at_most_its_time_l
 
 def test_evaluation_restarts_when_its_pinned_engine_is_lost_and_ends_after_too_many_restarts() -> None:
     run = world(engines=(*BOTH, "http://engine-2"), evaluation_problems=3, steps=1000)
-    told = recorded(run)
+    records = recorded(run)
     run.begin()
     until_evaluation(unanswering(run), 5)
     for life in range(1, 5):
@@ -209,7 +209,7 @@ def test_evaluation_restarts_when_its_pinned_engine_is_lost_and_ends_after_too_m
         run.give(EngineTimedOut(now=0.0, url=evaluation.engine, reason="killed"))
         run.give(EngineAnswered(now=0.0, url=evaluation.engine))
         if life < 4:
-            assert abandoned(told)[life - 1 :] == [f"{evaluation.engine} is dead: killed"]
+            assert abandoned(records)[life - 1 :] == [f"{evaluation.engine} is dead: killed"]
             while run.publications:
                 run.publish()
             until_evaluation(run, evaluation.model_version)
@@ -220,13 +220,13 @@ def test_evaluation_restarts_when_its_pinned_engine_is_lost_and_ends_after_too_m
 
 def test_evaluation_restarts_when_its_engine_drains_or_a_new_trainer_begins() -> None:
     run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
-    told = recorded(run)
+    records = recorded(run)
     run.give(EngineDrainAsked(now=0.0, url=OTHER, grace_s=9.0))
-    assert abandoned(told) == [f"{OTHER} is draining"]
+    assert abandoned(records) == [f"{OTHER} is draining"]
     run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
-    told = recorded(run)
+    records = recorded(run)
     run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=5, consumed=run.consumed()))
-    assert abandoned(told) == ["epoch 2 has begun"]
+    assert abandoned(records) == ["epoch 2 has begun"]
 
 
 def test_engine_that_joins_while_weight_updates_are_postponed_waits_for_its_weights() -> None:
@@ -245,11 +245,11 @@ def test_engine_that_joins_while_weight_updates_are_postponed_waits_for_its_weig
 
 def test_stopped_run_evaluates_its_final_weights_with_all_engines() -> None:
     run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
-    told = recorded(run)
+    records = recorded(run)
     run.give(StopAsked(now=0.0, reason="enough"))
     assert run.directive is not None and run.directive.publish_to == list(BOTH), "the pinned one, too"
     run.train()
-    assert abandoned(told) == ["the run ends, and its last weights are evaluated"]
+    assert abandoned(records) == ["the run ends, and its last weights are evaluated"]
     evaluation = run.controller.state.evaluations.current
     assert evaluation is not None and (evaluation.pin, evaluation.model_version) == (Pin.GATE, run.version)
     assert {order.engine for order in run.orders[-3:]} == {""}
@@ -291,7 +291,7 @@ def test_evaluation_sets_follow_their_intervals_and_share_one_version_when_due_t
     seed: int, engines: tuple[str, ...]
 ) -> None:
     run = world(seed, engines=engines, k=4, steps=40, other_sets=(HARD,))
-    told = recorded(run)
+    records = recorded(run)
     run.begin()
     for _ in range(60_000):
         if run.finished is not None:
@@ -301,11 +301,11 @@ def test_evaluation_sets_follow_their_intervals_and_share_one_version_when_due_t
     by_set = {name: [each for each in results(run) if each.name == name] for name in ("held_out", "hard")}
     assert {each.problems for each in by_set["hard"]} == {4} and {each.problems for each in by_set["held_out"]} == {3}
     assert len(by_set["held_out"]) > len(by_set["hard"]) >= 4, "before step 1, about 15 and 30, and after 40"
-    began = [event.fields for event in told if event.kind == "evaluation_began"]
+    began = [event.fields for event in records if event.kind == "evaluation_began"]
     assert (began[0]["sets"], began[-1]["sets"]) == (["held_out", "hard"], ["held_out", "hard"])
     for name, of_set in by_set.items():
-        asked = [event["model_version"] for event in began if name in event["sets"]]
-        assert [each.model_version for each in of_set] == asked, "an evaluation asks the sets that it says"
+        versions = [event["model_version"] for event in began if name in event["sets"]]
+        assert [each.model_version for each in of_set] == versions, "an evaluation asks the sets that it says"
     assert all(each.one_version and each.incomplete == "" for each in results(run))
     kept = [each.name for each in results(run) if each.by_domain]
     assert sorted(kept) == ["hard", "held_out"], "figures by domain are of the last of each set"
@@ -314,7 +314,7 @@ def test_evaluation_sets_follow_their_intervals_and_share_one_version_when_due_t
 def test_evaluation_set_that_becomes_due_during_an_evaluation_runs_once_afterwards() -> None:
     often = replace(HARD, interval_steps=2, problems=2)
     run = world(evaluation_problems=30, steps=1000, k=2, other_sets=(often,))
-    told = recorded(run)
+    records = recorded(run)
     run.begin()
     for _ in range(20_000):
         run.act()
@@ -331,10 +331,10 @@ def test_evaluation_set_that_becomes_due_during_an_evaluation_runs_once_afterwar
     run.give(Ticked(now=1000.0))
     assert results(run)[-1].name == "held_out" and results(run)[-1].incomplete
     del run.__dict__["sample"]
-    before = len(told)
-    while not [event for event in told[before:] if event.kind == "evaluation_began"]:
+    before = len(records)
+    while not [event for event in records[before:] if event.kind == "evaluation_began"]:
         run.act()
-    (began,) = [event.fields["sets"] for event in told[before:] if event.kind == "evaluation_began"]
+    (began,) = [event.fields["sets"] for event in records[before:] if event.kind == "evaluation_began"]
     assert began == ["hard"]
 
 
@@ -362,17 +362,17 @@ def wrong_first(run: World) -> None:
     """Make every answer to a problem of the first set wrong."""
     tell = run.tell
 
-    def told(report: Any) -> None:
+    def report_wrong_first(report: Any) -> None:
         current = run.controller.state.evaluations.current
         if isinstance(report, EvaluationDone) and current is not None and current.concerns(report.order_id):
             place = current.plan.question(report.index)[0].place
             report = msgspec.structs.replace(report, correct=report.correct * place)
         tell(report)
 
-    run.tell = told  # type: ignore[method-assign]
+    run.tell = report_wrong_first  # type: ignore[method-assign]
 
 
-def test_status_names_the_evaluation_set_of_each_accuracy() -> None:
+def test_status_shows_each_accuracy_with_the_name_of_its_evaluation_set() -> None:
     run = world(steps=40, other_sets=(HARD,))
     run.begin()
     while len(results(run)) < 2:

@@ -66,7 +66,7 @@ def serving() -> World:
     return made
 
 
-def heard(report: Any, now: float = 0.0) -> ReportReceived:
+def received(report: Any, now: float = 0.0) -> ReportReceived:
     return ReportReceived(now=now, report=report, entry_id="1-0")
 
 
@@ -82,7 +82,7 @@ def failed_to_publish(made: Controller, reasons: dict[str, str], *, permanent: l
         send_s=0.0,
         total_s=0.0,
     )
-    return heard(report)
+    return received(report)
 
 
 def ends(made: Controller, given: AnyInput) -> tuple[Directive | None, Finish | None]:
@@ -97,7 +97,7 @@ def test_run_saves_and_ends_when_its_only_engine_refuses_weights_permanently() -
     stop, finish = ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
     assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.EXPELLED
     assert finish is None and stop is not None and stop.checkpoint and stop.publish_to == []
-    _, finish = ends(made, heard(TrainerStopped(epoch=made.state.epoch, model_version=0)))
+    _, finish = ends(made, received(TrainerStopped(epoch=made.state.epoch, model_version=0)))
     assert finish == Finish(f"no engine can serve this run: {ENGINE} {REFUSAL}", End.FAILED)
     assert made.state.phase is RunPhase.FINISHED
     assert ends(made, Ticked(now=1e6)) == (None, None), "it ends once"
@@ -150,7 +150,7 @@ def test_run_ends_when_its_only_engine_fails_the_canary_twice() -> None:
             worst={},
             mismatched={ENGINE: "another tokenizer"},
         )
-        stop, _ = ends(made, heard(report))
+        stop, _ = ends(made, received(report))
         assert (stop is not None) is (version == 1)
     assert made.state.failing.reason.endswith("another tokenizer")
 
@@ -196,8 +196,8 @@ def failing(errors: int = 0, timeouts: int = 0, judged: int = 0) -> VerifierFigu
 def test_run_ends_when_a_verifier_fails_on_twenty_answers_in_a_row() -> None:
     made = serving().controller
     well = VerifierFigures(judged=400)
-    assert ends(made, heard(beat("a", math=well, code=failing(19)))) == (None, None)
-    stop, _ = ends(made, heard(beat("a", math=well, code=failing(20, judged=70))))
+    assert ends(made, received(beat("a", math=well, code=failing(19)))) == (None, None)
+    stop, _ = ends(made, received(beat("a", math=well, code=failing(20, judged=70))))
     assert stop is not None
     assert made.state.failing.reason == (
         "the verifier of domain code has failed on 20 answers in a row; the last error: verifier_error: "
@@ -208,8 +208,8 @@ def test_run_ends_when_a_verifier_fails_on_twenty_answers_in_a_row() -> None:
 def test_run_ends_when_the_curation_filter_fails_on_twenty_groups_in_a_row() -> None:
     made = serving().controller
     well = VerifierFigures(judged=400)
-    assert ends(made, heard(msgspec.structs.replace(beat("a", math=well), filtering=failing(19)))) == (None, None)
-    stop, _ = ends(made, heard(msgspec.structs.replace(beat("a", math=well), filtering=failing(20))))
+    assert ends(made, received(msgspec.structs.replace(beat("a", math=well), filtering=failing(19)))) == (None, None)
+    stop, _ = ends(made, received(msgspec.structs.replace(beat("a", math=well), filtering=failing(20))))
     assert stop is not None
     assert made.state.failing.reason == (
         "curation.filter has failed on 20 groups in a row; the last error: verifier_error: r.py:3: KeyError"
@@ -218,27 +218,27 @@ def test_run_ends_when_the_curation_filter_fails_on_twenty_groups_in_a_row() -> 
 
 def test_consecutive_verifier_failures_are_summed_over_actors() -> None:
     made = serving().controller
-    assert ends(made, heard(beat("a", code=failing(10)))) == (None, None)
-    stop, _ = ends(made, heard(beat("b", code=failing(10))))
+    assert ends(made, received(beat("a", code=failing(10)))) == (None, None)
+    stop, _ = ends(made, received(beat("b", code=failing(10))))
     assert stop is not None
 
 
 def test_verifier_failures_of_one_actor_do_not_end_a_run_if_another_actor_succeeds() -> None:
     made = serving().controller
-    made.decide(heard(beat("b", code=VerifierFigures(judged=1))))
-    assert ends(made, heard(beat("a", code=failing(400)))) == (None, None)
+    made.decide(received(beat("b", code=VerifierFigures(judged=1))))
+    assert ends(made, received(beat("a", code=failing(400)))) == (None, None)
 
 
-def test_run_ends_when_as_many_verifications_as_one_step_needs_time_out_in_a_row() -> None:
+def test_run_ends_when_consecutive_verifier_timeouts_reach_the_number_of_rollouts_in_a_step() -> None:
     made = serving().controller
     made.state.knobs = replace(made.state.knobs, rollouts_per_step=32)
-    assert ends(made, heard(beat("a", code=failing(timeouts=31)))) == (None, None)
-    stop, _ = ends(made, heard(beat("a", code=failing(errors=1, timeouts=31))))
+    assert ends(made, received(beat("a", code=failing(timeouts=31)))) == (None, None)
+    stop, _ = ends(made, received(beat("a", code=failing(errors=1, timeouts=31))))
     assert stop is not None
 
 
 def refused_group(index: int, persistence: Persistence) -> ReportReceived:
-    return heard(
+    return received(
         GroupFailed(
             order_id=f"prompt-{index:06d}",
             index=index,
@@ -261,7 +261,7 @@ def test_run_ends_only_if_engines_refuse_prompts_permanently(persistence: Persis
 
 
 def too_long(index: int) -> ReportReceived:
-    return heard(
+    return received(
         GroupFailed(
             order_id=f"prompt-{index:06d}",
             index=index,
@@ -286,8 +286,8 @@ def test_prompts_that_are_too_long_fail_and_are_replaced_without_ending_the_run(
 
 def test_run_ends_if_all_of_its_prompts_are_too_long() -> None:
     made = serving().controller
-    found = [ends(made, too_long(index)) for index in range(8 * 8 + 1)]
-    assert any(stop is not None for stop, _ in found)
+    endings = [ends(made, too_long(index)) for index in range(8 * 8 + 1)]
+    assert any(stop is not None for stop, _ in endings)
     assert made.state.failing.reason == (
         "64 prompts since the last step were too long, and no group was made: problem d:1: it has 90 tokens; raise "
         "engine.context_length, or remove such problems"
@@ -302,7 +302,7 @@ def without_signal(made: World, a: NoSignalGroups, b: NoSignalGroups) -> list[Ef
     state, ended = made.controller.state, a.total + b.total
     state.account.cursor = max(state.account.cursor, ended)
     consumed = ConsumedReport(filtered=ended, frontier=ended, no_signal={"a": a, "b": b})
-    return made.controller.decide(heard(OrdersEnded(epoch=state.epoch, model_version=0, consumed=consumed)))
+    return made.controller.decide(received(OrdersEnded(epoch=state.epoch, model_version=0, consumed=consumed)))
 
 
 def kinds(effects: list[Effect]) -> list[str]:
@@ -383,7 +383,7 @@ def test_suspended_run_saves_its_state_without_publication_or_evaluation() -> No
     stop, finish = suspended(run)
     assert finish is None and stop is not None and stop.checkpoint and stop.publish_to == []
     assert "stop_reason" not in (stop.controller_state or {}), "who goes on with it does not stop at once"
-    _, finish = ends(run.controller, heard(TrainerStopped(epoch=1, model_version=0)))
+    _, finish = ends(run.controller, received(TrainerStopped(epoch=1, model_version=0)))
     assert finish == Finish("suspended by somebody", End.SUSPENDED)
     assert suspended(run) == (None, None), "it ends once"
 
@@ -425,8 +425,8 @@ def test_run_stalled_without_engines_is_reported_once() -> None:
     run = World(controller(), random.Random(0))
     run.give(Ticked(now=1.0))
     assert stalls(run, STALL_S) == []
-    (told,) = stalls(run, STALL_S + 2.0)
-    assert told == {"still_s": STALL_S + 1.0, "waits_for": "an engine to join"}
+    (stall,) = stalls(run, STALL_S + 2.0)
+    assert stall == {"still_s": STALL_S + 1.0, "waits_for": "an engine to join"}
     assert stalls(run, 3 * STALL_S) == [], "once"
 
 
@@ -468,23 +468,23 @@ def test_status_names_the_trainer_while_engines_wait_for_its_weights() -> None:
     assert waiting_for(run.controller.state, now=90.0).startswith(f"the trainer to publish its weights to {ENGINE}")
 
 
-def test_delayed_checkpoint_is_recorded_once_and_shown_until_it_is_written() -> None:
+def test_checkpoint_that_cannot_be_written_is_logged_once_and_stays_in_the_status_until_it_is_written() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     run.publish()
 
-    def told(report: CheckpointDelayed | Checkpointed) -> list[str]:
+    def events_after(report: CheckpointDelayed | Checkpointed) -> list[str]:
         effects = run.controller.decide(ReportReceived(now=1.0, report=report, entry_id="1-0"))
         return [effect.kind for effect in effects if isinstance(effect, Record)]
 
     delayed = CheckpointDelayed(epoch=1, model_version=10, reason="OSError: No space left on device")
-    assert told(delayed) == ["checkpoint_delayed"]
-    assert told(delayed) == []
-    said = waiting_for(run.controller.state, now=1.0)
-    assert said.endswith("; the checkpoint of step 10 cannot be written yet: OSError: No space left on device")
-    assert told(Checkpointed(epoch=1, model_version=10, path="c")) == ["checkpoint"]
+    assert events_after(delayed) == ["checkpoint_delayed"]
+    assert events_after(delayed) == []
+    status = waiting_for(run.controller.state, now=1.0)
+    assert status.endswith("; the checkpoint of step 10 cannot be written yet: OSError: No space left on device")
+    assert events_after(Checkpointed(epoch=1, model_version=10, path="c")) == ["checkpoint"]
     assert "cannot be written" not in waiting_for(run.controller.state, now=1.0)
-    assert told(delayed) == ["checkpoint_delayed"], "a new one"
+    assert events_after(delayed) == ["checkpoint_delayed"], "a new one"
 
 
 def test_status_names_an_engine_that_has_weights_but_has_not_passed_its_canary() -> None:

@@ -20,12 +20,12 @@ _AT_ONCE = 125
 
 
 def _stuck(seeds: range) -> list[str]:
-    found = []
+    problems = []
     for seed in seeds:
         world, waits = played(seed)
-        found += [f"seed {seed} waits for {waits} after {world.history}"] if waits else []
-        found += [f"seed {seed} repeats {world.repeated} after {world.history}"] if world.repeated else []
-    return found
+        problems += [f"seed {seed} waits for {waits} after {world.history}"] if waits else []
+        problems += [f"seed {seed} repeats {world.repeated} after {world.history}"] if world.repeated else []
+    return problems
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -60,7 +60,7 @@ def _lockstep_with_deaths(seed: int, *, steps: int = 6) -> UnfairWorld:
 
 
 @pytest.mark.parametrize("part", [*range(4), *(pytest.param(part, marks=pytest.mark.slow) for part in range(4, 8))])
-def test_lockstep_run_trains_the_same_orders_at_each_step_despite_trainer_deaths(part: int) -> None:
+def test_lockstep_run_trains_the_same_groups_at_each_step_even_if_trainers_die(part: int) -> None:
     """Orders of lost steps are still being sampled while the new trainer repeats the steps."""
     for seed in range(part * 50, part * 50 + 50):
         world = _lockstep_with_deaths(seed)
@@ -75,7 +75,7 @@ def test_run_recovers_after_each_of_a_hundred_thousand_random_event_sequences(pa
     assert _stuck(range(part * 5000, (part + 1) * 5000)) == []
 
 
-def test_publishing_only_at_steps_would_stall_some_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_runs_stall_if_running_engines_get_weights_only_at_training_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test restores an earlier rule, by which only engines without weights get a publication between steps."""
 
     def between_steps(state: RunState, settings: ControllerSettings, *, again: bool = False) -> list[str]:

@@ -39,7 +39,7 @@ def test_sampling_settings_of_a_domain_override_those_of_the_run_and_the_tempera
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}
 
 
-def test_evaluation_orders_use_the_settings_of_their_domain_but_the_temperature_of_their_evaluation_set() -> None:
+def test_evaluation_requests_use_the_settings_of_the_domain_but_the_evaluation_sets_temperature() -> None:
     own, other = (factory().evaluation(plan(), index, version=0, number=1) for index in (0, 1))
     assert own.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=20, stop=("!",))
@@ -50,9 +50,21 @@ def test_evaluation_orders_use_the_settings_of_their_domain_but_the_temperature_
 def test_evaluation_problem_is_sampled_the_same_regardless_of_other_evaluation_sets() -> None:
     """Only the index of the problem's order depends on the other evaluation sets."""
     other = EvaluationSet(name="hard", place=1, problems=3, max_tokens=4, samples=6, temperature=0.5)
-    beside = [factory().evaluation(plan(other), index, version=2, number=1) for index in range(5)]
-    assert [order.problem.problem_id for order in beside] == ["hard 0", "hard 1", "hard 2", "held_out 0", "held_out 1"]
-    assert [order.order_id for order in beside][3] == "eval-2-1-000003"
-    assert {order.sampling.num_samples for order in beside[:3]} == {6} and beside[0].sampling.max_tokens == 4
+    with_other_set = [factory().evaluation(plan(other), index, version=2, number=1) for index in range(5)]
+    assert [order.problem.problem_id for order in with_other_set] == [
+        "hard 0",
+        "hard 1",
+        "hard 2",
+        "held_out 0",
+        "held_out 1",
+    ]
+    assert [order.order_id for order in with_other_set][3] == "eval-2-1-000003"
+    assert {order.sampling.num_samples for order in with_other_set[:3]} == {6} and with_other_set[
+        0
+    ].sampling.max_tokens == 4
     alone = factory().evaluation(plan(), 1, version=2, number=1)
-    assert (alone.seed, alone.sampling, alone.problem) == (beside[4].seed, beside[4].sampling, beside[4].problem)
+    assert (alone.seed, alone.sampling, alone.problem) == (
+        with_other_set[4].seed,
+        with_other_set[4].sampling,
+        with_other_set[4].problem,
+    )

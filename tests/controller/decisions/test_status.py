@@ -23,7 +23,7 @@ def test_engine_that_misses_several_polls_in_a_row_times_out() -> None:
     assert [watch.on_missed_poll(A), watch.on_missed_poll(A), watch.on_missed_poll(A)] == [False, False, True]
 
 
-def test_engine_that_was_forgotten_has_no_poll_history_when_it_is_polled_again() -> None:
+def test_removed_engine_has_no_poll_history_when_it_is_polled_again() -> None:
     watch = EngineWatch()
     watch.answered(A, load(generated_tokens_total=100), 1.0)
     watch.forget(A)
@@ -50,7 +50,7 @@ def test_token_rate_and_occupancy_are_counter_differences_over_time() -> None:
     assert (watch.load(A).tokens_per_s, watch.load(A).occupancy) == (0.0, 0.0)
 
 
-def test_engine_whose_rows_wait_for_orders_is_not_busy() -> None:
+def test_engine_occupancy_excludes_the_time_in_which_batch_rows_wait_for_requests() -> None:
     """If idle rows counted as busy, a run with a slow verifier would get more engines, which would wait as well."""
     watch = EngineWatch()
     watch.answered(A, load(decode_steps_total=10, occupied_slot_steps_total=40, busy_s_total=1.0), 10.0)

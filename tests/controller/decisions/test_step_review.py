@@ -51,7 +51,7 @@ def alive(state: RunState, name: str, **figures: Any) -> None:
     state.actors[name] = (ActorAlive(name=name, groups_in_flight=0, groups_done=0, retries=0, verifiers=verifiers), 0.0)
 
 
-def test_group_that_an_actor_gave_up_counts_as_stale_in_one_step_only(state: RunState) -> None:
+def test_group_that_an_actor_dropped_as_too_old_counts_as_stale_in_one_step_only(state: RunState) -> None:
     for index, domain in enumerate(("a", "a", "b", "forged")):
         note_outdated(state, GroupOutdated(order_id="", index=index, oldest=0, current=9, domain=domain))
     (step,) = taken(state, 1, by_domain={"a": {"groups": 6.0, "stale_groups": 2.0, "stale": 0.25}})
@@ -80,16 +80,16 @@ def test_verifier_metrics_of_a_step_are_summed_over_all_actors_since_the_previou
 def test_alarm_is_raised_once_and_cleared_once(state: RunState) -> None:
     cut = {"a": {"rollouts": 100.0, "truncated": 0.5}}
     fine = {"a": {"rollouts": 100.0, "truncated": 0.0}}
-    said = [taken(state, version, by_domain=cut)[1:] for version in range(1, 11)]
-    assert [len(each) for each in said] == [0, 0, 0, 0, 1, 0, 0, 0, 0, 0]
-    (alarm,) = said[4]
+    alarms = [taken(state, version, by_domain=cut)[1:] for version in range(1, 11)]
+    assert [len(each) for each in alarms] == [0, 0, 0, 0, 1, 0, 0, 0, 0, 0]
+    (alarm,) = alarms[4]
     assert (alarm["kind"], alarm["alarm"], alarm["domain"], alarm["step"]) == ("alarm", "truncated", "a", 5)
     assert state.watched.alarms.keys() == {"truncated:a"}
-    said = [taken(state, version, by_domain=fine)[1:] for version in range(11, 17)]
-    assert [each["kind"] for events in said for each in events] == ["alarm_cleared"] and not state.watched.alarms
+    alarms = [taken(state, version, by_domain=fine)[1:] for version in range(11, 17)]
+    assert [each["kind"] for events in alarms for each in events] == ["alarm_cleared"] and not state.watched.alarms
 
 
-def test_step_review_remembers_a_bounded_number_of_steps(state: RunState) -> None:
+def test_controller_keeps_the_metrics_of_a_bounded_number_of_steps_for_its_alarms(state: RunState) -> None:
     for version in range(1, 200):
         taken(state, version, by_domain={"a": {"rollouts": 1.0}}, entropy=1.0)
     assert len(state.watched.recent) == 25 and len(state.watched.first_entropies) == 10
@@ -98,8 +98,8 @@ def test_step_review_remembers_a_bounded_number_of_steps(state: RunState) -> Non
 
 def test_step_event_includes_stage_timings_of_at_most_four_groups_and_each_only_once(state: RunState) -> None:
     for first in (0, 3):
-        told = [GroupStages(index, 1.0, 2.0, 3.0, "http://a", [(0, 5)]) for index in range(first, first + 3)]
-        note_stages(state, ActorAlive(name="one", groups_in_flight=0, groups_done=0, retries=0, stages=told))
+        timings = [GroupStages(index, 1.0, 2.0, 3.0, "http://a", [(0, 5)]) for index in range(first, first + 3)]
+        note_stages(state, ActorAlive(name="one", groups_in_flight=0, groups_done=0, retries=0, stages=timings))
     (step,) = taken(state, 1, by_domain={})
     assert step["stages"] == [[index, 1.0, 2.0, 3.0, "http://a", [(0, 5)]] for index in range(4)]
     (step,) = taken(state, 2, by_domain={})
@@ -193,9 +193,10 @@ def test_truncation_and_staleness_alarms_are_raised_at_their_thresholds(
 
 def test_alarm_messages_contain_the_measured_values_and_a_remedy() -> None:
     made = steps(entropy=0.01, domains={"sums": DomainCounts(rollouts=50, truncated=25, groups=5, stale=20)})
-    said = {alarm.kind: alarm.what for alarm in alarms_of(made, first_entropies=FIRST, raised={})}
+    messages = {alarm.kind: alarm.what for alarm in alarms_of(made, first_entropies=FIRST, raised={})}
     assert (
-        "50% of the answers of sums" in said[AlarmKind.TRUNCATED] and "training.truncated" in said[AlarmKind.TRUNCATED]
+        "50% of the answers of sums" in messages[AlarmKind.TRUNCATED]
+        and "training.truncated" in messages[AlarmKind.TRUNCATED]
     )
-    assert "80% of the groups of sums" in said[AlarmKind.STALE]
-    assert "0.01 nats" in said[AlarmKind.ENTROPY] and "only 50%" in said[AlarmKind.ENTROPY]
+    assert "80% of the groups of sums" in messages[AlarmKind.STALE]
+    assert "0.01 nats" in messages[AlarmKind.ENTROPY] and "only 50%" in messages[AlarmKind.ENTROPY]

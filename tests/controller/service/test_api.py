@@ -137,11 +137,11 @@ async def test_patch_of_invalid_knobs_is_rejected_and_changes_nothing(
     assert (run.controller.state.knobs, run.controller.state.knob_log) == (before, [])
 
 
-async def test_engine_that_offers_itself_repeatedly_joins_once(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engine_that_registers_itself_repeatedly_joins_once(run: Running, http: httpx.AsyncClient) -> None:
     for _ in range(3):
         offered = await http.post("/engines", json={"url": f"{ENGINE}/", "incarnation": "1"})
         assert offered.json() == {"state": "joining"}
-    said = {
+    expected = {
         "serving": [],
         "finishing": [ENGINE],
         "groups_in_flight": 8,
@@ -149,11 +149,13 @@ async def test_engine_that_offers_itself_repeatedly_joins_once(run: Running, htt
         "k": 4.0,
         "verifiers": [],
     }
-    assert (await http.get("/assignment")).json() == said
+    assert (await http.get("/assignment")).json() == expected
     assert len(run.events("engine_joined")) == 1
 
 
-async def test_repeated_engine_offer_is_not_journaled(run: Running, http: httpx.AsyncClient) -> None:
+async def test_repeated_registration_of_an_engine_is_journaled_only_if_its_process_restarted(
+    run: Running, http: httpx.AsyncClient
+) -> None:
     offer = {"url": ENGINE, "incarnation": "1", "name": "engine-0", "type": "torch"}
     await http.post("/engines", json=offer)
     entries = run.stream_length(JOURNAL)
@@ -163,7 +165,7 @@ async def test_repeated_engine_offer_is_not_journaled(run: Running, http: httpx.
     assert run.stream_length(JOURNAL) == entries + 1, "another life of it is news"
 
 
-async def test_engines_of_a_large_fleet_are_asked_to_repeat_offers_less_often(
+async def test_engines_of_a_large_fleet_renew_their_registrations_less_often(
     run: Running, http: httpx.AsyncClient
 ) -> None:
     for number in range(2 * OFFERS_AT_ONCE):
@@ -172,7 +174,9 @@ async def test_engines_of_a_large_fleet_are_asked_to_repeat_offers_less_often(
     assert answer.json() == {"state": "joining", "again_s": 2 * OFFER_S}
 
 
-async def test_removed_engine_is_not_readmitted_by_its_repeated_offer(run: Running, http: httpx.AsyncClient) -> None:
+async def test_removed_engine_is_readmitted_only_if_it_registers_after_a_restart(
+    run: Running, http: httpx.AsyncClient
+) -> None:
     offer = {"url": ENGINE, "incarnation": "1"}
     await http.post("/engines", json=offer)
     removed = await http.delete("/engines", params={"engine": f"{ENGINE}/"})
@@ -211,11 +215,11 @@ async def test_loopback_engine_may_only_join_from_the_controllers_own_machine(ru
     )
     assert run.controller.state.fleet.records() == []
     for here in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
-        async with from_host(run, here) as beside:
-            assert (await beside.post("/engines", json=offer)).json() == {"state": "joining"}
+        async with from_host(run, here) as local:
+            assert (await local.post("/engines", json=offer)).json() == {"state": "joining"}
 
 
-async def test_offer_of_an_engine_that_does_not_answer_is_rejected_immediately(
+async def test_registration_of_an_engine_that_does_not_answer_is_rejected_immediately(
     run: Running, http: httpx.AsyncClient
 ) -> None:
     """Without this check, only the next publication would notice the dead engine, and would delay all other engines."""
@@ -227,7 +231,7 @@ async def test_offer_of_an_engine_that_does_not_answer_is_rejected_immediately(
     assert (own.status_code, run.controller.state.fleet.records()) == (422, []), "nor may one offer itself unreachably"
 
 
-async def test_offer_of_an_engine_that_hangs_is_rejected_within_seconds(
+async def test_registration_of_an_engine_that_hangs_is_rejected_within_seconds(
     run: Running, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "_PROBE_S", 0.05)
@@ -286,7 +290,9 @@ async def test_engine_of_another_machine_joins_with_its_own_address(run: Running
         {"url": ENGINE, "incarnation": 1},
     ],
 )
-async def test_invalid_engine_offer_is_rejected(run: Running, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+async def test_engine_registration_with_an_invalid_url_or_field_is_rejected(
+    run: Running, http: httpx.AsyncClient, body: dict[str, Any]
+) -> None:
     answer = await http.post("/engines", json=body)
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] in ("url", "incarnation")
@@ -340,8 +346,11 @@ async def test_concurrent_engine_requests_get_distinct_names(
     monkeypatch.setattr(run.stream, "append", slowly)
     types = ("torch", "bigram", "vllm")
     answers = await asyncio.gather(*(http.post("/engines/request", json={"type": kind}) for kind in types))
-    told = {name: kind for answer, kind in zip(answers, types, strict=True) for name in answer.json()["names"]}
-    assert told == {request.name: request.type for request in run.controller.state.engine_requests} and len(told) == 3
+    type_by_name = {name: kind for answer, kind in zip(answers, types, strict=True) for name in answer.json()["names"]}
+    assert (
+        type_by_name == {request.name: request.type for request in run.controller.state.engine_requests}
+        and len(type_by_name) == 3
+    )
 
 
 async def test_second_request_to_replace_an_engine_that_is_leaving_is_rejected_as_a_conflict(
@@ -383,8 +392,8 @@ async def test_drained_engine_is_removed_after_it_has_been_idle_for_a_while(
 ) -> None:
     await run.start()
     assert (await http.post("/engines/drain", json={"engine": ENGINE})).status_code == 200
-    said = (await http.get("/assignment")).json()
-    assert (said["serving"], said["finishing"]) == ([], [ENGINE])
+    assignment = (await http.get("/assignment")).json()
+    assert (assignment["serving"], assignment["finishing"]) == ([], [ENGINE])
     assert [engine["state"] for engine in (await http.get("/engines")).json()["engines"]] == ["draining"]
     run.probe.answer = {"slots": 4.0}
     await run.until(lambda: run.events("engine_lost"))
@@ -446,14 +455,14 @@ async def test_all_routes_except_health_require_the_token(
     assert run.controller.ending is None
 
 
-async def test_assignment_for_actors_names_verifier_services_until_the_services_are_withdrawn(
+async def test_actors_are_assigned_a_verifier_service_until_it_is_withdrawn(
     http: httpx.AsyncClient,
 ) -> None:
     offer = {"url": "http://127.0.0.1:8200/", "incarnation": "1", "domains": {"words": "r1"}}
     for _ in range(2):
         assert (await http.post("/verifiers", json=offer)).json() == {"state": "leased"}
-    told = {"url": "http://127.0.0.1:8200", "incarnation": "1", "domains": {"words": "r1"}}
-    assert (await http.get("/assignment")).json()["verifiers"] == [told]
+    expected = {"url": "http://127.0.0.1:8200", "incarnation": "1", "domains": {"words": "r1"}}
+    assert (await http.get("/assignment")).json()["verifiers"] == [expected]
     assert (await http.delete("/verifiers", params={"url": offer["url"]})).json() == {"state": "removed"}
     assert (await http.get("/assignment")).json()["verifiers"] == []
 
@@ -468,7 +477,9 @@ async def test_assignment_for_actors_names_verifier_services_until_the_services_
         {"domains": {"x" * 257: "r"}},
     ],
 )
-async def test_invalid_verifier_offer_is_rejected(http: httpx.AsyncClient, wrong: dict[str, Any]) -> None:
+async def test_invalid_registration_of_a_verifier_service_is_rejected(
+    http: httpx.AsyncClient, wrong: dict[str, Any]
+) -> None:
     offer = {"url": "http://127.0.0.1:8200", "incarnation": "1", "domains": {"words": "r1"}}
     answer = await http.post("/verifiers", json={**offer, **wrong})
     assert answer.status_code == 422 and answer.json()["error"]["param"].startswith(next(iter(wrong)))
@@ -497,7 +508,7 @@ def test_verifier_lease_expires_unless_it_is_renewed() -> None:
     assert leases.current() == (lease("http://b:1", life="2"),)
 
 
-def test_withdrawn_verifier_service_returns_only_by_a_new_offer() -> None:
+def test_withdrawn_verifier_service_is_used_again_only_after_it_registers_again() -> None:
     leases = VerifierLeases(lambda: 0.0)
     leases.offer(lease("http://a:1"))
     leases.withdraw("http://unknown:1")

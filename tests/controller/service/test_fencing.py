@@ -22,7 +22,7 @@ def taken_over() -> World:
     return run
 
 
-def test_repeated_report_of_the_earlier_trainer_does_not_fence_the_later_trainer() -> None:
+def test_repeated_report_of_a_replaced_trainer_does_not_displace_its_replacement() -> None:
     """A trainer repeats its report until answered, so a copy may arrive after the later trainer's first report."""
     run = taken_over()
     assert run.controller.handle(ready(run, "1"), now=1.0) == []
@@ -33,7 +33,7 @@ def test_repeated_report_of_the_earlier_trainer_does_not_fence_the_later_trainer
     assert run.controller.state.epoch == 3
 
 
-def test_new_epoch_is_above_every_epoch_found_in_the_trainers_directory() -> None:
+def test_new_trainer_epoch_exceeds_every_epoch_recorded_in_the_trainers_directory() -> None:
     """A new controller on another machine has a new stream server, which has recorded none of these epochs."""
     run = World(controller(), random.Random(0))
     run.give(EngineRegistered(now=0.0, url=ENGINE))
@@ -41,7 +41,7 @@ def test_new_epoch_is_above_every_epoch_found_in_the_trainers_directory() -> Non
     assert isinstance(answer, Send) and answer.directive.epoch == 6
 
 
-def test_checkpoint_report_of_a_fenced_trainer_is_ignored() -> None:
+def test_checkpoint_report_of_a_replaced_trainer_is_ignored() -> None:
     run = taken_over()
     assert run.controller.handle(Checkpointed(epoch=1, model_version=3, path="p"), now=1.0) == []
     assert run.controller.handle(Checkpointed(epoch=2, model_version=3, path="p"), now=1.0) != []

@@ -156,30 +156,30 @@ def reports(steps: int) -> list[ControlMessage]:
             directive=f"e1-step-{version}" if version else "ready-1",
         )
 
-    said: list[ControlMessage] = [
+    messages: list[ControlMessage] = [
         TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=ConsumedReport()),
         published(0),
         CanaryChecked(epoch=1, model_version=0, membership=2, worst={ENGINE: 1e-6}),
     ]
-    said += answers(0)
+    messages += answers(0)
     frontier = failed = 0
     for version in range(1, steps + 1):
         if version % 5 == 0:
             order = f"prompt-{frontier:06d}"
-            said.append(GroupFailed(order_id=order, index=frontier, purpose="training", reason="no engine"))
+            messages.append(GroupFailed(order_id=order, index=frontier, purpose="training", reason="no engine"))
             frontier, failed = frontier + 1, failed + 1
             account = ConsumedReport(trained=2 * version - 2, failed=failed, frontier=frontier)
-            said.append(OrdersEnded(epoch=1, model_version=version - 1, consumed=account))
+            messages.append(OrdersEnded(epoch=1, model_version=version - 1, consumed=account))
         frontier += 2
         account = ConsumedReport(trained=2 * version, failed=failed, frontier=frontier)
-        said.append(
+        messages.append(
             StepDone(
                 report_id=f"e1-step-{version}", epoch=1, model_version=version, consumed=account, stats={"loss": 0.5}
             )
         )
-        said.append(published(version))
-        said += answers(version) if version % 5 == 0 and version < steps else []
-    return [*said, TrainerStopped(epoch=1, model_version=steps), *answers(steps)]
+        messages.append(published(version))
+        messages += answers(version) if version % 5 == 0 and version < steps else []
+    return [*messages, TrainerStopped(epoch=1, model_version=steps), *answers(steps)]
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
             except* Killed:
                 # The launcher restarts the controller, even if it was killed before it wrote a journal.
                 start = Start.FROM_JOURNAL
-    told = [event for event in read_events(folder / "events.jsonl") if event["kind"] not in VARYING]
-    events = [{k: v for k, v in event.items() if k not in ("time", "elapsed_s", "decision")} for event in told]
+    recorded = [event for event in read_events(folder / "events.jsonl") if event["kind"] not in VARYING]
+    events = [{k: v for k, v in event.items() if k not in ("time", "elapsed_s", "decision")} for event in recorded]
     directives = [decode_directive(payload) for payload in stream.history[DIRECTIVES]]
     return Outcome(stream.history[PROMPTS], directives, events), killer.passed
 
@@ -220,14 +220,14 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
 VARYING = ("controller_returned", "run_started", "engines")
 
 
-async def _serve(service: ControllerService, stream: MemoryStream, said: list[ControlMessage]) -> None:
+async def _serve(service: ControllerService, stream: MemoryStream, messages: list[ControlMessage]) -> None:
     """Run the service until the run ends; once it has a journal, register the engine and send the reports."""
 
     async def offer() -> None:
         while await stream.length(JOURNAL) == 0:
             await asyncio.sleep(0)
         await service.perform(EngineRegistered(now=await service.now(), url=ENGINE, incarnation="1"))
-        await stream.append(REPORTS, [encode(report) for report in said], first_id=1)
+        await stream.append(REPORTS, [encode(report) for report in messages], first_id=1)
 
     async with asyncio.TaskGroup() as group:
         group.create_task(offer())
@@ -268,8 +268,8 @@ async def test_restarted_controller_ends_the_run_if_that_was_decided_before_the_
                 controller(steps=1), name="test", stream=stream, probe=Healthy(), events=log, start=Start.FROM_JOURNAL
             )
             await asyncio.wait_for(service.run(), PATIENCE_S)
-    told = read_events(tmp_path / "events.jsonl")
-    assert [event["reason"] for event in told if event["kind"] == "run_finished"] == ["all 1 steps are done"]
+    recorded = read_events(tmp_path / "events.jsonl")
+    assert [event["reason"] for event in recorded if event["kind"] == "run_finished"] == ["all 1 steps are done"]
 
 
 async def test_journal_with_a_missing_entry_is_not_recovered() -> None:
@@ -278,15 +278,15 @@ async def test_journal_with_a_missing_entry_is_not_recovered() -> None:
     assert await Journal.recover(stream) is None, "nothing was written"
     await journal.snapshot(controller().state)
     await journal.record(Decision(Ticked(now=0.0), 1, 1))
-    found = await Journal.recover(stream)
-    assert found is not None and len(found.decisions) == 1 and await journal.whole()
+    recovered = await Journal.recover(stream)
+    assert recovered is not None and len(recovered.decisions) == 1 and await journal.whole()
     journal.number += 1  # skip a number, as if the stream server had lost an entry
     await journal.record(Decision(Ticked(now=0.0), 1, 1))
     assert not await journal.whole()
     assert await Journal.recover(stream) is None
     await journal.snapshot(controller().state)
-    found = await Journal.recover(stream)
-    assert await journal.whole() and found is not None and found.decisions == []
+    recovered = await Journal.recover(stream)
+    assert await journal.whole() and recovered is not None and recovered.decisions == []
     assert await stream.length(JOURNAL) == 1
 
 
@@ -299,15 +299,13 @@ async def test_journal_restores_the_whole_state_of_the_controller() -> None:
             made.handle(report, now=2.0)  # type: ignore[arg-type]
     journal = await Journal.begin(stream)
     await journal.snapshot(made.state)
-    found = await Journal.recover(stream)
-    assert found is not None
-    assert found.state == made.state
+    recovered = await Journal.recover(stream)
+    assert recovered is not None
+    assert recovered.state == made.state
 
 
 @pytest.mark.parametrize("start", Start)
-async def test_controller_that_another_one_replaced_is_fenced_before_its_decisions_have_any_effect(
-    tmp_path: Path, start: Start
-) -> None:
+async def test_replaced_controller_stops_before_its_decisions_have_any_effect(tmp_path: Path, start: Start) -> None:
     stream = MemoryStream()
 
     @asynccontextmanager
@@ -408,7 +406,7 @@ async def test_journal_that_another_controller_is_writing_is_detected() -> None:
     assert await asyncio.wait_for(looking, SOON_S), "it is told at once"
 
 
-async def test_journal_write_that_is_retried_does_not_fence_its_writer() -> None:
+async def test_controller_that_retries_a_journal_write_is_not_mistaken_for_a_second_controller() -> None:
     stream = MemoryStream()
     journal = await Journal.begin(stream)
     await journal.snapshot(controller().state)
@@ -500,9 +498,9 @@ async def test_journal_of_another_layout_version_is_rejected_before_its_state_is
     stream = MemoryStream()
     snapshot = {"type": "JournalSnapshot", "state": {"launch": "", "trainer_heard": None}, "reports_offset": "0-0"}
     await stream.append(JOURNAL, [msgspec.msgpack.encode(snapshot | older)], first_id=1)
-    found = older.get("layout", 1)
+    layout = older.get("layout", 1)
     with pytest.raises(
-        UserError, match=rf"must be of layout {LAYOUT}, got layout {found}: it was begun by another version"
+        UserError, match=rf"must be of layout {LAYOUT}, got layout {layout}: it was begun by another version"
     ):
         await Journal.recover(stream)
 

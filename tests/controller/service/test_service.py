@@ -58,10 +58,10 @@ class Probe:
     def __init__(self) -> None:
         self.answer: Mapping[str, float] | EngineUnreachable = FACTS
         self.off: set[str] = set()
-        self.asked: Counter[str] = Counter()
+        self.polls: Counter[str] = Counter()
 
     async def metrics(self, url: str) -> Mapping[str, float]:
-        self.asked[url] += 1
+        self.polls[url] += 1
         if url in self.off:
             await asyncio.sleep(DEADLINE_S)
         if isinstance(self.answer, EngineUnreachable):
@@ -78,7 +78,7 @@ class Running:
     probe: Probe
     path: Path
     task: asyncio.Task[None]
-    told: int = 0
+    marks_sent: int = 0
 
     @property
     def controller(self) -> Controller:
@@ -86,8 +86,8 @@ class Running:
 
     async def tell(self, *messages: ControlMessage | bytes) -> None:
         """Append reports to the stream and wait until the service has read them."""
-        self.told += 1
-        mark = ActorAlive(name="mark", groups_in_flight=0, groups_done=self.told, retries=0)
+        self.marks_sent += 1
+        mark = ActorAlive(name="mark", groups_in_flight=0, groups_done=self.marks_sent, retries=0)
         await self.stream.append(REPORTS, [m if isinstance(m, bytes) else encode(m) for m in (*messages, mark)])
         await self.until(lambda: self.controller.state.actors.get("mark", (None, 0.0))[0] == mark)
 
@@ -168,7 +168,7 @@ async def running(
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_controller_answers_reports_with_directives_and_orders_for_prompts(tmp_path: Path) -> None:
+async def test_controller_answers_trainer_reports_with_directives_and_requests_rollout_groups(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         (directive,) = await run.directives()
@@ -238,7 +238,7 @@ async def _directive(run: Running) -> Directive:
     )
 
 
-async def test_orders_that_have_ended_are_trimmed_from_the_stream(tmp_path: Path) -> None:
+async def test_requests_for_groups_that_have_ended_are_trimmed_from_the_stream(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         for version in (1, 2):
@@ -254,7 +254,7 @@ def forget(stream: MemoryStream, name: str, entries: int) -> None:
     kept.last = kept.ids[-1]
 
 
-async def test_orders_lost_by_the_stream_server_are_reissued_before_the_trainer_starves(tmp_path: Path) -> None:
+async def test_groups_lost_by_the_stream_server_are_requested_again_before_the_trainer_starves(tmp_path: Path) -> None:
     """Two orders are lost; the trainer has enough other groups, so it never reports starvation."""
     async with running(tmp_path, k=8.0) as run:
         run.controller.state.ahead.steps = math.inf
@@ -309,13 +309,13 @@ async def test_unreachable_machine_does_not_delay_polls_of_other_engines(tmp_pat
         await run.start()
         run.probe.off.add(off)
         await run.service.perform(EngineRegistered(now=0.0, url=off))
-        await run.until(lambda: run.probe.asked[off])
+        await run.until(lambda: run.probe.polls[off])
         ticks = len(run.events("engines"))
         run.probe.answer = EngineUnreachable("connection refused")
         await run.until(lambda: run.events("engine_lost"))
         assert [lost["url"] for lost in run.events("engine_lost")] == [ENGINE]
         await run.until(lambda: len(run.events("engines")) > ticks + 5)
-        assert run.probe.asked[off] == 1, "one poll at a time"
+        assert run.probe.polls[off] == 1, "one poll at a time"
 
 
 async def test_expelled_engine_is_not_polled(tmp_path: Path) -> None:
@@ -324,18 +324,20 @@ async def test_expelled_engine_is_not_polled(tmp_path: Path) -> None:
         await run.until(lambda: run.service.watch.load(ENGINE).metrics.running_sequences)
         await run.service.perform(EngineRemoved(now=0.0, engine=ENGINE))
         await run.until(lambda: not run.service.watch.load(ENGINE).metrics.running_sequences)
-        asked, ticks = run.probe.asked[ENGINE], len(run.events("engines"))
+        polls_before, ticks = run.probe.polls[ENGINE], len(run.events("engines"))
         await run.until(lambda: len(run.events("engines")) > ticks + 3)
-        assert run.probe.asked[ENGINE] == asked
+        assert run.probe.polls[ENGINE] == polls_before
         assert run.service.status().fleet.engines[0].slots == 0, "it has no load"
 
 
 @pytest.mark.parametrize("elastic", [None, ElasticRule()], ids=["as many as they are", "elastic"])
-async def test_load_of_engines_is_journaled_only_in_elastic_runs(tmp_path: Path, elastic: ElasticRule | None) -> None:
+async def test_load_of_engines_is_journaled_only_in_runs_with_elastic_scaling(
+    tmp_path: Path, elastic: ElasticRule | None
+) -> None:
     async with running(tmp_path, engines_min={"bigram": 0}, engines_max={"bigram": 2}) as world:
         world.controller.settings = replace(world.controller.settings, elastic=elastic)
         await world.start()
-        await world.until(lambda: world.probe.asked[ENGINE] > 3)
+        await world.until(lambda: world.probe.polls[ENGINE] > 3)
         journal = await world.payloads(JOURNAL)
         measured = [entry for entry in journal if b"FleetMeasured" in entry]
         assert bool(measured) is (elastic is not None)
@@ -357,7 +359,7 @@ async def test_unknown_engine_metrics_are_ignored(tmp_path: Path) -> None:
         await run.until(lambda: run.service.watch.load(ENGINE).metrics.running_sequences == 2)
 
 
-async def test_controller_makes_each_decision_after_the_effects_of_the_previous_one(
+async def test_controller_applies_the_effects_of_each_decision_before_it_makes_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stream server is slow in this test."""
@@ -389,10 +391,10 @@ async def test_controller_service_ends_when_the_run_ends(tmp_path: Path) -> None
         assert run.service.finished.is_set()
         (end,) = run.events("run_finished")
         assert end["reason"] == "all 1 steps are done"
-        assert end["ledger"]["issued"] == sum(count for fate, count in end["ledger"].items() if fate != "issued")
+        assert end["ledger"]["issued"] == sum(count for outcome, count in end["ledger"].items() if outcome != "issued")
 
 
-async def test_report_whose_order_counts_do_not_balance_is_ignored(tmp_path: Path) -> None:
+async def test_trainer_report_whose_group_counts_do_not_add_up_is_ignored(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         wrong = StepDone(

@@ -29,9 +29,9 @@ def done(
     unjudged: tuple[int, ...] = (),
 ) -> EvaluationDone:
     """Return a result with one letter of `answers` per sample (`-` is empty); letters in `right` are correct."""
-    said = ["" if letter == "-" else letter for letter in answers]
-    judged = [place for place in range(len(said)) if place not in unjudged]
-    is_right = [place in judged and letter in right for place, letter in enumerate(said)]
+    texts = ["" if letter == "-" else letter for letter in answers]
+    judged = [place for place in range(len(texts)) if place not in unjudged]
+    is_right = [place in judged and letter in right for place, letter in enumerate(texts)]
     return EvaluationDone(
         order_id="eval-1-1-000000",
         index=0,
@@ -43,8 +43,8 @@ def done(
         domain=domain,
         tags=list(tags),
         truncated=truncated,
-        lengths=list(lengths or [1] * len(said)),
-        answers=said,
+        lengths=list(lengths or [1] * len(texts)),
+        answers=texts,
         right=is_right,
         unjudged=list(unjudged),
     )
@@ -65,11 +65,11 @@ def done(
 def test_majority_vote_is_correct_if_the_most_frequent_answer_is_correct(
     answers: str, right: str, expected: bool
 ) -> None:
-    said = ["" if letter == "-" else letter for letter in answers]
-    assert majority_right(said, [letter in right for letter in said]) is expected
+    texts = ["" if letter == "-" else letter for letter in answers]
+    assert majority_right(texts, [letter in right for letter in texts]) is expected
 
 
-def test_maj_at_k_averaged_over_sample_orders_equals_its_mean_over_draws_of_k_samples() -> None:
+def test_maj_at_k_averaged_over_permutations_of_samples_equals_its_mean_over_draws_of_k_samples() -> None:
     """The mean of the metric over all orders of five samples equals the mean over all draws of k = 3 samples."""
     samples, k = "aabbc", 3
     of_orders = [

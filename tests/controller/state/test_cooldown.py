@@ -39,7 +39,7 @@ def alone(size: int) -> Mixture:
     return Mixture([Domain(name="easy", weight=1.0, source=Ring("easy", size))], seed=0, quota=QUOTA)
 
 
-def asked(cooldown: Cooldown, mixture: Mixture, index: int, *, version: int = 0, frontier: int = 0) -> str:
+def problem_of(cooldown: Cooldown, mixture: Mixture, index: int, *, version: int = 0, frontier: int = 0) -> str:
     problem = cooldown.choose(
         index, lambda ahead: mixture.problem(index, ahead=ahead), version=version, frontier=frontier
     )
@@ -54,28 +54,28 @@ def solve(
 
 def test_problem_solved_once_is_skipped_for_the_configured_two_epochs() -> None:
     cooldown, mixture = Cooldown(), alone(4)
-    first = [asked(cooldown, mixture, index) for index in range(4)]
+    first = [problem_of(cooldown, mixture, index) for index in range(4)]
     solve(cooldown, 1, "easy:1")
     assert first == ["easy:0", "easy:1", "easy:2", "easy:3"]
-    assert [asked(cooldown, mixture, index) for index in range(4, 10)] == ["easy:0", "easy:2", "easy:3"] * 2
-    assert [asked(cooldown, mixture, index) for index in range(10, 14)] == first
+    assert [problem_of(cooldown, mixture, index) for index in range(4, 10)] == ["easy:0", "easy:2", "easy:3"] * 2
+    assert [problem_of(cooldown, mixture, index) for index in range(10, 14)] == first
     assert cooldown.take_figures() == {"easy": {"resting": 0.0, "passed_over": 2.0}}
 
 
 def test_cooldown_given_in_steps_ends_after_that_many_steps() -> None:
     cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownRule(steps=3)}
     solve(cooldown, 0, "easy:0", rules=rules, version=5)
-    assert [asked(cooldown, mixture, index, version=7) for index in range(3)] == ["easy:1"] * 3
-    assert asked(cooldown, mixture, 3, version=8) == "easy:0"
+    assert [problem_of(cooldown, mixture, index, version=7) for index in range(3)] == ["easy:1"] * 3
+    assert problem_of(cooldown, mixture, 3, version=8) == "easy:0"
 
 
-def test_problem_is_skipped_only_after_two_different_orders_solved_it() -> None:
+def test_problem_is_skipped_only_after_two_different_groups_solved_it() -> None:
     cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownRule(epochs=1, times=2)}
     for _ in range(3):
         solve(cooldown, 0, "easy:0", rules=rules)
-    assert asked(cooldown, mixture, 2) == "easy:0"
+    assert problem_of(cooldown, mixture, 2) == "easy:0"
     solve(cooldown, 2, "easy:0", rules=rules)
-    assert asked(cooldown, mixture, 4) == "easy:1"
+    assert problem_of(cooldown, mixture, 4) == "easy:1"
 
 
 @pytest.mark.parametrize("rules", [{}, {"easy": CooldownRule()}, {"another": CooldownRule(epochs=1)}])
@@ -83,30 +83,30 @@ def test_no_problem_is_skipped_without_a_cooldown_rule(rules: Mapping[str, Coold
     cooldown, mixture = Cooldown(), alone(2)
     solve(cooldown, 0, "easy:0")
     solve(cooldown, 1, "easy:1", rules=rules)
-    assert asked(cooldown, mixture, 2) == "easy:0"
+    assert problem_of(cooldown, mixture, 2) == "easy:0"
 
 
-def test_reissued_order_repeats_its_problem() -> None:
+def test_group_that_is_requested_again_gets_the_same_problem() -> None:
     cooldown, mixture = Cooldown(), alone(5)
     first = []
     for index in range(30):
-        first.append(asked(cooldown, mixture, index))
+        first.append(problem_of(cooldown, mixture, index))
         if index % 3 == 0:
             solve(cooldown, index, first[-1])
-    assert [asked(cooldown, mixture, index) for index in range(30)] == first
+    assert [problem_of(cooldown, mixture, index) for index in range(30)] == first
     assert len(set(first)) == 5
 
 
-def test_orders_repeat_solved_problems_if_no_others_are_left() -> None:
+def test_solved_problems_are_sampled_again_if_no_others_are_left() -> None:
     cooldown, mixture, rules = Cooldown(), alone(3), {"easy": CooldownRule(steps=100)}
     for number in range(3):
         solve(cooldown, number, f"easy:{number}", rules=rules)
-    assert asked(cooldown, mixture, 3).startswith("easy:")
+    assert problem_of(cooldown, mixture, 3).startswith("easy:")
     assert cooldown.take_figures()["easy"] == {"resting": 3.0, "passed_over": float(MOST_PASSED), "nothing_else": 1.0}
     assert cooldown.take_figures()["easy"] == {"resting": 3.0, "passed_over": 0.0}, "each is told once"
 
 
-def test_cooldown_keeps_domain_quotas_exact_and_is_restored_on_resume() -> None:
+def test_skipping_solved_problems_keeps_domain_quotas_exact_and_is_restored_on_resume() -> None:
     def mixture() -> Mixture:
         domains = [Domain(name="easy", weight=3.0, source=Ring("easy", 40)),
                    Domain(name="hard", weight=1.0, source=Ring("hard", 40))]  # fmt: skip
@@ -115,7 +115,7 @@ def test_cooldown_keeps_domain_quotas_exact_and_is_restored_on_resume() -> None:
     def go_on(cooldown: Cooldown, indices: range) -> list[str]:
         drawn, seen = mixture(), []
         for index in indices:
-            seen.append(asked(cooldown, drawn, index, frontier=max(0, index - 8)))
+            seen.append(problem_of(cooldown, drawn, index, frontier=max(0, index - 8)))
             if random.Random(seen[-1]).random() < 0.6 and index % 5:
                 solve(cooldown, index, seen[-1])
         return seen
@@ -134,7 +134,7 @@ def test_cooldown_keeps_domain_quotas_exact_and_is_restored_on_resume() -> None:
     assert max(counts[name] for name in solvable) < min(counts[name] for name in others)
 
 
-def test_solved_problem_reported_by_the_trainer_is_skipped_by_later_orders() -> None:
+def test_problem_that_the_trainer_reports_as_solved_is_skipped_in_later_groups() -> None:
     def turns_of(rule: CooldownRule) -> tuple[list[str], float]:
         run = World(controller(evaluation_problems=0, k=1), random.Random(0))
         run.controller.settings = replace(run.controller.settings, cooldown={"b": rule})

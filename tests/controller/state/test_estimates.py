@@ -57,9 +57,9 @@ def test_pass_at_k_is_unbiased() -> None:
     p, n, k, draws = 0.15, 8, 4, 20_000
     counts = generator(0, "unbiased").binomial(n, p, size=draws)
     truth = 1 - (1 - p) ** k
-    found = np.array([pass_at_k(n, int(c), k) for c in counts])
-    error = found.std() / math.sqrt(draws)
-    assert abs(found.mean() - truth) < 4 * error
+    estimates = np.array([pass_at_k(n, int(c), k) for c in counts])
+    error = estimates.std() / math.sqrt(draws)
+    assert abs(estimates.mean() - truth) < 4 * error
     assert abs((1 - (1 - counts / n) ** k).mean() - truth) > 10 * error
 
 

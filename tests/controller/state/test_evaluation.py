@@ -38,8 +38,8 @@ def answer(
 
 def evaluation(problems: int, pin: Pin = Pin.NONE, **plan: Any) -> Evaluation:
     given = {key: plan.pop(key) for key in ("samples", "temperature", "pass_at") if key in plan}
-    asked = EvaluationSet(problems=problems, max_tokens=8, **given)
-    return Evaluation(model_version=5, number=1, epoch=1, pin=pin, plan=EvaluationPlan(sets=(asked,), **plan))
+    one_set = EvaluationSet(problems=problems, max_tokens=8, **given)
+    return Evaluation(model_version=5, number=1, epoch=1, pin=pin, plan=EvaluationPlan(sets=(one_set,), **plan))
 
 
 def result_of(evaluation: Evaluation, **at: int) -> EvaluationResult:
@@ -48,13 +48,13 @@ def result_of(evaluation: Evaluation, **at: int) -> EvaluationResult:
 
 
 def test_evaluation_accuracy_covers_only_problems_with_a_verdict() -> None:
-    asked = evaluation(5, attempts=1)
+    ongoing = evaluation(5, attempts=1)
     for index, given in enumerate([answer(0, correct=1), answer(1), answer(2, judged=0), None]):
-        assert not asked.add(index, given, now=1.0 + index)
-    assert not asked.complete
-    asked.add(4, answer(4, correct=1, versions=(4, 7)), now=3.0)
-    assert asked.complete and asked.last_report_at == 3.0
-    result = result_of(asked)
+        assert not ongoing.add(index, given, now=1.0 + index)
+    assert not ongoing.complete
+    ongoing.add(4, answer(4, correct=1, versions=(4, 7)), now=3.0)
+    assert ongoing.complete and ongoing.last_report_at == 3.0
+    result = result_of(ongoing)
     assert (result.accuracy, result.problems, result.unjudged) == (2 / 3, 5, 2)
     assert (result.version_min, result.version_max, result.one_version) == (4, 7, False)
     assert (result.low, result.high) == wilson_interval(2, 3)
@@ -63,82 +63,82 @@ def test_evaluation_accuracy_covers_only_problems_with_a_verdict() -> None:
 
 
 def test_problem_without_a_verdict_counts_as_answered() -> None:
-    asked = evaluation(2)
-    asked.add(0, answer(0, correct=1), now=1.0)
-    asked.add(1, answer(1, judged=0), now=1.0)
-    assert (result_of(asked).accuracy, result_of(asked).unjudged, result_of(asked).incomplete) == (1.0, 1, "")
+    ongoing = evaluation(2)
+    ongoing.add(0, answer(0, correct=1), now=1.0)
+    ongoing.add(1, answer(1, judged=0), now=1.0)
+    assert (result_of(ongoing).accuracy, result_of(ongoing).unjudged, result_of(ongoing).incomplete) == (1.0, 1, "")
 
 
 def test_evaluation_problem_that_fails_is_retried_up_to_the_limit() -> None:
-    asked = evaluation(2, attempts=3)
-    assert asked.add(0, None, now=1.0) and asked.add(0, None, now=2.0)
-    assert not asked.add(0, answer(0, correct=1), now=3.0)
-    assert [asked.add(1, None, now=4.0) for _ in range(3)] == [True, True, False]
-    assert asked.complete
-    assert (result_of(asked).accuracy, result_of(asked).incomplete) == (1.0, "1 of 2 problems had no answer")
+    ongoing = evaluation(2, attempts=3)
+    assert ongoing.add(0, None, now=1.0) and ongoing.add(0, None, now=2.0)
+    assert not ongoing.add(0, answer(0, correct=1), now=3.0)
+    assert [ongoing.add(1, None, now=4.0) for _ in range(3)] == [True, True, False]
+    assert ongoing.complete
+    assert (result_of(ongoing).accuracy, result_of(ongoing).incomplete) == (1.0, "1 of 2 problems had no answer")
 
 
 def test_evaluation_ignores_later_answers_to_an_answered_problem() -> None:
-    asked = evaluation(2)
-    asked.add(0, answer(0, correct=1), now=1.0)
-    asked.add(0, answer(0), now=2.0)
-    asked.add(0, None, now=3.0)
-    assert result_of(asked).accuracy == 1.0 and not asked.complete
+    ongoing = evaluation(2)
+    ongoing.add(0, answer(0, correct=1), now=1.0)
+    ongoing.add(0, answer(0), now=2.0)
+    ongoing.add(0, None, now=3.0)
+    assert result_of(ongoing).accuracy == 1.0 and not ongoing.complete
 
 
 def test_evaluation_without_answers_has_no_metrics() -> None:
-    asked = evaluation(3, pass_at=(1,))
-    asked.given_up = "no answer came"
-    result = result_of(asked)
+    ongoing = evaluation(3, pass_at=(1,))
+    ongoing.given_up = "no answer came"
+    result = result_of(ongoing)
     assert (result.accuracy, result.low, result.high, result.pass_at, result.unjudged) == (None, None, None, [], 3)
     assert (result.version_min, result.version_max, result.incomplete) == (5, 5, "no answer came")
 
 
 @pytest.mark.parametrize("other", [{"versions": (4, 5)}, {"versions": (5, 6)}, {"versions": (6, 6)}, {"epoch": 2}])
 def test_answer_not_sampled_by_the_pinned_weights_is_retried_up_to_the_limit(other: dict[str, Any]) -> None:
-    asked = evaluation(2, Pin.ENGINE, attempts=3)
-    assert asked.add(0, answer(0, correct=1, **other), now=1.0)
-    assert asked.add(0, answer(0, correct=1, **other), now=2.0)
-    assert not asked.add(0, answer(0, correct=1, **other), now=3.0), "three times are enough"
-    assert asked.add(1, answer(1, correct=1, **other), now=4.0)
-    assert not asked.add(1, answer(1, correct=1), now=5.0)
-    result = result_of(asked, version=9)
+    ongoing = evaluation(2, Pin.ENGINE, attempts=3)
+    assert ongoing.add(0, answer(0, correct=1, **other), now=1.0)
+    assert ongoing.add(0, answer(0, correct=1, **other), now=2.0)
+    assert not ongoing.add(0, answer(0, correct=1, **other), now=3.0), "three times are enough"
+    assert ongoing.add(1, answer(1, correct=1, **other), now=4.0)
+    assert not ongoing.add(1, answer(1, correct=1), now=5.0)
+    result = result_of(ongoing, version=9)
     assert (result.accuracy, result.unjudged, result.discarded, result.one_version) == (1.0, 1, 4, True)
     assert result.incomplete == "1 of 2 problems had no answer"
     assert (result.version_min, result.version_max, result.steps_meanwhile) == (5, 5, 4)
 
 
 def test_evaluation_that_pins_no_model_version_accepts_answers_of_any_version() -> None:
-    asked = evaluation(1)
-    assert not asked.add(0, answer(0, correct=1, versions=(3, 8), epoch=2), now=1.0)
-    assert result_of(asked).accuracy == 1.0 and not result_of(asked).one_version
+    ongoing = evaluation(1)
+    assert not ongoing.add(0, answer(0, correct=1, versions=(3, 8), epoch=2), now=1.0)
+    assert result_of(ongoing).accuracy == 1.0 and not result_of(ongoing).one_version
 
 
-def test_number_of_evaluation_orders_in_flight_stays_within_the_given_limit() -> None:
-    asked = evaluation(5)
-    assert asked.next_questions(2) == [0, 1]
-    assert asked.next_questions(2) == []
-    asked.add(1, answer(1), now=1.0)
-    assert asked.next_questions(2) == [2]
-    assert asked.next_questions(0) == []
-    asked.add(0, answer(0), now=1.0)
-    assert asked.next_questions(9) == [3, 4]
-    assert asked.next_questions(9) == []
+def test_number_of_evaluation_problems_in_flight_stays_within_the_given_limit() -> None:
+    ongoing = evaluation(5)
+    assert ongoing.next_questions(2) == [0, 1]
+    assert ongoing.next_questions(2) == []
+    ongoing.add(1, answer(1), now=1.0)
+    assert ongoing.next_questions(2) == [2]
+    assert ongoing.next_questions(0) == []
+    ongoing.add(0, answer(0), now=1.0)
+    assert ongoing.next_questions(9) == [3, 4]
+    assert ongoing.next_questions(9) == []
 
 
 def test_pass_at_k_covers_only_problems_with_at_least_k_samples() -> None:
-    asked = evaluation(4, samples=4, temperature=1.0, pass_at=(1, 2, 4), attempts=1)
-    asked.add(0, answer(0, correct=1, judged=4), now=1.0)
-    asked.add(1, answer(1, correct=0, judged=4), now=1.0)
-    asked.add(2, answer(2, correct=1, judged=2), now=1.0)  # two samples of problem 2 could not be judged
-    asked.add(3, None, now=1.0)
-    result = result_of(asked, seed=3)
+    ongoing = evaluation(4, samples=4, temperature=1.0, pass_at=(1, 2, 4), attempts=1)
+    ongoing.add(0, answer(0, correct=1, judged=4), now=1.0)
+    ongoing.add(1, answer(1, correct=0, judged=4), now=1.0)
+    ongoing.add(2, answer(2, correct=1, judged=2), now=1.0)  # two samples of problem 2 could not be judged
+    ongoing.add(3, None, now=1.0)
+    result = result_of(ongoing, seed=3)
     assert result.accuracy == pytest.approx((1 / 4 + 0 + 1 / 2) / 3)
     assert [(each.k, each.problems) for each in result.pass_at] == [(1, 3), (2, 3), (4, 2)]
     # k = 2. Of 4 samples with one correct: 1 − C(3, 2)/C(4, 2) = 1 − 3/6. Of 2 samples with one correct: always.
     assert [each.value for each in result.pass_at] == pytest.approx([0.25, (0.5 + 0 + 1) / 3, 0.5])
     assert all(0.0 <= each.low <= each.value <= each.high <= 1.0 for each in result.pass_at)
-    assert result_of(asked, seed=3) == result
+    assert result_of(ongoing, seed=3) == result
 
 
 def of_two_sets(**plan: Any) -> Evaluation:
@@ -151,16 +151,16 @@ def of_two_sets(**plan: Any) -> Evaluation:
 
 
 def test_evaluation_sets_that_are_evaluated_together_have_separate_metrics() -> None:
-    asked = of_two_sets(attempts=2)
-    assert (asked.plan.problems, asked.next_questions(9)) == (4, [0, 1, 2, 3])
-    asked.add(0, answer(0, correct=1), now=1.0)
-    assert asked.add(1, answer(1, versions=(4, 5)), now=1.0), "asked again"
-    asked.add(1, answer(1), now=1.0)
-    asked.add(2, answer(2, correct=1, judged=4), now=1.0)
-    assert asked.add(3, None, now=1.0) and not asked.complete
-    asked.add(3, None, now=1.0)
-    easy, hard = asked.results(version=7)
-    assert asked.complete
+    ongoing = of_two_sets(attempts=2)
+    assert (ongoing.plan.problems, ongoing.next_questions(9)) == (4, [0, 1, 2, 3])
+    ongoing.add(0, answer(0, correct=1), now=1.0)
+    assert ongoing.add(1, answer(1, versions=(4, 5)), now=1.0), "asked again"
+    ongoing.add(1, answer(1), now=1.0)
+    ongoing.add(2, answer(2, correct=1, judged=4), now=1.0)
+    assert ongoing.add(3, None, now=1.0) and not ongoing.complete
+    ongoing.add(3, None, now=1.0)
+    easy, hard = ongoing.results(version=7)
+    assert ongoing.complete
     assert [(each.name, each.place, each.problems, each.samples) for each in (easy, hard)] == [
         ("easy", 0, 2, 1),
         ("hard", 1, 2, 4),
@@ -172,18 +172,18 @@ def test_evaluation_sets_that_are_evaluated_together_have_separate_metrics() -> 
 
 
 def test_evaluation_set_with_all_answers_is_complete_even_if_another_evaluation_set_is_not() -> None:
-    asked = of_two_sets()
-    asked.add(2, answer(2, correct=4, judged=4), now=1.0)
-    asked.add(3, answer(3, correct=4, judged=4), now=1.0)
-    asked.given_up = "no answer came"
-    easy, hard = asked.results()
+    ongoing = of_two_sets()
+    ongoing.add(2, answer(2, correct=4, judged=4), now=1.0)
+    ongoing.add(3, answer(3, correct=4, judged=4), now=1.0)
+    ongoing.given_up = "no answer came"
+    easy, hard = ongoing.results()
     assert (easy.accuracy, easy.incomplete) == (None, "no answer came")
     assert (hard.accuracy, hard.at_least, hard.incomplete) == (1.0, 1.0, "")
 
 
-def test_each_evaluation_order_belongs_to_one_problem_of_one_set() -> None:
+def test_each_question_number_of_an_evaluation_maps_to_one_problem_of_one_evaluation_set() -> None:
     plan = of_two_sets().plan
-    assert [(asked.name, place) for asked, place in map(plan.question, range(4))] == [
+    assert [(one_set.name, place) for one_set, place in map(plan.question, range(4))] == [
         ("easy", 0),
         ("easy", 1),
         ("hard", 0),

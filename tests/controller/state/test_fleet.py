@@ -83,7 +83,7 @@ TABLE: dict[str, tuple[EngineLifecycle, ...]] = {
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("before", EngineLifecycle)
-def test_engine_states_change_as_in_every_cell_of_the_transition_table(
+def test_each_event_takes_an_engine_from_each_state_to_the_state_in_the_transition_table(
     fleet: Fleet, event: str, before: EngineLifecycle
 ) -> None:
     REACH[before](fleet)
@@ -143,12 +143,12 @@ def test_engine_never_serves_before_it_has_passed_the_canary_on_its_weights(
                 if membership >= born.get(url, 0) and given.get(url, (-1, 0))[0] == version:
                     proven.add(url)
             case "canary_failed" | "failed proof" | "publish_failed":
-                news = (
+                reports = (
                     fleet.publish_failed(url, "x", membership=membership)
                     if event == "publish_failed"
                     else fleet.canary_failed(url, version, "x", membership=membership)
                 )
-                if news:
+                if reports:
                     lose(url)
                     born[url] = fleet.membership
             case "missed":
@@ -265,7 +265,7 @@ def test_engine_that_never_answers_its_canary_is_expelled_after_repeated_failure
     )
 
 
-def test_repeated_offer_of_an_engine_only_updates_its_name_and_type(fleet: Fleet) -> None:
+def test_repeated_registration_of_an_engine_only_updates_its_name_and_type(fleet: Fleet) -> None:
     before = (fleet.membership, fleet.records())
     assert not fleet.join(A, "1") and not fleet.join(A) and not fleet.join(B, "1")
     assert (fleet.membership, fleet.records()) == before
@@ -282,7 +282,7 @@ def test_engine_added_by_an_operator_keeps_serving_when_its_process_registers_to
     assert fleet.join(A, "2")
 
 
-def test_engine_whose_updates_fail_repeatedly_is_expelled_and_its_offers_are_ignored(fleet: Fleet) -> None:
+def test_engine_whose_updates_fail_repeatedly_is_expelled_and_its_registrations_are_ignored(fleet: Fleet) -> None:
     assert fail(fleet, A)
     assert lifecycle(fleet, A) is EngineLifecycle.DIRTY and fleet.members() == [B], (
         "it is not asked again before it answers"
@@ -349,7 +349,7 @@ def test_expelled_engine_may_return_after_a_wait_that_doubles_each_time(fleet: F
 
 
 @pytest.mark.parametrize("reason", ["removed", "permanent", "wrong weights"])
-def test_engine_expelled_for_good_is_not_readmitted_until_it_restarts(fleet: Fleet, reason: str) -> None:
+def test_permanently_expelled_engine_is_not_readmitted_until_its_process_restarts(fleet: Fleet, reason: str) -> None:
     if reason == "removed":
         fleet.expel(B, "removed by an operator", to_stop=True)
     elif reason == "permanent":

@@ -15,17 +15,17 @@ from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome
 
 
 def consumed(ledger: ConsumedLedger) -> ConsumedReport:
-    counts = {str(fate): n for fate, n in ledger.counts.items()}
+    counts = {str(outcome): n for outcome, n in ledger.counts.items()}
     return ConsumedReport(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
 
 
 def balanced(account: IssuedLedger) -> bool:
     ledger = account.ledger()
-    return ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
+    return ledger["issued"] == sum(count for outcome, count in ledger.items() if outcome != "issued")
 
 
 @given(st.lists(st.tuples(st.sampled_from(["issue", "fail", *GroupOutcome]), st.integers(0, 15)), max_size=60))
-def test_order_ledger_balances_after_any_history(history: list[tuple[str, int]]) -> None:
+def test_counts_of_issued_and_ended_groups_add_up_after_any_history(history: list[tuple[str, int]]) -> None:
     account, ledger = IssuedLedger(), ConsumedLedger()
     for what, number in history:
         if what == "issue":
@@ -40,7 +40,7 @@ def test_order_ledger_balances_after_any_history(history: list[tuple[str, int]])
 
 
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.integers(0, 30), st.sets(st.integers(0, 30)))
-def test_unsettled_orders_are_the_failed_or_stale_orders_that_the_trainer_has_not_counted(
+def test_failed_and_stale_groups_stay_unsettled_until_the_trainer_has_counted_them(
     failed: set[int], outdated: set[int], frontier: int, beyond: set[int]
 ) -> None:
     report = ConsumedReport(frontier=frontier, beyond=sorted(beyond))
@@ -49,7 +49,7 @@ def test_unsettled_orders_are_the_failed_or_stale_orders_that_the_trainer_has_no
     assert account.unsettled_stale == sorted(each for each in outdated if not has_ended(each, frontier, beyond))
 
 
-def test_order_reported_as_failed_but_trained_counts_only_once() -> None:
+def test_group_reported_as_failed_and_then_trained_counts_only_as_trained() -> None:
     """One actor reported a failure, and another completed a second copy of the order; the trainer's report decides."""
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(3):
@@ -64,14 +64,14 @@ def test_order_reported_as_failed_but_trained_counts_only_once() -> None:
     assert account.unsettled == []
 
 
-def test_ledger_rejects_a_trainer_report_with_more_orders_than_were_issued() -> None:
+def test_ledger_rejects_a_trainer_report_with_more_ended_groups_than_were_issued() -> None:
     account = IssuedLedger()
     account.next_index()
     with pytest.raises(LedgerError, match="issued 1 orders but 2 ended"):
         account.update(ConsumedReport(trained=2, frontier=1))
 
 
-def test_resumed_ledger_reissues_orders_that_have_not_ended() -> None:
+def test_resumed_ledger_reissues_the_groups_that_had_not_ended() -> None:
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(8):
         account.next_index()
@@ -85,7 +85,7 @@ def test_resumed_ledger_reissues_orders_that_have_not_ended() -> None:
     assert balanced(resumed)
 
 
-def test_resumed_ledger_moves_its_cursor_past_orders_trained_after_the_snapshot() -> None:
+def test_resumed_ledger_does_not_issue_a_group_again_that_was_trained_after_the_snapshot() -> None:
     """Orders that were trained after the snapshot must not be issued again."""
     resumed, ledger = IssuedLedger(cursor=4), ConsumedLedger()
     ledger.settle([0, 1, 2, 3, 6], GroupOutcome.TRAINED)
@@ -94,7 +94,7 @@ def test_resumed_ledger_moves_its_cursor_past_orders_trained_after_the_snapshot(
     assert balanced(resumed)
 
 
-def test_ledger_reissues_only_lost_orders_that_were_in_flight() -> None:
+def test_ledger_reissues_only_those_lost_groups_that_were_in_flight() -> None:
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(6):
         account.next_index()
@@ -124,7 +124,7 @@ def test_estimate_of_the_share_of_filtered_groups_converges_and_follows_changes(
     assert share.share < 0.05
 
 
-def test_number_of_extra_orders_for_filtered_groups_is_bounded() -> None:
+def test_number_of_extra_groups_requested_for_expected_filtering_is_bounded() -> None:
     share = FilteredShare(trained=1.0, filtered=10_000.0)
     assert share.expected(30, waiting=0, most=3.0) == 10
     assert share.expected(30, waiting=0, most=1.0) == 30, "1 compensates for nothing"
@@ -132,7 +132,7 @@ def test_number_of_extra_orders_for_filtered_groups_is_bounded() -> None:
     assert share.expected(30, waiting=90, most=3.0) == 30
 
 
-def test_work_in_flight_grows_if_the_trainer_waits_and_shrinks_if_several_steps_leave_groups_over() -> None:
+def test_number_of_steps_requested_ahead_grows_if_the_trainer_waits_and_shrinks_if_groups_are_left_over() -> None:
     ahead = StepsAhead()
     ahead.note_step(left_over=0.0, waited=9.0, most=4.0)
     assert ahead.steps == 2, "the first step waited for the start"
@@ -184,7 +184,7 @@ def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_extra_orders_halve_the_trainers_waiting_time_if_three_of_four_groups_are_filtered(seed: int) -> None:
+def test_requesting_extra_groups_halves_the_trainers_waiting_time_if_most_groups_are_filtered(seed: int) -> None:
     (without, _), (compensated, stale) = (ticks(most, filtered=0.75, seed=seed) for most in (1.0, 3.0))
     assert compensated < 0.5 * without
     assert stale < 0.25 * 4 * 200, "and most of what is sampled for it is trained"

@@ -42,7 +42,7 @@ def test_resumed_run_keeps_the_last_change_of_each_knob_made_during_the_run() ->
     assert (resumed.state.knobs, resumed.state.knob_log) == (made.state.knobs, made.state.knob_log)
 
 
-def test_reissued_orders_keep_their_domain_weights_and_new_orders_follow_the_recipe() -> None:
+def test_groups_requested_before_a_resume_keep_their_domain_weights_and_new_ones_follow_the_recipe() -> None:
     made = controller(domain_weights={"a": 1.0, "b": 2.0})
     made.state.account.cursor = 7
     resumed = gone_on(made, domain_weights={"a": 3.0, "c": 1.0})
@@ -50,7 +50,7 @@ def test_reissued_orders_keep_their_domain_weights_and_new_orders_follow_the_rec
     assert resumed.state.domain_weights_of(7) == {"a": 3.0, "c": 1.0}
 
 
-def test_reissued_orders_keep_the_domain_quota_with_which_they_were_first_issued() -> None:
+def test_groups_that_are_requested_again_keep_the_domain_quota_of_their_first_request() -> None:
     made = controller(rollouts_per_step=4)
     made.state.follow_groups_per_step()
     made.state.account.cursor = 5
@@ -83,8 +83,8 @@ def test_recipe_that_contradicts_knob_changes_made_during_the_run_is_rejected() 
 def test_results_of_evaluation_sets_that_the_recipe_moved_or_removed_keep_their_names() -> None:
     evaluations = Evaluations()
     for name, place in (("math", 0), ("aime", 1), ("math", 0)):
-        asked = EvaluationSet(name=name, place=place, problems=1, max_tokens=8)
-        (result,) = Evaluation(model_version=1, number=1, plan=EvaluationPlan(sets=(asked,))).results()
+        one_set = EvaluationSet(name=name, place=place, problems=1, max_tokens=8)
+        (result,) = Evaluation(model_version=1, number=1, plan=EvaluationPlan(sets=(one_set,))).results()
         evaluations.add(result)
     evaluations.follow({"new": 0, "math": 1})
     assert [(each.name, each.place) for each in evaluations.results] == [("math", 1), ("aime", NOWHERE), ("math", 1)]

@@ -203,7 +203,7 @@ def test_names_of_data_splits_are_configurable_and_an_explicit_held_out_path_tak
     assert splits[Split.HELD_OUT] == {row["prompt"] for row in ROWS[3:5]}
 
 
-def test_recipe_must_name_a_configuration_of_a_hub_folder_that_has_several_without_a_default(tmp_path: Path) -> None:
+def test_recipe_must_name_one_of_several_configurations_of_a_hub_data_set_without_a_default(tmp_path: Path) -> None:
     folder = hub_folder(tmp_path / "set")
     with pytest.raises(RecipeError, match="has several configurations; name one as config: main, hard"):
         opened(folder)

@@ -149,7 +149,7 @@ async def test_end_of_turn_token_is_returned_but_adds_no_text(gate: GatedRunner,
     assert choice.message.content == tokenizer.decode([8])
 
 
-async def test_with_ignore_eos_samples_continue_after_end_tokens_and_prefixes_may_contain_end_tokens(
+async def test_ignore_eos_makes_samples_continue_after_end_tokens_and_allows_end_tokens_in_prefixes(
     gate: GatedRunner, tokenizer: ChatTokenizer
 ) -> None:
     """With `ignore_eos`, an end token is part of the text, and other tokens may follow the end token."""
@@ -272,7 +272,9 @@ async def test_samples_can_join_and_leave_the_batch_at_any_step(engine: Batching
     assert metrics.busy_s_total > 0  # not exact, as the last step may not be counted yet
 
 
-async def test_cancelled_request_frees_its_rows_and_queue_slots(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_cancelled_request_frees_its_batch_rows_and_queue_slots(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
     gone = await _started(engine, gate, _ask(7, n=6, max_tokens=50))
     waiting = await _submitted(engine, _ask(8, n=2, max_tokens=2))
     await _steps(engine, gate, 1)
@@ -321,7 +323,7 @@ async def test_streamed_chunks_add_up_to_the_unstreamed_answer(engine: BatchingE
     assert ends == {choice.index: choice.finish_reason for choice in whole.choices}
 
 
-async def test_stream_yields_each_token_and_closing_the_stream_frees_its_row(
+async def test_stream_yields_each_token_and_closing_the_stream_frees_its_batch_row(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     async with aclosing(engine.stream(_ask(7, max_tokens=50))) as stream:
@@ -364,7 +366,7 @@ async def test_version_spans_name_the_weights_that_sampled_each_token(
     assert (answer.model_version, answer.epoch, engine.serving()) == (5, 0, (0, 5))
 
 
-async def test_continue_update_keeps_the_kv_cache_and_recompute_kv_update_rebuilds_it(
+async def test_update_in_continue_mode_keeps_the_kv_cache_and_update_in_recompute_kv_mode_rebuilds_it(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12))
@@ -386,7 +388,9 @@ async def test_continue_update_keeps_the_kv_cache_and_recompute_kv_update_rebuil
     assert len((await task).choices) == 2
 
 
-async def test_recompute_kv_update_prefills_identical_contexts_once(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_update_in_recompute_kv_mode_prefills_identical_contexts_only_once(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12, temperature=0.0))
     await _steps(engine, gate, 1)
     _stage(engine, seed=1)
@@ -504,7 +508,7 @@ async def test_idle_engine_commits_new_weights_immediately(engine: BatchingEngin
 # --- closing and failures ----------------------------------------------------------------------------------------
 
 
-async def test_closing_the_engine_fails_all_requests_and_commits_with_engine_stopped(
+async def test_closing_the_engine_fails_requests_and_pending_weight_commits_with_engine_stopped(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     running = await _started(engine, gate, _ask(7, n=4, max_tokens=50))
@@ -580,7 +584,7 @@ async def test_request_with_nonfinite_logits_fails_without_affecting_other_reque
     assert answers == [(await engine.complete(request)).choices for request in (one, other)]
 
 
-async def test_sample_moved_into_the_row_of_a_failed_request_keeps_its_tokens(
+async def test_sample_moved_into_the_batch_row_of_a_failed_request_keeps_its_tokens(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     doomed, kept = _ask(8, max_tokens=9), _ask(9, max_tokens=9, seed=6)

@@ -71,7 +71,9 @@ async def test_samples_with_different_prefixes_are_prefilled_separately(
     ]
 
 
-async def test_recompute_kv_update_prefills_prefix_and_new_tokens(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_update_in_recompute_kv_mode_prefills_the_given_prefix_and_the_new_tokens(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
     prefix = AnswerPrefix(index=0, token_ids=[5, 6])
     running = asyncio.create_task(engine.complete(ask(1, prefixes=[prefix])))
     await asyncio.to_thread(gate.allow, 2)
@@ -100,7 +102,7 @@ async def test_answer_prefixes_that_no_engine_could_have_sampled_are_rejected(
         await engine.complete(ask(1, **{"prefixes": prefixes} | fields))
 
 
-async def test_stream_with_an_interval_sends_all_sampled_tokens_except_the_newest_token(
+async def test_stream_with_an_interval_between_chunks_holds_back_only_the_newest_token(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     async with aclosing(engine.stream(rare(2, 0.02))) as stream, asyncio.timeout(DEADLINE_S):  # type: ignore[type-var]

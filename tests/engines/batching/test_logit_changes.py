@@ -26,7 +26,7 @@ def test_frequency_and_presence_penalties_count_each_sampled_token() -> None:
     assert added(changes, 2) == {(0, 7): -2.0, (0, 2): -1.5, (1, 3): 2.0}
 
 
-def test_logit_bias_and_penalties_move_with_their_rows() -> None:
+def test_logit_bias_and_penalties_of_a_sample_follow_it_to_another_batch_row() -> None:
     changes = LogitChanges()
     changes.place(0, BIAS, [])
     changes.place(1, PENALTY, [])
@@ -35,7 +35,7 @@ def test_logit_bias_and_penalties_move_with_their_rows() -> None:
     assert added(changes, 4) == {(0, 5): -1.5}
 
 
-def test_request_without_bias_clears_the_logit_changes_of_a_reused_row() -> None:
+def test_request_without_bias_clears_the_logit_changes_of_a_reused_batch_row() -> None:
     changes = LogitChanges()
     changes.place(0, BIAS, [])
     changes.place(0, None, [])

@@ -90,7 +90,7 @@ def test_scheduler_queue_limit_counts_samples_not_requests() -> None:
     scheduler.submit(_request("c", samples=1))
 
 
-def test_samples_that_fit_free_rows_do_not_count_towards_the_queue_limit() -> None:
+def test_samples_that_fit_into_free_batch_rows_do_not_count_towards_the_queue_limit() -> None:
     scheduler = _scheduler(slots=4, max_waiting=2)
     scheduler.submit(_request("a", samples=6))
     with pytest.raises(Overloaded):
@@ -102,7 +102,7 @@ def test_samples_that_fit_free_rows_do_not_count_towards_the_queue_limit() -> No
 
 
 @pytest.mark.parametrize("running", [0, 4])
-def test_request_with_more_samples_than_rows_plus_queue_is_invalid(running: int) -> None:
+def test_request_with_more_samples_than_batch_rows_plus_queue_slots_is_rejected(running: int) -> None:
     scheduler = _scheduler(slots=4, max_waiting=2)
     if running:
         scheduler.submit(_request("running", samples=running))
@@ -121,7 +121,7 @@ def test_prompts_beyond_the_prefill_budget_wait_but_a_single_longer_prompt_is_ad
     assert [each.request.request_id for each in scheduler.admit()] == ["c"]
 
 
-def test_withdrawn_request_leaves_the_queue_and_frees_its_rows() -> None:
+def test_withdrawn_request_leaves_the_queue_and_frees_its_batch_rows() -> None:
     scheduler = _scheduler(slots=2)
     gone, other = _request("a", samples=3), _request("b")
     scheduler.submit(gone)
@@ -134,7 +134,7 @@ def test_withdrawn_request_leaves_the_queue_and_frees_its_rows() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_running_rows_stay_contiguous_and_row_moves_do_not_overlap(seed: int) -> None:
+def test_batch_rows_in_use_stay_contiguous_and_moves_between_rows_do_not_overlap(seed: int) -> None:
     """Replay the moves on an array of rows, as a runner does, and compare the array with the scheduler's own list."""
     random = rng.generator(seed, "scheduler")
     scheduler = _scheduler(slots=8)

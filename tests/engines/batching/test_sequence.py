@@ -38,7 +38,7 @@ def _feed(window: TextWindow, tokenizer: ChatTokenizer, text: str) -> tuple[bool
         ("stop", ("stop",), "", True),
     ],
 )
-def test_text_window_cuts_text_before_the_first_stop_string(
+def test_streamed_text_is_cut_before_the_first_stop_string(
     tokenizer: ChatTokenizer, text: str, stops: tuple[str, ...], shown: str, stopped: bool
 ) -> None:
     window = _window(tokenizer, *stops)
@@ -46,7 +46,7 @@ def test_text_window_cuts_text_before_the_first_stop_string(
     assert window.text == shown
 
 
-def test_text_window_finds_the_same_stop_string_as_a_search_in_the_whole_text(tokenizer: ChatTokenizer) -> None:
+def test_stop_string_detected_in_streamed_text_is_that_of_a_search_in_the_whole_text(tokenizer: ChatTokenizer) -> None:
     stops = ("aba", "bb")
     for letters in itertools.product("ab", repeat=7):
         text = "".join(letters)
@@ -56,7 +56,7 @@ def test_text_window_finds_the_same_stop_string_as_a_search_in_the_whole_text(to
         assert _feed(_window(tokenizer, *stops), tokenizer, text) == (bool(ends), shown), text
 
 
-def test_text_window_holds_back_text_that_may_begin_a_stop_string(tokenizer: ChatTokenizer) -> None:
+def test_streamed_text_that_may_begin_a_stop_string_is_held_back(tokenizer: ChatTokenizer) -> None:
     window = _window(tokenizer, "end")
     shown = []
     for token_id in tokenizer.encode("xene"):

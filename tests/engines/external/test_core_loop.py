@@ -34,7 +34,7 @@ class ScriptedCore:
     def __init__(self) -> None:
         self.begun: list[Sequence] = []
         self.calls: list[str] = []
-        self.news: asyncio.Queue[Step | Exception] = asyncio.Queue()
+        self.results: asyncio.Queue[Step | Exception] = asyncio.Queue()
         self.refusal: ValueError | None = None
         # called just before the core dies, in the same iteration of the event loop
         self.last_act: Callable[[], object] = lambda: None
@@ -58,11 +58,11 @@ class ScriptedCore:
         return None
 
     async def next_step(self) -> Step:
-        news = await self.news.get()
-        if isinstance(news, Exception):
+        result = await self.results.get()
+        if isinstance(result, Exception):
             self.last_act()
-            raise news
-        return news
+            raise result
+        return result
 
     async def pause(self, on_update: OnUpdate) -> None:
         self.calls.append("pause")
@@ -144,8 +144,8 @@ class World:
             await asyncio.sleep(0.002)
         return task
 
-    def tell(self, news: Step | Exception) -> None:
-        self.loop._events.call_soon_threadsafe(self.core.news.put_nowait, news)
+    def tell(self, result: Step | Exception) -> None:
+        self.loop._events.call_soon_threadsafe(self.core.results.put_nowait, result)
 
 
 @asynccontextmanager
@@ -170,7 +170,7 @@ async def test_request_rejected_by_the_engine_core_fails_and_later_requests_succ
         assert (await asyncio.wait_for(pending, PATIENCE_S)).epoch == 1
 
 
-async def test_epoch_of_a_request_is_that_of_its_first_sampled_token() -> None:
+async def test_trainer_epoch_of_an_answer_is_that_of_its_first_sampled_token() -> None:
     """The second of two samples gets its first token in epoch 1, the first sample only in epoch 2."""
     async with world() as made:
         pending = await made.submitted(2)
@@ -180,7 +180,7 @@ async def test_epoch_of_a_request_is_that_of_its_first_sampled_token() -> None:
         assert (await asyncio.wait_for(pending, PATIENCE_S)).epoch == 1
 
 
-async def test_busy_time_grows_only_while_the_core_has_samples() -> None:
+async def test_busy_time_metric_grows_only_while_the_engine_core_has_samples() -> None:
     async with world() as made:
         for number in (1, 2):
             task = await made.submitted(number)
@@ -241,7 +241,7 @@ async def test_commit_queued_while_the_core_dies_fails_with_engine_stopped() -> 
         assert isinstance(queued[0].exception(), EngineStopped)
 
 
-async def test_commit_stages_the_weights_before_it_pauses_the_core() -> None:
+async def test_commit_stages_the_new_weights_before_it_pauses_the_engine_core() -> None:
     async with world() as made:
         await made.engine.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE)
         assert made.core.calls == ["stage", "pause", "load", "resume"]

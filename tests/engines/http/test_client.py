@@ -135,9 +135,9 @@ async def test_server_that_is_no_engine_gives_an_error_that_says_so(
 
 async def test_idle_connection_closed_by_the_server_is_reopened() -> None:
     async with answering(whole(HEALTH)) as (url, connections), EngineClient() as client:
-        for asked in (1, 2):
+        for request_number in (1, 2):
             assert (await client.health(url)).model_version == 3
-            assert connections == [asked]
+            assert connections == [request_number]
             await asyncio.sleep(0.05)
 
 

@@ -70,7 +70,7 @@ class Scripted:
         """Script each engine as (epoch, version, tokens sent per sample, exception raised after the tokens or None)."""
         self.engines = engines
         self.offers = dict.fromkeys(engines, Continuation.SAME_NOISE)
-        self.asked: list[tuple[str, list[int] | None]] = []
+        self.requests: list[tuple[str, list[int] | None]] = []
         self.short: dict[int, int] = {}
         self.stands_still = asyncio.Event()
 
@@ -79,7 +79,7 @@ class Scripted:
 
     async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
         assert request.prefixes is None and not request.stream
-        self.asked.append((url, None))
+        self.requests.append((url, None))
         epoch, _, _, error = self.engines[url]
         if error is not None:
             raise error
@@ -92,7 +92,7 @@ class Scripted:
         given = dict.fromkeys(range(request.n), 0)
         if request.prefixes is not None:
             given = {prefix.index: len(prefix.token_ids) for prefix in request.prefixes}
-        self.asked.append((url, list(given.values()) if request.prefixes is not None else None))
+        self.requests.append((url, list(given.values()) if request.prefixes is not None else None))
         epoch, version, count, error = self.engines[url]
         for come in range(1, LENGTH + 2):
             if error is not None and come > count:
@@ -130,7 +130,7 @@ async def test_answer_continues_on_another_engine_after_the_first_fails(error: E
     client, begun = Scripted(a=(1, 7, 4, error), b=(1, 6, 0, None)), []
     answer = await EnginePool(client, ["a", "b"], min_epoch=1).complete(ask(), begun=lambda: begun.append(len(begun)))
     is_whole(answer)
-    assert client.asked == [("a", None), ("b", [4, 4])]
+    assert client.requests == [("a", None), ("b", [4, 4])]
     assert [choice.version_spans for choice in answer.completion.choices] == [[(7, 4), (6, 2)]] * 2
     assert (answer.url, answer.tokens_kept, answer.tokens_resampled) == ("b", 8, 0)
     assert begun == [0], "its oldest token is as old as it was"
@@ -144,7 +144,7 @@ async def test_answer_continues_on_another_engine_after_the_first_is_removed() -
     pool.update(["b"])
     answer = await running
     is_whole(answer)
-    assert client.asked == [("a", None), ("b", [3, 3])] and answer.tokens_kept == 6
+    assert client.requests == [("a", None), ("b", [3, 3])] and answer.tokens_kept == 6
 
 
 async def test_samples_that_are_complete_are_not_requested_again_after_a_handover() -> None:
@@ -157,30 +157,30 @@ async def test_samples_that_are_complete_are_not_requested_again_after_a_handove
         [10, 11, 12],
         [20, 21, 22, 23, 24, 25],
     ]
-    assert client.asked == [("a", None), ("b", [4, 4])] and answer.tokens_kept == 11
+    assert client.requests == [("a", None), ("b", [4, 4])] and answer.tokens_kept == 11
 
 
 async def test_answer_whose_samples_are_all_complete_survives_a_broken_stream() -> None:
     client = Scripted(a=(1, 7, LENGTH, EngineUnreachable("dead")), b=(1, 7, 0, None))
     answer = await EnginePool(client, ["a", "b"]).complete(ask())
     is_whole(answer)
-    assert client.asked == [("a", None)] and answer.url == "a"
+    assert client.requests == [("a", None)] and answer.url == "a"
 
 
 async def test_engine_that_cannot_continue_answers_gets_the_whole_request() -> None:
     client, begun = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(1, 7, 0, None)), []
     client.offers["b"] = Continuation.NONE
     answer = await EnginePool(client, ["a", "b"]).complete(ask(), begun=lambda: begun.append(0))
-    assert client.asked == [("a", None), ("b", None)] and len(begun) == 2
+    assert client.requests == [("a", None), ("b", None)] and len(begun) == 2
     assert (answer.tokens_kept, answer.tokens_resampled) == (0, 8)
 
 
-async def test_answer_starts_over_on_an_engine_of_another_epoch() -> None:
+async def test_answer_starts_over_on_an_engine_with_weights_of_another_trainer_epoch() -> None:
     """Weights of different epochs may have diverged, so their tokens are not joined."""
     client, begun = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(2, 6, 0, None)), []
     answer = await EnginePool(client, ["a", "b"]).complete(ask(), begun=lambda: begun.append(0))
     is_whole(answer)
-    assert client.asked == [("a", None), ("b", [4, 4]), ("b", None)] and len(begun) == 2
+    assert client.requests == [("a", None), ("b", [4, 4]), ("b", None)] and len(begun) == 2
     assert [choice.version_spans for choice in answer.completion.choices] == [[(6, LENGTH)]] * 2
     assert (answer.tokens_kept, answer.tokens_resampled, answer.completion.epoch) == (0, 8, 2)
 
@@ -189,7 +189,7 @@ async def test_engine_that_restarted_with_old_weights_does_not_continue_an_answe
     client = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(0, 0, 0, None), c=(1, 7, 0, None))
     answer = await EnginePool(client, ["a", "b", "c"], min_epoch=1).complete(ask())
     is_whole(answer)
-    assert client.asked == [("a", None), ("b", [4, 4]), ("c", [4, 4])] and answer.tokens_kept == 8
+    assert client.requests == [("a", None), ("b", [4, 4]), ("c", [4, 4])] and answer.tokens_kept == 8
 
 
 async def test_answer_starts_over_on_an_engine_that_rejects_its_continuation() -> None:
@@ -197,13 +197,13 @@ async def test_answer_starts_over_on_an_engine_that_rejects_its_continuation() -
     pool = EnginePool(client, ["a", "b"], suspect_s=60.0)
     with pytest.raises(InvalidRequest, match="b: no prefixes here"):
         await asyncio.wait_for(_until_only(pool, client), SOON_S)
-    assert client.asked == [("a", None), ("b", [4, 4]), ("b", None)]
+    assert client.requests == [("a", None), ("b", [4, 4]), ("b", None)]
 
 
 async def _until_only(pool: EnginePool, client: Scripted) -> Answered:
     """Complete a request; once engine `a` has received it, let `a` drain, so that `b` is the only serving engine."""
     running = asyncio.create_task(pool.complete(ask()))
-    while not client.asked:
+    while not client.requests:
         await asyncio.sleep(0)
     pool.update(["b"], finishing=["a"])
     return await running
@@ -214,13 +214,13 @@ async def test_answer_that_fails_with_nonfinite_logits_is_tried_once_per_engine(
     client = Scripted(a=(1, 7, 2, error), b=(1, 7, 2, error))
     with pytest.raises(NotFinite, match="b: NaN"):
         await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask()), SOON_S)
-    assert client.asked == [("a", None), ("b", None)]
+    assert client.requests == [("a", None), ("b", None)]
 
 
 async def test_engine_pool_without_a_streaming_interval_sends_unstreamed_requests() -> None:
     client = Scripted(a=(1, 7, 0, None))
     await EnginePool(client, ["a"], interval_s=0.0).complete(ask())
-    assert client.asked == [("a", None)]
+    assert client.requests == [("a", None)]
 
 
 # --- real engines -------------------------------------------------------------------------------------------------

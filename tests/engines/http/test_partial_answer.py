@@ -109,7 +109,7 @@ def test_partial_answer_joins_tokens_and_version_spans_of_two_engines() -> None:
     assert (begun.tokens_kept, begun.tokens_resampled) == (5, 0)
 
 
-def test_tokens_kept_at_a_handover_are_counted_once_and_move_to_resampled_if_dropped_later() -> None:
+def test_tokens_kept_at_handovers_count_once_and_count_as_resampled_if_they_are_dropped_later() -> None:
     begun = answer(chunk(part(0, [5, 6], 7), prompt=[1]))
     begun.hand_over()
     begun.hand_over()
@@ -122,7 +122,7 @@ def test_tokens_kept_at_a_handover_are_counted_once_and_move_to_resampled_if_dro
     assert begun.rest().prefixes is None and begun.rest().messages == ASKED.messages
 
 
-def test_chunk_of_another_epoch_does_not_continue_a_partial_answer() -> None:
+def test_chunk_from_another_trainer_epoch_does_not_continue_a_partial_answer() -> None:
     """Weights of different trainer epochs may have diverged, even if their version numbers are equal."""
     begun = answer(chunk(part(0, [5], 7), prompt=[1], epoch=1))
     assert not begun.take(chunk(part(0, [6], 7), epoch=2), url="b")

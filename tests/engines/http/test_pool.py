@@ -53,9 +53,11 @@ def slow(tokens: Counter[str], serving: set[str], avoided: set[str]) -> str | No
         max_size=200,
     )
 )
-def test_least_busy_engine_equals_that_of_a_plain_scan(history: list[tuple[str, str | set[str], int]]) -> None:
+def test_indexed_choice_of_the_least_busy_engine_equals_that_of_a_full_scan(
+    history: list[tuple[str, str | set[str], int]],
+) -> None:
     load, tokens, serving = LeastBusy(), Counter[str](), set[str]()
-    asked: list[tuple[str, int]] = []
+    added: list[tuple[str, int]] = []
     for what, of, number in history:
         if isinstance(of, set):
             if what == "serve":
@@ -64,11 +66,11 @@ def test_least_busy_engine_equals_that_of_a_plain_scan(history: list[tuple[str, 
             else:
                 assert load.pick(of.__contains__) == slow(tokens, serving, of)
         elif what == "add":
-            asked.append((of, number))
+            added.append((of, number))
             tokens[of] += number
             load.add(of, number)
-        elif asked:
-            url, given_back = asked.pop()
+        elif added:
+            url, given_back = added.pop()
             tokens[url] -= given_back
             load.add(url, -given_back)
         assert load.pick(lambda url: False) == slow(tokens, serving, set())
@@ -256,7 +258,7 @@ async def test_prompt_too_long_for_one_engine_is_answered_by_an_engine_with_a_lo
                 await pool.complete(long)
 
 
-async def test_only_serving_engine_is_retried_after_a_failure() -> None:
+async def test_failed_request_is_retried_on_the_same_engine_if_no_other_engine_serves() -> None:
     outcomes: list[ContractError | None] = [Overloaded("full"), Overloaded("full"), None]
     client = Script(a=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
@@ -377,7 +379,7 @@ async def test_answer_of_an_engine_that_restarted_with_initial_weights_is_reject
         await pool.complete(ask())
 
 
-async def test_while_an_engine_answers_requests_addressed_to_it_all_other_requests_go_to_other_engines() -> None:
+async def test_other_requests_avoid_an_engine_while_it_answers_requests_that_name_it() -> None:
     may_end = asyncio.Event()
     client = Script(a=lambda: may_end, b=lambda: 0.0)
     pool = EnginePool(client, ["a", "b"])

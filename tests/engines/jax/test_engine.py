@@ -199,7 +199,7 @@ def test_number_of_programs_that_the_jax_engine_compiles_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("changed_rows", [0, 1, 3])
-def test_logit_changes_are_added_to_the_logits_of_their_rows(changed_rows: int) -> None:
+def test_logit_bias_and_penalties_are_added_only_to_the_logits_of_their_own_rows(changed_rows: int) -> None:
     changes = LogitChanges()
     for row in range(changed_rows):
         changes.place(row, LogitChange({0: 1.5, row: -2.0}, 0.5, 0.25), [4, 4])
@@ -248,9 +248,9 @@ def test_jax_sampler_agrees_with_the_numpy_sampler(vocab: int) -> None:
         assert token_ids.tolist() == expected[0]
         assert logprobs.tolist() == pytest.approx(expected[1], abs=2e-5)
         for row, pairs in top.items():
-            found = top_tokens(np.asarray(top_ids)[row], np.asarray(top_logprobs)[row], row % 4)
-            assert [token_id for token_id, _ in found] == [token_id for token_id, _ in pairs]
-            assert [logprob for _, logprob in found] == pytest.approx([logprob for _, logprob in pairs], abs=2e-5)
+            largest = top_tokens(np.asarray(top_ids)[row], np.asarray(top_logprobs)[row], row % 4)
+            assert [token_id for token_id, _ in largest] == [token_id for token_id, _ in pairs]
+            assert [logprob for _, logprob in largest] == pytest.approx([logprob for _, logprob in pairs], abs=2e-5)
     assert not jax.config.read("jax_enable_x64")
 
 

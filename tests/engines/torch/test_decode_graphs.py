@@ -7,7 +7,7 @@ import pytest
 from pipelinerl.engines.torch.decode_graphs import padded_rows
 
 
-def test_row_counts_are_rounded_up_to_a_few_cuda_graph_sizes() -> None:
+def test_number_of_decoded_rows_is_rounded_up_to_one_of_a_few_cuda_graph_sizes() -> None:
     padded = [padded_rows(count, 256) for count in range(1, 257)]
     assert all(rows >= count for count, rows in enumerate(padded, start=1))
     assert sorted(set(padded)) == [2, 4, 8, 16, 32, *range(64, 257, 32)]

@@ -158,12 +158,12 @@ async def test_engine_that_preempts_samples_for_lack_of_cache_samples_the_same_t
     async def answers(cache_bytes: int | None) -> tuple[list[Choice], EngineMetrics]:
         engine = BatchingEngine(options, load=lambda: load_runner(options, cache_bytes=cache_bytes), tokenizer=endless)
         await engine.start()
-        asked = [asyncio.create_task(engine.complete(request)) for request in requests]
+        tasks = [asyncio.create_task(engine.complete(request)) for request in requests]
         while engine.metrics().generated_tokens_total < 150:
             await asyncio.sleep(0.001)
         engine.staging()[:] = same
         await engine.commit(version=1, epoch=1, on_update=on_update)
-        done = await asyncio.gather(*asked)
+        done = await asyncio.gather(*tasks)
         metrics = engine.metrics()
         await engine.close()
         return [choice for answer in done for choice in answer.choices], metrics

@@ -74,7 +74,7 @@ def test_fp32_output_layer_does_not_round_logits_to_the_dtype_of_the_model(model
     torch.testing.assert_close(exact, rounded.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_module_free_forward_has_smaller_rounding_errors_than_transformers_modules(model_path: Path) -> None:
+def test_forward_pass_without_torch_modules_rounds_less_than_that_of_transformers_modules(model_path: Path) -> None:
     full = logits_after_prompt(runner(model_path, WeightDType.FLOAT32, HeadPrecision.MODEL, modules=True))
     straight, by_modules = (
         logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, HeadPrecision.FP32, modules=modules))

@@ -65,12 +65,12 @@ async def engine(gate_and_engine: tuple[GatedRunner, BatchingEngine]) -> Batchin
     return gate_and_engine[1]
 
 
-def asked(**fields: Any) -> ChatCompletionRequest:
+def request_with(**fields: Any) -> ChatCompletionRequest:
     known = {"prompt_token_ids": PROMPT, "n": 3, "max_tokens": 9, "seed": 5, "return_token_ids": True}
     return ChatCompletionRequest(**{**known, "return_routed_experts": True, **fields})
 
 
-def told(routed: RoutedExperts | None) -> Any:
+def reported(routed: RoutedExperts | None) -> Any:
     assert routed is not None
     return off_the_wire(routed)
 
@@ -85,28 +85,30 @@ def chosen_by(path: Path, token_ids: list[int]) -> Any:
 
 async def test_reported_experts_equal_those_that_transformers_chooses(engine: BatchingEngine, mixture: Path) -> None:
     """The request has more samples than the engine has rows, and a second request does not ask for routing."""
-    quiet = engine.complete(asked(n=1, return_routed_experts=False))
-    answer, silent = await engine.complete(asked(n=6)), await quiet
+    quiet = engine.complete(request_with(n=1, return_routed_experts=False))
+    answer, silent = await engine.complete(request_with(n=6)), await quiet
     assert silent.prompt_routed_experts is None and silent.choices[0].routed_experts is None
     for choice in answer.choices:
         tokens = PROMPT + (choice.token_ids or [])
-        rows = np.concatenate((told(answer.prompt_routed_experts), told(choice.routed_experts)))
+        rows = np.concatenate((reported(answer.prompt_routed_experts), reported(choice.routed_experts)))
         np.testing.assert_array_equal(rows, chosen_by(mixture, tokens)[:-1])
 
 
 async def test_answer_to_a_prompt_of_one_token_reports_no_prompt_experts(engine: BatchingEngine, mixture: Path) -> None:
-    answer = await engine.complete(asked(prompt_token_ids=[7], n=1))
-    assert told(answer.prompt_routed_experts).shape == (0, ROUTING.layers, ROUTING.top_k)
+    answer = await engine.complete(request_with(prompt_token_ids=[7], n=1))
+    assert reported(answer.prompt_routed_experts).shape == (0, ROUTING.layers, ROUTING.top_k)
     (choice,) = answer.choices
-    np.testing.assert_array_equal(told(choice.routed_experts), chosen_by(mixture, [7, *(choice.token_ids or [])])[:-1])
+    np.testing.assert_array_equal(
+        reported(choice.routed_experts), chosen_by(mixture, [7, *(choice.token_ids or [])])[:-1]
+    )
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 0.001])
 async def test_stream_reports_the_same_experts_as_the_unstreamed_answer(
     engine: BatchingEngine, interval_s: float
 ) -> None:
-    whole = await engine.complete(asked())
-    stream = engine.stream(asked(stream=True, stream_options=StreamOptions(interval_s=interval_s)))
+    whole = await engine.complete(request_with())
+    stream = engine.stream(request_with(stream=True, stream_options=StreamOptions(interval_s=interval_s)))
     chunks = [chunk async for chunk in stream]
     assert [chunk.prompt_routed_experts for chunk in chunks if chunk.prompt_token_ids] == [whole.prompt_routed_experts]
     for choice in whole.choices:
@@ -117,12 +119,12 @@ async def test_stream_reports_the_same_experts_as_the_unstreamed_answer(
 
 
 async def test_continued_answer_reports_only_the_experts_of_its_new_tokens(engine: BatchingEngine) -> None:
-    whole = await engine.complete(asked(n=1))
+    whole = await engine.complete(request_with(n=1))
     (choice,) = whole.choices
     prefix = AnswerPrefix(index=0, token_ids=(choice.token_ids or [])[:4])
-    rest = await engine.complete(asked(n=1, prefixes=[prefix]))
+    rest = await engine.complete(request_with(n=1, prefixes=[prefix]))
     assert rest.prompt_routed_experts == whole.prompt_routed_experts
-    np.testing.assert_array_equal(told(rest.choices[0].routed_experts), told(choice.routed_experts)[4:])
+    np.testing.assert_array_equal(reported(rest.choices[0].routed_experts), reported(choice.routed_experts)[4:])
 
 
 async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(
@@ -130,7 +132,7 @@ async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(
 ) -> None:
     """The log-prob of a token depends on the experts that sampled it, so an update must not replace these experts."""
     gate, engine = gate_and_engine
-    running = asyncio.create_task(engine.complete(asked(n=1)))
+    running = asyncio.create_task(engine.complete(request_with(n=1)))
     await asyncio.to_thread(gate.allow, 3)
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     with torch.no_grad():
@@ -145,8 +147,8 @@ async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(
     (choice,) = answer.choices
     (_, before), _ = choice.version_spans or []
     tokens = PROMPT + (choice.token_ids or [])
-    np.testing.assert_array_equal(told(answer.prompt_routed_experts), chosen_by(mixture, tokens)[: len(PROMPT) - 1])
-    rows = told(choice.routed_experts)
+    np.testing.assert_array_equal(reported(answer.prompt_routed_experts), chosen_by(mixture, tokens)[: len(PROMPT) - 1])
+    rows = reported(choice.routed_experts)
     assert rows.shape == (len(choice.token_ids or []), ROUTING.layers, ROUTING.top_k)
     old = chosen_by(mixture, tokens)[len(PROMPT) - 1 : -1]
     np.testing.assert_array_equal(rows[:before], old[:before])
@@ -161,7 +163,7 @@ async def test_engine_of_a_model_without_experts_rejects_requests_for_routed_exp
     engine = from_options(engine_options(model_path=tmp_path, device=Device.CPU, threads=1))
     await engine.start()
     with pytest.raises(InvalidRequest, match="cannot report the experts of this model") as refusal:
-        await engine.complete(asked())
+        await engine.complete(request_with())
     assert refusal.value.param == "return_routed_experts"
     await engine.close()
 

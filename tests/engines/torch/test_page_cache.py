@@ -23,16 +23,16 @@ def test_rows_with_equal_tokens_are_computed_as_one_row_until_their_tokens_diffe
     alike.begin([1, 3, 5])
     alike.begin([0, 2])
     feeds, positions = np.zeros(6, np.int64), np.zeros(6, np.int64)
-    found = alike.step(feeds, positions)
-    assert found is not None
-    assert [found.first[of] for of in found.of_row] == [0, 1, 0, 1, 4, 1]
+    computed = alike.step(feeds, positions)
+    assert computed is not None
+    assert [computed.first[of] for of in computed.of_row] == [0, 1, 0, 1, 4, 1]
     feeds[3] = 7  # row 3 sampled another token than row 1, its duplicate
-    found = alike.step(feeds, positions + 1)
-    assert found is not None
-    assert [found.first[of] for of in found.of_row] == [0, 1, 0, 3, 4, 1]
-    found = alike.step(np.zeros(6, np.int64), positions + 2)
-    assert found is not None
-    assert [found.first[of] for of in found.of_row] == [0, 1, 0, 3, 4, 1], "who has parted stays apart"
+    computed = alike.step(feeds, positions + 1)
+    assert computed is not None
+    assert [computed.first[of] for of in computed.of_row] == [0, 1, 0, 3, 4, 1]
+    computed = alike.step(np.zeros(6, np.int64), positions + 2)
+    assert computed is not None
+    assert [computed.first[of] for of in computed.of_row] == [0, 1, 0, 3, 4, 1], "who has parted stays apart"
 
 
 def test_rows_that_are_computed_as_one_have_equal_tokens_after_any_sequence_of_events() -> None:
@@ -58,10 +58,10 @@ def test_rows_that_are_computed_as_one_have_equal_tokens_after_any_sequence_of_e
             feeds = random.integers(0, 2, count) if random.random() < 0.3 else np.zeros(count, np.int64)
             for row in range(count):
                 held[row] = (*held[row], int(feeds[row]))
-            found = alike.step(feeds, np.array([len(each) for each in held[:count]]))
-            if found is not None:
-                assert sorted(set(found.of_row)) == list(range(len(found.first)))
-                assert all(held[row] == held[found.first[of]] for row, of in enumerate(found.of_row))
-                assert all(found.of_row[row] == of for of, row in enumerate(found.first))
-                merged += count - len(found.first)
+            computed = alike.step(feeds, np.array([len(each) for each in held[:count]]))
+            if computed is not None:
+                assert sorted(set(computed.of_row)) == list(range(len(computed.first)))
+                assert all(held[row] == held[computed.first[of]] for row, of in enumerate(computed.of_row))
+                assert all(computed.of_row[row] == of for of, row in enumerate(computed.first))
+                merged += count - len(computed.first)
     assert merged > 1000

@@ -37,16 +37,16 @@ def test_paged_attention_kernel_equals_attention_by_definition(
     scale = width**-0.5
     for dtype, within in [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)][: 1 + (DEVICE.type == "cuda")]:
         given = [each.to(DEVICE, dtype) for each in (query, keys, values)]
-        found = attend_blocks(
+        result = attend_blocks(
             *given, table.to(DEVICE), positions.to(DEVICE), window=window, scale=scale, softcap=softcap
         )
         expected = _attended(*(each.double().cpu() for each in given), table, positions, window, scale, softcap)
-        torch.testing.assert_close(found.double().cpu(), expected, atol=within, rtol=0)
+        torch.testing.assert_close(result.double().cpu(), expected, atol=within, rtol=0)
 
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("rows", "q_heads", "heads", "width"), [(3, 4, 2, 8), (2, 14, 2, 64), (5, 8, 8, 80)])
-def test_kernel_rotates_queries_and_stores_keys_and_values_in_their_blocks(
+def test_kernel_applies_rotary_embeddings_and_stores_keys_and_values_in_their_cache_blocks(
     rows: int, q_heads: int, heads: int, width: int, normed: bool
 ) -> None:
     """Nothing else in the cache changes. Queries, keys and values are parts of one product, in fp32 or bf16."""
@@ -68,9 +68,9 @@ def test_kernel_rotates_queries_and_stores_keys_and_values_in_their_blocks(
         for row, position in enumerate(positions[:, 0].tolist()):
             where = table[row, position // size], slice(None), position % size
             angle = cos[position], sin[position]
-            for found, part, norm in ((queries[row], 0, 0), (keys[where], 1, 1)):
+            for actual, part, norm in ((queries[row], 0, 0), (keys[where], 1, 1)):
                 expected = _rotated(projected[part][row].view(-1, width), norms and norms[norm], *angle)
-                torch.testing.assert_close(found.float(), expected, atol=within, rtol=within)
+                torch.testing.assert_close(actual.float(), expected, atol=within, rtol=within)
             assert torch.equal(values[where], projected[2][row].view(-1, width))
             before[0][where], before[1][where] = keys[where], values[where]
         assert torch.equal(keys, before[0]) and torch.equal(values, before[1])

@@ -161,20 +161,20 @@ def test_batched_decoding_equals_full_recomputation(directories: dict[str, Path]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_module_free_forward_is_chosen_for_supported_architectures_only(
+def test_forward_pass_without_torch_modules_is_chosen_only_for_supported_architectures(
     directories: dict[str, Path], name: str
 ) -> None:
     expected = LlamaForward if name in STRAIGHT else ModuleForward
     assert isinstance(_runner(directories[name])._forward, expected)
 
 
-def test_module_free_forward_does_not_support_length_dependent_rotary_embeddings() -> None:
+def test_forward_pass_without_torch_modules_does_not_fit_length_dependent_rotary_embeddings() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     assert not LlamaForward.fits(hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, rope_parameters=rope)))
 
 
 @pytest.mark.parametrize(("name", "products"), [("llama", 4), ("qwen3", 4), ("qwen2_untied", 6)])
-def test_projections_of_one_input_without_biases_become_one_product_on_a_gpu_also_after_a_swap(
+def test_projections_of_one_input_without_biases_are_fused_on_a_gpu_even_after_a_weight_swap(
     directories: dict[str, Path], name: str, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, calls = _runner(directories[name]), []
@@ -208,7 +208,7 @@ def test_weight_layout_of_the_engine_lists_the_named_parameters_of_the_model_in_
     assert any("lm_head" in spec.name for spec in layout.parameters) == (name not in TIED)
 
 
-def test_rows_that_share_a_prefill_sample_the_same_tokens_as_alone(directories: dict[str, Path]) -> None:
+def test_rows_prefilled_together_sample_the_same_tokens_as_alone(directories: dict[str, Path]) -> None:
     path = directories["qwen2_tied"]
     runner = _runner(path)
     groups = [_prompt(1, 9), _prompt(2, 5)]
@@ -319,7 +319,7 @@ def test_prefill_accepts_rows_in_any_order_and_with_gaps(directories: dict[str, 
     _agree(path, rows)
 
 
-def test_rows_that_join_leave_and_move_sample_the_same_tokens_as_alone(directories: dict[str, Path]) -> None:
+def test_sampled_tokens_are_unchanged_if_rows_join_leave_or_move_in_the_batch(directories: dict[str, Path]) -> None:
     """Rows of unequal length join and leave while the cache grows."""
     path = directories["qwen3"]
     runner = _runner(path)
@@ -365,7 +365,7 @@ def test_next_turn_of_a_conversation_computes_only_its_new_tokens(directories: d
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
-def test_every_implementation_of_reading_the_paged_cache_gives_the_same_tokens(
+def test_every_method_of_reading_the_paged_kv_cache_gives_the_same_tokens(
     directories: dict[str, Path], name: str
 ) -> None:
     """Rows share cache blocks, fit into one block, or have scattered blocks. On a CPU, triton interprets the kernel."""
@@ -417,7 +417,9 @@ def test_gpu_decoding_equals_recomputation_while_rows_join_and_leave(directories
 )
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen3"])
 @pytest.mark.filterwarnings("ignore")  # ignore warnings of torch's own compiler
-def test_compiled_forward_decodes_the_same_tokens(directories: dict[str, Path], name: str, device: str) -> None:
+def test_compiled_forward_pass_decodes_the_same_tokens_as_full_recomputation(
+    directories: dict[str, Path], name: str, device: str
+) -> None:
     runner = _runner(directories[name], device=device)
     assert isinstance(runner._forward, LlamaForward)
     runner._forward.compile()

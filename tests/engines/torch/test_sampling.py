@@ -112,7 +112,7 @@ def test_logit_bias_and_penalties_are_added_to_their_rows_exactly_once() -> None
 
 
 @pytest.mark.parametrize("vocab", [8, 3000])
-def test_sampler_never_draws_an_impossible_token_at_extreme_noise(vocab: int) -> None:
+def test_sampler_never_draws_a_token_of_probability_zero_at_the_smallest_or_largest_noise(vocab: int) -> None:
     """Noise 0 draws the first token with non-zero probability, and the largest noise below 1 draws the last one."""
     logits = torch.full((2, vocab), -torch.inf)
     logits[:, 3] = logits[:, vocab - 2] = 0.0
@@ -197,6 +197,6 @@ def test_sampler_with_all_parameters_on_the_device_draws_the_same_tokens_as_with
     noise = torch.from_numpy(random.random(64))
     zeros = torch.zeros(64, dtype=torch.int64)
     expected = sample(logits, temperature=temperature, top_k=zeros, top_p=torch.ones(64), noise=noise)
-    found = sample_whole(logits, temperature=temperature.double(), noise=noise)
-    assert found.token_ids.tolist() == expected.token_ids.tolist()
-    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-6, rtol=0, equal_nan=True)
+    sampled = sample_whole(logits, temperature=temperature.double(), noise=noise)
+    assert sampled.token_ids.tolist() == expected.token_ids.tolist()
+    torch.testing.assert_close(sampled.logprobs, expected.logprobs, atol=1e-6, rtol=0, equal_nan=True)

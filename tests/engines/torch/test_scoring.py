@@ -33,9 +33,9 @@ def test_scored_tokens_have_the_logprobs_with_which_they_were_sampled(
     options = engine_options(model_path=MODELS / "tiny_speller", dtype=WeightDType.FLOAT32, weights=weights)
     runner = load_runner(options)
     tokens, logprobs = sampled(runner, temperature)
-    found = runner.scorer([*PROMPT, *tokens], temperature)
-    assert found[0] == 0.0 and len(found) == len(PROMPT) + len(tokens)
-    np.testing.assert_allclose(found[len(PROMPT) :], logprobs, atol=1e-5)
+    scored = runner.scorer([*PROMPT, *tokens], temperature)
+    assert scored[0] == 0.0 and len(scored) == len(PROMPT) + len(tokens)
+    np.testing.assert_allclose(scored[len(PROMPT) :], logprobs, atol=1e-5)
     assert runner.scorer([5], temperature) == [0.0]
     assert sampled(runner, temperature) == (tokens, logprobs), "scoring leaves rows and cache as they are"
 
@@ -47,6 +47,6 @@ def test_scored_logprobs_change_with_a_weight_update() -> None:
     staging.zero_()  # with all weights 0, every token is equally likely
     runner.finish_staging()
     runner.swap()
-    found = runner.scorer(PROMPT, 1.0)
-    np.testing.assert_allclose(found[1:], -np.log(runner.vocab_size), atol=1e-6)
-    assert found != before
+    scored = runner.scorer(PROMPT, 1.0)
+    np.testing.assert_allclose(scored[1:], -np.log(runner.vocab_size), atol=1e-6)
+    assert scored != before

@@ -53,7 +53,7 @@ async def test_half_precision_update_is_converted_to_float32_and_its_digest_is_o
     assert setting.target.finished == [setting.target.current.tobytes()], "what is finished is converted already"
 
 
-async def test_prepare_request_may_give_the_id_of_a_layout_from_an_earlier_update_or_from_the_engine() -> None:
+async def test_prepare_request_may_name_a_known_weight_layout_by_its_id_instead_of_sending_it() -> None:
     setting, wire = Setting(), wire_of(DType.BFLOAT16)
     await setting.join()
     data = torch.ones(32, dtype=torch.bfloat16).view(torch.uint8)

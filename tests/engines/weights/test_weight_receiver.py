@@ -200,7 +200,9 @@ async def test_broadcast_may_take_longer_than_its_timeout_while_it_progresses(se
     assert time.monotonic() - began < SOON_S, "rank 0 says nothing: the receive ends by itself"
 
 
-async def test_committed_update_serves_the_bytes_and_reports_digest_and_totals(setting: Setting) -> None:
+async def test_engine_serves_the_broadcast_bytes_only_after_commit_and_reports_digest_and_totals(
+    setting: Setting,
+) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, on_update=OnUpdate.RECOMPUTE_KV)
     await setting.send()
@@ -258,7 +260,7 @@ async def test_next_update_of_a_group_replaces_an_uncommitted_update_after_its_t
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_receive_that_failed_before_commit_requires_a_new_group(setting: Setting) -> None:
+async def test_weight_receive_that_times_out_before_commit_requires_a_new_process_group(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=0.3)
     await asyncio.sleep(0.6)
@@ -288,7 +290,9 @@ async def test_update_with_a_wrong_digest_fails_but_keeps_the_process_group(sett
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
 
 
-async def test_engine_is_dirty_after_a_failed_swap_until_the_version_is_published_again(setting: Setting) -> None:
+async def test_engine_whose_weight_swap_failed_midway_is_dirty_until_weights_are_committed_again(
+    setting: Setting,
+) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
@@ -302,7 +306,9 @@ async def test_engine_is_dirty_after_a_failed_swap_until_the_version_is_publishe
     assert setting.receiver.dirty is None
 
 
-async def test_swap_that_the_target_rejects_does_not_make_the_engine_dirty(setting: Setting) -> None:
+async def test_weight_swap_that_is_rejected_before_it_begins_does_not_mark_the_engine_as_dirty(
+    setting: Setting,
+) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
@@ -339,7 +345,7 @@ async def test_concurrent_commits_of_one_update_swap_the_weights_once(setting: S
     assert setting.receiver.totals.updates == 1 and np.array_equal(setting.target.current, BYTES)
 
 
-async def test_joining_a_new_group_drops_the_staged_update(setting: Setting) -> None:
+async def test_joining_a_new_process_group_drops_the_staged_weight_update(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
     old, setting.trainer = setting.trainer, None
@@ -470,7 +476,7 @@ async def test_commit_timeout_error_of_a_pull_says_how_many_bytes_were_received(
     assert await setting.phase(UpdatePhase.ABORT) is UpdateStatus.ABORTED
 
 
-async def test_abort_cancels_a_pull_and_frees_its_buffer(setting: Setting) -> None:
+async def test_abort_request_cancels_a_weight_pull_and_frees_its_buffer(setting: Setting) -> None:
     pull = _Pull(waits=True)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S, **PULL)

@@ -117,18 +117,18 @@ def test_cluster_node_that_finds_no_launch_fails_and_names_the_command_that_star
 
 
 def test_waiting_cluster_node_names_the_run_that_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(node, "_SILENT_S", 0.0)
     with pytest.raises(UserError):
-        serve_share(tmp_path, "b", announce=said.append, head_s=0.05)
-    assert said[0] == f"host b waits for a launch of the run in {tmp_path}, 0.05 s at most"
+        serve_share(tmp_path, "b", announce=messages.append, head_s=0.05)
+    assert messages[0] == f"host b waits for a launch of the run in {tmp_path}, 0.05 s at most"
 
 
 def test_cluster_node_that_starts_after_the_run_has_ended_exits_without_waiting(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     write_launch(tmp_path, replace(LAUNCH, result=RunResult(RunOutcome.COMPLETED, "completed")))
-    assert serve_share(tmp_path, "b", announce=said.append, head_s=0.0) == 0
-    assert said == ["the run is over: completed"]
+    assert serve_share(tmp_path, "b", announce=messages.append, head_s=0.0) == 0
+    assert messages == ["the run is over: completed"]
 
 
 def test_cluster_node_for_a_host_that_is_unknown_or_already_served_is_rejected(tmp_path: Path) -> None:
@@ -165,10 +165,10 @@ def _launch(run_dir: Path, grace_s: float) -> tuple[Launch, Members]:
     return members.launch(config, run_dir), members
 
 
-def _head(run_dir: Path, said: list[str], *, grace_s: float = PATIENCE_S) -> tuple[HeadNode, str]:
+def _head(run_dir: Path, messages: list[str], *, grace_s: float = PATIENCE_S) -> tuple[HeadNode, str]:
     """Return a head node that has recorded a new launch, and the id of that launch."""
     launch, members = _launch(run_dir, grace_s)
-    head = HeadNode(launch, members, said.append)
+    head = HeadNode(launch, members, messages.append)
     head.begin()
     record = read_launch(run_dir)
     assert record is not None and record.members == members and record.result is None
@@ -176,22 +176,22 @@ def _head(run_dir: Path, said: list[str], *, grace_s: float = PATIENCE_S) -> tup
 
 
 def test_launch_id_in_the_cluster_record_does_not_reveal_the_token(tmp_path: Path) -> None:
-    said: list[str] = []
-    _, id = _head(tmp_path, said)
-    assert said == [f"waiting for host b: pipelinerl node {tmp_path} --name b"]
+    messages: list[str] = []
+    _, id = _head(tmp_path, messages)
+    assert messages == [f"waiting for host b: pipelinerl node {tmp_path} --name b"]
     assert "of this launch" not in (tmp_path / "cluster" / "launch.json").read_text() and len(id) == 16
 
 
 def test_failure_on_one_host_ends_the_run_with_a_message_that_names_the_host(tmp_path: Path) -> None:
-    said: list[str] = []
-    head, id = _head(tmp_path, said)
+    messages: list[str] = []
+    head, id = _head(tmp_path, messages)
     NodeFile(tmp_path, "b", id).tell(NodeState.FAILED, "engine-0 ended (exit status 2)")
     sleep = ("python3", "-S", "-E", "-c", "import time; time.sleep(600)")
     supervisor = Supervisor(
         Plan((ProcessSpec(name="controller", argv=sleep, on_exit=OnExit.COMPLETE),)),
         tmp_path,
         grace_s=SOON_S,
-        announce=said.append,
+        announce=messages.append,
         on_tick=lambda: head.follow(supervisor),
         on_end=head.end,
         tell_restarts=head.tell_restarts,
@@ -203,8 +203,8 @@ def test_failure_on_one_host_ends_the_run_with_a_message_that_names_the_host(tmp
 
 
 def test_other_cluster_nodes_stop_before_the_head_node(tmp_path: Path) -> None:
-    said: list[str] = []
-    head, id = _head(tmp_path, said)
+    messages: list[str] = []
+    head, id = _head(tmp_path, messages)
     node = NodeFile(tmp_path, "b", id)
     node.tell(NodeState.UP)
     order: list[str] = []
@@ -222,15 +222,15 @@ def test_other_cluster_nodes_stop_before_the_head_node(tmp_path: Path) -> None:
     order.append("a")
     other.join(PATIENCE_S)
     assert order == ["b", "a"]
-    assert not any("did not stop" in line for line in said)
+    assert not any("did not stop" in line for line in messages)
 
 
 def test_cluster_node_that_does_not_stop_in_time_is_named(tmp_path: Path) -> None:
-    said: list[str] = []
-    head, id = _head(tmp_path, said, grace_s=0.01)
+    messages: list[str] = []
+    head, id = _head(tmp_path, messages, grace_s=0.01)
     NodeFile(tmp_path, "b", id).tell(NodeState.UP)
     head.end(DONE)
-    assert said[-1] == "b did not stop in time; stopping the head"
+    assert messages[-1] == "b did not stop in time; stopping the head"
 
 
 def test_process_restarts_on_all_hosts_are_written_to_one_file(tmp_path: Path) -> None:

@@ -125,5 +125,5 @@ def test_run_continues_after_a_lost_machine_of_the_ray_cluster_was_replaced(tmp_
         subprocess.run([*CLI, "stop", str(directory)], check=True, timeout=PATIENCE_S)
         assert run.end() == 0, run.story()
     ledger = run.events("run_finished")[-1]["ledger"]
-    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
+    assert ledger["issued"] == sum(count for outcome, count in ledger.items() if outcome != "issued")
     assert ledger["trained"] == 8 * max(run.steps()) and not ledger["failed"]

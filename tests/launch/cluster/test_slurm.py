@@ -143,8 +143,8 @@ def test_slurm_script_restarts_killed_srun_steps_and_suspends_the_run_before_the
 
 
 def _submitted(cluster: SlurmCluster, arguments: Sequence[str]) -> str:
-    said = cluster.run(*CLI, "run", *arguments, "--on", "slurm", "--hosts", "2")
-    return said.partition("submitted as job ")[2].partition(";")[0]
+    output = cluster.run(*CLI, "run", *arguments, "--on", "slurm", "--hosts", "2")
+    return output.partition("submitted as job ")[2].partition(";")[0]
 
 
 def _events(directory: Path, kind: str) -> list[Event]:

@@ -98,7 +98,7 @@ def run_question(run: int = 0) -> tuple[str, dict[str, str]]:
 
 
 def now_question(facts: Mapping[str, Any], rows: Mapping[str, Any] | None = None) -> tuple[str, dict[str, str]]:
-    """Return path and query of the Now screen's next request if it holds the run's state (`facts`) and `rows`."""
+    """Return path and query of the Now screen's next request once it has the run's state `facts` and the `rows`."""
     domains = [f"domain/{name}/{figure}" for name in facts["domains"][:8] for figure in ("accuracy", "reward")]
     known = set(facts["metrics"])
     metrics = [name for name in (*CHARTED, *domains) if name in known]
@@ -144,7 +144,7 @@ def go(page: Page, url: str, screen: str) -> None:
 
 
 def shown(page: Page, screen: str) -> None:
-    """Wait for content that only this screen shows, and only with data."""
+    """Wait for content that only this screen shows, and that it shows only once it has data."""
     from playwright.sync_api import TimeoutError as NotShown
 
     main = page.locator("main")
@@ -160,8 +160,8 @@ def shown(page: Page, screen: str) -> None:
     try:
         wanted[screen]().wait_for()
     except NotShown as error:
-        asked = page.evaluate(ASKED)
-        raise AssertionError(f"{screen} did not come; it shows\n{main.inner_text()}\nand has asked {asked}") from error
+        calls = page.evaluate(ASKED)
+        raise AssertionError(f"{screen} did not come; it shows\n{main.inner_text()}\nand has sent {calls}") from error
 
 
 def group_of(server: ServedPage, run: int = 0, **query: Any) -> str:
@@ -265,8 +265,8 @@ def test_screens_are_not_wider_than_the_window_and_their_texts_have_enough_contr
         for screen in every_screen(server):
             go(page, server.url, screen)
             assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, screen
-            told = page.evaluate(CONTRASTS)
-            assert told["low"] == [] and told["seen"] > 20, (screen, told)
+            contrasts = page.evaluate(CONTRASTS)
+            assert contrasts["low"] == [] and contrasts["seen"] > 20, (screen, contrasts)
         page.get_by_role("button", name=re.compile("^Use .* colours$")).click()
         other = "dark" if scheme == "light" else "light"
         page.wait_for_function(f"document.documentElement.dataset.theme === '{other}'")
@@ -342,29 +342,29 @@ def test_page_requests_only_new_data_and_nothing_while_hidden(browser: Browser, 
         with opened(browser, server.url) as page:
             shown(page, "now")
             page.locator("[data-heard=open]").wait_for()
-            asked: list[Any] = []
-            page.on("request", lambda sent: asked.append(question_of(sent.url)))
+            requests: list[Any] = []
+            page.on("request", lambda sent: requests.append(question_of(sent.url)))
             write(log, last | {"step": 41, "grad_norm": 9.5})
             gradient("9.5").wait_for()
             expected = now_question(facts, rows)
-            assert next(each for each in asked if each[0] == "/api/now") == expected and expected[1]["since"] == "40"
-            assert {path for path, _ in asked} <= {"/api/now", "/api/run"}
+            assert next(each for each in requests if each[0] == "/api/now") == expected and expected[1]["since"] == "40"
+            assert {path for path, _ in requests} <= {"/api/now", "/api/run"}
             for step, norm in ((30, 1.5), (42, 8.5)):  # the run resumes: step 30 voids the later steps
                 write(log, last | {"step": step, "grad_norm": norm})
             gradient("8.5").wait_for()
-            assert now_question(facts) in asked
-            while run_question() not in asked:  # bounded by the test's time limit
+            assert now_question(facts) in requests
+            while run_question() not in requests:  # bounded by the test's time limit
                 page.wait_for_timeout(20)
             with page.expect_event("requestfailed", lambda sent: "/api/stream" in sent.url):
                 page.evaluate(VISIBILITY, True)
-            hidden_at = len(asked)
+            hidden_at = len(requests)
             write(log, last | {"step": 43, "grad_norm": 7.5})
             while server.runs[0].view.step != 43:  # bounded by the test's time limit
                 page.wait_for_timeout(20)
-            assert asked[hidden_at:] == []
+            assert requests[hidden_at:] == []
             page.evaluate(VISIBILITY, False)
             gradient("7.5").wait_for()
-            assert asked[hidden_at][0] == "/api/stream"
+            assert requests[hidden_at][0] == "/api/stream"
 
 
 def question_of(url: str) -> tuple[str, dict[str, str]]:
@@ -373,7 +373,7 @@ def question_of(url: str) -> tuple[str, dict[str, str]]:
     return parts.path, dict(parse_qsl(parts.query))
 
 
-def test_link_that_the_user_follows_while_the_page_starts_is_opened(browser: Browser, server: ServedPage) -> None:
+def test_change_of_the_pages_address_while_the_page_starts_is_not_missed(browser: Browser, server: ServedPage) -> None:
     """The address changes after the page is first drawn, before the page has subscribed to changes of its address."""
     with opened(browser, server.url) as page:
         page.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/timeline'; })")
@@ -414,7 +414,9 @@ def test_page_notices_that_the_server_finished_loading_before_the_event_stream_o
         page.get_by_text("The run's files are being read").wait_for(state="detached")
 
 
-def test_page_without_a_key_tells_the_user_to_open_the_link(browser: Browser, server: ServedPage) -> None:
+def test_page_without_its_login_cookie_tells_the_user_to_open_the_link_that_contains_the_key(
+    browser: Browser, server: ServedPage
+) -> None:
     with troubled(browser, server) as page:
         page.goto(server.url)
         shown(page, "now")

@@ -15,12 +15,12 @@ def lines(*numbers: int, size: int = 0) -> bytes:
 
 
 def read_all(tail: EventTail) -> list[int]:
-    found: list[int] = []
+    numbers: list[int] = []
     while True:
         piece: Any = tail.read()
-        found += [event["n"] for event in piece.events]
+        numbers += [event["n"] for event in piece.events]
         if not tail.is_behind:
-            return found
+            return numbers
 
 
 def test_event_tail_reads_an_appended_line_only_when_the_line_is_complete(tmp_path: Path) -> None:

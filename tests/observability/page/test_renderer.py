@@ -82,16 +82,16 @@ def test_elements_with_a_key_keep_their_dom_nodes_and_state_when_they_are_reorde
     assert drawn == ["firstcbdlast", True]
 
 
-def test_component_that_rendered_nothing_is_later_inserted_at_its_old_position(page: Page) -> None:
+def test_component_whose_elements_were_hidden_shows_them_again_at_the_same_position(page: Page) -> None:
     drawn = run(
         page,
         """
       let show;
       function Maybe() { const [is, set] = useState(true); show = set; return is && html`<i>i</i><b>b</b>`; }
       render(html`<div>1<${Maybe} />2</div>`, place);
-      const said = [place.textContent];
-      for (const each of [false, true]) { show(each); await settled(); said.push(place.textContent); }
-      return said;
+      const seen = [place.textContent];
+      for (const each of [false, true]) { show(each); await settled(); seen.push(place.textContent); }
+      return seen;
     """,
     )
     assert drawn == ["1ib2", "12", "1ib2"]
@@ -101,16 +101,16 @@ def test_effects_of_a_component_run_when_their_inputs_change_and_are_cleaned_up(
     drawn = run(
         page,
         """
-      const said = [];
+      const seen = [];
       let show;
       function Child({ of }) {
-        useEffect(() => { said.push(`on ${of}`); return () => said.push(`off ${of}`); }, [of]);
+        useEffect(() => { seen.push(`on ${of}`); return () => seen.push(`off ${of}`); }, [of]);
         return html`<p>${of}</p>`;
       }
       function Parent() { const [of, set] = useState("a"); show = set; return of && html`<${Child} of=${of} />`; }
       render(html`<${Parent} />`, place);
       for (const each of ["a", "b", ""]) { show(each); await settled(); }
-      return said;
+      return seen;
     """,
     )
     assert drawn == ["on a", "off a", "on b", "off b"]
@@ -155,5 +155,5 @@ def test_redraw_keeps_the_text_that_a_user_typed_and_updates_a_select_element_to
 
 
 def test_malformed_template_raises_an_error_with_its_position(page: Page) -> None:
-    said = run(page, 'try { html`<p class="a ${1}">x</p>`; } catch (error) { return error.message; }')
-    assert said.startswith("cannot parse the template from here on")
+    message = run(page, 'try { html`<p class="a ${1}">x</p>`; } catch (error) { return error.message; }')
+    assert message.startswith("cannot parse the template from here on")

@@ -19,7 +19,7 @@ def view(*taken: dict[str, Any]) -> RunView:
     return made
 
 
-def test_view_of_a_resumed_run_forgets_its_earlier_end_and_the_steps_that_are_repeated() -> None:
+def test_when_a_run_resumes_its_view_drops_the_finished_state_and_the_steps_that_are_repeated() -> None:
     made = view(*events(30))
     assert made.state == "finished" and made.step == 30
     assert not made.take({"kind": "run_started", "elapsed_s": 1.0, "run": "tiny", "knobs": {"k": 2}})
@@ -30,7 +30,7 @@ def test_view_of_a_resumed_run_forgets_its_earlier_end_and_the_steps_that_are_re
     assert made.state == "failed"
 
 
-def test_alarms_are_shown_until_cleared_and_knobs_are_shown_with_their_last_values() -> None:
+def test_run_view_shows_an_alarm_until_it_is_cleared_and_the_last_value_of_each_changed_knob() -> None:
     alarm = {"kind": "alarm", "alarm": "stale", "domain": "a", "step": 3, "what": "too old"}
     change = {"kind": "knobs", "changes": {"k": 8}, "who": "ann", "step": 4}
     made = view(alarm, change)
@@ -52,12 +52,12 @@ def test_drained_engine_is_shown_as_left_and_not_as_lost() -> None:
     assert made.engines["http://a:1"]["state"] == "expelled" and made.incidents[-1]["kind"] == "engine_lost"
 
 
-def test_client_that_has_read_n_event_marks_gets_the_later_marks_that_are_still_kept() -> None:
+def test_marks_after_n_returns_kept_event_marks_with_higher_numbers_or_all_if_n_is_too_large() -> None:
     made = RunView(marks=deque(maxlen=3))
     for version in range(5):
         made.take({"kind": "checkpoint", "model_version": version, "path": "x"})
-    told = {number: [mark["step"] for mark in made.marks_after(number)] for number in (0, 1, 3, 5, 9)}
-    assert told == {0: [2, 3, 4], 1: [2, 3, 4], 3: [3, 4], 5: [], 9: [2, 3, 4]} and made.mark_count == 5
+    received = {number: [mark["step"] for mark in made.marks_after(number)] for number in (0, 1, 3, 5, 9)}
+    assert received == {0: [2, 3, 4], 1: [2, 3, 4], 3: [3, 4], 5: [], 9: [2, 3, 4]} and made.mark_count == 5
 
 
 def test_live_page_counts_stale_groups_by_cause() -> None:
@@ -70,10 +70,10 @@ def test_live_page_counts_stale_groups_by_cause() -> None:
 
 def test_confidence_interval_of_a_metric_weights_steps_by_their_number_of_rollouts() -> None:
     steps = [{"reward": value, "rollouts": 10.0} for value in (0.0, 1.0)] + [{"reward": 0.5, "rollouts": 0}, {}]
-    found = estimate(steps, "reward")
-    assert found is not None and found["mean"] == 0.5
+    interval = estimate(steps, "reward")
+    assert interval is not None and interval["mean"] == 0.5
     # The bounds are mean ± 1.96 standard errors; two values of equal weight have the error |difference| / 2.
-    assert found["high"] == pytest.approx(0.5 + 1.959964 * 0.5)
+    assert interval["high"] == pytest.approx(0.5 + 1.959964 * 0.5)
     assert estimate(steps[:1], "reward") == {"mean": 0.0, "low": None, "high": None}
     share = estimate([{"accuracy": 0.5, "rollouts": 100.0}], "accuracy", share=True)
     assert share is not None and share["low"] == pytest.approx(0.5 - 1.959964 * 0.05)

@@ -25,12 +25,12 @@ def read(index: SampleIndex) -> SampleIndex:
 
 
 def steps(index: SampleIndex, wanted: SampleFilter) -> list[int]:
-    found = []
+    numbers = []
     for place in index.choose(wanted).places:
         held = index.group(place.name)
         assert held is not None
-        found.append(held.step)
-    return found
+        numbers.append(held.step)
+    return numbers
 
 
 def test_sample_index_lists_the_newest_samples_first_and_counts_a_repeated_step_once(tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_sample_index_lists_the_newest_samples_first_and_counts_a_repeated_step_
     read(index)
     assert steps(index, SampleFilter(limit=3)) == [4, 5, 3] and index.count == 5
     name = index.choose(SampleFilter(limit=1)).places[0].name
-    found, copied = index.group(name), read(SampleIndex(tmp_path)).group(name)
-    assert found == copied and found is not None and found.answers[0].text == "again", "a group keeps its name"
+    indexed, copied = index.group(name), read(SampleIndex(tmp_path)).group(name)
+    assert indexed == copied and indexed is not None and indexed.answers[0].text == "again", "a group keeps its name"
 
 
 def test_samples_dropped_from_the_log_disappear_from_the_index(tmp_path: Path) -> None:

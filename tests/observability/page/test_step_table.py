@@ -45,7 +45,7 @@ def test_step_table_of_a_long_run_keeps_outliers_in_bounded_memory() -> None:
     assert fresh.each == 1 and len(fresh.places["step"]) == 101, "the newest rows are not thinned"
 
 
-def test_repeated_step_removes_all_later_steps_from_the_table() -> None:
+def test_adding_an_earlier_step_again_replaces_its_row_and_drops_all_later_rows_of_the_step_table() -> None:
     made = table(9000)
     assert made.add({"step": 4000, "reward": 7.0, "rollouts": 4})
     assert made.bounds == (1, 4000) and made.count == 4000
@@ -55,7 +55,7 @@ def test_repeated_step_removes_all_later_steps_from_the_table() -> None:
     assert made.add({"step": 1, "reward": 1.0}) and made.count == 1
 
 
-def test_request_for_rows_since_a_position_returns_all_later_rows_of_the_step_table() -> None:
+def test_rows_since_a_position_are_all_later_rows_even_across_a_chunk_boundary_of_the_step_table() -> None:
     made = table(4099)  # more steps than one chunk of the table holds (4096)
     whole = made.rows(["reward"], points=4100)
     for since in (0, 4095, 4096, 4098, 4099, 9999):

@@ -18,12 +18,12 @@ from tests.observability.timeline.events_of_a_run import A, B, event, run, stage
 Track = tuple[int, int]
 
 RUNS = {
-    "over": run(12),
+    "finished": run(12),
     "live": run(12, ended=False),
-    "twice": [*run(6, ended=False), event("run_started", 16.0), *run(6)],
+    "resumed": [*run(6, ended=False), event("run_started", 16.0), *run(6)],
     "without groups": synthetic(60),
     "empty": [],
-    "no time": [event("run_started", 0.0), step(1, 0.0)],
+    "no duration": [event("run_started", 0.0), step(1, 0.0)],
     "clocks apart": [*run(2, ended=False), step(3, 12.0) | {"stages": [stages(6, 400.0), stages(7, -400.0)]}],
 }
 
@@ -79,18 +79,18 @@ def _flows(trace: list[dict[str, Any]], name: str) -> list[list[str]]:
     return list(flows.values())
 
 
-def test_trace_connects_the_stages_of_a_prompt_order_by_arrows_up_to_its_training_step() -> None:
+def test_trace_connects_sampling_verification_and_waiting_of_a_group_by_arrows_with_its_training_step() -> None:
     assert _flows(_trace(run(3)), "order 4") == [["sampling", "verification", "waiting for its step", "step 2"]]
 
 
-def test_trace_connects_a_training_step_by_arrows_to_the_publication_of_its_version_and_to_the_engines() -> None:
+def test_trace_connects_a_training_step_by_arrows_with_its_weight_publication_and_both_engines() -> None:
     trace = _trace(run(3))
     assert sorted(_flows(trace, "v2")) == [["publish 2", "v2"], ["publish 2", "v2"], ["step 2", "publish 2"]]
     names = {each["args"]["name"] for each in trace if each["name"] == "process_name"}
     assert names == {"run", "trainer", "publication", "evaluation", "checkpoint", "groups", A, B}
 
 
-def test_overlapping_groups_get_separate_rows_in_the_trace_and_groups_without_a_row_are_counted() -> None:
+def test_trace_draws_at_most_32_overlapping_groups_in_separate_rows_and_counts_those_left_out() -> None:
     many = step(1, 10.0) | {"orders": list(range(40)), "stages": [stages(order, 9.0) for order in range(40)]}
     trace = ChromeTrace()
     made = list(trace.events([*run(0, ended=False), many]))

@@ -27,8 +27,8 @@ def long_run() -> RunTimeline:
 
 
 def _track(window: dict[str, Any], lane: str, kind: str) -> dict[str, Any]:
-    (found,) = (each for each in window["lanes"] if each["lane"] == lane)
-    (track,) = (each for each in found["tracks"] if each["kind"] == kind)
+    (row,) = (each for each in window["lanes"] if each["lane"] == lane)
+    (track,) = (each for each in row["tracks"] if each["kind"] == kind)
     return dict(track)
 
 
@@ -93,7 +93,7 @@ def test_timeline_draws_spans_that_have_not_ended_up_to_the_present_time() -> No
     assert _track(timeline.window(0.0, 5.0), "evaluation", "evaluation")["value"] == [0]
 
 
-def test_groups_of_a_long_window_are_evenly_subsampled(long_run: RunTimeline) -> None:
+def test_timeline_window_with_too_many_groups_shows_every_nth_group(long_run: RunTimeline) -> None:
     few = long_run.window(100.0, 103.0)["groups"]
     assert few["total"] == len(few["order"]) and 3 <= few["total"] <= 6
     assert all(claimed <= 103.0 for claimed in few["claimed"]) and all(at >= 100.0 for at in few["trained"])
@@ -104,7 +104,7 @@ def test_groups_of_a_long_window_are_evenly_subsampled(long_run: RunTimeline) ->
     assert few["spans"][0] == ((0, 4), (1, 2)) and set(few["engine"]) == {A}
 
 
-def test_timeline_window_has_only_marks_within_its_time() -> None:
+def test_timeline_window_contains_only_event_marks_between_its_start_and_end() -> None:
     window = _timeline(run(6)).window(15.5, 20.0)
     assert [mark[1] for mark in window["marks"]] == ["knobs", "run_finished"]
 

@@ -34,7 +34,7 @@ def test_pause_in_the_timeline_has_the_duration_measured_by_the_engine() -> None
     ]  # fmt: skip
 
 
-def test_publication_event_without_engine_names_applies_to_all_serving_engines() -> None:
+def test_weight_publication_event_without_engine_names_counts_for_all_serving_engines() -> None:
     events = run(3)
     for each in events:
         each.pop("pauses_s", None)
@@ -55,8 +55,8 @@ def test_checkpoint_lasts_in_the_timeline_from_its_step_until_it_is_durable() ->
     assert (stall.start, stall.end) == (13.0, pytest.approx(13.05))
 
 
-def _wait(*before: Event, wait_s: float = 4.0, told: tuple[Event, ...] = ()) -> str:
-    last = event("step", 20.0, step=1, model_version=1, orders=[7], stages=list(told), step_s=1.0, wait_s=wait_s)
+def _wait(*before: Event, wait_s: float = 4.0, step_stages: tuple[Event, ...] = ()) -> str:
+    last = event("step", 20.0, step=1, model_version=1, orders=[7], stages=list(step_stages), step_s=1.0, wait_s=wait_s)
     (waited,) = _spans([*before, last], "trainer", "wait")
     return waited.note
 
@@ -72,7 +72,7 @@ def test_timeline_attributes_each_wait_of_the_trainer_to_its_cause() -> None:
     assert _wait(joined, served, lost) == "engines"
     assert _wait(joined, served, lost, event("engine_joined", 18.5, url=A)) == "engines"
     verified = [7, *(1.76e9 + at for at in (10.0, 15.5, 18.9)), A, []]
-    assert _wait(told=(verified,)) == "verification"  # type: ignore[arg-type]
+    assert _wait(step_stages=(verified,)) == "verification"  # type: ignore[arg-type]
 
 
 def test_lost_engine_is_shown_as_away_until_it_rejoins() -> None:
@@ -98,10 +98,10 @@ def test_spans_that_were_open_when_a_run_died_end_at_the_last_event_before_its_r
     assert list(reader.open()) == []
 
 
-def test_group_is_matched_to_its_training_step_whether_its_stages_arrive_later_or_earlier() -> None:
+def test_group_is_drawn_at_its_training_step_even_if_another_steps_event_contains_its_stage_times() -> None:
     late = step(1, 10.0) | {"stages": []}
-    told_late = step(2, 11.0) | {"stages": [stages(2, 9.0), stages(99, 9.0)]}
-    groups = [d for d in _drawn([late, told_late])[1] if isinstance(d, TracedGroup)]
+    late_step = step(2, 11.0) | {"stages": [stages(2, 9.0), stages(99, 9.0)]}
+    groups = [d for d in _drawn([late, late_step])[1] if isinstance(d, TracedGroup)]
     assert groups == [
         TracedGroup(2, 1, A, *(pytest.approx(t) for t in (8.0, 8.8, 8.9)), 9.5, 10.0, ((0, 4), (1, 2)))
     ]  # fmt: skip
@@ -112,7 +112,7 @@ def test_group_is_matched_to_its_training_step_whether_its_stages_arrive_later_o
     assert [(group.order, group.step) for group in groups] == [(2, 2)]
 
 
-def test_group_stages_from_an_actor_whose_clock_is_ahead_are_clamped_to_the_start_of_the_step() -> None:
+def test_stage_times_from_an_actor_whose_clock_is_ahead_are_clamped_to_the_start_of_the_step() -> None:
     groups = [d for d in _drawn([step(1, 10.0) | {"stages": [stages(2, 60.0)]}])[1] if isinstance(d, TracedGroup)]
     (group,) = groups
     assert group.claimed <= group.sampled <= group.verified <= group.trained == 9.5
@@ -122,7 +122,7 @@ def test_malformed_group_stages_are_ignored() -> None:
     assert not [d for d in _drawn([step(1, 10.0) | {"stages": [[2, 3.0], "x"]}])[1] if isinstance(d, TracedGroup)]
 
 
-def test_event_marks_in_the_timeline_describe_events_in_words() -> None:
+def test_timeline_marks_for_events_describe_the_event_in_words() -> None:
     marks = [drawn for drawn in _drawn(run(2))[1] if isinstance(drawn, RunMark)]
     assert RunMark(11.6, "knobs", "k = 4 by ann") in marks
     assert RunMark(12.0, "run_finished", "all steps are done") in marks
@@ -130,7 +130,7 @@ def test_event_marks_in_the_timeline_describe_events_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    "events", [run(40), synthetic(80), run(20, ended=False) + run(20)], ids=["run", "old", "twice"]
+    "events", [run(40), synthetic(80), run(20, ended=False) + run(20)], ids=["run", "without groups", "resumed"]
 )
 def test_spans_in_the_same_track_of_the_timeline_are_in_order_and_never_overlap(events: list[Event]) -> None:
     tracks: dict[tuple[str, str], list[Span]] = {}

@@ -26,7 +26,7 @@ def _row(reader: MetricReader, made: dict[str, object]) -> MetricRow:
     return row
 
 
-def test_row_of_a_step_includes_other_metrics_measured_since_the_previous_step() -> None:
+def test_tracked_metrics_of_a_step_include_engine_metrics_measured_since_the_previous_step() -> None:
     reader = MetricReader()
     for tokens in (100.0, 300.0):
         assert list(reader.read(event("engines", 1.0, tokens_per_s=tokens, occupancy=0.5))) == []
@@ -49,7 +49,7 @@ def test_row_of_a_step_includes_other_metrics_measured_since_the_previous_step()
     assert _row(reader, event("step", 3.0, step=2, reward=0.5)).figures == {"reward": 0.5}, "each is reported once"
 
 
-def test_metric_reader_continues_from_a_saved_state() -> None:
+def test_metric_reader_with_a_saved_state_averages_values_from_before_and_after_the_save() -> None:
     first = MetricReader()
     list(first.read(event("engines", 1.0, tokens_per_s=100.0)))
     second = MetricReader(first.state)

@@ -102,7 +102,7 @@ def test_tracker_killed_between_discarding_steps_and_saving_its_position_discard
     assert series(tmp_path / "tb", "reward") == [(1, 0.25), (2, 0.25), (3, 0.75), (4, 0.75), (5, 0.75)]
 
 
-def test_second_process_that_feeds_the_same_tracker_is_rejected(tmp_path: Path) -> None:
+def test_second_process_that_sends_metrics_to_the_same_tracker_is_rejected(tmp_path: Path) -> None:
     _leave(tmp_path, _steps(1, 2))
     with closing(_feed(tmp_path)), pytest.raises(BlockingIOError, match="another process feeds tensorboard"):
         _feed(tmp_path)

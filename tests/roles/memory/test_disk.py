@@ -115,7 +115,7 @@ def test_disk_space_that_a_resumed_run_already_uses_is_not_required_again(
     disk.refuse_full_disk(config, predicted, place)
 
 
-def test_default_number_of_groups_in_flight_is_enough_to_fill_all_engine_slots_four_times() -> None:
+def test_default_groups_in_flight_contain_four_times_as_many_rollouts_as_engines_sample_at_once() -> None:
     sizes = ("engine.slots=64", "engine.count=3", "actor.count=2", "sampling.group_size=8")
     assert load("tiny", sizes).groups_in_flight == 4 * 3 * 64 // (8 * 2)
     assert load("tiny", [*sizes, "actor.groups_in_flight=5"]).groups_in_flight == 5

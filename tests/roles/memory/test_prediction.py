@@ -89,8 +89,8 @@ def test_optimizer_state_is_counted_in_the_memory_of_the_device_or_host_that_hol
     assert plain.parts["weights"] - host.parts["weights"] == 2 * rounded and "casts" not in host.parts
     divided = replace(host, shards=8)
     assert divided.host == 8 * shape.count // 8, "masters are the shards, on the device"
-    told = list(lines(MemoryPrediction(host, None, 0), limits={"trainer": GIB}))
-    assert f"; {host.host / GIB:,.1f} GiB on the host" in told[0]
+    output = list(lines(MemoryPrediction(host, None, 0), limits={"trainer": GIB}))
+    assert f"; {host.host / GIB:,.1f} GiB on the host" in output[0]
     single = replace(plain, checkpointing=True)
     advice = list(lines(MemoryPrediction(single, None, 0), limits={"trainer": single.total - 200 * GIB}))[1]
     assert "with trainer.options.optimizer.moments=bf16 (" in advice
@@ -153,12 +153,12 @@ def test_advice_for_a_process_that_does_not_fit_into_memory_makes_it_fit(large):
     )
     prediction = MemoryPrediction(trainer, engine, 1)
     limit = 170 * GIB
-    told = list(lines(prediction, limits={"trainer": limit, "engine": limit}))
-    advice = next(line for line in told if "more than" in line)
+    output = list(lines(prediction, limits={"trainer": limit, "engine": limit}))
+    advice = next(line for line in output if "more than" in line)
     assert advice.startswith("trainer: more than the 170.0 GiB that it has; it would fit with")
     assert "trainer.gradient_checkpointing=true" in advice
     assert replace(trainer, checkpointing=True).total <= limit < trainer.total
-    assert not any(line.startswith("engine: more than") for line in told)
+    assert not any(line.startswith("engine: more than") for line in output)
     assert not fits(prediction, limits={"trainer": limit}) and not fits(prediction, limits={"all": limit})
     assert fits(prediction, limits={"engine": limit}) and fits(prediction, limits={"all": 10 * limit})
     hopeless = list(lines(prediction, limits={"trainer": GIB}))
@@ -194,5 +194,5 @@ def test_memory_of_activations_is_divided_among_context_parallel_processes(large
     divided = replace(adapters, shards=8)
     assert divided.parts["weights"] < 0.2 * adapters.parts["weights"]
     assert replace(divided, references=1).parts["weights"] > 1.9 * divided.parts["weights"], "each has its own base"
-    told = list(lines(MemoryPrediction(replace(adapters, checkpointing=True), None, 0), limits={"trainer": 80 * GIB}))
-    assert "it would fit with trainer.options.mesh.cp=4 (" in next(line for line in told if "more than" in line)
+    output = list(lines(MemoryPrediction(replace(adapters, checkpointing=True), None, 0), limits={"trainer": 80 * GIB}))
+    assert "it would fit with trainer.options.mesh.cp=4 (" in next(line for line in output if "more than" in line)

@@ -45,7 +45,7 @@ def plain_attention(query, key, value, ids):
 
 
 @pytest.mark.parametrize("at_once", [1024, 16])
-def test_jax_attention_stays_within_segments(at_once, monkeypatch):
+def test_jax_attention_of_each_token_covers_only_tokens_of_its_own_segment(at_once, monkeypatch):
     monkeypatch.setattr(jax_attention, "_QUERIES_AT_ONCE", at_once)
     arrays, ids = random_rows((9, 40, 3, 25), heads=(4, 2, 2), width=8)
     attended, _ = jax.jit(PackedAttention.DENSE.within(ids, mesh_of()))(*arrays, None)
@@ -58,7 +58,7 @@ def test_jax_attention_stays_within_segments(at_once, monkeypatch):
 @pytest.mark.parametrize(
     "axes", [pytest.param({}, marks=pytest.mark.slow), {"fsdp": 2, "tensor": 2}], ids=["one device", "rows and heads"]
 )
-def test_interpreted_tpu_kernel_and_gradient_equal_dense_attention(axes, monkeypatch):
+def test_tpu_attention_kernel_in_interpret_mode_equals_dense_attention_in_value_and_gradient(axes, monkeypatch):
     interpret(monkeypatch)
     lengths, heads = (100, 28, 90, 3), (4, 2, 2)
     arrays, ids = random_rows(lengths, heads=heads, width=16, multiple=2 if axes else 1, least_columns=128)

@@ -48,11 +48,11 @@ def test_jax_gradient_does_not_depend_on_the_mesh(mesh, model_path, micro_batch)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 @pytest.mark.parametrize("mesh", [*MESHES, *MORE_MESHES], ids=str)
-def test_jax_gradient_does_not_depend_on_the_mesh_for_other_models(name, mesh, model_path, micro_batch):
+def test_jax_gradient_does_not_depend_on_the_mesh_for_qwen2_and_llama(name, mesh, model_path, micro_batch):
     check_mesh(model_path(name), mesh, micro_batch())
 
 
-def test_weights_given_to_forward_at_are_sharded_like_those_of_the_trainer(model_path, micro_batch):
+def test_forward_at_shards_the_given_weights_like_the_trainers_own_weights(model_path, micro_batch):
     trainer, batch = started(model_path("qwen3"), {"fsdp": 2, "tensor": 2}), micro_batch()
     before, expected = copied(trainer.gather_weights()), trainer.forward([batch])[0]
     trainer._worker.weights = own = {name: 1.1 * array for name, array in trainer._worker.weights.items()}
@@ -69,7 +69,7 @@ def test_jax_trainer_on_a_mesh_passes_the_conformance_kit(model_path, tmp_path):
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
 
 
-def test_jax_weights_moments_and_fresh_gradient_are_sharded_over_the_mesh(model_path):
+def test_jax_weights_moments_and_newly_zeroed_gradients_are_sharded_over_the_mesh(model_path):
     worker = started(model_path("qwen3"), {"fsdp": 2, "tensor": 2})._worker
     name = "model.layers.*.mlp.gate_proj.weight"
     for array in (worker.weights[name], worker.moments.mu[name], jax_program.zeros(worker.weights)[name]):
@@ -77,7 +77,7 @@ def test_jax_weights_moments_and_fresh_gradient_are_sharded_over_the_mesh(model_
         assert array.sharding.shard_shape(array.shape) == (2, 24, 16)
 
 
-def test_jax_state_is_restored_exactly_onto_same_and_other_meshes(model_path, micro_batch, tmp_path):
+def test_jax_state_is_restored_exactly_on_the_mesh_that_saved_it_and_on_another_mesh(model_path, micro_batch, tmp_path):
     path, mesh, batch = model_path("qwen3"), {"fsdp": 2}, micro_batch()
     saved = started(path, mesh)
     stepped(saved, batch)

@@ -85,8 +85,8 @@ def pair(model: Path, directory: Path, *what: str) -> Iterator[tuple[subprocess.
 
 
 def ended(rank: subprocess.Popen[str], timeout_s: float) -> tuple[int, str]:
-    said, _ = rank.communicate(timeout=timeout_s)
-    return rank.returncode, said
+    output, _ = rank.communicate(timeout=timeout_s)
+    return rank.returncode, output
 
 
 def until_ready(rank0: subprocess.Popen[str]) -> None:
@@ -99,16 +99,16 @@ def words_after(how: signal.Signals, model: Path, directory: Path, *what: str) -
     with pair(model, directory, *what) as (rank0, rank1):
         until_ready(rank0)
         rank1.send_signal(how)
-        _, said = ended(rank0, PATIENCE_S)
-    return said
+        _, output = ended(rank0, PATIENCE_S)
+    return output
 
 
 def both_succeed(model: Path, directory: Path, what: str) -> Path:
     with pair(model, directory, what) as (rank0, rank1):
-        status, said = ended(rank0, PATIENCE_S)
-        assert status == 0, said
-        status, said = ended(rank1, PATIENCE_S)
-        assert status == 0, said
+        status, output = ended(rank0, PATIENCE_S)
+        assert status == 0, output
+        status, output = ended(rank1, PATIENCE_S)
+        assert status == 0, output
     return directory
 
 
@@ -158,17 +158,17 @@ def test_forward_at_uses_the_given_weights_on_every_rank(two_processes):
 
 
 @pytest.mark.timeout(300)
-def test_error_on_all_ranks_is_reported_and_training_continues(two_processes):
-    told, together = json.loads((two_processes / "refusal.json").read_text())
-    assert "advantage" in told and together
+def test_error_that_is_raised_on_all_jax_ranks_is_reported_and_training_continues(two_processes):
+    message, together = json.loads((two_processes / "refusal.json").read_text())
+    assert "advantage" in message and together
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_jax_trainer_on_two_processes_passes_the_conformance_kit(model_path, tmp_path):
     both_succeed(model_path("qwen3"), tmp_path, "kit")
-    found = json.loads((tmp_path / "kit.json").read_text())
-    assert found == {check.__name__: "" for check in CHECKS}
+    results = json.loads((tmp_path / "kit.json").read_text())
+    assert results == {check.__name__: "" for check in CHECKS}
 
 
 @pytest.mark.timeout(300)
@@ -179,8 +179,8 @@ def test_rank_0_error_names_a_killed_rank(until_killed):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_rank_0_error_names_a_hanging_rank(model_path, tmp_path):
-    said = words_after(signal.SIGSTOP, model_path("qwen3"), tmp_path, "wait")
-    assert "RankError: rank 1 sent nothing for 5 s" in said
+    output = words_after(signal.SIGSTOP, model_path("qwen3"), tmp_path, "wait")
+    assert "RankError: rank 1 sent nothing for 5 s" in output
 
 
 @pytest.mark.timeout(300)
@@ -195,8 +195,8 @@ def test_other_ranks_end_when_rank_0_dies_or_hangs(how, sentence, model_path, tm
     with pair(model_path("qwen3"), tmp_path, "wait") as (rank0, rank1):
         until_ready(rank0)
         rank0.send_signal(how)
-        status, said = ended(rank1, PATIENCE_S)
-    assert (status, "pipelinerl: " + sentence in said) == (1, True), said
+        status, output = ended(rank1, PATIENCE_S)
+    assert (status, "pipelinerl: " + sentence in output) == (1, True), output
 
 
 # --- finding one another ------------------------------------------------------------
@@ -226,20 +226,20 @@ def test_rank_0_still_waits_for_other_ranks_after_it_has_rejected_a_rank(fields,
     for name, path in paths.items():
         path.write_text(json.dumps({"token": name}))
     common = {"coordinator": f"127.0.0.1:{free_ports(1)[0]}", "processes": 3, "timeout_s": 5, "silence_s": 1}
-    said: list[str] = []
+    messages: list[str] = []
 
     def wait_for_ranks() -> None:
         try:
             lead(Distributed(**common, token_file=str(paths["secret"])), join)
         except SpecError as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     waiting = threading.Thread(target=wait_for_ranks)
     waiting.start()
     with pytest.raises(SpecError, match="rank 0 rejects rank 1: " + sentence):
         join_rank0(Distributed(**common | fields, token_file=str(paths[token])), join)
     waiting.join(PATIENCE_S)
-    assert "rank 1, 2 did not connect" in said[0]
+    assert "rank 1, 2 did not connect" in messages[0]
 
 
 # --- messages ------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_rank_commands_are_unchanged_by_encoding_and_decoding(micro_batch, model
         assert decode_objective(encode_objective(objective)) == objective
 
 
-def test_ranks_reject_classes_that_are_not_part_of_an_objective():
+def test_ranks_decode_only_classes_that_are_part_of_an_objective():
     with pytest.raises(RankError, match="'os:_exit', which is not part of an objective"):
         decode_objective({"class": "os:_exit", "fields": {}})
     with pytest.raises(RankError, match="which is not part of an objective"):
@@ -283,7 +283,7 @@ def test_peer_that_sends_only_heartbeats_does_not_time_out():
     listening.close()
 
 
-def test_channel_rejects_silent_peers_and_oversized_messages():
+def test_channel_raises_an_error_if_its_peer_is_silent_or_sends_an_oversized_message():
     ours, theirs = tcp_pair()
     listening, silent = (Channel(end, peer="rank 1", silence_s=0.3) for end in (ours, theirs))
     with pytest.raises(RankError, match=r"rank 1 sent nothing for 0.3 s"):

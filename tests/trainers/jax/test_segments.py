@@ -1,4 +1,4 @@
-"""Rows of a few shapes: each token has its own place and each segment lies within one row."""
+"""Packed rows have few shapes; each token has its own position, and each segment lies within one row."""
 
 import numpy as np
 from hypothesis import given, settings, strategies as st
@@ -27,7 +27,7 @@ def test_every_packed_segment_lies_within_one_row(lengths, multiple):
     assert (spread == -7).sum() == count * columns - len(tokens)
 
 
-def test_batches_of_many_lengths_share_few_row_shapes():
+def test_batches_of_many_lengths_are_packed_into_rows_of_few_distinct_shapes():
     draw = generator(0, "shapes")
     batches = [draw.integers(1, 60, draw.integers(20, 120)) for _ in range(300)]
     shapes = {Rows.of(positions_of(lengths)).shape for lengths in batches}

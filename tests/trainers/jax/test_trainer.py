@@ -133,7 +133,7 @@ def test_jax_critic_matches_the_torch_trainer(name, model_path, micro_batch, tmp
         started(path, restore_from=state)
 
 
-def test_value_head_of_a_language_model_starts_at_zero(model_path, micro_batch):
+def test_new_value_head_on_a_language_model_predicts_values_of_zero(model_path, micro_batch):
     trainer, batch = started(model_path("qwen2"), head=Head.VALUE), micro_batch()
     assert not trainer.forward([batch])[0].any()
     with pytest.raises(SpecError, match="a value head has no distribution to measure, asked for "):
@@ -222,7 +222,7 @@ def test_changing_the_kl_coefficient_compiles_no_program(model_path, micro_batch
     np.testing.assert_allclose(others[0] - first[0], 0.01 * penalty, rtol=1e-3)
 
 
-def test_forward_at_given_weights_compiles_no_further_program(model_path, micro_batch, compilations):
+def test_forward_at_with_earlier_weights_compiles_no_further_program(model_path, micro_batch, compilations):
     trainer, batch, history = started(model_path("llama")), micro_batch(), []
     for _ in range(3):
         history.append((copied(trainer.gather_weights()), trainer.forward([batch])[0]))
@@ -261,7 +261,7 @@ def test_training_forward_matches_inference_bit_for_bit(precision, model_path, m
 @pytest.mark.parametrize(
     "mesh", [{}, {"fsdp": 2, "tensor": 2}, pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.slow)], ids=str
 )
-def test_logits_in_pieces_give_the_same_log_probs_and_gradients(mesh, model_path, micro_batch):
+def test_computing_logits_in_pieces_gives_the_same_log_probs_and_gradients(mesh, model_path, micro_batch):
     """Backward skips pieces without tokens in the loss; forward skips pieces without predicted tokens."""
     path, batch = model_path("qwen2"), micro_batch(lengths=(60, 9, 4, 40, 2, 17, 9, 50, 33))
     whole, pieces = started(path), started(path, options={"mesh": mesh}, gradient_checkpointing=True)
@@ -276,7 +276,7 @@ def test_logits_in_pieces_give_the_same_log_probs_and_gradients(mesh, model_path
         assert largest_relative_difference(gradients(pieces), gradients(whole)) <= 1e-5
 
 
-def test_batches_with_other_shares_of_loss_tokens_use_the_same_program(model_path, micro_batch, compilations):
+def test_changing_the_number_of_tokens_in_the_loss_compiles_no_further_program(model_path, micro_batch, compilations):
     trainer, batch = started(model_path("llama")), micro_batch()
     trainer._worker.program = replace(trainer._worker.program, logits_at_once=10 * VOCAB)
     for least in (0, 5, 20, 39):

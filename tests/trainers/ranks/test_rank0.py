@@ -25,7 +25,7 @@ def two_ranks() -> tuple[Ranks, Channel]:
 
 
 @pytest.mark.parametrize("reason", ["", "rank 0 met an error"])
-def test_other_ranks_receive_the_notice_that_rank_0_finished_or_failed(reason: str) -> None:
+def test_rank_0_sends_the_other_ranks_one_end_message_with_its_failure_reason_if_any(reason: str) -> None:
     ranks, other = two_ranks()
     if reason:
         ranks.leave(reason)
@@ -40,8 +40,8 @@ def test_rank_0_sends_the_next_command_before_the_previous_one_ends() -> None:
     may_end = threading.Event()
     first = ranks.begin(lambda _: Discard(1), lambda: may_end.wait(PATIENCE_S), lane=Lane.READS)
     second = ranks.begin(lambda _: Discard(2), may_end.is_set, lane=Lane.READS)
-    told = [decode(other.receive()) for _ in range(2)]
-    assert told == [Numbered(1, Lane.READS, Discard(1)), Numbered(2, Lane.READS, Discard(2))]
+    received = [decode(other.receive()) for _ in range(2)]
+    assert received == [Numbered(1, Lane.READS, Discard(1)), Numbered(2, Lane.READS, Discard(2))]
     for number in (2, 1):
         other.send(encode(RankAnswer(number, [])))
     may_end.set()
@@ -61,16 +61,16 @@ def test_commands_after_the_loss_of_a_rank_raise_a_rank_error() -> None:
 
 
 def test_closing_the_result_iterator_early_waits_for_commands_in_progress() -> None:
-    told: list[str] = []
+    log: list[str] = []
 
     def begun() -> Iterator[Callable[[], int]]:
         for number in range(4):
-            told.append(f"begin {number}")
-            yield lambda number=number: told.append(f"end {number}") or number  # type: ignore[misc, func-returns-value]
+            log.append(f"begin {number}")
+            yield lambda number=number: log.append(f"end {number}") or number  # type: ignore[misc, func-returns-value]
 
     assert list(one_ahead(begun())) == [0, 1, 2, 3]
-    assert told == ["begin 0", "begin 1", "end 0", "begin 2", "end 1", "begin 3", "end 2", "end 3"]
-    told.clear()
+    assert log == ["begin 0", "begin 1", "end 0", "begin 2", "end 1", "begin 3", "end 2", "end 3"]
+    log.clear()
     with closing(one_ahead(begun())) as ahead:
         assert next(ahead) == 0
-    assert told == ["begin 0", "begin 1", "end 0", "end 1"]
+    assert log == ["begin 0", "begin 1", "end 0", "end 1"]

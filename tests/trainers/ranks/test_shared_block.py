@@ -31,12 +31,12 @@ def test_another_process_can_write_into_a_shared_block() -> None:
     block, place = shared_block(10)
     block[:] = 9
     other = [sys.executable, "-c", _OTHER, msgspec.json.encode(place).decode()]
-    said = subprocess.run(other, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert said.split() == ["True", "False"]
+    output = subprocess.run(other, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert output.split() == ["True", "False"]
     assert block.tolist() == [9, 9, 9, 0, 1, 2, 3, 4, 9, 9]
 
 
-def test_shared_block_is_freed_when_unreferenced() -> None:
+def test_shared_block_is_freed_once_no_array_references_any_part_of_it() -> None:
     block, place = shared_block(4096)
     part = block[10:20]
     del block
@@ -48,7 +48,7 @@ def test_shared_block_is_freed_when_unreferenced() -> None:
         pass
 
 
-def test_block_behind_a_reused_file_descriptor_is_not_written_to() -> None:
+def test_freed_shared_block_is_not_written_to_after_its_file_descriptor_was_reused() -> None:
     block, place = shared_block(16)
     del block
     other, its = shared_block(16)
@@ -59,7 +59,7 @@ def test_block_behind_a_reused_file_descriptor_is_not_written_to() -> None:
     assert not other.any()
 
 
-def test_shared_block_of_another_host_is_recognised_as_unreachable_from_here() -> None:
+def test_shared_block_of_another_host_is_detected_as_not_accessible_from_this_host() -> None:
     assert not shared.is_here(Place(os.getpid(), 10**6, 0, 0), b"")
     assert not shared.is_here(Place(0, 0, 0, 0), bytes(8)), "what a rank 0 says that can share nothing"
 
@@ -75,7 +75,7 @@ def test_unreferenced_memory_block_is_reused() -> None:
     assert address(memory.take(1001).memory) != first, "it is not as large"
 
 
-def test_partly_referenced_memory_block_is_not_reused() -> None:
+def test_memory_block_is_not_reused_while_an_array_references_a_part_of_it() -> None:
     memory = RecycledMemory(64)
     tensor = torch.from_numpy(memory.take(64).memory).view(torch.bfloat16)[3:5].view(2)
     held = tensor.view(torch.uint8).numpy()
@@ -91,7 +91,7 @@ def test_partly_referenced_memory_block_is_not_reused() -> None:
     assert where in {address(memory.take(64).memory)}
 
 
-def test_fourth_block_in_use_at_the_same_time_is_plain_memory_and_not_shared() -> None:
+def test_recycled_memory_shares_three_blocks_at_a_time_and_gives_unshared_memory_for_a_fourth() -> None:
     memory = RecycledMemory(64)
     held = [memory.take(64) for _ in range(4)]
     assert [block.place is not None for block in held] == [True, True, True, False]
@@ -100,7 +100,7 @@ def test_fourth_block_in_use_at_the_same_time_is_plain_memory_and_not_shared() -
     assert memory.take(0).place is None
 
 
-def test_plain_memory_is_used_when_no_more_files_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_block_is_not_shared_if_no_more_files_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 

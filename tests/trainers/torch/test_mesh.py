@@ -96,8 +96,8 @@ def processes(
     ]
     argvs = [[sys.executable, "-m", "tests.fakes.torch_rank0", json.dumps(given)]]
     for rank in range(1, size):
-        told = [item for key, value in _settings("trainer.options", options) for item in ("--set", f"{key}={value}")]
-        argvs.append([sys.executable, "-m", "pipelinerl.cli", "trainer-rank", "--rank", str(rank), *told])
+        flags = [item for key, value in _settings("trainer.options", options) for item in ("--set", f"{key}={value}")]
+        argvs.append([sys.executable, "-m", "pipelinerl.cli", "trainer-rank", "--rank", str(rank), *flags])
     ranks = [
         subprocess.Popen(
             argv, env=os.environ | ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -121,30 +121,30 @@ def _settings(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def ended(rank: subprocess.Popen[str]) -> tuple[int, str]:
-    said, _ = rank.communicate(timeout=PATIENCE_S)
-    return rank.returncode, said
+    output, _ = rank.communicate(timeout=PATIENCE_S)
+    return rank.returncode, output
 
 
 def succeed(jobs: Sequence[Job], **given: Any) -> list[Any]:
     """Return rank 0's results of each job after every rank has succeeded."""
     with processes(jobs, **given) as ranks:
         for rank in ranks:
-            status, said = ended(rank)
-            assert status == 0, said
-    return [found(directory) for directory, _, _ in jobs]
+            status, output = ended(rank)
+            assert status == 0, output
+    return [results_in(directory) for directory, _, _ in jobs]
 
 
 def end_by_losing(rank: int, how: signal.Signals, jobs: Sequence[Job], **given: Any) -> str:
     """Send the signal `how` to one of two ranks during the last job, `until_lost`; return the other rank's output."""
     with processes(jobs, **given) as ranks:
         assert ranks[0].stdout is not None
-        said = list(iter(ranks[0].stdout.readline, "ready\n"))
-        assert ranks[0].poll() is None, "".join(said)
+        output = list(iter(ranks[0].stdout.readline, "ready\n"))
+        assert ranks[0].poll() is None, "".join(output)
         ranks[rank].send_signal(how)
         return ended(ranks[1 - rank])[1]
 
 
-def found(directory: Path) -> Any:
+def results_in(directory: Path) -> Any:
     return json.loads((directory / "found.json").read_text())
 
 
@@ -313,7 +313,7 @@ def test_run_of_two_processes_resumes_on_one_process_and_on_two_processes(one, t
 
 
 @pytest.mark.timeout(600)
-def test_saved_rows_load_bit_for_bit_on_any_number_of_processes(model, two, tmp_path):
+def test_trainer_state_saved_by_rows_loads_bit_for_bit_on_any_number_of_processes(model, two, tmp_path):
     """Also checks that states contain no pickle and that each process saves its own rows."""
     state = two[0] / "state"
     assert {path.suffix for path in state.rglob("*") if path.is_file()} == {".safetensors", ".json"}
@@ -332,7 +332,7 @@ def test_run_resumes_bit_for_bit_on_the_same_number_of_processes(two):
 
 
 @pytest.mark.timeout(600)
-def test_each_process_reads_its_own_rows_of_the_model_bit_for_bit(two, begun, tmp_path):
+def test_model_loaded_by_rows_on_two_processes_equals_that_of_one_process_bit_for_bit(two, begun, tmp_path):
     torch_rank0.begin(tmp_path, models=begun, options={})
     ours, theirs = arrays(two[0] / "begin"), arrays(tmp_path)
     assert ours.keys() == theirs.keys()
@@ -343,14 +343,14 @@ def test_each_process_reads_its_own_rows_of_the_model_bit_for_bit(two, begun, tm
 @pytest.mark.timeout(600)
 def test_error_on_one_process_is_raised_on_all_processes_which_then_continue(two):
     """Only the second process opens the damaged shard."""
-    assert found(two[0] / "refused")["said"].startswith("rank 1: the trainer state in")
+    assert results_in(two[0] / "refused")["said"].startswith("rank 1: the trainer state in")
 
 
 @pytest.mark.timeout(600)
-def test_gradients_reduced_in_every_backward_match_one_process(one, two):
+def test_two_processes_that_reduce_gradients_in_every_backward_match_one_process(one, two):
     """The two processes compute the five micro-batches of a step in three rounds."""
     assert distance(arrays(two[0] / "divided"), arrays(one), "gradient") <= 2e-6
-    assert found(two[0] / "divided_kit") == {"qwen3 policy": {"non_finite_is_refused": ""}}
+    assert results_in(two[0] / "divided_kit") == {"qwen3 policy": {"non_finite_is_refused": ""}}
 
 
 @pytest.mark.slow
@@ -390,15 +390,15 @@ def test_two_and_four_processes_load_each_others_states(model, two, tmp_path):
 
 
 def test_forward_and_backward_of_two_processes_use_the_rounded_weights_that_engines_serve(model, two, tmp_path):
-    assert found(two[0] / "served") == [True, True]
+    assert results_in(two[0] / "served") == [True, True]
     torch_rank0.served(tmp_path, model=model, options={})
     np.testing.assert_allclose(
         arrays(two[0] / "served")["served.predictions"], arrays(tmp_path)["served.predictions"], rtol=0, atol=1e-2
     )
 
 
-def test_conformance_checks_of_rank_agreement_pass_on_two_processes(two):
-    assert found(two[0] / "kit") == {"qwen3 policy": dict.fromkeys(AGREED, "")}
+def test_conformance_checks_in_which_ranks_must_agree_pass_on_two_processes(two):
+    assert results_in(two[0] / "kit") == {"qwen3 policy": dict.fromkeys(AGREED, "")}
 
 
 def test_torch_rank_0_error_names_a_killed_rank(two):
@@ -407,7 +407,7 @@ def test_torch_rank_0_error_names_a_killed_rank(two):
 
 @pytest.mark.slow  # JAX's test_ranks tests the same code in less time
 @pytest.mark.timeout(600)
-def test_other_ranks_report_the_loss_of_rank_0(model, tmp_path):
+def test_other_ranks_report_that_rank_0_was_lost(model, tmp_path):
     jobs: list[Job] = [(tmp_path, "until_lost", {"model": model})]
     assert "pipelinerl: rank 0 is gone" in end_by_losing(0, signal.SIGKILL, jobs)
 
@@ -458,7 +458,7 @@ def check_kit(subjects, mesh, model_path, directory):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mesh", [TWO, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "cp": 2}])
-def test_expert_parallelism_matches_one_process(mesh, one, model_path, tmp_path):
+def test_experts_distributed_over_processes_match_one_process(mesh, one, model_path, tmp_path):
     model = str(model_path("qwen3_moe"))
     jobs: list[Job] = [
         (tmp_path / "mixture", "mixture", {"model": model, "options": PARALLEL}),
@@ -486,7 +486,7 @@ def test_expert_parallelism_matches_one_process(mesh, one, model_path, tmp_path)
         {"dp_replicate": 2, "cp": 2},
     ],
 )
-def test_20_steps_on_other_meshes_match_one_process(mesh, one, model, tmp_path):
+def test_20_steps_on_replicated_sharded_and_context_parallel_meshes_match_one_process(mesh, one, model, tmp_path):
     succeed([(tmp_path, "train", {"model": model}), (tmp_path, "show", {"model": model})], mesh=mesh)
     ours, theirs = arrays(tmp_path), arrays(one)
     assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:20]).max() <= 1e-6
@@ -495,7 +495,7 @@ def test_20_steps_on_other_meshes_match_one_process(mesh, one, model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_concurrent_reads_see_the_weights_of_the_last_step(model, tmp_path):
+def test_conformance_check_of_concurrent_weight_reads_passes_20_times_in_a_row(model, tmp_path):
     (reasons,) = succeed([(tmp_path, "reads", {"model": model, "times": 20})])
     assert reasons == {str(number): {"concurrent_reads_see_the_last_step": ""} for number in range(20)}
 
@@ -532,7 +532,7 @@ def test_mesh_of_one_process_needs_no_distributed_options(model_path):
 
 
 @pytest.mark.parametrize(("length", "shards"), [(7, 2), (1, 4), (5, 4), (48, 3)])
-def test_mesh_shards_cover_all_rows_once(length, shards):
+def test_shards_of_a_mesh_together_hold_each_row_once(length, shards):
     mesh = ProcessMesh(dp_replicate=2, dp_shard=shards)
     rows = [list(range(length))[mesh.rows_of(rank, length)] for rank in range(mesh.size)]
     assert [row for part in rows[:shards] for row in part] == list(range(length))

@@ -64,7 +64,7 @@ def test_one_of_64_processes_computes_forward_and_backward_over_its_rows(rank: i
     divided.discard_gradient()
 
 
-def test_plans_of_64_processes_cover_each_parameter_and_row_once(model: Path) -> None:
+def test_each_parameter_is_gathered_once_and_each_row_belongs_to_one_of_64_processes(model: Path) -> None:
     """Each gathering command stays within its limit or has one parameter, and each row belongs to one process."""
     weights = load(spec_of(model, {})).weights
     layout = [ParameterInfo(name, tuple(each.shape), "float32") for name, each in weights.items()]

@@ -20,7 +20,7 @@ FILES = ["tests/trainers/torch/test_trainer.py", "tests/trainers/torch/packed/te
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(PYTHON is None, reason="PIPELINERL_OLD_PYTHON does not name an interpreter")
 @pytest.mark.parametrize("module", ["pipelinerl.trainers.torch.trainer", "pipelinerl.trainers.torch.mesh_worker"])
-def test_torch_trainer_imports_with_the_oldest_supported_versions(module: str) -> None:
+def test_torch_trainer_can_be_imported_with_the_oldest_supported_torch_and_transformers(module: str) -> None:
     assert PYTHON is not None
     subprocess.run([PYTHON, "-c", f"import {module}"], cwd=ROOT, check=True, timeout=PATIENCE_S)
 
@@ -28,7 +28,7 @@ def test_torch_trainer_imports_with_the_oldest_supported_versions(module: str) -
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(PYTHON is None, reason="PIPELINERL_OLD_PYTHON does not name an interpreter")
-def test_torch_trainer_steps_with_the_oldest_supported_versions() -> None:
+def test_selected_torch_trainer_tests_pass_with_the_oldest_supported_torch_and_transformers() -> None:
     assert PYTHON is not None
     argv = [PYTHON, "-m", "pytest", "-q", "-n", "0", *FILES, "-k", STEPS]
     result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=500)

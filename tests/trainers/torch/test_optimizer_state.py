@@ -45,9 +45,9 @@ def test_20_trainer_steps_with_moments_on_the_host_match_those_with_moments_on_t
     name: str, model_path: Callable[[str], Path]
 ) -> None:
     model = model_path(name)
-    found, expected = (steps(started(model, each), first=0, count=20, parts=1) for each in (HOST, {}))
-    assert np.abs(found["losses"] - expected["losses"]).max() <= 1e-6
-    assert np.abs(found["norms"] / expected["norms"] - 1).max() <= 2e-6
+    actual, expected = (steps(started(model, each), first=0, count=20, parts=1) for each in (HOST, {}))
+    assert np.abs(actual["losses"] - expected["losses"]).max() <= 1e-6
+    assert np.abs(actual["norms"] / expected["norms"] - 1).max() <= 2e-6
     sharp = OptimizerSpec(eps=1.0, grad_clip=0.0)
     ours, theirs = (gradient(started(model, each, optimizer=sharp), parts=2) for each in (HOST, {}))
     apart = sum(float(((ours[key] - each) ** 2).sum()) for key, each in theirs.items())
@@ -75,9 +75,9 @@ def test_fp32_master_weights_on_the_host_give_bit_identical_results(
     assert set(masters) < set(whole._worker.trained) and all(each.dtype is torch.float32 for each in masters.values())
     theirs = {key for key in whole._worker.trained if "proj" in key or ".c_" in key or "lm_head" in key}
     assert set(masters) == {key for key in theirs if key.endswith(".weight")}
-    expected, found = (steps(each, first=0, count=2, parts=2) for each in (whole, apart))
+    expected, actual = (steps(each, first=0, count=2, parts=2) for each in (whole, apart))
     for key, values in expected.items():
-        np.testing.assert_array_equal(found[key], values)
+        np.testing.assert_array_equal(actual[key], values)
     for key, weight in whole.gather_weights():
         assert torch.equal(dict(apart.gather_weights())[key], weight), key
     held, own = copied(whole.gather_weights()), copied(apart.gather_weights())
@@ -106,9 +106,9 @@ def test_bf16_moments_are_saved_unchanged_and_resume_bit_for_bit(
     again = started(model, SMALL, restore_from=state)
     resaved = load_file(saved(again, tmp_path / "again") / "optimizer.safetensors")
     assert all(torch.equal(resaved[key], each) for key, each in kept.items())
-    expected, found = (steps(each, first=3, count=3, parts=2) for each in (trainer, again))
+    expected, actual = (steps(each, first=3, count=3, parts=2) for each in (trainer, again))
     for key, values in expected.items():
-        np.testing.assert_array_equal(found[key], values)
+        np.testing.assert_array_equal(actual[key], values)
     for key, weight in weights_of(trainer).items():
         assert torch.equal(dict(again.gather_weights())[key], weight), key
     assert np.isfinite(steps(started(model, {}, restore_from=state), first=3, count=1, parts=2)["losses"]).all()

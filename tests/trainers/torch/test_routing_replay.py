@@ -52,28 +52,32 @@ def gradients(trainer: TorchTrainer) -> dict[str, Any]:
     return {name: parameter.grad.numpy().copy() for name, parameter in trainer._worker.loaded.weights.items()}
 
 
-def test_replaying_the_trainers_own_routing_changes_only_rounding(model_path: Any, micro_batch: Any) -> None:
+def test_replaying_the_trainers_own_expert_routing_changes_results_only_by_rounding(
+    model_path: Any, micro_batch: Any
+) -> None:
     """A segment's last token, whose output is not used, may have other experts, so expert matmuls differ in size."""
-    batch, found = micro_batch(), []
+    batch, results = micro_batch(), []
     for checkpointing in (False, True):  # checkpointing recomputes layers in backward
         trainer = started(model_path("qwen3_moe"), gradient_checkpointing=checkpointing)
         for each in (batch, replace(batch, routed_experts=own_choice(trainer, batch))):
             loss = trainer.backward([each], OBJECTIVE)[0]
-            found.append((trainer.forward([each])[0], loss.predictions, gradients(trainer)))
+            results.append((trainer.forward([each])[0], loss.predictions, gradients(trainer)))
             trainer.discard_gradient()
-    scale = max(np.abs(gradient).max() for gradient in found[0][2].values())
-    for predictions, losses, gradient in found[1:]:
-        np.testing.assert_allclose(predictions, found[0][0], atol=2e-5)
-        np.testing.assert_allclose(losses, found[0][1], atol=2e-5)
-        for name, expected in found[0][2].items():
+    scale = max(np.abs(gradient).max() for gradient in results[0][2].values())
+    for predictions, losses, gradient in results[1:]:
+        np.testing.assert_allclose(predictions, results[0][0], atol=2e-5)
+        np.testing.assert_allclose(losses, results[0][1], atol=2e-5)
+        for name, expected in results[0][2].items():
             np.testing.assert_allclose(gradient[name], expected, atol=1e-5 * scale, err_msg=name)
 
 
-def test_given_routing_is_used_regardless_of_packing(model_path: Any, micro_batch: Any) -> None:
+def test_given_expert_routing_replaces_the_routers_choice_however_segments_are_packed(
+    model_path: Any, micro_batch: Any
+) -> None:
     trainer, batch = started(model_path("qwen3_moe")), micro_batch()
     column = chosen_at_random(batch)
-    told = replace(batch, routed_experts=column)
-    free, obeyed = trainer.forward([batch])[0], trainer.forward([told])[0]
+    replayed = replace(batch, routed_experts=column)
+    free, obeyed = trainer.forward([batch])[0], trainer.forward([replayed])[0]
     assert np.abs(free - obeyed).max() > 0.01
     for segment in range(batch.num_segments):
         its = batch.segment_ids == segment
@@ -108,17 +112,17 @@ def test_routing_that_cannot_be_replayed_is_rejected(model_path: Any, micro_batc
         with pytest.raises(BatchError, match="has no routers that replay them"):
             trainer.forward([replace(batch, routed_experts=column)])
     trainer = started(model_path("qwen3_moe"))
-    for wrong, said in (
+    for wrong, message in (
         (column[:, :1], r"= \(4, 2, 2\), got uint8 \(4, 1, 2\)"),
         (column.astype(np.uint16), "must be uint8"),
         (column.astype(np.int32), "must be uint8"),
         (column + np.uint8(4), r"must lie in 0\.\.3, got 4"),
     ):
-        with pytest.raises(BatchError, match=said):
+        with pytest.raises(BatchError, match=message):
             trainer.backward([replace(batch, routed_experts=wrong)], OBJECTIVE)
 
 
-def test_checkpointing_adds_no_router_noise(tmp_path: Path) -> None:
+def test_gradient_checkpointing_adds_no_noise_to_expert_routers(tmp_path: Path) -> None:
     """Checkpointing uses train mode, in which Mixtral's routers add noise to their input."""
     path = save_mixture(tmp_path, "mixtral")
     config = json.loads((path / "config.json").read_text())
@@ -128,7 +132,7 @@ def test_checkpointing_adds_no_router_noise(tmp_path: Path) -> None:
     assert [module.jitter_noise for module in model.modules() if hasattr(module, "jitter_noise")] == [0.0, 0.0]
 
 
-def test_routed_experts_are_unchanged_by_encoding_for_other_ranks(micro_batch: Any) -> None:
+def test_routed_experts_are_unchanged_after_encoding_for_other_ranks_and_decoding(micro_batch: Any) -> None:
     batch = micro_batch((4, 3))
     batch = replace(batch, routed_experts=chosen_at_random(batch))
     np.testing.assert_array_equal(decode_batch(encode_batch(batch)).routed_experts, batch.routed_experts)

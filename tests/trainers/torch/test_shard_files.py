@@ -44,7 +44,7 @@ def test_state_shards_load_on_any_number_of_processes(saved: int, loaded: int, t
             assert [part.shape[1:] for part in parts] == [expected.shape[1:]] * loaded
 
 
-def test_unsharded_state_has_no_shard_files(tmp_path: Path) -> None:
+def test_directory_without_shard_files_is_read_as_an_unsharded_state(tmp_path: Path) -> None:
     assert ShardFiles.of(tmp_path) is None
 
 

@@ -92,7 +92,9 @@ def test_packed_equals_padded_reference_for_each_architecture(name, model_path, 
 
 
 @pytest.mark.parametrize("precision", Precision)
-def test_warm_up_of_compiled_layers_changes_nothing_in_the_trainer(precision, model_path, micro_batch):
+def test_warm_up_of_compiled_layers_changes_neither_gradients_nor_losses_nor_weights(
+    precision, model_path, micro_batch
+):
     trainers = [started(model_path("qwen2"), precision=precision) for _ in range(2)]
     trainers[0]._worker._warm_up()
     assert not trainers[0]._worker.has_gradient
@@ -106,7 +108,7 @@ def test_warm_up_of_compiled_layers_changes_nothing_in_the_trainer(precision, mo
     assert all(np.array_equal(warm[name], cold[name]) for name in cold)
 
 
-def test_splitting_and_reordering_a_batch_change_only_rounding(model_path, micro_batch):
+def test_splitting_and_reordering_a_batch_changes_gradients_only_by_rounding(model_path, micro_batch):
     whole = started(model_path("qwen2"))
     total = whole.backward([micro_batch()], OBJECTIVE)[0]
     expected = gradients(whole)
@@ -156,7 +158,9 @@ def test_forward_and_backward_use_the_rounded_weights_that_engines_serve(
         assert parameter.grad is not None and parameter.grad.dtype is torch.float32
 
 
-def test_checkpointing_and_chunked_vocabulary_do_not_change_gradients(model_path, micro_batch, monkeypatch):
+def test_gradient_checkpointing_and_computing_logits_in_chunks_do_not_change_gradients(
+    model_path, micro_batch, monkeypatch
+):
     path, batch = model_path("qwen2"), micro_batch()
     plain = started(path)
     plain.backward([batch], OBJECTIVE)
@@ -197,7 +201,9 @@ def test_gathered_torch_weights_have_the_dtype_of_the_model_directory(model_path
 
 
 @pytest.mark.parametrize("rounding", Rounding)
-def test_only_dithered_weights_show_updates_below_half_a_bf16_spacing(rounding, model_path, tmp_path, micro_batch):
+def test_only_dithered_rounding_sends_engines_updates_below_half_a_bf16_spacing(
+    rounding, model_path, tmp_path, micro_batch
+):
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
     trainer = started(tmp_path / "bf16", rounding=rounding)
     before = {name: weights.clone() for name, weights in trainer.gather_weights()}
@@ -213,7 +219,7 @@ def test_only_dithered_weights_show_updates_below_half_a_bf16_spacing(rounding, 
         assert stats.sent_share < 0.5
 
 
-def test_gathering_weights_copies_nothing_and_lists_tied_weights_once(model_path):
+def test_gathered_weights_share_memory_with_the_model_and_contain_tied_weights_once(model_path):
     trainer = started(model_path("qwen2"))
     gathered = dict(trainer.gather_weights())
     assert "lm_head.weight" not in gathered and "model.embed_tokens.weight" in gathered
@@ -328,7 +334,7 @@ def test_trainer_can_start_from_a_saved_value_model(model_path, micro_batch, tmp
     assert names[-2:] == ["value_head.weight", "value_head.bias"] and "lm_head.weight" not in names
 
 
-def test_state_of_another_head_or_head_width_is_rejected(model_path, micro_batch, tmp_path):
+def test_trainer_state_with_another_kind_or_width_of_head_is_rejected(model_path, micro_batch, tmp_path):
     started(model_path("qwen2"), head=Head.VALUE).save_state(tmp_path)
     with pytest.raises(StateError, match="has the head 'value', expected 'policy'"):
         started(model_path("qwen2"), restore_from=tmp_path)
@@ -357,7 +363,7 @@ def test_trainers_in_one_process_do_not_affect_each_other(model_path, micro_batc
 
 
 @pytest.mark.parametrize("options", [{"lora": {"rank": 2}}, {"compile": True}])
-def test_batch_invariant_kernels_are_rejected_with_options_under_which_bits_would_differ(model_path, options):
+def test_batch_invariant_kernels_are_rejected_together_with_lora_or_compiled_layers(model_path, options):
     with pytest.raises(SpecError, match=r"batch_invariant .* leave out options\.mesh, options\.lora and options"):
         started(model_path("llama"), kernels=Kernels.BATCH_INVARIANT, options=options)
 

@@ -35,7 +35,7 @@ class Transfers(TorchDispatchMode):
             self.dtypes.append((source.dtype, target.dtype))
 
 
-def test_bf16_moments_are_sent_in_bf16_and_converted_on_the_device() -> None:
+def test_bf16_moments_are_copied_to_the_device_in_bf16_and_converted_there() -> None:
     with FakeTensorMode(), Transfers() as transfers:
         moved = to_device(torch.empty(5, dtype=torch.bfloat16), CUDA, torch.float32)
     assert (moved.device, moved.dtype) == (CUDA, torch.float32)
@@ -50,7 +50,7 @@ def test_bf16_moments_are_sent_in_bf16_and_converted_on_the_device() -> None:
         (torch.float32, torch.float32, torch.float32),
     ],
 )
-def test_rows_are_copied_to_the_host_in_the_smaller_dtype(
+def test_rows_are_copied_to_the_host_in_the_smaller_of_their_own_and_the_requested_dtype(
     held: torch.dtype, wanted: torch.dtype, sent: torch.dtype
 ) -> None:
     with FakeTensorMode(), Transfers() as transfers:

@@ -38,11 +38,11 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def latest(store: CheckpointStore) -> TrainingState | None:
-    found = store.latest()
-    return found[1] if found else None
+    newest = store.latest()
+    return newest[1] if newest else None
 
 
-def test_saved_checkpoint_is_found_and_contains_model_trainer_state_and_manifest(store: CheckpointStore) -> None:
+def test_saved_checkpoint_is_the_latest_and_contains_model_trainer_state_and_manifest(store: CheckpointStore) -> None:
     assert store.latest() is None and store.oldest_kept_offsets() == {}
     path = save(store, 3)
     assert store.latest() == (path, state_of(3))
@@ -52,11 +52,11 @@ def test_saved_checkpoint_is_found_and_contains_model_trainer_state_and_manifest
     assert BigramModel.load(path).logits.tolist() == np.full((5, 5), 3.0).tolist()
 
 
-def test_checkpoint_is_found_if_the_process_was_killed_while_replacing_it(store: CheckpointStore) -> None:
+def test_checkpoint_survives_a_kill_between_the_two_renames_that_replace_it(store: CheckpointStore) -> None:
     path = save(store, 4)
     path.rename(path.with_name(f".replaced-{path.name}"))  # the state after the first of a commit's two renames
-    found = store.latest()
-    assert found == (path, state_of(4)) and load(path) == state_of(4)
+    newest = store.latest()
+    assert newest == (path, state_of(4)) and load(path) == state_of(4)
     assert sorted(each.name for each in path.parent.iterdir()) == [path.name]
 
 
@@ -103,7 +103,7 @@ def operations(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "step of an abandoned epoch"])
-def test_newest_complete_checkpoint_is_found_after_a_kill_at_any_point_of_a_save(
+def test_newest_complete_checkpoint_can_be_loaded_after_a_kill_at_any_point_of_a_save(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     old, new = state_of(2), state_of(4, epoch=2)
@@ -119,10 +119,10 @@ def test_newest_complete_checkpoint_is_found_after_a_kill_at_any_point_of_a_save
                 whole = False
             else:
                 whole = True
-        found = latest(store)
-        assert found in (old, state_of(4), new) if again else found in (old, new), done
+        newest = latest(store)
+        assert newest in (old, state_of(4), new) if again else newest in (old, new), done
         if "rename" in done and done[-1] != "rename":
-            assert found == new, "what was renamed and synced is there"
+            assert newest == new, "what was renamed and synced is there"
         if whole:
             assert {"copy", "write", "sync", "rename"} <= set(done)
             assert done.index("rename") > max(i for i, name in enumerate(done) if name == "write")
@@ -160,8 +160,8 @@ def test_damaged_checkpoint_is_reported_and_skipped(
         damage()
         caplog.clear()
         with caplog.at_level(logging.ERROR):
-            found = latest(store)
-        if found != state_of(2) or "skipping a damaged checkpoint" not in caplog.text:
+            newest = latest(store)
+        if newest != state_of(2) or "skipping a damaged checkpoint" not in caplog.text:
             missed.append(what)
         shutil.rmtree(path)
         shutil.copytree(tmp_path / "whole", path)
@@ -169,7 +169,7 @@ def test_damaged_checkpoint_is_reported_and_skipped(
     assert latest(store) == state_of(4)
 
 
-@pytest.mark.parametrize("unreadable", [False, True], ids=["each is damaged", "nobody may look"])
+@pytest.mark.parametrize("unreadable", [False, True], ids=["all damaged", "directory unreadable"])
 def test_run_whose_checkpoints_are_all_damaged_or_unreadable_is_not_restarted_from_scratch(
     store: CheckpointStore, unreadable: bool
 ) -> None:
@@ -301,8 +301,8 @@ def test_trainer_that_was_replaced_cannot_commit_a_checkpoint_that_it_captured_e
         capture(first, state_of(3, epoch=1))
     assert second.all() == [kept] and second.claimed_epoch == 2
     second.commit(capture(second, state_of(2, epoch=2)))
-    found = second.latest()
-    assert found is not None and (found[1].epoch, found[1].model_version) == (2, 2)
+    newest = second.latest()
+    assert newest is not None and (newest[1].epoch, newest[1].model_version) == (2, 2)
 
 
 def test_unfinished_checkpoints_of_two_trainers_have_separate_directories(
@@ -315,7 +315,7 @@ def test_unfinished_checkpoints_of_two_trainers_have_separate_directories(
     assert not late.directory.exists(), "what the fenced one had begun is cleared away"
 
 
-def test_trainer_whose_unfinished_checkpoint_a_later_trainer_removed_gets_a_fenced_error(
+def test_commit_raises_a_fenced_error_if_a_later_trainer_has_removed_the_unfinished_checkpoint(
     stores: tuple[CheckpointStore, CheckpointStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = stores
@@ -332,7 +332,7 @@ def test_trainer_whose_unfinished_checkpoint_a_later_trainer_removed_gets_a_fenc
         first.commit(late)
 
 
-def test_trainer_cannot_claim_the_checkpoint_store_if_a_newer_checkpoint_has_appeared(
+def test_trainer_cannot_claim_a_checkpoint_store_with_a_newer_checkpoint_than_it_resumed_from(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -343,7 +343,7 @@ def test_trainer_cannot_claim_the_checkpoint_store_if_a_newer_checkpoint_has_app
         second.claim(2)
 
 
-def test_trainer_cannot_claim_a_checkpoint_store_that_is_no_longer_empty(
+def test_trainer_that_began_without_a_checkpoint_cannot_claim_a_store_that_has_one_by_now(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -353,7 +353,7 @@ def test_trainer_cannot_claim_a_checkpoint_store_that_is_no_longer_empty(
         second.claim(2)
 
 
-def test_damaged_checkpoints_are_set_aside_and_do_not_count_among_the_kept_checkpoints(
+def test_damaged_checkpoints_are_renamed_and_do_not_count_as_kept_checkpoints(
     stores: tuple[CheckpointStore, CheckpointStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, second = stores
@@ -362,8 +362,8 @@ def test_damaged_checkpoints_are_set_aside_and_do_not_count_among_the_kept_check
         first.commit(capture(first, state_of(version, epoch=1)))
     for version in (20, 30):
         (first.directory / f"step-{version:06d}" / "model.safetensors").write_bytes(b"")
-    found = second.latest()
-    assert found is not None and found[1].model_version == 10
+    newest = second.latest()
+    assert newest is not None and newest[1].model_version == 10
     second.claim(2)
     assert [path.name for path in second.all()] == ["step-000010"]
     for version in (20, 30):
@@ -376,7 +376,7 @@ def test_damaged_checkpoints_are_set_aside_and_do_not_count_among_the_kept_check
     assert len(list(second.directory.glob("damaged-*"))) == 2, "nothing removes them silently"
 
 
-def test_trainer_of_an_earlier_epoch_cannot_claim_the_checkpoint_store_after_a_later_epoch(tmp_path: Path) -> None:
+def test_checkpoint_store_that_a_later_epoch_claimed_cannot_be_claimed_by_an_earlier_epoch(tmp_path: Path) -> None:
     fence = CheckpointFence(tmp_path / "checkpoints")
     fence.claim(3)
     fence.claim(3)
@@ -431,7 +431,7 @@ def test_later_of_two_equally_accurate_checkpoints_counts_as_best() -> None:
     assert retention.survivors([10, 20, 30], {}) == {30}
 
 
-def test_accuracy_of_a_checkpoint_counts_unanswered_problems_of_the_first_evaluation_set_as_wrong() -> None:
+def test_checkpoint_accuracy_is_that_of_the_first_evaluation_set_with_missing_answers_as_wrong() -> None:
     results = [
         {"model_version": 10, "accuracy": 0.5, "at_least": 0.5},
         {"model_version": 20, "accuracy": 0.9, "at_least": 0.3, "incomplete": "1 of 3 problems had no answer"},

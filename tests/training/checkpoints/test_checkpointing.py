@@ -30,16 +30,16 @@ class CheckpointedRoom:
 
     store: CheckpointStore
     saving: Checkpointing
-    told: list[ControlMessage] = field(default_factory=list)
+    reports: list[ControlMessage] = field(default_factory=list)
     trimmed: list[dict[str, str]] = field(default_factory=list)
 
     async def begin(self, version: int) -> None:
         await self.saving.begin(state_of(version), lambda: capture(self.store, state_of(version)))
         await self.saving.captured()
 
-    async def until_told(self, kind: type[ControlMessage]) -> None:
+    async def until_reported(self, kind: type[ControlMessage]) -> None:
         async with asyncio.timeout(DEADLINE_S):
-            while not any(isinstance(message, kind) for message in self.told):
+            while not any(isinstance(message, kind) for message in self.reports):
                 await asyncio.sleep(0.005)
 
 
@@ -48,11 +48,11 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterat
     copies = CheckpointCopies(f"{tmp_path}/location/run", retention=Retention(2))
     model = model_directory(tmp_path / "model")
     store = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model, copies=copies)
-    told: list[ControlMessage] = []
+    reports: list[ControlMessage] = []
     trimmed: list[dict[str, str]] = []
 
     async def report(message: ControlMessage) -> None:
-        told.append(message)
+        reports.append(message)
 
     async def trim(offsets: dict[str, str], epoch: int) -> None:
         assert epoch == state_of(1).epoch
@@ -60,7 +60,7 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterat
 
     saving = Checkpointing(store, report=report, trim=trim, deadline_s=deadline_s)
     try:
-        yield CheckpointedRoom(store, saving, told, trimmed)
+        yield CheckpointedRoom(store, saving, reports, trimmed)
     finally:
         await saving.close()
 
@@ -77,14 +77,14 @@ async def test_training_continues_while_a_checkpoint_is_written_and_the_next_che
     async with room(tmp_path) as made:
         monkeypatch.setattr(os, "fsync", slow)
         await made.begin(1)
-        assert (made.told, made.store.all()) == ([], []), "the state is captured; the disk has not even begun"
+        assert (made.reports, made.store.all()) == ([], []), "the state is captured; the disk has not even begun"
         second = asyncio.create_task(made.begin(2))
         await asyncio.sleep(0.05)
         assert not second.done()
         may_sync.set()
         await second
         await made.saving.finish()
-        assert [(m.model_version, Path(m.path).name) for m in made.told if isinstance(m, Checkpointed)] == [
+        assert [(m.model_version, Path(m.path).name) for m in made.reports if isinstance(m, Checkpointed)] == [
             (1, "step-000001"), (2, "step-000002")
         ]  # fmt: skip
         assert made.trimmed == [state_of(1).offsets, state_of(1).offsets], "the older is still there to go on from"
@@ -95,16 +95,18 @@ async def test_checkpoint_that_fails_transiently_is_reported_as_delayed_and_retr
     (tmp_path / "location").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         await made.begin(1)
-        await made.until_told(CheckpointDelayed)
+        await made.until_reported(CheckpointDelayed)
         assert len(made.store.all()) == 1 and not made.trimmed, "the copy is what is missing"
         await made.saving.raise_if_failed()
         (tmp_path / "location").unlink()
         await asyncio.wait_for(made.saving.finish(), DEADLINE_S)
-        assert isinstance(made.told[-1], Checkpointed) and made.trimmed
+        assert isinstance(made.reports[-1], Checkpointed) and made.trimmed
         assert [path.name.split("-e")[0] for path in (tmp_path / "location" / "run").iterdir()] == ["step-000001"]
 
 
-async def test_training_waits_until_a_checkpoint_is_captured_only_before_the_weights_change(tmp_path: Path) -> None:
+async def test_training_waits_for_the_capture_of_a_checkpoint_only_before_it_changes_the_weights(
+    tmp_path: Path,
+) -> None:
     state, may_read = state_of(1), threading.Event()
 
     def reads() -> Capture:
@@ -122,13 +124,13 @@ async def test_training_waits_until_a_checkpoint_is_captured_only_before_the_wei
         may_read.set()
         await waits
         await made.saving.finish()
-        (told,) = [message for message in made.told if isinstance(message, Checkpointed)]
-        assert waited_s <= told.stall_s < DEADLINE_S
+        (report,) = [message for message in made.reports if isinstance(message, Checkpointed)]
+        assert waited_s <= report.stall_s < DEADLINE_S
         await made.saving.begin(state_of(2), lambda: capture(made.store, state_of(2)))
         await made.saving.finish()
         await made.saving.captured()
-        (_, second) = [message for message in made.told if isinstance(message, Checkpointed)]
-        assert second.stall_s < told.stall_s, "nothing waited for it"
+        (_, second) = [message for message in made.reports if isinstance(message, Checkpointed)]
+        assert second.stall_s < report.stall_s, "nothing waited for it"
 
 
 async def test_permanent_failure_to_capture_a_checkpoint_is_raised_to_the_code_that_waits_for_it(
@@ -145,12 +147,12 @@ async def test_transient_failure_to_capture_a_checkpoint_blocks_training_until_a
     (tmp_path / "checkpoints").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         beginning = asyncio.create_task(made.begin(1))
-        await made.until_told(CheckpointDelayed)
+        await made.until_reported(CheckpointDelayed)
         assert not beginning.done()
         (tmp_path / "checkpoints").unlink()
         await asyncio.wait_for(beginning, DEADLINE_S)
         await made.saving.finish()
-        (last,) = [message for message in made.told if isinstance(message, Checkpointed)]
+        (last,) = [message for message in made.reports if isinstance(message, Checkpointed)]
         assert last.stall_s > 0
 
 
@@ -180,10 +182,10 @@ async def test_checkpoint_whose_fsync_fails_is_not_retried(tmp_path: Path, monke
         assert not list(made.store.directory.glob(".*"))
 
 
-async def test_closing_the_checkpointing_abandons_the_checkpoint_in_progress(tmp_path: Path) -> None:
+async def test_closing_the_background_checkpointing_cancels_the_checkpoint_in_progress(tmp_path: Path) -> None:
     (tmp_path / "location").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         await made.begin(1)
-        await made.until_told(CheckpointDelayed)
+        await made.until_reported(CheckpointDelayed)
         await asyncio.wait_for(made.saving.close(), DEADLINE_S)
-        assert not any(isinstance(message, Checkpointed) for message in made.told)
+        assert not any(isinstance(message, Checkpointed) for message in made.reports)

@@ -102,7 +102,7 @@ def test_remote_copy_of_a_later_trainer_epoch_replaces_the_copy_of_the_same_step
 def test_remote_copy_of_a_step_that_was_saved_again_counts_as_newer_than_the_earlier_copy(
     store: CheckpointStore, copies: CheckpointCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each save of the same step has another ledger; removing older copies is disabled, to see which is the newest."""
+    """Each save of the step has another ledger, which identifies its copy; older copies are not removed."""
     ledgers = []
     for frontier in range(6):
         state = replace(state_of(2), ledger={"frontier": frontier})

@@ -1,4 +1,4 @@
-"""Admission of rollout groups: every prompt order ends once, and the ledger records exactly which orders have ended."""
+"""Admission of rollout groups: each group request gets one outcome, which the ledger records."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tests.fakes.rollouts import group, rollout
 
 
 @given(st.permutations(range(30)), st.lists(st.sampled_from(list(GroupOutcome)), min_size=30, max_size=30))
-def test_ledger_of_consumed_orders_contains_exactly_the_prompt_orders_that_have_ended(
-    order: list[int], fates: list[GroupOutcome]
+def test_ledger_contains_exactly_the_group_requests_that_have_an_outcome(
+    order: list[int], outcomes: list[GroupOutcome]
 ) -> None:
     ledger = ConsumedLedger()
-    for seen, (index, fate) in enumerate(zip(order, fates, strict=True)):
-        ledger.settle([index], fate)
+    for seen, (index, outcome) in enumerate(zip(order, outcomes, strict=True)):
+        ledger.settle([index], outcome)
         ended = set(order[: seen + 1])
         assert all(ledger.has(i) == (i in ended) for i in range(31))
         assert ConsumedLedger.from_record(ledger.to_record()) == ledger
     assert (ledger.frontier, ledger.beyond) == (30, set())
-    assert ledger.counts == {fate: fates.count(fate) for fate in GroupOutcome}
+    assert ledger.counts == {outcome: outcomes.count(outcome) for outcome in GroupOutcome}
 
 
-def test_ledger_of_consumed_orders_rejects_a_prompt_order_that_ends_twice() -> None:
+def test_ledger_rejects_a_second_outcome_of_the_same_group_request() -> None:
     ledger = ConsumedLedger()
     ledger.settle([0, 2], GroupOutcome.TRAINED)
     for index in (0, 2):
@@ -59,7 +59,7 @@ def test_staleness_of_a_group_is_the_version_being_produced_minus_its_oldest_ver
     [(2, 10, False), (1, 7, False), (1, 8, True), (0, 6, False)],
     ids=["this epoch", "an ancestor", "abandoned", "an older ancestor"],
 )
-def test_groups_sampled_by_a_version_that_a_restart_abandoned_are_outside_the_trainers_lineage(
+def test_lineage_excludes_groups_sampled_by_weights_that_a_trainer_restart_abandoned(
     epoch: int, version: int, stale: bool
 ) -> None:
     assert Lineage(epoch=2, began_at=7).includes(group(0, version=version, epoch=epoch)) is not stale
@@ -69,7 +69,7 @@ def test_groups_sampled_by_a_version_that_a_restart_abandoned_are_outside_the_tr
     ("epoch", "version", "included"),
     [(1, 50, True), (1, 57, False), (2, 50, True), (2, 60, True), (2, 61, False), (3, 99, True), (4, 99, True)],
 )
-def test_version_abandoned_at_one_trainer_restart_stays_abandoned_after_later_restarts(
+def test_lineage_excludes_weights_abandoned_at_one_restart_even_after_later_restarts(
     epoch: int, version: int, included: bool
 ) -> None:
     """Epoch 1 saved version 50 and reached 57; epoch 2 began at 50 and saved 60; epoch 3 began at 60."""

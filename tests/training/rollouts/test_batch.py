@@ -204,23 +204,23 @@ def test_gdpo_advantages_weight_the_reward_parts_as_the_domains_recipe_says() ->
     assert not plain.packed[0].micro_batch.advantages.any(), "without weights the reward is one part"
 
 
-def test_batch_whose_advantages_are_all_zero_keeps_one_rollout() -> None:
+def test_batch_without_any_nonzero_advantage_still_packs_one_rollout() -> None:
     levelled = {"test": RewardShaping(high=0.0)}
     batch = build(GROUPS[:1], objective=resolve("grpo"), token_budget=1000, producing=1, shaping=levelled)
     (packed,) = batch.packed
     assert packed.members == [0] and not packed.micro_batch.advantages.any()
 
 
-def test_group_of_each_segment_in_a_packed_batch_can_be_looked_up() -> None:
+def test_batch_can_look_up_the_group_of_each_of_its_packed_segments() -> None:
     batch = build(GROUPS, objective=resolve("grpo_kl"), token_budget=12, producing=1)
-    found = [
+    indices = [
         batch.group_indices(number, np.array([segment]))
         for number, packed in enumerate(batch.packed)
         for segment in range(packed.micro_batch.num_segments)
     ]
     members = [member for packed in batch.packed for member in packed.members]
     assert sorted(members) == [number for number in range(12) if number != 10]
-    assert found == [[member // 3] for member in members]
+    assert indices == [[member // 3] for member in members]
 
 
 def cut_off(reward: float, tokens: int = 2) -> Rollout:
@@ -279,7 +279,7 @@ def test_batch_of_only_truncated_rollouts_in_mask_mode_has_token_weights_of_zero
         ((rollout(reward=0.0), cut_off(0.0)), Truncated.MASK, False),
     ],
 )
-def test_group_trains_if_at_least_one_rollout_that_is_not_masked_has_an_advantage(
+def test_group_trains_only_if_an_unmasked_rollout_has_a_nonzero_advantage(
     rollouts: tuple[Rollout, ...], truncated: Truncated, teaches: bool
 ) -> None:
     assert teacher(resolve("grpo"), {}, truncated)(replace(group(0), rollouts=rollouts)) is teaches

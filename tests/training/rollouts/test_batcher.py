@@ -40,17 +40,17 @@ def test_batcher_waits_until_it_has_enough_rollouts_for_a_step_and_uses_each_gro
 
 
 def test_group_that_the_recipes_filter_rejected_is_counted_as_filtered_with_the_filters_reason() -> None:
-    heard: list[tuple[list[int], GroupOutcome, str]] = []
+    endings: list[tuple[list[int], GroupOutcome, str]] = []
     waiting = Batcher(
         ledger=ConsumedLedger(),
         lineage=Lineage(1, 0),
         no_signal=NoSignal.FILTER,
-        ended=lambda groups, fate, why: heard.append(([each.index for each in groups], fate, why)),
+        ended=lambda groups, outcome, why: endings.append(([each.index for each in groups], outcome, why)),
     )
     waiting.offer(replace(group(0), refusal="one ran on"))
     waiting.offer(replace(group(1, (1.0, 1.0)), refusal="one ran on"))
     waiting.offer(group(2))
-    assert heard == [([0], GroupOutcome.FILTERED, "one ran on"), ([1], GroupOutcome.FILTERED, "no signal")]
+    assert endings == [([0], GroupOutcome.FILTERED, "one ran on"), ([1], GroupOutcome.FILTERED, "no signal")]
     assert (waiting.waiting, waiting.ledger.counts[GroupOutcome.FILTERED]) == ([2], 2)
 
 
@@ -77,7 +77,7 @@ def test_group_that_becomes_too_old_while_waiting_is_dropped_as_stale() -> None:
     assert waiting.stale_tokens == sum(rollout.num_sampled_tokens for rollout in old.rollouts)
 
 
-def test_group_that_the_caller_declares_unusable_counts_as_stale() -> None:
+def test_group_that_the_callers_usable_function_rejects_counts_as_stale() -> None:
     waiting = batcher()
     waiting.offer(group(0, version=3))
     waiting.offer(group(1, version=2))
@@ -88,7 +88,7 @@ def test_group_that_the_caller_declares_unusable_counts_as_stale() -> None:
     assert (len(waiting.waiting), waiting.ledger.counts[GroupOutcome.STALE]) == (0, 1)
 
 
-def test_group_sampled_by_an_abandoned_model_version_is_dropped_and_its_prompt_order_is_issued_again() -> None:
+def test_group_sampled_by_abandoned_weights_is_dropped_and_listed_once_for_a_new_request() -> None:
     waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(epoch=2, began_at=3), no_signal=NoSignal.TRAIN)
     waiting.offer(group(0, version=4, epoch=1))
     assert (len(waiting.waiting), waiting.ledger.has(0)) == (0, False)
@@ -128,7 +128,9 @@ def test_step_trains_on_groups_with_equal_rewards_if_they_are_not_filtered() -> 
 
 
 @pytest.mark.parametrize("mode", list(NoSignal))
-def test_groups_without_learning_signal_are_counted_per_domain_until_a_group_has_a_signal(mode: NoSignal) -> None:
+def test_count_of_groups_without_learning_signal_is_reset_by_a_group_of_the_domain_with_a_signal(
+    mode: NoSignal,
+) -> None:
     waiting = batcher(no_signal=mode)
     rewards = [(1.0, 1.0), (0.0, 0.0), (1.0, 1.0)]
     for index, each in enumerate(rewards):
@@ -147,7 +149,7 @@ def test_step_is_full_when_its_token_budget_is_reached_before_its_rollout_budget
     assert taken is not None and [g.index for g in taken] == [0, 1]
 
 
-def test_groups_of_a_skipped_step_count_as_filtered_instead_of_trained() -> None:
+def test_skipping_a_step_changes_the_outcome_of_its_groups_from_trained_to_filtered() -> None:
     waiting = batcher()
     for index in (0, 1):
         waiting.offer(group(index))
@@ -160,7 +162,7 @@ def test_groups_of_a_skipped_step_count_as_filtered_instead_of_trained() -> None
     assert (len(waiting.waiting), waiting.ledger.counts[GroupOutcome.FILTERED]) == (0, 2), "they have ended"
 
 
-def test_prompt_order_that_the_controller_ended_counts_as_stale_unless_its_group_has_arrived() -> None:
+def test_group_that_arrives_after_the_controller_ended_its_request_counts_as_stale() -> None:
     waiting = batcher()
     waiting.offer(group(0))
     waiting.end([0, 2], GroupOutcome.STALE)
@@ -173,7 +175,7 @@ def test_prompt_order_that_the_controller_ended_counts_as_stale_unless_its_group
 
 
 def of_ages(index: int, *rewards_and_versions: tuple[float, int]) -> RolloutGroup:
-    """Return a group whose rollouts began at different versions, as if some had waited for a slot at the engine."""
+    """Return a group whose rollouts began at different versions, as if some had waited longer for a free engine."""
     rollouts = tuple(rollout(reward=reward, version=version) for reward, version in rewards_and_versions)
     return replace(group(index), rollouts=rollouts)
 
@@ -219,7 +221,7 @@ def test_staleness_per_group_drops_a_whole_group_if_one_rollout_is_stale() -> No
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_recorded_step_determines_which_rollouts_of_each_group_were_trained(seed: int) -> None:
+def test_recorded_step_determines_which_rollouts_of_each_group_were_fresh_enough_to_train(seed: int) -> None:
     noise, waiting, bounds = random.Random(seed), by_rollout(), StalenessBounds(1, 3)
     whole = {
         index: of_ages(index, *((float(noise.random() < 0.5), noise.randrange(4, 9)) for _ in range(4)))
@@ -256,15 +258,15 @@ def directive(fresh_until: list[tuple[int, int]], issued: int) -> Directive:
 
 
 def late(**changes: Any) -> list[int]:
-    """Return the prompt orders for whose groups step 3 waits; each step trains on two groups.
+    """Return the indices of the groups for which step 3 waits; each step trains on two groups.
 
-    The groups of orders 0 to 3 may train at step 3 at the latest, those of orders 4 to 7 at step 4.
+    Groups 0 to 3 may train at step 3 at the latest, groups 4 to 7 at step 4.
     """
     given: dict[str, Any] = {"step": 3, "chosen": [0, 1], "waiting": [0, 1], "ledger": ConsumedLedger()}
     return awaited(directive=directive([(0, 3), (4, 4)], 8), **(given | changes))
 
 
-def test_step_waits_for_groups_that_would_be_too_old_for_any_later_step() -> None:
+def test_step_waits_for_missing_groups_that_would_be_too_old_for_every_later_step() -> None:
     assert late() == [2, 3]
     ended = ConsumedLedger()
     ended.settle([2, 3], GroupOutcome.FAILED)
@@ -273,14 +275,14 @@ def test_step_waits_for_groups_that_would_be_too_old_for_any_later_step() -> Non
     assert late(ledger=ended) == []
 
 
-def test_step_waits_only_for_overdue_groups_that_have_neither_arrived_nor_failed() -> None:
+def test_step_does_not_wait_for_overdue_groups_that_have_arrived_or_failed() -> None:
     ended = ConsumedLedger()
     ended.settle([2, 3], GroupOutcome.FAILED)
     assert late(ledger=ended, waiting=[0, 1, 4, 5]) == [6, 7]
     assert late(ledger=ended, waiting=[0, 1, 4, 5, 6, 7]) == [], "it cannot be helped: one of them will be too old"
 
 
-def test_step_waits_for_no_overdue_group_if_the_directive_has_no_deadlines() -> None:
+def test_step_waits_for_no_group_if_the_controller_has_sent_no_deadlines() -> None:
     given: dict[str, Any] = {"step": 3, "chosen": [0], "waiting": [0], "ledger": ConsumedLedger()}
     assert awaited(directive=directive([], 0), **given) == []
 
@@ -298,15 +300,17 @@ def test_step_waits_only_if_starting_now_would_make_some_group_too_old_to_train(
     last = [next(until for first, until in reversed(marks) if first <= index) for index in range(issued)]
     left = sorted(last[index] for index in range(issued) if index not in chosen)
     in_time = all(until >= step + 1 + place // per for place, until in enumerate(left))
-    found = awaited(step=step, chosen=chosen, waiting=here, ledger=ConsumedLedger(), directive=directive(marks, issued))
-    assert not (found and in_time), "whoever is in time is not waited for"
-    assert not set(found) & set(here)
-    if not in_time and not found:  # then the groups of all orders that would be too late must have arrived already
+    overdue = awaited(
+        step=step, chosen=chosen, waiting=here, ledger=ConsumedLedger(), directive=directive(marks, issued)
+    )
+    assert not (overdue and in_time), "whoever is in time is not waited for"
+    assert not set(overdue) & set(here)
+    if not in_time and not overdue:  # then every group that would be too late must have arrived already
         tight = next(until for place, until in enumerate(left) if until < step + 1 + place // per)
         assert all(index in here for index in range(issued) if last[index] <= tight and index not in chosen)
 
 
-def test_step_stops_waiting_for_overdue_groups_at_a_time_limit_and_logs_their_orders(
+def test_step_stops_waiting_for_overdue_groups_at_a_time_limit_and_logs_which_are_missing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = [100.0]

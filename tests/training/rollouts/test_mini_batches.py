@@ -130,7 +130,7 @@ def test_every_epoch_of_mini_batches_trains_each_rollout_once_with_unchanged_tok
 
 @pytest.mark.parametrize("objective", ["grpo", "dapo", "pipelinerl", {"preset": "grpo", "agg": "batch"}], ids=str)
 def test_token_weights_of_a_mini_batch_equal_those_of_a_separate_batch_of_the_same_groups(objective: Any) -> None:
-    """A mini-batch has the advantages of the whole batch; because it consists of whole groups, they are the same."""
+    """A mini-batch takes its advantages from the batch; they are the same, because its groups are whole."""
     groups, batch = ragged_batch(), whole(objective)
     for epoch, number, part in batch.mini_batches():
         its = part.partition.portions(epoch)[number]
@@ -152,7 +152,7 @@ def _weights(packed: Any) -> list[tuple[float, list[float]]]:
     return [(float(each.weights.max()), each.advantages.tolist()) for each in apart(packed.micro_batch)]
 
 
-def test_batch_with_a_single_optimizer_step_is_not_packed_again() -> None:
+def test_batch_with_a_single_optimizer_step_reuses_its_micro_batches() -> None:
     plain = build(ragged_batch(), objective=resolve("grpo"), token_budget=40, producing=1)
     ((epoch, number, part),) = plain.mini_batches()
     assert (epoch, number) == (0, 0) and part.packed == plain.packed

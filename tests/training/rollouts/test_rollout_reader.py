@@ -95,7 +95,7 @@ async def test_groups_that_were_untrained_at_a_checkpoint_are_read_again_after_a
     assert sorted(await indices(await started(stream, saved))) == again
 
 
-async def test_stream_offset_in_a_checkpoint_advances_past_groups_trained_since_the_last_checkpoint(
+async def test_stream_offset_in_a_checkpoint_stays_before_the_first_untrained_group(
     stream: MemoryStream,
 ) -> None:
     await put(stream, A, 1, 2)
@@ -105,7 +105,7 @@ async def test_stream_offset_in_a_checkpoint_advances_past_groups_trained_since_
     assert safe(reader)[A] == await stream.last_id(A)
 
 
-async def test_stream_offset_in_a_checkpoint_skips_neither_of_two_copies_of_an_untrained_group(
+async def test_stream_offset_in_a_checkpoint_stays_before_both_copies_of_an_untrained_group(
     stream: MemoryStream,
 ) -> None:
     """Either copy may be the one that trains: a second copy is usually dropped, but a first may come from abandoned
@@ -157,7 +157,7 @@ async def test_unreadable_entries_are_moved_to_the_dead_letter_stream_by_the_tra
     assert await indices(await started(stream, saved)) == []
 
 
-async def test_restarted_trainer_ignores_directives_from_before_its_start(stream: MemoryStream) -> None:
+async def test_restarted_trainer_ignores_controller_directives_sent_before_its_start(stream: MemoryStream) -> None:
     await stream.append(DIRECTIVES, [encode(directive("ready-old"))])
     reader = await started(stream)
     await stream.append(DIRECTIVES, [encode(directive("ready-new"))])
@@ -165,7 +165,9 @@ async def test_restarted_trainer_ignores_directives_from_before_its_start(stream
     assert (await reader.read(block_s=0.0)).directives == []
 
 
-async def test_identity_of_a_stream_server_is_the_same_for_all_rollout_readers(stream: MemoryStream) -> None:
+async def test_first_rollout_reader_stores_an_identity_of_the_stream_server_that_later_ones_read(
+    stream: MemoryStream,
+) -> None:
     first, second = await started(stream), await started(stream)
     names = [safe(reader)["identity"] for reader in (first, second)]
     assert names[0] == names[1]
@@ -198,21 +200,21 @@ async def answered(link: ControllerLink, question: TrainerReady | StepDone) -> l
         return [arrivals async for arrivals in link.wait_for_answer(question)]
 
 
-def said(arrivals: list[Arrivals]) -> list[str]:
+def ids_of(arrivals: list[Arrivals]) -> list[str]:
     return [directive.answers for each in arrivals for directive in each.directives]
 
 
-async def test_trainer_gets_the_first_answer_to_its_report_and_unsolicited_directives_in_order(
+async def test_trainer_gets_unsolicited_directives_and_one_answer_to_its_report_in_stream_order(
     stream: MemoryStream,
 ) -> None:
     link = await linked(stream)
     await say(stream, "knobs-e2-0", "ready-other", "ready-me", "ready-me", "knobs-e2-1")
-    assert said(await answered(link, READY)) == ["ready-me", "knobs-e2-1"], "before the first answer nothing counts"
+    assert ids_of(await answered(link, READY)) == ["ready-me", "knobs-e2-1"], "before the first answer nothing counts"
     await say(stream, "knobs-e2-2", "ready-me", "e2-skip-0-1", "e2-step-1", "e2-step-1", "knobs-e2-3")
-    assert said(await answered(link, STEP)) == ["knobs-e2-2", "e2-step-1", "knobs-e2-3"]
+    assert ids_of(await answered(link, STEP)) == ["knobs-e2-2", "e2-step-1", "knobs-e2-3"]
     assert link.current.answers == "knobs-e2-3"
     await say(stream, "stop-e1", epoch=1)
-    assert said([await link.read()]) == [], "an earlier epoch is ignored"
+    assert ids_of([await link.read()]) == [], "an earlier epoch is ignored"
 
 
 async def test_trainer_reads_no_rollouts_before_the_controllers_first_answer(
@@ -224,10 +226,10 @@ async def test_trainer_reads_no_rollouts_before_the_controllers_first_answer(
     assert [each.groups for each in await answered(link, READY)] == [[]]
     await say(stream, "e2-step-1")
     (arrivals,) = await answered(link, STEP)
-    assert [each.index for each in arrivals.groups] == [3] and said([arrivals]) == ["e2-step-1"]
+    assert [each.index for each in arrivals.groups] == [3] and ids_of([arrivals]) == ["e2-step-1"]
 
 
-async def test_trainer_sends_an_unanswered_report_again_until_the_deadline(
+async def test_trainer_resends_an_unanswered_report_until_its_deadline(
     stream: MemoryStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout_reader, "RESEND_S", 0.05)
@@ -238,7 +240,7 @@ async def test_trainer_sends_an_unanswered_report_again_until_the_deadline(
     assert 2 <= await stream.length(REPORTS) <= 6
 
 
-async def test_trainer_of_an_earlier_epoch_gets_an_error_once_a_later_epoch_has_begun(stream: MemoryStream) -> None:
+async def test_trainer_gets_a_fenced_error_once_a_trainer_of_a_later_epoch_has_started(stream: MemoryStream) -> None:
     link = await linked(stream)
     await say(stream, "ready-me")
     await answered(link, READY)

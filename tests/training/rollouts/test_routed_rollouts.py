@@ -1,4 +1,4 @@
-"""The experts to which an engine routed each token: their place in micro-batches, missing ones, and validity checks."""
+"""The experts to which an engine routed each token: their position in micro-batches, missing ones, validity checks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_micro_batch_has_no_routed_experts_if_some_rollouts_lack_them_or_their_s
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "why"),
     [
         (routed_group(0), ""),
         (group(0), "must come with every rollout"),
@@ -73,9 +73,9 @@ def test_micro_batch_has_no_routed_experts_if_some_rollouts_lack_them_or_their_s
         (routed_group(0, experts=40), r"must lie in 0\.\.3, got \d+"),
     ],
 )
-def test_group_with_missing_or_impossible_routed_experts_is_reported_as_faulty(given: RolloutGroup, said: str) -> None:
+def test_group_with_missing_or_impossible_routed_experts_is_reported_as_faulty(given: RolloutGroup, why: str) -> None:
     fault = fault_of(given, vocab_size=None, routing=ROUTING)
-    assert (not fault) if not said else re.search(said, fault), fault
+    assert (not fault) if not why else re.search(why, fault), fault
 
 
 def batcher(routing: RoutingShape | None, ended: list[Any]) -> Batcher:
@@ -84,7 +84,7 @@ def batcher(routing: RoutingShape | None, ended: list[Any]) -> Batcher:
         lineage=Lineage(1, 0),
         no_signal=NoSignal.FILTER,
         routing=routing,
-        ended=lambda groups, fate, why: ended.extend((each.index, fate, why) for each in groups),
+        ended=lambda groups, outcome, why: ended.extend((each.index, outcome, why) for each in groups),
     )
 
 

@@ -39,8 +39,8 @@ def linear(reward: float = 1.0, *, offset: int = 0) -> Rollout:
 
 
 def forked(reward: float = 0.0) -> Rollout:
-    """Return an episode in which two turns continue the first turn, a turn continues the second of them, and another
-    conversation is separate.
+    """Return an episode whose first turn has two continuations, of which the second is continued once more, and a
+    separate conversation of one turn.
     """
     return episode(
         [((0, 1), (2, 3)), ((4,), (5, 6)), ((7,), (8,)), ((9,), (2, 3)), ((1, 1, 4), (5, 7))],
@@ -108,7 +108,7 @@ def test_linear_episode_is_one_segment_whether_or_not_it_lists_the_parents_of_it
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[Rollout]:
-    """Draw rollouts whose turns, at most 8 each, form any tree; every token of the draw has another id."""
+    """Draw rollouts whose turns, at most 8 each, form any tree; no two tokens of a draw have the same id."""
     made, number = [], 0
     for _ in range(draw(st.integers(1, 6))):
         turns = []
@@ -359,7 +359,7 @@ def test_valid_branching_episode_is_not_reported_as_faulty() -> None:
 
 
 @pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1], [-1, -1, -1, 0, 0], [0, 0, 0, 2, 2]])
-def test_rollout_ids_that_do_not_cover_whole_segments_are_rejected(ids: list[int]) -> None:
+def test_rollout_ids_that_are_negative_skip_a_number_or_change_within_a_segment_are_rejected(ids: list[int]) -> None:
     batch = alone([rollout(prompt=(1, 2), sampled=(3,)), rollout(prompt=(1,), sampled=(3,))])
     with pytest.raises(BatchError, match="rollout_ids must"):
         check(replace(batch, rollout_ids=np.array(ids, np.int32)), vocab_size=VOCAB)

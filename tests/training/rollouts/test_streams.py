@@ -79,7 +79,7 @@ def by_token(objective: PolicyObjective | StreamedObjective, batches: Sequence[M
 @pytest.mark.parametrize("choice", ["pipelinerl", "grpo", "dapo", "gspo", "reinforce_plus_plus"])
 @given(seed=st.integers(0, 10**6), budget=st.sampled_from([8, 24, 1000]))
 @settings(max_examples=25, deadline=None)
-def test_gradient_of_mixed_losses_is_the_sum_of_the_gradients_of_separate_batches(
+def test_gradient_of_a_batch_with_a_loss_per_domain_is_the_sum_over_separate_batches(
     choice: str, seed: int, budget: int
 ) -> None:
     groups, objective = mixed(generator(seed, "streams")), resolve(choice)
@@ -113,7 +113,7 @@ def test_gradients_of_cross_entropy_and_reference_kl_follow_their_definitions(se
                 assert made[token] == pytest.approx(expected, rel=1e-4)
 
 
-def test_token_weights_of_a_loss_sum_to_the_weight_of_this_loss_in_every_mini_batch() -> None:
+def test_token_weights_of_each_loss_sum_to_the_configured_factor_in_every_mini_batch() -> None:
     groups = mixed(generator(3, "streams"), count=12)
     batch = build(
         groups,

@@ -47,8 +47,8 @@ EXACT, TOKENS, FLOAT = Checker.EXACT, Checker.TOKENS, Checker.FLOAT
 def test_each_builtin_checker_accepts_exactly_the_matching_outputs(
     output: str, answer: str, right: set[Checker]
 ) -> None:
-    found = {checker for checker in Checker if same(output.encode(), answer.encode(), checker, 1e-6)}
-    assert found == right
+    accepting = {checker for checker in Checker if same(output.encode(), answer.encode(), checker, 1e-6)}
+    assert accepting == right
 
 
 def result(code: int = 0, stdout: bytes = b"", stderr: bytes = b"", ending: Ending = Ending.EXITED) -> ProgramResult:
@@ -62,7 +62,7 @@ def checker(protocol: Protocol) -> CustomChecker:
 
 
 @pytest.mark.parametrize(
-    ("found", "share"),
+    ("program_result", "share"),
     [
         (result(0), 1.0), (result(1), 0.0), (result(2), 0.0), (result(8), 0.0),
         (result(7, stderr=b"points 0.25 good"), 0.25), (result(7, stderr=b"partially correct (0.5)"), 0.5),
@@ -73,13 +73,13 @@ def checker(protocol: Protocol) -> CustomChecker:
     ],
 )  # fmt: skip
 def test_exit_status_of_a_testlib_checker_is_translated_to_a_score_or_a_failure(
-    found: ProgramResult, share: float | None
+    program_result: ProgramResult, share: float | None
 ) -> None:
-    _said(checker(Protocol.TESTLIB), found, share)
+    _assert_share(checker(Protocol.TESTLIB), program_result, share)
 
 
 @pytest.mark.parametrize(
-    ("found", "share"),
+    ("program_result", "share"),
     [
         (result(stdout=b"1\n"), 1.0), (result(stdout=b"0"), 0.0), (result(stdout=b"0.5\n"), 0.5),
         (result(stdout=b"2"), None), (result(stdout=b"-1"), None), (result(stdout=b"nan"), None),
@@ -87,17 +87,17 @@ def test_exit_status_of_a_testlib_checker_is_translated_to_a_score_or_a_failure(
     ],
 )  # fmt: skip
 def test_number_that_a_checker_prints_is_translated_to_a_score_or_a_failure(
-    found: ProgramResult, share: float | None
+    program_result: ProgramResult, share: float | None
 ) -> None:
-    _said(checker(Protocol.PRINTED), found, share)
+    _assert_share(checker(Protocol.PRINTED), program_result, share)
 
 
-def _said(asked: CustomChecker, found: ProgramResult, share: float | None) -> None:
+def _assert_share(custom: CustomChecker, program_result: ProgramResult, share: float | None) -> None:
     if share is None:
         with pytest.raises(CheckerFailed):
-            asked.share(found)
+            custom.share(program_result)
     else:
-        assert asked.share(found) == share
+        assert custom.share(program_result) == share
 
 
 def test_checker_gets_its_file_arguments_in_the_order_of_its_protocol() -> None:

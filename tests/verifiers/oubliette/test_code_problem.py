@@ -47,7 +47,7 @@ def test_cases_are_read_in_the_layouts_of_public_data_sets(metadata: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("metadata", "told"),
+    ("metadata", "message"),
     [
         ({}, "has no tests: its metadata must have one of tests, official_tests"),
         ({"tests": []}, "has no tests"),
@@ -73,8 +73,8 @@ def test_cases_are_read_in_the_layouts_of_public_data_sets(metadata: dict[str, A
         ({"tests": PAIRS, "input_mode": "file"}, "input_mode must be stdio"),
     ],
 )
-def test_error_of_invalid_problem_metadata_names_the_field(metadata: dict[str, Any], told: str) -> None:
-    with pytest.raises(TestsMalformed, match=told):
+def test_error_of_invalid_problem_metadata_names_the_field(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(TestsMalformed, match=message):
         read(**metadata)
 
 
@@ -91,7 +91,7 @@ def test_limits_and_checkers_are_read_from_a_problems_metadata() -> None:
     assert generated == CustomChecker(language="python", source="print(1)", protocol=Protocol.PRINTED)
 
 
-def test_inputs_and_outputs_of_test_cases_may_be_links_to_stored_contents() -> None:
+def test_inputs_and_outputs_of_test_cases_may_be_links_to_stored_data() -> None:
     link = Link.of(b"much")
     problem = read(
         tests=[{"input": {"link": str(link)}, "output": str(link)}], checker={"language": "cpp", "program": str(link)}

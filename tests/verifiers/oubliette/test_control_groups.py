@@ -1,4 +1,4 @@
-"""Linux control groups of sandboxed programs are found, limit and account for their processes, and are removed."""
+"""Control groups (Linux) of sandboxed programs: setup, limits and accounting of processes, and removal."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ V2 = "31 30 0:27 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
 def test_control_group_paths_are_derived_from_the_mounts_and_this_processs_own_group(
     mounts: str, own: str, places: tuple[int, str, str, str | None] | None
 ) -> None:
-    found = find(mounts, own)
+    hierarchies = find(mounts, own)
     if places is None:
-        assert found is None
+        assert hierarchies is None
     else:
         version, memory, cpu, shares = places
         root = Path("/sys/fs/cgroup")
-        assert found == Hierarchies(version, root / memory, root / cpu, None if shares is None else root / shares)
+        assert hierarchies == Hierarchies(version, root / memory, root / cpu, None if shares is None else root / shares)
 
 
 def test_limits_and_statistics_of_version_two_control_groups_are_written_and_read(
@@ -105,10 +105,10 @@ def test_killing_a_version_two_control_group_kills_all_its_processes(where: Hier
 
 @pytest.fixture
 def where() -> Hierarchies:
-    found = available()
-    if isinstance(found, str):
-        pytest.skip(f"left out: control groups, since {found}")
-    return found
+    hierarchies = available()
+    if isinstance(hierarchies, str):
+        pytest.skip(f"left out: control groups, since {hierarchies}")
+    return hierarchies
 
 
 def groups_of(pid: int, where: Hierarchies) -> set[Path]:
@@ -180,7 +180,7 @@ def test_sandboxed_program_that_uses_much_cpu_time_gets_a_lower_cpu_share(
         endless.result(PATIENCE_S)
 
 
-def test_next_program_in_the_same_sandbox_slot_gets_the_full_cpu_share_again(
+def test_program_after_a_cpu_heavy_one_in_the_same_sandbox_worker_gets_the_full_cpu_share(
     weighed: Callable[[ControlGroup | None], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelinerl.verifiers.oubliette.slot._GREEDY_CPU_S", 0.0)

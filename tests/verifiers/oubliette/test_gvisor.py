@@ -102,9 +102,9 @@ def test_result_of_a_gvisor_run_names_the_limit_that_the_program_exceeded(alone:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_gvisor_sandbox_stops_all_attacks(alone: Sandbox) -> None:
-    found = probe.attacked(lambda number: isolation_of(Tier.STRONG, number), ATTACKS)
-    assert [finding for finding in found if finding.defence is probe.Defence.ESCAPED] == []
-    assert sum(finding.defence is probe.Defence.HELD for finding in found) >= 80
+    findings = probe.attacked(lambda number: isolation_of(Tier.STRONG, number), ATTACKS)
+    assert [finding for finding in findings if finding.defence is probe.Defence.ESCAPED] == []
+    assert sum(finding.defence is probe.Defence.HELD for finding in findings) >= 80
 
 
 @pytest.mark.slow
@@ -119,5 +119,5 @@ def test_gvisor_sandbox_of_an_unprivileged_user_stops_all_attacks(alone: Sandbox
     finally:
         for group in delegated(name):
             group.rmdir()
-    found = json.loads(output)["strong"]
-    assert found["escaped"] == [] and found["held"] >= 80
+    counts = json.loads(output)["strong"]
+    assert counts["escaped"] == [] and counts["held"] >= 80

@@ -32,9 +32,9 @@ def test_table_of_attacks_on_the_sandbox_has_at_least_eighty_distinct_attacks() 
 
 
 def test_default_sandbox_stops_all_attacks(sandbox: Sandbox) -> None:
-    found = probe.attacked(_default, ATTACKS, sandbox=sandbox)
-    assert [finding for finding in found if finding.defence is Defence.ESCAPED] == []
-    assert sum(finding.defence is Defence.HELD for finding in found) >= 80
+    findings = probe.attacked(_default, ATTACKS, sandbox=sandbox)
+    assert [finding for finding in findings if finding.defence is Defence.ESCAPED] == []
+    assert sum(finding.defence is Defence.HELD for finding in findings) >= 80
 
 
 def test_weak_sandbox_stops_the_attacks_that_need_no_namespaces() -> None:
@@ -44,9 +44,9 @@ def test_weak_sandbox_stops_the_attacks_that_need_no_namespaces() -> None:
         probe.opened(Tier.WEAK, at_once=1).close()
     except SandboxMissing as error:
         pytest.skip(f"left out: attacks on the weak sandbox, since {error}")
-    found = probe.attacked(lambda number: isolation_of(Tier.WEAK, number), tried)
-    assert [finding for finding in found if finding.defence is Defence.ESCAPED] == []
-    assert {finding.name for finding in found if finding.defence is Defence.LEFT_OUT} == {"the parent"}
+    findings = probe.attacked(lambda number: isolation_of(Tier.WEAK, number), tried)
+    assert [finding for finding in findings if finding.defence is Defence.ESCAPED] == []
+    assert {finding.name for finding in findings if finding.defence is Defence.LEFT_OUT} == {"the parent"}
 
 
 def test_weak_sandbox_is_not_used_if_the_default_sandbox_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,11 +62,11 @@ def test_default_sandbox_of_an_unprivileged_user_stops_all_attacks(sandbox: Sand
     ended = subprocess.run(
         [sys.executable, str(program)], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
-    found = json.loads(ended.stdout)
-    if "missing" in found:
-        pytest.skip(f"left out: attacks by a user without rights, since {found['missing']}")
-    assert found["default"]["escaped"] == found["weak"]["escaped"] == []
-    assert found["default"]["tried"] >= len(ATTACKS)
+    counts = json.loads(ended.stdout)
+    if "missing" in counts:
+        pytest.skip(f"left out: attacks by a user without rights, since {counts['missing']}")
+    assert counts["default"]["escaped"] == counts["weak"]["escaped"] == []
+    assert counts["default"]["tried"] >= len(ATTACKS)
 
 
 HOLES = {
@@ -107,8 +107,8 @@ def _with(command: tuple[str, ...], *more: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("hole", HOLES)
 def test_probe_of_a_sandbox_detects_a_hole_in_its_isolation(sandbox: Sandbox, hole: str) -> None:
     make, names = HOLES[hole]
-    found = probe.attacked(lambda number: make(_default(number)), [BY_NAME[name] for name in names])
-    assert [finding.name for finding in found if finding.defence is Defence.ESCAPED] == names
+    findings = probe.attacked(lambda number: make(_default(number)), [BY_NAME[name] for name in names])
+    assert [finding.name for finding in findings if finding.defence is Defence.ESCAPED] == names
 
 
 def test_sandbox_that_does_not_stop_an_attack_is_not_opened(sandbox: Sandbox) -> None:

@@ -20,7 +20,7 @@ DATA = (b"", b"1 2 3\n", bytes(range(256)) * 50)
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_link_to_a_content_is_unchanged_after_conversion_to_text_and_back(data: bytes) -> None:
+def test_link_to_stored_data_is_unchanged_after_conversion_to_text_and_back(data: bytes) -> None:
     link = Link.of(data)
     assert Link.parsed(str(link)) == link
     assert link.size == len(data)
@@ -28,12 +28,12 @@ def test_link_to_a_content_is_unchanged_after_conversion_to_text_and_back(data: 
 
 
 @pytest.mark.parametrize("text", ["", "oub:", "oub:12:3", "x" * 80, f"oub:{'A' * 64}:1", f"oub:{'0' * 64}:1\n"])
-def test_text_that_is_no_link_to_a_content_is_rejected(text: str) -> None:
+def test_text_that_is_not_a_link_to_stored_data_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="a link must be oub:"):
         Link.parsed(text)
 
 
-def test_equal_contents_are_stored_once_and_shared(tmp_path: Path) -> None:
+def test_equal_data_is_stored_once_under_the_same_link(tmp_path: Path) -> None:
     links = [PersistentRepository(tmp_path).put(data) for data in (*DATA, *DATA)]
     assert links[:3] == links[3:]
     again = PersistentRepository(tmp_path)
@@ -41,7 +41,7 @@ def test_equal_contents_are_stored_once_and_shared(tmp_path: Path) -> None:
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 3
 
 
-def test_damaged_content_counts_as_missing_and_can_be_stored_again(tmp_path: Path) -> None:
+def test_damaged_data_in_the_repository_counts_as_missing_and_can_be_stored_again(tmp_path: Path) -> None:
     repository = PersistentRepository(tmp_path)
     link = repository.put(b"an answer")
     (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
@@ -55,7 +55,7 @@ def test_damaged_content_counts_as_missing_and_can_be_stored_again(tmp_path: Pat
         repository.get(Link.of(b"never"))
 
 
-def test_compiled_program_can_be_looked_up_by_the_digest_of_its_inputs(tmp_path: Path) -> None:
+def test_compiled_program_is_cached_by_key_until_its_stored_data_is_deleted(tmp_path: Path) -> None:
     repository = PersistentRepository(tmp_path)
     assert repository.compiled("key") is None
     link = repository.keep_compiled("key", b"program")
@@ -72,7 +72,7 @@ def test_error_for_an_unusable_repository_folder_names_the_folder(tmp_path: Path
         PersistentRepository(tmp_path / "file" / "in")
 
 
-def test_repository_in_memory_over_its_size_limit_evicts_the_least_recently_used_contents() -> None:
+def test_repository_in_memory_over_its_size_limit_evicts_the_least_recently_used_data() -> None:
     repository = TransientRepository(10)
     first, second = repository.put(b"aaaa"), repository.put(b"bbbb")
     assert repository.get(first) == b"aaaa"
@@ -91,7 +91,7 @@ async def in_parts(*parts: bytes) -> AsyncIterator[bytes]:
         yield part
 
 
-async def test_content_that_arrives_in_parts_is_stored_completely_or_not_at_all(tmp_path: Path) -> None:
+async def test_data_that_arrives_in_parts_is_stored_completely_or_not_at_all(tmp_path: Path) -> None:
     repository = PersistentRepository(tmp_path)
     link = await repository.put_parts(in_parts(b"ab", b"", b"c"), most_bytes=3)
     assert link == Link.of(b"abc") and repository.get(link) == b"abc"

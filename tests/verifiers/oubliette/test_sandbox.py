@@ -140,7 +140,7 @@ def test_outputs_of_concurrent_sandboxed_programs_do_not_mix(sandbox: Sandbox) -
 
 def _of_this_process(name: str) -> list[int]:
     """Return the process ids of those descendants of this process that run the command `name`."""
-    found, parents = [], {}
+    pids, parents = [], {}
     for stat in (Path("/proc", name, "stat") for name in os.listdir("/proc") if name.isdigit()):
         try:
             head, _, rest = stat.read_text().rpartition(")")
@@ -149,14 +149,14 @@ def _of_this_process(name: str) -> list[int]:
         pid, _, comm = head.partition(" (")
         parents[int(pid)] = int(rest.split()[1])
         if comm == name:
-            found.append(int(pid))
+            pids.append(int(pid))
 
     def is_mine(pid: int) -> bool:
         while pid not in (0, os.getpid()):
             pid = parents.get(pid, 0)
         return pid != 0
 
-    return [pid for pid in found if is_mine(pid)]
+    return [pid for pid in pids if is_mine(pid)]
 
 
 def test_sandbox_guest_that_is_killed_is_replaced_and_its_program_is_run_again(sandbox: Sandbox) -> None:
@@ -215,12 +215,12 @@ time.sleep(3600)
 
 
 def _called(name: str) -> list[str]:
-    found = []
+    pids = []
     for path in (Path("/proc", pid, "comm") for pid in os.listdir("/proc") if pid.isdigit()):
         with contextlib.suppress(OSError):
             if path.read_text().strip() == name:
-                found.append(path.parent.name)
-    return found
+                pids.append(path.parent.name)
+    return pids
 
 
 def test_no_sandboxed_program_keeps_running_after_the_sandboxs_process_was_killed(sandbox: Sandbox) -> None:

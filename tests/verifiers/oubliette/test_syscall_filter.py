@@ -35,8 +35,8 @@ def verdict(program: bytes, number: int, *arguments: int, architecture: int = X8
 def in_a_guest(number: int, *arguments: int, architecture: int = X86_64) -> int:
     """Return what the kernel does with a sandboxed program's call, to which the filters of program and server apply."""
     programs = syscall_filter.of_servers(), syscall_filter.of_runs()
-    found = [verdict(program, number, *arguments, architecture=architecture) for program in programs]
-    return min(found, key=[KILLED, REFUSED, UNKNOWN, ALLOWED].index)
+    verdicts = [verdict(program, number, *arguments, architecture=architecture) for program in programs]
+    return min(verdicts, key=[KILLED, REFUSED, UNKNOWN, ALLOWED].index)
 
 
 def test_system_call_filter_allows_and_denies_the_expected_calls() -> None:
@@ -70,7 +70,7 @@ def test_system_call_filter_of_the_weak_sandbox_denies_calls_that_reach_other_pr
     assert (verdict(alone, prlimit, 0), verdict(alone, prlimit, 1)) == (ALLOWED, REFUSED)
 
 
-def test_system_call_filter_decides_some_calls_by_their_arguments() -> None:
+def test_system_call_filter_denies_clone_mmap_and_socketpair_only_with_dangerous_arguments() -> None:
     assert in_a_guest(CLONE, 0x3D0F00) == ALLOWED  # the flags with which libc creates a thread
     assert [in_a_guest(CLONE, 1 << bit | 17) for bit in (17, 25, 26, 27, 28, 29, 30)] == [REFUSED] * 7
     private, shared, shared_file = 0x22, 0x21, 0x01

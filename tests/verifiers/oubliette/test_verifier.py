@@ -55,7 +55,7 @@ async def test_correct_and_wrong_programs_are_judged_correct_and_wrong(oubliette
     assert verdict.reason == "6 of 6 tests passed [default sandbox]"
     c = '#include <stdio.h>\nint main(void) { int n; return scanf("%d", &n) != 1 || printf("%d", 2 * n) < 0; }'
     assert (await judged(oubliette, c, "c")).outcome is Outcome.CORRECT
-    for code, told in (
+    for code, reason in (
         (HALF, "test 4 of 6: wrote b'0\\n'"),
         ("1/0", "test 1 of 6: exit status 1: ZeroDivisionError: division by zero"),
         ("print(", "SyntaxError"),
@@ -64,7 +64,7 @@ async def test_correct_and_wrong_programs_are_judged_correct_and_wrong(oubliette
     ):
         verdict = await judged(oubliette, code)
         assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
-        assert told in verdict.reason
+        assert reason in verdict.reason
     verdict = await judged(oubliette, "int main(void) { return }", "c")
     assert verdict.outcome is Outcome.WRONG
     assert "does not compile" in verdict.reason
@@ -163,13 +163,13 @@ async def test_sandboxed_program_cannot_read_the_reference_answer(oubliette: Oub
     """The program prints everything that it can read; the expected word is only in the reference answer."""
     word = "xyzzy-the-answer"
     search = (
-        "import os\nfound = [sys.stdin.read()] if (sys := __import__('sys')) else []\n"
+        "import os\nseen = [sys.stdin.read()] if (sys := __import__('sys')) else []\n"
         "for top, _, names in os.walk('/tmp'):\n"
-        "    found += [open(f'{top}/{n}').read() for n in names if n != 'main.py']\n"
-        "found += [open(f'/proc/self/{n}', 'rb').read().decode('latin-1') for n in ('environ', 'cmdline')]\n"
+        "    seen += [open(f'{top}/{n}').read() for n in names if n != 'main.py']\n"
+        "seen += [open(f'/proc/self/{n}', 'rb').read().decode('latin-1') for n in ('environ', 'cmdline')]\n"
         "for n in range(3, 200):\n"
-        "    try: found.append(open(f'/proc/self/fd/{n}').read())\n    except OSError: pass\n"
-        "print(*found)\n"
+        "    try: seen.append(open(f'/proc/self/fd/{n}').read())\n    except OSError: pass\n"
+        "print(*seen)\n"
     )  # fmt: skip
     verdict = await judged(oubliette, search, tests=[{"input": "", "output": f"{word}\n"}])
     assert verdict.outcome is Outcome.WRONG
@@ -250,14 +250,14 @@ class Forgetful:
         pass
 
 
-def opening(*found: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[Forgetful]], list[int]]:
+def opening(*results: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[Forgetful]], list[int]]:
     """Return a fake of `open_runner` that gives these results in order, repeating the last, and a list of its calls."""
     tries: list[int] = []
 
     async def opened(rules: CodeRules, *, at_once: int) -> Forgetful:
         tries.append(at_once)
         await asyncio.sleep(0)
-        come = found[min(len(tries), len(found)) - 1]
+        come = results[min(len(tries), len(results)) - 1]
         if isinstance(come, SandboxLost):
             raise come
         return come
@@ -281,8 +281,8 @@ async def test_connection_to_a_briefly_unreachable_sandbox_service_is_retried(mo
     monkeypatch.setattr(verifiers, "open_runner", opened)
     monkeypatch.setattr(verifiers, "_FIRST_PAUSE_S", 0.0)
     verifier = Oubliette(RULES)
-    found = await asyncio.gather(*(judged(verifier, RIGHT, tests=DOUBLES[:1]) for _ in range(3)))
-    assert [verdict.outcome for verdict in found] == 3 * [Outcome.CORRECT]
+    verdicts = await asyncio.gather(*(judged(verifier, RIGHT, tests=DOUBLES[:1]) for _ in range(3)))
+    assert [verdict.outcome for verdict in verdicts] == 3 * [Outcome.CORRECT]
     assert len(tries) == 3
 
 
@@ -293,8 +293,8 @@ async def test_concurrent_judgements_share_one_failed_attempt_to_connect_to_the_
     monkeypatch.setattr(verifiers, "open_runner", opened)
     monkeypatch.setattr(verifiers, "_GRACE_S", 0.0)
     verifier = Oubliette(RULES)
-    found = await asyncio.gather(*(judged(verifier, RIGHT) for _ in range(3)))
-    assert [(verdict.outcome, verdict.reason) for verdict in found] == 3 * [(Outcome.VERIFIER_ERROR, "away")]
+    verdicts = await asyncio.gather(*(judged(verifier, RIGHT) for _ in range(3)))
+    assert [(verdict.outcome, verdict.reason) for verdict in verdicts] == 3 * [(Outcome.VERIFIER_ERROR, "away")]
     assert len(tries) == 1
     await judged(verifier, RIGHT)
     assert len(tries) == 2, "a later judgement connects again"

@@ -32,10 +32,10 @@ RIGHT = [Outcome.CORRECT, Outcome.WRONG, Outcome.CORRECT]
 
 class Exact:
     def __init__(self) -> None:
-        self.asked = 0
+        self.judged = 0
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        self.asked += 1
+        self.judged += 1
         return correct(completion_text) if completion_text == problem.ground_truth else wrong("no")
 
 
@@ -65,21 +65,21 @@ def replace_text(answer: SampledAnswer, number: int) -> SampledAnswer:
 
 
 class Hostile:
-    """A server that is broken or is no verifier service; it sets the event `asked` when its first request arrives."""
+    """A broken server, or one that is no verifier service; its first request sets the event `contacted`."""
 
     def __init__(self, answer: Callable[[], Response]) -> None:
-        self.asked = threading.Event()
+        self.contacted = threading.Event()
         self.app = FastAPI(openapi_url=None)
 
         @self.app.post(wire.VERIFY)
         async def verify(_: Request) -> Response:
-            self.asked.set()
+            self.contacted.set()
             return answer()
 
         guard(self.app, token=TOKEN)
 
 
-def said(*rewards: object, outcome: str = "correct", **fields: object) -> Callable[[], Response]:
+def responding(*rewards: object, outcome: str = "correct", **fields: object) -> Callable[[], Response]:
     judged = [{"verdict": {"outcome": outcome, "reward": reward, **fields}, "seconds": 0.0} for reward in rewards]
     return lambda: Response(msgspec.json.encode({"judged": judged}), media_type="application/json")
 
@@ -107,22 +107,22 @@ async def broken_off() -> AsyncIterator[bytes]:
 HOSTILE = {
     "no text": raw(b'{"judged": "\xff"}'),
     "endless nested brackets": raw(b'{"x": ' + b"[" * 100_000),
-    "too few verdicts": said(1.0, 1.0),
-    "too many verdicts": said(1.0, 1.0, 1.0, 1.0),
-    "none": said(),
-    "a reward of null": said(1.0, None, 1.0),
-    "a reward that is a text": said(1.0, "1", 1.0),
+    "too few verdicts": responding(1.0, 1.0),
+    "too many verdicts": responding(1.0, 1.0, 1.0, 1.0),
+    "no verdicts": responding(),
+    "a reward of null": responding(1.0, None, 1.0),
+    "a reward that is a text": responding(1.0, "1", 1.0),
     "a reward of NaN": raw(
         b'{"judged": [' + b",".join([b'{"verdict": {"outcome": "correct", "reward": NaN}, "seconds": 0}'] * 3) + b"]}"
     ),
     "an infinite reward": raw(
         b'{"judged": [' + b",".join([b'{"verdict": {"outcome": "correct", "reward": 1e999}, "seconds": 0}'] * 3) + b"]}"
     ),
-    "a huge reward": said(1.0, 1e300, 1.0),
-    "a part that is huge": said(1.0, 1.0, 1.0, parts=[["a", -1e300]]),
-    "an unknown outcome": said(1.0, 1.0, 1.0, outcome="splendid"),
+    "a huge reward": responding(1.0, 1e300, 1.0),
+    "a huge reward part": responding(1.0, 1.0, 1.0, parts=[["a", -1e300]]),
+    "an unknown outcome": responding(1.0, 1.0, 1.0, outcome="splendid"),
     "no JSON": raw(b"<html>"),
-    "nothing": raw(b""),
+    "an empty body": raw(b""),
     "a body that is far too long": lambda: StreamingResponse(endless()),
     "a body that breaks off": lambda: StreamingResponse(broken_off()),
     "a failure": raw(b"Internal Server Error", 500),
@@ -140,10 +140,10 @@ async def test_answers_are_sent_to_another_verifier_service_if_the_first_respond
         async with client() as services:
             services.update([lease(broken)])
             asking = asyncio.create_task(outcomes(services))
-            assert await asyncio.to_thread(hostile.asked.wait, PATIENCE_S)
+            assert await asyncio.to_thread(hostile.contacted.wait, PATIENCE_S)
             services.update([lease(broken), lease(good)])
             assert await asking == RIGHT
-    assert verifier.asked == len(ANSWERS), "each answer was judged once"
+    assert verifier.judged == len(ANSWERS), "each answer was judged once"
 
 
 async def test_answers_are_sent_to_another_verifier_service_if_the_first_stays_silent() -> None:
@@ -153,7 +153,7 @@ async def test_answers_are_sent_to_another_verifier_service_if_the_first_stays_s
         async with client(silence_s=1.0) as services:
             services.update([lease(broken)])
             asking = asyncio.create_task(outcomes(services))
-            assert await asyncio.to_thread(hostile.asked.wait, PATIENCE_S)
+            assert await asyncio.to_thread(hostile.contacted.wait, PATIENCE_S)
             services.update([lease(broken), lease(good)])
             assert await asking == RIGHT
 
@@ -162,7 +162,7 @@ async def test_answers_are_sent_to_another_verifier_service_if_the_first_stays_s
     ("answer", "words"),
     [
         (raw(b"oops", 500), "refuses (500): oops"),
-        (said(1.0), "gave 1 verdicts on 3 answers"),
+        (responding(1.0), "gave 1 verdicts on 3 answers"),
         (None, "cannot be reached"),
     ],
 )
@@ -233,10 +233,10 @@ async def test_each_problem_has_a_preferred_verifier_service_and_problems_are_sp
             services.update([lease(first), lease(second)])
             for _ in range(4):
                 assert await outcomes(services, 1) == RIGHT
-            assert sorted(verifier.asked for verifier in verifiers) == [0, 4 * len(ANSWERS)]
+            assert sorted(verifier.judged for verifier in verifiers) == [0, 4 * len(ANSWERS)]
             for number in range(2, 34):  # the probability that all of them prefer the same service is 2⁻³¹
                 await outcomes(services, number)
-    assert all(verifier.asked > len(ANSWERS) for verifier in verifiers)
+    assert all(verifier.judged > len(ANSWERS) for verifier in verifiers)
 
 
 async def test_verifier_service_with_many_more_answers_than_others_is_avoided() -> None:
@@ -258,7 +258,7 @@ async def test_verifier_service_with_many_more_answers_than_others_is_avoided() 
             services.update([lease(slow), lease(quick)])
             for number in range(8):
                 assert await outcomes(services, number) == RIGHT
-            assert free.asked == 8 * len(ANSWERS)
+            assert free.judged == 8 * len(ANSWERS)
             gate.set()
             assert [len(judged) for judged in await asyncio.wait_for(asyncio.gather(*first), PATIENCE_S)] == [100] * 3
 
@@ -270,16 +270,16 @@ async def test_request_to_a_verifier_service_states_its_protocol_version_and_the
     @app.post(wire.VERIFY)
     async def verify(request: Request) -> Response:
         seen.append(msgspec.json.decode(await request.body(), type=VerifyRequest))
-        return said(1.0, 0.0, 0.5, outcome="partial")()
+        return responding(1.0, 0.0, 0.5, outcome="partial")()
 
     guard(app, token=TOKEN)
-    asked = problem(1, tests=[{"input": "", "output": "é"}])
+    given = problem(1, tests=[{"input": "", "output": "é"}])
     answers = (SampledAnswer("a\x00", (1, 2), "length"), *ANSWERS[1:])
     with in_thread(app) as url:
         async with client() as services:
             services.update([lease(url)])
-            judged = await services.judge("words", RULES, asked, answers)
-    sent = VerifyRequest(protocol=1, domain="words", rules=RULES, problem=asked, answers=answers)
+            judged = await services.judge("words", RULES, given, answers)
+    sent = VerifyRequest(protocol=1, domain="words", rules=RULES, problem=given, answers=answers)
     assert list(map(msgspec.json.encode, seen)) == [msgspec.json.encode(sent)]
     assert [(j.verdict.outcome, j.verdict.reward) for j in judged] == [
         (Outcome.PARTIAL, 1.0), (Outcome.PARTIAL, 0.0), (Outcome.PARTIAL, 0.5)

@@ -60,18 +60,18 @@ def test_large_problem_is_hashed_once_for_all_of_its_answers() -> None:
 
 
 def test_cache_key_of_a_verdict_depends_on_exactly_the_inputs_that_affect_the_verdict() -> None:
-    asked = problem(1, level=3)
+    given = problem(1, level=3)
     others = [
-        replace(asked, domain="other"),
-        replace(asked, ground_truth="2"),
-        replace(asked, metadata={"level": 4}),
-        replace(asked, messages=(Message("user", "say 2"),)),
-        replace(asked, messages=(Message("user", "say"), Message("user", " 1"))),
+        replace(given, domain="other"),
+        replace(given, ground_truth="2"),
+        replace(given, metadata={"level": 4}),
+        replace(given, messages=(Message("user", "say 2"),)),
+        replace(given, messages=(Message("user", "say"), Message("user", " 1"))),
     ]
-    keys = [key for each in (asked, *others) for key in keys_of("r", each, ["text"])]
-    keys += keys_of("r2", asked, ["text"]) + keys_of("r", asked, ["text ", "tex", ""])
+    keys = [key for each in (given, *others) for key in keys_of("r", each, ["text"])]
+    keys += keys_of("r2", given, ["text"]) + keys_of("r", given, ["text ", "tex", ""])
     assert len(set(keys)) == len(keys)
-    same = replace(asked, problem_id="renamed", tags=("a=b",), metadata=dict(asked.metadata))
+    same = replace(given, problem_id="renamed", tags=("a=b",), metadata=dict(given.metadata))
     assert keys_of("r", same, ["", "text"])[1] == keys[0]
 
 
@@ -79,13 +79,13 @@ class Scripted:
     """A fake verifier that records the answers it is given, and waits while its gate is closed."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.answers: list[str] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.given_up = 0
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        self.asked.append(completion_text)
+        self.answers.append(completion_text)
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -138,7 +138,7 @@ async def test_verifier_service_returns_a_verdict_for_every_answer_in_order(
     right, no = Outcome.CORRECT, Outcome.WRONG
     assert await outcomes(http, "1", "2", "1", "", "3") == [right, no, right, no, no]
     assert await outcomes(http, "1") == [right]
-    assert scripted.asked == ["1", "2", "1", "", "3", "1"], "verdicts of this verifier are not cached"
+    assert scripted.answers == ["1", "2", "1", "", "3", "1"], "verdicts of this verifier are not cached"
 
 
 async def test_verifier_service_judges_equal_answers_once_if_the_verifier_is_deterministic(
@@ -147,12 +147,12 @@ async def test_verifier_service_judges_equal_answers_once_if_the_verifier_is_det
     right, no = Outcome.CORRECT, Outcome.WRONG
     assert await outcomes(http, "2", "1", "1", "2", domain="kept") == [no, right, right, no]
     assert await outcomes(http, "1", "3", domain="kept") == [right, no]
-    assert scripted.asked == ["2", "1", "3"]
+    assert scripted.answers == ["2", "1", "3"]
     assert await outcomes(http, "1", domain="kept", problem=problem(2)) == [no]
     assert await outcomes(http, "1 ", "11", "", domain="kept") == [no, no, no]
-    assert scripted.asked[3:] == ["1", "1 ", "11", ""], "only equal answers to the same problem are cached"
+    assert scripted.answers[3:] == ["1", "1 ", "11", ""], "only equal answers to the same problem are cached"
     assert await outcomes(http, "fail", domain="kept") == await outcomes(http, "fail", domain="kept")
-    assert scripted.asked.count("fail") == 2, "failures are not cached"
+    assert scripted.answers.count("fail") == 2, "failures are not cached"
     status = msgspec.json.decode((await http.get(wire.STATUS)).content, type=ServiceStatus)
     assert (status.verdicts, status.hits, status.queue, status.state) == (12, 3, 0, "ready")
     assert status.cache_bytes > 0 and status.domains["words"].tier == "default"
@@ -179,7 +179,7 @@ async def test_verifier_service_rejects_invalid_requests_with_a_reason(
     answer = await http.post(wire.VERIFY, content=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (status, code) and words in error["message"]
-    assert scripted.asked == []
+    assert scripted.answers == []
 
 
 async def until(holds: Any) -> None:
@@ -193,7 +193,7 @@ async def test_verifier_service_that_is_full_or_draining_rejects_new_requests(
 ) -> None:
     scripted.gate.clear()
     first = asyncio.create_task(outcomes(http, "1", "2", "3", "4", "5", "6"))
-    await until(lambda: len(scripted.asked) == 6)
+    await until(lambda: len(scripted.answers) == 6)
     full = await http.post(wire.VERIFY, content=request("1", "2", "3"))
     assert (full.status_code, full.json()["error"]["code"]) == (503, wire.IS_FULL)
     assert (await http.post(wire.DRAIN)).json() == {"queue": 6}
@@ -206,7 +206,7 @@ async def test_verifier_service_that_is_full_or_draining_rejects_new_requests(
     assert serving.drained.is_set()
 
 
-async def asked_by_hand(app: Any, leaves: asyncio.Event, sent: list[dict[str, Any]]) -> None:
+async def send_verify(app: Any, leaves: asyncio.Event, sent: list[dict[str, Any]]) -> None:
     """Send a request to /verify by calling the application directly; disconnect as a client when `leaves` is set."""
     body = [{"type": "http.request", "body": request("1", "2"), "more_body": False}]
 
@@ -236,8 +236,8 @@ async def test_verifier_service_cancels_the_work_of_a_disconnected_client(
 ) -> None:
     scripted.gate.clear()
     leaves, sent = asyncio.Event(), list[dict[str, Any]]()
-    asking = asyncio.create_task(asked_by_hand(create_app(serving, token=TOKEN), leaves, sent))
-    await until(lambda: len(scripted.asked) == 2)
+    asking = asyncio.create_task(send_verify(create_app(serving, token=TOKEN), leaves, sent))
+    await until(lambda: len(scripted.answers) == 2)
     assert serving.status().queue == 2
     leaves.set()
     await asking
@@ -250,7 +250,7 @@ async def test_verifier_service_sends_heartbeats_while_it_works(
     monkeypatch.setattr(http_service, "HEARTBEAT_S", 0.01)
     scripted.gate.clear()
     sent = list[dict[str, Any]]()
-    asking = asyncio.create_task(asked_by_hand(create_app(serving, token=TOKEN), asyncio.Event(), sent))
+    asking = asyncio.create_task(send_verify(create_app(serving, token=TOKEN), asyncio.Event(), sent))
     await until(lambda: len(bodies(sent)) >= 3)
     scripted.gate.set()
     await asking

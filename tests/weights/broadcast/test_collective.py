@@ -85,7 +85,7 @@ def test_closing_an_old_weight_group_does_not_affect_the_new_group(rendezvous: R
     assert got.sum() == 4
 
 
-def test_tree_of_ranks_has_fewer_connections_than_a_mesh(rendezvous: Rendezvous) -> None:
+def test_weight_group_connected_as_a_tree_has_fewer_connections_than_a_full_mesh(rendezvous: Rendezvous) -> None:
     gc.collect()  # closes the connections of earlier tests' groups, which would be counted
     ranks, before = 9, _open_files()
     tree = _ranks(rendezvous, ranks, connections=Connections.TREE)
@@ -110,7 +110,7 @@ def test_joining_a_weight_group_with_a_missing_rank_fails_at_the_deadline(
     assert time.monotonic() - began < SOON_S
 
 
-def test_waiting_and_later_joins_fail_if_the_rendezvous_of_the_weight_group_is_closed(rendezvous: Rendezvous) -> None:
+def test_closing_the_rendezvous_of_a_weight_group_fails_pending_and_later_joins(rendezvous: Rendezvous) -> None:
     before = rendezvous._store.num_keys()
     waiting = [_joining(rendezvous, rank, size=4) for rank in (0, 1)]
     give_up = time.monotonic() + PATIENCE_S
@@ -210,7 +210,7 @@ def test_rank_whose_broadcast_failed_leaves_the_group_so_that_its_peers_fail_wit
     assert time.monotonic() - began < SOON_S
 
 
-def test_waiting_for_a_message_in_the_weight_groups_store_prints_nothing(
+def test_rank_that_waits_for_a_message_of_its_weight_group_prints_nothing(
     rendezvous: Rendezvous, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root, leaf = _ranks(rendezvous)

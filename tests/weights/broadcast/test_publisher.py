@@ -147,7 +147,7 @@ async def test_trainer_of_an_earlier_epoch_cannot_broadcast_weights(control: Rec
     await second.close()
 
 
-async def test_publication_of_weights_to_no_engines_reports_the_digest_of_the_weights(
+async def test_publication_without_engines_still_returns_the_digest_of_the_weights(
     publisher: BroadcastPublisher, engines: list[str]
 ) -> None:
     alone = await publisher.publish(publication(1, []))
@@ -210,7 +210,7 @@ async def test_publications_with_an_unreachable_engine_leave_no_pending_joins_at
         assert await serving(control, url) == (1, 20)
 
 
-async def test_engine_that_rejects_a_join_because_of_pending_joins_is_reported_as_not_at_fault(
+async def test_engine_that_rejects_a_join_because_of_pending_joins_is_reported_as_blameless(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     control.overloaded = {engines[1]}
@@ -232,7 +232,7 @@ async def test_publication_fails_with_an_error_that_names_each_engine_if_all_are
         await publisher.publish(publication(1, urls))
 
 
-async def test_parameters_that_differ_from_the_layout_are_not_broadcast(
+async def test_broadcast_fails_if_the_trainer_gathers_parameters_that_differ_from_the_announced_layout(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     def wrong() -> Iterator[tuple[str, Any]]:

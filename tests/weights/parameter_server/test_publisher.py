@@ -248,7 +248,7 @@ class _ByToken:
         return await chosen.request_weight_update(url, request)
 
 
-async def test_engines_that_read_announcements_get_no_update_request_unless_they_lack_the_layout(
+async def test_engines_that_follow_announcements_get_an_update_request_only_if_they_lack_the_layout(
     control: Recording, servers: list[str], engines: list[str]
 ) -> None:
     follows, without_layout = engines

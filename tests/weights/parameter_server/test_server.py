@@ -118,7 +118,7 @@ def test_upload_reports_an_unreachable_parameter_server_and_reaches_the_other_se
     assert "Connection refused" in placed.failed["http://127.0.0.1:9"]
 
 
-def test_parameter_server_drops_an_old_version_once_the_replica_that_needs_it_is_known_to_be_gone(
+def test_parameter_server_drops_an_old_version_once_the_replica_that_needs_it_is_no_longer_listed(
     servers: list[str],
 ) -> None:
     gone = "http://127.0.0.1:9"
@@ -137,7 +137,7 @@ def test_upload_of_weights_without_a_reachable_server_fails_at_its_deadline_with
     assert time.monotonic() - began < SOON_S
 
 
-def test_upload_to_a_full_parameter_server_is_retried_until_a_deadline_and_names_the_lagging_members() -> None:
+def test_upload_to_a_full_parameter_server_is_retried_until_a_deadline_and_names_the_lagging_engines() -> None:
     with (
         in_thread(application(room=2)) as url,
         closing(Uploader([url], token=TOKEN)) as placement,
@@ -159,7 +159,7 @@ def test_trainer_of_an_earlier_epoch_cannot_upload_weights(server: str) -> None:
     assert held(server) == [(2, 9)]
 
 
-def test_upload_of_parameters_that_differ_from_the_layout_is_never_served(server: str) -> None:
+def test_upload_whose_parameters_differ_from_the_announced_layout_is_never_served(server: str) -> None:
     def wrong() -> Iterator[tuple[str, Any]]:
         yield "embed", np.zeros((3, 3), np.float32)
 

@@ -71,7 +71,7 @@ def test_snapshots_of_all_shards_together_form_the_whole_weight_version(place: s
     assert np.array_equal(into, flat(4))
 
 
-def test_empty_store_of_weight_snapshots_has_no_snapshots(place: str) -> None:
+def test_reading_a_weight_snapshot_store_that_was_never_written_yields_no_snapshots(place: str) -> None:
     assert list(SnapshotStore(place).newest()) == []
 
 

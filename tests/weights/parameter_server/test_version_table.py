@@ -41,7 +41,7 @@ def test_weight_version_is_served_only_after_its_upload_is_complete() -> None:
         table.whole((1, 2))
 
 
-def test_announcing_and_completing_an_upload_may_be_repeated_without_effect() -> None:
+def test_repeated_announcement_or_completion_of_an_upload_has_no_effect() -> None:
     table = VersionTable(room=2)
     first = announce(table, 1)
     assert announce(table, 1).segment is first.segment
@@ -54,7 +54,7 @@ def test_announcing_and_completing_an_upload_may_be_repeated_without_effect() ->
         announce(table, 1, layout=WIDER)
 
 
-def test_full_parameter_server_rejects_a_version_and_names_the_members_that_need_older_versions() -> None:
+def test_full_parameter_server_rejects_a_version_and_names_the_engines_that_need_older_versions() -> None:
     table = VersionTable(room=2)
     publish(table, 1, a=None, b=None)
     publish(table, 2, a=(1, 1), b=None)
@@ -66,7 +66,7 @@ def test_full_parameter_server_rejects_a_version_and_names_the_members_that_need
     assert held(table) == [(1, 2), (1, 3)]
 
 
-def test_version_that_only_a_no_longer_listed_member_still_needs_is_dropped() -> None:
+def test_weight_version_is_dropped_once_the_engine_that_needs_it_is_no_longer_listed() -> None:
     table = VersionTable(room=2)
     publish(table, 1, a=None, dead=None)
     publish(table, 2, a=(1, 1), dead=None)
@@ -155,7 +155,7 @@ histories = st.fixed_dictionaries(
         ({(1, 5), (1, 6), (1, 7)}, {"a": (1, 6)}, {(1, 5)}),
     ],
 )
-def test_version_may_be_dropped_once_all_members_have_a_newer_one_and_a_newer_one_is_complete(
+def test_version_may_be_dropped_once_all_engines_and_replicas_have_newer_ones_and_one_is_complete(
     whole: set[Key], progress: dict[str, Key | None], collected: set[Key]
 ) -> None:
     assert collectable(whole, progress, epoch=1, in_use=set()) == collected
@@ -167,7 +167,7 @@ def test_version_that_is_being_sent_or_saved_may_not_be_dropped() -> None:
     assert holders(whole, {"a": (1, 6)}, epoch=1, in_use={(1, 5)}) == ["1.5 is being sent or saved"]
 
 
-def test_versions_of_an_earlier_epoch_may_be_dropped_although_members_lack_newer_versions() -> None:
+def test_versions_of_an_earlier_epoch_may_be_dropped_although_engines_lack_newer_versions() -> None:
     whole, progress = {(1, 8), (1, 9)}, {"a": (1, 8), "b": None}
     assert collectable(whole, progress, epoch=1, in_use=set()) == set()
     assert holders(whole, progress, epoch=1, in_use=set()) == ["1.8 is held for a (at 1.8), b (at none)"]
@@ -178,7 +178,7 @@ def test_versions_of_an_earlier_epoch_may_be_dropped_although_members_lack_newer
 
 
 @given(histories, st.integers(1, 4))
-def test_version_that_a_member_needs_may_never_be_dropped(history: dict[str, object], epoch: int) -> None:
+def test_version_that_an_engine_or_replica_needs_may_never_be_dropped(history: dict[str, object], epoch: int) -> None:
     whole, progress, in_use = history["whole"], history["progress"], history["in_use"]
     assert isinstance(whole, set) and isinstance(progress, dict) and isinstance(in_use, set)
     gone = collectable(whole, progress, epoch=epoch, in_use=in_use)
@@ -194,7 +194,7 @@ def test_version_that_a_member_needs_may_never_be_dropped(history: dict[str, obj
 
 
 @given(histories, keys)
-def test_progress_of_members_never_reduces_the_set_of_versions_that_may_be_dropped(
+def test_droppable_weight_version_stays_droppable_when_engines_load_newer_versions(
     history: dict[str, object], reached: Key
 ) -> None:
     whole, progress, in_use = history["whole"], history["progress"], history["in_use"]

@@ -95,7 +95,7 @@ class ServerApi(Protocol):
         ...
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return the new tokens of an event; earlier events had `known` tokens. Raises `EngineUnreachable`."""
+        """Return the new tokens of an event; earlier ones had `known` tokens. Raises `EngineUnreachable`."""
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:
@@ -335,8 +335,10 @@ class ServerHttp:
             return False
 
     async def post(self, path: str, body: Any = None, *, timeout_s: float = CALL_S, may_fail: bool = False) -> Any:
-        """POST a JSON body; return the JSON of a response with status 200, or None for other content. With `may_fail`,
-        no other call reuses the connection, because uvicorn closes it after a server error.
+        """POST a JSON body; return the JSON of a response with status 200, or None for other content.
+
+        Set `may_fail` if the server may answer with an error: uvicorn then closes the connection, so no other call must
+        reuse it.
         """
         return await self._call("POST", path, body, timeout_s, headers={"connection": "close"} if may_fail else {})
 

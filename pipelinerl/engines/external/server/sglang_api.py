@@ -61,7 +61,7 @@ class SglangServerApi:
         self._retracted = False
 
     async def open(self, label: str) -> ServerModel:
-        """Check the server's flags, form the group, and name its weights. Raises `ModelError`, `EngineUnreachable`."""
+        """Check the flags, form the weight group, label the weights. Raises `ModelError`, `EngineUnreachable`."""
         info = await self._http.get("/server_info")
         if info["dp_size"] != 1 or info["pp_size"] != 1:
             raise ModelError(
@@ -81,7 +81,7 @@ class SglangServerApi:
         return ServerModel(dtype=str(info["dtype"]), context_length=int(models["data"][0]["max_model_len"]))
 
     async def close(self) -> None:
-        """Leave the group, and end a pause of the server."""
+        """Leave the weight group, and resume the server if it is paused."""
         group, self._group = self._group, None
         if group is not None:
             group.collective.close()
@@ -157,7 +157,7 @@ class SglangServerApi:
         await self._http.post("/continue_generation", {"torch_empty_cache": False})
 
     async def load_staged(self, label: str) -> None:
-        """Broadcast the parameters, in the order announced to the server."""
+        """Broadcast the staged parameters to the server, in the order announced to it; name the new weights `label`."""
         if self._group is None:
             await self._form_group()  # a failed broadcast has left no usable group
         group = self._group
@@ -195,7 +195,7 @@ class SglangServerApi:
         await self._http.post("/flush_cache")
 
     async def _form_group(self) -> None:
-        """Form a group under a new name, because SGLang keeps old groups until they are destroyed."""
+        """Form a weight group under a new name, because SGLang keeps old groups until they are destroyed."""
         from pipelinerl.engines.external.worker.torch_endpoint import lead_group
         from pipelinerl.weights.broadcast.collective import Rendezvous
 

@@ -188,6 +188,6 @@ def _prepare_environment(options: EngineOptions) -> None:
 
 
 def _cache_bytes(options: EngineOptions, text: Any) -> int:
-    """Return the bytes of keys and values for all slots and one more, in whole blocks of the cache."""
+    """Return the bytes of cache for `slots` + 1 sequences of the full context, each rounded up to whole blocks."""
     block_bytes = replace(CacheShape.of(text), size=_BLOCK).block_bytes(BYTES[options.dtype])
     return (options.slots + 1) * -(-options.context_length // _BLOCK) * block_bytes

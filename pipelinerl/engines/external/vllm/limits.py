@@ -23,7 +23,7 @@ MOST_TEMPERATURE: Final = 2.0
 
 
 def check_request(request: Request) -> None:
-    """Raise `InvalidRequest` for a temperature that vLLM rejects, or replaces, which would change the log-probs."""
+    """Raise `InvalidRequest` for a temperature that vLLM rejects, or replaces by another (with other log-probs)."""
     if request.temperature > MOST_TEMPERATURE:
         raise InvalidRequest(
             f"vLLM samples at temperatures up to {MOST_TEMPERATURE:g}, got {request.temperature:g}", param="temperature"
@@ -106,9 +106,10 @@ def check_experts_on_gpu(path: Path, options: Mapping[str, Any]) -> None:
 
 
 def share_without_copy(share: float, device_bytes: int, weight_bytes: int) -> tuple[float, bool]:
-    """Return the share of the device that vLLM gets, and whether the rest of `share` is a second copy of the weights.
+    """Divide the engine's `share` of a GPU: return vLLM's part, and whether the rest may hold a copy of the weights.
 
-    There is a copy only if `share` has room for three times the weights; otherwise it would leave too small a cache.
+    The copy, of the next weights, makes commits fast. Without room for three times the weights in `share`, the copy
+    would leave too small a cache; vLLM then gets all of `share`, and the second value is False.
     """
     if share * device_bytes < 3 * weight_bytes:
         return share, False

@@ -55,7 +55,7 @@ class VllmServerApi:
         self._orders = False  # True if the server schedules waiting requests by priority
 
     async def open(self, label: str) -> ServerModel:
-        """Check the server's flags, and name its weights. Raises `ModelError`, `EngineUnreachable`."""
+        """Check the server's flags, and label its weights. Raises `ModelError`, `EngineUnreachable`."""
         check_version(str((await self._http.get("/version"))["version"]))
         config = (await self._known("/server_info?config_format=json"))["vllm_config"]
         for wanted, flag in _lacking(config):
@@ -118,7 +118,7 @@ class VllmServerApi:
     # --- weights -------------------------------------------------------------------------------------------------
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Call `/pause`, in which the server sleeps for 20 ms."""
+        """Call `/pause`, which takes at least 20 ms, because vLLM sleeps in it."""
         await self._http.post(f"/pause?mode={_PAUSES[on_update]}&clear_cache=false", timeout_s=_LONG_S)
 
     async def resume(self) -> None:

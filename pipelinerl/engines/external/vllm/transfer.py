@@ -47,7 +47,7 @@ class SharedTransfer:
         self._layout: WeightLayout | None = None
 
     def parse_init_info(self, init_info: dict[str, Any]) -> Share:
-        """Parse the `init_info` of `/init_weight_transfer_engine`. Raises `ValueError` unless an adapter sent it."""
+        """Parse the `init_info` of `/init_weight_transfer_engine`. Raises `ValueError` for wrong keys."""
         if init_info.keys() != {"path", "layout"}:
             raise ValueError(f"init_info must have path and layout, got {', '.join(sorted(init_info))}")
         return Share(Path(init_info["path"]), WeightLayout.model_validate_json(init_info["layout"]))

@@ -56,11 +56,11 @@ class StagedWeights:
     def pipelinerl_attach(
         self, path: str, num_bytes: int, layout: str, owner: int, endpoints: str, may_copy: bool
     ) -> tuple[int, str]:
-        """Map the staging buffer; return this worker's cache size in bytes, and in words the memory that commits read.
+        """Map the staging buffer; return (bytes of this worker's cache, description of the memory that commits read).
 
         Args:
-            path: name of the shared bytes, of which there are `num_bytes`.
-            layout: `WeightLayout` in JSON; it describes the first bytes.
+            path: name of the buffer in shared memory, of `num_bytes` bytes.
+            layout: `WeightLayout` in JSON of the weights, which lie at the buffer's beginning.
             owner: id of the engine's process; this process ends when the owner ends, for any reason.
             endpoints: socket path at which the first worker connects to serve the endpoint in the weight group.
             may_copy: whether a copy of the weights may take free memory of the GPU.
@@ -75,11 +75,11 @@ class StagedWeights:
         return sum(cache.nbytes for cache in caches), self._pipelinerl_copy.place
 
     def pipelinerl_stage(self, commit: int) -> bool:
-        """Copy the staged weights to the GPU while it samples, as `DeviceCopy.advance` does."""
+        """Begin to copy the staged weights to the GPU, which goes on sampling; return True once they are copied."""
         return self._pipelinerl_copy.advance(commit)
 
     def pipelinerl_commit(self) -> None:
-        """Load the staged weights into the parameters, in place. Raises as `load_into` does."""
+        """Load the staged weights into the parameters, in place. Raises `RuntimeError` if a parameter gets none."""
         load_into(self.model_runner.get_model(), self._pipelinerl_copy.take(), self._pipelinerl_layout)
 
 

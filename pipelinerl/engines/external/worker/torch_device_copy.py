@@ -41,7 +41,7 @@ class DeviceCopy:
 
     @property
     def place(self) -> str:
-        """The memory from which commits read, in words."""
+        """Description of the memory from which commits read: the GPU's, or the host's, pinned or not."""
         return self._place
 
     def advance(self, commit: int) -> bool:
@@ -70,5 +70,5 @@ def pin(host: Tensor) -> bool:
 
 
 def unpin(host: Tensor) -> None:
-    """Undo `pin`, before the memory is unmapped. Memory that is not pinned is left alone."""
+    """Undo `pin`, before the memory is unmapped; do nothing for memory that is not pinned."""
     torch.cuda.cudart().cudaHostUnregister(host.data_ptr())

@@ -1,8 +1,8 @@
 """`serve_endpoints`: joins weight groups for an engine, in the worker that has the device; see `worker_endpoint`.
 
-Each membership has two threads. The first executes the engine's orders. The second notices immediately when the engine
-closes the socket, even during a receive. Both threads are unblocked by the group, by its deadlines, and by the death of
-the engine's process.
+Each membership has two threads. The first executes the orders (join, expect, receive) that the engine sends over a
+socket. The second notices immediately when the engine closes the socket, even during a receive. Both threads are
+unblocked by the group, by the orders' deadlines, and by the death of the engine's process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 
 
 def serve_endpoints(path: Path, staged: Tensor, device: torch.device) -> None:
-    """Connect to the engine at `path` and serve its endpoints on threads; both processes map `staged` u8."""
+    """Connect to the engine's socket `path`; serve its weight-group endpoints on threads. Both map `staged` u8."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(str(path))
     in_background("endpoints", lambda: _serve(line, staged, device))
@@ -62,7 +62,7 @@ class _Membership:
         self._left = False
 
     def serve(self) -> None:
-        """Execute and answer the engine's orders until the engine closes the socket."""
+        """Execute and answer the engine's orders (join, expect, receive) until the engine closes the socket."""
         in_background("orders", self._read)
         with self._line:
             try:
@@ -136,8 +136,8 @@ dist: Any = torch.distributed
 def lead_group(meeting: Rendezvous, *, name: str, world_size: int, timeout_s: float) -> Collective:
     """Form the gloo group `name`; block until every other rank has joined at `meeting`, or raise `DeadlineError`.
 
-    The other ranks call `init_process_group(init_method="tcp://…")` with a group name. The store prefixes must match
-    those of torch's `_new_process_group_helper`.
+    The other ranks call `init_process_group(init_method="tcp://…")` with the same group name. All ranks meet
+    through keys of a store, so the key prefixes used here must be those of torch's `_new_process_group_helper`.
     """
     patience = timedelta(seconds=timeout_s)
     try:

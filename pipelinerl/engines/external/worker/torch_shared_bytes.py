@@ -42,10 +42,10 @@ def _mib(size: int) -> str:
 
 @final
 class SharedBytes:
-    """Memory that other processes can map by `path`: uint8 `tensor` [num_bytes], and behind it `further` [further]."""
+    """Memory that other processes can map by `path`: the tensor `tensor`, u8 [num_bytes], followed by `further`, u8."""
 
     def __init__(self, num_bytes: int, *, further: int = 0) -> None:
-        """Reserve the memory of `tensor`; `further` uses none until `reserve`. Raises `ModelError` or `OSError`."""
+        """Reserve the bytes of `tensor`; `reserve` does so for those of `further`. Raises `ModelError` or `OSError`."""
         check_room(num_bytes)
         descriptor, path = tempfile.mkstemp(prefix="pipelinerl-", dir=_MEMORY if _MEMORY.is_dir() else None)
         self.path = Path(path)

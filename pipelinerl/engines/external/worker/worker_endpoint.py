@@ -126,8 +126,8 @@ class WorkerEndpointFactory:
 class WorkerEndpoint:
     """The engine's side of a worker's endpoint; satisfies `GroupEndpoint`.
 
-    The worker writes into the shared staging buffer or, with `landing`, into that shared array, from which the bytes
-    are then copied.
+    Without `landing`, the worker writes received bytes into the staging buffer, which both processes map. With it, the
+    worker writes into this shared array, and this process copies the bytes from there to the staging buffer.
     """
 
     def __init__(self, line: socket.socket, *, name: str, landing: NDArray[np.uint8] | None = None) -> None:
@@ -140,13 +140,13 @@ class WorkerEndpoint:
         self._left = False
 
     def expect(self, key: str, *, deadline: float) -> str:
-        """Wait in the worker for rank 0's announcement."""
+        """Have the worker wait for the text that rank 0 announces under `key`; return that text."""
         return str(
             self.order({"expect": key, "timeout_s": max(deadline - time.monotonic(), 1e-3)}).get("announced", "")
         )
 
     def broadcast(self, tensor: Any, *, deadline: float) -> None:
-        """Receive `tensor`'s bytes in the worker; returns when the worker no longer writes to them."""
+        """Have the worker receive the bytes of `tensor`; return once the worker no longer writes to them."""
         start = tensor.storage_offset() if self._landing is None else 0
         end = start + tensor.numel()
         self.order({"receive": [start, end], "timeout_s": max(deadline - time.monotonic(), 1e-3)})
@@ -154,7 +154,7 @@ class WorkerEndpoint:
             tensor.numpy()[:] = self._landing[:end]
 
     def order(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Send an order to the worker; return the answer. If the answer is an error, leave the group and raise it."""
+        """Send a command to the worker; return the answer. If the answer is an error, leave the group and raise it."""
         with self._guard:
             if self._left:
                 raise UpdateError(f"this process has left {self._name}")
@@ -236,7 +236,7 @@ class OwnProcess:
         return backend is Backend.GLOO and str(getattr(staging, "device", "cpu")) == "cpu"
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """Return the buffer that an endpoint in the engine's own process would use."""
+        """Return a buffer in this process's memory; received bytes are copied into it."""
         return IN_PROCESS.buffer(staging, num_bytes)
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:

@@ -99,19 +99,19 @@ class Adapters:
         return (f"{layer}.lora_A.weight", f"{layer}.lora_B.weight") if layer in self._layers else None
 
     def merged(self, name: str, own: Tensor) -> Tensor:
-        """Merge the base's parameter `name`, with values `own`, with its adapter; the result must not be written to."""
+        """Merge `own`, the values of the base's parameter `name`, with its adapter; never write to the result."""
         pair = self.pair_of(name)
         return own if pair is None else self.merged_with(name, own, *(self._pairs[half].detach() for half in pair))
 
     def merged_with(self, name: str, own: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Merge the base's parameter `name` with the given A [rank, in] and B [out, rank], by peft's formula."""
+        """Merge `own`, the values of the base's parameter `name`, with A [rank, in] and B [out, rank], as peft does."""
         layer = self._layers[name.removesuffix(".weight")]
         product = b @ a
         return own.float() + (product.T if layer.fan_in_fan_out else product) * layer.scaling[_ADAPTER]
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Disable the adapters within the block, so that passes use only the base."""
+        """Disable the adapters within the block, so that passes use only the base's parameters."""
         try:
             for layer in self._layers.values():
                 layer.enable_adapters(False)
@@ -210,12 +210,12 @@ class Adapters:
 @final
 @dataclass(slots=True, weakref_slot=True)
 class SharedBase:
-    """Frozen weights of a directory, which several models share until the last is freed; never write to them."""
+    """Frozen weights of a directory, which several models share until the last model is freed; never write to them."""
 
     weights: dict[str, Tensor]
 
     def share(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Share those parameters on the device that are not shared yet; make all others use the shared values."""
+        """Add those parameters, already on the device, that the base lacks; point all others to the base's weights."""
         for name, parameter in parameters.items():
             parameter.data = self.weights.setdefault(name, parameter.data)
 
@@ -224,9 +224,10 @@ _BASES: Final[WeakValueDictionary[tuple[str, ...], SharedBase]] = WeakValueDicti
 
 
 def shared(parameters: Mapping[str, nn.Parameter], *, digest: str, device: torch.device) -> SharedBase:
-    """Return the base with this directory digest on the device, and let `parameters` use its weights.
+    """Return the shared base of the directory with this digest on the device; point `parameters` to its weights.
 
-    `parameters` are named without the prefix of language models, such as `model.`.
+    A new base has no weights yet; `SharedBase.share` adds them. `parameters` are named without the prefix of language
+    models, such as `model.`.
     """
     dtypes = {str(parameter.dtype) for parameter in parameters.values()}
     base = _BASES.setdefault((digest, str(device), *sorted(dtypes)), SharedBase({}))

@@ -27,7 +27,7 @@ def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
 
 
 def last_names(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the targets as peft's configuration lists them: by the last components of module names."""
+    """Return the targets as peft's configuration lists them: the distinct last components of their names."""
     return sorted({name.rpartition(".")[2] for name in modules})
 
 

@@ -2,7 +2,7 @@
 
     moments    fp32, or bf16 with stochastic rounding, which is unbiased
     masters    fp32 values of parameters that passes use in bf16
-    place      where moments and masters are between steps: the parameters' device, or the host
+    place      the parameters' device or the host: where moments and masters are kept between steps
 
 While torch's fused kernel steps a parameter, only one piece of its fp32 moments and master is on the device. Moments
 are rounded stochastically, because rounding to nearest would lose small changes: with beta2 = 0.999, a second moment in
@@ -64,7 +64,7 @@ def adamw(
 def restored_state(
     moments: Mapping[str, Tensor], parameter: Tensor, options: OptimizerOptions = OptimizerOptions()
 ) -> dict[str, Tensor]:
-    """Convert the saved state of a parameter from any dtype to the dtype and place in which the optimizer keeps it."""
+    """Copy a parameter's saved state, of any dtype, to the dtype and memory in which the optimizer keeps it."""
     kept: dict[str, Tensor] = {}
     for name, each in moments.items():
         if name == STEP:
@@ -88,7 +88,7 @@ class Master(NamedTuple):
     rounding: Rounding
 
     def rounded(self, values: Tensor, *, first: int = 0) -> Tensor:
-        """Round a piece of the new fp32 values to bf16; its first element has the index `first` in the parameter."""
+        """Round a piece of the new fp32 values to bf16. Dithering needs `first`, its offset in the parameter."""
         return rounded(values, torch.bfloat16, self.rounding, name=self.name, first=first)
 
 
@@ -173,7 +173,7 @@ class PiecewiseAdamW:
         return {STEP: torch.zeros(())} | {name: _empty(parameter, dtype, place).zero_() for name in (MEAN, SQUARE)}
 
     def _noise(self, device: torch.device, step: int, number: int) -> torch.Generator | None:
-        """Return the random generator that rounds a parameter's moments in one step, the same in a resumed run."""
+        """Return the generator for rounding a parameter's moments in one step, with a seed that survives a restart."""
         if self._options.moments is MomentDType.FP32:
             return None
         return torch.Generator(device).manual_seed(rng.key(self._seed, step, number))

@@ -24,7 +24,7 @@ _UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
 
 
 class AttentionPlan(Protocol):
-    """A plan of attention: where the segments of a micro-batch lie among its K computed tokens."""
+    """A plan of attention: where the segments of a micro-batch lie among the K tokens that the model computes."""
 
     @property
     def group(self) -> SequenceGroup | None:
@@ -41,7 +41,7 @@ class AttentionPlan(Protocol):
 
 @final
 class OpaquePlan:
-    """An `AttentionPlan` on its way through a model's layers. Torch's compiler does not look into it.
+    """A wrapper that hides an `AttentionPlan` from torch's compiler while it is passed through a model's layers.
 
     torch 2.11 compiles layers again for each different structure of a dataclass among their arguments, and gives up
     compiling after eight.
@@ -52,11 +52,11 @@ class OpaquePlan:
 
     @property
     def group(self) -> SequenceGroup | None:
-        """The plan's group."""
+        """The group of the wrapped plan."""
         return self._plan.group
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
-        """Attend by the plan."""
+        """Call `attend` of the wrapped plan."""
         return self._plan.attend(query, key, value, window=window, scale=scale)
 
 

@@ -59,7 +59,7 @@ class SegmentPlan:
         *,
         kernels: Kernels = Kernels.FAST,
     ) -> SegmentPlan:
-        """Plan for packed segments, whose `position_ids` [T] restart at 0; `distinct` None computes every token."""
+        """Plan for packed segments, whose `position_ids` [T] restart at 0. Without `distinct`, compute every token."""
         starts = np.flatnonzero(position_ids == 0)
         lengths = np.diff(starts, append=len(position_ids))
         bucket_of = np.searchsorted(_EDGES, lengths)

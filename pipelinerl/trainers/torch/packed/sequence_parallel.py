@@ -85,7 +85,10 @@ class SequencePart(NamedTuple):
     def of(
         cls, group: SequenceGroup, distinct: Distinct, position_ids: NDArray[np.int32], requested: NDArray[np.int64]
     ) -> SequencePart:
-        """Divide the computed tokens evenly; a `requested` [N] token is predicted where its predecessor is computed."""
+        """Divide the computed tokens evenly.
+
+        The process that computes the token before a `requested` [N] token also predicts this token.
+        """
         padding = -len(distinct.kept) % group.size
         padded = distinct.with_padding(padding)
         each = len(padded.kept) // group.size
@@ -99,13 +102,13 @@ class SequencePart(NamedTuple):
 
 
 def repeats_of(query_heads: int, key_heads: int, processes: int) -> int:
-    """Return the smallest number of repeats of each key head that gives each process the key heads it needs."""
+    """Return the smallest number of copies of each key head with which all processes get equally many key heads."""
     shared = query_heads // key_heads
     return next(r for r in range(1, shared + 1) if shared % r == 0 and key_heads * r % processes == 0)
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of [n, …]: part i is sent to process i; backward returns the gradients."""
+    """All-to-all of [n, …]: part i is sent to process i; backward sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:

@@ -38,7 +38,7 @@ class Distinct(NamedTuple):
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Self:
-        """Keep one token of all that have equal prefixes; keep every token if sharing would save too little.
+        """Keep one of all equal tokens that have equal prefixes; keep every token if sharing would save too little.
 
         If the sampler's experts are replayed, only prompts are shared, since tokens of equal answers may have
         different experts.
@@ -126,7 +126,7 @@ class Sums:
 @final
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A differentiable read of the rows `index` i64 [N] of `size` rows; `sums` is for rows read more than once."""
+    """A differentiable read of the rows `index` i64 [N] of `size` rows; `sums` adds the gradients of repeated rows."""
 
     index: Tensor
     size: int

@@ -1,8 +1,8 @@
 """Attention over packed segments in one kernel, `torch.nn.attention.varlen.varlen_attn`, which takes their boundaries.
 
 If segments share a prefix, each computed token has one query, but each segment has the keys and values of all its
-tokens. The causal mask is aligned to the end of the keys. The cost of a segment is its number of unshared tokens times
-its length.
+tokens, including the prefix. The causal mask is aligned to the end of the keys. A segment costs its number of unshared
+tokens times its length.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class VarlenPlan:
         *,
         kernel: VarlenKernel,
     ) -> VarlenPlan:
-        """Plan for packed segments, whose `position_ids` [T] restart at 0. `distinct` None computes every token."""
+        """Plan for packed segments, whose `position_ids` [T] restart at 0. Without `distinct`, compute every token."""
         begins = position_ids == 0
         lengths = np.diff(np.flatnonzero(begins), append=len(position_ids))
         own, keys = lengths, None

@@ -1,4 +1,4 @@
-"""Isolation of each run, applied by the run's own process and by the server; for x86_64 only."""
+"""Isolation of each run of a program, applied by the run's own process and the guest's server; for x86_64 only."""
 
 from __future__ import annotations
 
@@ -146,10 +146,10 @@ class _Filter:
 
 
 def keep_code() -> None:
-    """Make one page of each mapping of the interpreter's code private to this process, by rewriting a byte.
+    """Spare forked processes page faults on the interpreter's code, by making one page of each of its mappings private.
 
-    At a fork, the kernel copies a page table only if one of its pages is private. Otherwise each fork would incur page
-    faults for the code again.
+    At a fork, the kernel copies a mapping's page table only if one of its pages is private. To make a page private, one
+    byte is rewritten.
     """
     with (
         contextlib.suppress(OSError),

@@ -47,7 +47,7 @@ class RunRequest:
 
 
 def become(request: RunRequest, files: list[int], go_read: int, trouble: int) -> None:
-    """Confine this process and become the program, without returning; write earlier errors to `trouble`."""
+    """Confine this process and become the program, without returning; write errors before that to `trouble`."""
     try:
         if os.read(go_read, 1) != b"g":
             os._exit(1)
@@ -68,7 +68,7 @@ def become(request: RunRequest, files: list[int], go_read: int, trouble: int) ->
 
 
 def _enter(request: RunRequest, files: list[int]) -> bytes:
-    """Set up the run's folder, limits, privileges and files; return the source of a Python program."""
+    """Set up the run's folder, limits, privileges and files; return the source if it is a Python program, else b""."""
     isolation.take(request.entering)
     for path, file in zip(request.paths, files[3:], strict=False):
         _copy(file, os.open(path, _NEW_FILE, 0o700))
@@ -80,7 +80,7 @@ def _enter(request: RunRequest, files: list[int]) -> bytes:
 
 
 def _copy(source: int, target: int) -> None:
-    """Copy a file without its shared file position, since other processes may read the same open file."""
+    """Copy a whole file without moving its file position, which other processes that read the file may share."""
     offset = 0
     while sent := os.sendfile(target, source, offset, 1 << 30):
         offset += sent
@@ -88,7 +88,7 @@ def _copy(source: int, target: int) -> None:
 
 
 def be_ready() -> None:
-    """Prepare everything that forks need, and rehearse a run."""
+    """Prepare everything that forks need, and run a sample program, so that forks need no first-time work."""
     os.environ.pop("LD_BIND_NOW", None)  # was set for the server, not for programs
     for name in _OFTEN_IMPORTED:
         __import__(name)
@@ -169,7 +169,7 @@ class _NoIsolation:
 
 
 def _rehearse() -> None:
-    """Execute everything that a run does except steps that would change this process."""
+    """Run a sample program with all steps of a run, except those that would change this process."""
     kept = [os.dup(number) for number in range(3)]
     settings = {"limits": {}, "python": _PROGRAM, "argv": [], "arguments": [], "environment": {}, "files": []}
     request = RunRequest(settings, _NoIsolation())

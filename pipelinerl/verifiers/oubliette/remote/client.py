@@ -1,8 +1,9 @@
 """`RemoteRunner`: compiles, runs and checks programs at an Oubliette service, over HTTP.
 
-Concurrent work is batched into requests of up to thousands of items. Content that is not given by link is sent along,
-once per request. If the service is unreachable or silent, drops the connection or answers 5xx, the request is retried
-for `grace_s`. After that, or if a work item could not be done, an error is raised and the verdict is masked.
+Concurrent work is batched into requests of up to thousands of items. Inputs and programs are named by link, the hash of
+data that the service stores; other data is sent along, once per request. If the service is unreachable or silent, drops
+the connection or answers 5xx, the request is retried for `grace_s`. After that, or if a work item could not be done, an
+error is raised and the verdict is masked.
 
 | waits for | at most | unblocked by |
 |---|---|---|
@@ -66,7 +67,7 @@ class _PendingWork:
 
 @final
 class RemoteRunner:
-    """A `CodeRunner` that uses a service. Use and close it in a single event loop."""
+    """A `CodeRunner` that uses an Oubliette service. Use and close it in a single event loop."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, status: wire.OublietteStatus, patience: ServicePatience
@@ -157,7 +158,7 @@ class RemoteRunner:
         return self._link(done.program)
 
     async def missing(self, links: list[Link]) -> set[Link]:
-        """Return those of `links` that have no content at the service. Raises `SandboxLost`."""
+        """Return those of `links` whose data the service does not store. Raises `SandboxLost`."""
         body = msgspec.json.encode(wire.MissingRequest(tuple(map(str, links))))
         url, most_bytes = self._url + wire.MISSING, 100 * len(links) + 1024
         try:
@@ -214,7 +215,7 @@ class RemoteRunner:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def _done(self, work: wire.Work, contents: dict[Link, bytes]) -> wire.Done:
-        """Send a work item to the service and return the result; if it fails, raise the error for the cause."""
+        """Send a work item to the service and return the result; if it fails, raise the exception for the cause."""
         item = _PendingWork(work, contents, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
         if self._sender is None or self._sender.done():
@@ -343,7 +344,7 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
 
 
 def checker_program(checker: CustomChecker, contents: dict[Link, bytes]) -> wire.CheckerProgram:
-    """Convert a checker to its wire form: bytes are replaced by their links, and added to `contents`."""
+    """Convert a checker to its wire form: data is replaced by its link, and added to the `contents` to send along."""
     given = [(name, _named(text.encode("utf-8", "surrogatepass"), contents)) for name, text in checker.files]
     source = "" if checker.program is not None else _named(checker.source.encode("utf-8", "surrogatepass"), contents)
     return wire.CheckerProgram(

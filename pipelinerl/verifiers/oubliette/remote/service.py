@@ -76,7 +76,7 @@ class OublietteService:
         self._queue = self._done = 0
 
     def admit(self, request: wire.WorkRequest) -> None:
-        """Raise `RequestRefused` if the request is not accepted."""
+        """Raise `RequestRefused` if the request has another protocol version, or the queue is full."""
         if request.protocol != wire.PROTOCOL:
             problem = f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl"
             raise RequestRefused(409, wire.OTHER_PROTOCOL, problem)
@@ -100,7 +100,7 @@ class OublietteService:
         return await self._persistent.put_parts(parts, most_bytes=wire.MOST_CONTENT_BYTES)
 
     def missing(self, request: wire.MissingRequest) -> wire.Missing:
-        """Return the requested links that have no content here. Raises `ValueError` for an invalid link."""
+        """Return the requested links whose data is not stored persistently. Raises `ValueError` for an invalid link."""
         return wire.Missing(tuple(text for text in request.links if Link.parsed(text) not in self._persistent))
 
     def status(self) -> wire.OublietteStatus:

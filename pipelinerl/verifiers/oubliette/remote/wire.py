@@ -4,7 +4,7 @@
     GET  /status       → `OublietteStatus`: tier, languages, number of slots, queue
     PUT  /content      raw bytes → `Stored`: their link in the persistent repository
     GET  /content      ?link=… → the content of the link, while it is stored
-    POST /missing      `MissingRequest` → `Missing`: the links that have no content at the service
+    POST /missing      `MissingRequest` → `Missing`: those links whose data the service does not store
     POST /work         `WorkRequest` → `WorkAnswer`: thousands of work items and their results, in order. Before the
                        answer, the service sends a space each second as heartbeat
 
@@ -47,7 +47,7 @@ _Language = Annotated[str, Meta(max_length=20)]
 
 
 class CompileWork(msgspec.Struct, frozen=True, kw_only=True, tag="compile"):
-    """Request to compile a source, and to store the program in the transient repository."""
+    """Request to compile a source, and to keep the program in memory for a while (`TransientRepository`)."""
 
     language: _Language
     source: _LinkText
@@ -64,7 +64,7 @@ class RunWork(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
 
 
 class CheckerProgram(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem's own checker: its source and accompanying files, or the compiled `program`."""
+    """A problem's own checker: links to its source and accompanying files, or to the compiled `program`."""
 
     language: _Language
     protocol: Protocol
@@ -94,7 +94,7 @@ Work = CompileWork | RunWork | CheckWork | CompileChecker
 
 
 class WorkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request with work items, and with the contents of those links that the service may lack."""
+    """Request with work items, and with data (`contents`) to which they link and which the service may lack."""
 
     protocol: int
     contents: tuple[bytes, ...] = ()
@@ -102,7 +102,7 @@ class WorkRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """Result of a run, or of a failed compilation; `output` is the link to its standard output."""
+    """Result of a run, or of a failed compilation; `output` links to its standard output, which begins with `head`."""
 
     ending: Ending
     code: int
@@ -115,7 +115,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True, tag="checked"):
-    """Result of a check: the share of the points."""
+    """Result of a check: the share of the points, 0 to 1, that the output earns."""
 
     share: Annotated[float, Meta(ge=0, le=1)]
 
@@ -162,7 +162,7 @@ class MissingRequest(msgspec.Struct, frozen=True):
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """The requested links that have no content at the service."""
+    """The requested links whose data the service does not store."""
 
     links: tuple[str, ...]
 

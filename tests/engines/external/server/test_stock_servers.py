@@ -155,8 +155,8 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
 
 @pytest.fixture(params=["sglang", pytest.param("vllm_server", marks=vllm)])
 def stock(request: pytest.FixtureRequest) -> Stock:
-    found: Stock = request.getfixturevalue(request.param)
-    return found
+    server: Stock = request.getfixturevalue(request.param)
+    return server
 
 
 @pytest.mark.parametrize("only", [OF_WEIGHTS, pytest.param(None, marks=pytest.mark.slow)], ids=["weights", "whole kit"])

@@ -176,14 +176,14 @@ def test_vllm_options_that_other_engine_settings_determine_are_rejected_by_name(
     ("weight_bytes", "share", "copies"),
     [pytest.param(16, 0.7, True, id="room"), pytest.param(25, 0.9, False, id="too large for a copy")],
 )
-def test_second_copy_of_the_weights_is_part_of_the_memory_share_if_it_fits(
+def test_gpu_memory_share_of_vllm_shrinks_by_a_second_copy_of_the_weights_if_the_copy_fits(
     weight_bytes: int, share: float, copies: bool
 ) -> None:
     assert share_without_copy(0.9, 80, weight_bytes) == (pytest.approx(share), copies)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_mixture_models_whose_experts_vllm_repacks_are_rejected(experts: int, tmp_path: Path) -> None:
+def test_mixture_of_experts_model_is_rejected_if_vllm_repacks_its_expert_weights(experts: int, tmp_path: Path) -> None:
     config = {"num_hidden_layers": 2, "num_experts": experts, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="cannot load new ones") if experts else nullcontext():
@@ -286,7 +286,7 @@ class TestReal:
                     expected = logprobs_of(model, prompt, choice.token_ids or [])
                     assert torch.allclose(torch.tensor(choice.token_logprobs), expected, atol=2e-4)
 
-    def test_logprobs_after_a_recompute_kv_update_are_those_of_the_new_weights(
+    def test_logprobs_after_an_update_in_recompute_kv_mode_are_those_of_the_new_weights(
         self, served: Served, session: Session
     ) -> None:
         trainer = trainer_of(session)
@@ -349,7 +349,9 @@ class TestReal:
             for choice in choices_of([answer.result(PATIENCE_S) for answer in pending]):
                 assert len(choice.token_ids or []) == 4
 
-    def test_samples_that_an_update_drains_finish_with_the_weights_that_began_them(self, session: Session) -> None:
+    def test_samples_running_at_an_update_in_drain_mode_finish_with_the_weights_that_began_them(
+        self, session: Session
+    ) -> None:
         trainer = trainer_of(session)
         publish(session, weights(trainer.layout, 1))
         with Load(session, lambda seed: session.completed(n=4, seed=seed, max_tokens=64)) as load:
@@ -422,10 +424,10 @@ def test_dtype_for_which_the_cpu_has_no_instructions_gives_a_slowness_warning(
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\n{line}\n\nprocessor : 1\nflags : avx512_bf16 avx512_fp16\n")
-    found = {dtype for dtype in ("float32", "bfloat16", "float16") if slow_here(dtype, cpuinfo=cpuinfo)}
-    assert found == slow
-    if found:
-        warning = slow_here(min(found), cpuinfo=cpuinfo)
+    slow_dtypes = {dtype for dtype in ("float32", "bfloat16", "float16") if slow_here(dtype, cpuinfo=cpuinfo)}
+    assert slow_dtypes == slow
+    if slow_dtypes:
+        warning = slow_here(min(slow_dtypes), cpuinfo=cpuinfo)
         assert warning is not None and "set engine.dtype=float32" in warning
 
 

@@ -109,7 +109,7 @@ def receiving(endpoint: WorkerEndpoint, part: torch.Tensor, timeout_s: float = P
     return in_background("receive", lambda: endpoint.broadcast(part, deadline=time.monotonic() + timeout_s))
 
 
-def test_broadcast_bytes_arrive_at_their_offsets_in_consecutive_groups(setting: Setting) -> None:
+def test_broadcast_bytes_arrive_at_their_offsets_in_two_successive_process_groups(setting: Setting) -> None:
     for first in (1, 2):
         root, endpoint = setting.pair()
         for start, end in ((0, 40), (40, SIZE)):
@@ -121,7 +121,7 @@ def test_broadcast_bytes_arrive_at_their_offsets_in_consecutive_groups(setting: 
         endpoint.close()
 
 
-def test_rank_0_detects_immediately_that_the_engine_has_left_the_group(setting: Setting) -> None:
+def test_rank_0_detects_immediately_that_the_engine_has_left_the_process_group(setting: Setting) -> None:
     root, endpoint = setting.pair()
     began = time.monotonic()
     endpoint.close()
@@ -134,7 +134,7 @@ def test_rank_0_detects_immediately_that_the_engine_has_left_the_group(setting: 
         endpoint.broadcast(setting.memory, deadline=time.monotonic() + 1)
 
 
-def test_receive_times_out_if_rank_0_is_silent_and_fails_immediately_if_rank_0_leaves(setting: Setting) -> None:
+def test_weight_receive_times_out_if_rank_0_is_silent_and_fails_immediately_if_rank_0_leaves(setting: Setting) -> None:
     root, endpoint = setting.pair()
     with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         endpoint.broadcast(setting.memory, deadline=time.monotonic() + 0.3)
@@ -147,7 +147,7 @@ def test_receive_times_out_if_rank_0_is_silent_and_fails_immediately_if_rank_0_l
     assert time.monotonic() - began < SOON_S
 
 
-def test_receive_ends_only_when_the_worker_has_stopped_writing(setting: Setting) -> None:
+def test_weight_receive_ends_only_after_the_worker_has_stopped_writing(setting: Setting) -> None:
     """If the receive ended earlier, two updates could write to the same staging memory."""
     root, endpoint = setting.pair()
     came = receiving(endpoint, setting.memory, 5.0)
@@ -160,7 +160,7 @@ def test_receive_ends_only_when_the_worker_has_stopped_writing(setting: Setting)
     root.close()
 
 
-def test_receive_fails_immediately_when_the_worker_dies() -> None:
+def test_weight_receive_fails_immediately_when_the_worker_dies() -> None:
     with closing(Setting()) as setting:
         _, endpoint = setting.pair()
         came = receiving(endpoint, setting.memory, PATIENCE_S)
@@ -172,7 +172,7 @@ def test_receive_fails_immediately_when_the_worker_dies() -> None:
             setting.endpoints.join(setting.request(PATIENCE_S))
 
 
-def test_receive_fails_with_the_workers_out_of_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_receive_fails_with_the_workers_out_of_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker reports torch's exception at once, so the engine does not wait until the receive's deadline."""
 
     def full(*_: object, **__: object) -> None:

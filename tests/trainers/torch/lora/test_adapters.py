@@ -110,7 +110,9 @@ def plain_loss(model, batch):
     return loss
 
 
-def test_gathered_weights_are_merged_and_have_the_base_models_names(model_path, micro_batch, tmp_path):
+def test_lora_trainer_gathers_merged_weights_under_the_parameter_names_of_the_base_model(
+    model_path, micro_batch, tmp_path
+):
     from peft import PeftModel
 
     path, batch = model_path("gpt2"), micro_batch()
@@ -143,18 +145,20 @@ def test_lora_state_contains_only_adapters_and_their_moments(model_path, micro_b
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(model_path("qwen2")))
 
 
-def test_bf16_base_model_gives_the_same_bits_as_an_fp32_base_in_half_the_memory(model_path, micro_batch, tmp_path):
+def test_lora_on_a_bf16_base_gives_the_same_bits_as_on_an_fp32_base_in_half_the_memory(
+    model_path, micro_batch, tmp_path
+):
     model = AutoModelForCausalLM.from_pretrained(model_path("gpt2"), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "bf16")
     model.float().save_pretrained(tmp_path / "fp32")
-    told, sizes, batch = [], [], micro_batch()
+    results, sizes, batch = [], [], micro_batch()
     for name in ("bf16", "fp32"):
         trainer = started(tmp_path / name, precision=Precision.BF16, gather_dtype=WeightDType.BFLOAT16)
         losses = trained(trainer, batch)
         weights = b"".join(data.tobytes() for data in copied(trainer.gather_weights()).values())
-        told.append((losses, trainer.forward([batch])[0].tobytes(), weights))
+        results.append((losses, trainer.forward([batch])[0].tobytes(), weights))
         sizes.append(sum(own.nbytes for own in trainer._worker.own.values()))
-    assert told[0] == told[1]
+    assert results[0] == results[1]
     assert sizes[0] < 0.55 * sizes[1]
 
 
@@ -176,7 +180,9 @@ def test_lora_policy_critic_and_reference_share_one_base(model_path, micro_batch
     assert not list(adapters._BASES)
 
 
-def test_lora_dropout_affects_only_backward_and_resumes_exactly(model_path, micro_batch, tmp_path):
+def test_lora_dropout_affects_only_backward_passes_and_is_repeated_exactly_after_a_resume(
+    model_path, micro_batch, tmp_path
+):
     path, batch, lora = model_path("qwen2"), micro_batch(), {**LORA, "dropout": 0.5}
     trainer = started(path, lora=lora)
     trained(trainer, batch)
@@ -220,7 +226,9 @@ def test_fp32_output_layer_is_rejected_as_a_lora_target(model_path):
         started(model_path("llama"), lora={"targets": ["lm_head"]}, head_precision=HeadPrecision.FP32)
 
 
-def test_lora_trainer_rejects_states_of_other_adapters_or_bases_and_of_whole_models(model_path, micro_batch, tmp_path):
+def test_lora_trainer_rejects_states_with_other_adapters_another_base_or_without_adapters(
+    model_path, micro_batch, tmp_path
+):
     path, batch = model_path("qwen2"), micro_batch()
     trainer, whole = started(path, lora={"targets": ["q_proj", "v_proj"]}), started(path, lora=None)
     state = saved(trainer, tmp_path / "lora")

@@ -38,7 +38,7 @@ def parameters() -> list[nn.Parameter]:
 
 def stepped(optimizer: ParameterOptimizer, trained: list[nn.Parameter], steps: range) -> list[Tensor]:
     """Take the steps; return the parameters after each step. The last parameter never has a gradient."""
-    found = []
+    snapshots = []
     for step in steps:
         draw = torch.Generator().manual_seed(step)
         for parameter in trained[:-1]:
@@ -48,11 +48,11 @@ def stepped(optimizer: ParameterOptimizer, trained: list[nn.Parameter], steps: r
         optimizer.step()
         optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in trained)
-        found.append(torch.cat([each.detach().flatten().clone() for each in trained]))
-    return found
+        snapshots.append(torch.cat([each.detach().flatten().clone() for each in trained]))
+    return snapshots
 
 
-def test_default_options_use_torchs_adamw() -> None:
+def test_optimizer_with_default_options_is_torchs_adamw() -> None:
     assert isinstance(adamw(parameters(), SPEC, OptimizerOptions(), seed=0), AdamW)
     assert optimizer_of({}) == OptimizerOptions()
 
@@ -63,8 +63,8 @@ def test_20_adamw_steps_with_state_on_the_host_match_torch(monkeypatch: pytest.M
     expected = stepped(adamw(theirs, SPEC, OptimizerOptions(), seed=0), theirs, range(20))
     optimizer = adamw(ours, SPEC, HOST, seed=0)
     assert isinstance(optimizer, PiecewiseAdamW)
-    for found, each in zip(stepped(optimizer, ours, range(20)), expected, strict=True):
-        torch.testing.assert_close(found, each, rtol=2e-6, atol=1e-7)
+    for actual, each in zip(stepped(optimizer, ours, range(20)), expected, strict=True):
+        torch.testing.assert_close(actual, each, rtol=2e-6, atol=1e-7)
     assert [int(its["step"]) for its in optimizer.state.values()] == [20, 20], "what has no gradient is left alone"
 
 
@@ -75,12 +75,12 @@ def test_stochastic_rounding_picks_a_bf16_neighbour_and_keeps_the_mean() -> None
     upper = ((values.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32)
     many = values.repeat(20_000, 1)
     drawn = torch.empty(many.shape, dtype=torch.int32).random_(-(2**31), 2**31, generator=draw)
-    found = rounded_at_random(many.clone(), drawn).float()
-    assert ((found == lower) | (found == upper)).all()
+    rounded = rounded_at_random(many.clone(), drawn).float()
+    assert ((rounded == lower) | (rounded == upper)).all()
     exact = values == lower
     assert exact.tolist() == [True, True, False, False, False, True, True]
-    assert (found[:, exact] == values[exact]).all(), "what bf16 has stays"
-    error = (found.double().mean(0) - values.double()).abs()
+    assert (rounded[:, exact] == values[exact]).all(), "what bf16 has stays"
+    error = (rounded.double().mean(0) - values.double()).abs()
     assert (error <= 4 * (upper - lower).abs().double() / 20_000**0.5 / 2).all()
 
 
@@ -124,12 +124,12 @@ def test_optimizer_state_converts_between_fp32_and_bf16() -> None:
     assert torch.equal(again["exp_avg_sq"], moments["exp_avg_sq"].bfloat16().float())
 
 
-def test_processes_with_the_same_rows_round_identically() -> None:
-    found = []
+def test_stochastic_rounding_is_identical_on_processes_that_hold_the_same_rows() -> None:
+    results = []
     for shard in (0, 0, 1):
         trained = parameters()
-        found.append(stepped(adamw(trained, SPEC, BF16, seed=0, shard=shard), trained, range(5))[-1])
-    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+        results.append(stepped(adamw(trained, SPEC, BF16, seed=0, shard=shard), trained, range(5))[-1])
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize(

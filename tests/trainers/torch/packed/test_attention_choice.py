@@ -47,7 +47,7 @@ HEADS = HeadShapes(4, 2, frozenset({16}))
         ({"widths": frozenset({512})}, "the model's heads are 512 wide, and the kernel takes multiples of 8 up to 256"),
     ],
 )
-def test_varlen_kernel_is_chosen_only_if_all_conditions_hold(change, reason):
+def test_auto_attention_uses_the_varlen_kernel_or_else_buckets_and_names_the_condition_that_failed(change, reason):
     why_not = why_not_varlen(**FITS | change)
     assert why_not == reason
     auto, buckets, varlen = SegmentAttention
@@ -75,7 +75,7 @@ def test_varlen_kernel_is_chosen_only_if_all_conditions_hold(change, reason):
         ({"num_attention_heads": [4, 8]}, (0, 0, set())),
     ],
 )
-def test_head_shapes_are_read_from_a_model_config(config, heads):
+def test_number_and_width_of_attention_heads_are_read_from_a_model_config(config, heads):
     assert HeadShapes.of(config) == heads
 
 
@@ -83,11 +83,11 @@ def tried(kernel):
     return failed_trial(kernel, heads=HEADS, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def test_correct_attention_kernel_passes_the_trial():
+def test_trial_run_of_a_correct_attention_kernel_detects_no_fault():
     assert tried(varlen_attention) is None
 
 
-def test_faulty_attention_kernel_fails_the_trial():
+def test_trial_run_of_a_faulty_attention_kernel_detects_the_fault():
     def with_its_triangle_at_the_beginning(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **named):
         ends = cu_seq_k[:-1] + cu_seq_q.diff()
         first = torch.cat([torch.arange(*each) for each in zip(cu_seq_k[:-1], ends, strict=True)])
@@ -104,8 +104,8 @@ def test_faulty_attention_kernel_fails_the_trial():
 
     assert tried(that_is_not_there) == "in its trial the kernel failed: no kernel image is available"
     for kernel in (with_its_triangle_at_the_beginning, that_sees_one_too_many, without_a_gradient_of_keys):
-        said = tried(kernel)
-        assert said is not None and said.startswith("in its trial the kernel's result differed from buckets by "), (
+        reason = tried(kernel)
+        assert reason is not None and reason.startswith("in its trial the kernel's result differed from buckets by "), (
             kernel
         )
 

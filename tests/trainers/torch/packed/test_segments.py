@@ -19,7 +19,7 @@ LENGTHS = {
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_bucket_attention_equals_masked_attention(name, kv_heads, window):
+def test_attention_in_buckets_of_similar_segment_lengths_equals_masked_attention(name, kv_heads, window):
     positions = np.concatenate([np.arange(length) for length in LENGTHS[name]]).astype(np.int32)
     segments = torch.from_numpy(np.cumsum(positions == 0))
     total = len(positions)
@@ -41,7 +41,7 @@ def test_bucket_attention_equals_masked_attention(name, kv_heads, window):
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_segment_plan_maps_each_token_to_one_row_with_little_padding(name):
+def test_segment_plan_puts_each_token_into_one_row_of_a_bucket_with_little_padding(name):
     positions = np.concatenate([np.arange(length) for length in LENGTHS[name]]).astype(np.int32)
     plan = SegmentPlan.of(positions, torch.device("cpu"))
     assert torch.equal(plan.token_of_row[plan.row_of_token], torch.arange(len(positions)))

@@ -13,13 +13,13 @@ from trainer_contract.errors import SpecError
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 7, 64])
-def test_each_token_and_each_prediction_belongs_to_one_process(processes):
+def test_each_token_is_computed_and_each_next_token_predicted_by_exactly_one_process(processes):
     """The micro-batch has three rollouts, two of which share a prompt, whose tokens are computed only once."""
     batch = pack([[1, 2, 3, 4, 5], [1, 2, 3, 9], [7, 8, 6]], prompt=3)
-    distinct, asked = Distinct.of(batch), np.flatnonzero(batch.position_ids > 0)
+    distinct, requested = Distinct.of(batch), np.flatnonzero(batch.position_ids > 0)
     assert len(distinct.kept) == batch.num_tokens - 3
     parts = [
-        SequencePart.of(SequenceGroup(None, processes, place), distinct, batch.position_ids, asked)
+        SequencePart.of(SequenceGroup(None, processes, place), distinct, batch.position_ids, requested)
         for place in range(processes)
     ]
     padded = parts[0].distinct
@@ -27,9 +27,9 @@ def test_each_token_and_each_prediction_belongs_to_one_process(processes):
     assert {len(each) for each in computed} == {-(-len(distinct.kept) // processes)}, "all compute as much"
     assert [token for token in np.concatenate(computed) if token < batch.num_tokens] == distinct.kept.tolist()
     readers = parts[0].readers
-    assert sorted(np.concatenate(readers).tolist()) == list(range(len(asked)))
+    assert sorted(np.concatenate(readers).tolist()) == list(range(len(requested)))
     for part, its in zip(parts, readers, strict=True):
-        before = padded.place[asked[its] - 1]
+        before = padded.place[requested[its] - 1]
         assert ((before >= part.own.start) & (before < part.own.stop)).all(), "who has the token before predicts"
     assert (parts[0].position_ids[batch.num_tokens :] == np.arange(len(padded.kept) - len(distinct.kept))).all()
 

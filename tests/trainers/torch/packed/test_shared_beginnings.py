@@ -25,14 +25,14 @@ def texts_of(batch, which):
     return [tuple(batch.token_ids[start[token] : token + 1]) for token in which]
 
 
-def test_one_copy_of_equal_segment_prefixes_is_kept(shared, branching):
+def test_each_distinct_prefix_of_the_segments_in_a_batch_is_kept_once(shared, branching):
     for batch in (shared, branching):
         distinct, texts = Distinct.of(batch), texts_of(batch, np.arange(batch.num_tokens))
         assert len(distinct.kept) == len(set(texts)), "each node of the tree once"
         assert [texts[distinct.kept[place]] for place in distinct.place] == texts
 
 
-def test_tree_of_ten_answers_keeps_each_shared_token_once(branching):
+def test_ten_answers_with_partly_shared_prefixes_keep_each_shared_token_once(branching):
     of_system, of_prompts, of_answers = 4, 1 + 1 + 1 + 2, 2 * 6
     assert len(Distinct.of(branching).kept) == of_system + of_prompts + of_answers
 
@@ -62,7 +62,7 @@ def test_prefix_of_a_single_shared_token_is_not_deduplicated(micro_batch):
 
 
 @pytest.mark.parametrize("place", [[0], [0, 1, 2], [1, 0, 1], [3] * 7, [2, 5, 2, 2, 0, 5, 2, 2, 2, 2, 2, 2]])
-def test_gradients_of_rows_copied_from_the_same_row_are_summed(place):
+def test_gradient_of_a_row_that_is_read_several_times_is_the_sum_over_its_readers(place):
     grad, device = torch.randn(len(place), 3, dtype=torch.float64), torch.device("cpu")
     index = torch.tensor(place)
     read = Reading.of(np.array(place), 6, device)
@@ -73,7 +73,7 @@ def test_gradients_of_rows_copied_from_the_same_row_are_summed(place):
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_attention_over_shared_prefixes_matches_whole_segments(shared, window):
+def test_attention_over_shared_prefixes_matches_attention_over_repeated_prefixes(shared, window):
     distinct, device = Distinct.of(shared), torch.device("cpu")
     draw = torch.Generator().manual_seed(0)
     size = (1, 2, len(distinct.kept), 8)

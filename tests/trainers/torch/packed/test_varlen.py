@@ -40,7 +40,7 @@ def starts(lengths):
 
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-def test_fake_kernel_matches_torch_attention_per_segment(kv_heads, window):
+def test_fake_varlen_kernel_matches_torch_attention_computed_segment_by_segment(kv_heads, window):
     """If a segment has fewer queries than keys, these are the queries of its last tokens; only they are compared."""
     queries, keys, draw = [3, 1, 9, 2], [3, 7, 9, 30], torch.Generator().manual_seed(0)
     whole, *kv = (torch.randn(sum(keys), heads, 8, generator=draw) for heads in (4, kv_heads, kv_heads))
@@ -114,7 +114,7 @@ def test_varlen_attention_under_autocast_matches_buckets_in_bf16(shared):
     assert [each.dtype for each in got] == [torch.bfloat16, *[torch.float32] * 3]
 
 
-def test_varlen_plan_omits_segments_without_computed_tokens(branching):
+def test_varlen_plan_omits_segments_that_share_all_their_tokens_with_another_segment(branching):
     distinct = Distinct.of(branching)
     plan = varlen(branching.position_ids, CPU, distinct)
     assert plan.query_starts[-1] == len(distinct.kept) < branching.num_tokens
@@ -125,9 +125,9 @@ def test_varlen_plan_omits_segments_without_computed_tokens(branching):
 
 def step(model, setting, batch):
     """Return the log-probs of sampled tokens, and the gradient of their weighted sum."""
-    found = predict(model, setting, batch, batch.loss_mask)
+    logprobs = predict(model, setting, batch, batch.loss_mask)
     weights = torch.from_numpy(batch.advantages[batch.loss_mask])
-    return found.detach(), *torch.autograd.grad((found[0] * weights).sum(), list(model.parameters()))
+    return logprobs.detach(), *torch.autograd.grad((logprobs[0] * weights).sum(), list(model.parameters()))
 
 
 def loaded(path, **fields):
@@ -158,11 +158,11 @@ def test_two_processes_that_share_a_micro_batch_match_one_process(model_path, sh
         group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         return step(model, PassSetting(CPU, varlen, SequenceGroup(group, 2, place)), shared)
 
-    found, *wanted = step(model, PassSetting(CPU), shared)
+    logprobs, *wanted = step(model, PassSetting(CPU), shared)
     with ThreadPoolExecutor(2) as threads:
         (first, *ones), (second, *others) = threads.map(process, range(2), timeout=PATIENCE_S)
     for each in (first, second):
-        torch.testing.assert_close(each, found, rtol=0, atol=1e-5)
+        torch.testing.assert_close(each, logprobs, rtol=0, atol=1e-5)
     for one, other, whole in zip(ones, others, wanted, strict=True):
         torch.testing.assert_close(one + other, whole, rtol=0, atol=1e-5 * max(1, float(whole.abs().max())))
 
@@ -181,7 +181,9 @@ def test_torch_varlen_kernel_accepts_forward_and_backward_calls(window, branchin
     assert [each.shape for each in gradients] == [each.shape for each in drawn]
 
 
-def test_layers_are_compiled_once_for_plans_of_different_structure(model_path, micro_batch, shared, branching):
+def test_layers_are_compiled_once_for_attention_plans_of_different_structure(
+    model_path, micro_batch, shared, branching
+):
     """torch 2.11 would compile the layers again for each different structure of a plan that is visible to it."""
     counter = CompileCounter()
     trunk = AutoModel.from_pretrained(model_path("qwen3"), attn_implementation=IMPLEMENTATION)

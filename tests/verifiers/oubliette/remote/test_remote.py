@@ -56,14 +56,14 @@ def recording(app: FastAPI, bodies: list[bytes]) -> Callable[..., Any]:
             return
         body = bytearray()
 
-        async def heard() -> Any:
+        async def receive_recorded() -> Any:
             message = await receive()
             body.extend(message.get("body", b""))
             if message["type"] == "http.request" and not message.get("more_body"):
                 bodies.append(bytes(body))
             return message
 
-        await app(scope, heard, send)
+        await app(scope, receive_recorded, send)
 
     return recorded
 
@@ -117,17 +117,17 @@ async def test_remote_sandbox_gives_the_same_verdicts_as_a_local_sandbox_and_nam
     assert verdict.reason == "4 of 4 tests passed [remote default sandbox]"
     c = '#include <stdio.h>\nint main(void) { int n; return scanf("%d", &n) != 1 || printf("%d", 2 * n) < 0; }'
     assert (await judged(verifier, c, "c")).outcome is Outcome.CORRECT
-    for code, language, told in (
+    for code, language, reason in (
         ("print(1 + int(input()))", "python", "test 1 of 4: wrote b'1\\n'"),
         ("1/0", "python", "ZeroDivisionError: division by zero"),
         ("int main(void) { return }", "c", "does not compile"),
     ):
         verdict = await judged(verifier, code, language)
         assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
-        assert told in verdict.reason
+        assert reason in verdict.reason
 
 
-async def test_cases_that_were_uploaded_to_the_remote_sandbox_are_sent_as_links(
+async def test_requests_to_the_remote_sandbox_link_to_uploaded_test_cases_instead_of_repeating_them(
     served: Served, verifier: Oubliette
 ) -> None:
     """Requests contain links to inputs and outputs that are in the service's repository, and the program's source."""
@@ -209,7 +209,7 @@ def _scripted(answer: Any, **changes: Any) -> FastAPI:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reason"),
     [
         ({"tier": "weak"}, "the default sandbox is required; .* has the weak one"),
         ({"protocol": 99}, "speaks protocol 99"),
@@ -217,14 +217,14 @@ def _scripted(answer: Any, **changes: Any) -> FastAPI:
     ],
 )
 async def test_sandbox_service_with_another_protocol_or_a_weaker_isolation_tier_is_rejected(
-    changes: dict[str, Any], told: str
+    changes: dict[str, Any], reason: str
 ) -> None:
-    with in_thread(_scripted({}, **changes)) as url, pytest.raises(SandboxMissing, match=told):
+    with in_thread(_scripted({}, **changes)) as url, pytest.raises(SandboxMissing, match=reason):
         await RemoteRunner.open(url, token=None, tier=Tier.DEFAULT)
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "reason"),
     [
         ({"done": []}, "answered 0 of 1"),
         ("no", "is not an Oubliette service"),
@@ -236,15 +236,15 @@ async def test_sandbox_service_with_another_protocol_or_a_weaker_isolation_tier_
         (Response("{}", status_code=400), "refuses .400."),
     ],
 )
-async def test_invalid_responses_of_a_sandbox_service_are_rejected(answer: Any, told: str) -> None:
+async def test_invalid_responses_of_a_sandbox_service_are_rejected(answer: Any, reason: str) -> None:
     with in_thread(_scripted(answer)) as url:
         async with runner_at(url) as runner:
-            with pytest.raises(SandboxLost, match=told):
+            with pytest.raises(SandboxLost, match=reason):
                 await runner.run(Program("python", b""), b"", LIMITS)
 
 
 async def test_request_to_a_full_sandbox_service_is_retried(served: Served) -> None:
-    full, asked = {"error": {"message": "full", "code": wire.IS_FULL}}, list[int]()
+    full, requests = {"error": {"message": "full", "code": wire.IS_FULL}}, list[int]()
     ended = {"type": "ended", "ending": "exited", "code": 0, "output": str(Link.of(b"")), "head": "", "stderr": "",
              "cpu_s": 0, "wall_s": 0, "tier": "default"}  # fmt: skip
     app = FastAPI()
@@ -252,13 +252,13 @@ async def test_request_to_a_full_sandbox_service_is_retried(served: Served) -> N
 
     @app.post(wire.WORK)
     def work() -> Response:
-        asked.append(1)
-        return Response(json.dumps(full), 503) if len(asked) < 3 else Response(json.dumps({"done": [ended]}))
+        requests.append(1)
+        return Response(json.dumps(full), 503) if len(requests) < 3 else Response(json.dumps({"done": [ended]}))
 
     with in_thread(app) as url:
         async with runner_at(url) as runner:
             executed = await runner.run(Program("python", b""), b"", LIMITS)
-    assert isinstance(executed, Executed) and len(asked) == 3
+    assert isinstance(executed, Executed) and len(requests) == 3
 
 
 async def test_closing_the_connection_to_a_remote_sandbox_fails_its_waiting_calls() -> None:
@@ -281,7 +281,7 @@ async def test_closing_the_connection_to_a_remote_sandbox_fails_its_waiting_call
             await waiting
 
 
-async def test_contents_uploaded_to_a_sandbox_service_can_be_read_back(served: Served) -> None:
+async def test_data_uploaded_to_a_sandbox_service_can_be_read_back_by_its_link(served: Served) -> None:
     data = bytes(range(256)) * 1000
     async with runner_at(served.url) as runner:
         link = Link.of(data)
@@ -318,9 +318,7 @@ async def test_sandbox_service_rejects_invalid_requests(served: Served) -> None:
             assert (await stranger.request(method, path)).status_code == 401
 
 
-def test_cases_given_as_links_are_read_from_the_repository_that_the_recipe_names(
-    sandbox: Sandbox, tmp_path: Path
-) -> None:
+def test_linked_test_cases_are_read_from_the_repository_that_the_recipe_names(sandbox: Sandbox, tmp_path: Path) -> None:
     repository = PersistentRepository(tmp_path)
     test = {"input": {"link": str(repository.put(b"21\n"))}, "output": {"link": str(repository.put(b"42\n"))}}
 

@@ -1,4 +1,4 @@
-"""Tests of the actor's loop on a stream in memory, with a scripted sampler: each prompt order ends exactly once."""
+"""Tests of the actor's loop on a stream in memory, with a scripted sampler: each requested group ends exactly once."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def exact(domain: str) -> GroupVerifier:
 
 @final
 class Watched:
-    """A stream in memory, with methods that append orders and read what the actor has appended."""
+    """A stream in memory, with methods that append prompt orders and read the groups and reports of the actor."""
 
     def __init__(self) -> None:
         self.stream = MemoryStream()

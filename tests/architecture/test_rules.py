@@ -20,26 +20,26 @@ ALL = (*RULES, *TEST_RULES)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_every_product_module_follows_the_house_rule(rule: Rule) -> None:
+def test_every_product_module_follows_each_house_rule(rule: Rule) -> None:
     broken = [f"{module.path}: {problem}" for module in project() for problem in rule.check(module)]
     assert not broken, "\n".join([rule.check.__doc__ or "", *broken])
 
 
 @pytest.mark.parametrize("rule", TEST_RULES, ids=lambda rule: rule.name)
-def test_modules_of_the_test_suite_follow_the_house_rule(rule: Rule) -> None:
+def test_every_test_module_follows_each_house_rule_for_tests(rule: Rule) -> None:
     broken = [f"{module.path}: {problem}" for module in suite() for problem in rule.check(module)]
     assert not broken, "\n".join([rule.check.__doc__ or "", *broken])
 
 
 @pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.name)
-def test_house_rule_rejects_bad_code(rule: Rule) -> None:
+def test_each_house_rule_rejects_its_examples_of_bad_code(rule: Rule) -> None:
     assert rule.breaks
     for path, source in rule.breaks:
         assert list(rule.check(Module(path, source))), f"{rule.name} misses, in {path}:\n{source}"
 
 
 @pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.name)
-def test_house_rule_accepts_good_code(rule: Rule) -> None:
+def test_each_house_rule_accepts_its_examples_of_good_code(rule: Rule) -> None:
     for path, source in rule.keeps:
         assert not list(rule.check(Module(path, source))), f"{rule.name} refuses, in {path}:\n{source}"
 

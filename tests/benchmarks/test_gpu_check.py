@@ -134,7 +134,7 @@ def test_hanging_gpu_check_part_is_killed_and_the_next_one_runs(
 ) -> None:
     monkeypatch.setattr(gpu_check, "LIMIT_S", 0.01)
     seen: list[list[str]] = []
-    rows, results = gpu_check.check(CPU, SMALL, ["decode", "mesh"], lambda found: seen.append(list(found)))
+    rows, results = gpu_check.check(CPU, SMALL, ["decode", "mesh"], lambda parts: seen.append(list(parts)))
     assert [row.name for row in rows] == ["decode failed", "mesh failed"]
     assert "no result after 0.01 s" in results["decode"]["failed"]
     assert seen == [["decode"], ["decode", "mesh"]], "the record is written after each part"

@@ -17,7 +17,7 @@ ADVANTAGES = np.array([1.0, 1.0, -1.0])
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_each_run_of_the_staleness_benchmark_uses_reinforce_with_the_importance_weight_that_its_name_says(
+def test_each_staleness_benchmark_run_uses_reinforce_with_the_importance_weight_in_its_name(
     arm: str,
 ) -> None:
     config = load(RECIPE, ARMS[arm])

@@ -466,9 +466,9 @@ def file_of(path: Path, *, long: int, of: int = 400) -> dict[str, object]:
 
 def test_check_warns_of_a_few_prompts_that_exceed_the_context_and_rejects_many_such_prompts(tmp_path: Path) -> None:
     few = with_domain(**file_of(tmp_path / "few.jsonl", long=16))
-    finding = [text for part, text in findings(few) if part == "warning"]
-    assert finding and re.match(
-        r"training: \d\.\d% of 256 prompts of domain d do not fit, the longest with \d+ tok", finding[0]
+    warnings = [text for part, text in findings(few) if part == "warning"]
+    assert warnings and re.match(
+        r"training: \d\.\d% of 256 prompts of domain d do not fit, the longest with \d+ tok", warnings[0]
     )
     many = with_domain(**file_of(tmp_path / "many.jsonl", long=100))
     with pytest.raises(

@@ -122,7 +122,7 @@ def test_explain_reads_the_components_of_each_reward_from_json(stored: Callable[
 
 @pytest.fixture(scope="module")
 def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run whose only step trained the groups of orders 4 and 7; its stream also has untrained groups."""
+    """Return a run whose only step trained the groups with indices 4 and 7; its stream also has untrained groups."""
     run_dir = tmp_path_factory.mktemp("runs") / "ended"
     abandoned = group(7, (1.0, 1.0, 0.0), version=5, epoch=1)
 

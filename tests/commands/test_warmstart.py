@@ -96,7 +96,7 @@ def two_instructions(verifier: str = "instruction_following") -> RunConfig:
     return parse(to_table(load("tiny")) | {"domains": domains})
 
 
-def test_warmstart_that_stops_at_a_range_of_rewards_reports_verifier_rewards_per_domain(tmp_path: Path) -> None:
+def test_warmstart_that_stops_in_a_target_reward_range_reports_verifier_rewards_per_domain(tmp_path: Path) -> None:
     messages: list[str] = []
     wanted = options(skill=Skill.REWARD, vocab=300, band=(0.0, 1.0))
     make(two_instructions(), wanted, output=tmp_path / "new", say=messages.append)

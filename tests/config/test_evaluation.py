@@ -27,21 +27,12 @@ def recipe(*sets: dict[str, Any], overrides: tuple[str, ...] = ()) -> RunConfig:
 
 
 def test_recipe_without_evaluation_sets_gets_an_evaluation_set_named_after_its_split() -> None:
-    (evaluation_set,) = recipe(
+    (only,) = recipe(
         overrides=("evaluation.problems=7", "evaluation.samples=2", "evaluation.temperature=1")
     ).evaluation_sets
-    assert (evaluation_set.name, evaluation_set.domains, evaluation_set.problems, evaluation_set.samples) == (
-        "held_out",
-        ("a", "b"),
-        7,
-        2,
-    )
-    (evaluation_set,) = recipe(overrides=("evaluation.split=validation",)).evaluation_sets
-    assert (evaluation_set.name, evaluation_set.split, evaluation_set.interval_steps) == (
-        "validation",
-        "validation",
-        None,
-    )
+    assert (only.name, only.domains, only.problems, only.samples) == ("held_out", ("a", "b"), 7, 2)
+    (only,) = recipe(overrides=("evaluation.split=validation",)).evaluation_sets
+    assert (only.name, only.split, only.interval_steps) == ("validation", "validation", None)
 
 
 def test_evaluation_set_can_override_each_setting_of_the_evaluation_section_separately() -> None:
@@ -83,10 +74,8 @@ def test_domain_with_zero_weight_is_evaluated_but_not_trained_on() -> None:
 
 def test_problems_of_an_evaluation_set_do_not_depend_on_other_sets() -> None:
     alone = held_out_problems(recipe({"name": "main", "domains": ["b"]}))["main"]
-    with_other_set = held_out_problems(
-        recipe({"name": "x", "split": "validation"}, {"name": "main", "domains": ["b"]})
-    )["main"]
-    assert [alone.problem(index) for index in range(9)] == [with_other_set.problem(index) for index in range(9)]
+    joint = held_out_problems(recipe({"name": "x", "split": "validation"}, {"name": "main", "domains": ["b"]}))["main"]
+    assert [alone.problem(index) for index in range(9)] == [joint.problem(index) for index in range(9)]
 
 
 @pytest.mark.parametrize(

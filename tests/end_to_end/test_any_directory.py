@@ -17,8 +17,8 @@ FEW = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32", 
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param((), id="its own dtype"),
-        pytest.param(("engine.dtype=float32", "trainer.precision=bf16"), id="another"),
+        pytest.param((), id="the model's own dtype"),
+        pytest.param(("engine.dtype=float32", "trainer.precision=bf16"), id="fp32 engine and bf16 trainer"),
     ],
 )
 @pytest.mark.slow  # test_own_reward.py tests this faster, with a user's reward function

@@ -143,7 +143,7 @@ async def test_run_adds_engines_under_load_and_removes_them(tmp_path: Path) -> N
     assert ledger["failed"] == 0 and len(orders) == len(set(orders)) == ledger["trained"]
 
 
-# --- the same in processes of their own ------------------------------------------------------------------------------
+# --- the same as a run of many processes -----------------------------------------------------------------------------
 
 _LIVE: Final = (
     f"engine.type={ENGINE}",

@@ -55,9 +55,9 @@ def test_run_with_epochs_is_bit_identical_after_its_trainer_is_killed(tmp_path: 
     updates = [update for step in steps.values() for update in step["updates"]]
     assert max(update["clip_fraction"] for update in updates) > 0, "clipping over old is real"
 
-    output = Console(file=StringIO(), width=200)
-    explain(str(directory / "recipe.toml"), [], [], output, of_run=OfRun(directory, again + 1))
-    assert f"optimizer steps of step {again + 1}" in output.file.getvalue()
+    table_console = Console(file=StringIO(), width=200)
+    explain(str(directory / "recipe.toml"), [], [], table_console, of_run=OfRun(directory, again + 1))
+    assert f"optimizer steps of step {again + 1}" in table_console.file.getvalue()
     oldest, *later = sorted((directory / "checkpoints").glob("step-*"))
     for checkpoint in later:
         shutil.rmtree(checkpoint)  # keep only the oldest checkpoint, so that the replay begins before the kill

@@ -69,8 +69,10 @@ def test_run_judged_by_an_engine_fails_with_the_last_error_after_that_engine_is_
     (tmp_path / "judge").mkdir()
     with judge(tmp_path / "judge") as (url, engine):
         before = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()
-        judge_settings = "low = 0, high = 9, pattern = '([0-9])', temperature = 1.0, max_tokens = 8, timeout_s = 5"
-        domain = f"name = 'divisors', source = 'reasoning_gym:gcd', verifier = 'judge', judge = {{url = '{url}', {judge_settings}}}"
+        options = "low = 0, high = 9, pattern = '([0-9])', temperature = 1.0, max_tokens = 8, timeout_s = 5"
+        domain = (
+            f"name = 'divisors', source = 'reasoning_gym:gcd', verifier = 'judge', judge = {{url = '{url}', {options}}}"
+        )
         few = ("run.steps=10000", "evaluation.problems=4", "training.rollouts_per_step=32", "training.no_signal=train")
         with launched(light_run(tmp_path / "run", *few, f"domains=[{{{domain}}}]"), tmp_path / "run") as run:
             run.until_step(_STEPS)

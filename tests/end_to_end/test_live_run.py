@@ -103,9 +103,9 @@ def test_recorded_step_can_be_replayed_bit_by_bit(undisturbed: LiveRun) -> None:
 
 
 def test_recorded_step_can_be_replayed_with_another_objective(undisturbed: LiveRun) -> None:
-    output = Console(file=StringIO(), width=200)
-    show(undisturbed.directory, step=9, objective="cispo", console=output)
-    assert "cispo" in output.file.getvalue()
+    replay_console = Console(file=StringIO(), width=200)
+    show(undisturbed.directory, step=9, objective="cispo", console=replay_console)
+    assert "cispo" in replay_console.file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_live_run_survives_killed_processes_and_a_replaced_engine(tmp_path: Path
 
 
 @pytest.mark.parametrize("role", ["controller", "trainer", "actor-0", "engine-0", "redis"])
-@pytest.mark.parametrize("step", [2, 6], ids=["before any checkpoint", "after one"])
+@pytest.mark.parametrize("step", [2, 6], ids=["before any checkpoint", "after a checkpoint"])
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
 def test_killing_the_process_of_any_role_does_not_change_the_training_curve(
@@ -344,7 +344,7 @@ def test_run_of_manually_started_processes_survives_an_engine_that_joins_and_lea
         assert events("engine_lost")[0]["url"] == f"http://127.0.0.1:{second}"
         reached = step()
         until(lambda: step() >= reached + 20, "the run to go on")
-        assert sum(bool(event["failed"]) for event in events("publish")) <= 1, "it is not asked again while it is away"
+        assert sum(bool(event["failed"]) for event in events("publish")) <= 1, "an absent engine gets no second update"
         told("stop", str(tmp_path))
         assert processes["controller"].wait(PATIENCE_S) == 0
         assert processes["trainer"].wait(PATIENCE_S) == 0

@@ -38,7 +38,9 @@ def test_second_recipe_on_the_rewards_docs_page_adds_a_reward_function_to_a_veri
     assert "of the reference answer correct, reward 1.2 (letters 1, solved 1)" in output
 
 
-@pytest.mark.parametrize("overrides", [QUICK, pytest.param((), marks=pytest.mark.slow)], ids=["short", "as it stands"])
+@pytest.mark.parametrize(
+    "overrides", [QUICK, pytest.param((), marks=pytest.mark.slow)], ids=["shortened run", "unchanged recipe"]
+)
 def test_recipe_and_reward_file_of_the_rewards_docs_page_run_in_an_otherwise_empty_folder(
     overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ def test_pinned_evaluation_is_answered_by_one_version_while_the_trainer_takes_st
         "evaluation.pass_at=[1, 8]",
     )
     with launched(light_run(directory, *overrides), directory) as run:
-        run.until(lambda run: len(run.events("evaluation")) >= 2, "an evaluation beside the training")
+        run.until(lambda run: len(run.events("evaluation")) >= 2, "an evaluation during training")
         status = json.loads(told("status", str(directory), "--json"))
         told("stop", str(directory))
         assert run.end() == 0, run.story()

@@ -40,4 +40,4 @@ def test_run_with_pulled_weights_equals_a_broadcast_run_despite_a_killed_server(
         assert curve(run) == expected
         failures = [event["failed"] for event in run.events("publish") if event["failed"]]
         assert not failures, "the publication waited for the server's next life"
-        assert "parameter-server-0" in run.output, "the launcher told of the death"
+        assert "parameter-server-0" in run.output, "the launcher reported the death"

@@ -76,7 +76,7 @@ def test_engine_swap_prints_the_start_command_and_continues_when_the_new_engine_
         while "waiting for engine-1" not in swap_log.read_text():
             assert time.monotonic() < began + _ANSWERS_S, f"no word within {_ANSWERS_S:g} s: {swap_log.read_text()}"
             time.sleep(0.05)
-        print(f"said after {time.monotonic() - began:.1f} s:\n{swap_log.read_text()}")
+        print(f"printed after {time.monotonic() - began:.1f} s:\n{swap_log.read_text()}")
         command = next(
             line.strip() for line in swap_log.read_text().splitlines() if line.startswith("  pipelinerl engine")
         )

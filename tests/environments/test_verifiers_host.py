@@ -179,6 +179,6 @@ async def test_error_names_the_missing_task_of_a_taskset_or_the_taskset_that_fai
 @pytest.mark.slow
 async def test_harness_of_the_verifiers_library_plays_episodes(options: dict[str, object]) -> None:
     if not (Path(str(options["python"])).parent / "uv").exists():
-        pytest.skip("left out: harnesses of verifiers need uv beside its Python")
+        pytest.skip("left out: harnesses of verifiers need uv in the folder of its Python")
     ((made,),) = await played({**options, "agent": {"harness": {"id": "null"}}}, numbered(2))
     assert made.rollout.verdict.reward == 1.5

@@ -1,6 +1,6 @@
-"""Each order for a prompt is trained exactly once, whatever dies; two plausible but wrong trainers are caught.
+"""Each requested group is trained exactly once, whatever dies; two plausible but wrong trainers are caught.
 
-This is a toy pipeline over the real streams. An actor claims orders, appends a group per order under an id that it
+This is a toy pipeline over the real streams. An actor claims orders (requests), appends a group for each under an id it
 chooses, then acknowledges the order. A trainer saves the groups that its weights have seen in checkpoints; later
 effects are lost when it dies. Deaths are exceptions at points drawn from a seed, and `kill -9` of a real server.
 
@@ -55,7 +55,7 @@ class RandomDeaths:
     def is_quiet(self) -> bool:
         return not self.deaths_left and self.empty_polls >= QUIET_POLLS
 
-    def outcome_pairs(self, entries: list[Entry]) -> list[Entry]:
+    def counted(self, entries: list[Entry]) -> list[Entry]:
         self.empty_polls = 0 if entries else self.empty_polls + 1
         return entries
 

@@ -64,7 +64,7 @@ def test_guarantees_of_each_fault_scenario_hold_for_many_seeds(name: str, capsys
     played(name, find(name).long, capsys)
 
 
-#: Part of the controller's error about a trainer that trained an order twice.
+#: Part of the controller's error about a trainer that trained a group twice.
 COUNTED_TWICE = "its account counts orders twice"
 
 
@@ -74,7 +74,7 @@ def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
         verdict = attempt(seed)
         if verdict.figures[figure] or (figure == "trained twice" and COUNTED_TWICE in " ".join(verdict.broken)):
             return verdict
-    raise AssertionError(f"no seed shows {figure!r}; the last said {verdict}")
+    raise AssertionError(f"no seed shows {figure!r}; the last verdict is {verdict}")
 
 
 #: tests/faults/test_exactly_once.py is the fast version of this test, without processes.

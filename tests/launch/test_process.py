@@ -51,7 +51,7 @@ def test_stream_server_that_gives_no_valid_answer_is_not_healthy(tmp_path: Path,
         answering.join()
 
 
-def test_process_that_keeps_crashing_is_restarted_after_longer_and_longer_waits_until_its_budget_is_spent() -> None:
+def test_process_that_keeps_crashing_restarts_after_growing_waits_until_its_budget_is_spent() -> None:
     budget, waits = RestartBudget(3), []
     while not budget.is_spent_by(1.0):
         waits.append(budget.died(1.0))

@@ -238,7 +238,7 @@ def _interrupted_run(
 
 
 def test_run_saves_its_state_on_ctrl_c_before_it_stops(tmp_path: Path) -> None:
-    suspend_file = tmp_path / "asked"
+    suspend_file = tmp_path / "suspend"
     main = (
         "import pathlib, time\nprint('up', flush=True)\n"
         f"while not pathlib.Path({str(suspend_file)!r}).exists(): time.sleep(0.01)"
@@ -261,7 +261,7 @@ def test_run_saves_its_state_on_ctrl_c_before_it_stops(tmp_path: Path) -> None:
         (True, 2, PATIENCE_S, "saving; press Ctrl-C again"),
         (False, 1, PATIENCE_S, "stopping; press Ctrl-C again"),
     ],
-    ids=["not in time", "again", "nobody hears"],
+    ids=["saves too slowly", "second Ctrl-C", "no controller to save"],
 )
 def test_run_that_does_not_save_in_time_is_stopped(
     tmp_path: Path, hears: bool, interrupts: int, save_s: float, says: str
@@ -382,7 +382,7 @@ def test_free_ports_are_distinct_and_a_port_in_use_does_not_count_as_free() -> N
         assert not is_free(taken.getsockname()[1])
 
 
-# --- a set that changes while the run is up ---------------------------------------------------------------------------
+# --- processes added and stopped during a run -------------------------------------------------------------------------
 
 
 def _changing(run_dir: Path, script: Callable[[Supervisor, list[str]], bool]) -> tuple[RunResult, list[str]]:

@@ -87,10 +87,10 @@ async def trial(**domain: Any) -> str:
 async def test_check_asks_a_judge_for_one_vote_and_shows_its_reply() -> None:
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
-        findings = await trial(verifier="judge", judge={"url": url, "votes": 3, "temperature": 1.0})
+        report = await trial(verifier="judge", judge={"url": url, "votes": 3, "temperature": 1.0})
     assert len(fake.bodies) == 1
-    assert findings.startswith("of the reference answer, by one vote, partial, reward 0.111111 (judge 0.111111) in")
-    assert findings.endswith("score 2: so it seems")
+    assert report.startswith("of the reference answer, by one vote, partial, reward 0.111111 (judge 0.111111) in")
+    assert report.endswith("score 2: so it seems")
 
 
 async def test_check_rejects_a_judge_whose_reply_has_no_score() -> None:
@@ -101,9 +101,9 @@ async def test_check_rejects_a_judge_whose_reply_has_no_score() -> None:
 
 
 async def test_check_tries_the_instruction_verifier_without_a_reference_answer() -> None:
-    findings = await trial(verifier="instruction_following")
-    assert findings.startswith("of the reference answer correct, reward 1")
-    assert "of an empty answer wrong, reward 0" in findings
+    report = await trial(verifier="instruction_following")
+    assert report.startswith("of the reference answer correct, reward 1")
+    assert "of an empty answer wrong, reward 0" in report
 
 
 def test_check_warns_of_misleading_names_of_positional_verifier_arguments(tmp_path: Path) -> None:

@@ -61,14 +61,14 @@ def run_directory(where: Path, events: list[Event]) -> Path:
 def test_simulated_sweep_is_printed_plotted_and_followed_by_a_recommendation(table: str, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     command_line = ("tiny", "--hardware", table, "--sweep", "engine.count=1,2", "--sweep", "staleness.k=0,1,8")
-    output = simulate(*command_line, "--html", str(page))
-    assert output.exit_code == 0, output.output
-    lines = output.output.splitlines()
+    result = simulate(*command_line, "--html", str(page))
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
     assert {"tokens/s", "trainer waits", "discarded", "per hour"} <= {cell.strip() for cell in lines[0].split("  ")}
     assert sum("staleness.k=8" in line for line in lines[1:5]) == 2
     assert any("must be at least j = 1" in line for line in lines)
-    assert "recommended: engine.count=" in output.output
-    assert "as good as the hardware table" in output.output
+    assert "recommended: engine.count=" in result.output
+    assert "as good as the hardware table" in result.output
     text = page.read_text()
     assert text.count("<svg") >= 10
     assert "http" not in text
@@ -91,27 +91,27 @@ def test_simulation_rejects_a_recipe_that_exceeds_the_memory_of_the_hardware() -
 
 
 def test_simulation_prints_its_predictions_as_json(table: str) -> None:
-    output = json.loads(simulate("tiny", "--hardware", table, "--json", "--lengths", "fixed:5").output)
-    (trial,) = output["trials"]
+    printed = json.loads(simulate("tiny", "--hardware", table, "--json", "--lengths", "fixed:5").output)
+    (trial,) = printed["trials"]
     prediction = trial["prediction"]
     assert prediction["cost_per_hour"] == 6.0
     assert prediction["tokens_per_s"] == pytest.approx(prediction["rollouts_per_s"] * 5)
     assert sum(prediction["staleness"].values()) == pytest.approx(1)
-    assert output["recommended"] is None
+    assert printed["recommended"] is None
 
 
 def test_simulated_price_of_an_engine_hour_can_be_set_on_the_command_line(table: str) -> None:
-    output = simulate("tiny", "--hardware", table, "--json", "--engine-hour", "10")
-    assert json.loads(output.output)["trials"][0]["prediction"]["cost_per_hour"] == 14.0
+    result = simulate("tiny", "--hardware", table, "--json", "--engine-hour", "10")
+    assert json.loads(result.output)["trials"][0]["prediction"]["cost_per_hour"] == 14.0
 
 
 def test_simulation_calibrated_on_the_first_half_of_a_run_is_validated_on_its_second_half(tmp_path: Path) -> None:
     """A run with similar halves is predicted well. For a run that slowed down, the command warns of its prediction."""
     even = run_directory(tmp_path / "even", run_events(engine=ENGINE, rollouts=256, steps=40))
-    output = simulate("tiny", "--from", str(even))
-    assert output.exit_code == 0, output.output
-    assert "second half from the first: step_s" in output.output
-    assert "The model is within" in output.output
+    result = simulate("tiny", "--from", str(even))
+    assert result.exit_code == 0, result.output
+    assert "second half from the first: step_s" in result.output
+    assert "The model is within" in result.output
     slower = [
         event | {"elapsed_s": event["elapsed_s"] + max(0.0, event["elapsed_s"] - 50)}
         for event in run_events(engine=ENGINE, rollouts=256, steps=40)
@@ -127,7 +127,7 @@ def test_simulation_from_a_run_uses_the_answer_and_prompt_lengths_of_that_run(tm
 
 
 @pytest.mark.parametrize(
-    ("arguments", "output"),
+    ("arguments", "message"),
     [
         ((), "either --from RUN"),
         (("--hardware", "nowhere.toml"), "cannot be read"),
@@ -137,14 +137,14 @@ def test_simulation_from_a_run_uses_the_answer_and_prompt_lengths_of_that_run(tm
     ],
     ids=["neither", "no table", "no size", "unknown size", "no run"],
 )
-def test_simulation_without_a_readable_run_or_table_is_rejected(arguments: tuple[str, ...], output: str) -> None:
+def test_simulation_without_a_readable_run_or_table_is_rejected(arguments: tuple[str, ...], message: str) -> None:
     result = simulate("tiny", *arguments)
     assert isinstance(result.exception, UserError)
-    assert output in str(result.exception)
+    assert message in str(result.exception)
 
 
 @pytest.mark.parametrize(
-    ("table", "output"),
+    ("table", "message"),
     [
         ("[engine]\nstep_s = 1.0\n", "trainer must be given"),
         ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n[planet]\n", "unknown section planet"),
@@ -156,12 +156,12 @@ def test_simulation_without_a_readable_run_or_table_is_rejected(arguments: tuple
         ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n[answers]\nlengths = 'long'\n", "lengths must be fixed:"),
     ],
 )
-def test_error_about_a_hardware_table_names_the_invalid_key(table: str, output: str, tmp_path: Path) -> None:
+def test_error_about_a_hardware_table_names_the_invalid_key(table: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "hardware.toml"
     path.write_text(table)
     result = simulate("tiny", "--hardware", str(path))
     assert isinstance(result.exception, UserError)
-    assert output in str(result.exception)
+    assert message in str(result.exception)
 
 
 def test_sweep_in_which_every_trial_is_invalid_fails(table: str) -> None:

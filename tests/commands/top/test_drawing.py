@@ -76,7 +76,7 @@ def test_top_shows_how_many_events_of_the_log_could_not_be_read() -> None:
     assert "could not be read" not in figures(SNAPSHOT, 80).plain
 
 
-def test_metrics_that_a_run_does_not_have_yet_are_left_out() -> None:
+def test_top_omits_metrics_that_a_run_does_not_have_yet() -> None:
     bare = RunSnapshot(status=RunStatus(run="new"), state="starting", knobs={}, ledger=None)
     output = figures(bare, 40).plain
     assert "new starting" in output and "step 0" in output and "reward    –" in output

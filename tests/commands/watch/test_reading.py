@@ -80,7 +80,7 @@ def test_page_returns_step_metrics_at_each_step_or_merged_into_fewer_points(page
     assert page.http.get("/api/steps", params={"points": 1}).status_code == 422
 
 
-def test_live_view_shows_confidence_intervals_token_ages_and_causes_of_waiting(page: ServedPage) -> None:
+def test_live_view_returns_confidence_intervals_token_ages_and_the_trainers_causes_of_waiting(page: ServedPage) -> None:
     now = page.get("/api/now", window=20)
     easy, hard = sorted(now["domains"], key=lambda each: each["name"], reverse=True)
     assert easy["reward"]["low"] < easy["reward"]["mean"] < easy["reward"]["high"]

@@ -79,7 +79,7 @@ def test_runs_under_random_schedules_finish_and_keep_all_invariants(seed: int) -
 
 @pytest.mark.parametrize("seed", range(30))
 def test_mixed_group_sizes_fill_steps_with_whole_groups(seed: int) -> None:
-    """Orders fail, are filtered and become stale at random; in lockstep, only one step's orders are in flight."""
+    """Groups fail, are filtered and become stale at random; in lockstep, only one step's groups are in flight."""
     rng = random.Random(seed)
     lockstep, large = seed % 3 == 0, rng.choice([3, 4, 7])
     k = 1 if lockstep else rng.choice([2, 4, math.inf])
@@ -202,7 +202,7 @@ def test_actors_get_no_staleness_limit_if_overdue_groups_may_still_be_trained_on
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
 def test_run_whose_trainer_waits_for_overdue_groups_drops_no_group_and_finishes(seed: int) -> None:
-    """Orders fail, are given up or filtered, and engines are updated at random."""
+    """Groups fail, are dropped by actors or filtered, and engines are updated at random."""
     noise = random.Random(seed)
     k = noise.choice([1, 2, 3, 5])
     run = World(controller=controller(overdue=Overdue.WAIT, k=k, j=noise.choice([1, min(2, k)]), steps=30), rng=noise)
@@ -281,7 +281,7 @@ def test_preempted_trainer_saves_its_state_and_a_new_trainer_continues() -> None
         [],
     )
     assert directive.controller_state is not None
-    assert run.controller.handle(leaving, now=0.0) == [Send(directive)], "said again, it is answered again"
+    assert run.controller.handle(leaving, now=0.0) == [Send(directive)], "a repeated report gets the same answer"
     left = run.controller.handle(TrainerStopped(epoch=1, model_version=0, left=True), now=0.0)
     assert left == [Record("trainer_left", {"model_version": 0})]
     run.awaiting = "ready-2"
@@ -307,7 +307,7 @@ def test_engine_that_joins_late_gets_weights_between_steps() -> None:
     assert directives[0].publish_to == ["http://engine-1"], "what the others serve is no concern of its"
     assert directives[0].to_verify == ["http://engine-1"], "who serves has proven its weights"
     assert run.controller.state.fleet.serving() == [ENGINE], "unverified engines get no work"
-    assert run.controller.decide(Ticked(now=1.0)) == [], "one publication is under way and is not asked for twice"
+    assert run.controller.decide(Ticked(now=1.0)) == [], "one publication is under way and is not requested twice"
 
 
 def test_publication_to_a_new_engine_does_not_update_other_engines_before_they_are_due() -> None:
@@ -328,7 +328,7 @@ def test_publication_to_a_new_engine_does_not_update_other_engines_before_they_a
     assert sent and all(publish_to == ["http://engine-1"] for publish_to in sent)
 
 
-def test_publication_postponed_by_an_evaluation_later_reaches_all_engines() -> None:
+def test_weight_publication_postponed_by_an_evaluation_reaches_all_engines_afterwards() -> None:
     run = world(pin=Pin.GATE, evaluation_interval_steps=1, steps=9)
     run.begin()
     while not holds_updates(run.controller.state):
@@ -379,7 +379,7 @@ def test_trainer_that_waits_for_rollouts_while_an_evaluation_runs_gets_a_directi
 
 
 def test_groups_in_flight_at_a_departed_actor_are_requested_again() -> None:
-    """The last heartbeat of the departed actor reports four groups in flight, whose orders exist nowhere else."""
+    """The last heartbeat of the departed actor reports four groups in flight, which no other actor samples."""
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()
@@ -393,7 +393,7 @@ def test_groups_in_flight_at_a_departed_actor_are_requested_again() -> None:
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
 def test_groups_lost_by_the_stream_server_are_requested_again_and_trained_only_once(seed: int) -> None:
-    """The newest orders and unread groups are lost at random, although the trainer never reports starvation."""
+    """The newest group requests and unread groups are lost at random, although the trainer never reports starvation."""
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 8, math.inf]))
     run.begin()
@@ -530,7 +530,7 @@ def test_knobs_accept_staleness_presets_and_an_infinite_staleness_bound_k() -> N
 
 
 class CountedOrders(dict[int, SentOrder]):
-    """The orders in flight; counts how often all of them are read."""
+    """The groups in flight, by index; counts how often all of them are read."""
 
     looked = 0
 

@@ -94,7 +94,7 @@ def test_engine_that_fails_its_canary_on_two_versions_is_expelled(run: World) ->
     give_weights(run, ENGINE, NEW, version=1)
     (canary_failed, _) = recorded(made, proof(run, version=1, mismatched={NEW: "0.7 nats off"}))
     assert canary_failed[1]["lifecycle"] is EngineLifecycle.EXPELLED
-    assert to_stop(made.state) == [], "whoever wants to know why finds its process"
+    assert to_stop(made.state) == [], "the process keeps running, so that an operator can inspect it"
 
 
 def test_engine_that_did_not_answer_its_canary_is_retried_when_it_answers_a_poll(run: World) -> None:
@@ -198,7 +198,7 @@ def test_joining_replacement_drains_no_engine_if_the_replaced_engine_was_removed
 def test_drained_engine_is_expelled_and_its_process_is_stopped_when_it_has_become_idle(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
-    assert recorded(made, EngineIdle(now=0.0, url=NEW)) == [], "nobody asked it to go"
+    assert recorded(made, EngineIdle(now=0.0, url=NEW)) == [], "no drain was requested"
     recorded(made, EngineDrainAsked(now=0.0, url=NEW, grace_s=60.0))
     assert recorded(made, EngineIdle(now=3.0, url=NEW)) == [
         ("engine_lost", {"url": NEW, "reason": "drained", "planned": True})

@@ -68,7 +68,7 @@ def until_evaluation(run: World, version: int) -> World:
 
 
 def unanswering(run: World) -> World:
-    """Let actors lose the orders of every evaluation except the first; return `run`."""
+    """Let actors lose the requests of every evaluation except the first; return `run`."""
     sample = run.sample
 
     def only_training() -> None:

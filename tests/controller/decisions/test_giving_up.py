@@ -393,7 +393,7 @@ def test_run_without_a_ready_trainer_is_suspended_immediately() -> None:
     assert suspended(run) == (None, Finish("suspended by somebody", End.SUSPENDED))
     late = [EngineRegistered(now=0.0, url=OTHER), StopAsked(now=0.0, reason="stopped by somebody"), Ticked(now=1e6)]
     sent = [effect for given in late for effect in run.controller.decide(given) if isinstance(effect, Send)]
-    assert sent == [], "nobody is there to be told"
+    assert sent == [], "there is no trainer to send a directive to"
 
 
 def test_suspension_waits_for_the_trainer_to_save_only_up_to_a_time_limit() -> None:

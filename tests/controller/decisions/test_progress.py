@@ -33,7 +33,7 @@ def test_run_recovers_after_random_event_sequences(part: int) -> None:
     assert _stuck(range(part * _AT_ONCE, (part + 1) * _AT_ONCE)) == []
 
 
-def test_repeated_directive_does_not_undo_a_change_of_knobs() -> None:
+def test_directive_that_is_sent_to_the_trainer_again_does_not_undo_a_change_of_knobs() -> None:
     """With the old knobs the trainer would wait for more rollouts than the controller issues."""
     assert _stuck(range(11571, 11572)) == []
 
@@ -61,7 +61,7 @@ def _lockstep_with_deaths(seed: int, *, steps: int = 6) -> UnfairWorld:
 
 @pytest.mark.parametrize("part", [*range(4), *(pytest.param(part, marks=pytest.mark.slow) for part in range(4, 8))])
 def test_lockstep_run_trains_the_same_groups_at_each_step_even_if_trainers_die(part: int) -> None:
-    """Orders of lost steps are still being sampled while the new trainer repeats the steps."""
+    """Groups of lost steps are still being sampled while the new trainer repeats the steps."""
     for seed in range(part * 50, part * 50 + 50):
         world = _lockstep_with_deaths(seed)
         assert world.trained == {step: [2 * step - 2, 2 * step - 1] for step in range(1, world.version + 1)}, seed

@@ -1,4 +1,4 @@
-"""Orders for prompts (work requests) depend only on seed, index and knobs; a domain's own settings take precedence."""
+"""Prompt orders (requests for one group each) depend on seed, index and knobs; a domain's settings take precedence."""
 
 from __future__ import annotations
 
@@ -48,23 +48,11 @@ def test_evaluation_requests_use_the_settings_of_the_domain_but_the_evaluation_s
 
 
 def test_evaluation_problem_is_sampled_the_same_regardless_of_other_evaluation_sets() -> None:
-    """Only the index of the problem's order depends on the other evaluation sets."""
+    """Only the index of the request for the problem depends on the other evaluation sets."""
     other = EvaluationSet(name="hard", place=1, problems=3, max_tokens=4, samples=6, temperature=0.5)
-    with_other_set = [factory().evaluation(plan(other), index, version=2, number=1) for index in range(5)]
-    assert [order.problem.problem_id for order in with_other_set] == [
-        "hard 0",
-        "hard 1",
-        "hard 2",
-        "held_out 0",
-        "held_out 1",
-    ]
-    assert [order.order_id for order in with_other_set][3] == "eval-2-1-000003"
-    assert {order.sampling.num_samples for order in with_other_set[:3]} == {6} and with_other_set[
-        0
-    ].sampling.max_tokens == 4
+    joint = [factory().evaluation(plan(other), index, version=2, number=1) for index in range(5)]
+    assert [order.problem.problem_id for order in joint] == ["hard 0", "hard 1", "hard 2", "held_out 0", "held_out 1"]
+    assert [order.order_id for order in joint][3] == "eval-2-1-000003"
+    assert {order.sampling.num_samples for order in joint[:3]} == {6} and joint[0].sampling.max_tokens == 4
     alone = factory().evaluation(plan(), 1, version=2, number=1)
-    assert (alone.seed, alone.sampling, alone.problem) == (
-        with_other_set[4].seed,
-        with_other_set[4].sampling,
-        with_other_set[4].problem,
-    )
+    assert (alone.seed, alone.sampling, alone.problem) == (joint[4].seed, joint[4].sampling, joint[4].problem)

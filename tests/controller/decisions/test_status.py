@@ -51,7 +51,7 @@ def test_token_rate_and_occupancy_are_counter_differences_over_time() -> None:
 
 
 def test_engine_occupancy_excludes_the_time_in_which_batch_rows_wait_for_requests() -> None:
-    """If idle rows counted as busy, a run with a slow verifier would get more engines, which would wait as well."""
+    """If idle batch rows counted as busy, a run with a slow verifier would get more engines, which would also wait."""
     watch = EngineWatch()
     watch.answered(A, load(decode_steps_total=10, occupied_slot_steps_total=40, busy_s_total=1.0), 10.0)
     watch.answered(A, load(decode_steps_total=30, occupied_slot_steps_total=120, busy_s_total=1.5), 12.0)
@@ -73,7 +73,9 @@ def test_engines_of_a_large_fleet_are_polled_in_turns() -> None:
     watch, times = EngineWatch(), dict[str, list[int]]()
     for now in range(40):
         chosen = watch.to_poll([*records, suspect], now=float(now), every_s=1.0)
-        assert len(chosen) == POLLS_PER_S + 1 and chosen[0] == suspect.url, "whoever was missed is asked each time"
+        assert len(chosen) == POLLS_PER_S + 1 and chosen[0] == suspect.url, (
+            "an engine that missed a poll is polled each time"
+        )
         for url in chosen[1:]:
             times.setdefault(url, []).append(now)
     assert set(times) == {record.url for record in records}

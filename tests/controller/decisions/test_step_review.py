@@ -74,7 +74,7 @@ def test_verifier_metrics_of_a_step_are_summed_over_all_actors_since_the_previou
     assert step["by_domain"]["a"]["verified"] == 0 and "verifier_s" not in step["by_domain"]["a"]
     alive(state, "two", judged=5, seconds=0.5)
     (step,) = taken(state, 4, by_domain={"a": {}})
-    assert step["by_domain"]["a"]["verified"] > 0, "an actor that began anew counts from 0"
+    assert step["by_domain"]["a"]["verified"] > 0, "the counters of a restarted actor begin at 0"
 
 
 def test_alarm_is_raised_once_and_cleared_once(state: RunState) -> None:

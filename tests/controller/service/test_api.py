@@ -162,7 +162,7 @@ async def test_repeated_registration_of_an_engine_is_journaled_only_if_its_proce
     assert (await http.post("/engines", json=offer)).json() == {"state": "joining"}
     assert run.stream_length(JOURNAL) == entries
     await http.post("/engines", json=offer | {"incarnation": "2"})
-    assert run.stream_length(JOURNAL) == entries + 1, "another life of it is news"
+    assert run.stream_length(JOURNAL) == entries + 1, "a restarted process is journaled"
 
 
 async def test_engines_of_a_large_fleet_renew_their_registrations_less_often(
@@ -455,9 +455,7 @@ async def test_all_routes_except_health_require_the_token(
     assert run.controller.ending is None
 
 
-async def test_actors_are_assigned_a_verifier_service_until_it_is_withdrawn(
-    http: httpx.AsyncClient,
-) -> None:
+async def test_actors_are_assigned_a_verifier_service_until_it_is_withdrawn(http: httpx.AsyncClient) -> None:
     offer = {"url": "http://127.0.0.1:8200/", "incarnation": "1", "domains": {"words": "r1"}}
     for _ in range(2):
         assert (await http.post("/verifiers", json=offer)).json() == {"state": "leased"}
@@ -525,4 +523,4 @@ def test_number_of_verifier_services_is_limited() -> None:
     assert not leases.offer(lease("http://b:1")) and len(leases.current()) == MOST_SERVICES
     assert leases.offer(lease("http://a:1", life="2")), "one of them goes on"
     now[0] = LEASE_S
-    assert leases.offer(lease("http://b:1")), "the others have not been heard of"
+    assert leases.offer(lease("http://b:1")), "the other leases have expired"

@@ -142,7 +142,7 @@ def answers(version: int) -> list[ControlMessage]:
 
 
 def reports(steps: int) -> list[ControlMessage]:
-    """Return the reports of a run with two groups per step, in which every fifth order fails."""
+    """Return the reports of a run with two groups per step, in which every fifth group fails."""
 
     def published(version: int) -> Published:
         return Published(
@@ -330,7 +330,7 @@ async def test_replaced_controller_stops_before_its_decisions_have_any_effect(tm
             assert not await first._journal.whole()
         with pytest.raises(ExceptionGroup) as ended:
             await asyncio.wait_for(its_end, PATIENCE_S)
-        assert ended.group_contains(FencedError), "whoever asked for the decision: its state is not the run's any more"
+        assert ended.group_contains(FencedError), "its state is no longer that of the run"
         await second.perform(change)
         assert not await first._journal.whole() and await second._journal.whole()
         assert "knobs" not in {event["kind"] for event in read_events(tmp_path / "first.jsonl")}
@@ -396,14 +396,14 @@ async def test_controllers_clock_continues_from_the_journal(tmp_path: Path, upti
 
 async def test_journal_that_another_controller_is_writing_is_detected() -> None:
     stream = MemoryStream()
-    assert not await Journal.is_being_written(stream, for_s=0.01), "nobody ever has"
+    assert not await Journal.is_being_written(stream, for_s=0.01), "no controller has written yet"
     journal = await Journal.begin(stream)
     await journal.snapshot(controller().state)
-    assert not await Journal.is_being_written(stream, for_s=0.01), "nobody does any more"
+    assert not await Journal.is_being_written(stream, for_s=0.01), "the writer has stopped"
     looking = asyncio.create_task(Journal.is_being_written(stream, for_s=PATIENCE_S))
     await asyncio.sleep(0.01)
     await journal.record(Decision(Ticked(now=0.0), 1, 1))
-    assert await asyncio.wait_for(looking, SOON_S), "it is told at once"
+    assert await asyncio.wait_for(looking, SOON_S), "the write is detected immediately"
 
 
 async def test_controller_that_retries_a_journal_write_is_not_mistaken_for_a_second_controller() -> None:

@@ -1,4 +1,4 @@
-"""Tests of the controller's service on a stream in memory: reports, orders, trimming, journal, polls, and the end."""
+"""Tests of the controller's service on a stream in memory: reports, group requests, journal, polls, and the end."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ async def test_invalid_report_goes_to_the_dead_letters_and_the_next_report_is_pr
         assert run.stream_length(DEAD_LETTERS) == 3
 
 
-async def test_texts_of_evaluation_answers_are_kept_as_samples_and_not_journaled(tmp_path: Path) -> None:
+async def test_texts_of_evaluation_answers_are_kept_as_samples_but_not_written_to_the_journal(tmp_path: Path) -> None:
     shown = ShownProblem(
         problem_id="p",
         prompt="user: say it",
@@ -255,7 +255,7 @@ def forget(stream: MemoryStream, name: str, entries: int) -> None:
 
 
 async def test_groups_lost_by_the_stream_server_are_requested_again_before_the_trainer_starves(tmp_path: Path) -> None:
-    """Two orders are lost; the trainer has enough other groups, so it never reports starvation."""
+    """Two group requests are lost; the trainer has enough other groups, so it never reports starvation."""
     async with running(tmp_path, k=8.0) as run:
         run.controller.state.ahead.steps = math.inf
         await run.start()
@@ -330,7 +330,7 @@ async def test_expelled_engine_is_not_polled(tmp_path: Path) -> None:
         assert run.service.status().fleet.engines[0].slots == 0, "it has no load"
 
 
-@pytest.mark.parametrize("elastic", [None, ElasticRule()], ids=["as many as they are", "elastic"])
+@pytest.mark.parametrize("elastic", [None, ElasticRule()], ids=["fixed number of engines", "elastic"])
 async def test_load_of_engines_is_journaled_only_in_runs_with_elastic_scaling(
     tmp_path: Path, elastic: ElasticRule | None
 ) -> None:

@@ -103,7 +103,7 @@ def test_solved_problems_are_sampled_again_if_no_others_are_left() -> None:
         solve(cooldown, number, f"easy:{number}", rules=rules)
     assert problem_of(cooldown, mixture, 3).startswith("easy:")
     assert cooldown.take_figures()["easy"] == {"resting": 3.0, "passed_over": float(MOST_PASSED), "nothing_else": 1.0}
-    assert cooldown.take_figures()["easy"] == {"resting": 3.0, "passed_over": 0.0}, "each is told once"
+    assert cooldown.take_figures()["easy"] == {"resting": 3.0, "passed_over": 0.0}, "each count is reported once"
 
 
 def test_skipping_solved_problems_keeps_domain_quotas_exact_and_is_restored_on_resume() -> None:

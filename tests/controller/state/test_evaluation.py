@@ -154,7 +154,7 @@ def test_evaluation_sets_that_are_evaluated_together_have_separate_metrics() -> 
     ongoing = of_two_sets(attempts=2)
     assert (ongoing.plan.problems, ongoing.next_questions(9)) == (4, [0, 1, 2, 3])
     ongoing.add(0, answer(0, correct=1), now=1.0)
-    assert ongoing.add(1, answer(1, versions=(4, 5)), now=1.0), "asked again"
+    assert ongoing.add(1, answer(1, versions=(4, 5)), now=1.0), "the problem is retried"
     ongoing.add(1, answer(1), now=1.0)
     ongoing.add(2, answer(2, correct=1, judged=4), now=1.0)
     assert ongoing.add(3, None, now=1.0) and not ongoing.complete

@@ -230,7 +230,9 @@ def test_engine_that_fails_its_canary_gets_the_next_version_and_is_expelled_if_i
     assert lifecycle(fleet, B) is EngineLifecycle.DIRTY and fleet.members() == [A]
     assert not fleet.answered(B, version=3), "the same weights again would be no update"
     fleet.join("http://c", "1")
-    assert (fleet.members(), fleet.to_verify()) == ([A, "http://c"], ["http://c"]), "whoever else is given them now"
+    assert (fleet.members(), fleet.to_verify()) == ([A, "http://c"], ["http://c"]), (
+        "an engine that has no weights yet is still updated"
+    )
     assert fleet.answered(B, version=4) and fleet.members() == [A, B, "http://c"]
     assert fleet.without_weights() == [B, "http://c"]
     fleet.on_published(B, 4, membership=fleet.membership)
@@ -285,7 +287,7 @@ def test_engine_added_by_an_operator_keeps_serving_when_its_process_registers_to
 def test_engine_whose_updates_fail_repeatedly_is_expelled_and_its_registrations_are_ignored(fleet: Fleet) -> None:
     assert fail(fleet, A)
     assert lifecycle(fleet, A) is EngineLifecycle.DIRTY and fleet.members() == [B], (
-        "it is not asked again before it answers"
+        "it gets no update before it answers a poll"
     )
     assert not fleet.join(A, "1") and lifecycle(fleet, A) is EngineLifecycle.DIRTY
     assert fleet.answered(A, version=4) and lifecycle(fleet, A) is EngineLifecycle.JOINING
@@ -298,10 +300,10 @@ def test_engine_whose_updates_fail_repeatedly_is_expelled_and_its_registrations_
     assert not fleet.join(A, "1") and lifecycle(fleet, A) is EngineLifecycle.EXPELLED
     assert not fail(fleet, A), "a late report of the same update"
     assert not fleet.answered(A, version=4)
-    assert not fleet.by_url[A].to_stop, "its process is left for whoever wants to know why"
+    assert not fleet.by_url[A].to_stop, "the process keeps running for inspection"
 
 
-@pytest.mark.parametrize("incarnation", ["", "2"], ids=["an operator", "a new life"])
+@pytest.mark.parametrize("incarnation", ["", "2"], ids=["joined by an operator", "restarted process"])
 def test_expelled_engine_is_readmitted_by_an_operator_or_after_its_restart(fleet: Fleet, incarnation: str) -> None:
     fleet.expel(A, "removed by an operator", to_stop=True)
     assert fleet.members() == [B] and not fleet.join(A, "1") and fleet.by_url[A].to_stop

@@ -1,4 +1,4 @@
-"""Tests of the ledger: every issued order has exactly one outcome, despite crashes and repeated reports."""
+"""Tests of the ledger: every requested group has exactly one outcome, despite crashes and repeated reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def balanced(account: IssuedLedger) -> bool:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["issue", "fail", *GroupOutcome]), st.integers(0, 15)), max_size=60))
-def test_counts_of_issued_and_ended_groups_add_up_after_any_history(history: list[tuple[str, int]]) -> None:
+def test_number_of_issued_groups_is_the_sum_of_ended_groups_and_groups_in_flight_after_any_history(
+    history: list[tuple[str, int]],
+) -> None:
     account, ledger = IssuedLedger(), ConsumedLedger()
     for what, number in history:
         if what == "issue":
@@ -50,7 +52,7 @@ def test_failed_and_stale_groups_stay_unsettled_until_the_trainer_has_counted_th
 
 
 def test_group_reported_as_failed_and_then_trained_counts_only_as_trained() -> None:
-    """One actor reported a failure, and another completed a second copy of the order; the trainer's report decides."""
+    """One actor reported a failure, and another completed a second copy of the group; the trainer's report decides."""
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(3):
         account.next_index()
@@ -86,7 +88,7 @@ def test_resumed_ledger_reissues_the_groups_that_had_not_ended() -> None:
 
 
 def test_resumed_ledger_does_not_issue_a_group_again_that_was_trained_after_the_snapshot() -> None:
-    """Orders that were trained after the snapshot must not be issued again."""
+    """The trainer's report names groups that the snapshot of the ledger does not contain."""
     resumed, ledger = IssuedLedger(cursor=4), ConsumedLedger()
     ledger.settle([0, 1, 2, 3, 6], GroupOutcome.TRAINED)
     resumed.update(consumed(ledger))
@@ -153,11 +155,11 @@ def test_number_of_steps_requested_ahead_grows_if_the_trainer_waits_and_shrinks_
 def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple[int, int]:
     """Simulate `steps` steps; return the clock ticks that they take, and the number of stale groups.
 
-    Sampling a group takes three ticks, and a step takes one. `most` limits the extra orders.
+    Sampling a group takes three ticks, and a step takes one. `most` limits the extra requests.
     """
     noise, share, bounds, groups_per_step = random.Random(seed), FilteredShare(), StalenessBounds(1, 4), 4
     version = tick = stale = dropped = waiting = 0
-    out: list[tuple[int, int]] = []  # for each order in flight: the tick at which it ends, and its version
+    out: list[tuple[int, int]] = []  # for each group in flight: the tick at which it ends, and its version
     ready: list[int] = []
     while version < steps:
         tick += 1

@@ -175,7 +175,7 @@ def plain_folder(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("made", "parameters"), [(hub_folder, {"config": "main"}), (dataset_dict, {}), (plain_folder, {})]
 )
-def test_existing_data_splits_are_used_and_missing_splits_are_taken_from_training_rows_by_hash(
+def test_data_splits_in_the_files_are_used_and_missing_ones_are_taken_from_training_rows_by_hash(
     made: Callable[[Path], Path], parameters: dict[str, str], tmp_path: Path
 ) -> None:
     splits = by_split(made(tmp_path / "set"), **parameters)
@@ -397,7 +397,7 @@ def test_invalid_parameter_error_names_the_parameter(
         open_source("files", domain="d", split=Split.TRAIN, seed=0, parameters=parameters)
 
 
-def test_fast_path_for_row_digests_gives_the_same_digest_as_mapping_the_row_first() -> None:
+def test_digest_of_a_data_row_is_the_same_on_the_fast_path_as_after_mapping_its_fields() -> None:
     columns = FieldMap(prompt_field="prompt")
     indexed = index_of(RowSequence(ROWS, "rows"), columns)
     assert columns.plain_prompt

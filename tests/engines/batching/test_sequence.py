@@ -15,7 +15,7 @@ def _window(tokenizer: ChatTokenizer, *stops: str) -> TextWindow:
 
 
 def _feed(window: TextWindow, tokenizer: ChatTokenizer, text: str) -> tuple[bool, str]:
-    """Push the tokens of `text` up to a stop string; return whether one was found, and the text before it."""
+    """Push the tokens of `text` up to a stop string; return whether a stop string occurred, and the text before it."""
     taken = ""
     for token_id in tokenizer.encode(text):
         stopped = window.push(token_id)

@@ -123,7 +123,7 @@ def whole(body: bytes, status: bytes = b"200 OK", more: bytes = b"") -> bytes:
         (whole(b"Internal Server Error", b"500 Internal Server Error"), EngineUnreachable, "HTTP 500 without"),
         (whole(b"", b"302 Found", b"location: /login\r\n"), ContractError, "got HTTP 302 with another body"),
     ],
-    ids=["no answer of the contract", "no HTTP", "a proxy's error", "a server that ends", "a login page"],
+    ids=["JSON outside the contract", "not HTTP", "proxy error", "internal server error", "redirect to a login page"],
 )
 async def test_server_that_is_no_engine_gives_an_error_that_says_so(
     answer: bytes, raised: type[Exception], sentence: str

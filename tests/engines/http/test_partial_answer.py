@@ -139,7 +139,7 @@ def test_chunk_from_another_trainer_epoch_does_not_continue_a_partial_answer() -
         chunk(part(0, [1], 7).model_copy(update={"token_logprobs": []})),
         chunk(part(1, [1], 7)),
     ],
-    ids=["a choice not asked for", "spans beyond the tokens", "no log-prob", "a token after the end"],
+    ids=["a choice beyond n", "spans beyond the tokens", "no log-prob", "a token after the end"],
 )
 def test_stream_chunks_inconsistent_with_the_answer_are_rejected(wrong: Any) -> None:
     begun = answer(chunk(part(1, [5], 7, end="stop"), prompt=[1]))

@@ -390,7 +390,7 @@ async def test_other_requests_avoid_an_engine_while_it_answers_requests_that_nam
     may_end.set()
     assert [(await answer).url for answer in named] == ["a", "a", "a"]
     assert (await pool.complete(ask(), engine="b")).url == "b"
-    assert (await pool.complete(ask())).url == "a", "when nobody names it any more"
+    assert (await pool.complete(ask())).url == "a", "no unfinished request names it any more"
 
 
 async def test_request_rejected_by_the_engine_that_it_names_is_not_sent_to_another_engine() -> None:

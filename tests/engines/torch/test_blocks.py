@@ -16,14 +16,14 @@ def table(blocks: int = ROWS * CONTEXT // SIZE, *, keeps_few: bool = False) -> B
     return BlockTable(rows=ROWS, context=CONTEXT, blocks=blocks, size=SIZE, keeps_few=keeps_few)
 
 
-def test_rows_with_the_same_prompt_share_its_full_cache_blocks() -> None:
+def test_sequences_with_the_same_prompt_share_its_full_cache_blocks() -> None:
     blocks = table()
     assert blocks.begin([0, 1, 2], tokens_of(COMMON)) == 0
     assert blocks.in_use == 2 + 3, "two shared blocks, and the last one of each row"
     assert (blocks.table[:3, :2] == blocks.table[0, :2]).all() and len(set(blocks.table[:3, 2])) == 3
 
 
-def test_prompt_reuses_full_cache_blocks_of_an_ended_row_including_its_sampled_tokens() -> None:
+def test_prompt_reuses_full_cache_blocks_of_an_ended_sequence_including_its_sampled_tokens() -> None:
     blocks = table()
     blocks.begin([0], tokens_of(COMMON[:6]))
     for position, token in enumerate(COMMON[6:], start=6):
@@ -54,7 +54,7 @@ def test_least_recently_used_prefix_is_evicted_first() -> None:
     assert len(blocks.find(tokens_of(COMMON))) == 2 and not blocks.find(tokens_of(other))
 
 
-def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_a_cache_of_full_rows() -> None:
+def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_full_length_rows_would() -> None:
     """Sequence lengths are those of `python -m benchmarks engine`. A full row has the whole context length."""
     random, rows, context, size = np.random.default_rng(0), 8, 320, 32
     blocks = BlockTable(rows=100, context=context, blocks=rows * context // size, size=size, keeps_few=False)

@@ -9,7 +9,7 @@ from pipelinerl.engines.torch.page_cache import AlikeRows
 ROWS = 8
 
 
-def test_rows_with_equal_tokens_are_computed_separately_if_too_few_rows_would_be_saved() -> None:
+def test_batch_rows_with_equal_tokens_are_computed_separately_if_merging_would_save_too_few_rows() -> None:
     alike = AlikeRows(ROWS)
     alike.begin(range(2))
     assert alike.step(np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)) is not None
@@ -18,7 +18,7 @@ def test_rows_with_equal_tokens_are_computed_separately_if_too_few_rows_would_be
     assert alike.step(np.zeros(2 * ROWS, np.int64), np.zeros(2 * ROWS, np.int64)) is None
 
 
-def test_rows_with_equal_tokens_are_computed_as_one_row_until_their_tokens_differ() -> None:
+def test_batch_rows_with_equal_tokens_are_computed_as_one_row_until_their_tokens_differ() -> None:
     alike = AlikeRows(ROWS)
     alike.begin([1, 3, 5])
     alike.begin([0, 2])
@@ -35,7 +35,7 @@ def test_rows_with_equal_tokens_are_computed_as_one_row_until_their_tokens_diffe
     assert [computed.first[of] for of in computed.of_row] == [0, 1, 0, 3, 4, 1], "who has parted stays apart"
 
 
-def test_rows_that_are_computed_as_one_have_equal_tokens_after_any_sequence_of_events() -> None:
+def test_batch_rows_computed_as_one_row_have_equal_tokens_after_any_sequence_of_events() -> None:
     """Rows begin, step, end and move at random; the test keeps the tokens of each row to check the duplicates."""
     random = np.random.default_rng(0)
     alike, held, count = AlikeRows(ROWS), [()] * ROWS, 0

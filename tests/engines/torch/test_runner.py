@@ -268,7 +268,7 @@ def test_kv_cache_of_earlier_weights_is_not_reused(directories: dict[str, Path])
 
 @pytest.mark.parametrize("modules", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_rows_with_equal_tokens_are_computed_once_until_they_diverge(
+def test_batch_rows_with_equal_tokens_are_computed_only_once_until_they_diverge(
     directories: dict[str, Path], name: str, modules: bool
 ) -> None:
     """At low temperatures, the rows of two groups sample equal tokens for a while; one group's prompt is not cached."""

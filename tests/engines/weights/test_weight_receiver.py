@@ -228,7 +228,7 @@ async def test_commit_timeout_error_says_how_many_bytes_were_received(setting: S
     trainer = setting.trainer
     assert trainer is not None
     trainer.broadcast(torch.from_numpy(BYTES[64:].copy()), deadline=time.monotonic() + PATIENCE_S)
-    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED, "a late commit may be asked again"
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED, "a late commit may be requested again"
 
 
 async def assert_only_a_higher_generation_serves(setting: Setting) -> None:
@@ -489,7 +489,7 @@ async def test_abort_request_cancels_a_weight_pull_and_frees_its_buffer(setting:
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["under way", "whole"])
+@pytest.mark.parametrize("waits", [True, False], ids=["pull in progress", "pull complete"])
 async def test_prepare_request_of_a_later_version_replaces_an_uncommitted_pull(setting: Setting, waits: bool) -> None:
     """The publisher has given up the earlier version and sends no COMMIT for it; a pull has no group to replace."""
     pull = _Pull(waits=waits)

@@ -174,7 +174,7 @@ def test_vllm_options_that_other_engine_settings_determine_are_rejected_by_name(
 
 @pytest.mark.parametrize(
     ("weight_bytes", "share", "copies"),
-    [pytest.param(16, 0.7, True, id="room"), pytest.param(25, 0.9, False, id="too large for a copy")],
+    [pytest.param(16, 0.7, True, id="copy fits"), pytest.param(25, 0.9, False, id="too large for a copy")],
 )
 def test_gpu_memory_share_of_vllm_shrinks_by_a_second_copy_of_the_weights_if_the_copy_fits(
     weight_bytes: int, share: float, copies: bool

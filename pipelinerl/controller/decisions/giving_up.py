@@ -126,7 +126,7 @@ def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
     if to_come or len(state.fleet.records()) < settings.engines_expected:
         return
     refusals = [record for record in records if record.refuses]
-    if refusals and all(record.lifecycle is EngineLifecycle.EXPELLED for record in records):
+    if refusals and not any(record.may_return for record in records):
         reasons = "; ".join(f"{record.url} {record.last_error}" for record in refusals[:3])
         yield f"no engine can serve this run: {reasons}"
 

@@ -391,7 +391,7 @@ class Scheduler:
         return admissions
 
     def preempt(self, row: int) -> Moves:
-        """Make the sequence in `row` wait for room in the cache; return the moves that fill the hole."""
+        """Make the sequence in `row` wait for room in the cache; return the move that fills this row, if one does."""
         self._preempted.append(self.running[row])
         self.num_waiting += 1
         return self.retire([row])
@@ -404,7 +404,7 @@ class Scheduler:
         return dropped
 
     def retire(self, rows: Collection[int]) -> Moves:
-        """Remove `rows` and fill the holes with the last rows."""
+        """Free `rows`, and return the moves of the last rows to them, so that rows in use have no gaps."""
         self._out_of_blocks = False
         kept = len(self.running) - len(rows)
         leaving = set(rows)

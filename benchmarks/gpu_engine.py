@@ -31,6 +31,7 @@ from benchmarks.measure import Row, paired, seconds_of
 from benchmarks.served_engine import EngineOrder, LocalEngine, SampledAnswer, engine_options, logprobs_of
 from benchmarks.torch_step import load_model
 from benchmarks.update_pause import update_meter
+from inference_contract.schemas import EngineMetrics
 from inference_contract.weights import Backend
 from pipelinerl import rng
 from pipelinerl.engines.batching.model_runner import Prefill
@@ -116,11 +117,15 @@ def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     """
     batch, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
     bandwidth = 2 * scale.copy_bytes / copy_seconds(scale.copy_bytes, device)  # each byte is read and written
-    with local(folder, scale, device, WeightDType.BFLOAT16) as engine:
-        arms = {"short": partial(engine.sample, batch, short), "long": partial(engine.sample, batch, scale.answer)}
-        samples = paired({name: seconds_of(arm) for name, arm in arms.items()}, scale.rounds).samples
-        metrics = engine.engine.metrics()
-    step_s = float(np.median(np.subtract(samples["long"], samples["short"]))) / (scale.answer - short)
+
+    def step_of(early: bool | None) -> tuple[float, EngineMetrics]:
+        with local(folder, scale, device, WeightDType.BFLOAT16, starts_early=early) as engine:
+            arms = {"short": partial(engine.sample, batch, short), "long": partial(engine.sample, batch, scale.answer)}
+            samples = paired({name: seconds_of(arm) for name, arm in arms.items()}, scale.rounds).samples
+            metrics = engine.engine.metrics()
+        return float(np.median(np.subtract(samples["long"], samples["short"]))) / (scale.answer - short), metrics
+
+    (step_s, metrics), (late_s, _) = step_of(None), step_of(False)
     per_token = metrics.cache_bytes / (scale.slots * (scale.prompt + scale.answer))
     step_bytes = metrics.weight_bytes + scale.slots * per_token * (scale.prompt + (short + scale.answer) / 2)
     roofline = step_bytes / bandwidth / step_s
@@ -128,12 +133,14 @@ def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list
         Row("decode tokens/s / roofline of the memory", roofline, ">= 0.30 (goal 0.60)", roofline >= 0.30),
         Row("    tokens/s", scale.slots / step_s),
         Row("    step / its reads at copy speed [ms]", f"{1e3 * step_s:.3f} / {1e3 * step_bytes / bandwidth:.3f}"),
+        Row("    step without early start / step", late_s / step_s),
         Row("    memory, read + write [GB/s]", bandwidth / 1e9),
     ]
     return rows, {
         "of_roofline": roofline,
         "tokens_per_s": scale.slots / step_s,
         "step_s": step_s,
+        "without_early_start_s": late_s,
         "step_bytes": step_bytes,
         "bytes_per_s": bandwidth,
         "slots": scale.slots,

@@ -59,6 +59,7 @@ class EngineOrder:
     dtype: str = "float32"
     prefill_tokens: int = 8192
     library: str = "torch"
+    starts_early: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ def _engine(order: EngineOrder, ends: list[float]) -> BatchingEngine:
     options = engine_options(order)
 
     def load() -> Any:
-        runner = library.load_runner(options)
+        runner = library.load_runner(options, starts_early=order.starts_early)
 
         def decode(num_rows: int) -> tuple[list[int], list[float]]:
             answer: tuple[list[int], list[float]] = runner.decode(num_rows)

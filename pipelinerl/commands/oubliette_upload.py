@@ -29,7 +29,7 @@ from pipelinerl.verifiers.oubliette.runner import LocalRunner
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
 from pipelinerl.verifiers.oubliette.verifier import open_runner
 
-#: Text of at most this many bytes, about the length of a link, stays in the row.
+#: Text of at most this many bytes, about the length of a link, stays in its data row; longer text becomes a link.
 _SHORT: Final = 96
 #: Number of contents (inputs or answers) that are uploaded concurrently.
 _AT_ONCE: Final = 8

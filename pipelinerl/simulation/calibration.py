@@ -98,8 +98,11 @@ def _engine_times(events: Sequence[Event]) -> EngineTimes:
 
 def _trainer_times(run: ObservedRun) -> TrainerTimes:
     steps = [step for step, _ in counted_steps(run.events)]
-    seconds = np.array([float(step["step_s"]) - float(step["publish_wait_s"]) for step in steps])
-    tokens = np.array([float(step["tokens"]) for step in steps]) * run.setting.epochs
+    try:
+        seconds = np.array([float(step["step_s"]) - float(step["publish_wait_s"]) for step in steps])
+        tokens = np.array([float(step["tokens"]) for step in steps]) * run.setting.epochs
+    except KeyError as error:
+        raise _too_old(error) from None
     if float(np.ptp(np.percentile(tokens, (5, 95)))) < _SPREAD * float(tokens.mean()):
         return TrainerTimes(token_s=float(seconds.sum() / tokens.sum()))
     made = np.full_like(tokens, run.setting.optimizer_steps)
@@ -264,9 +267,13 @@ def measure(events: Sequence[Event]) -> Measured:
             report_s=max(0.0, fmean(idle)),
         )
     except KeyError as error:
-        raise UserError(
-            f"the run's steps do not report {error}: it was made by an older version of the project; run it again"
-        ) from None
+        raise _too_old(error) from None
+
+
+def _too_old(missing: KeyError) -> UserError:
+    return UserError(
+        f"the run's steps do not report {missing}: it was made by an older version of the project; run it again"
+    )
 
 
 def _evaluations(events: Sequence[Event]) -> list[tuple[float, float]]:

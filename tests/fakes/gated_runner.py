@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from inference_contract.weights import WeightLayout
-from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
+from pipelinerl.engines.batching.model_runner import EarlyStep, ModelRunner, Prefill, RowState
 from pipelinerl.engines.batching.sample_loop import CacheRoom, RouteLog
 from pipelinerl.engines.batching.sequence import TopTokens
 from tests.patience import PATIENCE_S
@@ -76,6 +76,10 @@ class GatedRunner:
     @property
     def room(self) -> CacheRoom | None:
         return self._runner.room
+
+    @property
+    def early_step(self) -> EarlyStep | None:
+        return self._runner.early_step
 
     def reserve(self, num_rows: int) -> bool:
         return self._runner.reserve(num_rows)

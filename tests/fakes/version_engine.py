@@ -69,6 +69,7 @@ class VersionRunner:
         self._staged = np.zeros(LAYOUT.num_bytes, np.uint8)
 
     room = None
+    early_step = None
 
     def reserve(self, num_rows: int) -> bool:
         return True

@@ -129,3 +129,11 @@ def test_prediction_that_is_compared_with_a_measurement_is_the_median_of_several
     assert (
         sum(run.step_s < median.step_s for run in runs) == DRAWS // 2 == sum(run.step_s > median.step_s for run in runs)
     )
+
+
+@pytest.mark.parametrize("missing", ["tokens", "publish_wait_s"])
+def test_run_whose_steps_lack_a_figure_is_rejected_by_the_name_of_the_figure(missing: str) -> None:
+    whole = ObservedRun(events=run_events(engine=ENGINE), setting=setting(1, 1))
+    lacking = [{name: value for name, value in event.items() if name != missing} for event in whole.events]
+    with pytest.raises(UserError, match=f"do not report '{missing}'"):
+        calibrate([whole, replace(whole, events=lacking)])

@@ -14,7 +14,7 @@ from pipelinerl.controller.state.run_state import ControllerSettings, RunPhase, 
 from pipelinerl.enums import Overdue, Pin
 from pipelinerl.messages import Directive, TrainerKnobs
 
-#: Engines in these states receive every publication; a draining engine keeps its old weights.
+#: Only engines in these states can make a publication due; a draining engine receives it with the others.
 _KEPT_UP_TO_DATE: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY, EngineLifecycle.SUSPECT)
 
 

@@ -1,7 +1,7 @@
 """Rules that describe what a stalled run waits for, and that end a run which cannot continue or is suspended.
 
     cause                                                       detected
-    all engines are expelled, one of them permanently           when the last engine is expelled
+    every engine is expelled for good, one as it refuses work   when the last engine is expelled
     no engine is alive                                          after `engine_timeout_s`
     a domain's verifier, or the filter, always fails            after 20 errors in a row, or after as many timeouts in
                                                                 a row as a step has rollouts
@@ -117,7 +117,7 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
 
 
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
-    """Yield a reason to end the run if all engines have joined and are expelled, at least one for a permanent cause."""
+    """Yield a reason to end the run if all engines have joined, none may return, and one refuses permanently."""
     if any(each.lifecycle is not EngineLifecycle.EXPELLED and not each.to_stop for each in state.fleet.by_url.values()):
         return  # for speed, handle the usual case first: this check runs after each decision
     records = [record for record in state.fleet.records() if not record.to_stop]
@@ -126,7 +126,7 @@ def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
     if to_come or len(state.fleet.records()) < settings.engines_expected:
         return
     refusals = [record for record in records if record.refuses]
-    if refusals and all(record.lifecycle is EngineLifecycle.EXPELLED for record in records):
+    if refusals and not any(record.may_return for record in records):
         reasons = "; ".join(f"{record.url} {record.last_error}" for record in refusals[:3])
         yield f"no engine can serve this run: {reasons}"
 

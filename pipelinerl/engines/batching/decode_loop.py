@@ -8,6 +8,9 @@
 | work, when there is none | `submit`, `commit`, `stop` |
 | the rows to empty, before a `drain` commit | each sample's token limit, as decoding continues |
 
+A runner on a GPU starts a step before the tokens of the step before it are recorded and delivered (`EarlyStep`),
+whenever no row is known to end or to join. The loop then takes that step's tokens before it admits or commits.
+
 The event loop calls `submit`, `cancel`, `commit` and `stop`. One lock guards the state that these calls share with the
 thread; it is never held while the model runs. The thread passes all results of a step to `deliver` in one call. Every
 request and every commit is answered, however the thread ends.
@@ -170,13 +173,20 @@ class DecodeLoop:
             while self._await_work():
                 began = time.perf_counter()
                 self._drop_cancelled()
-                self._commit_if_due()
-                self._admit()
+                if not self._has_started_early:
+                    self._commit_if_due()
+                    self._admit()
                 if self._scheduler.running:
                     self._step()
                 self.totals.busy_s += time.perf_counter() - began
         finally:  # this also runs after an exception, which threading's excepthook then reports
             self._end()
+
+    @property
+    def _has_started_early(self) -> bool:
+        """True if the running rows' next step has started; rows join and weights change only after it."""
+        early = self._runner.early_step
+        return early is not None and early.started and bool(self._scheduler.running)
 
     def _loaded(self) -> bool:
         try:
@@ -268,6 +278,8 @@ class DecodeLoop:
         running = self._scheduler.running
         while not self._runner.reserve(len(running)):
             self._preempt(min(range(len(running)), key=lambda row: len(running[row].context)))
+        if self._runner.early_step is not None:
+            self._runner.early_step.allowed = self._keeps_rows()
         token_ids, logprobs = self._runner.decode(len(running))
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
@@ -288,6 +300,16 @@ class DecodeLoop:
             self.totals.finished_sequences += len(ended)
             finished = self._finish(ended)
         self._report(deliveries(streamed, finished))
+
+    def _keeps_rows(self) -> bool:
+        """Return True if all rows go on after the next step, and none joins, as far as can be foreseen."""
+        scheduler = self._scheduler
+        return not (
+            self._commit is not None
+            or self._cancelled
+            or scheduler.may_admit
+            or any(len(sequence.token_ids) + 1 >= sequence.token_limit for sequence in scheduler.running)
+        )
 
     def _count(self, request: Request, change: int) -> None:
         """Update the counters for a request that arrived (`change` = 1) or ended (-1). The caller holds the lock."""

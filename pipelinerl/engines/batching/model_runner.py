@@ -74,8 +74,56 @@ class RowState:
     sampled: Items[int] = ()
 
 
+@final
+class EarlyStep:
+    """The decode step that a runner starts before the tokens of the step before it are on the host.
+
+    The device then computes this step while the host records and delivers the tokens of the last one. The loop sets
+    `allowed` before each `decode`: True permits the runner to start the step after it as well. Until another `decode`
+    has returned the tokens of the started step, rows may end and move. Any other change of rows, cache or weights
+    discards the step, and the next `decode` computes it again.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.allowed = False
+        self._step: Any = None
+        self._rows = np.arange(rows)
+        self._moved = False
+
+    @property
+    def started(self) -> bool:
+        """True if a step has started whose tokens no `decode` has returned."""
+        return self._step is not None
+
+    def keep(self, step: Any) -> None:
+        """Keep `step`, which the runner has just started, for the next `decode`."""
+        self._step, self._moved = step, False
+        self._rows[:] = np.arange(len(self._rows))
+
+    def move(self, sources: Items[int], targets: Items[int]) -> None:
+        """Record that rows `sources` became rows `targets`, pairwise, after the step had started."""
+        self._rows[list(targets)] = self._rows[list(sources)]
+        self._moved = True
+
+    def take(self, num_rows: int) -> tuple[Any, NDArray[np.int64] | None]:
+        """Remove and return the started step, None if there is none, and for each of rows 0..num_rows-1 its number
+        when the step started, None if no row has moved.
+        """
+        step, self._step = self._step, None
+        return step, self._rows[:num_rows] if step is not None and self._moved else None
+
+    def drop(self) -> None:
+        """Discard the started step, if there is one."""
+        self._step = None
+
+
 class ModelRunner(ServedModel, Protocol):
     """A model with room for `slots` sequences, one per row, of at most `context_length` tokens each."""
+
+    @property
+    def early_step(self) -> EarlyStep | None:
+        """The step that the runner may start early; None if an early start saves no time."""
+        ...
 
     @property
     def top_logprobs(self) -> Mapping[int, TopTokens]:
@@ -191,9 +239,9 @@ class RowTable:
             self.changes.move(taken, put)
         return int(self.positions[put].max())
 
-    def noise(self, rows: slice) -> NDArray[np.float64]:
-        """Return the noise in [0, 1) with which `rows` sample their next token."""
-        return rng.uniform(self._noise_keys[rows], self._num_sampled[rows])
+    def noise(self, rows: slice, *, skipped: int = 0) -> NDArray[np.float64]:
+        """Return the noise in [0, 1) with which `rows` sample their next token, or the token `skipped` tokens later."""
+        return rng.uniform(self._noise_keys[rows], self._num_sampled[rows] + skipped)
 
     def keep_whole(self, rows: slice) -> bool:
         """Return True if none of `rows` truncates its distribution, changes logits or reports likeliest tokens."""
@@ -287,6 +335,12 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Request] = deque()
         self._preempted: deque[Sequence] = deque()
+        self._out_of_blocks = False  # as of the last `admit`; rows that end may change it, and so may a new request
+
+    @property
+    def may_admit(self) -> bool:
+        """True if `admit` might give a free row to a sequence that waits."""
+        return self.num_waiting > 0 and len(self.running) < self._capacity.running and not self._out_of_blocks
 
     @property
     def any_preempted(self) -> bool:
@@ -299,6 +353,7 @@ class Scheduler:
         self._capacity.check(samples, running=len(self.running), waiting=self.num_waiting)
         self._waiting.insert(bisect_right(self._waiting, request.priority, key=lambda queued: queued.priority), request)
         self.num_waiting += samples
+        self._out_of_blocks = False
 
     def admit(self, room: CacheRoom | None = None, *, new: bool = True) -> list[Admission]:
         """Give free rows to preempted sequences and then, if `new`, to waiting requests: lowest `priority` first, then
@@ -310,6 +365,7 @@ class Scheduler:
         budget, blocks = self._prefill_tokens, _Blocks(room, running=len(self.running))
         while self._preempted and len(self.running) < self._capacity.running:
             if not blocks.take(len(self._preempted[0].context), 1):
+                self._out_of_blocks = True
                 return admissions
             sequence = self._preempted.popleft()
             budget -= len(sequence.context)
@@ -323,7 +379,10 @@ class Scheduler:
             cost = tokens if sibling is None else 0
             wanted = min(self._capacity.running - len(self.running), len(request.sequences) - request.started)
             count = blocks.take(tokens, wanted if request.shares_prompt else 1)
-            if count == 0 or (admissions and cost > budget):
+            if count == 0:
+                self._out_of_blocks = True
+                break
+            if admissions and cost > budget:
                 break
             budget -= cost
             admissions.append(self._start(request, sibling, count))
@@ -332,7 +391,7 @@ class Scheduler:
         return admissions
 
     def preempt(self, row: int) -> Moves:
-        """Make the sequence in `row` wait for room in the cache; return the moves that fill the hole."""
+        """Make the sequence in `row` wait for room in the cache; return the move that fills this row, if one does."""
         self._preempted.append(self.running[row])
         self.num_waiting += 1
         return self.retire([row])
@@ -345,7 +404,8 @@ class Scheduler:
         return dropped
 
     def retire(self, rows: Collection[int]) -> Moves:
-        """Remove `rows` and fill the holes with the last rows."""
+        """Free `rows`, and return the moves of the last rows to them, so that rows in use have no gaps."""
+        self._out_of_blocks = False
         kept = len(self.running) - len(rows)
         leaving = set(rows)
         targets = sorted(row for row in leaving if row < kept)

@@ -69,6 +69,7 @@ class BigramRunner:
         self.top_logprobs: dict[int, TopTokens] = {}
 
     room = None
+    early_step = None
 
     def reserve(self, num_rows: int) -> bool:
         """Return True without reserving anything: a bigram model needs no cache."""

@@ -44,16 +44,20 @@ def from_options(options: EngineOptions) -> Engine:
     )
 
 
-def load_runner(options: EngineOptions, *, cache_bytes: int | None = None) -> JaxRunner:
-    """Load the model and compile its programs, on the thread that will run it. Raises `ModelError` like `assembled`."""
-    runner = assembled(options, cache_bytes=cache_bytes)
+def load_runner(
+    options: EngineOptions, *, cache_bytes: int | None = None, starts_early: bool | None = None
+) -> JaxRunner:
+    """Load the model and compile its programs, on the thread that runs it. Arguments and errors as in `assembled`."""
+    runner = assembled(options, cache_bytes=cache_bytes, starts_early=starts_early)
     runner.warm_up()
     return runner
 
 
-def assembled(options: EngineOptions, *, cache_bytes: int | None = None) -> JaxRunner:
+def assembled(options: EngineOptions, *, cache_bytes: int | None = None, starts_early: bool | None = None) -> JaxRunner:
     """Return the model with its cache of at most `cache_bytes` (None: no bound), without compiled programs. Raises
     `ModelError` for a model, device or context that is unusable, and for a cache that is too large.
+
+    `starts_early` is that of `JaxRunner`; None is False on a CPU, whose cores are both device and host.
     """
     config = read_config(options.model_path)
     options.check_context(json.loads((options.model_path / "config.json").read_text()).get("max_position_embeddings"))
@@ -68,8 +72,10 @@ def assembled(options: EngineOptions, *, cache_bytes: int | None = None) -> JaxR
     weights = JaxWeights(config, load_weights(options.model_path, config, place=place, dtype=dtype), place=place)
     heads_divided = NamedSharding(mesh, P(None, None, None, "tensor"))
     cache = jax_program.empty_cache(config, options, heads_divided)
-    prompts = PromptAttention.on(mesh.devices.flat[0].platform, devices=mesh.size)
-    return JaxRunner(DecoderProgram(config, prompts), weights, cache)
+    platform = mesh.devices.flat[0].platform
+    prompts = PromptAttention.on(platform, devices=mesh.size)
+    starts_early = platform != "cpu" if starts_early is None else starts_early
+    return JaxRunner(DecoderProgram(config, prompts), weights, cache, starts_early=starts_early)
 
 
 _PLATFORM: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda", Device.TPU: "tpu"}

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from inference_contract.schemas import MOST_TOP_LOGPROBS
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.logit_changes import LogitChanges
-from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable
+from pipelinerl.engines.batching.model_runner import EarlyStep, Prefill, RowState, RowTable
 from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.jax import program as jax_program
 from pipelinerl.engines.jax.program import Cache, DecoderProgram
@@ -95,11 +95,18 @@ _NO_TOP: Final[Mapping[int, TopTokens]] = MappingProxyType({})
 class JaxRunner:
     """A decoder with its cache and sampler, which owns `weights` and the donated `cache` from now on.
 
-    `prefill_tokens` is the most padded tokens of one prefill; a longer prompt runs alone.
+    `prefill_tokens` is the most padded tokens of one prefill; a longer prompt runs alone. `starts_early` starts a step
+    before the last one's tokens are on the host, wherever the loop allows it.
     """
 
     def __init__(
-        self, program: DecoderProgram, weights: JaxWeights, cache: Cache, *, prefill_tokens: int = 1024
+        self,
+        program: DecoderProgram,
+        weights: JaxWeights,
+        cache: Cache,
+        *,
+        prefill_tokens: int = 1024,
+        starts_early: bool = False,
     ) -> None:
         _, self.slots, self.context_length, *_ = cache.keys.shape
         self.vocab_size = program.config.vocab
@@ -109,6 +116,7 @@ class JaxRunner:
         self._weights = weights
         self._cache = cache
         self._rows = RowTable(self.slots, ids=np.int32)
+        self.early_step = EarlyStep(self.slots) if starts_early else None
         self.top_logprobs = _NO_TOP
         self.route_log = None
         self.scorer = None
@@ -123,11 +131,14 @@ class JaxRunner:
 
     def place(self, states: Sequence[RowState]) -> None:
         """Set the next token and the sampling parameters of the rows that `states` name."""
+        self._discard_early_step()
         self._rows.place(states)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move rows `sources` with all their state to rows `targets`, pairwise; no row is in both."""
         self._copy(sources, targets, self._rows.move(sources, targets))
+        if self.early_step is not None:
+            self.early_step.move(sources, targets)
 
     def reserve(self, num_rows: int) -> bool:
         """Return True without reserving anything: every row always has room for the whole context."""
@@ -142,6 +153,7 @@ class JaxRunner:
 
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
         """Copy the first `num_tokens` of the cache of row `source` to each of `rows`."""
+        self._discard_early_step()
         self._copy([source] * len(rows), rows, num_tokens)
 
     def _copy(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
@@ -162,6 +174,7 @@ class JaxRunner:
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Fill the cache of the named rows, batching prompts of similar length; each prompt is computed once."""
+        self._discard_early_step()
         for length, batch in self._batches(prefills):
             token_ids = np.zeros((_fitting(len(batch), self.buckets.prompts_at(length)), length), dtype=np.int32)
             for index, prefill in enumerate(batch):
@@ -188,34 +201,57 @@ class JaxRunner:
 
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
         """Run one step of rows 0..num_rows-1, with additional rows up to a compiled size, whose results are unused."""
+        rows, used = self._rows, slice(0, num_rows)
+        self.top_logprobs = _NO_TOP
+        step, order = (None, None) if self.early_step is None else self.early_step.take(num_rows)
+        if step is None:
+            step = self._start(num_rows)
+        if self.early_step is not None and order is None and self._may_start_early(num_rows, step):
+            self.early_step.keep(self._start(num_rows, after=step))
+        of_rows = used if order is None else order
+        if step.top_ids is not None:
+            self.top_logprobs = rows.top_of(np.asarray(step.top_ids)[used], np.asarray(step.top_logprobs)[used])
+        sampled, logprobs = np.asarray(step.token_ids)[of_rows], np.asarray(step.logprobs)[of_rows]
+        rows.advance(used, sampled)
+        return sampled.tolist(), logprobs.tolist()
+
+    def _may_start_early(self, num_rows: int, step: SampledBatch) -> bool:
+        """Return True if the step after `step` needs nothing from the host but its rows' positions and noise."""
+        assert self.early_step is not None
+        used = slice(0, num_rows)
+        return (
+            self.early_step.allowed
+            and self._rows.keep_whole(used)
+            and int(self._rows.positions[used].max()) + 1 < self.context_length
+            and len(step.token_ids) == self.buckets.rows_for(num_rows)
+        )
+
+    def _start(self, num_rows: int, *, after: SampledBatch | None = None) -> SampledBatch:
+        """Start a step of rows 0..num_rows-1; with `after`, the step that follows that one, fed with its tokens."""
         rows, run, used = self._rows, slice(0, self.buckets.rows_for(num_rows)), slice(0, num_rows)
+        skipped = int(after is not None)
+        positions = rows.positions[run] + np.int32(skipped)
         logits, self._cache = jax_program.decode(
             self._program,
             self._weights.current,
             self._cache,
-            rows.feeds[run],
-            rows.positions[run],
-            length=self.buckets.length_for(int(rows.positions[used].max()) + 1),
+            rows.feeds[run] if after is None else after.token_ids,
+            positions,
+            length=self.buckets.length_for(int(positions[used].max()) + 1),
         )
         if rows.any_change:
             logits = add_to_logits(logits, rows.changes, num_rows)
         truncates = (rows.top_k[used] > 0) | (rows.top_p[used] < 1) | (rows.min_p[used] > 0)
-        token_ids, logprobs, top_ids, top_logprobs = sample(
+        return sample(
             logits,
-            temperature=rows.temperature[run],
-            top_k=rows.top_k[run],
-            top_p=rows.top_p[run],
-            noise=rows.noise(run),
+            temperature=rows.temperature[run].copy(),  # the device may read these arrays after rows have moved
+            top_k=rows.top_k[run].copy(),
+            top_p=rows.top_p[run].copy(),
+            noise=rows.noise(run, skipped=skipped),
             truncates=bool(truncates.any()),
-            min_p=rows.min_p[run],
+            min_p=rows.min_p[run].copy(),
             num_top=MOST_TOP_LOGPROBS if rows.most_top else 0,
         )
-        self.top_logprobs = _NO_TOP
-        if top_ids is not None:
-            self.top_logprobs = rows.top_of(np.asarray(top_ids)[used], np.asarray(top_logprobs)[used])
-        sampled = np.asarray(token_ids)[used]
-        rows.advance(used, sampled)
-        return sampled.tolist(), np.asarray(logprobs)[used].tolist()
 
     def warm_up(self) -> None:
         """Run every program once, except rare ones such as truncated sampling, to compile it; resets rows."""
@@ -241,7 +277,12 @@ class JaxRunner:
 
     def swap(self) -> None:
         """Make the staged weights current."""
+        self._discard_early_step()
         self._weights.swap()
+
+    def _discard_early_step(self) -> None:
+        if self.early_step is not None:
+            self.early_step.drop()
 
 
 def _fitting(count: int, sizes: Sequence[int]) -> int:

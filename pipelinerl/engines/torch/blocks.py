@@ -188,7 +188,7 @@ class BlockTable:
         last, count = int(used.nonzero()[0][-1]) + 1 if self.in_use else 0, self.in_use
         if last < max(_FEW, _MOST_SPREAD * count):
             return None
-        # Move cached blocks without a row out of the first `limit` blocks: room for those in use and some more.
+        # The first `limit` blocks are for those in use and a few more: move blocks that no row uses out of there.
         limit = min(count + max(_FEW // 4, count // 4), self.num_blocks)
         kept = np.zeros(self.num_blocks, dtype=bool)
         kept[list(self._kept)] = True

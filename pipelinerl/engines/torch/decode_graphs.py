@@ -1,9 +1,12 @@
 """`DecodeGraphs`: runs a decode step (forward pass and sampling) as a CUDA graph.
 
 A step is hundreds of kernels of a few microseconds each, and the host takes longer to launch them than the device to
-run them. A graph launches all kernels, and the copies of inputs and results, in one call. Its tensors have fixed
-addresses, so there is one graph for each number of rows, rounded up, and for each of the two weight buffers; each is
-captured on first use, in tens of milliseconds. Rows without a sequence write to the cache's spare block.
+run them. A graph launches all kernels in one call. Its tensors have fixed addresses, so there is one graph for each
+number of rows, rounded up, and for each of the two weight buffers; each is captured on first use, in tens of
+milliseconds. Rows without a sequence write to the cache's spare block.
+
+A step may start before the tokens of the step before it are on the host: these tokens are then fed on the device. So
+two steps may be in flight, and each of them has its own pinned buffers.
 """
 
 from __future__ import annotations
@@ -17,17 +20,32 @@ from torch import Tensor
 
 from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.page_cache import PageCache
-from pipelinerl.engines.torch.sampling import sample_whole
+from pipelinerl.engines.torch.sampling import StartedStep, sample_whole
 from pipelinerl.engines.torch.weights import TorchWeights
 
 
 class Inputs(NamedTuple):
-    """Inputs of a step, all [B]: each row's next token, its position, its temperature and its noise."""
+    """Inputs of a step, all [B]: each row's next token, its position, its temperature and its noise.
 
-    feeds: NDArray[Any]
+    Next tokens that were sampled by the last step are a tensor on the device.
+    """
+
+    feeds: NDArray[Any] | Tensor
     positions: NDArray[Any]
     temperature: NDArray[np.float32]
     noise: NDArray[np.float64]
+
+
+@final
+class _Pinned:
+    """The buffers of one step in page-locked memory: its inputs, its block table and its results."""
+
+    def __init__(self, rows: int, blocks: int, spare: int) -> None:
+        # Fp64 represents token ids and f32 values exactly.
+        self.inputs = torch.zeros((4, rows), dtype=torch.float64, pin_memory=True)  # a row for each field of `Inputs`
+        self.table = torch.full((rows, blocks), spare, dtype=torch.int64).pin_memory()
+        self.results = torch.zeros((2, rows), dtype=torch.float64, pin_memory=True)  # token ids and log-probs
+        self.done = torch.cuda.Event()
 
 
 @final
@@ -39,47 +57,68 @@ class DecodeGraphs:
         self._rows = rows
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._host, self._given = _pinned(4, rows), _on_device(4, rows)  # a row for each field of `Inputs`
-        self._answers, self._results = _pinned(2, rows), _on_device(2, rows)  # one row for token ids, one for log-probs
         blocks = cache.table.table.shape[1]
+        self._given = torch.zeros((4, rows), dtype=torch.float64, device="cuda")
+        self._results = torch.zeros((2, rows), dtype=torch.float64, device="cuda")
         self._table = torch.full((rows, blocks), cache.spare, dtype=torch.int64, device="cuda")
         self._table_is_of: tuple[int, int] | None = None
+        self._current, self._other = (_Pinned(rows, blocks, cache.spare) for _ in range(2))
         self._logits: Tensor | None = None
 
     def run(self, inputs: Inputs) -> Tensor:
-        """Run a step of rows 0..B-1; return logits [B, V], valid until the next step overwrites them."""
-        count = len(inputs.feeds)
+        """Start a step of rows 0..B-1; return its logits [B, V], which the next step overwrites."""
+        count = len(inputs.positions)
         padded = padded_rows(count, self._rows)
-        host = self._host.numpy()
-        host[:, :count] = inputs
-        host[:, count:padded] = 0
-        self._update_table(count)
+        self._current, self._other = self._other, self._current
+        self._current.done.synchronize()  # the device no longer reads these buffers
+        self._update_table(count, padded)
+        self._give(inputs, count, padded)
         key = self._weights.address, padded
         if key not in self._graphs:
             self._graphs[key] = self._captured(padded)
         self._graphs[key].replay()
+        self._current.done.record()
         assert self._logits is not None, "a capture allocates them"
         return self._logits[:count]
 
-    def sampled(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the token ids [count] and the log-probs of the last step; valid only for rows without truncation."""
-        torch.cuda.current_stream().synchronize()
-        token_ids, logprobs = self._answers.numpy()[:, :count]
-        return token_ids.astype(np.int64), logprobs.astype(np.float32)
+    def sampled(self, count: int) -> StartedStep:
+        """Return the tokens [count] of the step that `run` has started; valid only for rows without truncation."""
+        pinned = self._current
+        pinned.results.copy_(self._results, non_blocking=True)
+        pinned.done.record()
 
-    def _update_table(self, count: int) -> None:
+        def read() -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+            pinned.done.synchronize()
+            token_ids, logprobs = pinned.results.numpy()[:, :count]
+            return token_ids.astype(np.int64), logprobs.astype(np.float32)
+
+        return StartedStep(self._results[0, :count], read)
+
+    def _give(self, inputs: Inputs, count: int, padded: int) -> None:
+        """Copy the inputs to the device; rows without a sequence get zeros."""
+        host = self._current.inputs.numpy()
+        host[1:, :count] = inputs[1:]
+        host[:, count:padded] = 0
+        if isinstance(inputs.feeds, Tensor):
+            self._given[1:].copy_(self._current.inputs[1:], non_blocking=True)
+            self._given[0, :count].copy_(inputs.feeds)
+        else:
+            host[0, :count] = inputs.feeds
+            self._given.copy_(self._current.inputs, non_blocking=True)
+
+    def _update_table(self, count: int, padded: int) -> None:
         table = self._cache.table
         if self._table_is_of == (table.changes, count):
             return
         used = max(1, int(table.counts[:count].max()))
-        blocks = np.full((self._rows, used), self._cache.spare, dtype=np.int64)
-        blocks[:count] = table.table[:count, :used]
-        self._table[:, :used] = torch.from_numpy(blocks).to(self._table.device)
+        host = self._current.table.numpy()
+        host[:count, :used] = table.table[:count, :used]
+        host[count:padded, :used] = self._cache.spare
+        self._table[:padded].copy_(self._current.table[:padded], non_blocking=True)
         self._table_is_of = table.changes, count
 
     def _captured(self, rows: int) -> torch.cuda.CUDAGraph:
         """Capture a step of `rows` rows after one run, which compiles kernels and allocates workspaces."""
-        self._given.copy_(self._host, non_blocking=True)
         logits = self._forward_of(rows)
         if self._logits is None:
             self._logits = logits.new_empty((self._rows, logits.shape[1]))
@@ -87,10 +126,8 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Capture this thread's work only, because another thread may receive weights meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._given.copy_(self._host, non_blocking=True)
             self._logits[:rows].copy_(self._forward_of(rows))
             self._sample(rows)
-            self._answers.copy_(self._results, non_blocking=True)
         return graph
 
     def _forward_of(self, rows: int) -> Tensor:
@@ -112,12 +149,3 @@ def padded_rows(count: int, most: int) -> int:
     """
     padded = max(2, 1 << (count - 1).bit_length()) if count <= 32 else -(-count // 32) * 32
     return min(padded, most)
-
-
-def _pinned(fields: int, rows: int) -> Tensor:
-    # Fp64 represents token ids and f32 values exactly.
-    return torch.zeros((fields, rows), dtype=torch.float64, pin_memory=True)
-
-
-def _on_device(fields: int, rows: int) -> Tensor:
-    return torch.zeros((fields, rows), dtype=torch.float64, device="cuda")

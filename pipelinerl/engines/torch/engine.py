@@ -35,12 +35,15 @@ def from_options(options: EngineOptions) -> Engine:
     )
 
 
-def load_runner(options: EngineOptions, *, cache_bytes: int | None = None) -> TorchRunner:
+def load_runner(
+    options: EngineOptions, *, cache_bytes: int | None = None, starts_early: bool | None = None
+) -> TorchRunner:
     """Return the model with its cache; called on the thread that runs it.
 
     Args:
         cache_bytes: most memory for keys and values. None sets no bound on a CPU. On a GPU, the cache then takes what
             remains after everything else that the engine needs, including the second copy of the weights.
+        starts_early: as in `TorchRunner`.
 
     Raises:
         ModelError: there is no usable model or device, the model's context is too short, not even one sequence of the
@@ -71,7 +74,7 @@ def load_runner(options: EngineOptions, *, cache_bytes: int | None = None) -> To
     if device.type == "cuda" and cache_bytes is None:
         memory = _memory_of(device, share)
         cache_bytes = _budget(weights, options).cache_within(memory, context_length=options.context_length)
-    runner = TorchRunner(model, options, weights=weights, cache_bytes=cache_bytes)
+    runner = TorchRunner(model, options, weights=weights, cache_bytes=cache_bytes, starts_early=starts_early)
     runner.warm_up()
     if options.kernels is Kernels.BATCH_INVARIANT and not torch_batch_invariant.probed(runner.decoded_in_batch):
         raise ModelError(

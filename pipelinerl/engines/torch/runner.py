@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from inference_contract.weights import WeightLayout
-from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable
+from pipelinerl.engines.batching.model_runner import EarlyStep, Prefill, RowState, RowTable
 from pipelinerl.engines.batching.sample_loop import CacheRoom
 from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.memory_budget import PREFILL_TOKENS
@@ -28,7 +28,7 @@ from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.forward import ModuleForward
 from pipelinerl.engines.torch.page_cache import AlikeRows, CacheReading, CacheShape, PageCache
 from pipelinerl.engines.torch.quantized import QuantizedWeights
-from pipelinerl.engines.torch.sampling import add_to_logits, sample
+from pipelinerl.engines.torch.sampling import StartedStep, add_to_logits, sample
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.enums import WeightFormat
 from pipelinerl.models import torch_routers
@@ -51,6 +51,8 @@ class TorchRunner:
         weights: the model's weights, from `served_weights`; None creates them.
         cache_bytes: most memory for keys and values; None allows room for the whole context in all rows; less than
             one row needs raises `ModelError`.
+        starts_early: True starts a step before the last one's tokens are on the host, wherever the loop allows it;
+            None does so only with CUDA graphs, because without them it saves no time.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class TorchRunner:
         *,
         weights: TorchWeights | QuantizedWeights | None = None,
         cache_bytes: int | None = None,
+        starts_early: bool | None = None,
     ) -> None:
         config: Any = model.config
         text = config.get_text_config()
@@ -103,11 +106,14 @@ class TorchRunner:
             self._graphs = DecodeGraphs(self._forward, self._cache, self._weights, rows=options.slots)
             if self.layout.num_bytes >= _COMPILED_FROM:
                 self._forward.compile()
+        starts_early = self._graphs is not None if starts_early is None else starts_early
+        self.early_step = EarlyStep(options.slots) if starts_early else None
         self._rows = RowTable(options.slots)
         self.top_logprobs = _NO_TOP
         self._all_rows = np.arange(options.slots)
         # Merging equal rows saves time only on a CPU: a GPU takes as long to read its weights for one row as for all.
-        self._alike = AlikeRows(options.slots) if self._device.type == "cpu" else None
+        # It needs the tokens on the host, so it excludes steps that start early.
+        self._alike = AlikeRows(options.slots) if self._device.type == "cpu" and not starts_early else None
 
     @property
     def layout(self) -> WeightLayout:
@@ -126,6 +132,7 @@ class TorchRunner:
     # --- rows ----------------------------------------------------------------------------------------------------
 
     def place(self, states: Sequence[RowState]) -> None:
+        self._discard_early_step()
         self._rows.place(states)
         # a prompt of one token has no prefill in which its row would begin
         self._begin([state.row for state in states if state.position == 0])
@@ -133,6 +140,8 @@ class TorchRunner:
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move whole rows; no row is both a source and a target. The blocks of the rows are not copied."""
         self._rows.move(sources, targets)
+        if self.early_step is not None:
+            self.early_step.move(sources, targets)
         for source, target in zip(sources, targets, strict=True):
             self._table.release(target, 0)
             self._table.move(source, target)
@@ -157,6 +166,7 @@ class TorchRunner:
     @torch.inference_mode()
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
         """Give `rows` the first `num_tokens` of the cache of row `source`; only the last block is copied."""
+        self._discard_early_step()
         self.release([row for row in rows if self._table.counts[row]])
         self._cache.copy(self._table.fork(source, rows, num_tokens))
         self._rows.positions[list(rows)] = num_tokens
@@ -170,6 +180,7 @@ class TorchRunner:
 
         A prompt whose prefix another prompt computes waits for that prefix and reuses it.
         """
+        self._discard_early_step()
         self.release([row for prefill in prefills for row in prefill.rows if self._table.counts[row]])
         log = self.route_log if self.route_log is not None and self.route_log.is_on else None
         if log is not None:  # compute all tokens, without cache reuse, because the routing of each one is needed
@@ -247,22 +258,47 @@ class TorchRunner:
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
         """Decode one token for each of rows 0..num_rows-1; return the token ids and their log-probs."""
         rows, used = self._rows, slice(0, num_rows)
-        feeds, positions = rows.feeds[used], rows.positions[used]
         if not self.reserve(num_rows):
             raise RuntimeError("the cache has no room for the next token; preempt a row before the step")
-        self._table.tokens[self._all_rows[used], positions] = feeds
+        self._table.tokens[self._all_rows[used], rows.positions[used]] = rows.feeds[used]
         self.top_logprobs = _NO_TOP
-        alike = None if self._alike is None else self._alike.step(feeds, positions)
+        step, order = (None, None) if self.early_step is None else self.early_step.take(num_rows)
+        if step is None:
+            step = self._start(num_rows)
+        if self.early_step is not None and order is None and self._may_start_early(num_rows):
+            self.early_step.keep(self._start(num_rows, after=step))
+        token_ids, logprobs = (each[:num_rows] if order is None else each[order] for each in step.read())
+        rows.advance(used, token_ids)
+        return token_ids.tolist(), logprobs.tolist()
+
+    def _may_start_early(self, num_rows: int) -> bool:
+        """Return True if the step after the next one needs nothing from the host but its rows' positions and noise."""
+        assert self.early_step is not None
+        used, log = slice(0, num_rows), self.route_log
+        after = self._rows.positions[used] + 1
+        return (
+            self.early_step.allowed
+            and self._rows.keep_whole(used)
+            and (log is None or not log.is_on)
+            and int(after.max()) < self.context_length
+            and self._table.grow(after)
+        )
+
+    def _start(self, num_rows: int, *, after: StartedStep | None = None) -> StartedStep:
+        """Start a step of rows 0..num_rows-1; with `after`, the step that follows that one, fed with its tokens."""
+        rows, used, skipped = self._rows, slice(0, num_rows), int(after is not None)
+        positions, noise = rows.positions[used] + skipped, rows.noise(used, skipped=skipped)
+        feeds: NDArray[Any] | Tensor = rows.feeds[used] if after is None else after.token_ids[:num_rows]
+        alike = self._alike.step(rows.feeds[used], positions) if self._alike is not None else None
         if self._graphs is not None:
-            logits = self._graphs.run(Inputs(feeds, positions, rows.temperature[used], rows.noise(used)))
+            logits = self._graphs.run(Inputs(feeds, positions, rows.temperature[used], noise))
             if rows.keep_whole(used):
-                token_ids, logprobs = self._graphs.sampled(num_rows)
-                rows.advance(used, token_ids)
-                return token_ids.tolist(), logprobs.tolist()
+                return self._graphs.sampled(num_rows)
         else:
             plan = self._cache.plan_decode(positions, alike)
-            fed = self._on_device((feeds if alike is None else feeds[alike.first])[:, None])
-            logits = plan.to_rows(self._forward.logits(fed, plan.positions, self._cache, plan))
+            if not isinstance(feeds, Tensor):
+                feeds = self._on_device(feeds if alike is None else feeds[alike.first])
+            logits = plan.to_rows(self._forward.logits(feeds[:, None], plan.positions, self._cache, plan))
         if rows.any_change:
             logits = add_to_logits(logits, rows.changes)
         drawn = sample(
@@ -270,7 +306,7 @@ class TorchRunner:
             temperature=torch.from_numpy(rows.temperature[used]),
             top_k=torch.from_numpy(rows.top_k[used]),
             top_p=torch.from_numpy(rows.top_p[used]),
-            noise=torch.from_numpy(rows.noise(used)),
+            noise=torch.from_numpy(noise),
             min_p=torch.from_numpy(rows.min_p[used]) if rows.any_min_p else None,
             most_top=rows.most_top,
         )
@@ -279,9 +315,7 @@ class TorchRunner:
         if self.route_log is not None and self.route_log.is_on:
             routed = self.route_log.take()
             self.route_log.decoded = routed if alike is None else routed[alike.of_row]
-        sampled = drawn.token_ids.cpu()
-        rows.advance(used, sampled.numpy())
-        return sampled.tolist(), drawn.logprobs.tolist()
+        return StartedStep(drawn.token_ids, lambda: (drawn.token_ids.cpu().numpy(), drawn.logprobs.cpu().numpy()))
 
     @torch.inference_mode()
     def scorer(self, token_ids: Sequence[int], temperature: float) -> list[float]:
@@ -306,6 +340,10 @@ class TorchRunner:
             found += logprobs[:, 0].tolist()
         return found
 
+    def _discard_early_step(self) -> None:
+        if self.early_step is not None:
+            self.early_step.drop()
+
     def _begin(self, rows: Sequence[int]) -> None:
         if self._alike is not None:
             self._alike.begin(rows)
@@ -324,6 +362,7 @@ class TorchRunner:
 
     def swap(self) -> None:
         """Make the staged weights current; cached results of older weights are not reused from now on."""
+        self._discard_early_step()
         self._weights.swap()
         self._table.forget()
 

@@ -7,9 +7,12 @@ or nothing above -inf, gets a NaN log-prob and an arbitrary token; the other row
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.engines.batching.logit_changes import LogitChanges
@@ -25,6 +28,16 @@ class Sample(NamedTuple):
     logprobs: Tensor
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
+
+
+class StartedStep(NamedTuple):
+    """A decode step that a device computes: its token ids i64 [B] there, which the next step overwrites, and `read`.
+
+    `read` waits for the step and returns its token ids i64 [B] and log-probs f32 [B] on the host.
+    """
+
+    token_ids: Tensor
+    read: Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]
 
 
 def sample(

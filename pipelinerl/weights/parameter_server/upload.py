@@ -259,7 +259,8 @@ def write_shards(
     layout, whole = publication.layout, WeightDigest()
     bounds = layout.buckets(bucket_bytes)
     largest = max((end - start for start, end in bounds), default=0)
-    buffers = queue.LifoQueue[Memory]()  # returns the buffer used last, so that the others may never need memory
+    # Last in, first out: the system gives memory to a buffer at its first use, and some buffers may never be used.
+    buffers = queue.LifoQueue[Memory]()
     for _ in range(len(writers) + 1):
         buffers.put(np.empty(largest, np.uint8))
     owners = _owners(layout, shards, bucket_bytes)

@@ -126,6 +126,20 @@ def test_run_ends_only_when_the_last_engine_that_may_still_serve_has_refused_wei
     assert stop is not None and ENGINE in made.state.failing.reason and OTHER in made.state.failing.reason
 
 
+def test_run_goes_on_while_an_engine_that_was_expelled_for_failures_may_return() -> None:
+    run = begun()
+    made = run.controller
+    run.give(EngineRegistered(now=0.0, url=OTHER, incarnation="1"))
+    fleet = made.state.fleet
+    fleet.by_url[OTHER] = replace(fleet.by_url[OTHER], lifecycle=EngineLifecycle.EXPELLED, loaded=-1, expulsions=1)
+    assert ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE])) == (None, None)
+    made.decide(EngineRegistered(now=1.0, url=OTHER, incarnation="1"))
+    returns_at = fleet.by_url[OTHER].returns_at
+    assert 1.0 < returns_at < made.settings.engine_timeout_s
+    made.decide(EngineRegistered(now=returns_at, url=OTHER, incarnation="1"))
+    assert fleet.by_url[OTHER].lifecycle is EngineLifecycle.JOINING and not made.state.failing.reason
+
+
 def test_engine_that_refused_weights_permanently_may_join_again_after_a_restart() -> None:
     run = begun()
     made = run.controller

@@ -45,6 +45,36 @@ def test_scheduler_admits_the_samples_of_one_request_together_in_order_of_arriva
     assert scheduler.num_waiting == 2
 
 
+def test_scheduler_may_admit_only_with_a_free_row_and_blocks_that_may_have_become_free() -> None:
+    """After `admit` found no free blocks, it can admit only after a sequence has ended or a request has arrived."""
+    scheduler, full = _scheduler(slots=2), CacheRoom(blocks=4, free=0, size=8, reused_tokens=0)
+    assert not scheduler.may_admit
+    scheduler.submit(_request("a"))
+    assert scheduler.may_admit
+    scheduler.admit(CacheRoom(blocks=4, free=4, size=8, reused_tokens=0))
+    scheduler.submit(_request("b"))
+    assert scheduler.may_admit
+    assert scheduler.admit(full) == []
+    assert not scheduler.may_admit
+    scheduler.submit(_request("c", priority=-1))
+    assert scheduler.may_admit
+    assert scheduler.admit(full) == []
+    scheduler.retire([0])
+    assert scheduler.may_admit
+    scheduler.admit()
+    assert (len(scheduler.running), scheduler.num_waiting, scheduler.may_admit) == (2, 0, False)
+    scheduler.submit(_request("d"))
+    assert not scheduler.may_admit, "all rows are in use"
+
+
+def test_scheduler_may_admit_what_exceeded_the_prefill_budget() -> None:
+    scheduler = _scheduler(prefill_tokens=5)
+    for name in ("a", "b"):
+        scheduler.submit(_request(name, prompt=4))
+    assert len(scheduler.admit()) == 1
+    assert scheduler.may_admit
+
+
 def test_request_with_lowest_priority_value_starts_first_and_ties_go_to_the_oldest() -> None:
     """Urgent requests also start before the waiting samples of a started request, but preempt no running sample."""
     scheduler = _scheduler(slots=2)

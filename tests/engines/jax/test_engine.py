@@ -100,12 +100,12 @@ def _state(
 Steps = list[tuple[list[int], list[float]]]
 
 
-def _script(runner: ModelRunner) -> Steps:
+def _script(runner: ModelRunner, *, top_k: int = 5) -> Steps:
     """Run a fixed sequence of prefills, decodes, moves and copies of rows; return tokens and log-probs."""
     group, alone, single = _prompt(1, 9), _prompt(2, 30), _prompt(3, 1)
     runner.prefill([Prefill(group[:-1], [0, 1, 2]), Prefill(alone[:-1], [4])])
     runner.place([_state(0, group), _state(1, group, temperature=0.0), _state(2, group, temperature=0.6)])
-    runner.place([_state(3, single), _state(4, alone, top_k=5, top_p=0.8)])
+    runner.place([_state(3, single), _state(4, alone, top_k=top_k, top_p=0.8 if top_k else 1.0)])
     steps = [runner.decode(5) for _ in range(6)]
     runner.move([4, 3], [0, 2])
     runner.copy_cache(1, [3, 4], len(group) - 1)
@@ -125,6 +125,15 @@ def _agree(ours: Steps, theirs: Steps) -> None:
 def test_jax_engine_samples_the_same_tokens_as_the_torch_engine(runner: JaxRunner, twin: ModelRunner) -> None:
     """The calls in `_script` cover both compiled lengths, greedy rows and truncated sampling."""
     _agree(_script(runner), _script(twin))
+
+
+def test_jax_engine_samples_the_same_tokens_if_steps_start_early(options: EngineOptions, runner: JaxRunner) -> None:
+    """Each step that may start early does: before rows move, are copied, join, or leave."""
+    early = jax_engine.assembled(options, starts_early=True)
+    assert early.early_step is not None
+    early.early_step.allowed = True
+    _agree(_script(early, top_k=0), _script(runner, top_k=0))
+    assert early.early_step.started
 
 
 def test_jax_engine_updates_its_kv_cache_in_place(runner: JaxRunner) -> None:

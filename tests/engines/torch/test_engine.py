@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,23 +47,6 @@ def options(model_path: Path) -> EngineOptions:
     return engine_options(model_path=model_path, slots=8, context_length=CONTEXT, device=Device.CPU, threads=1)
 
 
-@pytest.fixture
-async def gate_and_engine(
-    options: EngineOptions, endless: ChatTokenizer
-) -> AsyncIterator[tuple[GatedRunner, BatchingEngine]]:
-    gates: list[GatedRunner] = []
-
-    def load() -> GatedRunner:
-        gates.append(GatedRunner(load_runner(options)))
-        return gates[0]
-
-    engine = BatchingEngine(options, load=load, tokenizer=endless)
-    await engine.start()
-    yield gates[0], engine
-    gates[0].open()
-    await engine.close()
-
-
 async def test_torch_engine_answers_chats_and_reports_its_model_card_and_metrics(model_path: Path) -> None:
     engine = from_options(
         EngineOptions(
@@ -90,33 +73,47 @@ def _bytes(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
 async def test_torch_engine_updates_weights_during_decoding(
-    gate_and_engine: tuple[GatedRunner, BatchingEngine], model_path: Path, on_update: OnUpdate
+    options: EngineOptions, endless: ChatTokenizer, model_path: Path, on_update: OnUpdate, early: bool
 ) -> None:
-    await samples_across_an_update(*gate_and_engine, model_path, on_update, factor=1.5, tolerance=1e-5, as_bytes=_bytes)
+    gates: list[GatedRunner] = []
+
+    def load() -> GatedRunner:
+        gates.append(GatedRunner(load_runner(options, starts_early=early)))
+        return gates[0]
+
+    engine = BatchingEngine(options, load=load, tokenizer=endless)
+    await engine.start()
+    await samples_across_an_update(
+        gates[0], engine, model_path, on_update, factor=1.5, tolerance=1e-5, as_bytes=_bytes, early=early
+    )
+    await engine.close()
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("slots", [1, 2])
 async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_next_request(
-    options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
+    options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int, early: bool
 ) -> None:
     """The NaN must not stay in the KV cache of the row that the next request uses, with one row or with several."""
     untied(model_path, tmp_path)
     own_head = replace(options, model_path=tmp_path, slots=slots)
-    engine = BatchingEngine(own_head, load=lambda: load_runner(own_head), tokenizer=endless)
+    engine = BatchingEngine(own_head, load=lambda: load_runner(own_head, starts_early=early), tokenizer=endless)
     await engine.start()
     await spoil(engine, tmp_path, _bytes)
     await refuses_alone(engine)
     await engine.close()
 
 
+@pytest.mark.parametrize("early", [False, True])
 async def test_engine_with_nonfinite_weights_recovers_with_the_next_update(
-    options: EngineOptions, endless: ChatTokenizer
+    options: EngineOptions, endless: ChatTokenizer, early: bool
 ) -> None:
     """While the weights are NaN, the KV cache of every row is corrupted; the next update must repair it."""
     few = replace(options, slots=2)
-    engine = BatchingEngine(few, load=lambda: load_runner(few), tokenizer=endless)
+    engine = BatchingEngine(few, load=lambda: load_runner(few, starts_early=early), tokenizer=endless)
     await engine.start()
     requests = [ChatCompletionRequest(prompt_token_ids=[7, token], max_tokens=6, seed=1) for token in (8, 9, 10, 11)]
     for version, factor, answered in ((1, torch.nan, NotFinite), (2, 1.0, ChatCompletion)):
@@ -142,11 +139,15 @@ def test_kv_cache_holds_at_least_one_sequence_and_at_most_its_budget(options: En
         load_runner(options, cache_bytes=one - 1)
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("on_update", OnUpdate)
 async def test_engine_that_preempts_samples_for_lack_of_cache_samples_the_same_tokens(
-    options: EngineOptions, endless: ChatTokenizer, model_path: Path, on_update: OnUpdate
+    options: EngineOptions, endless: ChatTokenizer, model_path: Path, on_update: OnUpdate, early: bool
 ) -> None:
-    """The cache of eight rows holds only two full contexts, so samples are preempted and continued."""
+    """The cache of eight rows holds only two full contexts, so samples are preempted and continued.
+
+    With `early`, the engine also starts each step that it can before it has the tokens of the step before it.
+    """
     same = _bytes(AutoModelForCausalLM.from_pretrained(model_path))
     requests = [
         ChatCompletionRequest(
@@ -155,8 +156,9 @@ async def test_engine_that_preempts_samples_for_lack_of_cache_samples_the_same_t
         for place, length in enumerate((100, 90, 80, 8, 70, 8))
     ]
 
-    async def answers(cache_bytes: int | None) -> tuple[list[Choice], EngineMetrics]:
-        engine = BatchingEngine(options, load=lambda: load_runner(options, cache_bytes=cache_bytes), tokenizer=endless)
+    async def answers(cache_bytes: int | None, *, early: bool = False) -> tuple[list[Choice], EngineMetrics]:
+        load = partial(load_runner, options, cache_bytes=cache_bytes, starts_early=early)
+        engine = BatchingEngine(options, load=load, tokenizer=endless)
         await engine.start()
         tasks = [asyncio.create_task(engine.complete(request)) for request in requests]
         while engine.metrics().generated_tokens_total < 150:
@@ -168,7 +170,8 @@ async def test_engine_that_preempts_samples_for_lack_of_cache_samples_the_same_t
         await engine.close()
         return [choice for answer in done for choice in answer.choices], metrics
 
-    (whole, _), (few, metrics) = await answers(None), await answers(load_runner(options).cache_bytes // 4)
+    (whole, _) = await answers(None)
+    (few, metrics) = await answers(load_runner(options).cache_bytes // 4, early=early)
     assert metrics.preemptions_total > 0 and metrics.cache_used_share == 0.0
     for one, other in zip(whole, few, strict=True):
         tokens, others = one.token_ids or [], other.token_ids or []

@@ -80,10 +80,17 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in ARCHITECTURES}
 
 
-def _runner(path: Path, *, modules: bool = False, device: str = "cpu") -> TorchRunner:
-    """Return a runner; with `modules`, it uses transformers' modules although the faster forward may fit the model."""
+def _runner(path: Path, *, modules: bool = False, device: str = "cpu", early: bool = False) -> TorchRunner:
+    """Return a runner.
+
+    With `modules`, it uses transformers' modules although the faster forward may fit the model. With `early`, it starts
+    every step that it can before the tokens of the step before it are read.
+    """
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device(device))
-    runner = TorchRunner(model, engine_options(slots=8, context_length=CONTEXT))
+    runner = TorchRunner(model, engine_options(slots=8, context_length=CONTEXT), starts_early=early or None)
+    if early:
+        assert runner.early_step is not None
+        runner.early_step.allowed = True
     if modules:
         runner._forward = ModuleForward(model)
     return runner
@@ -319,10 +326,13 @@ def test_prefill_accepts_rows_in_any_order_and_with_gaps(directories: dict[str, 
     _agree(path, rows)
 
 
-def test_sampled_tokens_are_unchanged_if_rows_join_leave_or_move_in_the_batch(directories: dict[str, Path]) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_sampled_tokens_are_unchanged_if_rows_join_leave_or_move_in_the_batch(
+    directories: dict[str, Path], early: bool
+) -> None:
     """Rows of unequal length join and leave while the cache grows."""
     path = directories["qwen3"]
-    runner = _runner(path)
+    runner = _runner(path, early=early)
     first = [Row(_prompt(i, 2 + 5 * i), noise_key=i) for i in range(5)]
     _start(runner, first)
     _decode(runner, first, 6)
@@ -334,6 +344,73 @@ def test_sampled_tokens_are_unchanged_if_rows_join_leave_or_move_in_the_batch(di
     running += late
     _decode(runner, running, 20)
     _agree(path, [*first, *late])
+
+
+def test_step_that_started_early_is_used_for_rows_that_stay_and_discarded_when_rows_join(
+    directories: dict[str, Path],
+) -> None:
+    """Six rows decode; two end, so the last two move; then two join; then the weights are swapped and swapped back."""
+    path = directories["llama"]
+    runner = _runner(path, early=True)
+    rows, fed = [Row(_prompt(i, 4 + 9 * i), noise_key=i) for i in range(6)], _fed(runner)
+    _start(runner, rows)
+    _decode(runner, rows, 3)
+    assert len(fed) == 4, "the fourth step has started"
+    runner.release([1, 2])
+    runner.move([5, 4], [1, 2])
+    running = [rows[0], rows[5], rows[4], rows[3]]
+    _decode(runner, running, 1)
+    assert len(fed) == 4, "the fourth step was used, and none started, because rows had moved"
+    _decode(runner, running, 1)
+    assert len(fed) == 6
+    late = [Row(_prompt(8, 20), temperature=0.5, noise_key=8), Row(_prompt(9, 1), noise_key=9)]
+    _start(runner, late, at=4)
+    running += late
+    _decode(runner, running, 2)
+    assert len(fed) == 6 + 3, "the step that had started without the new rows was computed again with them"
+    for _ in range(2):
+        runner.staging().copy_(_bytes_of(path, runner))
+        runner.swap()
+        _decode(runner, running, 2)
+    assert len(fed) == 9 + 2 * 3
+    _agree(path, [*rows, *late])
+
+
+def test_no_step_starts_early_beyond_the_context(directories: dict[str, Path]) -> None:
+    runner = _runner(directories["llama"], early=True)
+    assert runner.early_step is not None
+    row = Row(_prompt(1, CONTEXT - 3), noise_key=1)
+    _start(runner, [row])
+    for started in (True, True, True, False):
+        _decode(runner, [row], 1)
+        assert runner.early_step.started == started
+    _agree(directories["llama"], [row])
+
+
+def test_no_step_starts_early_without_free_blocks_for_all_rows(directories: dict[str, Path]) -> None:
+    """The cache has three blocks of 32 tokens; each of two rows needs a second block for position 32."""
+    model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
+    block = _runner(directories["llama"])._block_bytes
+    runner = TorchRunner(model, engine_options(slots=2, context_length=64), cache_bytes=3 * block, starts_early=True)
+    assert runner.early_step is not None
+    runner.early_step.allowed = True
+    rows = [Row(_prompt(key, 31), noise_key=key) for key in range(2)]
+    _start(runner, rows)
+    for started in (True, False):
+        _decode(runner, rows, 1)
+        assert runner.early_step.started == started
+    assert not runner.reserve(2)
+    _agree(directories["llama"], rows)
+
+
+def test_step_with_truncated_sampling_does_not_start_early(directories: dict[str, Path]) -> None:
+    runner = _runner(directories["llama"], early=True)
+    assert runner.early_step is not None
+    row = Row(_prompt(1, 5), noise_key=1)
+    _start(runner, [row])
+    runner.place([replace(row.state(0), top_k=3)])
+    _decode(runner, [row], 2)
+    assert not runner.early_step.started
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
@@ -385,11 +462,14 @@ def test_every_method_of_reading_the_paged_kv_cache_gives_the_same_tokens(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_gpu_decoding_equals_recomputation_while_rows_join_and_leave(directories: dict[str, Path], name: str) -> None:
+def test_gpu_decoding_equals_recomputation_while_rows_join_and_leave(
+    directories: dict[str, Path], name: str, early: bool
+) -> None:
     """Rows of several lengths join, leave and move, with two weight swaps in between; one row uses top-k."""
     path = directories[name]
-    runner = _runner(path, device="cuda")
+    runner = _runner(path, device="cuda", early=early)
     assert (runner._graphs is not None) == (name in STRAIGHT)
     rows = [Row(_prompt(i, length), noise_key=i) for i, length in enumerate((9, 40, 4, 31, 1))]
     rows.append(Row(_prompt(7, 33), temperature=0.0))

@@ -134,7 +134,7 @@ class NotDone(msgspec.Struct, frozen=True, kw_only=True, tag="not_done"):
     why: str
 
 
-#: Causes in `NotDone`: the sandbox was lost, a link has no content, a checker failed, a language is not installed.
+#: Causes in `NotDone`: the sandbox was lost, linked data is not stored, a checker failed, a language is missing.
 LOST: Final = "lost"
 NO_CONTENT: Final = "no_content"
 CHECKER: Final = "checker"

@@ -66,7 +66,7 @@ class Job:
 
     @property
     def key(self) -> dict[str, Any]:
-        """The fields of a recorded row that identify this run."""
+        """The entries that identify this job's run in a benchmark's record."""
         return asdict(self) | {"recipe": Path(self.recipe).name, "changes": list(self.changes)}
 
 
@@ -109,7 +109,7 @@ def measured(
 ) -> list[Figures]:
     """Return the figures (recorded results) of every job; first run each job that is not in the record yet.
 
-    Runs in the record that are not among `jobs` stay there.
+    Recorded runs of other arms, seeds or cells stay in the record.
 
     Args:
         benchmark: name of the record, which is written after each run unless `quick`.
@@ -145,7 +145,7 @@ class _OtherWork:
         self._busy, self._own = _busy_s(), _own_s()
 
     def figures(self) -> Figures:
-        """Return `load` (load average of a minute) and `others` (CPU time of other programs over that of the run)."""
+        """Return `load` (one-minute load average) and `others` (other programs' CPU time over the run's)."""
         own = _own_s() - self._own
         return {"load": os.getloadavg()[0], "others": max(0.0, _busy_s() - self._busy - own) / max(own, 1e-3)}
 
@@ -169,11 +169,11 @@ def recorded(benchmark: str) -> list[Figures]:
 def figures_of(job: Job, run: FinishedRun) -> Figures:
     """Return a run's results for the tables and pictures of `schedules` and `staleness`.
 
-    `accuracy` is greedy, on held-out problems, with the last weights. `reward` is the mean over the last tenth of the
-    steps, `area` the mean over all steps. `seconds` is the training time. `age`: versions between a rollout's oldest
-    token and the step that trains it, mean over the steps. `discarded`: share of sampled tokens in stale groups. `ess`:
-    effective sample size of π / μ, mean over the steps. `by_samples`, `by_seconds`: curves of the reward;
-    `ess_by_step`: curve of `ess`. Raises ValueError if the steps do not report a figure.
+    `accuracy`: greedy accuracy of the last weights on held-out problems. `seconds`: training time. `reward`: mean over
+    the last tenth of the steps. `area`: mean reward over all steps. `age`: versions from the sampling of a rollout's
+    oldest token to the step that trains it, mean over the steps. `discarded`: share of the sampled tokens that were
+    dropped as stale. `ess`: effective sample size of π / μ, mean over the steps. `by_samples`, `by_seconds`: curves of
+    the reward. `ess_by_step`: curve of `ess`. Raises ValueError if the steps do not report a figure.
     """
     steps = partial(steps_of, run.history)
     reward, ess, sampled = steps("reward"), steps("ess"), steps("sampled_tokens").y
@@ -255,7 +255,7 @@ def _spread(values: Sequence[float | None], form: str) -> str:
 def panels(
     path: Path, draw: Callable[[Sequence[Any]], None], *, lines: int = 2, columns: int = 2, width: float = 11.0
 ) -> Path:
-    """Save a picture of `lines` times `columns` panels, which `draw` fills, to `path`."""
+    """Make a picture of `lines` x `columns` panels, let `draw` fill the panels, and save the picture to `path`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -7,9 +7,9 @@
 
 The chat templates behave like those of the models they are named after. `Qwen3-2507` stands for Qwen3-Instruct-2507,
 whose template keeps thinking and white space in answers. Answers resemble those of models: one in five ends with white
-space, and half of the tool calls are compact JSON. A conversation is plain, or its answers think, call a tool, or do
-`both` in one turn. In the arms `split`, one token in 50 is sampled as two tokens that spell the same text, as happens
-at temperature 1.
+space, and half of the tool calls are compact JSON. The answers of a conversation are `plain` text, think (`think`),
+call a tool (`tool`), or do `both` in one turn. In the arms `split`, one token in 50 is sampled as two tokens that spell
+the same text, as happens at temperature 1.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class TemplateModel:
         self.tokenizer = ChatTokenizer(made, {self.end})
 
     def answers(self, kind: str, seed: int, split: float) -> Iterator[list[int]]:
-        """Yield the token ids that the scripted model samples in each turn of a conversation."""
+        """Yield the token ids of each turn's answer; `split`: probability that two tokens spell the text of one."""
         draw, words = generator(seed, "drift", kind), _SENTENCE.split()
         for turn in range(TURNS):
             text = " ".join(draw.choice(words, size=draw.integers(3, 12))) + draw.choice(["", "", "", "", " \n"])
@@ -155,7 +155,7 @@ class TemplateModel:
         return False
 
     def episode(self, kind: str, seed: int, split: float) -> tuple[bool, int]:
-        """Play an `Episode`; return whether training tokens differ from the engine's, and the number of segments."""
+        """Play an `Episode`; return whether it drifts, and the number of training sequences (segments) it becomes."""
         messages, tools = [ChatMessage(role="user", content="begin")], _tools(kind)
         episode, answers = Episode(order(seed, 512), 0, EpisodeLimits()), list(self.answers(kind, seed, split))
         seen, drifts = list[int](), False

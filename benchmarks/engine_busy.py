@@ -9,8 +9,8 @@ Windows of a few seconds alternate between three modes of the trainer's process:
     publishing  the trainer takes RL steps and broadcasts the weights after every step, over HTTP and gloo
 
 The results are the engine's tokens/s in `training` and `publishing`, divided by those in `alone`: target 0.90, goal
-0.98. The machine affects them, too: hardware threads of one core, or cores that other programs use, slow each other
-down.
+0.98. They also depend on the machine: if the two cores are hardware threads of one core, or other programs use them,
+the engine slows down as well.
 """
 
 from __future__ import annotations

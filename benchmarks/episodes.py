@@ -7,7 +7,8 @@
                work.
     learning   `examples/guess_letter` with a bigram model, until the mean reward of `WINDOW` steps reaches `LEARNT`
 
-An episode is stuck if it has not ended after twice the longest time that its tools could take.
+A group's episodes count as stuck if the group has not ended, after the measurement, within the warm-up time plus twice
+the longest time that the tools of an episode could take.
 """
 
 from __future__ import annotations

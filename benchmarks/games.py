@@ -47,7 +47,7 @@ def guessing(model: Path) -> tuple[str, ...]:
 
 
 async def use_tools(task: Task, client: Any, *, longest_s: float) -> float:
-    """Play an episode: wait for a tool after each of a few answers, log-uniformly up to `longest_s` seconds."""
+    """Play an episode with a slow tool after each answer (log-uniform, up to `longest_s` s); the reward is always 1."""
     draw, messages = rng.generator(task.seed, "tools"), list(task.messages)
     for _ in range(int(draw.integers(2, MOST_TURNS + 1))):
         answer = await client.chat(messages)

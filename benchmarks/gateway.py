@@ -213,9 +213,9 @@ async def _compared(agents: Child, url: str, rounds: int) -> Paired:
 
 
 async def _played(number: int, sample: SampleTurn) -> tuple[list[bytes], list[bytes]]:
-    """Play an episode; return the agent's requests, and the requests to the engine that the gateway makes of them.
+    """Play an episode; return the agent's requests to the gateway, and the gateway's requests to the engine.
 
-    Seeds depend only on the order, so if the episode `number` is played again, the engine samples the same tokens.
+    The seed depends only on `number`, so the engine samples the same tokens if the episode is played again.
     """
     episode, messages = Episode(order(number), 0, EpisodeLimits()), list[dict[str, str]]()
     own, forwarded = list[bytes](), list[bytes]()

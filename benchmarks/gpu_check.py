@@ -163,7 +163,7 @@ def run(
 
 
 def _known(folder: Path, device: str, quick: bool) -> dict[str, Any]:
-    """Return the recorded results of all parts; none if they were measured on another device or scale."""
+    """Return the recorded results of all parts; empty if the record is of another device or scale."""
     record = read_record("gpu_check", folder)
     same = (record.get("device"), record.get("quick")) == (device, quick)
     return dict(record["checks"]) if same else {}

@@ -47,7 +47,7 @@ def prompts(scale: Scale, count: int, *path: str | int, length: int | None = Non
 
 
 def order_of(folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) -> EngineOrder:
-    """Return the settings of an engine whose rows and context length are those of `scale`."""
+    """Return the settings of an engine with the number of batch rows (`slots`) and the context length of `scale`."""
     context = scale.prompt + scale.answer
     return EngineOrder(folder=folder, slots=scale.slots, context=context, device=device.type, dtype=dtype.value)
 

@@ -166,7 +166,7 @@ def _sum_received(group: Collective, other: Child, sent: torch.Tensor) -> int:
 
 @contextmanager
 def _member(backend: Backend) -> Iterator[Callable[[], tuple[Collective, Child]]]:
-    """Start a process that joins a group as rank 1, and yield a function that joins the same group as rank 0."""
+    """Start a process that joins a group as rank 1; yield a function that joins as rank 0 (returns group, process)."""
     rendezvous = Rendezvous("127.0.0.1")
     join = partial(
         Collective.join,

@@ -9,9 +9,9 @@ state       the optimizer's state on the host, or in bf16: log-probs after three
 vocabulary  the output layer and its loss with Qwen's vocabulary: error of the gradients, peak memory, and speed
 beside      speed of a backward pass while weights are broadcast to an engine in another process, relative to the speed
             of a backward pass alone
-attention   torch's kernel (`varlen`) against buckets of padded segments: output and gradients of one layer in bf16,
-            compared with buckets in fp32, and time, for ragged segments (`ragged`), eight answers to each prompt
-            (`shared`) and a sliding window (`window`); error and time of the whole trainer's step with each
+attention   torch's kernel (`varlen`) against buckets of padded segments, both in bf16: time, and error compared with
+            buckets in fp32. Compared are output and gradients of one layer, for ragged segments (`ragged`), eight
+            answers to each prompt (`shared`) and a sliding window (`window`), and the log-probs of a whole trainer step
 jax         losses of three fp32 steps of the JAX trainer, against those of the torch trainer; time of a bf16 step of
             both; log-probs of the JAX engine's samples, against the torch trainer's for the same tokens
 """
@@ -328,7 +328,10 @@ def check_jax(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Ro
 
 
 class Layer(NamedTuple):
-    """Inputs of one attention layer over a micro-batch of `tokens` tokens, and a plan for each implementation."""
+    """One attention layer over a micro-batch of `tokens` tokens.
+
+    `drawn`: random queries, keys, values and output gradient. `plans`: attention plans of `varlen` and of `buckets`.
+    """
 
     name: str
     tokens: int
@@ -372,7 +375,7 @@ def check_attention(folder: Path, scale: Scale, device: torch.device) -> tuple[l
 
 
 def layers(kernel: VarlenKernel, scale: Scale, device: torch.device, dtype: torch.dtype) -> Iterator[Layer]:
-    """Yield attention layers of the scale's size, for the varlen kernel and for buckets."""
+    """Yield the layers `ragged`, `shared` and `window`, each with a plan for the varlen kernel and one for buckets."""
     ragged, window = random_batch(scale), scale.segment // 2
     for name, batch, limit in (("ragged", ragged, None), ("shared", _shared(scale), None), ("window", ragged, window)):
         distinct = Distinct.of(batch)

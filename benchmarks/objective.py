@@ -1,9 +1,9 @@
-"""Compare the objective of five exchangeable terms (slots) with one expression: GRPO's loss and gradient in torch.
+"""Compare GRPO's loss and gradient from an objective of five exchangeable terms (slots) with one torch expression.
 
-Both arms compute −J and d(−J)/d log π from the same fp32 tensors: micro-batches of rollouts with prompts, packed as the
-trainer packs them. The reference, `minimum`, writes PPO's min as one expression on prepared weights and masks; unlike
-the slots, it requires that the log-probs of prompt tokens are finite. The gradients of both arms must agree before
-anything is timed.
+Both arms compute the loss −J and its gradient d(−J)/d log π from the same fp32 tensors: micro-batches of rollouts with
+prompts, packed as the trainer packs them. The reference, `minimum`, writes PPO's min as one expression on prepared
+weights and masks; unlike the slots, it requires that the log-probs of prompt tokens are finite. The gradients of both
+arms must agree before anything is timed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def micro_batch(tokens: int) -> tuple[Tensor, dict[str, Any]]:
 
 
 def minimum(logprobs: Tensor, behavior: Tensor, weighted: Tensor, mask: Tensor) -> Tensor:
-    """Return GRPO's loss as one expression; `weighted` is weight·advantage, and the mask keeps prompts out of exp."""
+    """Return GRPO's loss as one expression; `weighted` is weight · advantage, `mask` is 0 on prompts (ratio exp(0))."""
     ratio = torch.exp((logprobs - behavior) * mask)
     return -torch.minimum(ratio * weighted, ratio.clamp(1.0 - EPSILON, 1.0 + EPSILON) * weighted).sum()
 

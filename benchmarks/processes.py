@@ -157,7 +157,7 @@ def live_run(directory: Path) -> Iterator[LiveRun]:
 
 
 def waited(look: Callable[[], T | None], what: str, *, every_s: float = 0.01) -> T:
-    """Call `look` until it returns a result other than None, and return that result; `what` names it in errors."""
+    """Call `look` until it returns a result other than None, and return the result, which errors call `what`."""
     deadline = time.monotonic() + PATIENCE_S
     while (result := look()) is None:
         if time.monotonic() > deadline:

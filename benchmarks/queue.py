@@ -3,8 +3,8 @@
     ours       encode, append in batches, read, decode, through RedisStream and records
     pickled    one pickled rollout per XADD, read one at a time
 
-Both arms use one embedded server. Targets for ours: at most 10 bytes per sampled token, and 4 times the rollouts/s of
-`pickled`.
+Both arms use one embedded Redis server. Targets for ours: at most 10 bytes per sampled token, and 4 times the
+rollouts/s of `pickled`.
 """
 
 from __future__ import annotations

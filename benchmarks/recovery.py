@@ -6,8 +6,8 @@
 The trainer is ready when the controller has accepted its report and recorded the event `trainer_ready`.
 
 The bare arm starts the same processes in the same order on the same cores, but they only import the modules that the
-run's processes import; the trainer's also reads the bytes of the newest checkpoint. The launcher is suspended while the
-bare trainer runs, so that it does not restart the real trainer meanwhile: the rest of the run waits in both arms.
+run's processes import; the bare trainer also reads the bytes of the newest checkpoint. The launcher is suspended while
+the bare trainer runs, so that it does not restart the real trainer meanwhile: the rest of the run waits in both arms.
 Neither arm includes the launcher's restart delay of half a second.
 """
 
@@ -74,7 +74,7 @@ class Bare:
     """The bare arm: processes that only import the modules of a run's processes."""
 
     def __init__(self, live: LiveRun, folder: Path) -> None:
-        """Read from the logs of `live`, started with PYTHONPROFILEIMPORTTIME, which modules its processes import."""
+        """Collect the modules that each process of `live` imported, from logs written under PYTHONPROFILEIMPORTTIME."""
         self._folder = folder
         logs = {"launcher": live.directory.parent / "launcher.log"}
         logs |= {log.stem: log for log in (live.directory / "logs").glob("*.log")}

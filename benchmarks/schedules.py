@@ -1,18 +1,20 @@
 """Compare conventional RL, with G optimizer steps per generation, with the asynchronous schedules.
 
+In a schedule (j, k), an engine's weights are at most j versions old, and a trained token at most k.
+
     conventional G   generate G batches, then take G optimizer steps; all cores generate, then all train
     one step off     (j, k) = (1, 2): the engine samples the next batch while the trainer trains on the previous one
     drain            (j, k) = (1, 8), and running answers finish on old weights before an update
     RLAX             (j, k) = (16, 32): a publication every sixteenth step
     in flight        (j, k) = (1, 8), and running answers continue with new weights: PipelineRL
 
-An engine's weights are at most j versions old, and a trained token at most k. All arms (schedules) share code, prompts,
-noise, objective and rollouts per optimizer step. Trials with a separate seed choose each arm's learning rate (half,
-once or twice the recipe's) by the mean reward and, for conventional RL, the fastest use of the cores (one thread per
-process, a thread per core, or an engine per core). Every arm runs with every seed in every cell (a distribution of
-answer lengths). Targets: the seconds of `in flight` to a reward, over those of the best conventional arm, at most 0.6
-with fixed lengths and 0.45 with heavy tails. `--recipe` takes a task whose compute dominates, such as
-`examples/smollm2/json_facts.toml`. An interrupted benchmark resumes run by run.
+All arms (schedules) share code, prompts, noise, objective and rollouts per optimizer step. Every arm runs with every
+seed in every cell (a distribution of answer lengths). Before that, trials with a separate seed choose each arm's
+learning rate (half, once or twice the recipe's) by the mean reward. For conventional RL they also choose the fastest
+use of the cores: one thread per process, a thread per core, or an engine per core. Targets: `in flight` reaches a
+reward in at most 0.6 of the seconds of the best conventional arm with fixed lengths, 0.45 with heavy tails. `--recipe`
+takes a task whose compute dominates, such as `examples/smollm2/json_facts.toml`. An interrupted benchmark resumes run
+by run.
 """
 
 from __future__ import annotations
@@ -223,14 +225,14 @@ def cells(*, quick: bool, recipe: str) -> list[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Short runs, with a seed that no full run has, that select the best candidate overrides for each arm and cell."""
+    """Short runs, with a seed of their own, that select overrides for each arm and cell: those of highest `merit`."""
 
     name: str
     candidates: Mapping[tuple[Cell, Schedule], Sequence[tuple[str, ...]]]
     merit: Callable[[Figures], float]
 
     def best(self) -> dict[tuple[Cell, Schedule], tuple[str, ...]]:
-        """Run every trial that is not recorded yet; return each arm's candidate of highest `merit` in each cell."""
+        """Run every trial that is not recorded yet; return, for each arm and cell, the overrides of highest `merit`."""
         jobs = {
             place: [self._job(*place, changes) for changes in several] for place, several in self.candidates.items()
         }

@@ -39,7 +39,7 @@ from trainer_contract.types import Device, WeightDType
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Endless requests for `samples` samples of `tokens` tokens each; one runs and the next one waits."""
+    """Endless requests for `samples` samples of `tokens` tokens each; while one runs, the next waits in the queue."""
 
     samples: int
     tokens: int

@@ -1,9 +1,9 @@
-"""Simulate the schedules on 8, 64 and 512 H100s with 7 billion weights, from published hardware figures.
+"""Simulate RL schedules of a model with 7 billion weights on 8, 64 and 512 H100s, from published hardware figures.
 
 Nothing is measured here. All arms train on 1,024 rollouts per optimizer step, with answers whose lengths are
 heavy-tailed (log-normal, median 900 tokens, at most 8,192). Conventional RL generates on all GPUs and then trains on
 all of them. The asynchronous arms divide the GPUs between engines and trainer; the best of several divisions counts.
-The figure is optimizer steps per hour, relative to those of conventional RL with G = 1.
+The figure is optimizer steps per hour, relative to conventional RL with one optimizer step per generation (G = 1).
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ def arms(gpus: int, *, steps: int) -> list[Scaled]:
 def _simulated(
     arm: str, gpus: int, engines: int, bounds: StalenessBounds, on_update: OnUpdate, *, batches: int, steps: int
 ) -> Scaled:
-    """Simulate an arm; its trainer has the GPUs that have no engine, or all GPUs in conventional RL."""
+    """Simulate an arm of `batches` optimizer steps per generation.
+
+    The trainer has the GPUs that have no engine; in conventional RL it has all GPUs.
+    """
     trainers, context = gpus - engines or gpus, mean_context(_LENGTHS, _PROMPT)
     rollouts = _BATCH * batches
     at_work = rollouts // _GROUP if bounds.k == 1 else 2 * engines * _ROWS // _GROUP

@@ -2,9 +2,9 @@
 
 In these runs engine and trainer wait as long as devices would take (`benchmarks/paced.py`). All arms (schedules) run
 concurrently, so the machine is equally busy for each. Two arms calibrate the simulation: the synchronous one, and `in
-flight`, which shows how engine and trainer slow each other down; all other arms are predicted. The error is that of a
-step's seconds, simulated ÷ measured − 1. The synchronous arm runs twice; the difference between these two runs is
-noise, which limits the accuracy of any prediction.
+flight`, which shows how engine and trainer slow each other down; all other arms are predicted. The error of an arm is
+the seconds of a step, simulated ÷ measured − 1. The synchronous arm runs twice; the difference between these two runs
+is noise, which limits the accuracy of any prediction.
 """
 
 from __future__ import annotations

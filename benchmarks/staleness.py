@@ -1,5 +1,7 @@
 """Measure the cost of staleness: `tiny` with six pairs (j, k), with and without importance weights.
 
+An engine's weights are at most j versions old, and a trained token at most k.
+
     (1, 1)     on policy, in lockstep: sample, train, publish, in turn
     (1, 2)     one step off
     (1, 8)     the preset `pipeline`: in-flight weights after each step, and room in the queue
@@ -7,10 +9,10 @@
     (16, 16)   a publication every sixteenth step; tokens of earlier weights are not trained
     (16, 32)   RLAX's default
 
-An engine's weights are at most j versions old, and a trained token at most k. The objective is REINFORCE per token with
-the group's mean as baseline, so only the importance weight depends on a token's age: it is 1 in the arms `plain`, and
-min(π / μ, 2) in the arms `TIS-2` (Yao et al. 2025; ClipHigher in RLAX's table). No target is set. `--plot` draws
-docs/pictures/staleness.png. Compare rewards by samples, since seconds depend on the machine.
+The objective is REINFORCE per token with the group's mean as baseline, so only the importance weight depends on a
+token's age: it is 1 in the arms `plain`, and min(π / μ, 2) in the arms `TIS-2` (Yao et al. 2025; ClipHigher in RLAX's
+table). No target is set. `--plot` draws docs/pictures/staleness.png. Compare rewards by samples, since seconds depend
+on the machine.
 """
 
 from __future__ import annotations

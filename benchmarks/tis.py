@@ -5,13 +5,13 @@ The recipe is `tiny`; the trainer stays in float32. μ is the policy that sample
 Efficient RL Framework Secretly Brings You Off-Policy RL Training"):
 
     PPO          clip(π / π_old), which ignores the sampler
-    PPO-IS       clip(π / μ): one ratio for both, the recipe's own objective
+    PPO-IS       clip(π / μ), the recipe's own objective: the clipped ratio also corrects the mismatch
     Vanilla-IS   π_old / μ · clip(π / π_old)
     TIS-2        min(π_old / μ, 2) · clip(π / π_old)
 
-PPO-IS on native weights is the recipe unchanged. PPO on native weights shows the cost of ignoring the sampler's policy
-when it differs from the trainer's only by its age. Each batch takes one optimizer step, so π = π_old in value and PPO
-never clips. No target is set. `--plot` draws docs/pictures/tis.png.
+PPO-IS on native (unquantised) weights is the recipe unchanged. PPO on native weights shows the cost of ignoring the
+sampler's policy when it differs from the trainer's only by its age. Each batch takes one optimizer step, so π = π_old
+in value and PPO never clips. No target is set. `--plot` draws docs/pictures/tis.png.
 """
 
 from __future__ import annotations

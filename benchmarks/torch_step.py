@@ -82,7 +82,10 @@ def generate(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, 
 def packed(
     token_ids: Sequence[Sequence[int]], prompts: Sequence[int], behavior: Sequence[NDArray[np.float32]]
 ) -> MicroBatch:
-    """Pack sequences back to back; sequence i begins with a prompt of `prompts[i]` tokens. Advantages are random."""
+    """Pack sequences back to back, with random advantages.
+
+    Sequence i begins with a prompt of `prompts[i]` tokens; `behavior[i]` has the log-probs of its other tokens.
+    """
     lengths = np.array([len(each) for each in token_ids])
     positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
     mask, tokens = positions >= np.repeat(np.asarray(prompts), lengths), int(lengths.sum())
@@ -112,7 +115,10 @@ def random_batch(lengths: Sequence[int], prompts: Sequence[int], *, vocab: int, 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A batch as padded rows [R, L], or as one packed row; `where` selects the tokens that train."""
+    """A model and its batch, as padded rows (`inputs` [rows, tokens]) or as one packed row.
+
+    `where`: row and column of each trained token. `targets`, `coefficients`, `behavior`: one entry per trained token.
+    """
 
     model: Any
     inputs: dict[str, Any]

@@ -156,7 +156,7 @@ def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval,
 
 
 def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> Iterator[dict[str, Any]]:
-    """Train both arms with each seed (half an hour per seed); after each, yield the record, merged with `known`."""
+    """Train both arms with each seed, half an hour per seed; after each, yield the record, which includes `known`."""
     manner, tried = fastest_manner(recipe, steps=task.probe_steps, tries_of_each=task.probe_tries)
     until, by_seed = max(task.targets), dict(known)
     for seed in seeds:
@@ -229,7 +229,7 @@ def recorded(benchmark: str, recipe: str, overrides: Sequence[str] = ()) -> Pair
 def on_two_cores(
     task: Task, seeds: Sequence[int], *, overrides: Sequence[str], known: Pairs
 ) -> Iterator[dict[str, Any]]:
-    """Measure on two cores; yield a payload after each seed. Raises RuntimeError if TRL is missing or an arm fails."""
+    """Measure on two cores; yield the record after each seed. Raises RuntimeError if TRL is missing or an arm fails."""
     if importlib.util.find_spec("trl") is None:
         raise RuntimeError("TRL is not installed; `make bench NAME=trl` installs it into the environment and runs this")
     table = to_table(load(task.recipe, overrides))

@@ -54,7 +54,7 @@ class ArmOrder:
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """Points (step, seconds of training, held-out accuracy), and `ends`: the seconds at the end of each step."""
+    """Learning curve `points` (step, seconds of training, held-out accuracy), and the seconds at each step's end."""
 
     points: list[tuple[int, float, float]]
     ends: list[float]
@@ -62,7 +62,7 @@ class ArmResult:
 
 @contextmanager
 def judge_of(config: RunConfig) -> Iterator[Judge]:
-    """Yield a synchronous function that judges answers with the recipe's verifiers (which are asynchronous)."""
+    """Yield a synchronous function that returns each answer's reward, or None if the recipe's verifier failed."""
     verifiers = {domain.name: open_verifier(domain) for domain in config.domains}
 
     async def judge(problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:

@@ -130,7 +130,7 @@ class Latencies:
 
 
 async def judge_with(hostile: Sequence[str], latencies: Latencies, *, groups: int) -> None:
-    """Judge at least `groups` ordinary groups, and more until all hostile groups are judged; add to `latencies`."""
+    """Judge all hostile groups and, meanwhile, at least `groups` ordinary groups; add the results to `latencies`."""
     verifier = open_verifier(DomainSection(name="math", source="addition", verifier_timeout_s=_DEADLINE_S))
     ordinary = expressions(_MOST_TURNS * groups * GROUP)  # distinct pairs, since sympy caches comparisons
     waiting = [hostile[begin : begin + GROUP] for begin in range(0, len(hostile), GROUP)][::-1]

@@ -64,7 +64,7 @@ def _section(model: type[BaseModel], path: str, *, repeats: bool = False) -> Ite
 
 
 def _submodel(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the class of the recipe section that a field holds, directly or as elements of a list; None if none."""
+    """Return the class of the recipe section that a field holds, directly or in a list; None if it holds no section."""
     pending: list[Any] = [field.annotation]
     while pending:
         kind = pending.pop()
@@ -91,7 +91,7 @@ def _field_docs(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _type_name(kind: Any) -> str:
-    """Return a type as recipe authors write it: values of an enum, elements of a list."""
+    """Return a type as recipe authors read it: an enum as its values, a list as "list of" its elements' type."""
     if get_origin(kind) is Annotated:
         return _type_name(get_args(kind)[0])
     if isinstance(kind, type) and issubclass(kind, Enum):

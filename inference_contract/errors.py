@@ -27,7 +27,7 @@ Unauthorized, UnknownModel, LayoutMismatch, OutOfRange. All others are TRANSIENT
 
 To add an error, subclass the nearest parent and set `status`, `code` and, if no retry helps, `persistence`; then add a
 line above. On the wire an error has OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`. `from_wire`
-restores the same class on the client. Some errors also carry numbers of the engine, in `known`.
+restores the same class on the client. `known` of some errors has numbers such as the engine's current generation.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class InvalidRequest(ContractError):
 
 
 class ContextExceeded(InvalidRequest):
-    """The prompt leaves no room for a token; only this prompt is at fault, not the client."""
+    """The prompt leaves no room for a token. Only this prompt is too long: the client's other requests may succeed."""
 
     code = "context_length_exceeded"
 
@@ -119,7 +119,7 @@ class Conflict(ContractError):
 class StaleGeneration(Conflict):
     """The process group is older than the one already joined.
 
-    `known` holds the joined `generation` and the latest `epoch`, the number of a trainer process, that this engine has
+    `known` holds the joined `generation`, and the highest `epoch` (number of the trainer process) that this engine has
     accepted. A trainer of this epoch or a later one continues with a higher generation.
     """
 

@@ -61,8 +61,8 @@ _IDLE_IN_STREAM: Final[Mapping[str, tuple[Any, ...]]] = {
 def without_idle(fields: Any, known: Container[str], idle: Mapping[str, tuple[Any, ...]]) -> Any:
     """Return `fields` without those that change nothing.
 
-    These are null fields named in `known` or `idle`, fields at a value that `idle` lists for them and, in a request,
-    OpenAI's bookkeeping (`_TAGS`). If `fields` is not a mapping, return it unchanged, for the schema to reject.
+    A field is dropped if it is null and named in `known` or `idle`, if `idle` lists its value or, in a request, if it
+    is OpenAI's bookkeeping (`_TAGS`). If `fields` is not a mapping, return it unchanged, for the schema to reject.
     """
     if not isinstance(fields, dict):
         return fields
@@ -217,11 +217,12 @@ class ChatCompletionRequest(Wire):
         stream: answer with server-sent events; see `stream_options`.
         return_token_ids: return `prompt_token_ids`, and each choice's `token_ids`, `token_logprobs`, `version_spans`.
         return_routed_experts: return the experts that a mixture-of-experts model chose for each token (vLLM's name).
-            Row i of a choice's `routed_experts` has the experts of the token before the i-th new token, in the step
-            that sampled the i-th. `prompt_routed_experts` cover all prompt tokens but the last. Engines may reject it.
+            Row i of a choice's `routed_experts` belongs to the step that sampled new token i, so it has the experts of
+            the token before. `prompt_routed_experts` cover all prompt tokens but the last. Engines may reject it.
         return_prompt_logprobs: return `prompt_logprobs`: the log-prob of each prompt token under softmax(logits /
             temperature). Needs a temperature above 0, and no stream. Engines may reject it.
-        priority: the lowest value leaves the queue first. An engine with an unordered queue ignores priorities.
+        priority: requests with the lowest value leave the queue first. An engine with an unordered queue ignores
+            priorities.
         user: accepted for OpenAI's clients, without effect.
         prefixes: requests the rest of an answer. Lists `n` samples by index, each with its tokens so far, which count
             towards `max_tokens`. The answer has the text of the whole answer, but only the new tokens, log-probs and
@@ -454,8 +455,8 @@ class ChatCompletion(Wire):
         prompt_routed_experts: the experts of all prompt tokens but the last, if the request sets
             `return_routed_experts`.
         prompt_logprobs: log-prob of each prompt token (0 for the first), if the request sets `return_prompt_logprobs`.
-        model_version: newest version of the weights that sampled any of the answer.
-        epoch: number of the trainer process whose weights started sampling the answer.
+        model_version: newest version of the weights that sampled a token of the answer.
+        epoch: number of the trainer process whose weights the engine served when the answer began.
     """
 
     id: str

@@ -56,10 +56,10 @@ class Connections(StrEnum):
 class InitProcessGroupRequest(Wire):
     """Join the process group `group` as `rank` of `world_size`; rank 0 is the trainer.
 
-    `generation` orders memberships. Joining the same generation again is a no-op. A group of a higher generation
-    replaces the current group once the new group has formed. A generation more than `MOST_GENERATION_STEP` higher is
-    rejected. A lower one is rejected with `stale_generation`, which reports the generation joined. A failed join
-    changes nothing, but uses up its generation.
+    `generation` numbers the groups in order. Joining the same generation again is a no-op. A group of a higher
+    generation replaces the current group once the new group has formed. A generation more than `MOST_GENERATION_STEP`
+    higher is rejected. A lower one is rejected with `stale_generation`, which reports the generation joined. A failed
+    join changes nothing, but uses up its generation.
 
     Attributes:
         rendezvous_host: host of the trainer's TCP store. If a rank is missing, the trainer closes the store, and all
@@ -181,8 +181,9 @@ class WeightLayout(Wire):
         """Return the byte ranges [start, end) of each of `count` servers, in order; together they cover the model.
 
         Buckets are assigned largest first (ties: the earlier one) to the shard with the fewest bytes so far (ties: the
-        first), and adjacent ranges are merged. A bucket holds whole parameters, so none is cut. Shards are about equal.
-        Neighbouring buckets are mostly on different servers, so a sender that walks the layout keeps all of them busy.
+        first), and adjacent ranges are merged. Buckets hold whole parameters, so no shard cuts a parameter. Shards are
+        about equal. Neighbouring buckets are mostly on different servers, so a sender that walks the layout keeps all
+        of them busy.
         """
         owned: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         least = [(0, number) for number in range(count)]
@@ -294,7 +295,7 @@ class WeightUpdateRequest(Wire):
     group, which ends the receive, and the next update needs a higher generation.
 
     Broadcast: rank 0 sends one collective of uint8 per range of `WeightLayout.pieces(bucket_bytes)`, in order. gloo
-    kills a receiving process whose piece is longer than expected. `pieces_key` prevents this: just before it sends,
+    kills a process that receives a longer piece than it expects. `pieces_key` prevents this: just before it sends,
     rank 0 writes `WeightLayout.agreement(bucket_bytes)` under this key of the rendezvous store, below
     `<group>/<generation>`. An engine enters a collective only after it has read a value equal to its own.
 
@@ -310,7 +311,7 @@ class WeightUpdateRequest(Wire):
         pieces_key: key of the rendezvous store for the agreement on pieces, see above.
         sources: base URLs of servers that hold the same bytes, in order of preference.
         shards: used in place of `sources` if no server holds all bytes. The servers of shard i hold the ranges
-            `WeightLayout.shards(n, bucket_bytes)[i]`, which are requested by their offsets in the whole.
+            `WeightLayout.shards(n, bucket_bytes)[i]`, which are requested by their offsets in the whole model.
         layout: the manifest; PREPARE needs either `layout` or `layout_id`.
         bucket_bytes: size of the buckets that `WeightLayout` forms.
         digest: XXH3-128 of all bytes in layout order, in hexadecimal; required in COMMIT, and in PREPARE of a pull.

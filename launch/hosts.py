@@ -27,7 +27,10 @@ _EXAMPLE: Final = "NAME, NAME=ADDRESS or NAME=ADDRESS:gpus=8,roles=engine+actor"
 
 
 class HostRole(StrEnum):
-    """A kind of process that a host may run. Verifiers count as actors; others run with the trainer or on the head."""
+    """A kind of process that a host may run; verifiers count as actors.
+
+    All other kinds of processes run on the trainer's host or on the head.
+    """
 
     ENGINE = "engine"
     TRAINER = "trainer"
@@ -38,7 +41,7 @@ VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 class Origin(StrEnum):
-    """The source of the list of GPUs; the source decides in which order GPUs are numbered."""
+    """The source of the list of GPUs, the driver or the user, whose order of the GPUs determines their indices."""
 
     DRIVER = "driver"
     """The driver, which numbers GPUs in the order of the PCI bus."""
@@ -64,7 +67,7 @@ class Devices:
     def environment(self, indices: Sequence[int]) -> Mapping[str, str]:
         """Return the environment variables that make exactly the devices `indices` visible to a process.
 
-        A process that needs no device gets no variables.
+        Return no variables if `indices` is empty.
         """
         if not indices:
             return {}

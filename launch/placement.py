@@ -36,7 +36,7 @@ ROUNDING: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A process's devices, by index, and the fraction of each device's memory that it may use; None means all of it."""
+    """A process's devices, by index, and the `share` of each device's memory that the process may use (None: all)."""
 
     indices: tuple[int, ...] = ()
     share: float | None = None
@@ -242,7 +242,10 @@ def _there(devices: Devices) -> str:
 
 
 def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: Devices) -> dict[str, float | None]:
-    """Return each process's share of its devices' memory: the recipe's or, on a shared device, a part of the rest."""
+    """Return the share of its devices' memory that each process may use; None means all of it.
+
+    The recipe sets a share, or `_divided` derives one for a process on a shared device.
+    """
     sections = {name: config.trainer if name == TRAINER else config.engine for name in indices}
     requested = {name: section.memory_share for name, section in sections.items()}
     shares = dict(requested)
@@ -256,7 +259,11 @@ def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: 
 
 
 def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, label: str) -> dict[str, float]:
-    """Divide a device's memory: the recipe's shares, then up to `_TRAINERS` for the trainer, the rest among engines."""
+    """Divide one device's memory among the processes `here`; return each process's share.
+
+    Shares that the recipe sets (`requested`) are kept. Of the rest, a trainer without a set share gets at most
+    `_TRAINERS` (everything if no engine needs a part), and engines without a set share get equal parts.
+    """
     stated = {name: share for name in here if (share := requested[name]) is not None}
     still_open = [name for name in here if name not in stated]
     left = (_GIVEN_OUT if still_open else 1.0) - sum(stated.values())

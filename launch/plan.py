@@ -200,7 +200,8 @@ class Launch:
     ) -> ProcessSpec:
         """Return the spec of an engine.
 
-        `type` and `on` are set for an engine that was requested while the run is live. The run survives its failure.
+        `type` and `on` (its devices) are set for an engine that is requested while the run is live. If such an engine
+        fails, the run continues without it.
         """
         config, on = self.config, self.placement.of(name) if on is None else on
         engine_cores, _ = _pinning(config, self.cores)

@@ -39,7 +39,7 @@ _SETTLED_S: Final = 10.0
 @final
 @dataclass(slots=True)
 class RestartBudget:
-    """Limit on a process's restarts: uptime forgives deaths, and more than `limit` unforgiven deaths are too many."""
+    """Limit on a process's restarts: each death counts until uptime forgives it; at most `limit` deaths may count."""
 
     limit: int
     deaths: int = 0
@@ -64,7 +64,7 @@ class RestartBudget:
 
 
 class State(StrEnum):
-    """The state of a process, for the supervisor."""
+    """The stage of a process between its start and its end, which the supervisor advances."""
 
     WAITING = "waiting"
     """Waits until the processes that must be healthy first are healthy."""

@@ -66,7 +66,8 @@ Connect = Callable[[str, str], ControllerCalls]
 def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: Members | None) -> Path:
     """Make the directory of a new run, which `resume` then starts; return its path.
 
-    Raises `UserError`, before anything is made, if the run cannot be placed on the hosts.
+    `claim` reserves the run's name elsewhere (see `run_directory.create`). Raises `UserError`, before anything is made,
+    if the run cannot be placed on the hosts.
     """
     spread(config, (this_machine(config),) if members is None else members.hosts)
     directory = run_directory.create(config, claim=claim)
@@ -221,7 +222,7 @@ def _tell_nodes(head: HeadNode | None, directory: RunDirectory, result: RunResul
 
 
 def _judged(result: RunResult, last: Event) -> RunResult:
-    """Return `result`, or a failure if the controller recorded `run_failed` although all processes exited with 0."""
+    """Return `result`, or a failure if the controller exited with 0 (`COMPLETED`) but had recorded `run_failed`."""
     if result.outcome is RunOutcome.COMPLETED and last.get("kind") == "run_failed":
         return RunResult(RunOutcome.FAILED, str(last.get("reason", "")))
     return result
@@ -264,7 +265,7 @@ class _StatusReader:
         self._controller.close()
 
     def take(self) -> RunStatus | None:
-        """Return the newest status since the last call, if any."""
+        """Return the newest status that was received since the last call; None if there is none."""
         status, self._newest = self._newest, None
         return status
 

@@ -94,8 +94,8 @@ def _holder_of(path: Path) -> str | None:
 def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> None:
     """Raise `UserError` if a run of this name is live, since a second run on this machine is rarely intended.
 
-    `by_hand(directory)` describes the process that uses the directory if the user started the run's services without
-    the launcher; it returns an empty text if there is none.
+    `by_hand(directory)` describes a run in the directory whose services the user started without the launcher; empty if
+    there is none.
     """
     directories = (_numbered(config, number).run_directory for number in count(1))
     for path in takewhile(os.path.lexists, directories):

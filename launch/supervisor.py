@@ -140,7 +140,7 @@ class Supervisor:
 
     @property
     def ended(self) -> frozenset[str]:
-        """The names of processes that ended for good: no process of their groups is left."""
+        """The names of processes that ended for good, together with all processes that they had started."""
         return self._in(State.ENDED)
 
     @property
@@ -206,7 +206,7 @@ class Supervisor:
         return self._result
 
     def _saves(self, now: float) -> bool:
-        """Return True while an interrupted run may continue, to save its state. The first call requests this."""
+        """Return True while an interrupted run still has time to save its state; the first call requests the saving."""
         if self._interrupts > 1:
             return False
         if self._saved_by is None:
@@ -398,9 +398,10 @@ class Supervisor:
 
 @final
 class EngineProcesses:
-    """Starts and stops engines through the supervisor, as the status of the live run requests.
+    """Starts and stops engines through the supervisor, as requested in the status that the controller reports.
 
-    `give_up` tells the controller that an engine cannot start. It is called for each status that requests the engine.
+    `give_up` reports to the controller that an engine cannot start; the report is repeated while the status still
+    requests this engine.
     """
 
     def __init__(self, supervisor: Supervisor, launch: Launch, *, give_up: Callable[[str], None]) -> None:
@@ -429,7 +430,10 @@ class EngineProcesses:
             self._supervisor.stop_engine(name)
 
     def _start(self, requested: RequestedEngine) -> None:
-        """Start an engine on free devices. If none are free but a process is stopping, wait for the next status."""
+        """Start a requested engine on free devices, or record that the run continues without it if too few are free.
+
+        If a process that holds devices is stopping, the decision waits for the next status.
+        """
         on = self._take_devices(requested)
         if on is None and self._held.keys() & self._supervisor.stopping:
             return

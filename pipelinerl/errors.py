@@ -43,7 +43,7 @@ class ColumnError(UserError):
 
 
 class ModelError(UserError):
-    """A model directory is missing or incomplete."""
+    """A model cannot be loaded, trained or served as configured: its files are unusable, or a setting is."""
 
 
 class TemplateNameError(ModelError):

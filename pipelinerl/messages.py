@@ -91,9 +91,9 @@ class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
 class TrainerReady(ControlMessage, frozen=True):
     """A trainer has loaded version `model_version` and requests a directive.
 
-    Each start of a trainer begins a new epoch, whose number is above all numbers ever `claimed` in the run's directory.
-    `solved` has the form of `StepDone.solved`. It covers all groups of reports that the controller had not yet answered
-    when the trainer's checkpoint was written.
+    Each start of a trainer begins a new epoch. `claimed` is the highest epoch that any trainer of this run has used;
+    the controller chooses a higher one. `solved` has the form of `StepDone.solved`. It covers the groups of all reports
+    that the controller had not yet answered when the trainer's checkpoint was written.
     """
 
     report_id: str
@@ -108,8 +108,8 @@ class StepDone(ControlMessage, frozen=True):
     """A step is complete: it trained on the groups of `orders` (indices) and made version `model_version`.
 
     `updates` contains metrics of each optimizer step, if a step may have several. `by_domain` and `by_tag` contain
-    metrics of all groups that arrived since the previous step. `solved` lists, by domain, the order's index and the
-    problem's id of each of these groups whose answers were all correct.
+    metrics of all groups that arrived since the previous step. `solved` lists, by domain, the groups
+    among them whose answers were all correct, as pairs (order's index, problem's id).
     """
 
     report_id: str
@@ -326,7 +326,7 @@ class EvaluationDone(ControlMessage, frozen=True):
 class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Totals of one domain's verifier in one actor, since the actor began; `seconds` is the sum over its verdicts.
 
-    `reason` describes the newest failure. A verdict that judges the answer resets it, and the `…_in_a_row` counts.
+    `reason` describes the newest failure. A verdict without failure clears `reason` and the `…_in_a_row` counts.
     `tool_episodes` counts the episodes that offered tools, `calls_…` the model's calls in these episodes, and
     `tool_errors` failed calls of the recipe's tools. `environment_s` is the time in seconds that episodes spent outside
     the model.
@@ -348,7 +348,9 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupStages(msgspec.Struct, frozen=True, array_like=True):
-    """Unix times at which an actor claimed the order `index`, `engine` had sampled its group, and it was verified.
+    """Unix times of the stages of one group, requested by the order `index` and sampled on `engine`.
+
+    An actor claimed the order at `claimed`. The answers were complete at `sampled`, and judged at `verified`.
 
     `spans` are pairs (version, number of tokens) of the group's longest answer. No decision depends on these times.
     """
@@ -468,7 +470,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def layout_refusal(what: str, found: object) -> str:
-    """Return the error message for `what` (a run, say), whose layout version `found` this version cannot read."""
+    """Return the error message for `what` (a run, say), whose layout `found` this version of pipelinerl cannot read."""
     return (
         f"{what} must be of layout {LAYOUT}, got layout {found}: it was begun by another version of pipelinerl; use "
         "that version, or begin a new run"

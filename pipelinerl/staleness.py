@@ -1,6 +1,6 @@
 """The two staleness bounds of RLAX §3.1, j and k, as pure arithmetic on versions.
 
-j (`inference_reload_staleness`): an engine reloads when current − loaded ≥ j.
+j (`inference_reload_staleness`): an engine reloads when (the run's current version) − (its loaded version) ≥ j.
 
 k (`trainer_acceptance_staleness`): a rollout may be trained on in the step that produces version v + 1 iff (v + 1) −
 (version of its oldest token) ≤ k. `k = math.inf` accepts everything.
@@ -55,10 +55,10 @@ class StalenessBounds:
     def most_in_flight(self, *, current: int, loaded: int, per_step: int, sampled_at_once: float = math.inf) -> float:
         """Return how many rollouts may be in flight without any becoming too old before it is trained on.
 
-        A prompt is sampled with version `loaded` or newer, so it must be trained within k − (current − loaded) steps,
-        of `per_step` rollouts each. Because an answer may take twice as long as others, only half of these steps, but
-        at least two, are filled in advance. More than two steps' rollouts (for the current and the next step), plus the
-        `sampled_at_once` that actors work on at once, are never needed.
+        A prompt is sampled with version `loaded` or newer, so it must be trained within the next k − (current − loaded)
+        steps, of `per_step` rollouts each. An answer may take twice as long as others, so rollouts are issued for only
+        half of these steps, but for at least two. The trainer never needs more than the rollouts of two steps (current
+        and next) in addition to the `sampled_at_once` rollouts that actors work on.
         """
         steps = self.k - (current - loaded)
         half = steps // 2 if math.isfinite(steps) else math.inf
@@ -76,9 +76,9 @@ class StalenessBounds:
     ) -> bool:
         """Return True if another prompt is needed, and its rollouts will probably be fresh enough when they are used.
 
-        `queued` rollouts, counted in whole groups, will be trained before those of the new prompt. So that the
-        trainer does not wait, rollouts of `ahead` steps, at least two, are kept in flight. While an update is due, one
-        step fewer is, since prompts that are issued later are sampled with the new weights.
+        `queued` rollouts, counted in whole groups, will be trained before those of the new prompt. Rollouts for `ahead`
+        steps (at least two) are kept in flight, so that the trainer does not wait. While a weight update is due, they
+        are kept for one step fewer: prompts issued after the update are sampled with the new weights.
         """
         most = self.most_in_flight(current=current, loaded=loaded, per_step=per_step, sampled_at_once=sampled_at_once)
         due = self.reload_due(current=current, loaded=loaded)

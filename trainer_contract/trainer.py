@@ -132,7 +132,7 @@ class Trainer(Protocol):
 
 
 def started(worker: W | None) -> W:
-    """Return the worker that `init_worker` created, or raise ProtocolError if there is none (yet, or after `close`)."""
+    """Return `worker`; raise ProtocolError if it is None, that is, before `init_worker` or after `close`."""
     if worker is None:
         raise ProtocolError("the trainer has no model: call init_worker first")
     return worker

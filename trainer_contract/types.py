@@ -159,9 +159,9 @@ class MicroBatch:
     Most rollouts are one segment. An episode that branched has several. If segments share a prefix, its sampled tokens
     are in the loss mask of the first of these segments only.
 
-    Column t describes token t. `logprobs[t]` predicts `token_ids[t]` from the earlier tokens of its segment. The first
-    token of a segment has no prediction: its log-prob is 0 by definition and `loss_mask` is False. `values[t]` is the
-    value of the state in which token t was sampled, predicted from the same earlier tokens.
+    Column t describes token t. A log-prob at t is that of `token_ids[t]` given the earlier tokens of its segment. The
+    first token of a segment has no prediction: its log-prob is 0 by definition and `loss_mask` is False. `values[t]` is
+    the value of the state in which token t was sampled, predicted from the same earlier tokens.
 
     Example, two rollouts "ab→c" and "d→ef" (→ divides prompt and sample):
         token_ids    a b c d e f
@@ -173,8 +173,8 @@ class MicroBatch:
         token_ids: i32 [T].
         position_ids: i32 [T], restart at 0 in each segment.
         segment_ids: i32 [T], 0..S-1, not decreasing; attention never crosses a boundary.
-        rollout_ids: i32 [T] or None, the number of each token's rollout, in 0..S-1; objectives with a term of whole
-            rollouts read it. None: each segment is a rollout.
+        rollout_ids: i32 [T] or None, the number of each token's rollout, in 0..S-1, for objectives that compute a
+            quantity per rollout. None: each segment is a rollout.
         loss_mask: bool [T], True for tokens that the model sampled and that may be trained on.
         advantages: f32 [T], computed on whole groups before packing; 0 outside the mask.
         weights: f32 [T], the aggregation weight of each token, computed on the whole batch; 0 outside the mask.
@@ -184,8 +184,8 @@ class MicroBatch:
         ref_logprobs: f32 [T] or None, log-probs of the frozen reference.
         values: f32 [T] or None, predicted by the critic when the step began; 0 at segment starts.
         returns: f32 [T] or None, targets of the critic; 0 outside the mask.
-        kl_coefficients: f32 [T] or None, factors of the KL penalty's coefficient. A coefficient that varies between
-            steps is a column, so that backends need not recompile the objective.
+        kl_coefficients: f32 [T] or None, factors by which the KL penalty's coefficient is multiplied. They may vary
+            between steps: a column, unlike a changed constant, does not make backends recompile the objective.
         streams: i32 [T] or None, for an objective that sums several losses (`pipelinerl.objective.streams`): the number
             of the loss to which each token belongs. None if all tokens have the same loss.
         behavior_versions: i32 [T] or None, version of the weights that sampled each token; 0 outside the mask. Trainers

@@ -1,4 +1,4 @@
-"""The domain `last_letter`: the prompt is a word, and rewarded is an answer that gives the word's last letter."""
+"""The domain `last_letter`: the prompt is a word, and an answer that gives the word's last letter is rewarded."""
 
 from __future__ import annotations
 

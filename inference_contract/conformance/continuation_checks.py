@@ -78,7 +78,7 @@ def greedy_answer_continues(session: Session) -> None:
 
 
 def sampled_answer_continues(session: Session) -> None:
-    """A sampled answer continued from a prefix equals the whole answer or, with an engine's own noise, is valid."""
+    """A sampled answer continued from a prefix equals the whole answer; with `own_noise` it need only be valid."""
     if _offered(session) is Continuation.SAME_NOISE:
         _continues(session)
         return
@@ -119,10 +119,10 @@ def stop_string_may_span_the_prefix(session: Session) -> None:
 
 
 def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | None:
-    """Return an answer that a stop string ends, its continuation after all but the last token, and the prefix length.
+    """Return (answer that a stop string ends, continuation of its tokens without the last, number of these tokens).
 
-    The stop string is the second and third character of the unstopped text. Return None if there is no such string, or
-    if it does not end the answer, or ends it at the first token.
+    The stop string is the second and third character of the text sampled without one. Return None if there is no such
+    string, or if it does not end the answer, or ends it at the first token.
     """
     text = session.chat(**fields).choices[0].message.content
     stop = text[1:3]
@@ -136,7 +136,7 @@ def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | No
 
 
 def ended_prefix_is_refused(session: Session) -> None:
-    """Prefixes that are complete by max_tokens or a stop string are rejected; so are repeated or missing indices."""
+    """Prefixes that max_tokens or a stop string has ended are rejected; so are lists that repeat or lack a sample."""
     _offered(session)
     seed, text, stop = stoppable(session)
     ids = ids_of(session.chat(seed=seed).choices[0])

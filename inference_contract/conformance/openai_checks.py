@@ -31,7 +31,7 @@ _SCORED_APART: Final = 0.1
 
 
 def answered(session: Session, *params: str, **fields: Any) -> ChatCompletion | None:
-    """Send a chat request; return the completion, or None if the engine rejects a field named like one of `params`."""
+    """Return the answer to a request; None if the engine rejects a field whose name starts with one of `params`."""
     response = session.completed(**fields)
     if response.status_code == 200:
         return ChatCompletion.model_validate(succeeded(response))

@@ -225,9 +225,10 @@ def pull_in_flight(session: Session) -> None:
 
 @contextmanager
 def _pull_that_fails(session: Session, *, tag: int, when: str) -> Iterator[tuple[WeightServer, int]]:
-    """Yield a weight server and a version, whose pull must fail in the `with` block; see `old_weights_stay`.
+    """Yield a weight server and a version; the `with` block must make the engine's pull of this version fail.
 
-    The server holds the kit's weights number `tag + 1` as this version; the engine serves those of `tag`.
+    The server holds the kit's weights number `tag + 1` as this version. The engine serves the weights number `tag`, and
+    must keep them (see `old_weights_stay`).
     """
     with (
         WeightServer(session.host, session.token) as server,
@@ -238,7 +239,7 @@ def _pull_that_fails(session: Session, *, tag: int, when: str) -> Iterator[tuple
 
 
 def _prepare(session: Session, version: int, *, digest: str, **where: Any) -> None:
-    """Send PREPARE with `sources` or `shards`; fail if it is rejected. Raises `NotOffered` if it cannot pull."""
+    """Send PREPARE of a pull; fail if it is rejected. Raises `NotOffered` if the engine does not offer pulls."""
     trainer = kit_trainer(session)
     response = trainer.update("prepare", version, transport="pull", digest=digest, group=None, generation=None, **where)
     if response.status_code == 400 and response.json().get("error", {}).get("param") == "transport":

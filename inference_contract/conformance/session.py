@@ -31,7 +31,7 @@ class Peer(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group and release its store."""
+        """Leave the group and close its rendezvous store."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""`KitTrainer`, rank 0 of the weight group: a second implementation, independent of `pipelinerl.trainers`.
+"""`KitTrainer`, rank 0 of the weight group: a second sender of weights, independent of `pipelinerl.weights`.
 
 Its weights are a pure function of the layout and of a number, the tag. An engine that serves the weights of the same
 tag again must therefore give the same answers.
@@ -86,7 +86,7 @@ class KitTrainer:
         self.version = card.model_version
 
     def close(self) -> None:
-        """Leave the group and release the store."""
+        """Leave the group and close its rendezvous store."""
         self._group = self._store = None
 
     def join_request(self, generation: int, **fields: Any) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class KitTrainer:
         } | fields
 
     def form(self) -> httpx.Response:
-        """Form a new group with the next generation; return the engine's answer."""
+        """Form a new group, with a higher generation than the last; return the engine's answer."""
         self.leave()
         self.generation += 1
         with ThreadPoolExecutor(1) as thread:

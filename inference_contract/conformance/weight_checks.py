@@ -114,7 +114,7 @@ def check_served(session: Session, update: Callable[[int], int]) -> None:
 
 @contextmanager
 def old_weights_stay(session: Session, update: Callable[[int], int], *, tag: int, when: str) -> Iterator[int]:
-    """Yield a version; the `with` block must start an update to it that fails.
+    """Yield a version; the `with` block must start an update to this version and make the update fail.
 
     `update(tag)` makes the engine serve the kit's weights number `tag`, and is called before the block. After the
     block, fail unless these weights are still served and the next update takes effect. `when` begins the error
@@ -310,9 +310,9 @@ def drain_finishes_running_samples(session: Session) -> None:
 class LoadedUpdate:
     """An update and the answers to requests sent during it.
 
-    The engine's metrics give two numbers of these answers' tokens: those sampled before COMMIT, by version `old`
-    (`before_commit`, a lower bound, since counters lag), and those sampled after the answer to COMMIT, by version `new`
-    (`after_commit`).
+    The engine's metrics count the tokens of these answers. `before_commit` tokens were sampled before COMMIT, by
+    version `old`; this is a lower bound, since counters lag. `after_commit` tokens were sampled after the answer to
+    COMMIT, by version `new`.
     """
 
     old: int

@@ -2,7 +2,7 @@
 
     add_cluster_commands(app, connect=…, claim=…, refuse=…)
 
-The controller's client and the checks of a recipe are passed in, since the launcher does not import them.
+The caller passes these three functions, since the launcher does not import the code that they need.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ _ON_EXIT = {
 
 
 def plan_lines(launch: Launch) -> Iterator[str]:
-    """Yield lines on each host and its processes, then on the environment variables that all processes share."""
+    """Yield lines on each host and its processes, on their shared environment variables, run directory and token."""
     plan = processes_of(launch)
     shared = _shared_environment(plan.specs)
     name_width = max(len(spec.name) for spec in plan.specs)

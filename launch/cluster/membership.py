@@ -1,5 +1,7 @@
 """Messages between the nodes of a run, as files in the run's directory, which all nodes see.
 
+The head is the node of the first host. A launch is one start of the run's processes, by the head.
+
     cluster/hosts.json     the hosts with which the run began, and the number of its first port
     cluster/launch.json    written by the head: the current launch, its hosts and ports, and how it ended
     cluster/node-b.json    written by the node of host b: the launch that it serves, a growing counter, its state
@@ -59,13 +61,13 @@ class Members:
     first_port: int = FIRST_PORT
 
     def launch(self, config: RunConfig, run_dir: Path, *, cores: Sequence[int] = ()) -> Launch:
-        """Return the launch of a run on these hosts; raise `RecipeError` if the recipe cannot be placed on them."""
+        """Return the `Launch` of a run on these hosts; raise `RecipeError` if they cannot hold the run's processes."""
         return Launch.on(self.hosts, config, run_dir=run_dir, ports=count(self.first_port), cores=cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecord:
-    """The head's record of a launch: its id, its hosts, and the result of the run (None while the run is under way)."""
+    """The head's record of a launch (one start of the run): id, hosts, and the run's result (None until it ends)."""
 
     id: str
     members: Members
@@ -73,7 +75,7 @@ class LaunchRecord:
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's record: id of the launch served, its state, its processes' restarts, and a count of writes (`beat`)."""
+    """A node's record: id of its launch, the node's state, its processes' restarts, and a count of writes (`beat`)."""
 
     launch: str
     beat: int
@@ -88,7 +90,7 @@ def write_members(run_dir: Path, members: Members) -> None:
 
 
 def read_members(run_dir: Path) -> Members | None:
-    """Return the hosts that a run began with, or None for one machine; raise `UserError` if the file is damaged."""
+    """Return the hosts of a run, or None if it has only this machine; raise `UserError` if the file is damaged."""
     path = folder_of(run_dir) / "hosts.json"
     try:
         return _members_of(json.loads(path.read_text()))

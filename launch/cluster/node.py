@@ -102,7 +102,7 @@ def serve_share(run_dir: Path, host: str, *, announce: Callable[[str], None] = p
     """Run the processes of `host` until the run is over; return the head's exit status.
 
     Raises:
-        UserError: there is no launch, the run has no such host, it has too few GPUs, or another node serves it.
+        UserError: no launch begins in time, the run has no such host, it has too few GPUs, or another node serves it.
     """
     record = _await_launch(run_dir, host, announce, head_s)
     with _claimed(run_dir, host):
@@ -121,7 +121,7 @@ def serve_share(run_dir: Path, host: str, *, announce: Callable[[str], None] = p
 
 @final
 class _Share:
-    """The processes of one host in one launch."""
+    """The processes of one host in one launch (one start of the run by the head)."""
 
     def __init__(
         self, run_dir: Path, host: str, record: LaunchRecord, announce: Callable[[str], None], head_s: float

@@ -71,7 +71,7 @@ class NodeProcess:
         return str(_ray().util.get_node_ip_address())
 
     def serve(self, words: Sequence[str], output: str) -> int:
-        """Run `pipelinerl node` with these arguments, its output going to a file; return the node's exit status."""
+        """Run `pipelinerl node` with the arguments `words` and output to the file `output`; return its exit status."""
         tie = [tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--"]
         command = [sys.executable, "-S", "-E", *tie, sys.executable, "-m", "pipelinerl.cli", "node", *words]
         with open(output, "ab") as log:
@@ -82,7 +82,9 @@ class NodeProcess:
 def run_on_ray(
     address: str | None, config: RunConfig, members: Members, run_dir: Path, announce: Callable[[str], None]
 ) -> int:
-    """Run the nodes on the Ray cluster at `address`, or on this machine's; return the exit status of the head's node.
+    """Run the nodes on the Ray cluster at `address`; return the exit status of the head's node.
+
+    If `address` is None, use the cluster to which this machine belongs.
 
     Raises:
         UserError: ray is not installed, no cluster answers, or the cluster cannot hold the hosts.
@@ -191,7 +193,10 @@ class _Nodes:
         self._locating[actor.address.remote()] = name
 
     def _located(self, name: str, reference: Any) -> None:
-        """Handle an actor's address; retry an actor that failed before Ray noticed the loss of its machine."""
+        """Record the address that a host's actor reported; start the nodes once all addresses are known.
+
+        An actor that failed because its machine is lost is requested again. A changed address restarts all nodes.
+        """
         try:
             address = str(self._ray.get(reference, timeout=_ASK_S))
         except self._ray.exceptions.RayActorError:
@@ -219,7 +224,7 @@ class _Nodes:
         self._serving[self._actors[name].serve.remote(words, str(output))] = name
 
     def _ended(self, name: str, reference: Any) -> int | None:
-        """Handle the end of a node or of its machine; return the run's exit status if the run is over."""
+        """Handle the end of a node: restart it if it died. Return the run's exit status; None while the run goes on."""
         head = self._members.hosts[0].name
         try:
             status = int(self._ray.get(reference, timeout=_ASK_S))

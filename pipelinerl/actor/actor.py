@@ -90,7 +90,7 @@ class _Outbox:
 
 @final
 class GroupLimiter:
-    """Limit on the orders (requested groups) in flight, as slots. Any task may give back slots that another took."""
+    """Limit on the orders (requested groups) in flight, each of which takes a slot; any task may give back a slot."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -323,7 +323,7 @@ class Actor:
             self._outbox.reports.append(_evaluation(order, group, shown_problem(order, made)))
 
     async def _made_in_time(self, order: PromptOrder) -> Sequence[MadeRollout] | None:
-        """Return verified rollouts, or None if the group became too old to train, after reporting this.
+        """Return verified rollouts; if the group became too old to train, report this and return None.
 
         Evaluations never become too old.
         """

@@ -46,7 +46,7 @@ _LIVES: Final = 2
 
 
 class Player(Protocol):
-    """Runner of one domain's episodes against the gateway, such as `EpisodeHosts`, a command line or `OpenEnv`."""
+    """Runner of one domain's episodes, such as `EpisodeHosts` or `OpenEnv`; episodes call the model via the gateway."""
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
         """Play one episode. Raises TimeoutError or `HostLost`."""
@@ -231,7 +231,7 @@ class Episodes:
 
 
 def _from_first_turn(progress: GroupProgress) -> GroupProgress:
-    """Return callbacks that report no `begun` after the first sampled turn: later turns begin no group."""
+    """Return `progress` without calls of `begun` after the first sampled turn: only a first turn begins the group."""
     has_turn = False
 
     def begun() -> None:

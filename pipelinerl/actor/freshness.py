@@ -28,7 +28,8 @@ def can_be_fresh(began: int, *, current: int, k: float) -> bool:
 class Held:
     """A group that is being sampled. `scope` is the timeout that cancels the sampling.
 
-    `waits` is True until an engine begins. `began` is the first version that was reported after that, None until then.
+    `waits` is True until the group's request is sent to an engine. `began` is the first version that was reported after
+    the request was sent; None before such a report.
     `given_up` is the value that `began` had when the group was dropped; None if the group was not dropped.
     """
 
@@ -38,7 +39,7 @@ class Held:
     waits: bool = True
 
     def begin(self) -> None:
-        """Record that an engine starts the group from its first token; the next reported version becomes `began`."""
+        """Record that the group is requested from its first token on; the next reported version becomes `began`."""
         self.began, self.waits = None, False
 
 
@@ -52,7 +53,7 @@ class Freshness:
 
     @contextmanager
     def watched(self, held: Held) -> Iterator[None]:
-        """Watch a group during the `with` block; once the group is too old to be trained, raise TimeoutError there."""
+        """Watch a group during the `with` block; its timeout `scope` expires once the group is too old to train."""
         self._held.add(held)
         try:
             yield

@@ -20,8 +20,8 @@ class Sampler(Protocol):
     ) -> Answered:
         """Return the answer of `engine` (if empty, of any engine), with retries; raise if all engines failed.
 
-        The engine `near` is preferred unless it is much busier than others. `begun` is called whenever an engine starts
-        the answer from its first token.
+        The engine `near` is preferred unless it is much busier than others. `begun` is called before each request that
+        samples the answer from its first token, instead of continuing it.
         """
         ...
 
@@ -44,8 +44,8 @@ class GroupProgress:
     """Callbacks to the actor while a group is made; outside of an actor, every event is ignored.
 
     Attributes:
-        begun: an engine starts to sample the group from its first token.
-        handed_over: an answer is complete; `Answered` counts tokens from engines that failed or left before its end.
+        begun: a request is sent that samples the group from its first token.
+        handed_over: an answer is complete; `Answered` also counts its tokens from engines that failed or left.
         resampled: a weight update aborted this number of samples, which will be sampled again.
         sampled: sampling ended at this engine (base URL). Episodes report this per turn; the last report counts.
         judged: the samples have these verdicts and, per sample, these spans: (version, number of tokens) pairs.

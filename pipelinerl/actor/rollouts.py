@@ -66,7 +66,7 @@ def rollouts_of(
 
 
 def assemble(order: PromptOrder, made: Sequence[MadeRollout], *, actor: str, refusal: str = "") -> RolloutGroup:
-    """Return the group of an order from its rollouts."""
+    """Return the group of an order from its rollouts; `refusal` is the reason if the group filter refused the group."""
     return RolloutGroup(
         group_id=order.order_id,
         index=order.index,
@@ -106,7 +106,10 @@ class RolloutWriter:
             await self._check(first, payloads)
 
     async def _check(self, first: int, payloads: Sequence[bytes]) -> None:
-        """Raise `FencedError` unless the entries with these ids are ours, from an append whose reply was lost."""
+        """Raise `FencedError` unless the entries from id `first` on are `payloads`.
+
+        Equal entries come from an earlier attempt whose reply was lost, others from another actor of this name.
+        """
         ours = {f"{first + place}-0": payload for place, payload in enumerate(payloads)}
         last = await self._stream.last_id(self._name)
         entries = await self._stream.read({self._name: f"{first - 1}-0"}, count=len(ours), block_s=0)

@@ -76,7 +76,7 @@ def chat_request(
     attempt: int = 0,
     replay: RoutingReplay = RoutingReplay.OFF,
 ) -> ChatCompletionRequest:
-    """Return the request for the rest of an order's samples, of which `here` are sampled already."""
+    """Return the request for an order's missing samples: `here` samples exist already; `attempt` changes the seed."""
     sampling = order.sampling
     return ChatCompletionRequest(
         model=model,

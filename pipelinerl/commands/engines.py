@@ -285,7 +285,7 @@ def _until(
 
 
 def _last_word(which: str, logs: Path | None) -> str:
-    """Return the message in the last line of the engine's log; empty if there is none."""
+    """Return `: ` and the error message in the last line of the engine's log; empty if that line is no such message."""
     log = None if logs is None else logs / f"{which}.log"
     lines = log.read_text(errors="replace").splitlines() if log is not None and log.is_file() else []
     sentence = lines[-1].removeprefix("pipelinerl: ") if lines else ""

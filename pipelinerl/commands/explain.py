@@ -250,9 +250,9 @@ def _factors(
 
 
 def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None, Table | None]:
-    """Return the step's rollouts with their tokens as text, the groups to show, and a table of its optimizer steps.
+    """Return the rollouts of a training step with their tokens as text, the groups to show, and `update_table`.
 
-    The groups are None if all are to be shown; the table is None if the step had only one optimizer step.
+    The groups are None if all are to be shown. The table has a row per optimizer step; None if there was only one.
     """
     config = recipes.load_run(of_run.run_dir)
     step = recorded_step(of_run.run_dir, of_run.step)

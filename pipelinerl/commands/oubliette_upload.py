@@ -37,7 +37,7 @@ _AT_ONCE: Final = 8
 
 @final
 class RowLinker:
-    """Stores the inputs and answers of rows, equal ones once; `contents` and `num_bytes` count those sent so far."""
+    """Stores the test inputs and answers of rows, without duplicates; `contents` and `num_bytes` count those sent."""
 
     def __init__(self, store: RepositoryFolder | RemoteRunner) -> None:
         self._store = store
@@ -115,7 +115,7 @@ _MOST_REASONS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class UploadReport:
-    """Numbers of rows written and left out, the first reasons for leaving rows out, and the inputs and answers sent."""
+    """Counts of rows written and left out, reasons for the first rows left out, and the inputs and answers sent."""
 
     rows: int
     left_out: int
@@ -176,7 +176,7 @@ async def _store(rules: CodeRules, stack: AsyncExitStack) -> RepositoryFolder | 
 
 @final
 class RepositoryFolder:
-    """A repository on this machine; opens the sandbox only when it compiles the first checker."""
+    """A local store of tests' inputs, answers and checkers; opens the sandbox only to compile the first checker."""
 
     def __init__(self, repository: PersistentRepository, rules: CodeRules) -> None:
         self._repository = repository

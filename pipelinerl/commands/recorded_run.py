@@ -160,7 +160,7 @@ def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
 
 
 def _decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[str]:
-    """Yield a line for each decision that `rule` would have made; the number of engines is always the recorded one."""
+    """Yield a line for each decision that `rule` would have made, each from the recorded number of engines."""
     memory, serving, step = ElasticMemory(), set[str](), 0
     for event in events:
         now = float(event.get("elapsed_s", 0.0))

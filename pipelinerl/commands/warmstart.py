@@ -148,7 +148,7 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
 def _with_ranks(config: RunConfig) -> RunConfig:
     """Start the trainer's ranks above 0 on this machine; return the recipe with the address where the ranks meet.
 
-    Rank 0 ends the ranks when this process exits. If this process is killed, the kernel ends them.
+    This process becomes rank 0 and ends the other ranks when it exits; if it is killed, the kernel ends them.
     """
     count = config.trainer_processes
     if count == 1:

@@ -52,7 +52,7 @@ class EpisodeSection(Section):
 
     @property
     def limits(self) -> EpisodeLimits:
-        """These limits as the value type that actors use."""
+        """The section's limits as `EpisodeLimits`, the type that actors use."""
         return EpisodeLimits(**shared_values(self, EpisodeLimits))
 
 

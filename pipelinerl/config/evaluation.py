@@ -113,7 +113,10 @@ class EvaluationSetSection(Section):
     """The values of k for pass@k; by default `evaluation.pass_at`."""
 
     def within(self, common: EvaluationSection, *, place: int, domains: Sequence[str]) -> HeldOutSet:
-        """Return this set with missing keys filled in from `common`; `domains` are the names of all trained domains."""
+        """Return this set with missing keys, except `interval_steps`, filled in from `common`.
+
+        `domains` are the names of all trained domains, used if the set names none.
+        """
         own = {name: value for name, value in shared_values(self, HeldOutSet).items() if value is not None}
         values = shared_values(common, HeldOutSet) | own
         # Do not fill in the interval of `common`: it is only a knob's initial value, and a set without an interval must

@@ -41,7 +41,7 @@ class TrainingSection(Section):
     target_kl: float | None = Field(default=None, gt=0)
     """KL from π_old, in nats per token, above which a step skips its remaining optimizer steps."""
     deadline_s: float = Field(default=300.0, gt=0)
-    """The longest time without a rollout or a directive before the trainer reports it and stops."""
+    """The longest wait for a rollout or for the controller's directive; then the trainer reports it and stops."""
 
     @model_validator(mode="after")
     def _ends_what_can_end(self) -> Self:

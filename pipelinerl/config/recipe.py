@@ -72,7 +72,7 @@ class RunConfig(Section):
     domains: tuple[DomainSection, ...]
     run: RunSection = RunSection()
     objective: str | dict[str, Any] = "pipelinerl"
-    """A preset's name, or a table of slots that may start from a `preset`; `pipelinerl explain` lists the presets."""
+    """A preset's name, or a table of slots (loss terms) that may start from a `preset`; see `pipelinerl explain`."""
     engine: EngineSection = EngineSection()
     elastic: ElasticSection = ElasticSection()
     actor: ActorSection = ActorSection()
@@ -191,24 +191,27 @@ class RunConfig(Section):
 
     @property
     def trained_domains(self) -> tuple[DomainSection, ...]:
-        """Domains whose problems are sampled and trained on."""
+        """Domains that train on answers sampled during the run."""
         return tuple(domain for domain in self.domains if domain.is_sampled)
 
     @property
     def demonstrated_domains(self) -> tuple[DomainSection, ...]:
-        """Domains whose right answers are trained on."""
+        """Domains that train on right answers from the data (demonstrations) instead of sampled answers."""
         return tuple(domain for domain in self.domains if domain.weight and not domain.is_sampled)
 
     @property
     def demonstrations_per_update(self) -> int:
-        """The number of right answers from the data per optimizer step, by domain weights; 0 if no domain uses any."""
+        """The number of demonstrations (right answers from the data) per optimizer step; 0 if no domain trains on them.
+
+        The ratio of demonstrations to sampled groups is the ratio of their domains' weights.
+        """
         shares = [sum(each.weight for each in those) for those in (self.demonstrated_domains, self.trained_domains)]
         groups = self.groups_per_step / self.training.mini_batches
         return max(1, round(groups * shares[0] / shares[1])) if shares[0] else 0
 
     @property
     def evaluation_sets(self) -> tuple[HeldOutSet, ...]:
-        """The evaluation sets; decisions of the run depend on the first set."""
+        """The evaluation sets, in the recipe's order; `run.until_accuracy` refers to the first set."""
         trained = [domain.name for domain in self.trained_domains]
         several = enumerate(self.evaluations)
         sets = tuple(each.within(self.evaluation, place=place, domains=trained) for place, each in several)
@@ -250,7 +253,7 @@ class RunConfig(Section):
 
     @property
     def optimizer_steps(self) -> int:
-        """The run's number of optimizer steps, unless `target_kl` cuts a step short; schedules use it."""
+        """The run's planned number of optimizer steps, used by schedules; `target_kl` may end a step with fewer."""
         return self.run.steps * self.training.epochs * self.training.mini_batches
 
     @property

@@ -57,7 +57,7 @@ class RunSection(Section):
     stall_s: float = Field(default=120.0, gt=0)
     """Time without progress after which an event and the controller's log name the blocker."""
     no_signal_steps: int = Field(default=20, ge=1)
-    """The run ends, as solved or hopeless, after this many steps' worth of groups without signal, dropped in a row.
+    """The run ends, as solved or hopeless, after it dropped this many steps' worth of groups without signal in a row.
 
     An alarm is raised at half of this number.
     """
@@ -125,8 +125,8 @@ class EngineSection(Section):
 class ActorSection(Section):
     """The processes that sample rollouts from the engines and have them verified.
 
-    An engine streams its samples to the actor every `stream_interval_s`, so that another engine can continue them if it
-    dies. With 0, an answer arrives only when complete, and an engine that dies loses its samples.
+    An engine streams its samples to the actor every `stream_interval_s`. If the engine dies, another engine continues
+    the samples. With 0, an answer arrives only when complete, and an engine that dies loses its samples.
     """
 
     count: int = Field(default=1, ge=1)
@@ -242,7 +242,7 @@ class TrainerSection(Section):
 
 
 class StalenessSection(Section):
-    """The staleness bounds j and k (RLAX §3.1), by preset or by number."""
+    """Staleness bounds in versions (RLAX §3.1): j for engines' weights, k for trained tokens; by preset or number."""
 
     preset: str | None = None
     """Name of a pair (j, k); by default `pipeline`."""
@@ -281,7 +281,7 @@ class CheckpointSection(Section):
     interval_steps: int = Field(default=100, ge=1)
     """Steps between checkpoints."""
     keep: int = Field(default=2, ge=1)
-    """The number of newest checkpoints that are kept. Streams keep all rollouts that a run resumed from them reads."""
+    """The number of newest checkpoints that are kept. Streams keep the rollouts needed to resume from them."""
     keep_best: int = Field(default=0, ge=0)
     """The number of checkpoints with the highest evaluation accuracy that are kept in addition, regardless of age."""
     location: str | None = None
@@ -360,7 +360,7 @@ class ParameterServerSection(Section):
     urls: tuple[BaseUrl, ...] = ()
     """Base URLs of running servers, ordered by shard; if given, the launcher starts none."""
     versions: int = Field(default=3, ge=2)
-    """The most versions that a server holds: one that serves, one that arrives, and one that may still be saved."""
+    """The most versions that a server holds, such as one being served, one being received and one being saved."""
     copies: str | None = None
     """Directory or fsspec URL of the persistent copies, by run and server; by default in the run's directory.
 

@@ -197,7 +197,7 @@ class OublietteSection(Section):
     """Defaults of the verifier `oubliette`, a sandbox for programs; a problem's metadata may override them."""
 
     tier: Tier = Tier.DEFAULT
-    """The sandbox tier; if it is unavailable, nothing is judged."""
+    """The strength of the sandbox's isolation; if it is unavailable, nothing is judged."""
     language: str = "python"
     """Language of a fenced code block that does not name its language."""
     languages: tuple[str, ...] = ()
@@ -231,7 +231,7 @@ class OublietteSection(Section):
 
     @property
     def rules(self) -> CodeRules:
-        """These settings as the value type that the verifier uses."""
+        """The section's settings as `CodeRules`, the type that the verifier uses."""
         return CodeRules(
             **shared_values(self, CodeRules) | {"languages": self.languages or (self.language,)},
             memory_bytes=self.memory_mb << 20,

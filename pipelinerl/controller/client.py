@@ -133,7 +133,10 @@ class AsyncControllerClient:
         return await self._call("GET", routes.ASSIGNMENT, ActorAssignment)
 
     async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> float:
-        """Ask the controller to add the engine; return the seconds after which to ask again. Repeats have no effect."""
+        """Offer the engine to the controller, which adds it to the fleet; return the seconds until the next offer.
+
+        An engine repeats its offer as long as it lives; an offer of an engine that is in the fleet has no effect.
+        """
         offer = {"url": url, "incarnation": incarnation, "name": name, "type": type}
         return (await self._call("POST", routes.ENGINES, EngineTaken, json=offer)).again_s
 

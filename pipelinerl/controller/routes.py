@@ -107,7 +107,7 @@ class EngineOffer(BaseModel):
 
 
 class VerifierOffer(BaseModel):
-    """Request to add a verifier service, sent by the service; `domains` maps domains to digests of their rules."""
+    """Request of a verifier service to be used; `domains` maps each domain to the digest of its judging rules."""
 
     url: _OfferedUrl
     incarnation: Annotated[str, Field(min_length=1, max_length=64)]
@@ -139,7 +139,7 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
     serving: tuple[str, ...]
     """Base URLs of the engines that may be given work."""
     finishing: tuple[str, ...]
-    """Base URLs of engines that may finish their work, but get no new work."""
+    """Base URLs of engines that finish their work and get no new work, except evaluation prompts that name one."""
     groups_in_flight: int
     model_version: int
     k: float | None

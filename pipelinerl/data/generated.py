@@ -226,7 +226,10 @@ def _drawn(parameters: _Parameters, key: int) -> Draft:
 
 
 def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], parameters: _Parameters) -> list[int]:
-    """Draw test inputs in [0, 3 · `max_number`); the first one differs from the function's result if any does."""
+    """Draw test inputs in [0, 3 · `max_number`).
+
+    For the first input, the function's result differs from the input, if such an input exists.
+    """
     top = 3 * parameters.max_number
     inputs = [int(noise.integers(top)) for _ in range(parameters.tests)]
     tried = (*range(inputs[0], top), *range(inputs[0]))

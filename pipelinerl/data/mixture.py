@@ -56,7 +56,7 @@ class Mixture:
     """
 
     def __init__(self, domains: Sequence[Domain], *, seed: int, quota: Quota = _NO_BLOCKS) -> None:
-        """Create the mixture; `quota`, which sets the blocks, is the default for calls that give none."""
+        """Create the mixture. `quota` gives the size of the blocks; methods use it if their caller passes none."""
         if not domains or any(not (math.isfinite(domain.weight) and domain.weight > 0) for domain in domains):
             weights = {domain.name: domain.weight for domain in domains}
             raise RecipeError(f"domains must be one or more with positive finite weights, got {weights}")
@@ -82,11 +82,11 @@ class Mixture:
     def problem(
         self, index: int, weights: Mapping[str, float] | None = None, quota: Quota | None = None, ahead: int = 0
     ) -> Problem:
-        """Return problem `index` ≥ 0 of the run: problem `index + ahead` in the source of the domain of `index`."""
+        """Return the run's problem `index` ≥ 0: problem `index + ahead` of its domain's source, after `ahead` skips."""
         return self.domain(index, weights, quota).source.problem(index + ahead)
 
     def _places(self, quota: Quota, block: int) -> list[int]:
-        """Return for each problem of a block its point's index on the line of cumulative weights, shuffled by seed."""
+        """Return which of the block's points each problem of the block gets: a permutation of 0..size-1, by seed."""
         if self._permutation[0] != (quota, block):
             noise = rng.generator(self._seed, "quota", quota.since, block)
             self._permutation = (quota, block), noise.permutation(quota.size).tolist()

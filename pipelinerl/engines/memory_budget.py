@@ -62,7 +62,7 @@ class EngineBudget:
 
     @property
     def total(self) -> int:
-        """Bytes besides the serving weights."""
+        """The sum of all parts: the bytes besides the serving weights, with a full-length cache for all slots."""
         return self.cache + self.staging + self.conversion + self.prefill + self.logits
 
     @property
@@ -76,7 +76,10 @@ class EngineBudget:
         return self.total - self.cache + self.sequence
 
     def most_slots(self, left: int) -> int:
-        """Return the number of slots whose workspace fits `left` bytes after other parts and one sequence's cache."""
+        """Return the most slots whose decode workspace fits `left` bytes.
+
+        All other parts, and a cache for only one sequence, are subtracted first.
+        """
         return max(0, (left - (self.least - self.logits)) * self.slots // self.logits)
 
     def cache_within(self, memory: DeviceMemory, *, context_length: int) -> int:

@@ -27,7 +27,7 @@ class EngineOptions:
         kernels: kernels of the forward; the trainer must use the same.
         devices: the number of devices that share one engine's model.
         memory_share: largest share of each GPU's memory that the engine takes; None sets no bound. Not for CPUs.
-        options: options of this engine type only; passed to the library that computes.
+        options: options of this engine type only; passed to the library that runs the model, such as vLLM.
         threads: CPU threads for the model; None leaves the library's default.
         seed: key of the noise of requests that have no seed of their own.
         pull: fetches weights from parameter servers; None disables the transport `pull`.
@@ -120,14 +120,14 @@ class EngineOptions:
             )
 
     def check_fast_kernels(self, engine: str) -> None:
-        """Raise `ModelError` if results must not depend on the batch, which `engine` cannot promise."""
+        """Raise `ModelError` if `kernels` must be batch-invariant, which `engine` does not support."""
         if self.kernels is Kernels.BATCH_INVARIANT:
             raise ModelError(
                 f"{engine} has no batch-invariant kernels; use engine.type torch on a CPU, or leave out model.kernels"
             )
 
     def check_no_memory_share(self, engine: str) -> None:
-        """Raise `ModelError` if a share of GPU memory is set; `engine` uses no GPU memory."""
+        """Raise `ModelError` if `memory_share` is set, since the engine type `engine` uses no GPU memory."""
         if self.memory_share is not None:
             raise ModelError(
                 f"{engine} uses no GPU memory, got engine.memory_share={self.memory_share:g}; leave it out"

@@ -87,8 +87,8 @@ class RecordedTurn:
 
     Attributes:
         parent: the turn that this turn continues.
-        request_key: identifies the messages that the turn answers.
-        agent_key: identifies the agent's request; differs from `request_key` after calls of the recipe's tools.
+        request_key: hash of the messages that the turn answers.
+        agent_key: hash of the agent's own messages; differs from `request_key` if the gateway added results of tools.
         new_segment: the reason why the turn begins a new segment; None if it does not.
         read: True once a request continues the answer.
         abandoned: True if the agent repeated the request without reading the answer; the turn is not trained on.
@@ -159,7 +159,7 @@ class ToolCalls:
 
 @final
 class Episode:
-    """The episode of one sample of the group that a `PromptOrder` requests; for use from a single event loop."""
+    """One episode, which yields one sample of the group that a `PromptOrder` requests; for use from one event loop."""
 
     def __init__(self, order: PromptOrder, sample: int, limits: EpisodeLimits) -> None:
         self.order = order
@@ -386,7 +386,8 @@ class Episode:
 def _hash_message(hasher: Any, message: ChatMessage) -> None:
     """Add a message to the hash that identifies a conversation.
 
-    An answer is hashed by the ids of its calls; without calls, by its text without thinking and outer white space.
+    An answer is hashed by the ids of its tool calls, or if it has none, by its text. Thinking and outer white space of
+    the text are ignored.
     """
     parts = [message.role, message.content]
     if message.role == "assistant":

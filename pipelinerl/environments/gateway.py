@@ -144,7 +144,7 @@ class Gateway:
         raise _NotFound(f"{request.method} {path}")
 
     def _addressee(self, request: Request) -> tuple[OpenEpisode, str, str]:
-        """Return the episode and the agent to which a request belongs, and the path of OpenAI's API."""
+        """Return a request's episode, its agent's name, and its path in OpenAI's API."""
         path = str(request.scope["path"])
         if path.startswith("/e/"):
             secret, _, rest = path[3:].partition("/")
@@ -187,10 +187,11 @@ async def _sampled(
 async def _sampled_with_tools(
     opened: OpenEpisode, tools: Toolbox, agent: str, body: Mapping[str, Any]
 ) -> ChatCompletion:
-    """Sample answers and run their calls of the recipe's tools, until an answer calls none of them; return that answer.
+    """Sample answers and run their calls of the recipe's tools, until an answer is meant for the agent; return it.
 
-    An answer that calls both the recipe's and the agent's tools is returned with only the latter calls. When the agent
-    continues, the results of the recipe's tools are inserted before the agent's new messages.
+    An answer that calls only the recipe's tools is continued with their results. One that also calls the agent's tools
+    is returned with the calls of the agent's tools alone. When the agent continues, the results of the recipe's tools
+    are inserted before the agent's new messages.
     """
     own = body.get("tools") or ()
     names = names_of(own)

@@ -85,7 +85,7 @@ class _Host:
             self.writer.write(json.dumps(fields).encode() + b"\n")
 
     async def listen(self) -> None:
-        """Forward the ends of episodes until the process exits."""
+        """Pass each episode's end to the waiting `play`. When the host process exits, fail all that still wait."""
         with contextlib.suppress(OSError, ValueError):
             while line := await self.reader.readline():
                 fields = json.loads(line)

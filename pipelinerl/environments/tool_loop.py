@@ -1,7 +1,7 @@
 """The recipe's tools (`episode.tools`), which the gateway offers to the model and runs for each agent that trains.
 
-The gateway runs calls of these tools and samples again, until an answer calls none of them. The agent sees only that
-answer. A domain without user code has `OneRequest` as its agent.
+The gateway runs calls of these tools and samples again, until an answer calls none of them, or also calls a tool of the
+agent. The agent sees only that answer. A domain without user code has `OneRequest` as its agent.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|

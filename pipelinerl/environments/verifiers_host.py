@@ -95,7 +95,7 @@ def _share_connections() -> None:
 
 
 def _name_agents(environment: Any, trains: dict[str, bool]) -> None:
-    """Let each agent call the gateway under its own name; `trains` has the agents' roles.
+    """Let each agent call the gateway under its own name; `trains` says for each agent's role whether it may train.
 
     verifiers calls `setup` with the agents of each episode before they run. An agent whose options name another model
     server keeps it, and does not train.
@@ -219,7 +219,7 @@ def _offer_chat_harness() -> None:
         """Configuration of `ChatHarness`, which has no settings of its own."""
 
     class ChatHarness(vf.Harness[ChatHarnessConfig]):
-        """An agent in this process, without tools; verifiers starts it once per segment of a trace, for one answer."""
+        """An agent in this process, without tools. Each launch by verifiers requests one answer."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_RESUME = True

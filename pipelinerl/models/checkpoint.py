@@ -197,7 +197,10 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(tensor: Mapping[str, Any], *, before: int, most: int) -> StoredTensor:
-    """Parse one tensor's entry in a file's header. Raises ValueError, TypeError or KeyError if it is invalid."""
+    """Parse one tensor's entry in a file's header; `before` bytes precede the tensors, which have `most` bytes in all.
+
+    Raises ValueError, TypeError or KeyError if the entry is invalid.
+    """
     (start, end), code, shape = tensor["data_offsets"], str(tensor["dtype"]), tuple(tensor["shape"])
     numbers = (start, end, *shape)
     if any(isinstance(each, bool) or not isinstance(each, int) or each < 0 for each in numbers):
@@ -223,7 +226,7 @@ def check_weights(path: Path) -> PreTrainedModel:
 
 
 def check_values(path: Path, *, most_bytes: int) -> int:
-    """Raise ModelError if a tensor has NaN or infinity. Check `most_bytes` at most; return the number not checked."""
+    """Raise ModelError if a tensor has NaN or infinity. Check at most `most_bytes`; return the bytes left unchecked."""
     room, left = most_bytes, 0
     for file in weight_files(path):
         for name, tensor in stored_tensors(file).items():

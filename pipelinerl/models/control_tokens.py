@@ -224,7 +224,7 @@ class ContentGuard:
         return self._structure(self._ids(text))
 
     def _structure_of_tail(self, chat: Chat, begin: Begin) -> list[int] | None:
-        """Return the structural tokens that the template writes after `begin`; None if rendering fails.
+        """Return the structural tokens that the template writes after the position `begin`; None if rendering fails.
 
         Symbols in the data are first replaced by letters, so that the data spells no structural token.
         """
@@ -240,8 +240,8 @@ class ContentGuard:
     ) -> frozenset[int] | None:
         """Return the positions in the rendered `text` of the characters at `starts` in the chat's texts.
 
-        None if marking them changes the rest of the rendering. Raises ModelError if the texts use up all private
-        characters.
+        To find them, they are replaced by private-use characters before rendering. None if this changes the rest of the
+        rendering. Raises ModelError if the texts use up all private-use characters.
         """
         known = set(text)
         unused = (mark for mark in map(chr, range(_MARKS, _LAST)) if mark not in known)
@@ -454,7 +454,10 @@ class ConversationTail:
         return ids[1:] if last_id in self._ends and ids and ids[0] in self._ends else ids
 
     def reproduces_deployment(self, *, calls: int = 0) -> bool:
-        """Return whether a conversation continued by its tail, after `calls` tool calls, equals its whole rendering."""
+        """Return whether an answer plus its tail reads like the template's rendering of the whole conversation.
+
+        The test conversation has an answer with `calls` tool calls and their results, or a text if `calls` is 0.
+        """
         answer = _answer(calls)
         replies: list[Turn] = [
             {"role": "tool", "content": "c", "name": "f", "tool_call_id": call["id"]}
@@ -474,8 +477,10 @@ class ConversationTail:
         return whole == opened[:end] + short[at + len(_MARK) + before_end :]
 
     def _closing_after(self, calls: int) -> tuple[str, int]:
-        """Return the text from an answer with tool `calls` through its end token, and the number of characters before
-        that token.
+        """Return the text that the template writes after an answer, up to and including the token that ends the turn.
+
+        The second value is the number of characters before this token.
+        The answer has `calls` tool calls, or a text if `calls` is 0. Returns ("", 0) if there is no such token.
         """
         try:
             text = self._render(Chat(turns=[_ASKS, _with_mark(_answer(calls), _MARK)]), False)

@@ -39,7 +39,7 @@ _FAMILY: Final[Mapping[str, tuple[bool | None, bool]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """Rotary position embedding; `factor` stretches all frequencies (`linear`), or only low ones (`llama3`)."""
+    """Rotary position embedding; `factor` divides all frequencies (`linear` scaling), or only low ones (`llama3`)."""
 
     theta: float = 10_000.0
     factor: float = 1.0
@@ -64,7 +64,7 @@ class Parameter:
     """One parameter, or the stack of one parameter over all layers.
 
     Attributes:
-        name: Hugging Face's; a `*` stands for the layer's number.
+        name: the name in Hugging Face's files; a `*` stands for the layer's number.
         shape: the shape within one layer; a matrix is [out, in], as in Hugging Face's files.
         axes: the mesh axis (`tensor`, `fsdp` or None) along which each dimension of `shape` is divided.
         layers: the number of layers stacked along a leading dimension; None for a parameter outside the layers.
@@ -77,7 +77,7 @@ class Parameter:
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
-        """The shape with a leading dimension for layers."""
+        """`shape`, with a leading dimension for the layers if the parameter is inside the layers."""
         return self.shape if self.layers is None else (self.layers, *self.shape)
 
     @property
@@ -120,7 +120,7 @@ class DecoderConfig:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All parameters, in the order in which they are gathered: embedding, layers, norm, head."""
+        """All parameters, in this order: embedding, those inside the layers (stacked over all layers), norm, head."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         table = [Parameter(EMBEDDING, (self.vocab, self.hidden), ("tensor", "fsdp"))]
 

@@ -50,7 +50,7 @@ def json_object(file: Path) -> dict[str, Any]:
 
 
 def text_config(path: Path) -> dict[str, Any]:
-    """Return `text_config` of a directory's config.json, or all of config.json without it.
+    """Return `text_config` of a directory's config.json, or all of config.json if it has no `text_config`.
 
     Raises ModelError if config.json is unreadable or has implausible sizes.
     """
@@ -72,7 +72,7 @@ def text_config(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def foreign_failures(problem: str, remedy: str = "copy it again") -> Iterator[None]:
-    """Convert any exception of a library on an untrusted file to a `ModelError`: "problem: library's message; remedy".
+    """Convert exceptions that libraries raise on untrusted files to `ModelError`: "problem: library's message; remedy".
 
     transformers raises many kinds of exceptions on a damaged config.json. `tokenizers` raises `Exception` itself, or a
     `BaseException` when it panics.

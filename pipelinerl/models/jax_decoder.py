@@ -130,7 +130,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def linear(layer: Weights, name: str, x: Array) -> Array:
-    """Return x […, in] · weightᵀ […, out], plus the bias if the layer has one."""
+    """Return x · weightᵀ, […, out], for x […, in], plus the bias if the layer has one."""
     weight = layer[f"{name}.weight"]
     y = jnp.einsum("...i,oi->...o", x, weight)
     bias = layer.get(f"{name}.bias")
@@ -162,7 +162,7 @@ def grouped_attention(query: Array, key: Array, value: Array, visible: Array) ->
     """Return softmax(q·kᵀ / √d)·v [B, Q, H, d]; each key-value head serves H / K query heads; softmax in fp32.
 
     Args:
-        query: [B, Q, H, d]; key, value: [B, T, K, d].
+        query: [B, Q, H, d], Q queries in each of B sequences; key, value: [B, T, K, d], for T positions.
         visible: bool, broadcast to [B, Q, T]; every query must see at least one position.
     """
     batch, rows, heads, width = query.shape
@@ -261,7 +261,7 @@ def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
 
 
 def export_order(config: DecoderConfig) -> Iterator[tuple[Parameter, int | None]]:
-    """Yield (parameter, layer) in the order of `weight_layout`: embedding, layer by layer, norm, head.
+    """Yield (parameter, layer) in the order in which trainers send weights: embedding, layer by layer, norm, head.
 
     The layer is None for a parameter outside the layers.
     """

@@ -77,7 +77,7 @@ class ModelShape:
 
     @property
     def products(self) -> int:
-        """Like `multiplied`, but without experts, and without an output layer that is tied to the embedding."""
+        """The number of parameters in linear layers and in the output layer if it is not tied; without experts."""
         outer = [shape for name, shape in self.parameters.items() if name.endswith(_HEAD)]
         return sum(map(math.prod, [*self.linear.values(), *outer]))
 

@@ -5,7 +5,8 @@ same seed gives the same weights.
 
 A supervised warm start teaches a tiny decoder part of a task, and leaves the rest to RL. `warm_start` stops at a given
 greedy accuracy over all problems. `warm_start_domains` stops at a given reward of sampled answers in every domain; a
-domain that reaches its reward early gets less data until the others catch up. Neither uses held-out problems.
+domain that reaches its reward early gets less data until the others catch up. Both check on validation problems, never
+on held-out ones.
 """
 
 from __future__ import annotations

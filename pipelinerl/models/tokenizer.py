@@ -117,9 +117,9 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] = _NO_KWARGS,
         tools: Sequence[ToolDefinition] = (),
     ) -> list[int]:
-        """Return token ids of a conversation whose ids up to the end of the answer `messages[first_new - 1]` are known.
+        """Return token ids of a conversation whose ids are known up to the answer `messages[first_new - 1]`, inclusive.
 
-        These ids, `token_ids`, are kept; the tokens that the template writes after the answer are appended
+        The known ids, `token_ids`, are kept; the tokens that the template writes after the answer are appended
         (`ConversationTail`). If those tokens cannot be separated from the rest, return the result of `encode_chat`.
         Raises the errors of `encode_chat`.
         """
@@ -191,7 +191,7 @@ class ChatTokenizer:
 
     @cached_property
     def _contents(self) -> ContentGuard:
-        """Build the content guard on first use, because building it renders the template."""
+        """Encoder that turns control tokens in contents into plain text; built on first use, since building is slow."""
         tokenizer = self._tokenizer
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()
@@ -262,8 +262,9 @@ class ChatTokenizer:
 class IncrementalDetokenizer:
     """Converter of one sample's tokens to text, token by token.
 
-    It decodes a window of recent tokens without and with each new token; the second text without the first is the new
-    text. The window includes the tokens of the previous emission, since some decoders treat the first token specially.
+    For each new token, it decodes a window of recent tokens twice, without and with the new token; the new text is what
+    the second result adds. The window includes the tokens of the previous emission, since some decoders treat the first
+    token specially.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -453,7 +454,7 @@ class PlainTokenizer:
     ) -> str | None:
         """Render messages, with the opening of the assistant's turn if `opens`.
 
-        Return None if it takes the tokenizer of transformers (`whole`) to render them, or to explain why that fails.
+        Return None if transformers' tokenizer (`whole`) is needed, to render them or to explain why that fails.
         """
         from jinja2 import TemplateError
 
@@ -486,7 +487,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | None:
-    """Return the tokenizer of `path`; None if only transformers (`read_whole`) can read it or explain a failure."""
+    """Return the tokenizer of `path`; None if transformers is needed to read it, or to explain why it is unreadable."""
     from tokenizers import Tokenizer
 
     if any((path / name).exists() for name in _MORE) or not (path / "tokenizer_config.json").is_file():

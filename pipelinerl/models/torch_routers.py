@@ -97,7 +97,7 @@ class ReplayedRouters:
 
 
 def _weighed(router: Any, hidden: Tensor, experts: Tensor) -> Sequence[Tensor]:
-    """Compute a router's result for given `experts` of K tokens: logits [K, E], weights [K, top_k], `experts`."""
+    """Return a router's result for K tokens with given experts: logits [K, experts], weights [K, top_k], `experts`."""
     logits = linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     weights = logits.float().softmax(dim=-1).gather(-1, experts)
     if getattr(router, "norm_topk_prob", True):  # Mixtral lacks this setting and always normalises

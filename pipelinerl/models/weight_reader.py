@@ -59,8 +59,8 @@ class WeightReader:
     def of(cls, path: Path, model: PreTrainedModel) -> Self | None:
         """Return a reader of the directory from which `load_structure` made the model.
 
-        Return None if transformers must load the whole model at once, because its conversion table turns one set of
-        stored tensors into several parameters, or because the files store tied parameters twice.
+        Return None if transformers must load the whole model at once: its conversion table turns one set of stored
+        tensors into several parameters, the files store tied parameters twice, or a tensor is missing or misshapen.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming

@@ -151,9 +151,9 @@ def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float
 def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[str, Bool]) -> dict[str, float]:
     """Return the mismatch metrics of a step; causes and ages without tokens are left out.
 
-    `mismatch_<cause>_<figure>` compares the sampler's log-probs with the trainer's at the step, and
-    `old_mismatch_<cause>_<figure>` compares them with those that the trainer recomputed. Their figures, with Δp for
-    the difference of a token's two probabilities:
+    `mismatch_<cause>_<figure>` compares the sampler's log-probs with the trainer's at the step;
+    `old_mismatch_<cause>_<figure>` compares the sampler's with π_old's, which the trainer recomputed. A token's Δp is
+    the difference of the two compared probabilities. The figures are:
 
         share                           share of the trained tokens
         mean p50 p95 max k1 k3 ess      as in `Mismatch`
@@ -198,10 +198,11 @@ def _compared(ours: Float32, theirs: Float32, responses: Integers) -> dict[str, 
 
 
 def by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
-    """Return `age_<ages>_<figure>` for buckets of tokens by age [N], in versions from sampler to trainer.
+    """Return the metrics `age_<ages>_<figure>` of tokens in buckets by age.
 
-    Figures: `share` is the bucket's share of the tokens; one figure for each name in `cuts` is the share of the
-    bucket's tokens that are in this mask, bool [N].
+    `ages` [N] holds each token's age: the number of versions from the sampler's to the trainer's. The figure `share` is
+    a bucket's share of all tokens. Each name in `cuts` is a figure, too: the share of the bucket's tokens that are in
+    that mask, bool [N].
     """
     buckets = np.searchsorted(_AGES, np.maximum(ages, 0))
     counts = np.bincount(buckets)

@@ -31,7 +31,7 @@ def thresholds() -> NDArray[np.int32]:
 
 
 def phase(name: str) -> int:
-    """Return the position in the table of thresholds that belongs to the parameter's first element."""
+    """Return the index in `thresholds()` at which the thresholds of the parameter `name` begin."""
     return rng.key(0, "dither", name) % PERIOD
 
 

@@ -28,7 +28,7 @@ def rounded(values: Tensor, dtype: torch.dtype, rounding: Rounding, *, name: str
 
 
 def dithered(values: Tensor, *, name: str, first: int = 0) -> Tensor:
-    """Round f32 `values` to bfloat16. In the parameter `name`, their first element has the index `first`."""
+    """Round f32 `values`, the elements of the parameter `name` from index `first` on, to bfloat16."""
     bits = values.detach().contiguous().view(-1).view(torch.int32)
     result = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
     halves, table = result.view(-1).view(torch.int16), _thresholds(values.device)

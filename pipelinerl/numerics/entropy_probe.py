@@ -1,11 +1,11 @@
 """`EntropyProbe`: an objective whose value is the mean entropy of the policy's distributions, and whose gradient is 0.
 
-Every trainer computes the entropy over the vocabulary, a `HeadMeasure`, if the objective needs it. An objective can
-therefore measure entropy with any trainer. Low surprisal of the sampled tokens can come from a confident policy or from
-a low sampling temperature; entropy distinguishes the two.
+Every trainer computes the entropy over the vocabulary if the objective lists it in `needs` (`HeadMeasure`). An
+objective can therefore measure entropy with any trainer. Low surprisal of the sampled tokens can come from a confident
+policy or from a low sampling temperature; entropy distinguishes the two.
 
-A trainer's other processes load the class by name, and accept only names from a few packages, such as this one
-(`trainers.ranks.commands`).
+The class lies in this package because a trainer's other processes load objectives by name, and accept only names from
+a few packages, this one included (`trainers.ranks.commands`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class EntropyProbe:
         return entropies.sum() / mask.sum() + 0.0 * xp.where(mask, predictions, 0.0).sum()
 
     def prediction_gradient(self, predictions: Array, columns: Columns) -> Array:
-        """Return the gradient, zeros [T]."""
+        """Return the gradient with respect to the predictions, zeros [T]."""
         return namespace(predictions).zeros_like(predictions)
 
     def measure_gradients(self, predictions: Array, columns: Columns) -> Mapping[HeadMeasure, Array]:
-        """Return the gradient for the entropy, zeros [T]."""
+        """Return the gradient with respect to the entropy column, zeros [T]."""
         return {HeadMeasure.ENTROPY: namespace(predictions).zeros_like(predictions)}

@@ -69,7 +69,9 @@ def _in_pieces(
     temperatures: Array,
     needed: Array,
 ) -> Array:
-    """Return predictions, f32 [1 + M, S, T], for S shards of T tokens; pieces without needed tokens are skipped.
+    """Return log-probs and M measures, f32 [1 + M, S, T], of S shards, each with T tokens in `pieces` pieces.
+
+    Pieces without needed tokens are skipped; their results are 0.
 
     The derivative is written out, because JAX cannot differentiate a loop whose length depends on data.
     """
@@ -87,7 +89,10 @@ def _in_pieces(
 
 
 def _needed_first(needed: Array, pieces: int) -> tuple[Array, Array]:
-    """Return the number of pieces to compute, and each shard's tokens, needed first, as i32 [S, pieces, T / pieces]."""
+    """Return the number of pieces that contain needed tokens, and token indices, i32 [S, pieces, T / pieces].
+
+    The indices list the T tokens of each of S shards, needed tokens first.
+    """
     shards, tokens = needed.shape
     order = jnp.argsort(~needed, axis=1, stable=True).reshape(shards, pieces, -1)
     return -(-needed.sum(axis=1).max() // (tokens // pieces)), order

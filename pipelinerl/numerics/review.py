@@ -47,7 +47,7 @@ class MetricSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CauseReview:
-    """Summary of one cause: its mean share of a step's tokens, and the series of each statistic by name."""
+    """Summary of one cause of the mismatch: its mean share of a step's tokens, and each statistic's series by name."""
 
     cause: Cause
     share: float
@@ -62,8 +62,8 @@ class CauseReview:
 class RoundingReview:
     """The share of the trainer's updates that engines saw after the weights were rounded for transfer.
 
-    Each step lacks 1 − `sent_share` of an update. `behind` is the largest sum of these since the first step, the
-    number of updates that engines were behind at `worst_step`. It is about 0 if rounding is unbiased.
+    A step of which engines see the share s leaves them 1 − s updates further behind. `behind` is the largest sum of
+    these shortfalls, reached at `worst_step`: about 0 if rounding is unbiased. `share` is the series of s.
     """
 
     behind: float
@@ -145,7 +145,7 @@ def _series(name: str, series: Series) -> MetricSeries:
 
 
 def _ages(history: RunHistory, steps: int) -> dict[str, dict[str, float]]:
-    """Return `Review.ages`. A mean of clipped, truncated or masked shares weights steps by their tokens of the age."""
+    """Return `Review.ages`; clipped, truncated and masked shares are weighted by the age's share of a step's tokens."""
     keys = {key for step in history.steps for key in step if key.startswith("age_") and key.endswith("_share")}
     ages = (key.removeprefix("age_").removesuffix("_share") for key in keys)
     by_age: dict[str, dict[str, float]] = {}

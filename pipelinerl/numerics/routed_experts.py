@@ -22,5 +22,5 @@ def off_the_wire(routed: RoutedExperts) -> Experts:
 
 
 def of_context(prompt: RoutedExperts) -> Experts:
-    """Return a prompt's experts, shifted by one row: row t holds the experts at token t − 1, row 0 holds zeros."""
+    """Return a prompt's experts as in `MicroBatch`: row t has the experts chosen for token t − 1, row 0 has zeros."""
     return np.pad(off_the_wire(prompt), ((1, 0), (0, 0), (0, 0)))

@@ -99,7 +99,7 @@ def _attend_tile(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Return the attention, f32 [N, _ROWS, D], of queries [N, _ROWS, D] at positions `own` [N, _ROWS, 1]."""
+    """Return attention, f32 [N, _ROWS, D], of queries [N, _ROWS, D] at positions `own` [N, _ROWS, 1]; N is B · H."""
     most, total, sums = torch.full(own.shape, -torch.inf), torch.zeros(own.shape), torch.zeros(query.shape)
     for start in range(0, int(own.max()) + 1, _KEYS):
         tile, entries = slice(start, start + _KEYS), torch.arange(start, start + _KEYS)

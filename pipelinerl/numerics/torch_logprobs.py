@@ -91,11 +91,11 @@ class _Work(NamedTuple):
 
 @final
 class _LinearHead(torch.autograd.Function):
-    """Predictions through a linear head, piece by piece. Each pass casts the weight once; gradients add up in fp32."""
+    """Log-probs and measures by a linear head, piece by piece. A pass casts the weight once; gradients sum in fp32."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> Tensor:
-        """Return predictions, f32 [1 + M, N], without keeping logits for backward."""
+        """Return log-probs and M measures of N tokens, f32 [1 + M, N], without keeping logits for backward."""
         ctx.save_for_backward(hidden, weight, bias)
         ctx.work = work
         cast, its_bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
@@ -137,7 +137,7 @@ class _LinearHead(torch.autograd.Function):
 class _Sum:
     """A sum of matrix products in fp32.
 
-    A GPU multiplies in the shorter dtype. A CPU multiplies in fp32, because it adds tensors of different dtypes slowly.
+    A GPU multiplies in `dtype`, such as bf16. A CPU multiplies in fp32: it adds tensors of different dtypes slowly.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype, device: str) -> None:

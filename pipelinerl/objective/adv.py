@@ -1,4 +1,4 @@
-"""Slot `adv` of RLAX Eq. 3: advantages of sampled tokens, computed once on the whole batch.
+"""Term (slot) `adv` of RLAX Eq. 3: advantages of sampled tokens, computed once on the whole batch.
 
 Advantages that depend only on rewards are computed before packing; the others also need columns from forward passes,
 such as the critic's values, and are computed after these passes. A rollout is judged if its verifier reached a verdict.
@@ -47,7 +47,7 @@ class Baseline(StrEnum):
 
     NONE = "none"
     MEAN = "mean"
-    """Mean of the group, the rollout included, as in RLAX. Reward − mean is (G − 1)/G of that with `leave_one_out`."""
+    """Mean of the group's G rewards, as in RLAX. Reward − mean is (G − 1)/G times the value with `leave_one_out`."""
     LEAVE_ONE_OUT = "leave_one_out"
     """Mean of the group's other rollouts (Kool et al. 2019); unbiased. A single rollout has advantage 0."""
 
@@ -61,7 +61,7 @@ class Scale(StrEnum):
     MEAN = "mean"
     """Mean of the group, for non-negative rewards (MaxRL); a group whose mean is 0 has advantages 0."""
     BATCH = "batch"
-    """Deviation of reward − baseline over the batch's tokens, mean subtracted (`whitened`). REINFORCE++, Eq. 12."""
+    """Deviation of reward − baseline over the batch's tokens, whose mean is also subtracted. REINFORCE++, Eq. 12."""
 
 
 class Credit(StrEnum):
@@ -240,12 +240,12 @@ class Whitening(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class RewardToGo:
-    """The discounted return Σ_{t' ≥ t} discount^{t'−t} r_{t'}; r_t is 0 except R_i at the last token, minus a KL cost.
+    """The discounted return Σ_{t' ≥ t} discount^{t'−t} r_{t'}, where r_t is a token's reward minus its KL cost.
 
-    With `credit` turns, each turn's reward is at the turn's last token, and the remainder R_i − Σ (rewards of turns) at
-    the rollout's last token. `kl` is β: each token costs β·(log π_old − log π_ref), the K1 penalty of Ziegler et al.
-    2019. With this cost and whitening, the estimator is REINFORCE++ (Hu 2025, Eq. 8). Truncated rollouts are treated
-    like finished ones.
+    The rollout's last token has its whole reward R_i. With `credit` turns, a turn's last token has the turn's reward,
+    and the rollout's last token the remainder R_i − Σ (rewards of turns). `kl` is β: each token costs
+    β·(log π_old − log π_ref), the K1 penalty of Ziegler et al. 2019. With this cost and whitening, the estimator is
+    REINFORCE++ (Hu 2025, Eq. 8). Truncated rollouts are treated like finished ones.
     """
 
     discount: float = 1.0
@@ -372,10 +372,10 @@ class RoleBaseline:
 @final
 @dataclass(frozen=True, slots=True)
 class CovarianceClipped:
-    """Clip-Cov (Cui et al. 2025, arXiv 2505.22617): a few tokens whose updates lower entropy most get no gradient.
+    """Clip-Cov (Cui et al. 2025, arXiv 2505.22617): no gradient for a few of the tokens that would lower entropy most.
 
-    The advantage is that of `GroupRelative`, but 0 for share·N tokens (at least one), drawn at random from the tokens
-    whose `covariances` lie between `low` and `high`. The draw depends only on the batch.
+    The advantage is that of `GroupRelative`, but 0 for a `share` of the judged tokens (at least one). These are drawn
+    at random from the tokens whose `covariances` lie between `low` and `high`. The draw depends only on the batch.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})

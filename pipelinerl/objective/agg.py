@@ -1,4 +1,4 @@
-"""Slot `agg` of RLAX Eq. 3: the weight of each token, computed once on the whole batch before packing.
+"""Term (slot) `agg` of RLAX Eq. 3: the weight of each token, computed once on the whole batch before packing.
 
 Rollouts without a verdict or without sampled tokens have weight 0 and are excluded from every denominator. The
 weights of `Trajectory`, `Group` and `Batch` sum to 1 over the tokens of the batch.
@@ -33,7 +33,7 @@ class Aggregation(Protocol):
         ...
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return the weight that each of a rollout's sampled tokens gets, one number per rollout, [B].
+        """Return a weight for each rollout, [B], which all sampled tokens of the rollout get.
 
         Args:
             lengths: [B], numbers of sampled tokens.
@@ -46,12 +46,15 @@ class Aggregation(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """1 / (Q·G·|o_i|): equal weight for groups, for rollouts in a group, for tokens in a rollout. GRPO, Eq. 3."""
+    """1 / (Q·G·|o_i|) for Q groups of G rollouts, as in Eq. 3 of GRPO's paper.
+
+    Groups have equal weight, and so do the rollouts in a group and the tokens in a rollout.
+    """
 
     formula: ClassVar = "1/(Q·G·|o_i|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return the weight that each of a rollout's sampled tokens gets, one number per rollout, [B]."""
+        """Return a weight for each rollout, [B], which all sampled tokens of the rollout get."""
         counted = valid & (lengths > 0)
         num_groups, size = _totals(counted.astype(np.float64), groups, counted)
         return _inverse(num_groups * size * lengths, counted)
@@ -60,12 +63,12 @@ class Trajectory:
 @final
 @dataclass(frozen=True, slots=True)
 class Group:
-    """1 / (Q·Σ_group |o|): equal weight for groups, and for tokens within a group. DAPO, as RLAX interprets it."""
+    """1 / (Q·Σ_group |o|) for Q groups: groups and tokens in a group weigh the same. DAPO, as RLAX interprets it."""
 
     formula: ClassVar = "1/(Q·Σ_g |o|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return the weight that each of a rollout's sampled tokens gets, one number per rollout, [B]."""
+        """Return a weight for each rollout, [B], which all sampled tokens of the rollout get."""
         counted = valid & (lengths > 0)
         num_groups, tokens = _totals(np.where(counted, lengths, 0).astype(np.float64), groups, counted)
         return _inverse(num_groups * tokens, counted)
@@ -79,7 +82,7 @@ class Batch:
     formula: ClassVar = "1/Σ_batch |o|"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return the weight that each of a rollout's sampled tokens gets, one number per rollout, [B]."""
+        """Return a weight for each rollout, [B], which all sampled tokens of the rollout get."""
         counted = valid & (lengths > 0)
         return _inverse(np.full(lengths.shape, float(lengths[counted].sum())), counted)
 
@@ -102,7 +105,7 @@ class Sequences:
         return "1/B" if self.length == 1.0 else f"1/(B·{self.length:g})"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return the weight that each of a rollout's sampled tokens gets, one number per rollout, [B]."""
+        """Return a weight for each rollout, [B], which all sampled tokens of the rollout get."""
         if isinstance(self.length, Length):
             raise UserError(
                 f"agg.length is {self.length}, a recipe's sampling.max_tokens, which is unknown here; give max_tokens, "
@@ -121,7 +124,7 @@ KINDS: Final[Mapping[str, type[Aggregation]]] = {
 
 
 def _totals(amounts: Floats, groups: Ints, counted: Bools) -> tuple[int, Floats]:
-    """Return the number of groups with a counted rollout, and the sum of `amounts` over each rollout's group, [B]."""
+    """Return the number of groups with a `counted` rollout; and for each rollout, its group's sum of `amounts`, [B]."""
     _, index = np.unique(groups, return_inverse=True)
     sums = np.bincount(index, weights=amounts, minlength=1).astype(np.float64)
     return len(np.unique(index[counted])), sums[index]

@@ -1,4 +1,4 @@
-"""The named algorithms: each entry gives the five slots, and the paper and equation they come from.
+"""The named algorithms: each entry gives the objective's five terms (slots), and their source: paper and equation.
 
 Where a paper and RLAX's appendix A differ, the entry follows the paper, and its note says so. The note also says if an
 algorithm needs an extra forward pass. RLAX's sections and equations are numbered as in its English text.

@@ -1,4 +1,4 @@
-"""Checks of an objective's slots: contradictions, slots without effect in a given run, and doubtful choices."""
+"""Checks of an objective's five terms (slots): contradictions, slots without effect in a run, doubtful choices."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Setting:
     """Settings of a run that decide whether a slot has any effect.
 
     Attributes:
-        group_sizes: the number of rollouts per group, by the name of the recipe's setting for it.
+        group_sizes: rollouts per group, for each recipe setting that gives a group size (by the setting's name).
         step_begins_at: policies, such as π_old, that equal the current policy when a step begins.
         updates: optimizer steps per training step. If it is 1, the ratio to a policy in `step_begins_at` is always 1.
     """

@@ -1,4 +1,4 @@
-"""Explanations of an objective: the formulas of its five slots, and for given tokens the value of each factor (f64)."""
+"""Explanations of an objective: the formulas of its five terms (slots), and each factor's value for given tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COSTS: Final[Mapping[str, str]] = {
 
 
 class SlotLine(NamedTuple):
-    """One slot: its name in Eq. 3, its kind with its fields, its formula, and the columns it reads."""
+    """One slot (term of RLAX Eq. 3): its name, its kind with its fields, its formula, and the columns it reads."""
 
     slot: str
     kind: str
@@ -39,7 +39,7 @@ class SlotLine(NamedTuple):
 
 
 def slot_lines(objective: PolicyObjective) -> list[SlotLine]:
-    """Return a line for each of the five slots, in the order of the formula."""
+    """Return a line for each of the five slots: agg, is_weight, adv, grad1, grad2."""
     lines = []
     for slot, table in to_table(objective).items():
         fields = ", ".join(f"{name} = {value}" for name, value in table.items() if name != "kind")
@@ -86,7 +86,7 @@ class ScoredRollout:
 def _example(group: int, reward: float, *tokens: tuple[str, float, float, float, float], right: float) -> ScoredRollout:
     """Return a rollout with these tokens, each (text, π_θ, μ, π_ref, value); π_old = μ, the sampler.
 
-    The parts of the reward are `right` and, for the format, the rest.
+    The reward has two parts: `right`, and for the format, `reward` − `right`.
     """
     texts, current, sampler, reference, values = zip(*tokens, strict=True)
     return ScoredRollout(
@@ -114,12 +114,12 @@ EXAMPLE: Final = (
 
 
 class TokenFactors(NamedTuple):
-    """The factors of one token's term in Eq. 3.
+    """The factors of one token's term in Eq. 3 of the RLAX paper (`FORMULA`).
 
     Attributes:
         rollout, position, token: the token's rollout, its index among the sampled tokens, and its text.
         agg, is_weight, adv: the token's aggregation weight, importance weight and advantage.
-        kept: False if clipping in the slot `grad1` removes the token's gradient.
+        kept: False if clipping in the policy term (`grad1`) removes the token's gradient.
         truncated: True if the importance weight was truncated.
         multiplier: the full derivative dJ / d log π_θ(token), including the terms of the rollout's other tokens if all
             share one ratio. Terms that read the whole distribution (`log_barrier`, `exact_entropy`) are excluded.

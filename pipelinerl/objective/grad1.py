@@ -1,4 +1,4 @@
-"""Slot `grad1` of RLAX Eq. 3: the policy term, which the advantage multiplies.
+"""Term (slot) `grad1` of RLAX Eq. 3: the policy term, which the advantage multiplies.
 
 Values and pullbacks (vector-Jacobian products) are in closed form, for backends without automatic differentiation.
 """
@@ -374,10 +374,10 @@ _FAR: Final = 1e4
 
 
 def _kept(tokens: Tokens, difference: Array, low: float, high: float) -> Array:
-    """Return the mask M [T], without gradient: 0 where PPO's min takes the clipped side (clip(r)·A < r·A), else 1.
+    """Return the mask M [T], without gradient: 0 where PPO's min selects the clipped term (clip(r)·A < r·A), else 1.
 
-    The comparison uses log-ratios, because ratios can overflow. M is float, since booleans are many times slower on
-    CPUs.
+    `difference` is log r, since r can overflow, or the change of probability in `DivergenceRatio`; `low` and `high`
+    bound it. M is float, since booleans are many times slower on CPUs.
     """
     xp = tokens.xp
     fixed = xp.clip(stop_gradient(difference), -_FAR, _FAR)

@@ -1,4 +1,4 @@
-"""Slot `grad2` of RLAX Eq. 3: the regularizer, independent of the advantage; a penalty is negative."""
+"""Term (slot) `grad2` of RLAX Eq. 3: the regularizer, independent of the advantage; a penalty is negative."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Estimator(StrEnum):
     K2 = "k2"
     """d²/2."""
     K3 = "k3"
-    """e^d − d − 1: unbiased and never negative. GRPO, Eq. 4, where r is π_ref/π_θ; RLAX prints π_θ/π_old."""
+    """e^d − d − 1: unbiased and never negative. GRPO, Eq. 4. RLAX prints π_θ/π_old in place of e^d = π_ref/π_θ."""
     K3_WEIGHTED = "k3_weighted"
     """(π_θ/π_over)·(e^d − d − 1), whose gradient is unbiased on tokens of π_over. DeepSeek-V3.2 (2025), Eq. 7."""
 
@@ -89,7 +89,7 @@ class KLPenalty:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The columns of `to` and, for `k3_weighted`, of `over`; none if beta is 0."""
+        """The optional log-prob columns of the policies `to` and, for `k3_weighted`, `over`; none if beta is 0."""
         if not self.beta:
             return frozenset()
         return columns_of(self.to, *([self.over] if self.estimator is Estimator.K3_WEIGHTED else []))
@@ -233,14 +233,14 @@ class ExactEntropy:
         return tokens.xp.zeros_like(cotangent)
 
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return d(Σ_t cotangent_t · value_t) / d measure, [T]: beta times the cotangent."""
+        """Return d(Σ_t cotangent_t · value_t) / d m, [T], for the measure m that the term reads: beta · cotangent."""
         return self.beta * cotangent
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class LogBarrier:
-    """beta·(1/|A|) Σ_a log π_θ(a|s_t): the log barrier of Agarwal et al. 2021, Eq. 12, with beta for their λ.
+    """beta·(1/|A|) Σ_a log π_θ(a|s_t) over the vocabulary A: the log barrier of Agarwal et al. 2021, Eq. 12 (λ = beta).
 
     Up to a constant it is −beta·KL(uniform ‖ π_θ(·|s_t)), a penalty that grows without bound as any vocabulary token's
     probability goes to 0. The mean over the batch's tokens replaces the paper's mean over states, 1/|S| Σ_s.
@@ -269,7 +269,7 @@ class LogBarrier:
         return tokens.xp.zeros_like(cotangent)
 
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return d(Σ_t cotangent_t · value_t) / d measure, [T]: beta times the cotangent."""
+        """Return d(Σ_t cotangent_t · value_t) / d m, [T], for the measure m that the term reads: beta · cotangent."""
         return self.beta * cotangent
 
 

@@ -1,4 +1,4 @@
-"""Slot `is_weight` of RLAX Eq. 3: importance weights. No gradient flows through them."""
+"""Term (slot) `is_weight` of RLAX Eq. 3: importance weights. No gradient flows through them."""
 
 from __future__ import annotations
 

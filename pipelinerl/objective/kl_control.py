@@ -79,6 +79,6 @@ def as_column(objective: PolicyObjective) -> KLCoefficientColumn:
 
 
 def _penalty(objective: PolicyObjective) -> KLPenalty | None:
-    """Return `grad2` if it is a KL penalty to the reference."""
+    """Return `grad2` if it is a KL penalty to the reference with β > 0, otherwise None."""
     grad2 = objective.grad2
     return grad2 if isinstance(grad2, KLPenalty) and grad2.beta and grad2.to is Policy.REFERENCE else None

@@ -1,11 +1,11 @@
-"""`PolicyObjective`: RLAX Eq. 3 as a value of five slots.
+"""`PolicyObjective`: an objective of the form of RLAX Eq. 3, composed of five exchangeable terms (slots).
 
     J = Σ_{i,t} sg[agg · is_weight] · ( sg[adv] · grad1 + grad2 )
 
 The sum is over the tokens t of all rollouts i; sg means stop-gradient. `agg` and `adv` are computed on the whole batch
-(columns `weights` and `advantages`), the other slots on each micro-batch. A term depends on one token or one whole
-rollout, and micro-batches never split such a rollout. The gradient therefore does not depend on packing, micro-batches,
-order or sharding.
+(columns `weights` and `advantages`), the other slots on each micro-batch. A term depends on one token or on one whole
+rollout; in the second case, micro-batches never split a rollout. The gradient therefore does not depend on packing,
+micro-batches, order or sharding.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class PolicyObjective:
         return {self.grad2.measure: -self.grad2.measure_pullback(tokens, self._outer(tokens))}
 
     def _steered(self, tokens: Tokens, outer: Array) -> tuple[Array, Array]:
-        """Return agg · is_weight · adv and grad1, [T] each. Where grad1 is 0, an infinite first array becomes 0."""
+        """Return agg · is_weight · adv (0 where this is infinite and grad1 is 0) and the value of grad1, [T] each."""
         if isinstance(self.is_weight, Unweighted):
             steer = outer * tokens.advantages
             return steer, self.grad1.value(tokens.counting(steer))

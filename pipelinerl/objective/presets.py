@@ -1,4 +1,4 @@
-"""Recipe tables that select a named algorithm and adjust it, or define all five slots.
+"""Recipe tables that select a named algorithm and adjust it, or define all five terms (slots) of the objective.
 
 [objective]
 preset = "grpo"                        # the other keys adjust it
@@ -63,7 +63,7 @@ def preset_of(choice: str | Mapping[str, Any]) -> Any:
 
 
 def no_signal_of(choice: str | Mapping[str, Any], *, path: str = "objective") -> NoSignal:
-    """Return the preset's treatment of groups with equal rewards. Raises RecipeError for an unknown preset."""
+    """Return how the preset of `choice` treats groups with equal rewards. Raises RecipeError for an unknown preset."""
     return _entry(PRESETS, preset_of(choice), f"{path}.preset").no_signal
 
 

@@ -1,4 +1,4 @@
-"""Rewards of a step, split into the rewards of turns and of parts (the terms of a sum), and their shaping.
+"""Rewards of a step, their division by turn and by part (the terms of a weighted sum), and their shaping.
 
 `RewardShaping` transforms verifier rewards before advantages, as in ROLL's RLVR pipeline. Its optional steps are, in
 order: overlong penalty (DAPO), normalisation, clipping, scaling.
@@ -38,8 +38,8 @@ class Turns:
         counts: [B], the number of turns in each rollout.
         lengths: [M], the number of tokens that the model sampled in each turn.
         rewards: [M], the environment's reward of each turn.
-        places: [M], a number for each (agent, k), the k-th turn of an agent. Turns of one group's rollouts with equal
-            numbers are compared with each other.
+        places: [M], equal numbers for turns that are the k-th turn of the same agent in their rollouts; within a group,
+            such turns are compared with each other.
     """
 
     counts: Ints
@@ -66,7 +66,7 @@ class Turns:
         )
 
     def rewards_to_go(self, rewards: Floats) -> Floats:
-        """Return each turn's reward-to-go, [M]: G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}, where R_i is in `rewards` [B]."""
+        """Return each turn's reward-to-go, [M]: G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}; `rewards` [B] holds the R_i."""
         before = np.cumsum(self.rewards) - self.rewards
         starts = np.cumsum(self.counts) - self.counts
         has_turns = self.counts > 0
@@ -210,7 +210,7 @@ class RewardShaping:
         return self != replace(plain, epsilon=self.epsilon, part_weights=self.part_weights)
 
     def parts(self, named: Sequence[tuple[str, float]]) -> tuple[PartReward, ...]:
-        """Return the parts of the domain's reward among `named` (name, reward), each with its weight."""
+        """Return those of the rewards `named` (name, reward) that have a weight in `part_weights`, with that weight."""
         weights = dict(self.part_weights)
         return tuple(PartReward(name, reward, weights[name]) for name, reward in named if name in weights)
 

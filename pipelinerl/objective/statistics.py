@@ -70,7 +70,7 @@ def statistics(objective: PolicyObjective | StreamedObjective, tokens: Tokens | 
 
 
 def cuts(objective: PolicyObjective | StreamedObjective, tokens: Tokens | None) -> dict[str, NDArray[np.bool_]]:
-    """Return masks [N] of tokens: gradient `clipped`, importance weight `truncated`, or weight set to 0 (`masked`).
+    """Return by name the masks [N] of tokens with clipped gradient, truncated importance weight or weight 0 (`masked`).
 
     Return {} if no token trained.
     """

@@ -2,7 +2,7 @@
 
     loss = Σ_s loss_s(tokens of stream s)
 
-Each stream has its own five slots and its own denominator, so one stream does not change the gradients of another. The
+Each stream has its own objective and its own denominator, so one stream does not change the gradients of another. The
 column `streams` of a micro-batch holds the number of each token's stream.
 """
 
@@ -65,7 +65,10 @@ class Part(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class StreamedObjective:
-    """The sum of `rl`, the run's objective, and the objectives of `others`; satisfies the contract's `Objective`."""
+    """The sum of one objective per stream: `rl`, the run's objective, and those of the streams in `others`.
+
+    Satisfies `trainer_contract.types.Objective`.
+    """
 
     rl: PolicyObjective
     others: tuple[Loss, ...]
@@ -137,7 +140,7 @@ class DomainLosses:
 
     @property
     def others(self) -> tuple[Loss, ...]:
-        """The kinds of loss of the domains, without RL, in the order of their codes."""
+        """The kinds of loss other than RL that the domains have, in the order of their codes."""
         return tuple(loss for loss in _OWN if any(each.loss is loss for each in self.by_domain.values()))
 
     def objective(self, rl: PolicyObjective) -> PolicyObjective | StreamedObjective:
@@ -160,7 +163,7 @@ class DomainLosses:
     def token_weights(
         self, agg: Aggregation, domains: Sequence[str], *, lengths: Ints, groups: Ints, valid: Bools
     ) -> NDArray[np.float64]:
-        """Return the weight [B] of each rollout's sampled tokens; each stream's weights are normalised separately.
+        """Return the weight of each rollout's tokens, [B]: normalised within its stream, times its domain's factor.
 
         `agg` is the aggregation of the run's objective, and `domains` [B] has each rollout's domain; the other
         arguments are those of `agg.token_weights`.
@@ -181,7 +184,7 @@ ONE_LOSS: Final = DomainLosses()
 
 
 def with_constants(advantages: NDArray[np.float64], codes: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Replace advantages [N] outside the stream RL by their stream's constant: 1 for CE, 0 for REF_KL.
+    """Replace advantages [N] outside the RL stream by constants: 1 for cross-entropy (CE), 0 for reverse KL (REF_KL).
 
     `codes` [N] holds the number of each token's stream.
     """

@@ -1,4 +1,4 @@
-"""`Tokens`: the columns that an objective's slots read, in one array library, set to 0 outside the loss mask.
+"""`Tokens`: the columns that an objective's terms (slots) read, in one array library, 0 outside the loss mask.
 
 Outside the mask, the original columns may hold NaN or infinity; slots never see these values. A column is masked only
 when a slot reads it. A missing column raises `ColumnError`.
@@ -101,7 +101,7 @@ class Tokens:
         return cls(namespace(logprobs), column_of(columns, "loss_mask"), logprobs, columns)
 
     def counting(self, factors: Array) -> Tokens:
-        """Return a copy for a term that is multiplied by `factors` [T]; where a factor is 0, the term is 0, not NaN."""
+        """Return a copy for a term to be multiplied by `factors` [T]; where one is 0, the product is 0, not NaN."""
         return replace(self, live=factors != 0)
 
     @property
@@ -116,7 +116,7 @@ class Tokens:
 
     @property
     def weights(self) -> Array:
-        """The aggregation's weight of each token [T]; 0 outside the mask."""
+        """The weight of each token from the slot `agg`, [T]; 0 outside the mask."""
         return self.column("weights")
 
     @property
@@ -153,14 +153,17 @@ class Tokens:
         return self.xp.exp(stop_gradient(self._of(policy)))
 
     def rollout_total(self, amounts: Array) -> Array:
-        """Return the sum of `amounts` [T] over each token's rollout (`rollout_ids`, or else its segment), [T]."""
+        """Return for each token the sum of `amounts` over its rollout, [T]; without `rollout_ids`, over its segment."""
         rollout_ids = self.columns.get("rollout_ids")
         if rollout_ids is None:
             rollout_ids = column_of(self.columns, "segment_ids")
         return segment_sum(amounts, rollout_ids, column_of(self.columns, "num_segments"))[rollout_ids]
 
     def rollout_mean(self, amounts: Array) -> Array:
-        """Return the mean of `amounts` [T], 0 outside the mask, over the sampled tokens of each rollout, [T]."""
+        """Return for each token the mean of `amounts` over the sampled tokens of its rollout, [T].
+
+        `amounts` [T] must be 0 outside the mask.
+        """
         lengths = self.rollout_total(self.mask)
         return self.rollout_total(amounts) / self.xp.clip(lengths, 1.0, None)
 

@@ -25,8 +25,8 @@ from trainer_contract.types import Columns, Float32, MicroBatch
 class ValueLoss:
     """Objective for a value head; satisfies `trainer_contract.types.Objective`.
 
-    `clip` is ε in reward units; inf disables it. It reads the columns [T] `loss_mask`, `weights`, `values` and
-    `returns`, which may hold any value outside the mask, even NaN.
+    `clip` is ε in reward units; inf disables clipping. The loss reads the columns [T] `loss_mask`, `weights`, `values`
+    and `returns`, which may hold any value outside the mask, even NaN.
     """
 
     clip: float = 0.2

@@ -1,4 +1,4 @@
-"""Line charts: as inline SVG, by pure functions that turn numbers into markup, and as PNGs, by matplotlib.
+"""Line charts: pure functions turn numbers into inline SVG; matplotlib draws PNGs.
 
 Colours are CSS variables (`--s1` to `--s3`, `--ink`, `--grid`), so one picture serves light and dark pages. A chart
 scales, with its text, to the width of its column. Matplotlib is only used for PNGs: its SVG would have fixed colours,
@@ -34,7 +34,7 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One series in a chart. `colour` 2 is the CSS variable `--s2`; `low` and `high` bound the points' intervals."""
+    """One series in a chart. `colour` n is the CSS variable `--s<n>`; `low` and `high` bound the points' intervals."""
 
     series: Series
     label: str = ""

@@ -37,7 +37,7 @@ def evaluation_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
 
 
 def group_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
-    """Return a table row per domain and tag, with the columns `GROUPS_HEAD`.
+    """Return a table row for each domain, then for each tag, with the columns `GROUPS_HEAD`.
 
     The rows come from the last evaluation that reports domains.
     """
@@ -102,7 +102,7 @@ def lengths(figures: Mapping[str, Any]) -> str:
 
 
 def weights(event: Event) -> str:
-    """Name the model versions that generated the answers, such as `v50 alone, on <engine>` or `v48 to v51`."""
+    """Name the model versions that generated the answers: `v50 alone` if pinned to one version, else `v48 to v51`."""
     oldest, newest = event.get("version_min"), event.get("version_max")
     if oldest is None or newest is None:
         return ""

@@ -20,7 +20,8 @@ knobs, checkpoint, checkpoint_delayed, orders_lost, evaluation_began, evaluation
 engines_scaled, engines_would_scale, engine_joined, engine_verified, engine_canary_failed, engine_suspect, engine_back,
 engine_draining, engine_lost, group_failed, group_outdated, group_handed_over, report_refused, stalled, alarm,
 alarm_cleared, controller_returned, trainer_ready, trainer_left, run_failing, run_failed, run_suspending, run_suspended,
-run_finished. An event that follows from a decision of the controller carries its number in the journal as `decision`.
+run_finished. In an event that follows from a decision of the controller, the field `decision` is the number of that
+decision in the controller's journal.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ ENDS: Final = ("run_finished", "run_suspended", "run_failed")
 
 
 def kind_of(event: Event) -> str:
-    """Return the kind to display: `engine_left` for a planned `engine_lost` (engine drained, replaced or removed)."""
+    """Return the kind to display: `engine_left` if an `engine_lost` was planned, otherwise the event's own kind."""
     kind = str(event["kind"])
     return "engine_left" if kind == "engine_lost" and event.get("planned") is True else kind
 
@@ -70,7 +71,7 @@ def amount(fields: Mapping[str, Any], name: str) -> float:
 
 @final
 class EventLog:
-    """Writer of an event log. Opening it creates missing files and directories, and cuts off a torn tail."""
+    """Writer of an event log. Opening it creates missing files and directories and cuts off an incomplete last line."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, timeout_s: float = 300.0) -> None:
         """Open the log for writing. If the disk stays full for `timeout_s`, `write` and `close` raise OSError."""
@@ -138,9 +139,9 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Return every complete record in order, even while the log is being written; a torn tail is ignored.
+    """Return every complete record in order, even while the log is being written; an incomplete last line is ignored.
 
-    Raises FileNotFoundError if there is no log, ValueError (naming the line) if a line before the tail is not a record.
+    Raises FileNotFoundError if there is no log, ValueError (naming the line) if a complete line is not a record.
     """
     lines = path.read_bytes().split(b"\n")[:-1]
     return [_record(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]

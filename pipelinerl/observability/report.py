@@ -187,7 +187,7 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def update_charts(history: RunHistory) -> list[tuple[str, Chart]]:
-    """Return (title, chart) for KL from π_old and clipping by optimizer step, and for optimizer steps per step.
+    """Return (title, chart) of KL from π_old and clipping, by optimizer step, and of optimizer steps per training step.
 
     The charts have no data if each training step has one optimizer step.
     """
@@ -200,7 +200,7 @@ def update_charts(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def _by_update(history: RunHistory, name: str) -> Series:
-    """Return the metric `name` as a series over optimizer steps; number n of N in step v has x = v − 1 + n/N."""
+    """Return the metric `name` by optimizer step; optimizer step n of the N in training step v has x = v − 1 + n/N."""
     points = [
         (float(event["step"]) - 1 + number / len(event["updates"]), float(update[name]))
         for event in history.steps
@@ -360,7 +360,7 @@ EPISODE_HEAD: Final = ("last steps", "turns", "segments", "seconds outside the m
 
 
 def episode_rows(history: RunHistory) -> list[tuple[str, ...]]:
-    """Return a row for each domain with episodes, with the columns `EPISODE_HEAD`: means per episode, sums of calls."""
+    """Return a row for each domain that has episodes: means per episode and sums of tool calls (`EPISODE_HEAD`)."""
     rows = []
     for name, figures in groups_of(history.steps[-_STEPS:], "by_domain").items():
         if (turns := mean_of(figures, "turns")) is None:
@@ -379,7 +379,7 @@ def domain_rows(history: RunHistory) -> list[tuple[str, ...]]:
 
 
 def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
-    """Return (title, chart) for the main metrics, with a line for each of the first `_COLOURS` domains."""
+    """Return (title, chart) for the run's entropy and length, and for metrics of the first `_COLOURS` domains."""
     names, steps = list(groups_of(history.steps, "by_domain"))[:_COLOURS], history.by_step
 
     def by_domain(figure: str) -> dict[str, Series]:

@@ -135,7 +135,7 @@ class RunHistory:
         return Series(seconds.x, tuple(1e3 * value for value in seconds.y))
 
     def accuracy(self, events: Sequence[Event]) -> tuple[Series, tuple[float, ...], tuple[float, ...]]:
-        """Return accuracy over model version, and its intervals' low and high ends; no ends if any is unknown."""
+        """Return accuracy by model version, and its intervals' low and high ends, both empty if any is unknown."""
         accuracy, low, high = (self.series(events, field, x="model_version") for field in ("accuracy", "low", "high"))
         return (accuracy, low.y, high.y) if low.x == high.x == accuracy.x else (accuracy, (), ())
 
@@ -205,7 +205,7 @@ def groups_of(steps: Iterable[Event], field: str) -> dict[str, list[Mapping[str,
 
 
 def mean_of(figures: Iterable[Mapping[str, Any]], name: str, *, weight: str = "rollouts") -> float | None:
-    """Return the mean of the metric `name`, weighted by the field `weight`; None if no value has a weight."""
+    """Return the mean of the metric `name`, weighted by the field `weight`; None if the weights sum to 0."""
     pairs = [(value, amount(each, weight)) for each in figures if (value := number(each, name)) is not None]
     total = sum(of for _, of in pairs)
     return sum(value * of for value, of in pairs) / total if total else None

@@ -62,7 +62,7 @@ class RequestedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer's last report, and the seconds since then. A trainer that waits for groups repeats its report."""
+    """The trainer's last report, and its age in seconds. While a trainer waits for groups, it repeats its report."""
 
     last_report: str
     silent_s: float
@@ -79,7 +79,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
 class RestartStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A launched process that has died. Deaths are forgiven over time.
 
-    With more than `limit` unforgiven deaths it is not restarted, which ends the run unless the process is a spare.
+    With more than `limit` unforgiven deaths, the process is not restarted, and the run fails if it needs the process.
     """
 
     name: str
@@ -116,8 +116,8 @@ class GroupFiguresStatus(msgspec.Struct, frozen=True, kw_only=True):
 class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The evaluation in progress: its model version, the engine reserved for it (if any), and its progress.
 
-    `pin` is the mode that ensures a single version (`engine`, `gate`, or `none`); `discarded` counts answers that had
-    tokens of another version.
+    `pin` is the way to get all answers from one version: `engine` reserves an engine, `gate` postpones updates, `none`
+    allows several versions. `discarded` counts answers that had tokens of another version.
     """
 
     model_version: int
@@ -131,7 +131,7 @@ class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of orders (requests to sample one group) by outcome; after every step, the others add up to `issued`."""
+    """Counts of orders (requests to sample one group): `issued` in all; the others add up to it after every step."""
 
     issued: int = 0
     trained: int = 0
@@ -291,7 +291,7 @@ Samples = Mapping[Labels, float]
 
 
 def prometheus_text(values: Mapping[str, float], *, prefix: str) -> str:
-    """Return metrics, which have no labels, in Prometheus' text exposition format, version 0.0.4."""
+    """Return metrics without labels in Prometheus' text exposition format, version 0.0.4."""
     return labelled_text({name: {(): value} for name, value in values.items()}, prefix=prefix)
 
 
@@ -331,7 +331,7 @@ def write_restarts(run_dir: Path, processes: tuple[RestartStatus, ...]) -> None:
 
 
 def read_restarts(run_dir: Path) -> tuple[RestartStatus, ...]:
-    """Read the processes that have died; deaths forgiven by now are subtracted. Empty if there is no readable file."""
+    """Read the processes that have died, with deaths forgiven up to now; empty if the file is missing or unreadable."""
     try:
         written = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_Written)
     except (OSError, msgspec.MsgspecError):

@@ -99,7 +99,7 @@ async def run(identity: Identity) -> None:
 def _with_gateway(
     pool: EnginePool, domains: Mapping[str, EpisodeDomain], *, attempts: int
 ) -> tuple[AbstractAsyncContextManager[None], Episodes | None]:
-    """Return a context in which the gateway serves, and what plays the episodes; None if no domain has episodes."""
+    """Return a context in which the gateway serves, and the `Episodes` that use it (None if no domain has episodes)."""
     if not domains:
         return nullcontext(), None
     from pipelinerl.environments.gateway import Gateway  # imports an HTTP server, needed only here
@@ -118,7 +118,7 @@ def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, Grou
 
 
 async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None:
-    """Start verifiers, filter and environments in advance, so that slow domains take part in the first step."""
+    """Start verifiers, filter and environments before sampling; otherwise slow domains would miss the first step."""
     at_once = asyncio.Semaphore(default_workers())
 
     async def started(judge: GroupVerifier | GroupFilter | Player) -> None:

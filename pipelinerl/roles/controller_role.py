@@ -201,7 +201,7 @@ async def _serve(identity: Identity, service: ControllerService, listener: socke
 
 
 def _age(history: Path) -> float:
-    """Return the `elapsed_s` of the run's newest event, at which its clock continues; 0 for a new run."""
+    """Return the age at which a resumed run's clock continues: `elapsed_s` of its newest event; 0 for a new run."""
     try:
         return max((event.get("elapsed_s", 0.0) for event in read_events(history)), default=0.0)
     except FileNotFoundError:
@@ -229,6 +229,7 @@ async def _drop_rollouts(stream: Stream) -> None:
 def _write_recipe(identity: Identity, *, begins: bool) -> None:
     """Write the resolved recipe to the run's directory, unless the launcher has written it already.
 
+    If the run `begins` now and its checkpoint location holds another run of this name, `UserError` is raised instead.
     The recipe includes the address of the stream server, so that the run can be resumed. An address on this machine is
     left out, because a run that is resumed on another machine has its stream server on that machine.
     """
@@ -275,10 +276,11 @@ _RECIPE: Final = "recipe.toml"
 
 
 def directory_of(where: str) -> Path:
-    """Return the directory of the run at `where`, a path or a URL, ready to resume.
+    """Return the local directory of the run at `where`, ready to resume; a run at a URL is downloaded first.
 
     Raises:
-        UserError: there is no run, a newer checkpoint exists elsewhere, or the run has another layout.
+        UserError: there is no run, its checkpoint location has a newer checkpoint, or its directory has another layout
+            or, if the run is to be downloaded, exists already.
     """
     if _SCHEME in where:
         return _restored(where.rstrip("/"))
@@ -307,7 +309,7 @@ def claim(config: RunConfig) -> bool:
 
 
 def _restored(url: str) -> Path:
-    """Download the run's directory from its location, completely or not at all; return its path."""
+    """Rebuild a run's directory from the copies at `url`, completely or not at all; return its path on this machine."""
     try:
         recipe = Storage(url).read(_RECIPE)
     except FileNotFoundError:
@@ -339,7 +341,7 @@ def _restored(url: str) -> Path:
 def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
     """Download the newest complete checkpoint to `draft`, and the run's files that were copied with it.
 
-    Return the path of the checkpoint there; None if no copy is complete.
+    Return the checkpoint's path below `draft`. If no copy is complete, leave `draft` empty and return None.
     """
     for copy in copies.newest():
         shutil.rmtree(draft, ignore_errors=True)

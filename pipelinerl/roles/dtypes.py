@@ -7,8 +7,8 @@ sent, because bfloat16 hides small updates. A weight that began as a bfloat16 va
 sending, changes only once it has moved by half of its last bit. At a learning rate of 2e-5 this takes most weights five
 steps or more, so the engines' weights would be that many steps older than their version says.
 
-The receiver converts the weights, so float32, bfloat16 and float16 may be combined. Combinations that would ruin the
-run are rejected here in one sentence, and by the engine at its first update.
+Each engine converts the weights that it receives, so float32, bfloat16 and float16 may be combined. `dtypes_of` rejects
+combinations that would ruin the run, before the run begins; an engine would reject them, too, at its first update.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _address_towards(controller_url: str) -> str:
 
 
 async def _stopped(engine: Engine) -> None:
-    """Wait until the engine has stopped; once it has started, exempt loaded objects from garbage collection."""
+    """Wait for the engine's start, exempt all objects loaded by then from garbage collection, and wait for its stop."""
     while not _started(engine):
         await asyncio.sleep(WATCH_S)
     freeze_gc()

@@ -50,10 +50,10 @@ def run(config: RunConfig, *, rank: int) -> Never:
 
 
 def outlast_notice(save_s: float) -> None:
-    """Ignore the first SIGTERM: all ranks of a machine receive it, but rank 0 needs the other ranks to save its state.
+    """Ignore the first SIGTERM: every rank receives it, but rank 0 can save the state only while other ranks live.
 
-    Rank 0 ends the other ranks when it ends. If it does not, this process ends after `save_s` seconds or at a second
-    SIGTERM.
+    Rank 0 ends the other ranks when it ends. If rank 0 does not, this process ends `save_s` seconds after the first
+    SIGTERM, or at a second one.
     """
 
     def start_deadline(number: int, _frame: object) -> None:

@@ -135,7 +135,7 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> 
 
 
 def canary_of(config: RunConfig) -> Canary:
-    """Return the canary, a prompt whose log-probs show if an engine's weights are right: the first training problem.
+    """Return the canary: the first training problem, as a prompt whose log-probs show if an engine's weights are right.
 
     The tolerated difference follows from the least precise dtype that weights pass through from trainer to engine.
     """

@@ -53,8 +53,8 @@ class JudgeBudget(NamedTuple):
 def open_verifier(domain: DomainSection, *, budget: JudgeBudget | None = None) -> GroupVerifier:
     """Open the verifier of a domain that has one; the caller closes it.
 
-    Its processes start with `verifier.start`, or with the first answer. `budget` is this process's part of the run's
-    budget, for an LLM judge.
+    The verifier's processes start at `verifier.start` or, without that call, at the first answer. `budget` is for an
+    LLM judge: this process's share of the run's budget.
 
     Raises:
         RecipeError: a name is unknown, or user code cannot be loaded or called.

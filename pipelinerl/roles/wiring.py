@@ -59,11 +59,11 @@ def copies_of(config: RunConfig, run_dir: Path) -> CheckpointCopies | None:
 
 
 def objective_of(config: RunConfig) -> PolicyObjective:
-    """Return the recipe's objective, checked.
+    """Return the recipe's objective, after checking it against the other settings.
 
     Raises:
-        RecipeError: the objective ignores or contradicts a setting, or a setting leaves one of the objective's slots
-            without effect.
+        RecipeError: the objective ignores or contradicts a setting, or a setting leaves one of the objective's five
+            terms (slots) without effect.
     """
     objective = resolve(config.objective, max_tokens=config.sampling.max_tokens)
     for sentence in _unsupported(config, objective):
@@ -74,7 +74,7 @@ def objective_of(config: RunConfig) -> PolicyObjective:
 
 
 def routing_of(config: RunConfig) -> RoutingShape | None:
-    """Return the sizes of the recorded expert choices that the trainer replays; None without routing replay.
+    """Return the sizes (layers, experts, top k) of the routing that the trainer replays; None without routing replay.
 
     Raises:
         RecipeError: the engine does not report routing, the trainer cannot replay it, or the model has no routers.
@@ -115,8 +115,8 @@ def is_url(place: str) -> bool:
 def references_of(config: RunConfig, objective: PolicyObjective) -> dict[str | None, str]:
     """Return where each frozen model is: a path, the URL of an engine, or empty for the initial policy.
 
-    A domain with a teacher of its own has its name as key. The key None has the objective's reference model, which is
-    also the teacher of all other domains that distill (`loss = "ref_kl"`).
+    Keys are names of domains with a teacher of their own, and None for the objective's reference model. The reference
+    is also the teacher of the other domains that distill (`loss = "ref_kl"`).
     """
     taught = [domain for domain in config.trained_domains if domain.loss is Loss.REF_KL]
     places: dict[str | None, str] = {domain.name: domain.teacher for domain in taught if domain.teacher}
@@ -126,7 +126,7 @@ def references_of(config: RunConfig, objective: PolicyObjective) -> dict[str | N
 
 
 def setting_of(config: RunConfig) -> Setting:
-    """Return the settings of this run that decide whether a slot of the objective has an effect."""
+    """Return the settings of this run that decide whether each of the objective's five terms (slots) has an effect."""
     recomputed = config.training.old_logprobs is OldLogprobs.RECOMPUTE
     return Setting(
         group_sizes={
@@ -277,7 +277,7 @@ def training_problems(config: RunConfig) -> Mixture:
 
 
 def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
-    """Return one split's problems, mixed over domains and shuffled by `seed`; every step has the domains' shares."""
+    """Return one split's problems, shuffled by `seed` and mixed so that each step has all domains' shares of groups."""
     domains = [
         Domain(name=each.name, weight=each.weight, source=_source_of(each, split, seed=seed))
         for each in config.trained_domains
@@ -302,8 +302,8 @@ def demonstrations_of(config: RunConfig) -> DemonstrationStream | None:
 def demonstrated_problems(config: RunConfig, split: Split, *, count: int) -> Mixture:
     """Return the problems whose right answers are trained on, in another order than the problems that are sampled.
 
-    The problems come from the domains with the loss `ce`, or from all trained domains if none has it. Every `count`
-    consecutive problems have the domains' shares.
+    The problems come from the domains with the loss `ce`, or from all trained domains if no domain has this loss. Each
+    `count` problems in sequence are divided over the domains by weight.
     """
     seed = rng.key(config.run.seed, "demonstrations") % 2**31
     chosen = config.demonstrated_domains or config.trained_domains
@@ -314,7 +314,7 @@ def demonstrated_problems(config: RunConfig, split: Split, *, count: int) -> Mix
 def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture]:
     """Return the problems, never trained on, of these evaluation sets (by default all); keys are names of sets.
 
-    They are the same for every seed, so that runs can be compared. Data that several sets share is opened once.
+    The problems do not depend on the run's seed, so that runs can be compared. Data of several sets is opened once.
     """
     opened: dict[tuple[str, str], ProblemSource] = {}
     mixtures: dict[str, Mixture] = {}

@@ -150,7 +150,10 @@ def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Har
 
 
 def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardware:
-    """Fit how much engine and trainer slow each other down when both are busy, from their slowdown in `runs`."""
+    """Fit how much engine and trainer slow each other down when both are busy.
+
+    `runs` are runs in which both work at once; their times are compared with those of `hardware`.
+    """
     # Each iteration simulates with the current factors, to find when engine and trainer both work. Two iterations are
     # enough.
     engine = [_busy_s(run.events, _engine_times(run.events)) / _busy_s(run.events, hardware.engine) for run in runs]
@@ -226,7 +229,9 @@ class Measured:
 
 
 def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
-    """Return the steps after the first fifth that overlap no evaluation, each with the seconds since the previous step.
+    """Return the steps that count as steady state, each with the seconds since the previous step.
+
+    These are the steps after the first fifth of the run, except those during which an evaluation ran.
 
     Raises UserError if there are too few.
     """
@@ -293,7 +298,7 @@ def _at(event: Mapping[str, Any]) -> float:
 
 
 def simulated_like(events: Sequence[Event], setting: SimulatedSetting, hardware: Hardware) -> Prediction:
-    """Return the prediction with the median step time of several simulations, each with the run's number of steps."""
+    """Simulate the run several times, for its number of steps; return the prediction with the median step time."""
     # Before its steady state, a short run's waits depend on the answer lengths, which each simulation draws
     # differently.
     steps = len(tell(events).steps)

@@ -33,14 +33,14 @@ class SimulatedGroup:
     place: int = -1
     """Number of the engine that samples the group; −1 while none does."""
     started: int = 0
-    """Number of answers that have been given a row, including answers that ended before the current request."""
+    """Number of answers that have ended or now have a row; aborted answers, which need a new request, do not count."""
     left: int = 0
     oldest: int = -1
-    """The oldest version that sampled one of its tokens; −1 if none."""
+    """The oldest version that sampled a token of the group; −1 if no token is sampled yet."""
     versions: dict[int, int] = field(default_factory=dict)
     """Number of answers in the group that began with each version."""
     polled_version: int = -1
-    """The first version that the group's actor polled after requesting the group; −1 if none yet."""
+    """The version that the group's actor learned in its first poll after requesting the group; −1 before this poll."""
     attempts: int = 0
 
     @property
@@ -103,7 +103,7 @@ class EngineNews(NamedTuple):
     ended: list[SimulatedGroup]
     """Groups whose last answer has ended."""
     aborted: list[SimulatedGroup]
-    """Groups cut short by a commit with `abort`; `left` answers of each must be requested again."""
+    """Groups with answers that new weights aborted (`on_update` `abort`); each has `left` answers to request again."""
     committed: int | None
     """The version that serves from now on; None if unchanged."""
 
@@ -111,7 +111,10 @@ class EngineNews(NamedTuple):
 @final
 @dataclass(slots=True)
 class SimulatedEngine:
-    """An engine with `slots` rows; `decode_steps` counts its steps so far, `row_steps` adds up their occupied rows."""
+    """An engine that decodes `slots` answers (rows) at once.
+
+    `decode_steps` counts its steps so far; `row_steps` is the sum, over these steps, of the occupied rows.
+    """
 
     times: EngineTimes
     slots: int
@@ -123,7 +126,7 @@ class SimulatedEngine:
     decode_steps: int = 0
     row_steps: int = 0
     stamp: int = 0
-    """Number of the current plan; a fired event with another number is outdated."""
+    """Number of the newest plan; an event that was scheduled for an older plan is ignored."""
     _waiting: deque[SimulatedGroup] = field(default_factory=deque)
     _rows: list[tuple[int, int, int, SimulatedGroup]] = field(default_factory=list)
     """Heap of (step at whose end the row ends, serial number, step at which it began, group)."""
@@ -261,7 +264,7 @@ class SimulatedEngine:
     def _cut_short(self, version: int) -> list[SimulatedGroup]:
         """Abort all rows, which `version` sampled; return the groups whose aborted answers must be requested again.
 
-        A group with further answers in this engine's queue is left out: that request covers the aborted ones, too.
+        A group that still has answers in this engine's queue is left out: aborted answers join its queued request.
         """
         # Every commit aborts all rows, so all running answers were sampled by `version`, the one before this commit.
         running: dict[int, tuple[SimulatedGroup, list[int]]] = {}

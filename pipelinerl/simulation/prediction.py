@@ -31,7 +31,7 @@ class SimulatedStep(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Ordered groups, counted by outcome; `issued` = `trained` + `filtered` + `stale` + `failed` + `in_flight`."""
+    """Groups that the controller ordered (`issued`), and how many of them had each outcome or are still in flight."""
 
     issued: int
     trained: int
@@ -55,7 +55,7 @@ class Prediction:
         trainer_held: share of time in which the trainer waits for a publication to end.
         engine_idle: share of the engines' time in which they have no rows.
         staleness: shares of the trained rollouts, by age in versions.
-        discarded: tokens of fully sampled groups that were too old to train on, relative to these plus trained tokens.
+        discarded: share of wasted tokens d / (d + t): d tokens in sampled groups too old to train on, t trained tokens.
         order_s: mean time from the order for a group until the group is trained or dropped.
         cost_per_hour, cost_per_step, cost_per_million_tokens: 0 if prices are unknown.
     """

@@ -54,7 +54,7 @@ class _Counts:
         return self.issued - self.trained - self.filtered - self.stale - self.failed
 
     def until(self, now: float) -> None:
-        """Add to `area`: orders in flight · time since the last call. Call this before the number of orders changes."""
+        """Advance the integral `area` to time `now`; call this before each change of the number of orders in flight."""
         self.area += self.in_flight * (now - self.since)
         self.since = now
 

@@ -165,7 +165,7 @@ class MemoryStream:
         return [Entry(stream, _text(entry_id), payload) for entry_id, payload in kept]
 
     def _abandoned(self, stream: str, group: _Group, count: int, idle_s: float) -> list[Entry]:
-        """Return entries that were claimed `idle_s` or longer ago and not acknowledged; forget trimmed ones."""
+        """Return entries that were claimed `idle_s` or longer ago and not acknowledged; drop claims on trimmed ones."""
         longest = time.monotonic() - idle_s
         idle = sorted(held for held, pending in group.pending.items() if pending.since <= longest)[:count]
         kept = self._kept(stream, idle)

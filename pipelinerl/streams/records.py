@@ -117,10 +117,10 @@ class _Ending(NamedTuple):
 class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
     """A group without its arrays (columns).
 
-    Fields `turn_*` have one entry per turn of any rollout, `rollout_*` one per rollout. Distinct contexts,
-    version spans, findings (verdicts), endings and notes are listed once each, and referred to by index. The columns
-    are, in order: the ids of the contexts, the sampled ids, the log-probs, the additional columns. `turn_notes` is
-    empty if no turn has a note, `rollout_parents` if every rollout is one segment.
+    Fields `turn_*` have one entry for each turn, of all rollouts in sequence; `rollout_*` have one for each rollout.
+    Distinct contexts, version spans, findings (verdicts), endings and notes are listed once each; turns and rollouts
+    refer to them by index. `columns` describes the arrays, in order: context ids, sampled ids, log-probs, additional
+    ones. `turn_notes` is empty if no turn has a note, `rollout_parents` if every rollout is one segment.
     """
 
     group_id: str
@@ -242,7 +242,7 @@ def decode_group(record: bytes) -> RolloutGroup:
 
 
 def _with_experts(header: _GroupHeader, columns: memoryview, turns: list[Turn]) -> list[Turn]:
-    """Add the routed experts to the turns. Raises `ValueError` if the columns for tokens and contexts disagree."""
+    """Add routed experts to the turns. Raises `ValueError` if the columns of turns and contexts do not match."""
     arrays = _additional_columns(header, columns)
     sampled, contexts = arrays.get(SAMPLED_EXPERTS), arrays.get(CONTEXT_EXPERTS)
     if sampled is None and contexts is None:
@@ -377,7 +377,7 @@ def _spanned(spans: tuple[VersionSpan, ...]) -> int:
 
 
 def _joined(name: str, arrays: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Concatenate the arrays of a column. Other dtypes are rejected: a conversion could silently wrap ids around."""
+    """Concatenate the arrays of a column, which must all have `dtype`: a conversion could silently wrap ids around."""
     try:
         joined = np.concatenate(arrays, dtype=dtype, casting="equiv") if arrays else np.empty(0, dtype)
     except (TypeError, ValueError) as error:

@@ -40,13 +40,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A guard against a superseded writer: a newer writer has passed it once an id in `stream` is above `number`."""
+    """A check that rejects a superseded writer.
+
+    A writer of number `number` is superseded once `stream` has an id above this number, from a newer writer.
+    """
 
     stream: str
     number: int
 
     def passed(self) -> FencedError:
-        """Return the error for the superseded writer, to be raised once a newer writer has passed the fence."""
+        """Return the error to raise in the writer that a newer writer has superseded."""
         return FencedError(f"a newer writer than {self.number} has taken over {self.stream}; this one stops")
 
 
@@ -59,8 +62,7 @@ def parse_id(entry_id: str) -> tuple[int, int]:
 
 
 def fresh_number(last_id: str) -> int:
-    """Return the first number that a producer may use after a (re)start: above the last id, and not below the clock in
-    µs.
+    """Return the first id number for a producer that (re)starts: above `last_id`, and at least the clock in µs.
 
     The clock matters if the server lost its last second: readers may already have passed ids above `last_id`.
     """
@@ -116,7 +118,7 @@ class Stream(Protocol):
         ...
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
-        """Drop entries with ids below `before`. Raises `FencedError` instead if a newer writer has passed `fence`."""
+        """Drop entries with ids below `before`. Raises `FencedError` instead if `fence` shows a newer writer."""
         ...
 
     async def streams(self, prefix: str) -> list[str]:

@@ -75,7 +75,7 @@ class LimitedConnection:
         self._overhead = 0
         """Number of bytes since the end of the last body part, or of the last request."""
         self._opens = False
-        """True if the bytes being parsed began between two requests and no request has begun in them yet."""
+        """True while bytes that were received between two requests are parsed, until a request begins in them."""
         self._timer: asyncio.TimerHandle | None = None
 
     # The transport calls the following methods of this protocol.

@@ -59,14 +59,14 @@ _CODES: Final = {408: "body_too_slow", 413: "body_too_large"}
 
 
 class BodyRule(Enum):
-    """The part that limits request bodies in size and receiving time: this module (`JSON`), or a route (`STREAMED`)."""
+    """Who limits the size and receiving time of request bodies: this module (`JSON`), or the route (`STREAMED`)."""
 
     JSON = "here: JSON, MAX_BODY_BYTES at most, within BODY_TIMEOUT_S"
     STREAMED = "the route, which takes it as it comes"
 
 
 def guard(app: Starlette, *, token: str | None, puts: BodyRule = BodyRule.JSON) -> None:
-    """Add authentication, and limits on bodies, in front of the application; `puts` is the rule for PUT's bodies.
+    """Add authentication, and limits on bodies, in front of the application; `puts` is the rule for bodies of PUT.
 
     Without a `token`, only loopback is served, and all requests of this machine except those of web pages are accepted.
     """
@@ -137,6 +137,8 @@ def _is_own_name(host: bytes) -> bool:
 
 def _unfit_body(scope: Scope, given: dict[bytes, bytes]) -> Response | None:
     """Return the response that rejects a body unless it is uncompressed JSON; None if the body is acceptable.
+
+    The body is not read: this follows from the request's headers, `given`.
 
     Only JSON is accepted, because a browser sends a preflight request before it lets a web page of another origin send
     JSON, but none before it sends an HTML form.

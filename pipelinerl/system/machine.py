@@ -79,7 +79,7 @@ def _is_address(host: str) -> bool:
 
 
 def _resolver() -> Any:
-    """Return the first fields of this thread's `struct __res_state`: timeout of a query in seconds, and attempts."""
+    """Return a pointer to this thread's glibc resolver state: [0] seconds per query, [1] attempts; None elsewhere."""
     library = ctypes.CDLL(None)
     if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "__res_init")):
         return None

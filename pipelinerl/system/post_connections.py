@@ -48,7 +48,7 @@ class _Peer:
         self._heads: dict[tuple[str, str], bytes] = {}
 
     def request(self, path: str, headers: str, body: bytes | None) -> bytes:
-        """Return a POST of `body`, or a GET; the head is cached, since all requests to a peer have the same headers."""
+        """Return the bytes of a POST of `body`, or of a GET if `body` is None; heads are cached by method and path."""
         method = "GET" if body is None else "POST"
         head = self._heads.get((method, path))
         if head is None:

@@ -32,7 +32,7 @@ def is_reference(text: str) -> bool:
 
 
 def anchored(text: str, folder: Path) -> str:
-    """Return the reference with a path relative to `folder` made absolute; references to modules are unchanged."""
+    """Return the reference with its file path, relative to `folder`, made absolute; module references are unchanged."""
     match = _IN_A_FILE.fullmatch(text)
     return f"{(folder / from_home(match['path'])).resolve()}:{match['attribute']}" if match else text
 

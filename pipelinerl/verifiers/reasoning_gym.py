@@ -1,4 +1,4 @@
-"""Verifier by reasoning-gym's own scorers: an answer with the full score is correct, with reward 1, others are wrong.
+"""Verifier by reasoning-gym's own scorers: only an answer with the full score is correct, with reward 1.
 
 Tasks whose scorer would run the answer as code are rejected. Scorers that turn out slow run in a worker process with a
 deadline, and so does any scorer if the answer is much longer than the true answer. Other scorers run in the caller's
@@ -64,7 +64,7 @@ class ReasoningGym:
         )
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        """Judge by the task's scorer; a problem of another source gives a `verifier_error`."""
+        """Judge by the task's scorer; a problem that does not come from reasoning-gym gives a `verifier_error`."""
         try:
             task, parameters, index = entry_of(problem)
             name = _scorer_name(task, parameters)

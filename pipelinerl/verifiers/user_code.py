@@ -123,8 +123,8 @@ class Of(Enum):
 class RewardFunction:
     """A user's function, and the names of the arguments that it takes by position (`by_place`) and by name (`named`).
 
-    It also gets the fields `columns` of the problem's metadata, by name. If `takes_all`, it gets the other fields, too,
-    except those that have the name of one of its arguments.
+    The function also gets, by name, the fields of the problem's metadata that `columns` lists. With `takes_all` (it has
+    a `**kwargs`), it gets all other fields, too, except those named like one of its arguments.
     """
 
     function: Callable[..., Any]
@@ -279,7 +279,10 @@ _OF_THE_TEXT: Final = (
 
 
 def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[SampledAnswer], correct_at: float) -> bool:
-    """Retry a function on the answer that it failed on; return True if it fails again, yet accepts the ground truth."""
+    """Call the function once more on the answer that made it fail; return True if the answer is at fault.
+
+    It is if the function fails again, with an error that a text can cause, and yet finds the ground truth correct.
+    """
     if reward.of is Of.GROUP:
         return False  # it is unknown which answer of the group is at fault
     try:

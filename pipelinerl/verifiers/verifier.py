@@ -37,9 +37,9 @@ class Judgement(NamedTuple):
 class Verifier(Protocol):
     """Judges single answers. A user's class with a method `verify` and no constructor arguments can be a verifier.
 
-    It may also have `async start()`, for a slow startup before the first answer, and `async close()`. A registered
-    verifier may also have `at_once(problem, completion_text)`, which returns the verdict of `verify`, or None if that
-    would block the event loop for too long.
+    It may also have `async start()`, for a slow startup before the first answer, and `async close()`. A built-in
+    verifier may also have `at_once(problem, completion_text)`, which returns the verdict of `verify`, or None if
+    judging would block the event loop for too long.
     """
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
@@ -75,8 +75,8 @@ async def close(verifier: Verifier) -> None:
 class PerAnswerVerifier:
     """Judges the answers of a group by a `Verifier`, concurrently; a verdict that takes over `deadline_s` is cancelled.
 
-    `deadline_s` is None for a verifier that enforces a deadline itself. If the verifier has `at_once`, that method is
-    tried first, only once for equal answers.
+    `deadline_s` is None for a verifier that enforces a deadline itself. If the verifier has a method `at_once`, that
+    method is tried first, once for each distinct text.
     """
 
     def __init__(self, verifier: Verifier, *, deadline_s: float | None = None) -> None:

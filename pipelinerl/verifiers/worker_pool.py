@@ -8,14 +8,14 @@ Questions about one problem form a group.
     sent                 its answer                      it counts as slow       gets a slow place and a low priority
     slow                 a slow place, then its answer   the deadline            loses its worker: `TimeoutError`
 
-The deadline starts when a worker receives the question. A question is slow after four times the median processor time,
-or after four times the median elapsed time and at least a second. If all slow places are taken, the worker of a slow
-question is killed, and the question is sent again once a slow place is free. Waiting groups with the fewest slow
+The deadline starts when a worker receives the question. A question counts as slow after four times the median processor
+time (at least 20 ms), or four times the median elapsed time (at least 1 s). If all slow places are taken, the worker of
+a slow question is killed, and the question is sent again once a slow place is free. Waiting groups with the fewest slow
 questions come first (`FairSemaphore`). Hostile answers can therefore not delay other answers beyond their deadlines.
 
 A question that hangs ends within the deadline plus its wait for earlier questions. Each earlier question holds a normal
-place for at most a fiftieth of a processor second, or four times the median. The caller must limit the number of
-questions: the pool rejects none, since that would mask honest answers.
+place only until it is answered or counts as slow. The caller must limit the number of questions: the pool rejects none,
+since that would mask honest answers.
 
 Processes start on demand (`worker_process.py`). If a caller is cancelled while a worker has its question, that worker
 is killed.
@@ -218,7 +218,7 @@ class WorkerPool:
 @final
 @dataclass(slots=True)
 class _Turn:
-    """The place and the worker that one question holds."""
+    """The place (right to run) and the worker that one question holds now; None while it holds none."""
 
     places: FairSemaphore | None = None
     worker: _Worker | None = None
@@ -230,7 +230,7 @@ class _Turn:
         self._has(places, out_of_turn=await places.take(group))
 
     def move(self, places: FairSemaphore) -> None:
-        """Give the current place back, and hold one of the semaphore `places`, which the caller has already taken."""
+        """Give the current place back; hold instead the place that the caller has already taken from `places`."""
         self.leave()
         self._has(places, out_of_turn=False)
 
@@ -243,7 +243,7 @@ class _Turn:
         self.places, self._out_of_turn, self._since = places, out_of_turn, time.monotonic()
 
     def cpu_s(self) -> float:
-        """Return the processor seconds that workers have spent on the unanswered question."""
+        """Return the processor seconds that all workers so far have spent on this question."""
         return self._cpu_before_s + (0.0 if self.worker is None else self.worker.cpu_now_s() - self.worker.cpu_s)
 
     def end(self) -> None:
@@ -286,7 +286,8 @@ class _Worker:
     async def send(self, question: Any) -> None:
         """Send a question; if this call is cancelled, the rest of the question is sent in the background.
 
-        Questions are encoded only now: waiting questions share their problem, which may have megabytes.
+        Questions are encoded only now. Until then, all waiting questions about one problem share its text in memory,
+        which may have megabytes.
         """
         try:
             self._writer.write(json.dumps(question).encode() + b"\n")
@@ -312,9 +313,9 @@ class _Worker:
             return math.inf
 
     def lower_priority(self) -> None:
-        """Set the worker's nice value to `_LOW_PRIORITY`, or to this process's own if that is higher.
+        """Set the worker's nice value to `_LOW_PRIORITY`, or to this process's nice value if that is higher.
 
-        The value is never lowered, because only root may lower a nice value.
+        The worker's value starts as this process's, and only root may lower a nice value.
         """
         with contextlib.suppress(OSError):
             lower = max(_LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0))
@@ -419,9 +420,9 @@ _KEPT: Final = 0.98
 class FairSemaphore:
     """A limited number of places, given first to the groups with the fewest slow questions, then in order of arrival.
 
-    To avoid starvation, every fourth free place goes to the group that has waited longest, out of turn. Slow questions
-    hold places for longer, so places given out of turn are also limited to a quarter of the total time. `slow_of`, the
-    number of slow questions per group, is read when a place becomes free.
+    To avoid starvation, every fourth free place is given out of turn, to the group that has waited longest. Since slow
+    questions hold a place for longer, places given out of turn may also take up only a quarter of the time for which
+    all places are held. `slow_of`, the number of slow questions per group, is read when a place becomes free.
     """
 
     def __init__(self, free: int, slow_of: Counter[str]) -> None:

@@ -47,8 +47,8 @@ class Announcer(Protocol):
         """Announce the version of `prepare`, and wait for the engines that follow announcements.
 
         Args:
-            prepare: a PREPARE for the transport `pull`, with only the layout's id; each engine starts with a different
-                source.
+            prepare: a PREPARE for the transport `pull`, with only the layout's id. Each engine rotates the list of
+                servers, so that engines start at different ones.
             engines: base URLs of the engines that are to serve the version.
             left_out: base URLs of engines that follow announcements but are not to serve it.
             deadline: in monotonic seconds.
@@ -70,7 +70,11 @@ class Preparation:
     async def prepare(
         self, url: str, layout: WeightLayout, request: Callable[..., WeightUpdateRequest]
     ) -> WeightUpdateResponse:
-        """Send the PREPARE that the function `request` returns; its argument is either `layout` or `layout_id`."""
+        """Send a PREPARE to the engine at `url`, with only the layout's id if the engine knows the layout.
+
+        `request` builds the message, from either `layout=…` or `layout_id=…`. An engine that turns out not to know the
+        id gets a second message with the layout.
+        """
         if self._knows.get(url) == layout.layout_id:
             try:
                 return await self._control.request_weight_update(url, request(layout_id=layout.layout_id))

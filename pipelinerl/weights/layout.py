@@ -14,7 +14,7 @@ _FLOATS: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
 def converted_by(layout: WeightLayout) -> tuple[DType, ...]:
-    """Return the dtypes that an engine with weights in `layout` accepts and converts; see `torch_transfer.convert`."""
+    """Return the dtypes from which an engine can convert received weights to those of `layout`; () if none."""
     return _FLOATS if all(parameter.dtype in _FLOATS for parameter in layout.parameters) else ()
 
 

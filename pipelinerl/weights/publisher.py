@@ -96,7 +96,7 @@ class PublicationProgress:
     Attributes:
         began: on the clock of `time.monotonic`.
         broke: True if a broadcast of this publication has already failed.
-        raised: True if the generation was raised because engines had joined another group with a higher generation.
+        raised: True if this publication already raised the group's generation, since engines knew a higher one.
     """
 
     publication: Publication

@@ -198,7 +198,7 @@ def gradient_matches_the_loss(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def clipping_bounds_the_norm(subject: TrainerUnderTest, _: Path) -> None:
-    """`grad_clip` scales the gradient down to that norm; `grad_norm` reports the norm before clipping."""
+    """A gradient with a norm above `grad_clip` is scaled down to it; `grad_norm` reports the norm before clipping."""
     batch, rate = pack(rollouts_of(subject.vocab_size)), 1e-2
     if subject.learns is Learns.ADAPTERS:
         loss_decrease_is_clipped(subject, batch, LINEAR)
@@ -211,7 +211,7 @@ def clipping_bounds_the_norm(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def parts_equal_the_whole(subject: TrainerUnderTest, _: Path) -> None:
-    """Parts of a batch accumulate the gradient of the whole batch, in one call or several; results are in order."""
+    """`backward` accumulates the same gradient if a batch is split, in one call or several; results are in order."""
     rollouts = rollouts_of(subject.vocab_size)
     parts = [pack(rollouts[:1]), pack(rollouts[1:4]), pack(rollouts[4:])]
     whole = stepped(started(subject), [pack(rollouts)])

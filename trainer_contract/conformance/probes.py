@@ -112,7 +112,7 @@ def rollouts_of(vocab_size: int, *, lengths: Sequence[int] = (5, 3, 7, 2, 4, 6))
 
 
 def every_next_token(subject: TrainerUnderTest) -> list[list[int]]:
-    """Return a rollout [1, token] for each token. Raises `CheckUnsupported` for a large vocabulary."""
+    """Return a rollout [1, token] for each token of the vocabulary. Raises `CheckUnsupported` if it is large."""
     if subject.vocab_size > _MAX_SUMMED_VOCABULARY:
         raise CheckUnsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
     return [[1, token] for token in range(subject.vocab_size)]
@@ -253,7 +253,7 @@ def loss_decrease_is_clipped(subject: TrainerUnderTest, batch: MicroBatch, objec
 
 
 def _fainter(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> tuple[MicroBatch, float, float]:
-    """Scale the batch's weights to get a small gradient; return the batch, the gradient's norm, and a learning rate."""
+    """Return the batch with weights scaled so that the gradient is small, that gradient's norm, and a learning rate."""
     trainer = started(subject)
     loss = trainer.backward([batch], objective)[0].loss
     norm = trainer.optimizer_step(learning_rate=0.0).grad_norm

@@ -1,4 +1,4 @@
-"""Conformance checks: steps without effect, reading weights during the next step's passes, `forward_at`, values."""
+"""Conformance checks of empty steps, weights read during the next step's passes, `forward_at`, and value heads."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def values_belong_to_prior_states(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def forward_at_uses_the_given_weights(subject: TrainerUnderTest, _: Path) -> None:
-    """`forward_at` predicts the same as a trainer that has the given weights, even after further steps."""
+    """`forward_at` predicts as a trainer with the given weights would, however many steps this trainer took since."""
     rollouts = rollouts_of(subject.vocab_size)
     batches = [pack(rollouts[:2], temperature=0.7), pack(rollouts[2:])]
     trainer = started(subject)

@@ -1,4 +1,4 @@
-"""A taskset of the library verifiers: spell a word backward. Its rubric scores the share of right letters."""
+"""A taskset of the library `verifiers`: spell a word backward. Its rubric scores the share of right letters."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ async def _evaluated(
 
 
 def _question(target: Target, config: RunConfig, evaluation: HeldOutSet, *, model: str) -> dict[str, Any]:
-    """Return the settings on which answers depend (weights, sampling, domains), by which an `AnswerLog` is checked."""
+    """Return the settings on which answers depend; an `AnswerLog` refuses results made with other settings."""
     # These settings matter only for an engine that this command starts, not for a server.
     engine = {"type", "dtype", "weights", "context_length"}
     return {

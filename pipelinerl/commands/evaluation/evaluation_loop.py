@@ -56,9 +56,9 @@ async def ask(
     *,
     on_answer: Callable[[PromptOrder, EvaluationDone | None], None],
 ) -> None:
-    """Send every order for a prompt to the respondent, and call `on_answer` with each order and its answer.
+    """Send every prompt order (request for a group) to the respondent; pass each order and its answer to `on_answer`.
 
-    The answer is None if the order failed. Raises `UserError` if all orders failed.
+    The answer is None if the order failed. Raises `UserError` if all orders, or the first `MOST_FAILURES`, failed.
     """
     waiting, failures, answered = iter(orders), list[str](), 0
 
@@ -149,7 +149,7 @@ _AnswerTo = Callable[[PromptOrder], Awaitable[tuple[list[TextAnswer], list[Verdi
 
 @asynccontextmanager
 async def _answering(config: RunConfig, respondent: Respondent) -> AsyncIterator[_AnswerTo]:
-    """Yield a function that samples and judges the answers to an order for a prompt.
+    """Yield a function that takes a prompt order and returns its answers with their verdicts.
 
     The domain's verifier judges single answers, its environment judges episodes. The verifiers and environments of all
     domains are closed at the end of the block.

@@ -44,7 +44,7 @@ _V1: Final = "/v1"
 
 
 class Respondent(Protocol):
-    """Source of the samples that an order for a prompt requests: an engine or a server."""
+    """Source of the samples that a prompt order requests: an engine or a server."""
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
         """Return all samples that `order` requests; raise `ContractError` or `PipelineError` if the request fails."""

@@ -1,8 +1,8 @@
 """Checks that problems can be built, judged and rendered, that prompts fit, and that instructions are valid.
 
 `pipelinerl run` checks a few problems, `pipelinerl check` many. If many prompts leave no room for an answer, the recipe
-is refused. If only a few do, as in most large data sets, their share is reported: an engine rejects a prompt that fills
-the context, and truncates an answer that reaches its end.
+is refused. If only a few do, as in most large data sets, their share is reported. The engine rejects a prompt that
+fills the context, and truncates an answer at the end of the context.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def refuse_problems(config: RunConfig, head: FirstRows) -> None:
 
 
 def _readable_by(domain: DomainSection) -> Callable[[Problem], None]:
-    """Return a check that raises `RecipeError` for a problem that the domain's verifiers can never judge."""
+    """Return a function that raises `RecipeError` for a problem that the domain's verifiers can never judge."""
     names = {name for _, name in names_of(domain)} & registry.PROBLEM_CHECKS.keys()
     checks = [registry.resolve(registry.PROBLEM_CHECKS[name]) for name in sorted(names)]
 

@@ -38,7 +38,7 @@ def mini_batch_finding(config: RunConfig) -> str | None:
 
 
 def update_table(step: RecordedStep) -> Table | None:
-    """Return a table of the metrics recorded for each optimizer step; None if the step had only one optimizer step."""
+    """Return a table of a training step's metrics with a row per optimizer step; None if there was only one."""
     if not step.updates:
         return None
     names = [name for name in step.updates[0] if name not in _PLACE]

@@ -40,7 +40,7 @@ from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswe
 async def episode_tried(
     config: RunConfig, domain: DomainSection, problem: Problem, tokenizer: ChatTokenizer
 ) -> list[tuple[str, str]]:
-    """Play an episode; return pairs (kind of finding, line): one per turn, the verdict, and maybe that it is too long.
+    """Play an episode; return pairs (kind of finding, line): its turns, its verdict, a warning if it may get too long.
 
     Raises:
         RecipeError: the environment fails (the message has the file and the line), or it offers tools whose calls the
@@ -179,8 +179,8 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> str:
     """Describe the verdicts on the reference answer and on an empty answer.
 
     Raises:
-        RecipeError: neither answer can be judged, or the verifiers, none of them user code, reject `_TRIED` reference
-            answers.
+        RecipeError: neither answer can be judged, or verifiers that compare answers with the reference accept none of
+            the first `_TRIED` reference answers.
     """
     where = f"domains.{domain.name}"
     if domain.judge is not None:
@@ -246,7 +246,7 @@ async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) ->
 
 
 async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Judgement, *, where: str) -> None:
-    """Raise `RecipeError` if the verifier rejects `_TRIED` reference answers in a row; `first` is its first verdict."""
+    """Raise `RecipeError` if none of the first `_TRIED` reference answers is correct; `first` judges the first one."""
     if first.verdict.outcome is Outcome.CORRECT:
         return
     for index in range(1, _TRIED):

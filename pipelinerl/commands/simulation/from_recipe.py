@@ -91,7 +91,7 @@ def _prompt_tokens(run_dir: Path, events: Sequence[Event]) -> int:
 
 
 def _filtered(events: Sequence[Event]) -> float:
-    """Return the filtered share of all filtered and trained groups; 0 for an unfinished run: its log has no totals."""
+    """Return filtered ÷ (filtered + trained) groups; 0 for an unfinished run, whose log has no totals yet."""
     ledger = (tell(events).finished or {}).get("ledger") or {}
     trained, filtered = float(ledger.get("trained", 0)), float(ledger.get("filtered", 0))
     return filtered / (trained + filtered) if filtered else 0.0

@@ -3,11 +3,12 @@
     http://127.0.0.1:4321/?key=…    works once     ──▶ a cookie with the server's token  ──▶  /   views and changes
     http://127.0.0.1:4321/?share=…  works always   ──▶ a cookie with the link's key      ──▶  /   views only
 
-A link redirects to an address without its key: a one-time key in a browser's history or a log is already used up. When
-a one-time link is used, the server prints the next one, for another browser. Cookies are HttpOnly and SameSite=Strict;
-a cookie is ignored if the browser reports that another site, or another port of this machine, made the request. A
-valid cookie is replaced by the bearer token, so that `http_service` alone decides which requests are admitted. Browsers
-without a cookie get a page that asks for a key; programs get a JSON error.
+The server redirects an opened link to an address without the key. A one-time key that remains in the browser's history
+or in a log is already used up. When a one-time link is used, the server prints the next one, for another browser.
+
+Cookies are HttpOnly and SameSite=Strict; a cookie is ignored if the browser reports that another site, or another port
+of this machine, made the request. A valid cookie is replaced by the bearer token, so that `http_service` alone decides
+which requests are admitted. Browsers without a cookie get a page that asks for a key; programs get a JSON error.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def add_stream(app: FastAPI, pages: Pages) -> None:
     """Add `/api/stream`: events of a run as server-sent events, for a limited number of listeners.
 
     A listener sleeps until the feed wakes it. When it reconnects, it sends the id of its last event, `Last-Event-ID`.
-    FastAPI's event generators are not used: they build a model per listener and event, and fail if a client disconnects
-    within an event.
+    FastAPI's event generators are not used: they build a pydantic model per listener and event, and fail if a client
+    disconnects within an event.
     """
     seats = asyncio.BoundedSemaphore(SEATS)
 
@@ -310,7 +310,10 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
 
 
 def _steered(watched: WatchedRun, looks_only: bool = False) -> tuple[dict[str, Any], RunStatus | None]:
-    """Return whether, or why not, this client may change the run, and the controller's status or None if silent."""
+    """Return a table of `may_steer` (True if changes are allowed) and `why_not`, and the controller's status.
+
+    The status is None if the run is over or the controller does not answer.
+    """
     if watched.view.state:
         status, why_not = None, "the run is over"
     else:

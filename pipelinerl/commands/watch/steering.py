@@ -132,7 +132,7 @@ class Steering:
         return []
 
     def steps_of(self, name: str) -> dict[str, Any]:
-        """Return the increment of a knob's slider if the increment depends on the recipe, otherwise an empty table."""
+        """Return `{"step": increment}` for a knob's slider if the increment depends on the recipe, otherwise `{}`."""
         if name != "rollouts_per_step":
             return {}
         try:

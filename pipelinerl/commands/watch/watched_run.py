@@ -1,4 +1,4 @@
-"""`WatchedRun`: one run on the page: the state that its files contain as far as they were read, and a feed of events.
+"""`WatchedRun`: one run on the page, with the state that was read from its files so far, and a feed of its events.
 
 The thread of `Follower` reads all runs in bounded pieces, so that responses never wait for a long log. Each response
 says which share of the files it covers. `Pages` are the runs of one server, with the connections to their controllers.
@@ -59,9 +59,9 @@ class FeedEntry:
 class Feed:
     """Recent events of a run, for all its listeners (open pages); bounded even if a listener is slow; thread-safe.
 
-    A listener remembers its place, the id of the last event that it received, and has a bell: an asyncio event, which
-    is set when there are more events. When a listener reconnects, it sends its place and receives the missed events,
-    or a notice that these are no longer kept.
+    A listener remembers its place, the id of the last event that it received, and has a bell, an `asyncio.Event`
+    that is set when the feed has new events. When a listener reconnects, it sends its place and receives the missed
+    events, or a notice that these are no longer kept.
     """
 
     def __init__(self, run: int) -> None:

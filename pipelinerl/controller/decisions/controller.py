@@ -323,7 +323,10 @@ class Controller:
         return rollouts * groups // out if out else 0
 
     def _note_supply(self, figures: Mapping[str, Any]) -> None:
-        """Adapt the steps kept in flight (`ahead`) to the trainer's last wait, and to the complete groups left over."""
+        """Adapt the number of steps whose rollouts are kept in flight (`StepsAhead`) after a training step.
+
+        The number grows if the trainer waited for rollouts, and shrinks if complete groups were left over.
+        """
         version, knobs = self.state.version, self.state.knobs
         most = knobs.bounds.most_in_flight(
             current=version, loaded=version, per_step=knobs.rollouts_per_step, sampled_at_once=self._sampled_at_once
@@ -452,7 +455,7 @@ class Controller:
         return [Record("orders_lost", {"orders": len(lost)})] if lost else []
 
     def _streams_lost(self) -> list[Effect]:
-        """After stream data was lost, resend all unfinished work: orders, evaluation questions, the last directive."""
+        """After stream data was lost, reissue unfinished orders and evaluation questions; send a new directive."""
         # Duplicates do no harm: the trainer drops a second group of an order, and the evaluation a second answer.
         self.state.trainer.publications = []
         account, evaluation = self.state.account, self.state.evaluations.current
@@ -486,7 +489,7 @@ class Controller:
         return [Record("group_outdated", fields), *self._ended(report.index)]
 
     def _ended(self, index: int) -> list[Effect]:
-        """Notify the trainer that order `index` ended without a group, if steps wait for overdue orders (`WAIT`)."""
+        """With `Overdue.WAIT`, notify the trainer that order `index` ended without a group, so it need not wait."""
         return [] if self.settings.overdue is Overdue.DROP else self._unsolicited(f"ended-e{self.state.epoch}-{index}")
 
     def _evaluate(self, *, now: float) -> list[Effect]:
@@ -519,7 +522,7 @@ class Controller:
         return Send(directive)
 
     def _answer_again(self, answer: Directive) -> list[Effect]:
-        """Resend an answer with the current knobs; forget all unfinished publications but the one that it orders."""
+        """Resend an answer with the current knobs; of unfinished publications, keep only the answer's own."""
         ordered = PublicationOrdered.of(answer, self.state.version)
         self.state.trainer.publications = [ordered] if answer.publish_to else []
         return [Send(repeated(answer, self.state, self.settings))]

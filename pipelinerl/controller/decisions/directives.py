@@ -30,15 +30,15 @@ def publication_due(state: RunState, settings: ControllerSettings, *, again: boo
 
     | a publication is due when                                           | to            |
     |---------------------------------------------------------------------|---------------|
-    | an engine is j versions behind (j <= k, so the engine reloads       | all members   |
-    | before its weights are too old for new prompts)                     |               |
+    | an engine is j versions behind (knob j; at most the staleness bound | all members   |
+    | k, so engines reload before their weights are too old for prompts)  |               |
     | an evaluation waits for the current weights                         | all members   |
     | engines have no weights of this trainer (epoch)                     | those engines |
 
     No publication is due while an evaluation postpones updates, or once the run ends. A publication counts as delivered
-    as soon as its directive is sent. If the trainer's report on the publication omits an engine, a publication to this
-    engine is due at the next tick (a call with `again`); the delay prevents a tight loop with a publisher that skips
-    engines.
+    as soon as its directive (instruction to the trainer) is sent. If the trainer's report on the publication omits an
+    engine, a publication to this engine is due at the next tick (a call with `again`); the delay prevents a tight loop
+    with a publisher that skips engines.
     """
     if state.phase is not RunPhase.TRAINING or holds_updates(state) or ending(state, settings) is not None:
         return []
@@ -70,7 +70,11 @@ def directive(
     publish_to: Sequence[str] = (),
     leave: bool = False,
 ) -> Directive:
-    """Return the directive that answers the report with id `answers`, or an unsolicited directive named `answers`."""
+    """Return the directive (instruction to the trainer) that answers the trainer's report with the id `answers`.
+
+    For a directive that answers no report, `answers` is a name of its own. The trainer publishes its weights to the
+    engines `publish_to` (the final weights: to all engines). With `leave`, it saves its state and stops.
+    """
     # The final weights go to all engines, regardless of `publish_to`. If the trainer must `leave`, or the run fails or
     # is suspended, the trainer saves its state and publishes nothing more.
     ends = ending(state, settings) is not None
@@ -100,7 +104,10 @@ def directive(
 
 
 def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -> Directive:
-    """Return an earlier answer with the current knobs and order counts, so that it does not undo newer directives."""
+    """Return the directive `answer`, to be sent again, with the current knobs and outcomes of prompt orders.
+
+    The trainer has repeated its report. The old values in the first answer would undo newer directives.
+    """
     current = directive(state, settings, answers=answer.answers)
     return msgspec.structs.replace(
         answer,
@@ -113,9 +120,10 @@ def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -
 
 
 def _fresh_until(state: RunState, settings: ControllerSettings) -> list[tuple[int, int]]:
-    """Return pairs (order index, step): groups of orders from this index on are too old after this step.
+    """Return pairs (order index, step): groups of orders from this index on are fresh enough to train until this step.
 
-    A pair applies up to the index of the next pair. Empty if steps do not wait for overdue groups, or k is infinite.
+    A pair applies up to the index of the next pair. Empty if steps do not wait for groups that are still being sampled,
+    or if the staleness bound k is infinite.
     """
     if settings.overdue is Overdue.DROP or math.isinf(state.knobs.k):
         return []

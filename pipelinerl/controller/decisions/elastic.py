@@ -152,7 +152,10 @@ def _type_for(state: RunState, settings: ControllerSettings, want: Want, counts:
 
 
 def _unavailable_types(state: RunState) -> set[str]:
-    """Return the engine types with a request withdrawn before its engine joined, or an engine that always refuses."""
+    """Return the engine types of which no more engines should be requested.
+
+    For these, a request was withdrawn before its engine joined, or an engine was expelled for a permanent cause.
+    """
     records = {record.name: record for record in state.fleet.records()}
     gone = {request.type for request in state.engine_requests if not request.wanted and request.name not in records}
     return gone | {record.type for record in records.values() if record.refuses}

@@ -9,9 +9,10 @@
     EngineRemoved                                       `_remove`: the engine is expelled immediately
     EnginesRequested                                    the launcher starts engines, which register themselves
 
-Methods of the fleet are named like the events in the table of `state/fleet.py`. A swap requests an engine that
-`replaces` another engine; the old engine is drained once the new one serves, so the run never has fewer engines. This
-module sends no directives to the trainer: `directives.py` derives from the fleet which publications are due.
+A dirty engine has weights that cannot be trusted; an expelled engine has left the fleet. Methods of the fleet are named
+like the events in the table of `state/fleet.py`. A swap requests an engine that `replaces` another engine; the old
+engine is drained once the new one serves, so the run never has fewer engines. This module sends no directives to the
+trainer: `directives.py` derives from the fleet which publications are due.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@
 Training continues during an evaluation, which is pinned to one version of the weights. With pin mode `engine`, one
 engine keeps its weights and answers, while the other engines continue to be updated; this engine's share of the actors'
 capacity limits how many questions are in flight. With pin mode `gate`, weight updates are postponed until the
-evaluation ends, for at most `hold_s` seconds; meanwhile prompts are issued as long as they can be fresh. Before the
-first step and after the last step there are no updates to postpone: all engines answer, and versions are still checked.
-Sets that are due together form one evaluation, answered by the same weights; sets that become due during an evaluation
-wait for its end.
+evaluation ends, for at most `hold_s` seconds; meanwhile prompts are issued as long as their groups can be fresh enough
+to train (k). Before the first step and after the last step there are no updates to postpone: all engines answer, and
+versions are still checked. Sets that are due together form one evaluation, answered by the same weights; sets that
+become due during an evaluation wait for its end.
 """
 
 from __future__ import annotations
@@ -187,12 +187,12 @@ def holds_updates(state: RunState) -> bool:
 
 
 def comes_first(state: RunState) -> bool:
-    """Return True if an evaluation runs before the first step, for which training waits."""
+    """Return True while training waits, because an evaluation is running or due before the first step."""
     return state.version == 0 and (state.evaluations.current is not None or state.evaluations.due is not None)
 
 
 def broken(state: RunState) -> str:
-    """Return why the pin of the current evaluation is broken; empty if it is intact."""
+    """Return why the pin of the current evaluation broke: weights changed, or its engine was lost. Empty if intact."""
     evaluation, fleet = state.evaluations.current, state.fleet
     if evaluation is None or evaluation.pin is Pin.NONE:
         return ""

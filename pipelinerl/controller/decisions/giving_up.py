@@ -1,11 +1,12 @@
 """Rules that describe what a stalled run waits for, and that end a run which cannot continue or is suspended.
 
     cause                                                       detected
-    every engine is expelled for good, one as it refuses work   when the last engine is expelled
+    every engine is expelled for good, one for refusing work    when the last engine is expelled
     no engine is alive                                          after `engine_timeout_s`
-    a domain's verifier, or the filter, always fails            after 20 errors in a row, or after as many timeouts in
+    a domain's verifier, or `curation.filter`, always fails     after 20 errors in a row, or after as many timeouts in
                                                                 a row as a step has rollouts
-    every engine permanently refuses every prompt               after a step's number of refused groups, at least 8
+    every engine permanently refuses every prompt               after as many refused groups in a row as a step has, at
+                                                                least 8
     every prompt is too long for the context                    when such prompts outnumber orders in flight 8 : 1
     no group has signal, and such groups are dropped            after `run.no_signal_steps` (`step_review.py`)
 
@@ -54,7 +55,7 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
 
 
 def suspend(state: RunState, settings: ControllerSettings, reason: str, *, now: float) -> list[Effect]:
-    """End a healthy run as soon as its state is saved: like a failing run, without a last publication or evaluation."""
+    """End a healthy run as soon as the trainer has saved its state, without a last publication or evaluation."""
     if state.failing.reason or state.phase is RunPhase.FINISHED:
         return []
     state.failing.suspends = True
@@ -75,9 +76,9 @@ def last_word(state: RunState, settings: ControllerSettings) -> Finish:
 
 
 def refused(state: RunState, report: GroupFailed) -> None:
-    """Count a failed group as too long, or as refused if engines reject its prompt permanently.
+    """Count a failed group: its prompt was too long for the context, or was refused for a permanent reason.
 
-    A group that failed for a transient reason resets the count of refusals.
+    A group that failed for a transient reason resets the count of refused groups.
     """
     if report.code == ContextExceeded.code:
         state.failing.too_long_groups += 1
@@ -117,7 +118,10 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
 
 
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
-    """Yield a reason to end the run if all engines have joined, none may return, and one refuses permanently."""
+    """Yield a reason to end the run if every engine is expelled for good, and at least one refuses to serve the run.
+
+    There is no reason while an engine has yet to join or may return. Engines that an operator removed do not count.
+    """
     if any(each.lifecycle is not EngineLifecycle.EXPELLED and not each.to_stop for each in state.fleet.by_url.values()):
         return  # for speed, handle the usual case first: this check runs after each decision
     records = [record for record in state.fleet.records() if not record.to_stop]
@@ -147,7 +151,7 @@ def _all_too_long(state: RunState) -> Iterator[str]:
 
 
 def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
-    """Yield a reason to end the run if a domain's verifier, or the filter, keeps failing for all actors that use it."""
+    """Yield a reason to end the run if a domain's verifier or `curation.filter` keeps failing for all its actors."""
     # The run ends after `_VERDICTS_THAT_END` errors in a row. Timeouts may be the fault of the answers and come in
     # bursts, so they end the run only after as many answers as a step has.
     actors = list(state.live_actors(now))
@@ -240,7 +244,7 @@ def _actors(state: RunState, now: float) -> str:
 
 
 def _untrained(state: RunState) -> str:
-    """Explain why groups since the last step were not trained; empty if fewer than a step's number ended untrained."""
+    """Explain why groups since the last step were not trained; empty if they are fewer than the groups of a step."""
     ledger, before = state.account.ledger(), state.trainer.stepped
     ended = {outcome: ledger[outcome] - getattr(before, outcome) for outcome in _WHY}
     if sum(ended.values()) < state.knobs.groups_per_step:
@@ -250,7 +254,7 @@ def _untrained(state: RunState) -> str:
 
 
 def _outdated(state: RunState) -> str:
-    """Explain that no prompts are issued because the engines' weights are too old for k; empty if they are not."""
+    """Explain that no prompts are issued, if the engines' weights are too old for the staleness bound k; else empty."""
     loaded, k = state.fleet.oldest_loaded(), state.knobs.k
     if (
         state.account.in_flight

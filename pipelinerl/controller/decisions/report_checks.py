@@ -83,7 +83,7 @@ def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
 
 
 def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
-    """Yield a complaint for each contradiction in a trainer's counts of ended orders, such as a doubled order."""
+    """Yield a complaint for each contradiction in the counts of ended orders, such as an order counted twice."""
     furthest = max(consumed.frontier - 1, *consumed.beyond, -1)
     if furthest >= state.account.cursor + 2 * MOST_AHEAD:
         yield f"it accounts for order {furthest}, which was never issued"

@@ -187,9 +187,10 @@ _STEADY: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY)
 class EngineLoad:
     """Load of one engine as of its newest poll; rates cover the time between its two newest polls.
 
-    `occupancy` is the mean share of slots that decode a sequence. It includes time in which the engine has no work, for
-    example because prompt orders, a verifier or the trainer are late. An engine that reports no busy seconds counts as
-    always busy. `idle_since` is when the engine was first seen without work; None while it has work.
+    `occupancy` is the mean share of slots (room for one sequence each) that decode a sequence. It includes time in
+    which the engine has no work, for example because prompt orders, a verifier or the trainer are late. An engine that
+    does not measure its busy seconds counts as always busy. `idle_since` is when the engine was first seen without
+    work; None while it has work.
     """
 
     metrics: EngineMetrics = field(default_factory=EngineMetrics)

@@ -310,7 +310,7 @@ def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
-    """Return the number of groups without signal, divided by the groups per step; the minimum over the domains.
+    """Return how many steps' worth of groups had no signal: computed for each domain, then the minimum of all domains.
 
     0 if any domain has only a few such groups. `only_refused` counts only groups that `curation.filter` refused.
     """

@@ -67,7 +67,7 @@ _LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 
 
 class Recovered(NamedTuple):
-    """The state in a journal's newest snapshot, and the decisions since; the effects of the last must be repeated."""
+    """A journal, the state in its newest snapshot, and the decisions since; the last one's effects must be repeated."""
 
     journal: Journal
     state: RunState

@@ -75,7 +75,7 @@ class EvaluationPlan:
         return sum(each.problems for each in self.sets)
 
     def question(self, index: int) -> tuple[EvaluationSet, int]:
-        """Return the set of question `index`, which counts through all sets, and the question's index in its set."""
+        """Return the set to which question `index` of the plan belongs, and the question's index within this set."""
         for each in self.sets:
             if index < each.problems:
                 return each, index
@@ -156,7 +156,7 @@ class Evaluation:
     """An evaluation in progress: collects answers until every problem has an answer or has failed.
 
     `asked` holds the number of attempts by problem index, for retried problems. Problems from `next_index` on have not
-    been issued yet. Every evaluation has its own `number`, by which late answers to an abandoned one are recognised.
+    been issued yet. The `number` is unique, so that late answers to an abandoned evaluation are recognised.
     """
 
     model_version: int
@@ -193,7 +193,11 @@ class Evaluation:
         return self.pin is Pin.NONE or sampled_by == (self.epoch, self.model_version, self.model_version)
 
     def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> bool:
-        """Add the first answer to problem `index` (None if it failed); return True to reissue the problem instead."""
+        """Record the answer to problem `index`, None if it failed; return True if the problem must be reissued instead.
+
+        A failure or an answer from other weights leads to a reissue while attempts are left. A repeated answer is
+        ignored.
+        """
         self.last_report_at = now
         if index in self.answers:
             return False

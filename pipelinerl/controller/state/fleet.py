@@ -61,11 +61,11 @@ class EngineLifecycle(StrEnum):
     """An update or the canary check failed, so its weights cannot be trusted. It rejoins once it answers a poll."""
     DEAD = "dead"
     EXPELLED = "expelled"
-    """Failed too often in a row, or was removed by an operator."""
+    """Failed too often in a row or for a permanent cause, or was removed or drained."""
 
     @property
     def is_alive(self) -> bool:
-        """True if publications must reach the engine."""
+        """True if publications must reach an engine in this state, unless it is pinned."""
         return self in (
             EngineLifecycle.JOINING,
             EngineLifecycle.HEALTHY,
@@ -101,7 +101,8 @@ class EngineRecord:
 
     Attributes:
         incarnation: identifies one process of the engine; empty, like name and type, if an operator added the engine.
-        joined_at: number of the first membership that includes the engine.
+        joined_at: number of the first membership (set of the fleet's engines) that includes the engine; reports about
+            earlier memberships say nothing about it.
         loaded: the version last published to the engine in this epoch; −1 if none.
         refused: the version with which the engine last failed the canary check, −1 if none; the engine does not get
             this version again while other engines serve.
@@ -171,7 +172,7 @@ class Fleet:
         return self._in(EngineLifecycle.HEALTHY)
 
     def finishing(self) -> list[str]:
-        """Return the engines that may finish their current work but get no new work."""
+        """Return engines that may finish their work but get no new work, except requests that name a pinned engine."""
         return [record.url for record in self.records() if record.lifecycle in _FINISHING or record.pinned]
 
     def verified(self) -> list[str]:
@@ -191,12 +192,12 @@ class Fleet:
         return self._lifecycle(url) is EngineLifecycle.DRAINING
 
     def oldest_loaded(self) -> int | None:
-        """Return the oldest version among engines that passed the canary check; None if there are no such engines."""
+        """Return the oldest version on engines that passed the canary check and are not pinned; None without any."""
         proven = (each.loaded for each in self.by_url.values() if each.lifecycle in _VERIFIED and not each.pinned)
         return min(proven, default=None)
 
     def without_weights(self) -> list[str]:
-        """Return the engines that are alive and have received no weights of this epoch."""
+        """Return the joining engines that have received no weights of this epoch (the current trainer)."""
         joining = (each for each in self.by_url.values() if each.lifecycle is EngineLifecycle.JOINING)
         return sorted(each.url for each in joining if each.loaded < 0)
 
@@ -283,7 +284,7 @@ class Fleet:
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def on_published(self, url: str, version: int, *, membership: int) -> None:
-        """Record that the engine has loaded `version`, which was published to the fleet as of number `membership`."""
+        """Record that the engine has loaded `version`; ignored if it joined after the publication's `membership`."""
         # Do not reset the failure counts before the canary check: an engine might take weights but never answer a
         # check.
         if self._was_member(url, membership):

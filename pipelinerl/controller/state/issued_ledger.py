@@ -2,8 +2,8 @@
 
 The trainer's account (`ConsumedReport`) is authoritative for the orders that the trainer consumed, since it is part of
 the trainer's checkpoint. It holds counts by outcome, and a frontier: all orders below this index have ended. The ledger
-adds which orders the controller issued, and which of these actors reported as failed or stale. `check` raises an error
-if more orders ended than were issued.
+also records which orders the controller issued, and which orders were reported by actors as failed or stale. `check`
+raises an error if more orders ended than were issued.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class IssuedLedger:
     reissue: list[int] = field(default_factory=list)
     """Indices below the cursor that must be issued again, because no actor works on them; ascending."""
     failed: set[int] = field(default_factory=set)
-    """All orders that failed. They are kept, since the account of a trainer resumed from a checkpoint may lack them."""
+    """All orders that failed. They are kept, since a trainer resumed from a checkpoint may not have counted them."""
     outdated: set[int] = field(default_factory=set)
     """All orders that an actor gave up because their groups would have been stale; kept like `failed`."""
     consumed: ConsumedReport = field(default_factory=ConsumedReport)
     sent: dict[int, SentOrder] = field(default_factory=dict)
-    """The orders in flight by index, except those whose groups were consumed by a trainer that died unsaved."""
+    """The orders in flight by index, except those whose groups a trainer consumed before it died without saving."""
     withdrawn: set[int] = field(default_factory=set)
     """Orders in flight whose groups the trainer will drop: they were issued for steps that were lost with a trainer."""
 
     @property
     def ended(self) -> int:
-        """The number of orders that have ended, by the trainer's account."""
+        """The number of orders that have ended, as counted by the trainer (`consumed`)."""
         return self.consumed.trained + self.consumed.filtered + self.consumed.stale + self.consumed.failed
 
     @property
@@ -56,12 +56,12 @@ class IssuedLedger:
 
     @property
     def unsettled(self) -> list[int]:
-        """Indices of failed orders that the trainer's account does not include yet, ascending."""
+        """Indices of failed orders that the trainer has not counted as ended yet, ascending."""
         return sorted(self._open(self.failed))
 
     @property
     def unsettled_stale(self) -> list[int]:
-        """Indices of orders that actors gave up as stale and the trainer's account does not include yet, ascending."""
+        """Indices of orders that actors gave up as stale and the trainer has not counted as ended yet, ascending."""
         return sorted(self._open(self.outdated))
 
     def rollouts_in_flight(self, group_size: int) -> int:
@@ -74,7 +74,10 @@ class IssuedLedger:
         self.sent[order.index] = SentOrder(order.sampling.num_samples, order.issued_at)
 
     def withdraw(self, version: int) -> None:
-        """Mark orders in flight issued after `version`, at which a new trainer begins: it will drop their groups."""
+        """Mark as withdrawn the orders in flight that were issued after `version`, at which a new trainer begins.
+
+        They were issued for steps that were lost with the last trainer; the new trainer will drop their groups.
+        """
         self.withdrawn |= {index for index, each in self.sent.items() if each.issued_at.version > version}
 
     def next_index(self) -> int:
@@ -85,15 +88,18 @@ class IssuedLedger:
         return self.cursor - 1
 
     def fail(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
-        """End the order as failed. If it was withdrawn, reissue it instead; if it was reissued since, do nothing."""
+        """End the order as failed; reissue it instead if it is withdrawn (the trainer would drop its group).
+
+        Do nothing if the order was issued again after `issued_at`, the issue that the failure report concerns.
+        """
         self._end(index, self.failed, issued_at)
 
     def give_up(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
-        """End the order as stale, without a group. Like `fail`, reissue withdrawn orders and ignore reissued ones."""
+        """End the order as stale, as its actor gave it up; reissue it or do nothing in the same cases as `fail`."""
         self._end(index, self.outdated, issued_at)
 
     def update(self, consumed: ConsumedReport) -> None:
-        """Replace the trainer's account by a newer one; its outcomes override earlier reports of failed orders."""
+        """Replace the trainer's counts of ended orders by newer ones, which override reports of failed orders."""
         # After a resume, the account may include orders issued after the checkpoint: their groups were still in the
         # stream.
         self.consumed = consumed
@@ -116,7 +122,7 @@ class IssuedLedger:
         return again
 
     def check(self) -> None:
-        """Raise LedgerError if the account does not balance: more orders ended than were issued."""
+        """Raise LedgerError if more orders ended than were issued."""
         if self.in_flight < 0:
             raise LedgerError(
                 f"issued {self.cursor - len(self.reissue)} orders but {self.ended} ended, {len(self.unsettled)} more "
@@ -184,7 +190,7 @@ class StepsAhead(msgspec.Struct, kw_only=True):
 
     More would only make rollouts older. The least number is two: the step that trains and the next step. If the trainer
     waits, the number grows in proportion to the wait. If groups were left over at each of several steps, the number
-    shrinks by the fewest groups left over.
+    shrinks by the fewest groups left over, divided by the groups per step.
     """
 
     steps: float = 2.0
@@ -195,7 +201,11 @@ class StepsAhead(msgspec.Struct, kw_only=True):
     any_trained: bool = False
 
     def note_step(self, *, left_over: float, waited: float, most: float) -> None:
-        """Adapt `steps`, at most to `most`, after a step; all arguments are in units of one step."""
+        """Adapt `steps`, at most to `most`, after a step.
+
+        `left_over` is the groups that the step left over, divided by the groups per step. `waited` is the trainer's
+        wait, divided by the step's duration.
+        """
         if not self.any_trained:  # the first step waited for everything to start
             self.any_trained = True
             return
@@ -238,8 +248,8 @@ class FilteredShare(msgspec.Struct, kw_only=True):
     def expected(self, orders: int, *, waiting: int, most: float) -> int:
         """Return how many of `orders` orders are expected to be trained, and not filtered.
 
-        Of these orders, `waiting` already have groups that passed the filter. The estimate assumes that at most `most`
-        orders are issued for each order that is trained.
+        Of these orders, `waiting` already have groups that passed the filter. At least 1 / `most` of the other orders
+        are expected to be trained, since no more than `most` orders are issued for each order that is trained.
         """
         passed = min(waiting, orders)
         return passed + int((orders - passed) * max(1.0 - self.share, 1.0 / most))

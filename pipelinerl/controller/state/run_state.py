@@ -40,9 +40,10 @@ class ElasticRule:
             least `settle_s` since the previous change.
         waiting: if the trainer waits for more than this share of its time, and engines are busy, there are too few.
         content: if the trainer waits for less than this share of its time, there may be too many engines.
-        busy: share of occupied slots from which on engines count as busy. Removing an engine must keep them below it.
-        stale: if more than this share of the groups is too old to be trained, there are too few engines if they are
-            busy, and no engine is removed.
+        busy: share of occupied slots from which on engines count as busy. No engine is removed if this would make the
+            remaining engines busy.
+        stale: if more than this share of the groups is too old to be trained, no engine is removed. If the engines are
+            busy as well, there are too few.
     """
 
     mode: Elasticity = Elasticity.ON
@@ -146,7 +147,10 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
 
     directive: str
     version: int
-    """The oldest version that it may publish: that of its directive, or of the newest step until it is reported."""
+    """The oldest version that the publication may contain: the newest version when it was ordered.
+
+    Each step that ends before the publication is reported raises this version.
+    """
     membership: int
     recipients: list[str]
     reported: bool = False
@@ -176,7 +180,7 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     awaited: list[str] = []
     """Names of the expected engines that have not joined."""
     begun: list[str] = []
-    """Ids of all trainers' ready reports that have begun an epoch; a repetition of such a report begins no other."""
+    """Ids of all trainers' ready reports that have begun an epoch; a repeated report must not begin a second one."""
     answers: dict[str, Directive] = {}
     """The directive that answered the newest report, by the report's id, since the report may be repeated."""
     publications: list[PublicationOrdered] = []
@@ -216,7 +220,7 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
 
 
 class Evaluations(msgspec.Struct, kw_only=True):
-    """The evaluations of a run."""
+    """The current evaluation of a run, the evaluation that waits to begin, and the results so far."""
 
     current: Evaluation | None = None
     begun: int = 0
@@ -232,7 +236,7 @@ class Evaluations(msgspec.Struct, kw_only=True):
         self.results.append(result)
 
     def follow(self, places: Mapping[str, int]) -> None:
-        """Set the position of each result's set in a recipe that may have changed; removed sets get `NOWHERE`."""
+        """Update `place`, the position of each result's set in the edited recipe; sets that it lacks get `NOWHERE`."""
         self.results = [replace(each, place=places.get(each.name, NOWHERE)) for each in self.results]
 
 
@@ -301,7 +305,7 @@ class RunState(msgspec.Struct, kw_only=True):
     """All knob changes, oldest first."""
     first_domain_weights: dict[str, float]
     quotas: list[Quota] = []
-    """Sizes of the blocks of orders within which domain shares are exact, each from an order on; oldest first."""
+    """Sizes of the blocks of orders within which domain shares are exact, each with its first order; oldest first."""
     loaded_from: list[tuple[int, int]] = []
     """(order, version), oldest first: when orders from `order` on were issued, engines had `version` or newer."""
     filtered_share: FilteredShare = msgspec.field(default_factory=FilteredShare)
@@ -334,14 +338,20 @@ class RunState(msgspec.Struct, kw_only=True):
         return self._drawable(self.first_domain_weights)
 
     def follow_groups_per_step(self) -> None:
-        """If the number of groups per step has changed, use it as block size in `quotas` from the next new order on."""
+        """If the number of groups per step has changed, use it in `quotas` from the next new order on.
+
+        It is the size of the blocks of orders within which each domain gets its exact share.
+        """
         if not self.quotas or self.quotas[-1].size != self.knobs.groups_per_step:
             since = self.account.cursor if self.quotas else 0
             self.quotas = [quota for quota in self.quotas if quota.since < since]
             self.quotas.append(Quota(since, self.knobs.groups_per_step))
 
     def follow_loaded(self, loaded: int) -> None:
-        """Record that orders issued from now on are sampled with version `loaded` or newer; drop unneeded entries."""
+        """Record that orders issued from now on are sampled with version `loaded` or newer.
+
+        Entries of `loaded_from` that concern only ended orders are dropped.
+        """
         # The first entry applies from order 0 on: a trainer has just begun, and all orders in flight are issued again.
         if not self.loaded_from or self.loaded_from[-1][1] != loaded:
             since = self.account.cursor if self.loaded_from else 0
@@ -351,7 +361,7 @@ class RunState(msgspec.Struct, kw_only=True):
             self.loaded_from = self.loaded_from[1:]
 
     def quota_of(self, index: int) -> Quota:
-        """Return the block size for domain shares that was in force when order `index` was first issued."""
+        """Return the size of the blocks with exact domain shares, as of the first issue of order `index`."""
         return next(quota for quota in reversed(self.quotas) if quota.since <= index)
 
     def _drawable(self, weights: dict[str, float]) -> dict[str, float]:

@@ -85,7 +85,7 @@ class FieldMap:
 
     @property
     def plain_prompt(self) -> str:
-        """Name of the only field that `text` reads, if it may be plain text; "" if `text` reads other fields, too."""
+        """Name of the prompt field if `text` and `check` read only this field and the answer; otherwise ""."""
         more = self.messages_field or self.id_field or self._of_template - {_PROMPT, self.prompt_field}
         return "" if more else self.prompt_field
 

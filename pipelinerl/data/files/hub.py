@@ -40,7 +40,10 @@ def open_hub(request: SourceRequest) -> RowSource:
 
 
 def look_at_hub(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Do the same as `look_at_files`; if the data set is not cached, return None without fetching it."""
+    """Build and `check` problems from the data set's first rows; return the first problem, as `look_at_files` does.
+
+    Return None if the data set is not cached: nothing is fetched.
+    """
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     revision, parameters = _parsed(request)

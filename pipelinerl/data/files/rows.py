@@ -49,7 +49,7 @@ class DataRows(Protocol):
         ...
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """Yield all rows in order, with the requested `fields` that each has, or more. Raises `RecipeError`."""
+        """Yield all rows in order, with at least those of `fields` that the row has. Raises `RecipeError`."""
         ...
 
     def place(self, index: int) -> str:

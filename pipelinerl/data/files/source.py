@@ -46,7 +46,7 @@ class ProblemOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """Order of the training problems by difficulty, which the pass rates in a data set's rows give (RLAX §6.2).
+    """Order of the training problems by difficulty, as measured by the pass rates in the data set's rows (RLAX §6.2).
 
     A band moves over the problems, ranked from easy to hard; the next problem is one of those within the band:
 
@@ -116,11 +116,11 @@ class Indexed(NamedTuple):
 
 @final
 class RowSource:
-    """Problems of one split, made from the rows with the numbers `chosen`, i64 [M].
+    """Problems of one split, made from the M rows whose numbers are in `chosen`, i64 [M].
 
-    Training problems begin with the row numbers `sweep`, in the order of a curriculum, if there is one
-    (docs/understand/curation.md). Epochs follow, each shuffled differently. Problems of other splits come once, in a
-    fixed order.
+    With a curriculum (docs/understand/curation.md), training begins with the rows in `sweep`, which lists their numbers
+    in the curriculum's order; otherwise `sweep` is empty. Epochs follow, each shuffled differently. Problems of other
+    splits come once, in a fixed order.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class BatchingEngine:
         load: builds the runner of a `DecodeLoop`; called on the decode thread.
         loop: builds a `SampleLoop` of another kind; give exactly one of `load` and `loop`.
         endpoints: builds the engine's endpoint in the weight group, the process group over which weights arrive.
-        continuation: whether the engine can continue an answer that another engine began, and with which noise.
+        continuation: whether the engine can continue an answer that another engine began, with the same or other noise.
         prefill_tokens: the maximum number of prompt tokens that a `DecodeLoop` admits between two steps.
     """
 
@@ -483,8 +483,9 @@ def add_samples(
     new_text: Callable[[], TextWindow | None],
     vocab_size: int,
 ) -> None:
-    """Add the requested samples to `work`.
+    """Add a sequence to `work` for each requested sample, or for each prefix of an answer that is to be continued.
 
+    `seed` determines the noise of each sequence; `new_text` makes its text window, or returns None if it needs none.
     Raises `InvalidRequest` if the prefix of a continued answer is already complete or has unknown tokens.
     """
     if chat.prefixes is None:

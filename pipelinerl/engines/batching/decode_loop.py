@@ -8,8 +8,9 @@
 | work, when there is none | `submit`, `commit`, `stop` |
 | the rows to empty, before a `drain` commit | each sample's token limit, as decoding continues |
 
-A runner on a GPU starts a step before the tokens of the step before it are recorded and delivered (`EarlyStep`),
-whenever no row is known to end or to join. The loop then takes that step's tokens before it admits or commits.
+A runner on a GPU starts the next step while the tokens of the last step are still being recorded and delivered
+(`EarlyStep`), unless a row is known to end or to join. The loop takes the tokens of a step that was started early
+before it admits requests or commits weights.
 
 The event loop calls `submit`, `cancel`, `commit` and `stop`. One lock guards the state that these calls share with the
 thread; it is never held while the model runs. The thread passes all results of a step to `deliver` in one call. Every

@@ -76,7 +76,7 @@ class RowState:
 
 @final
 class EarlyStep:
-    """The decode step that a runner starts before the tokens of the step before it are on the host.
+    """The decode step that a runner starts early: while the tokens of the last step are not on the host yet.
 
     The device then computes this step while the host records and delivers the tokens of the last one. The loop sets
     `allowed` before each `decode`: True permits the runner to start the step after it as well. Until another `decode`
@@ -106,8 +106,9 @@ class EarlyStep:
         self._moved = True
 
     def take(self, num_rows: int) -> tuple[Any, NDArray[np.int64] | None]:
-        """Remove and return the started step, None if there is none, and for each of rows 0..num_rows-1 its number
-        when the step started, None if no row has moved.
+        """Remove the started step; return it, and the numbers that rows 0..num_rows-1 had when it started.
+
+        The step is None if none has started. The numbers are None if no row has moved since.
         """
         step, self._step = self._step, None
         return step, self._rows[:num_rows] if step is not None and self._moved else None
@@ -167,7 +168,7 @@ class ModelRunner(ServedModel, Protocol):
         ...
 
     def swap(self) -> None:
-        """Make the staged weights current in a time independent of their size. Then the old ones may be overwritten."""
+        """Make the staged weights current, in constant time. Afterwards, the previous weights may be overwritten."""
         ...
 
 
@@ -244,7 +245,7 @@ class RowTable:
         return rng.uniform(self._noise_keys[rows], self._num_sampled[rows] + skipped)
 
     def keep_whole(self, rows: slice) -> bool:
-        """Return True if none of `rows` truncates its distribution, changes logits or reports likeliest tokens."""
+        """Return True if `rows` need no truncation, and no row at all changes logits or reports likeliest tokens."""
         truncates = self.any_min_p or bool((self.top_k[rows] > 0).any() or (self.top_p[rows] < 1).any())
         return not (truncates or self.any_change or self.most_top)
 
@@ -391,7 +392,7 @@ class Scheduler:
         return admissions
 
     def preempt(self, row: int) -> Moves:
-        """Make the sequence in `row` wait for room in the cache; return the move that fills this row, if one does."""
+        """Make the sequence in `row` wait for room in the cache; return the move that refills `row`, if any."""
         self._preempted.append(self.running[row])
         self.num_waiting += 1
         return self.retire([row])
@@ -461,7 +462,7 @@ class _Blocks:
         self._free = 0 if room is None else room.free
 
     def take(self, tokens: int, count: int) -> int:
-        """Reserve blocks for up to `count` sequences that share `tokens` tokens; return the number that fit."""
+        """Reserve blocks for up to `count` sequences that share a context of `tokens` tokens; return how many fit."""
         if self._room is None:
             return count
         shared = (tokens - 1) // self._room.size

@@ -151,7 +151,7 @@ class Sequence:
 
     @property
     def newest_version(self) -> int:
-        """The newest recorded version: that of the last token or, after a swap, of the next one; 0 without any."""
+        """The newest recorded version of weights: the last token's or, after a swap, the next token's; 0 if none."""
         return self._marks[-1][0] if self._marks else 0
 
     def version_of(self, position: int) -> int:

@@ -56,7 +56,8 @@ class Sampled:
     Attributes:
         token_ids, logprobs: the sample's new tokens and their log-probs, all sampled by the same version of the
             weights.
-        arrived: the number of tokens that the core has sampled since the last step; their ids may be reported later.
+        arrived: the number of tokens that the core has sampled since the last step. It differs from the length of
+            `token_ids` if tokens are held back until it is known which version sampled them.
         top: for each of `token_ids` the likeliest tokens at its position, at least as many as the request wants.
         ended: True if the core stops sampling this sample, for any reason.
     """
@@ -101,7 +102,10 @@ class CoreModel:
 
 
 class EngineCore(Protocol):
-    """A running core, used from the event loop that started it. Errors other than rejections end the engine."""
+    """A running core: another process that batches and samples. Used only from the event loop that started it.
+
+    A rejection fails one request; any other error ends the engine.
+    """
 
     def check(self, request: Request) -> None:
         """Raise `InvalidRequest` if this core cannot serve the request; any thread may call this."""
@@ -184,7 +188,7 @@ class CoreLoop:
         start_core: starts the core and returns it with the model it serves; awaited on the thread.
         capacity: the number of samples that the core works on at once, and the number that may wait in addition.
         deliver: hands one step's results to the engine; called on the thread, must not block.
-        serving: (epoch, version) of the weights that the core loads.
+        serving: (epoch, version) of the weights with which the core starts.
     """
 
     def __init__(

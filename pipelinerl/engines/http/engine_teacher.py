@@ -31,7 +31,7 @@ _RETRY_S: Final = 1.0
 
 @final
 class EngineTeacher:
-    """A frozen teacher, served by an engine at a URL. `timeout_s` limits the wait for a segment, retries included."""
+    """A frozen teacher, served by an engine at a URL. `timeout_s` limits all attempts to score one segment."""
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 120.0) -> None:
         self.url = url

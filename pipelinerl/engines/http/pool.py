@@ -150,8 +150,8 @@ class PartialAnswer:
     def rest(self) -> ChatCompletionRequest:
         """Return the next engine's request.
 
-        It is the original request if no tokens have arrived. Otherwise it requests the missing tokens, and the text of
-        each unfinished sample from its beginning.
+        It is the original request if no tokens have arrived. Otherwise it requests the missing tokens of each
+        unfinished sample. The next engine sends the whole text of these samples, so their received text is dropped.
         """
         changes: dict[str, object] = {"stream": True, "stream_options": self._options}
         if self._prompt is not None:
@@ -288,7 +288,10 @@ NEAR_TOKENS: Final = 8192
 
 
 def cost(request: ChatCompletionRequest) -> int:
-    """Return the most tokens that a request makes an engine compute: the prompt once, and each sample to its limit."""
+    """Estimate the most tokens that an engine computes for a request: the prompt once, and each sample to its limit.
+
+    A prompt in text counts as one token per 4 characters.
+    """
     prompt = len(request.prompt_token_ids or request.continue_token_ids or ())
     if not request.prompt_token_ids:
         prompt += sum(len(message.content) for message in (request.messages or [])[request.continue_from or 0 :]) // 4
@@ -340,7 +343,10 @@ class EnginePool:
         return self._load.outstanding
 
     def update(self, urls: Iterable[str], *, finishing: Iterable[str] = ()) -> None:
-        """Set the serving engines. Engines in `finishing` may finish their requests; those of all others move."""
+        """Set the serving engines. Engines in `finishing` are no longer picked, but may finish their requests.
+
+        Requests on any other engine are interrupted and continue on a serving engine.
+        """
         self._serving = frozenset(urls)
         self._known = self._serving | frozenset(finishing)
         self._load.serve(self._serving)

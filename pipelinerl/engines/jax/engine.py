@@ -57,7 +57,7 @@ def assembled(options: EngineOptions, *, cache_bytes: int | None = None, starts_
     """Return the model with its cache of at most `cache_bytes` (None: no bound), without compiled programs. Raises
     `ModelError` for a model, device or context that is unusable, and for a cache that is too large.
 
-    `starts_early` is that of `JaxRunner`; None is False on a CPU, whose cores are both device and host.
+    `starts_early` is passed to `JaxRunner`; None means True except on a CPU, whose cores are both device and host.
     """
     config = read_config(options.model_path)
     options.check_context(json.loads((options.model_path / "config.json").read_text()).get("max_position_embeddings"))

@@ -73,7 +73,7 @@ class Buckets:
         return self.rows[bisect_left(self.rows, rows)]
 
     def length_for(self, length: int) -> int:
-        """Return the smallest length that holds `length` tokens."""
+        """Return the smallest compiled length that holds `length` tokens."""
         return self.lengths[bisect_left(self.lengths, length)]
 
     def prompts_at(self, length: int) -> tuple[int, ...]:
@@ -95,8 +95,8 @@ _NO_TOP: Final[Mapping[int, TopTokens]] = MappingProxyType({})
 class JaxRunner:
     """A decoder with its cache and sampler, which owns `weights` and the donated `cache` from now on.
 
-    `prefill_tokens` is the most padded tokens of one prefill; a longer prompt runs alone. `starts_early` starts a step
-    before the last one's tokens are on the host, wherever the loop allows it.
+    `prefill_tokens` is the most padded tokens of one prefill; a longer prompt runs alone. With `starts_early`, a step
+    starts before the tokens of the previous step are on the host, wherever the loop allows it.
     """
 
     def __init__(
@@ -227,7 +227,10 @@ class JaxRunner:
         )
 
     def _start(self, num_rows: int, *, after: SampledBatch | None = None) -> SampledBatch:
-        """Start a step of rows 0..num_rows-1; with `after`, the step that follows that one, fed with its tokens."""
+        """Start a step of rows 0..num_rows-1.
+
+        With `after`, a step that may be unfinished, the new step feeds the tokens that `after` samples.
+        """
         rows, run, used = self._rows, slice(0, self.buckets.rows_for(num_rows)), slice(0, num_rows)
         skipped = int(after is not None)
         positions = rows.positions[run] + np.int32(skipped)
@@ -432,7 +435,7 @@ def layout_of(config: DecoderConfig, dtype: np.dtype[Any]) -> WeightLayout:
 
 @final
 class JaxWeights:
-    """The serving and the staged weights of a decoder; `place` returns the sharding of a parameter.
+    """The serving and the staged weights of a decoder; `place` returns the sharding of a given parameter.
 
     `current` holds the initial weights, stacked over layers, of one dtype.
     """

@@ -42,7 +42,7 @@ class Copies(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """A row's blocks; `filed` has the index entries of its first full blocks, None if they must not be indexed."""
+    """A row's blocks. `filed` lists the index entries of its leading full blocks; None if they must not be indexed."""
 
     blocks: list[int]
     filed: list[int] | None
@@ -68,7 +68,7 @@ class BlockTable:
         self.in_use = 0
         """The number of blocks that belong to rows."""
         self.reused_tokens = 0
-        """Prompt tokens whose keys and values were found, summed over all prompts."""
+        """Prompt tokens whose keys and values were found in indexed blocks, summed over all prompts."""
         self._keeps_few, self._most_in_use = keeps_few, 0
         self._rows = [_Row([], []) for _ in range(rows)]
         self._uses: NDArray[np.int32] = np.zeros(blocks, dtype=np.int32)
@@ -90,8 +90,10 @@ class BlockTable:
         return [self._entries[key][1] for key in self._found(tokens)]
 
     def begin(self, rows: Sequence[int], tokens: NDArray[np.int32], *, reuses: bool = True) -> int:
-        """Give empty `rows` blocks for `tokens` [T]; return the number of tokens whose blocks are already computed.
-        Full blocks are shared, and indexed at once, so the caller must compute them before any row reads them.
+        """Give each of the empty rows `rows` blocks for the same prompt `tokens` [T].
+
+        Return the number of tokens whose keys and values are already in reused blocks. The rows share all full blocks.
+        These are indexed at once, so the caller must compute them before any row reads them.
         """
         keys = self._found(tokens) if reuses else []
         filed = [self._entries[key][0] for key in keys]
@@ -114,8 +116,9 @@ class BlockTable:
         return start
 
     def fork(self, source: int, rows: Sequence[int], num_tokens: int) -> Copies:
-        """Give empty `rows` the blocks of the first `num_tokens` tokens of row `source`. The last block, if partly
-        filled, is not shared: return the copies to make of it.
+        """Let the empty rows `rows` share the blocks of the first `num_tokens` tokens of row `source`.
+
+        A partly filled last block is not shared: return the copies that the caller must make of it.
         """
         full, own = num_tokens // self.size, self._rows[source]
         tails: list[int] = []

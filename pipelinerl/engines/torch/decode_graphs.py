@@ -82,7 +82,10 @@ class DecodeGraphs:
         return self._logits[:count]
 
     def sampled(self, count: int) -> StartedStep:
-        """Return the tokens [count] of the step that `run` has started; valid only for rows without truncation."""
+        """Return the step that `run` has started, with the tokens that its graph samples for `count` rows.
+
+        The graph ignores top-k, top-p, min-p, logit changes, and requests for likeliest tokens.
+        """
         pinned = self._current
         pinned.results.copy_(self._results, non_blocking=True)
         pinned.done.record()
@@ -95,7 +98,7 @@ class DecodeGraphs:
         return StartedStep(self._results[0, :count], read)
 
     def _give(self, inputs: Inputs, count: int, padded: int) -> None:
-        """Copy the inputs to the device; rows without a sequence get zeros."""
+        """Copy the inputs of `count` rows to the device; the other rows, up to `padded`, get zeros."""
         host = self._current.inputs.numpy()
         host[1:, :count] = inputs[1:]
         host[:, count:padded] = 0

@@ -52,7 +52,7 @@ class _Joined:
         self._weight: Tensor | None = None
 
     def find(self) -> None:
-        """Look up the parts' weights again, and join them if adjacent: a swap has moved them to the other buffer."""
+        """Look up the layers' weights again after a swap, which moved them to another buffer; join adjacent weights."""
         self._weight = None
         weights = [part.weight for part in self._parts if isinstance(part, _Linear) and part.bias is None]
         if len(weights) == len(self._parts) and _are_adjacent(weights):
@@ -76,7 +76,7 @@ def _are_adjacent(weights: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's parameter objects; a swap changes the data that they refer to."""
+    """The parameters of one transformer layer. A swap of weights keeps these objects and changes the data in them."""
 
     input_norm: Tensor
     queries_keys_values: _Joined

@@ -67,11 +67,13 @@ class CacheReading(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """Plan of a prefill of P prompts, padded to T tokens each, of which N tokens in all are no padding.
+    """Plan of a prefill of P prompts, padded to T tokens each; it stores N tokens' keys and values, in H heads each.
 
-    The keys and values at indices `sources` i64 [N] of the tokens [P · T] are stored at `entries` i64 [N · H]. These
-    index a layer's cache viewed as [blocks · H · size, D]. Each prompt follows `start` tokens that are already cached,
-    in the blocks `before` i64 [P, start / size].
+    Attributes:
+        sources: i64 [N], the tokens to store, as indices of the padded tokens [P · T].
+        entries: i64 [N · H], where to store them, as indices of a layer's cache viewed as [blocks · H · size, D].
+        start: the number of tokens that precede each prompt and are already cached.
+        before: i64 [P, start / size], the blocks of these cached tokens.
     """
 
     sources: Tensor
@@ -91,7 +93,7 @@ class DecodePlan:
         entries: i64 [B · H], the entries that this step writes, as in `PrefillPlan`; None if a kernel finds them.
         table: i64 [K, L / size], the blocks of the computed rows, padded with a row's first block.
         length: L, a multiple of the blocks' size; no row attends beyond it.
-        sections: set if `reading` is `IN_PLACE`.
+        sections: how to read blocks in place; only set if `reading` is `IN_PLACE`.
         of_row: i64 [B], the index of each row among the computed rows; None if all B are computed.
     """
 
@@ -193,7 +195,10 @@ class PageCache:
     def plan_prefill(
         self, rows: Sequence[Sequence[int]], lengths: Sequence[int], start: int, longest: int
     ) -> PrefillPlan:
-        """Plan a forward of tokens [start, length) of each prompt, padded to `longest`, into blocks of its `rows`."""
+        """Plan a forward of tokens [start, lengths[i]) of each prompt i, padded to `longest` tokens.
+
+        The results are stored in the blocks of `rows[i]`, the rows that sample from prompt i.
+        """
         size, table = self._shape.size, self.table
         sources, blocks, offsets = [], [], []
         for prompt, (own, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -216,7 +221,7 @@ class PageCache:
         return self.plan
 
     def plan_decode(self, positions: NDArray[np.int64], alike: DuplicateRows | None = None) -> DecodePlan:
-        """Plan a forward of rows 0..B-1 at `positions` [B], which computes each set of `alike` rows once."""
+        """Plan a forward of one token in each of rows 0..B-1 at `positions` [B]; duplicate rows are computed once."""
         size, table, batch = self._shape.size, self.table, len(positions)
         layout = self._layout_of(batch, alike)
         entries = self._entries(table.table[self._rows[:batch], positions // size], positions % size)
@@ -400,7 +405,9 @@ class _Pairs(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSections:
-    """Indices for a step of K rows, each of at most n blocks; N blocks are read. G query heads share a key head.
+    """Indices for a step of K rows, each of at most n blocks; N blocks are read.
+
+    G query heads share each of H key heads. In the second section, at most M rows attend to a block.
 
     Attributes:
         selected: the blocks to copy out i64 [N], or None for the first N in place.
@@ -408,7 +415,7 @@ class BlockSections:
         queries: i64 [N], for each block the row whose queries attend to it in the first section.
         to_rows: i64 [K · H · G · n], the index of the scores for each row, head and block.
         to_blocks: the inverse of `to_rows`: for each block of both sections, the indices in the scores by row.
-        to_sums: i64 [n · K · H · G], the index of the weighted values for each block of each row.
+        to_sums: i64 [n · K · H · G], the index of the weighted sum of values that each block of each row contributes.
         shared: i64 [S], the blocks of the second section, and `shared_queries` i64 [S · H · M] the row and head of each
             query; None if no block is shared.
         only: i64 [K], the block of each row if every row has a single block of its own. `to_rows`, `to_blocks` and

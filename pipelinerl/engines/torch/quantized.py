@@ -119,7 +119,7 @@ class QuantizedWeights:
         return self._staged
 
     def finish_staging(self) -> None:
-        """Quantise the staged weights into the set that does not serve."""
+        """Quantise the staged weights into the second set of quantised weights, which `swap` then serves."""
         if not self._spare:
             self._spare = {name: torch.empty_like(parameter.data) for name, parameter in self._served.items()}
         for name, sent in parameters_in(self.staging(), self.layout):

@@ -49,9 +49,9 @@ class TorchRunner:
     Args:
         model: from `load_for_decoding`; its parameters belong to the runner from now on.
         weights: the model's weights, from `served_weights`; None creates them.
-        cache_bytes: most memory for keys and values; None allows room for the whole context in all rows; less than
-            one row needs raises `ModelError`.
-        starts_early: True starts a step before the last one's tokens are on the host, wherever the loop allows it;
+        cache_bytes: most memory for keys and values; None allows room for the whole context in all rows. If it is too
+            little for one row, the constructor raises `ModelError`.
+        starts_early: True starts a step before the previous step's tokens are on the host, wherever the loop allows it;
             None does so only with CUDA graphs, because without them it saves no time.
     """
 
@@ -138,7 +138,7 @@ class TorchRunner:
         self._begin([state.row for state in states if state.position == 0])
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Move whole rows; no row is both a source and a target. The blocks of the rows are not copied."""
+        """Move rows `sources` to rows `targets`, pairwise, with all state; no row is in both. No block is copied."""
         self._rows.move(sources, targets)
         if self.early_step is not None:
             self.early_step.move(sources, targets)
@@ -241,9 +241,9 @@ class TorchRunner:
         self.decode(1)
 
     def decoded_in_batch(self, count: int) -> tuple[list[int], list[float]]:
-        """Decode one token of a fixed prompt in a batch of `count` rows (at most all); return its id and log-prob.
+        """Decode one token of a fixed prompt in row 0 of a batch of `count` rows; return its id and log-prob.
 
-        Run it before any request: the rows and their cache are cleared.
+        Serves to test that results do not depend on the batch. Run it before any request, since it clears the rows.
         """
         rows = list(range(min(count, self.slots)))
         prompts = [[token % self.vocab_size for token in range(1 + row, 4 + row + row % 5)] for row in rows]
@@ -285,7 +285,10 @@ class TorchRunner:
         )
 
     def _start(self, num_rows: int, *, after: StartedStep | None = None) -> StartedStep:
-        """Start a step of rows 0..num_rows-1; with `after`, the step that follows that one, fed with its tokens."""
+        """Start a step of rows 0..num_rows-1.
+
+        With `after`, a step that may be unfinished, the new step feeds the tokens that `after` samples.
+        """
         rows, used, skipped = self._rows, slice(0, num_rows), int(after is not None)
         positions, noise = rows.positions[used] + skipped, rows.noise(used, skipped=skipped)
         feeds: NDArray[Any] | Tensor = rows.feeds[used] if after is None else after.token_ids[:num_rows]
@@ -321,7 +324,7 @@ class TorchRunner:
     def scorer(self, token_ids: Sequence[int], temperature: float) -> list[float]:
         """Return each token's log-prob given the tokens before it, 0 for the first.
 
-        One forward of the model's own modules computes them, without the cache; it needs memory for logits [P, V].
+        One forward of the model's own modules computes them without the cache. It needs memory for all tokens' logits.
         """
         if len(token_ids) < 2:
             return [0.0] * len(token_ids)

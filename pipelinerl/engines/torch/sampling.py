@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 
 
 class StartedStep(NamedTuple):
-    """A decode step that a device computes: its token ids i64 [B] there, which the next step overwrites, and `read`.
+    """A decode step that a device computes; `token_ids` [B] are on the device, where the next step may overwrite them.
 
     `read` waits for the step and returns its token ids i64 [B] and log-probs f32 [B] on the host.
     """

@@ -39,7 +39,7 @@ def parameters_in(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[str, T
 
 @final
 class TorchWeights:
-    """The serving and the staged parameters of `model`, whose memory it owns from construction on."""
+    """The serving and the staged parameters of `model`; this object owns their memory from its construction on."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layout = layout_of(model)
@@ -60,7 +60,7 @@ class TorchWeights:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of weights besides the serving set and `staging`: none, because `staging` itself is served."""
+        """Bytes of copies other than the serving weights and `staging`: 0, because a swap serves `staging` itself."""
         return 0
 
     @property

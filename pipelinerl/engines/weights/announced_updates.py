@@ -87,7 +87,7 @@ class AnnouncedUpdates:
         )
 
     def _turned(self, prepare: WeightUpdateRequest) -> WeightUpdateRequest:
-        """Rotate the list of replicas by an offset that depends on the engine, to spread engines over replicas."""
+        """Return `prepare` with its parameter servers in an order that depends on the engine, to balance their load."""
         turn = rng.key(0, self._url)
 
         def turned(urls: tuple[str, ...]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 At most one membership is usable. Joins run on threads, never on the event loop. A membership replaces the previous one
 only when it has formed, so a failed join changes nothing. A generation that failed or was left is never used again,
-because its prefix in the store is used up; the remedy is a higher generation.
+because its key prefix in the rendezvous store is used up; the remedy is a higher generation.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ class GroupEndpoint(Protocol):
 
 
 class EndpointFactory(Protocol):
-    """Factory of an engine's endpoints, in a process that can reach its staged weights, by default its own process."""
+    """Factory of the endpoints with which an engine joins weight groups; they may run in another process."""
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
         """Return True if groups of `backend` can deliver bytes into `staging`."""
         ...
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """Return flat uint8 [num_bytes] like `staging`, to convert dtypes. Raises `InvalidRequest` if memory is low."""
+        """Return flat uint8 [num_bytes] like `staging`, to receive weights in another dtype than the engine's.
+
+        Raises `InvalidRequest` if memory is low.
+        """
         ...
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
@@ -253,7 +256,7 @@ class GroupMember:
 
 
 def _ended(membership: _Membership, loop: asyncio.AbstractEventLoop, promote: Callable[[], None], _: object) -> None:
-    """Finish a join on its thread: close the group if it was left meanwhile, and have `loop` call `promote`."""
+    """Run on a join's thread when the join ends: close a group that was left meanwhile; have `loop` call `promote`."""
     membership.close_if_left()
     tell(loop, promote)
 

@@ -1,7 +1,7 @@
 """`IncomingUpdate`: the transfer of one update into an engine's buffer, broadcast to it or pulled by it.
 
-The bytes are received and hashed on a separate thread, which always ends: a pull by the deadline of its PREPARE, a
-broadcast once no piece has arrived for the timeout of its PREPARE. `give_up` ends the transfer earlier: a pull within
+The bytes are received and hashed on a separate thread, which always ends. A pull ends by the deadline of its PREPARE, a
+broadcast when no piece has arrived for the timeout of its PREPARE. `give_up` ends a transfer earlier: a pull within
 moments, a broadcast as soon as rank 0 sends or leaves. The buffer is free for the next update once `received` is done.
 """
 
@@ -58,8 +58,8 @@ class IncomingUpdate:
     Attributes:
         request: the PREPARE that requested it.
         sender, unblock: for error messages, the sender's name, and the event that would end a wait for the sender.
-        received: the outcome.
-        give_up: ends the transfer as early as possible; called when it is no longer needed, and after a failure.
+        received: future of the result; it fails if the transfer fails.
+        give_up: function that ends the transfer as early as possible; for updates that failed or are not needed.
     """
 
     request: WeightUpdateRequest
@@ -80,7 +80,7 @@ class IncomingUpdate:
 
     @property
     def silent(self) -> bool:
-        """True if no bytes have arrived for longer than the timeout of its PREPARE."""
+        """True if no bytes have arrived for longer than the timeout of the update's PREPARE."""
         return time.monotonic() - self._progress.at > self.request.timeout_s
 
     @property

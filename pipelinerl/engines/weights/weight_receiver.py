@@ -13,8 +13,8 @@ works. The engine is *dirty* only if `target.commit` itself failed with an unkno
 |---|---|---|
 | every rank to join | the ranks | the request's timeout; the previous group stays usable meanwhile |
 | the bytes | rank 0, or a parameter server, sends, leaves or dies | PREPARE's timeout, for a bucket or a pull |
-| COMMIT for the bytes | the receiving thread | COMMIT's timeout |
-| the next PREPARE for a dropped receive | rank 0 leaves the group; a pull stops | its own timeout |
+| the bytes, in COMMIT | the receiving thread | COMMIT's timeout |
+| a dropped transfer's end, in the next PREPARE | rank 0 leaves the group; a pull stops | that PREPARE's timeout |
 """
 
 from __future__ import annotations
@@ -127,7 +127,10 @@ class _Update:
         return self.dropped or self.incoming.failed or self.incoming.silent
 
     def given_up_for(self, request: WeightUpdateRequest) -> bool:
-        """Return whether this pull can end now in favour of a later one; a broadcast ends only with its group."""
+        """Return whether this update is a pull that can end now because `request` pulls a newer version.
+
+        A broadcast cannot: it ends only with its group.
+        """
         pulled = self.request.transport is request.transport is Transport.PULL
         return pulled and self.stage is _Stage.RECEIVING and self.key < (request.epoch, request.version)
 

@@ -173,7 +173,10 @@ def _held_out(name: str, event: Event) -> dict[str, Any]:
 
 
 def estimate(figures: Sequence[Figures], name: str, *, share: bool = False) -> dict[str, float | None] | None:
-    """Return the rollout-weighted mean of the metric `name`, with its 95 % interval; None if no step has it."""
+    """Return the rollout-weighted mean of the metric `name`, with its 95 % interval; None if no step has it.
+
+    With `share`, the metric is a proportion in [0, 1]. Otherwise, the interval of a single step is None.
+    """
     pairs = [
         (value, weight)
         for each in figures

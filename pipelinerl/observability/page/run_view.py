@@ -136,7 +136,7 @@ class RunView:
         return rewound
 
     def marks_after(self, number: int) -> list[dict[str, Any]]:
-        """Return the kept chart marks that came after mark `number`; all of them if the run has had fewer marks."""
+        """Return the kept chart marks after the run's first `number` marks; all kept ones if it has had fewer marks."""
         new = self.mark_count - number
         kept = len(self.marks)
         return list(islice(self.marks, kept - min(kept, new) if new >= 0 else 0, None))
@@ -224,7 +224,7 @@ class RunView:
 
 
 def whole(event: Event, name: str, otherwise: int | None = None) -> int | None:
-    """Return the field `name` if it is a non-negative integer, `otherwise` if not."""
+    """Return the field `name` if it is a non-negative integer; if not, return `otherwise`."""
     value = event.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else otherwise
 

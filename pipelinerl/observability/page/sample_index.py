@@ -1,4 +1,4 @@
-"""`SampleIndex`: where each sample of a run is stored, with columns to sort and filter by, in bounded memory.
+"""`SampleIndex`: maps a run's samples to their places in files, with columns to sort and filter; in bounded memory.
 
 Texts and tokens stay in the files and are read on demand. The newest file is indexed first. A group's permanent name is
 a digest of its kind, step, evaluation set and id, so a link to it also works in a copy of the run. When a step is
@@ -133,7 +133,7 @@ class SampleFilter:
 
 @dataclass(frozen=True, slots=True)
 class SamplePlace:
-    """One sample: its group's key, its number in the group, and whether rewards differ in the group (`signal`)."""
+    """One sample: its group's key (a digest), its number in the group, and True if the group's rewards differ."""
 
     key: int
     number: int
@@ -149,7 +149,7 @@ class SamplePlace:
 class SampleChoice:
     """One page of matching samples, of which there are `matched` in all.
 
-    `after` is the value of `SampleFilter.after` for the next page; None on the last page.
+    `after` is the value of `SampleFilter.after` for the next page; None if this page is not full, so the last.
     """
 
     matched: int
@@ -300,7 +300,7 @@ class SampleIndex:
         return suits
 
     def _read_piece(self, path: Path, offset: int, size: int) -> tuple[int, int, int]:
-        """Index a piece of a file; return the next offset, the number of new samples, and the size of a torn tail."""
+        """Index a piece of a file; return the next offset, the number of new samples, and an incomplete line's size."""
         piece, data = _PIECE_BYTES, b""
         with path.open("rb") as file:
             while piece <= _MOST_LINE:
@@ -357,7 +357,8 @@ class SampleIndex:
     def _make_room(self) -> None:
         """Drop the oldest samples beyond the limit, and groups that were removed or replaced.
 
-        To save time, do nothing until samples reach twice the limit, or over half of more than 4096 groups are gone.
+        To save time, do this only if there are twice as many samples as the limit, or if more than half of the groups
+        (of which there are over 4096) have been removed or replaced.
         """
         samples, groups = self._samples.all, self._groups.all
         gone = len(groups) > 4096 and int(groups["there"].sum()) < len(groups) // 2

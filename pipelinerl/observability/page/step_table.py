@@ -33,7 +33,7 @@ _PLACE: Final = ("step", "elapsed_s", "samples", "tokens")
 
 @dataclass(slots=True)
 class _Chunk:
-    """Up to `_ROWS` rows: their positions in the run, `places` [4, rows], and metrics, `figures` [columns, rows]."""
+    """Up to `_ROWS` steps: their positions (`_PLACE`) in `places` [4, rows], metrics in `figures` [metrics, rows]."""
 
     places: Float64
     figures: Float32
@@ -44,7 +44,7 @@ class _Chunk:
         return cls(np.zeros((len(_PLACE), _ROWS)), np.full((max(64, columns), _ROWS), np.nan, np.float32), 0)
 
     def widen(self, columns: int) -> None:
-        """Add columns for metrics that occur for the first time, up to index `columns`."""
+        """Extend `figures` to more than `columns` metrics, for metrics that occur for the first time."""
         more = np.full((columns + 32 - len(self.figures), self.figures.shape[1]), np.nan, np.float32)
         self.figures = np.concatenate([self.figures, more])
 
@@ -191,7 +191,7 @@ class StepTable:
 
 
 def _columns_of(parts: Sequence[_Chunk], indexes: Sequence[int]) -> Float64:
-    """Return the columns of the metrics `indexes`, [indexes, rows]; NaN where a value is missing or not finite."""
+    """Return the metrics `indexes` in all rows of `parts`, [indexes, rows]; NaN where they are missing or infinite."""
     columns = np.full((len(indexes), sum(part.count for part in parts)), np.nan)
     end = 0
     for part in parts:
@@ -220,7 +220,7 @@ def _thinned(first: _Chunk, second: _Chunk, columns: int) -> _Chunk:
 
 
 def _first_place(column: Float32, starts: NDArray[np.int64], wanted: Float32) -> NDArray[np.int64]:
-    """Return, for each part of the column, the index of the first entry equal to the part's number in `wanted`."""
+    """Return, for each part of the column, the index of the first entry that equals the part's entry of `wanted`."""
     parts = np.diff(starts, append=len(column))
     there = np.where(column == np.repeat(wanted, parts), np.arange(len(column)), len(column))
     return np.minimum.reduceat(there, starts)

@@ -51,7 +51,7 @@ class SampleQuery:
     limit: int | None = None
 
     def choose(self, groups: Iterable[SampleGroup]) -> list[ChosenSample]:
-        """Return matching samples: by rank if a ranking is set, else in the order of writing."""
+        """Return the last `limit` matching samples as given or, for BEST and WORST, the first judged ones by reward."""
         matching = [
             ChosenSample(group, answer)
             for group in groups

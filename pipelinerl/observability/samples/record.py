@@ -24,7 +24,7 @@ class SampleKind(StrEnum):
     TRAINED = "trained"
     """Part of a training step."""
     FILTERED = "filtered"
-    """Not trained, for the reason in `why`; one group is kept of all filtered since the previous step."""
+    """Not trained, for the reason in `why`; of the groups filtered since the previous step, only one is kept."""
     EVALUATION = "evaluation"
     """Answers to a held-out problem."""
 
@@ -61,8 +61,8 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One turn of an episode.
 
     Attributes:
-        context: input since the turn that this turn continues, from the environment and tools. In the first turn of a
-            conversation, it is the prompt; empty if that equals the group's prompt.
+        context: input from the environment and tools since the turn in `continues`. In the first turn of a
+            conversation, the prompt; empty if it equals the group's prompt.
         text: the model's output.
         agent: the agent that requested the turn. length: number of sampled tokens. reward: from the environment.
         segment: number, from 1, of the segment (token sequence) in which the turn trains.
@@ -84,11 +84,11 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One answer and its results.
 
     Attributes:
-        text: the model's output, including special tokens if the trainer knows them.
+        text: the model's output; in training samples, with special tokens.
         outcome, reason, reward, parts: from the verifier. `parts` are named rewards before weighting. `reward` is None
             if the verifier reached no verdict, or the reward is not finite.
         shaped: the reward from which advantages are computed. advantage: mean over the answer's tokens.
-        length: number of sampled tokens. spans: (model version, tokens), in order. staleness: in versions.
+        length: number of sampled tokens. spans: (model version, number of tokens), in order. staleness: in versions.
         trained: True if the answer had a gradient in its step.
         tokens: None if not recorded, as in evaluations and older runs.
         turns: the turns of an episode, in the order in which they ended; empty for a single answer.
@@ -140,7 +140,7 @@ _DECODER: Final = msgspec.json.Decoder(SampleGroup)
 
 
 def shortened(text: str, most: int) -> str:
-    """Return `text`, cut to `most` characters if longer: three quarters from its start, a quarter from its end."""
+    """Return `text`; if it is longer than `most`, its first ¾ · `most` characters, a note, and its last ¼ · `most`."""
     if len(text) <= most:
         return text
     end = most // 4
@@ -208,7 +208,7 @@ def _cut(column: tuple[T, ...], most: int) -> tuple[T, ...]:
 
 
 def _shortened(value: Any, most: int) -> Any:
-    """Shorten every text in a JSON value to `most` characters; numbers that JSON cannot represent become null."""
+    """Shorten every text in a JSON value to `most` characters; lone surrogates (not valid in UTF-8) become `?`."""
     if isinstance(value, str):
         # Replace lone surrogates, which UTF-8 cannot encode.
         return shortened(value, most).encode(errors="replace").decode()
@@ -230,14 +230,14 @@ _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 
 
 def visible(text: str) -> str:
-    r"""Replace every invisible character by an escape such as `\x1b` or `\u202e`."""
+    r"""Replace every invisible character but newlines and tabs by an escape such as `\x1b` or `\u202e`."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_shown(character) for character in text)
 
 
 def one_line(text: str) -> str:
-    """Return the text as `visible` shows it, on one line; for names in a list."""
+    """Return the text as `visible` shows it, with newlines and tabs escaped as well; for names in a list."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

@@ -1,9 +1,9 @@
 """Export of a run's events as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) can display.
 
-There is a track for each role and engine, complete events (`ph` X), instants (i) for knobs, alarms and restarts, and
-flows:
+The trace has a track for each role and engine. It consists of spans (`ph` X), instants (`ph` i) for knobs, alarms and
+restarts, and flows (arrows between spans):
 
-    order N      one group: sampling ▶ verification ▶ the step that trained it     (a sample of groups, by seed)
+    order N      one requested group: sampling ▶ verification ▶ the step that trained it   (a sample of groups, by seed)
     version V    the step that made the version ▶ its publication ▶ each engine that serves it
 
 Guarantees:
@@ -13,7 +13,7 @@ Guarantees:
 - Each flow has one start and one later end; both lie inside spans.
 - The file is complete even if the run is live or has crashed.
 
-Format: "Trace Event Format", Google, 2016; flows bind to the enclosing span (`bp` e).
+Format: "Trace Event Format", Google, 2016; a flow's end binds to the span that encloses it (`bp` e).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class ChromeTrace:
             yield _flow("f", name, flow, _us(group.ended) - 1, step)
 
     def _version_flow(self, span: Span, began: int) -> Iterator[TraceEvent]:
-        """Connect a step to the publication of its version, and the publication to each engine that serves it."""
+        """Yield the arrow that ends at a span: from a step to its publication, or from a publication to an engine."""
         version, last, name = span.value, _us(span.end) - 1, f"v{span.value}"
         if span.track == "step":
             self._steps[version] = last

@@ -103,9 +103,10 @@ class Track:
 def _merged(
     starts: NDArray[np.float64], ends: NDArray[np.float64], *, start: float, cell: float
 ) -> dict[str, NDArray[Any]]:
-    """Merge short spans of the same cell; return columns start, end, count, busy as in `Track.window`, and `longest`.
+    """Merge spans shorter than `cell` seconds that begin in the same cell; cells are counted from `start`.
 
-    `longest` is the index of each row's longest span.
+    Return the columns start, end, count and busy of `Track.window`, and `longest`: for each row, the index (in `starts`
+    and `ends`) of the longest span that the row merges.
     """
     lengths = ends - starts
     if starts.size == 0:
@@ -166,7 +167,10 @@ class _Groups:
         self.longest_s = max(self.longest_s, trained - group.claimed)
 
     def window(self, start: float, end: float) -> dict[str, Any]:
-        """Return the groups in progress between `start` and `end`, evenly thinned to `MOST_GROUPS`."""
+        """Return the groups in progress between `start` and `end`, in columns, and their number, `total`.
+
+        Of more than `MOST_GROUPS` groups, only every n-th is returned.
+        """
         first, last = bisect_left(self.trained, start), bisect_right(self.trained, end + self.longest_s)
         touching = first + np.flatnonzero(np.array(self.claimed[first:last]) <= end)
         each = max(1, -(-touching.size // MOST_GROUPS))

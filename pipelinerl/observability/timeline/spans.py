@@ -44,8 +44,9 @@ _Stages = tuple[int, float, float, float, str, list[tuple[int, int]]]
 class TracedGroup(NamedTuple):
     """The times at which the stages of one group ended, in seconds since the run began.
 
-    `claimed` is when an actor took the order for the group. `trained` is when the computation of the group's step
-    began, `ended` when that step was complete. `spans` are (version, tokens) of the group's longest answer.
+    `order` numbers the request to sample the group, and `claimed` is when an actor took this request. `trained` is when
+    the trainer began to compute the group's step, `ended` when that step was complete. `spans` are the runs of tokens
+    in the group's longest answer that one version sampled, as (version, number of tokens).
     """
 
     order: int
@@ -62,10 +63,10 @@ class TracedGroup(NamedTuple):
 @final
 @dataclass(slots=True)
 class GroupJoiner:
-    """Matches the stages of traced groups with the steps that trained them, in any order and in bounded memory.
+    """Matches the stages of traced groups with the steps that trained them, whichever is reported first.
 
-    Actors report the end of each stage (`ActorAlive.stages`) for groups chosen by seed. The controller adds a few of
-    them to the next `step` event, with times in Unix seconds:
+    For some groups, chosen by seed, actors report when each stage ended (`ActorAlive.stages`). The controller adds a
+    few of these reports to the next `step` event, with times in Unix seconds; `order` is the number of the group:
 
         "stages": [[order, claimed, sampled, verified, engine, [[version, tokens], …]], …]
     """
@@ -74,9 +75,9 @@ class GroupJoiner:
     _trained: OrderedDict[int, tuple[int, float, float]] = field(default_factory=OrderedDict)
 
     def stepped(self, event: Event, *, step: int, began: float, now: float) -> Iterator[TracedGroup]:
-        """Yield the groups that this `step` event completes: now their stages and the step that trained them are known.
+        """Read a `step` event; yield each traced group of which both the stages and the step are known now.
 
-        The step began at `began` and ended at `now`.
+        The event's step began at `began` and ended at `now`.
         """
         for order in entries(event, "orders"):
             if isinstance(order, int):
@@ -180,7 +181,7 @@ class SpanReader:
     _groups: GroupJoiner = field(default_factory=GroupJoiner)
 
     def read(self, event: Event) -> Iterator[Drawn]:
-        """Yield the spans and groups that end with this event, and a mark if the event has one."""
+        """Yield the spans and groups that end with this event, and a `RunMark` if the event itself is to be shown."""
         kind, before = kind_of(event), self.now
         self.now = max(self.now, amount(event, "elapsed_s"))  # time never decreases, even if the clock is set back
         if kind == "run_started":

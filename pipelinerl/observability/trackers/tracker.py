@@ -25,7 +25,7 @@ Bookmark = dict[str, Any]
 
 
 class Tracker(Protocol):
-    """One run in an experiment tracker. Every method may block or raise OSError; after an error it is opened again."""
+    """One run in an experiment tracker. Methods may block or raise OSError; after an error, open the run again."""
 
     def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
         """Log the metrics of a step, named as in `metric_names`, with their `time` (Unix seconds)."""
@@ -317,8 +317,8 @@ class WandbTracker:
 
     - W&B accepts steps in rising order only. After a resume from a checkpoint it keeps the first rows of repeated
       steps. Rows that are logged again after a kill are dropped, too.
-    - An evaluation is of a version that training has already passed, so its metrics go into the newest row.
-      `eval/version` is the x axis of their charts.
+    - An evaluation ends after later steps have been logged, so its metrics go into the newest step's row. Charts of
+      evaluations have the evaluated version, `eval/version`, as x axis.
     - The package sends and writes in a process of its own, in pieces of 32 KiB. If that process is killed, a piece is
       lost. The package retries an unreachable server; logging does not wait for the server.
     """

@@ -31,7 +31,7 @@ _BESIDE: Final = 256 * 2**20
 def checkpoint_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
     """Return the size of a checkpoint: the weights as they are sent, fp32 masters and both AdamW moments.
 
-    With old log-probs by the sampling weights, add the earlier versions that are kept.
+    If old log-probs are recomputed with the weights that sampled the tokens, a checkpoint also holds these weights.
     """
     trainer = predicted.trainer
     if trainer is None:  # not predicted for this trainer: assume four times the model's size
@@ -109,9 +109,10 @@ def host_memory() -> int:
 
 
 def settled(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunConfig:
-    """Replace `auto` values in the recipe; `limits` are as in `prediction.lines` (default: this machine's memory).
+    """Replace `auto` values in the recipe by concrete values.
 
-    A recipe that `check` would refuse is returned unchanged, because `check` has the better error message.
+    `limits` are bytes by kind of process, `all` for their sum (default: this machine's memory). A recipe that
+    `pipelinerl check` would reject is returned unchanged, because `check` has the better error message.
     """
     try:
         return _with_tokens(_with_precision(_with_dtype(config)), {"all": host_memory()} if limits is None else limits)

@@ -110,7 +110,7 @@ class MemoryPrediction:
 
     @property
     def total(self) -> int:
-        """Bytes of all processes on a machine without GPUs, which share its memory."""
+        """Bytes of all processes together, for a machine without GPUs, whose memory all processes share."""
         trainer, engine = self.trainer, self.engine
         trainers = 0 if trainer is None else (trainer.total + trainer.host) * trainer.shards
         return trainers + (0 if engine is None else (engine.total + engine.host) * self.engines)
@@ -126,7 +126,7 @@ def predict(config: RunConfig, objective: PolicyObjective) -> MemoryPrediction:
 
 
 def on_accelerator(device: Device) -> bool:
-    """Return whether a process with this device setting computes on a GPU or TPU; `auto` is judged by this machine."""
+    """Return whether a process with this device setting uses a GPU or TPU; `auto` does if this machine has one."""
     return device is not Device.CPU and (device is not Device.AUTO or has_accelerator())
 
 

@@ -6,15 +6,15 @@ Q, K and I are the widths of the queries, the keys and the MLP:
 
     in fp32    residual stream 2 H, norms' outputs 2 H, queries Q, keys and values 2 K, attention's output 2 Q, the MLP
                4 I (5 I if it is not gated). If the weights of RMS norms are trained, the norms keep another 2 H, and
-               norms of heads another 2 (Q + K).
+               norms of queries and keys another 2 (Q + K).
     in bf16    the same, but the residual stream and the norms' inputs stay in fp32; each linear layer keeps its input
                once more, and a bf16 copy of its weight until its backward pass
 
 If engines round weights, forward and backward passes compute with a rounded copy of the weights: those of linear
 layers in bf16, which then need no casts, and the others in fp32.
 
-If the optimizer's state is on the host, the moments are in host memory. If passes compute in bf16, the fp32 master
-weights of linear layers are there, too: the device holds bf16 weights instead, and passes make no further bf16 copies.
+With the optimizer's state on the host, host memory holds the moments. If passes compute in bf16, host memory also holds
+the fp32 masters of linear layers; the device holds only these layers' bf16 weights, which passes use without a copy.
 
 Padding sequences to buckets adds a tenth to what attention keeps. With gradient checkpointing, a layer keeps only its
 input, and only one layer at a time keeps everything. In its backward pass, the output layer holds three times its
@@ -46,12 +46,12 @@ _LOGITS_HELD: Final = 3
 class TrainerMemory:
     """Memory of one process of a torch trainer that shards the model over `shards` processes.
 
-    A micro-batch has `tokens`, of which `trained` have a loss; `cp` processes compute it together. `rank` is the rank
-    of LoRA adapters on `targets` (None: all linear layers); with rank 0, all weights are trained without LoRA. `values`
-    is True if a critic of the same size is loaded as well; `references` counts frozen models.
+    A micro-batch has `tokens` tokens, of which `trained` have a loss. Context parallelism divides it over `cp`
+    processes. `rank` is the rank of LoRA adapters on `targets` (None: all linear layers); 0 means training all weights
+    without LoRA. `values` is True if a critic of the model's size is loaded as well; `references` counts frozen models.
 
     `moments` is the dtype of the optimizer's moments. `place` says if the optimizer's state is on the device or the
-    host. A GPU (`on_gpu`) computes more logits at once than a CPU.
+    host. `on_gpu` matters because a GPU computes more logits at once than a CPU.
     """
 
     shape: ModelShape
@@ -124,7 +124,7 @@ class TrainerMemory:
 
     @property
     def _rounded(self) -> int:
-        """Number of parameters that the device holds in bf16, because their fp32 masters are on the host."""
+        """Number of parameters that the device holds only in bf16, because their fp32 masters are on the host."""
         is_apart = self._is_on_host and self._is_half and not self.rank and self.shards == 1
         return self.shape.products if is_apart else 0
 
@@ -165,9 +165,9 @@ class TrainerMemory:
 
     @property
     def _gradients(self) -> int:
-        """Bytes of gradients: of the whole model, or of this process's shard and of the parameters being reduced.
+        """Bytes of gradients: of all trained parameters or, if gradients are sharded, of this process's shard.
 
-        Across the mesh, at most one layer and the parameters outside of layers are reduced at a time.
+        Shards need further memory for gradients being reduced over the mesh: one layer's, and those outside of layers.
         """
         if self.shards == 1 or self.gradients is GradientSum.WHOLE:
             return 4 * self._trained
@@ -186,15 +186,15 @@ class TrainerMemory:
 
     @property
     def _narrow(self) -> int:
-        """Number of parameters that passes read from the rounded bf16 copy, which holds the weights as engines do."""
+        """Number of parameters that passes read, without a cast, from the bf16 copy, which is rounded as in engines."""
         is_whole = self._is_half and not self.rank and self.shards == 1
         return self.shape.products if is_whole and self.wire is WeightDType.BFLOAT16 else 0
 
     @property
     def _served(self) -> int:
-        """Bytes of the extra copy of the weights that exists if passes compute with the engines' rounded weights.
+        """Bytes of weight copies besides `_weights`, which exist if passes compute with weights rounded as engines do.
 
-        On a mesh, the shards hold the rounded weights during the passes, and the copy keeps the unrounded weights.
+        On a mesh, the rounded weights replace the shards during passes; the copy then keeps the unrounded weights.
         """
         if self.rank or self.wire is WeightDType.FLOAT32:
             return 0
@@ -231,7 +231,7 @@ class TrainerMemory:
 
     @property
     def _logits(self) -> int:
-        """Bytes that the output layer needs in its passes, or a decoder layer in backward, whichever is more."""
+        """Bytes for temporary arrays: the larger of the output layer's and those of a decoder layer in backward."""
         shape, tokens = self.shape, self._own_tokens
         whole = self._own_trained * shape.vocab
         most = LOGITS_AT_ONCE["cuda" if self.on_gpu else "cpu"]

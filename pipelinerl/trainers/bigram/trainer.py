@@ -124,8 +124,8 @@ class BigramTrainer:
         """Accumulate the closed-form gradient of one micro-batch.
 
         With g = d loss/d predictions, d loss/d logits[p] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t, summed
-        over all tokens t that follow token p. Each measure m adds Σ_t d loss/d m_t · dm_t/dz_t / temperature_t, where z
-        are the logits. With a value head, d loss/d values[p] = Σ_t g_t.
+        over all tokens t that follow token p. Each measure m, a function of the logits z such as entropy, adds
+        Σ_t d loss/d m_t · dm_t/dz_t / temperature_t. With a value head, d loss/d values[p] = Σ_t g_t.
         """
         worker, tokens = self._worker, micro_batch.token_ids
         where = np.flatnonzero(micro_batch.loss_mask)
@@ -215,7 +215,10 @@ def _forward(worker: BigramWorker, batch: MicroBatch) -> Float32:
 
 
 def _predict(worker: BigramWorker, batch: MicroBatch, where: NDArray[np.intp]) -> tuple[Float64, Float64 | None]:
-    """Return log-probs [N] of the tokens at `where`, and [N, V] of the vocabulary; for values, return [N] and None."""
+    """Return log-probs of the tokens at the N positions `where`: [N] of the tokens, [N, V] of the whole vocabulary.
+
+    With a value head, return the values [N] at these positions, and None.
+    """
     rows = worker.table[batch.token_ids[where - 1]]
     if worker.head is Head.VALUE:
         return rows, None

@@ -91,7 +91,7 @@ _LEAST_COLUMNS: Final = 64
 @final
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A layout of T packed tokens in R rows of C columns; `place` i64 [T] maps tokens to the R · C cells."""
+    """A layout of T packed tokens in R rows of C columns; `place` i64 [T] has each token's index in the R · C grid."""
 
     shape: tuple[int, int]
     place: NDArray[np.int64]

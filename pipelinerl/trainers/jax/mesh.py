@@ -46,7 +46,8 @@ class MeshShape:
 def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
     """Build a mesh over the first devices.
 
-    Raises SpecError if its size does not divide the number of devices, or several processes would leave devices unused.
+    Raises SpecError if the mesh's size does not divide the number of devices. With several processes, the mesh must use
+    all devices.
     """
     needed = shape.num_devices
     if len(devices) % needed or (jax.process_count() > 1 and needed != len(devices)):

@@ -32,7 +32,7 @@ class Remat(StrEnum):
     MATMULS = "matmuls"
     """Keep the results of linear layers, recompute attention and pointwise operations."""
     INFERENCE_MATCHED = "inference_matched"
-    """Keep only each layer's output (RLAX §5.1): XLA fuses forward as in inference, with the log-probs of `forward`."""
+    """Keep only each layer's output (RLAX §5.1); XLA then fuses as in inference, so log-probs equal `forward`'s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

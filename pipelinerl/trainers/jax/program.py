@@ -52,10 +52,10 @@ class TrainerProgram:
     logits_at_once: int = LOGITS_AT_ONCE
 
     def fetch(self, own: dict[str, Array]) -> dict[str, Array]:
-        """Cast weights to the compute dtype, then gather them over `fsdp`; in this order bf16 halves the traffic.
+        """Cast the weights `own` to the compute dtype, then gather them over `fsdp`: so bf16 halves the traffic.
 
-        A policy's weights are first rounded as engines round them. The gradient ignores this rounding
-        (straight-through).
+        For a policy, weights are first rounded to the model's dtype, as engines round them. The gradient ignores this
+        rounding (straight-through).
         """
         table = {parameter.name: parameter for parameter in self.config.parameters}
         fetched = {}
@@ -121,7 +121,10 @@ def _dithered(array: Array, noise: Array, shape: tuple[int, ...], names: tuple[s
 
 @partial(jax.jit, static_argnums=0)
 def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Array:
-    """Return log-probs, or values, f32 [R, C] of the tokens at their temperatures; 0 at segment starts and padding."""
+    """Return f32 [R, C] for R rows of C tokens: each token's log-prob at its temperature, or its value.
+
+    The result is 0 at segment starts and in padding.
+    """
     return predictions(program, (), weights, columns, columns["segment_ids"] != PADDING)[0]
 
 
@@ -134,10 +137,10 @@ def predictions(
     *,
     scan: Callable[..., tuple[Array, Any]] = lax.scan,
 ) -> Array:
-    """Return f32 [1 + M, R, C]: the result of `logprobs`, then M measures, such as entropy (none for a value model).
+    """Return f32 [1 + M, R, C] for R rows of C tokens: log-probs, then the M `measures`, such as entropy.
 
-    The results are 0 for tokens outside `inside`, bool [R, C]; most of these tokens' logits are not computed. `scan`,
-    called like `lax.scan`, runs the layers.
+    A value model has values instead, and no measures. Results are 0 for tokens outside `inside`, bool [R, C]; most of
+    the logits of these tokens are not computed. `scan`, with the arguments of `lax.scan`, runs the layers.
     """
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
     predicted = inside & (positions > 0)
@@ -162,7 +165,7 @@ def predictions(
 def _ahead(
     program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, hidden: Array, columns: Columns
 ) -> Array:
-    """Return f32 [1 + M, R, C]: for each position, the predictions for the token after it."""
+    """Return f32 [1 + M, R, C]: at each position, log-prob and M measures of the next token in the row."""
     mesh = program.mesh
     head = partial(
         token_predictions,
@@ -178,7 +181,7 @@ def _ahead(
 def accumulate(
     program: TrainerProgram, objective: Objective, weights: Weights, gradient: Weights, columns: Columns
 ) -> tuple[Weights, Array, Array]:
-    """Add a micro-batch's gradient to `gradient`; return the sum, the loss and predictions.
+    """Add a micro-batch's gradient to `gradient`; return the sum, the loss, and log-probs or values f32 [R, C].
 
     With `Remat.INFERENCE_MATCHED`, the backward pass adds each layer's gradient to the donated sum, so memory holds no
     second gradient of the layers.
@@ -208,7 +211,7 @@ def accumulate(
 def _scan_into(
     so_far: Weights, layer: Callable[..., Any], x: Array, inputs: tuple[Weights, None]
 ) -> tuple[Array, None]:
-    """Run layers like `lax.scan`; backward adds the gradient of their weights to `so_far`, in the same memory."""
+    """Run the layers as `lax.scan` does; backward adds the gradient of their weights to `so_far` in place."""
     return _layers(layer, x, inputs[0], so_far), None
 
 

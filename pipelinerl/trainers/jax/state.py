@@ -75,7 +75,7 @@ def save_parts(path: Path, arrays: Kinds) -> None:
 def save_record(path: Path, arrays: Kinds, *, config: DecoderConfig, model_version: int) -> None:
     """Write `trainer.json` after every process has written its parts; a state without it counts as missing.
 
-    Raises StateError if parts of other processes are not visible here, since the processes must share a file system.
+    All processes must share a file system: raises StateError if the parts of other processes are not visible here.
     """
     for kind, named in arrays.items():
         for name, array in named.items():

@@ -108,7 +108,7 @@ class JaxWorker:
         return self.served
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights | None) -> list[Float32]:
-        """Run `forward` with the weights that rank 0 passes and broadcasts; other ranks pass None."""
+        """Run `forward` with `weights`, which only rank 0 has and broadcasts; other ranks call this with None."""
         sizes = {info.name: num_bytes(info) for info in self.layout()}
 
         def received(name: str) -> NDArray[np.uint8]:
@@ -155,7 +155,7 @@ class JaxWorker:
 
     @property
     def dithers(self) -> bool:
-        """True if rank 0 rounds gathered weights by dithering; `gathered` then returns fp32."""
+        """True if weights are rounded to bfloat16 by dithering; `gathered` then returns fp32, which rank 0 rounds."""
         return self.rounding is Rounding.DITHERED and self.config.dtype == "bfloat16"
 
     def gathered(self, place: int) -> jax.Array:

@@ -51,7 +51,10 @@ class StartCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
-    """Command: run `forward` on these micro-batches. Every rank makes `rounds` passes, if need be on dummy tokens."""
+    """Command: run `forward` on these micro-batches.
+
+    Every rank makes `rounds` passes, since passes contain collectives; a rank with fewer micro-batches adds dummy ones.
+    """
 
     trainer: int
     batches: list[Columns]
@@ -102,7 +105,7 @@ class GatheredKind(StrEnum):
 class Gather(msgspec.Struct, frozen=True, tag=True):
     """Command: help gather `count` parameters on rank 0, from position `place` of the parameter list on.
 
-    Ranks on rank 0's host write their shards into rank 0's shared memory, `into`.
+    `into` is shared memory of rank 0, into which ranks on its host write their shards; other ranks send theirs.
     """
 
     trainer: int
@@ -157,20 +160,20 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Notice that rank 0 rejects the rank that sent `Hello`."""
+    """Rank 0's reply to a `Hello` that it rejects, such as one with a wrong token."""
 
     reason: str
 
 
 class RankResult(msgspec.Struct, frozen=True):
-    """The result of a pass over one micro-batch: predictions f32 [T] as bytes, and the loss, 0 without backward."""
+    """The result for one micro-batch: bytes of f32 [T] log-probs or values, and the loss (0 without backward)."""
 
     predictions: bytes
     loss: float = 0.0
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag=True):
-    """A rank's answer to a command: `results`, or class name (`error`) and message (`sentence`) of a `TrainerError`."""
+    """A rank's answer to command `number`: `results`, or class (`error`) and text (`sentence`) of a `TrainerError`."""
 
     number: int
     results: list[RankResult] = []

@@ -75,7 +75,7 @@ class _Pending:
 
     @property
     def is_of_all(self) -> bool:
-        """True if one rank's failure blocks all ranks: in every verb but Save, where each rank writes own files."""
+        """True if the failure of one rank blocks all ranks; False for Save, where each rank writes its own files."""
         return self.verb != Save.__name__
 
     @property
@@ -128,8 +128,8 @@ class Ranks:
         """Start `command(rank)` on every other rank, and `own`, which is rank 0's part, on this one.
 
         Returns a function that waits for the result; call it once. It raises:
-            TrainerError: `own` and every other rank raised it, or only one rank did, because its host lacks a file.
-            RankError: a rank was lost during this verb or an earlier one.
+            TrainerError: `own` raised it, or another rank did (SpecError, StateError) for a file of its own host.
+            RankError: a rank failed otherwise, was lost in this verb or an earlier one, or was too late (`timeout_s`).
         """
         with self._order[lane]:
             with self._changed:
@@ -209,7 +209,7 @@ class Ranks:
             raise RankError(str(self._lost)) from self._lost
 
     def _lose(self, error: RankError) -> RankError:
-        """Record the loss of a rank, end all others and start the watchdog; return the error of the first loss."""
+        """Give up after a rank's loss: end all others, start a watchdog on this process. Return the first loss."""
         with self._changed:
             if self._lost is not None:
                 return self._lost

@@ -73,7 +73,10 @@ Join = Callable[[Distributed, int], None]
 
 
 def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
-    """On rank 0, wait for all other ranks, then join them. Raises SpecError if ranks are missing or joining fails."""
+    """On rank 0, wait until all other ranks have connected, then call `join`; return the channels by rank.
+
+    Raises SpecError if ranks are missing or joining fails.
+    """
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     host, port = distributed.address
     try:
@@ -103,7 +106,7 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
 
 
 def join_rank0(distributed: Distributed, join: Join) -> Channel:
-    """On a rank above 0, connect to rank 0, then join all ranks.
+    """On a rank above 0, connect to rank 0, wait for its `Welcome`, then call `join`; return the channel to rank 0.
 
     Raises SpecError if rank 0 is missing or rejects this rank.
     """

@@ -98,7 +98,7 @@ class MeshLeader:
 
     @property
     def width(self) -> int:
-        """The number of micro-batches computed at once: one per process, or per group of `cp` processes."""
+        """The number of micro-batches computed at once: one per process, or one per `cp` processes that share it."""
         return self._worker.mesh.width
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
@@ -212,8 +212,9 @@ class MeshLeader:
     ) -> list[T]:
         """Compute micro-batches on all ranks, distributed round-robin, `width` per round; return results in order.
 
-        `command` makes a rank's command from the trainer's number, the rank's micro-batches and the number of rounds;
-        `own` computes rank 0's micro-batches.
+        `command` makes the command for another rank from this trainer's number (its id on all ranks), the rank's
+        micro-batches and the number of rounds. `own` computes rank 0's micro-batches; `decoded` reads another rank's
+        result.
         """
         if not batches:
             return []

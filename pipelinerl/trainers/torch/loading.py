@@ -226,11 +226,11 @@ def _load(
 
 
 def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
-    """Return the weights that only linear layers use; under autocast, the device can hold these in bf16.
+    """Return the weights that only linear layers use; for training under autocast, the device can hold these in bf16.
 
-    Under autocast, a linear layer multiplies by its weight rounded to bf16, and the gradient of that product is bf16
-    converted to fp32. A bf16 parameter with an fp32 gradient gives the same bits without a second copy. Embeddings,
-    vectors and an output layer in fp32 (`to_fp32`) are not rounded in passes.
+    Autocast rounds such a weight to bf16 in every pass, and converts the bf16 gradient of the product to fp32. A bf16
+    parameter with an fp32 gradient therefore gives the same bits, and needs no second copy of the weight. Embeddings,
+    vectors and an output layer in fp32 (`to_fp32`) are left out, because autocast does not round them.
     """
     linear = [
         each
@@ -242,7 +242,11 @@ def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
 
 
 def with_masters(parameters: dict[str, nn.Parameter], device: torch.device) -> dict[str, Tensor]:
-    """Convert parameters to bf16, and return fp32 masters on the host; the parameters will move to `device`."""
+    """Convert parameters to bf16 in place; return their fp32 masters (fp32 copies on the host) by name.
+
+    Masters of parameters on the meta device are uninitialised. If `device`, where the parameters will go, is a GPU, the
+    masters are in pinned memory.
+    """
     masters = {}
     for name, parameter in parameters.items():
         pinned = device.type == "cuda"  # pinned, so that CUDA copies run concurrently with kernels

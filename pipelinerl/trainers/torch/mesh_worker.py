@@ -132,7 +132,10 @@ class MeshWorker:
         return worker
 
     def forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
-        """Return predictions of this rank's micro-batches, even NaN; equal ones on ranks that share a micro-batch."""
+        """Return the predictions of this rank's micro-batches; they may contain NaN.
+
+        Ranks that share a micro-batch return equal predictions. `rounds` is equal on all ranks.
+        """
         with self._computing_as_engines():
             return self._forward(batches, rounds)
 
@@ -216,7 +219,7 @@ class MeshWorker:
 
     @property
     def base_names(self) -> list[str]:
-        """The names of all parameters except adapters, in the model's order; adapters have higher positions."""
+        """The names of all parameters but those of adapters, in the model's order; `place_of` counts these first."""
         pairs = set() if self.loaded.adapters is None else self.loaded.adapters.trained.keys()
         return [name for name in self.model.shapes if name not in pairs or name in self.loaded.weights]
 
@@ -240,7 +243,7 @@ class MeshWorker:
         return count
 
     def bytes_of(self, places: range, kind: GatheredKind) -> int:
-        """Return the size in bytes of the block that `received` needs for these parameters."""
+        """Return the size in bytes of the block that `received` needs for the parameters at these positions."""
         return sum(shape.numel() for shape in self._shapes(places).values()) * self._dtype_of(kind).itemsize
 
     def received(self, places: range, kind: GatheredKind, block: Block) -> list[Tensor]:
@@ -265,7 +268,11 @@ class MeshWorker:
         return list(wholes.values())
 
     def deliver(self, places: range, kind: GatheredKind, into: Place | None) -> None:
-        """On ranks above 0, send this rank's rows to rank 0, or write them into rank 0's memory `into`."""
+        """On a rank above 0, send its rows of the parameters (or moments) at these positions to rank 0.
+
+        A rank on rank 0's host writes the rows into the block `into` instead, if it is not None. Ranks outside the
+        first model replica do nothing.
+        """
         if self.rank >= self.mesh.shards:
             return
         shapes = self._shapes(places)
@@ -370,9 +377,10 @@ class MeshWorker:
         saved.random.restore()
 
     def _abandon_sequence(self, *, is_first: bool) -> None:
-        """Drop all gradients of a call that ends early.
+        """Drop all gradients of a call that ends early; `is_first` is true before the call's first backward pass.
 
-        After the first pass, `fully_shard` holds unreduced gradients; a pass with loss 0 first makes it reduce them.
+        After that pass, `fully_shard` holds gradients that are not reduced yet. Another pass, with loss 0, makes it
+        reduce them, so that they can be dropped.
         """
         self.model.abandon()
         if not is_first:

@@ -61,7 +61,7 @@ class PackedModel(nn.Module):
         measures: tuple[HeadMeasure, ...] = (),
         routed: Tensor | None = None,
     ) -> Tensor:
-        """Return f32 [1 + M, N]: log-probs of the `chosen` tokens, and M measures of the distributions they came from.
+        """Return f32 [1 + M, N]: log-probs of the N `chosen` tokens, then M `measures` of their distributions.
 
         Args:
             token_ids: i64 [2, K], the tokens and their positions.
@@ -69,6 +69,7 @@ class PackedModel(nn.Module):
             before: reads, for each of the N chosen tokens, the hidden state of the token before it.
             chosen: i64 [N], ids of the tokens whose log-probs are returned.
             temperatures: f32 [N], or None for 1 everywhere.
+            measures: properties of each distribution, such as its entropy, to return as well.
             routed: integers [K, layers, top_k], the experts that compute the tokens; None lets the routers choose.
         """
         if self._replay is not None:
@@ -134,11 +135,11 @@ class PackedModel(nn.Module):
 
 
 def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
-    """Let torch compile each layer, except its attention, and the loss's softmax, for any number of tokens, during the
-    first pass.
+    """Let torch compile each layer (without its attention) and the loss's softmax during the first pass.
 
-    Compilation fuses norms, rotations, gates and conversions into few kernels, with the same rounding. Torch cannot
-    compile across activation checkpoints; with checkpointing, each child module of a layer is compiled separately.
+    The compiled code works for any number of tokens. Compilation fuses norms, rotations, gates and conversions into few
+    kernels, with the same rounding. Torch cannot compile across activation checkpoints; with checkpointing, each child
+    module of a layer is compiled separately.
     """
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
     if isinstance(model, PackedModel):
@@ -150,7 +151,10 @@ def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the buffers that a model directory stores. A sharded model must not have made a pass before this call."""
+    """Return the buffers that a model directory stores.
+
+    Call this before a sharded model's first pass, because later `state_dict` would free gathered parameters.
+    """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
@@ -177,7 +181,10 @@ def computing_in(products: torch.dtype, device: torch.device) -> AbstractContext
 def probe_packing(
     trunk: PreTrainedModel, device: torch.device, products: torch.dtype = torch.float32
 ) -> tuple[Tensor, SegmentPlan]:
-    """Run a row with two copies of a segment; return its tokens and plan. Raises SpecError if the copies differ."""
+    """Run the model on a row with two copies of a segment; return the row's tokens and plan.
+
+    Raises SpecError if the results for the two copies differ.
+    """
     positions = np.array([0, 1, 2, 0, 1, 2], dtype=np.int32)
     tokens = (positions + 1) % trunk.config.get_text_config().vocab_size
     token_ids = torch.from_numpy(np.stack((tokens, positions)).astype(np.int64)).to(device)
@@ -200,7 +207,7 @@ def load_config(path: Path) -> PreTrainedConfig:
 
 
 def hold(parameter: nn.Parameter, values: Tensor) -> None:
-    """Make `values` the storage of a parameter, even one on the meta device; all references to it see the change."""
+    """Make `values` the storage of a parameter, which may be on the meta device; all references to it stay valid."""
     if parameter.is_meta:
         torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
     else:
@@ -210,7 +217,7 @@ def hold(parameter: nn.Parameter, values: Tensor) -> None:
 def load_for_training(
     path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm"
 ) -> tuple[PreTrainedModel, WeightReader | None]:
-    """Load a directory's model (or `part`) for training, in fp32 and without dropout. Raises SpecError.
+    """Load a directory's model, or only the `part` "trunk", for training: in fp32, no dropout. Raises SpecError.
 
     Returns a model on the meta device and the reader of its parameters, or a loaded model and None.
     """
@@ -238,7 +245,7 @@ def load_for_training(
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make the backward pass recompute each layer. transformers 5.17 has only the older of the two method names."""
+    """Make the backward pass recompute each layer, by whichever of two method names this transformers version has."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:

@@ -43,9 +43,10 @@ def predict(
     inside: Bool,
     measures: tuple[HeadMeasure, ...] = (),
 ) -> Tensor:
-    """Return [1 + M, N] of the N tokens in the mask `inside`: predictions (log-probs or values), then M measures.
+    """Return [1 + M, N] for N tokens, those in the mask `inside`: predictions (log-probs or values), then `measures`.
 
-    If processes share the micro-batch, each of them gets the whole result.
+    A measure is a property of the predicted distribution, such as its entropy. If processes share the micro-batch,
+    each of them gets the whole result.
     """
     requested, distinct = np.flatnonzero(inside), Distinct.of(batch)
     positions, group = batch.position_ids, setting.group
@@ -68,7 +69,10 @@ def _computed(
     *,
     own: slice | None = None,
 ) -> Tensor:
-    """Return predictions and measures [1 + M, N] of requested tokens; run the model only on the tokens `own`."""
+    """Return predictions and M measures [1 + M, N] of the N `requested` tokens.
+
+    The model runs on the computed tokens (`distinct`), or only on this process's slice `own` of them.
+    """
     device = setting.device
     tokens = np.append(batch.token_ids, np.zeros(len(positions) - batch.num_tokens, np.int32))
     kept = distinct.kept if own is None else distinct.kept[own]
@@ -92,9 +96,9 @@ def _computed(
 def _choices(
     batch: MicroBatch, distinct: Distinct, requested: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return one requested token per distinct prediction, and for each requested token the index of its representative.
+    """Return the tokens to predict, and for each requested token the index of its prediction among these.
 
-    Predictions of two tokens are equal if the tokens, their prefixes and their sampling temperatures are equal.
+    Requested tokens share one prediction if the tokens, their prefixes and their sampling temperatures are equal.
     """
     place, temperatures = distinct.place[requested], batch.temperatures[requested]
     if (temperatures == temperatures[:1]).all():
@@ -110,8 +114,8 @@ def _choices(
 def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return the experts [K, layers, top_k] of the computed tokens.
 
-    In the batch's column, row t + 1 has the experts of token t. The outputs of padding and of a segment's last token
-    are never read; for these tokens, return the first experts.
+    In the batch's column, row t + 1 has the experts of token t. Padding and a segment's last token have no recorded
+    experts, and their outputs are never read; they get experts 0 to top_k − 1.
     """
     column = batch.routed_experts
     assert column is not None, "the caller checks that experts were recorded"
@@ -139,7 +143,7 @@ def require_finite(predictions: Float32) -> None:
 
 
 def evaluate(model: Model, setting: PassSetting, batch: MicroBatch, objective: Objective) -> Evaluated:
-    """Evaluate the objective on the loss mask's tokens, at least one; equal on all processes that share the batch."""
+    """Evaluate the objective on the non-empty loss mask; processes that share the batch get equal results."""
     inside = batch.loss_mask
     measures = measures_of(objective)
     predictions, *measured = predict(model, setting, batch, inside, measures)

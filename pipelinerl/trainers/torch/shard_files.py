@@ -31,7 +31,7 @@ VALUE: Final = "value"
 
 
 def write_shard(path: Path, rank: int, shards: int, tensors: Mapping[str, Tensor]) -> None:
-    """Write one process's tensors, named by `key_of`, into a state's directory; the folder may exist."""
+    """Write one process's tensors, named by `key_of`, into a state's directory; its folder `shards/` may exist."""
     (path / _FOLDER).mkdir(exist_ok=True)
     save_file(dict(tensors), path / _FOLDER / _file(rank, shards))
 

@@ -121,7 +121,7 @@ class ShardedModel:
         cast(FSDPModule, self.model).set_requires_gradient_sync(is_last)
 
     def end_forward(self) -> None:
-        """Free the weights that passes without gradient left gathered, since the next optimizer step changes them."""
+        """Free the gathered weights that gradient-free passes leave behind; the next optimizer step changes them."""
         for part in self._parts():
             part.reshard()
 
@@ -159,7 +159,7 @@ class ShardedModel:
 
     @contextmanager
     def lent(self, names: Iterable[str], rows_of: Callable[[str], Tensor]) -> Iterator[None]:
-        """Within the block, give these shards the values that `rows_of` returns; then restore their own values."""
+        """Within the block, give the named shards the values that `rows_of` returns; then restore their own values."""
         try:
             for name in names:
                 shard = self.shards[name]

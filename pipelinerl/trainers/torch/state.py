@@ -149,7 +149,7 @@ def save(
 ) -> None:
     """Complete the state in the directory `path`, into which the caller has written the weights, adapters or shards.
 
-    `moments` is AdamW's state by parameter, without the moments that the shards contain.
+    `moments` is AdamW's state by parameter; with shards, it has only step counts, since the shards have the moments.
     """
     tensors = {"rng.cpu": random.cpu} | ({} if random.cuda is None else {"rng.cuda": random.cuda})
     for name, kinds in moments.items():

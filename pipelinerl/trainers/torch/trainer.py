@@ -105,7 +105,10 @@ class TorchTrainer:
         return self._worker.weight_layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield detached tensors; they share the trainer's memory if a single process sends fp32 without adapters."""
+        """Yield names and detached tensors.
+
+        If a single process sends fp32 weights without adapters, the tensors share memory with the trained parameters.
+        """
         yield from self._worker.gather_weights()
 
     def save_state(self, path: Path) -> None:

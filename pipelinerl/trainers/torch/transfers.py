@@ -1,4 +1,8 @@
-"""Copies between host and device that transfer the smaller dtype and convert on the device, unlike torch."""
+"""Copies between host and device with a change of dtype.
+
+The device converts where possible (torch's own copies convert on the CPU), and copies to the host transfer the smaller
+of the two dtypes.
+"""
 
 from __future__ import annotations
 

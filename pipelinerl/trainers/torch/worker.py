@@ -166,7 +166,7 @@ class TorchWorker:
         return _lent(self.loaded.weights.items(), lambda name, _: self.served[name], narrow=self.narrow)
 
     def _serve(self) -> None:
-        """Round a policy's weights of this version as engines hold them; weights that need no rounding are shared."""
+        """Keep a policy's current weights in `served`, rounded as engines hold them; copy only if dtypes differ."""
         if self.loaded.adapters is None and self.spec.head is Head.POLICY:
             self.served = {name: self._rounded(name, own) for name, own in self.own.items()}
 
@@ -252,7 +252,10 @@ class TorchWorker:
         return tuple(ParameterInfo(name, tuple(own.shape), dtype) for name, own in self.own.items())
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield detached tensors. They share the trainer's memory if the weights are fp32 and there are no adapters."""
+        """Yield names and detached tensors.
+
+        If the weights are sent in fp32 and there are no adapters, the tensors share memory with the trained parameters.
+        """
         for name, own in self.own.items():
             if self.loaded.adapters is not None:
                 own = self.loaded.adapters.merged(name, own)
@@ -307,9 +310,9 @@ def _lent(
     *,
     narrow: Collection[str],
 ) -> Iterator[None]:
-    """Within the block, give each parameter other values; gradients and optimizer state do not change.
+    """Within the block, let each parameter hold `values_of(name, own values)`; then restore its own values.
 
-    `values_of` maps a parameter's name and own values to the other values, which are bf16 for names in `narrow`.
+    The temporary values are bf16 for names in `narrow`. Gradients and optimizer state do not change.
     """
     own = {name: (parameter, parameter.data) for name, parameter in parameters}
     try:

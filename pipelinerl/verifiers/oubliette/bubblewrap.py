@@ -51,7 +51,7 @@ def shown(python: Path, toolchains: tuple[Path, ...]) -> list[Path]:
 
 
 def command(*, python: Path, toolchains: tuple[Path, ...]) -> list[str]:
-    """Return the whole bubblewrap command; the guest's server reads requests from standard input, a socket."""
+    """Return the command that starts a guest; its standard input must be the socket for requests to its server."""
     program = executable()
     assert program is not None, "callers check that bubblewrap is installed"
     mounts = ["--dir", "/etc"]

@@ -2,7 +2,7 @@
 
 The metadata has the layout of one of these data sets:
 
-    {"tests": [{"input", "output"}, …]}                                    ours; `official_tests` of open-r1/codeforces
+    {"tests": [{"input", "output"}, …]}                                    ours; open-r1/codeforces as `official_tests`
     {"public_tests": {"input": […], "output": […]}, "private_tests": …}    deepmind/code_contests, `generated_tests` too
     {"input_output": {"inputs": […], "outputs": […]}}                      APPS and TACO, also as JSON in a text
     {"public_test_cases": [{"input", "output", "testtype": "stdin"}]}      LiveCodeBench, also as JSON in a text

@@ -119,7 +119,7 @@ def available() -> Hierarchies | str:
 
 @final
 class ControlGroup:
-    """The control group of a slot; close it after the guest has ended."""
+    """The control group that limits the guest of one slot; call `close` after the guest has ended."""
 
     def __init__(self, where: Hierarchies) -> None:
         """Create the group. Raises `OSError`."""
@@ -174,7 +174,7 @@ class ControlGroup:
         return int(text) / 1e9 if self._version == 1 else int(text.split()[1]) / 1e6
 
     def open_cpu(self) -> int:
-        """Open the file with the group's processor time, in nanoseconds (version 2: `usage_usec`, in microseconds)."""
+        """Open the file with the group's processor time: nanoseconds; in version 2, `usage_usec` (microseconds)."""
         return os.open(self._cpu_file, os.O_RDONLY | os.O_CLOEXEC)
 
     def processes(self) -> list[int]:
@@ -229,7 +229,7 @@ _janitors: dict[int, subprocess.Popen[bytes]] = {}
 
 
 def _start_janitor(places: Sequence[Path]) -> None:
-    """Start this process's janitor, unless it runs already. Its input ends when this process ends."""
+    """Start the janitor unless it runs: a process that removes this process's groups when its input, a pipe, ends."""
     pid = os.getpid()
     if pid in _janitors:
         return

@@ -9,7 +9,8 @@ which needs no processor support; `kvm` can hang even where /dev/kvm exists.
                                  processor, up to `_STARVED_TIMES` · the deadline
 
 A sandbox costs a fifth of a second of processor time; none is kept warm. Its control group, which this tier requires,
-limits memory and time of all its processes together. `_OWN_BYTES` and `_BOOT_CPU_S` are added for gVisor itself.
+limits memory and time of all its processes together. A run's limits are raised by `_OWN_BYTES` of memory and
+`_BOOT_CPU_S` of processor time, which gVisor itself needs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tests of a sandbox: `opened` tries some attacks on each new sandbox before it is used; `attacked` tries the
 attacks that its caller gives.
 
-The sandbox holds if the attack does not succeed, and either prints `held` or ends as expected. An attack that could not
-be tried is reported as left out.
+The sandbox passes a test if the attack does not succeed, and either prints `held` or ends in an expected way
+(`Attack.ends`). An attack that could not be tried is reported as left out.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def opened(tier: Tier, *, at_once: int | None = None, isolation: Callable[[int],
 def attacked(
     isolation: Callable[[int], Isolation], attacks: Sequence[Attack], *, sandbox: Sandbox | None = None
 ) -> list[Finding]:
-    """Try the given attacks; those that need a preceding run get a sandbox with one guest, which does both runs."""
+    """Try the attacks; one that needs a preceding run gets a sandbox with one guest, in which both runs take place."""
     with contextlib.ExitStack() as held:
         baits = held.enter_context(_baits())
         alone = Sandbox(isolation, at_once=1, slots_each=1)

@@ -157,7 +157,7 @@ def _last_line(text: bytes) -> str:
 
 
 def of_rlimits(names: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Return the limits, each reduced to this process's own hard limit, which its children cannot exceed."""
+    """Return the limits, lowered where they exceed this process's own hard limit, which its children cannot raise."""
     lowered = {}
     for name, (soft, hard) in names.items():
         most = resource.getrlimit(getattr(resource, name))[1]

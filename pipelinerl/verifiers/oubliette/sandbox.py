@@ -105,11 +105,12 @@ def _weak(outer_id: int) -> Isolation:
 @final
 @dataclass(slots=True)
 class _Place:
-    """A slot with its thread, and the state of its run.
+    """A slot (which runs one program at a time), its thread, and the state of its current run.
 
     Attributes:
-        given: time at which the run was assigned; None without a run.
-        fresh: whether the run counts towards `at_once`. behind: whether the run's processor share was lowered.
+        given: time at which the slot got its current run; None without a run.
+        fresh: whether the run still counts towards the sandbox's limit `at_once`; False once it takes long.
+        behind: whether no more lowering of the run's processor share is needed or possible.
     """
 
     slot: Slot | GvisorSlot
@@ -193,7 +194,7 @@ class Sandbox:
                 self._watch.start()
 
     def _next(self, place: _Place) -> tuple[Run, Future[ProgramResult]] | None:
-        """Wait until there is a run and capacity for it; return the slot's next run, or None after closing."""
+        """Mark the slot as idle and wait for its next run; None if the sandbox is closed and no run is queued."""
         with self._changed:
             place.given = None
             self._no_longer_fresh(place)
@@ -226,7 +227,7 @@ class Sandbox:
             place.slot.close()
 
     def _watch_runs(self) -> None:
-        """Loop: let queued runs start if current ones take long, and lower the processor share of long runs."""
+        """Loop: stop counting long runs towards `at_once`, so that queued runs start; lower their processor share."""
         with self._changed:
             while not self._closed:
                 self._watching = any(place.given is not None and not place.behind for place in self._places)

@@ -5,9 +5,9 @@
     a run's output and result      `_STARVED_TIMES` · its deadline    the guest is killed: `SandboxLost`
                                    + `_GRACE_S`
 
-A run's output comes through pipes and is limited here. Its input is in sealed memory files, which it cannot change. If
-the server dies, its runs die, too. Bubblewrap dies with the thread that started it, so use a slot from one thread that
-lives as long as the slot.
+A run's output comes through pipes, of which the slot keeps only as many bytes as the limit. Its input is in sealed
+memory files, which it cannot change. If the server dies, its runs die, too. Bubblewrap dies with the thread that
+started it, so use a slot from one thread that lives as long as the slot.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Isolation:
 
 @final
 class Slot:
-    """A place for one guest at a time.
+    """Runs programs in a guest (a sandboxed process tree), one at a time.
 
-    The first run starts a guest, and so does the next run after a guest was lost.
+    `start` or the first run starts the guest; after a guest was lost, the next run starts another one.
     """
 
     def __init__(self, isolation: Isolation) -> None:
@@ -330,7 +330,7 @@ class _Reader:
         return answer._replace(ended="output") if answer is not None and ended_by_us else answer
 
     def _take(self, file: int) -> bool:
-        """Read a chunk; return False at the end. Drop output beyond the limit, so that writers do not block."""
+        """Read a chunk of a run's output; return False at its end. Output beyond the limit is read but not kept."""
         part = os.read(file, _CHUNK)
         kept = self._read[file]
         kept += part[: max(0, self._most[file] + 1 - len(kept))]

@@ -154,7 +154,7 @@ def _no_clone_with(bits: int) -> list[bytes]:
 
 
 def _by_number(refused: list[int]) -> list[bytes]:
-    """Return instructions that deny sorted numbers, in groups, so that each call passes through few instructions."""
+    """Return instructions that deny the sorted call numbers; each call skips most of them by jumps between groups."""
     groups = [refused[begin : begin + _GROUP] for begin in range(0, len(refused), _GROUP)]
     steps: list[bytes] = []
     for number in reversed(range(len(groups))):
@@ -167,7 +167,10 @@ def _by_number(refused: list[int]) -> list[bytes]:
 
 
 def _by_argument(number: int, argument: int, rule: list[bytes]) -> list[bytes]:
-    """Return instructions that apply `rule` to the lower half of a call's argument, then reload the call's number."""
+    """Return instructions that, for call `number`, apply `rule` to the low 32 bits of one argument.
+
+    They end by loading the call number again, which the following instructions compare.
+    """
     body = [_step(_LOAD, 16 + 8 * argument), *rule, _step(_LOAD, _NUMBER)]
     return [_step(_JUMP_EQUAL, number, 0, len(body)), *body]
 

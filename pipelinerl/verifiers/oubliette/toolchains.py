@@ -149,7 +149,10 @@ def folders() -> tuple[Path, ...]:
 
 @cache
 def _place(tool: str) -> Path | None:
-    """Return the path of a tool, or None if runs cannot execute it; symbolic links are followed only outside /usr."""
+    """Return the path of an installed tool, with links resolved if its real file is outside /usr.
+
+    Return None for a tool that guests could not see: its real file is neither in /usr nor in a folder named `bin`.
+    """
     path = shutil.which(tool, path="/usr/local/bin:/usr/bin:/bin") or shutil.which(tool)
     if path is None:
         return None

@@ -6,8 +6,8 @@ passed. Expected answers are never in the program's guest. `PythonTool` runs pro
 
 Faults of the program (no code, no compilation, crashes, limits, other output) are `wrong`. Failures that say nothing
 about the program are masked as `verifier_error`: a guest lost twice, lack of a processor, invalid tests, or a checker
-that also fails on the reference answer. If the tests together exceed the deadline, the verdict is a `timeout`. An
-answer that needs content that a service lost by restarting is judged again from the start.
+that also fails on the reference answer. If the tests together exceed the deadline, the verdict is a `timeout`. If a
+service restarts and thereby loses stored programs or outputs, the answers that need them are judged from the start.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
 @final
 @dataclass(slots=True)
 class _Judged:
-    """Judges one answer within the remaining time, `_left_s`."""
+    """The judging of one answer; `_left_s` is what remains of the verifier's deadline."""
 
     _runner: CodeRunner
     _problem: CodeProblem
@@ -228,7 +228,10 @@ class _Judged:
         return share, "" if share == 1.0 else f"wrote {executed.result.stdout[:60]!r}"
 
     async def _run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
-        """Run the program within the verifier's remaining time; runs use up that time, waiting for a slot does not."""
+        """Run the program on one test, and subtract the run's time (not its wait in the queue) from `_left_s`.
+
+        The run's time is divided by the number of concurrent runs. Raises `TimeoutError` if no time is left.
+        """
         left_s = self._left_s
         if left_s <= 0:
             raise TimeoutError

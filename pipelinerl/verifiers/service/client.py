@@ -81,7 +81,7 @@ class _Try:
     until: float = math.inf
     reason: str = "the controller has named no verifier service"
     refused: set[str] = field(default_factory=set)
-    """Incarnations of the services that reject the request even when retried."""
+    """Incarnations (ids of service processes) that answered 404 or 409, so that they would reject a retry as well."""
 
     def failed(self, reason: str, now: float, grace_s: float) -> None:
         """Record a failure; the first failure starts the grace period."""
@@ -192,7 +192,7 @@ class VerifierServices:
                 await self._changed.wait()
 
     async def _verdicts_of(self, service: _Service, body: bytes, count: int, tried: _Try) -> list[Judgement]:
-        """Request verdicts. Raises `ServiceFailed`, `_ServiceFull` or `_RequestInvalid`, which name the service."""
+        """Request `count` verdicts. Raises `ServiceFailed`, `_ServiceFull` or `_RequestInvalid`, with the URL."""
         if self._session is None:
             self._session = hot_session(token=self._token, keep_alive_s=KEEP_ALIVE_S)
         url = service.lease.url + wire.VERIFY

@@ -82,7 +82,7 @@ class VerdictCache:
         return self._decoder.decode(encoded)
 
     def keep(self, key: bytes, verdict: Verdict) -> None:
-        """Cache `verdict` under `key` if it is a judgement."""
+        """Cache `verdict` under `key`, unless it reports a failure of the verifier; evict old entries for room."""
         if not verdict.outcome.is_judgement:
             return
         encoded = self._encoder.encode(verdict)

@@ -128,7 +128,7 @@ class BroadcastPublisher:
         self._close_rendezvous()
 
     async def _attempt(self, progress: PublicationProgress) -> None:
-        """Try once to send the weights to `progress.targets`; remove from this list engines that need no retry."""
+        """Try once to send the weights to `progress.targets`; leave in this list only the engines to try again."""
         group = await self._formed(progress)
         if group is None or not await self._prepared(progress, group):
             return
@@ -180,9 +180,10 @@ class BroadcastPublisher:
         return None
 
     def _goes_above(self, failures: Mapping[str, object], progress: PublicationProgress) -> bool:
-        """Return True if this group's generation was rejected because all failed engines knew a higher one.
+        """Return True, once per publication, if every failed engine rejected the group's generation as too low.
 
-        In this case the next group gets a generation above theirs. This is done once per publication.
+        The next group then gets a generation above the highest that they reported. Return False if a reported epoch is
+        higher than this trainer's: a later trainer process has taken over.
         """
         # If a later trainer process had formed the higher generation, the engines would report its epoch. Otherwise the
         # generation is no trainer's, and this trainer may go above it. The generation is raised once per publication;
@@ -200,7 +201,7 @@ class BroadcastPublisher:
         return True
 
     async def _meeting_place(self, members: Iterable[str]) -> Rendezvous:
-        """Return a store that all members can reach; open a new one when an engine on another machine joins."""
+        """Return a store that all members can reach; open a new one if they need another address of this machine."""
         host = await asyncio.to_thread(address_facing, members) if self._host is None else self._host
         if self._rendezvous is not None and self._rendezvous.host != host:
             self._close_rendezvous()
@@ -258,7 +259,7 @@ class BroadcastPublisher:
             self._group = None
 
     def _leave_soon(self) -> None:
-        """Leave the group: an NCCL group at once, to free GPU memory; a gloo group in a thread, as it takes 10 ms."""
+        """Leave the group: with NCCL at once, to free GPU memory; with gloo on a thread, since leaving takes 10 ms."""
         if self._backend is Backend.GLOO and self._group is not None:
             in_background_soon(f"leave-{self._group.generation}", self._group.collective.close)
             self._group = None
@@ -375,5 +376,5 @@ def _pieces_key(progress: PublicationProgress) -> str:
 
 
 def _group_timeout_s(progress: PublicationProgress) -> float:
-    """Return the seconds for which an engine may be silent; few enough to leave time for serving the other engines."""
+    """Return for how many seconds an engine may be silent: at most a third of the timeout, to allow a retry."""
     return min(progress.publication.timeout_s / 3, progress.remaining_s)

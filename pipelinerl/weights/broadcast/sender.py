@@ -121,9 +121,10 @@ def packed(
     bounds: Sequence[tuple[int, int]],
     room: Callable[[int, int], torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Copy the weights into the memory that `room(start, end)` returns for each bucket, and yield the bucket.
+    """Copy the weights bucket by bucket into the memory that `room(start, end)` returns, and yield that memory.
 
-    Raises UpdateError if the parameters differ from the layout.
+    `bounds` has the byte range [start, end) of each bucket. Raises UpdateError if the parameters differ from the
+    layout.
     """
     gathered = iter(weights())
     for start, end in bounds:

@@ -180,7 +180,7 @@ class ShardSpec(Wire):
 class Announcement(Wire):
     """Request that announces a version to a server before its bytes are sent.
 
-    `progress` maps each member (an engine, or another server) to the version that it has confirmed.
+    `progress` maps each member (an engine, or another server) to the version that it serves or holds by now.
     """
 
     epoch: int = Field(ge=0, lt=MOST_EPOCH)
@@ -191,7 +191,7 @@ class Announcement(Wire):
 
 
 class Seal(Wire):
-    """Request to declare a shard complete, so that it is served, if its bytes have this `digest`.
+    """Request to seal a shard: to declare it complete and serve it from now on, if its bytes have this `digest`.
 
     `whole` is the digest of the whole version.
     """
@@ -210,7 +210,7 @@ class CopyOrder(Wire):
 
 
 class ProgressReport(Wire):
-    """Report of the version that each member (an engine, or another server) has confirmed.
+    """Report of the version that each member (an engine, or another server) serves or holds by now.
 
     A server stops holding versions for members that are not listed.
     """
@@ -220,10 +220,11 @@ class ProgressReport(Wire):
 
 
 class VersionRecord(Wire):
-    """One version on one server, which holds `shard` of the version's `num_bytes`.
+    """One version as held by one server, which may hold only a part of it.
 
-    `digest` covers the shard's bytes, `whole` the version's; both are None until the version is sealed. A process on
-    the same host can map the version at `segment`; only the shard's bytes in it are valid.
+    `num_bytes` is the size of the whole version; `shard` names the server's part. `digest` is the digest of that part,
+    `whole` that of the whole version; both are None until the part is sealed (complete, checked and served). A process
+    on the same host can map the memory at `segment`, which has the size of the whole version; only the part is valid.
     """
 
     epoch: int
@@ -237,7 +238,7 @@ class VersionRecord(Wire):
 
 
 class ServerState(Wire):
-    """The versions that a server holds, oldest first, and what each member (engine or server) has confirmed.
+    """The versions that a server holds, oldest first, and the version that each member (engine or server) reported.
 
     `room` is the maximum number of versions in memory, `saved` the newest version on disk.
     """

@@ -1,4 +1,4 @@
-"""`WeightPuller`: fetches each shard of a version from the first server that can provide it, by the best transport.
+"""`WeightPuller`: fetches each shard of a version from the first server that can provide it, by shared memory or HTTP.
 
     each shard: get the server's record of the version ─▶ map its memory, or open streams ─▶ parts arrive, are hashed
     all shards have arrived ─▶ compare digests
@@ -97,7 +97,7 @@ class WeightPuller:
         raise UpdateError(f"no source gave {what}: " + "; ".join(f"{url}: {why}" for url, why in failures.items()))
 
     def _bring_from(self, source: str, order: PullOrder, buffer: ReceiveBuffer, number: int) -> None:
-        """Fetch the missing parts of shard `number` from one server, by the best transport."""
+        """Fetch the missing parts of shard `number` from one server, by shared memory if possible, else by HTTP."""
         address = self._segment(source, order) if self._shared_memory else None
         attachment = None if address is None else self._attached.to(source, address)
         if attachment is not None:

@@ -135,9 +135,10 @@ class PullPublisher:
     async def _announced(
         self, progress: PublicationProgress, uploaded: Uploaded
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Announce the version and return the engines' answers; {} without an announcer or if requests are cheaper.
+        """Announce the version and return the engines' answers, by URL.
 
-        Engines that do not know the layout are left out: they need a request that contains it.
+        Returns {} without an announcer, or if so few engines are targets that requests cost less. Engines that do not
+        know the layout are missing in the result: they need a request that contains it.
         """
         if self._announcer is None:
             return {}
@@ -183,7 +184,7 @@ class PullPublisher:
         return await self._control.request_weight_update(url, commit)
 
     async def _confirm(self, progress: PublicationProgress) -> None:
-        """Report to the servers what each engine serves; they stop holding versions for engines that failed."""
+        """Report to the servers what each engine serves; the servers then keep no versions for engines that failed."""
         publication = progress.publication
         key = (publication.epoch, publication.version)
         self._confirmed = dict.fromkeys(progress.pauses_s, key)

@@ -21,7 +21,7 @@ saved.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
-| the bytes of a PUT | the trainer sends, leaves or dies | `BODY_TIMEOUT_S` without bytes; in all, `LEAST_BYTES_PER_S` |
+| the bytes of a PUT | the trainer sends, leaves or dies | `BODY_TIMEOUT_S` idle, or slower than `LEAST_BYTES_PER_S` |
 | a reader of a GET | it takes the next piece, leaves or dies | `BODY_TIMEOUT_S` for a piece; then it is cut off |
 | a copy | the other server | the timeout in the copy request |
 | a digest, a save | its thread, which waits for nothing | – |
@@ -139,8 +139,8 @@ class ParameterServer:
     async def seal(self, key: Key, seal: Seal) -> VersionRecord:
         """Serve the version from now on, if its bytes match the seal's digest.
 
-        Raises NotPrepared if the version was not announced, DigestMismatch if the bytes do not match; then they may be
-        written again.
+        Raises NotPrepared if the version was not announced, DigestMismatch if the bytes do not match; the trainer may
+        then write the bytes again.
         """
         with self.table.using(key) as version:
             digest = version.digest or await asyncio.wrap_future(in_background("seal", lambda: _digest(version)))
@@ -304,7 +304,7 @@ class _Read:
 
 
 async def _give(view: memoryview, start: int, end: int, send: Send) -> None:
-    """Send the bytes [start, end) of `view` as the rest of a body. Raises `TimeoutError` if the reader stalls."""
+    """Send the bytes [start, end) of `view` and end the response. Raises `TimeoutError` if the reader stalls."""
     for piece in range(start, end, _PIECE_BYTES):
         body = view[piece : min(piece + _PIECE_BYTES, end)]
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -361,7 +361,7 @@ def _key(scope: Scope) -> Key:
 
 
 def _range(text: str, form: str, version: Version) -> Range:
-    """Parse a header's byte range as [start, end). Raises `InvalidRequest` if malformed or not held here."""
+    """Parse a header's byte range [start, end) by the regex `form`. Raises `InvalidRequest` unless it is held here."""
     match, size = re.fullmatch(form, text), version.layout.num_bytes
     start, end = (int(match[1]), int(match[2] or size - 1) + 1) if match else (0, 0)
     if match is None or not start < end <= size:

@@ -102,8 +102,8 @@ class Uploader:
     def upload(self, publication: Publication, progress: dict[str, Key | None], *, deadline: float) -> Uploaded:
         """Upload the version to every reachable server; wait until one server of each shard is reachable and has room.
 
-        `progress` is the version that each engine has confirmed; servers hold versions only for these engines and for
-        other servers. `deadline` is in monotonic seconds. Raises FencedError if a later trainer process has
+        `progress` is the version that each engine serves, by URL; servers keep old versions only for these engines and
+        for one another. `deadline` is in monotonic seconds. Raises FencedError if a later trainer process has
         announced itself, and UpdateError with each server's reason if no server accepts one of the shards.
         """
         while True:
@@ -234,7 +234,7 @@ def _failures(answers: Mapping[str, object]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ShardsWritten:
-    """The digest of the whole version, and those of the shards that were written, by shard number."""
+    """The digest of the whole version, and the digest of each shard that was written, by shard number."""
 
     whole: str
     digests: dict[int, str]
@@ -308,7 +308,10 @@ class ShardWriter:
     def __init__(
         self, client: ServerClient, record: VersionRecord, target: Attachment | None, *, deadline: float
     ) -> None:
-        """Write the bytes of `record`'s shard into `target`, the server's memory, or by PUT if `target` is None."""
+        """Start the writer's thread; `record` describes the version and shard that it will write.
+
+        `target` is the server's memory, mapped in this process; if it is None, `put` sends the bytes by HTTP.
+        """
         self.target: Final = target
         self._client = client
         self._record = record

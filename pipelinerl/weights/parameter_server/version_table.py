@@ -44,7 +44,7 @@ _FORMAT: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version with its layout, shard and memory. Both digests are None until it is sealed.
+    """A version in a server's memory; `digest` (of its shard) and `whole` are None until it is sealed (complete).
 
     `segment` has the whole version's size, so that a byte has the same offset on every server. Pages that belong to
     other shards are never written and therefore never allocated.
@@ -220,7 +220,7 @@ def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: i
 
 
 def holders(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> list[str]:
-    """Explain why older versions cannot be dropped, one sentence per reason, for the error about a lack of room."""
+    """Explain for an error message why each older version is kept; the arguments are those of `collectable`."""
     newest = max(whole, default=None)
     reasons = []
     for key in sorted(whole - {newest}):

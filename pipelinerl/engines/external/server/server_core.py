@@ -1,7 +1,7 @@
 """`ServerCore`: an `EngineCore` over an unmodified inference server that the user runs; a `ServerApi` talks to the
 server.
 
-    trainer ── broadcast, pull ──▶ this process: staged bytes ── the api's own way ──▶ server
+    trainer ── broadcast, pull ──▶ this process: staged bytes ── the server's API ───▶ server
     actor   ── contract ─────────▶ this process ── one streamed request per sample ──────▶ server
 
 A server reports only at the end of a sample which weights sampled which tokens. A token is therefore delivered
@@ -95,7 +95,7 @@ class ServerApi(Protocol):
         ...
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return the new tokens of an event; earlier ones had `known` tokens. Raises `EngineUnreachable`."""
+        """Return an event's new tokens; earlier events of the sample had `known` tokens. Raises `EngineUnreachable`."""
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:

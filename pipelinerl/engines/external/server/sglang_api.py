@@ -121,9 +121,9 @@ class SglangServerApi:
         }
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return the new tokens of an event: the last ones of its list.
+        """Return the new tokens of a stream's event: the last entries of the event's list of tokens.
 
-        The list may also contain the `known` tokens of earlier events.
+        The list may also repeat the `known` tokens that earlier events of the sample had.
         """
         if "error" in event:
             raise EngineUnreachable(f"the SGLang server at {self._http.url} aborted a sample: {event['error']}")

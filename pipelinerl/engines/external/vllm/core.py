@@ -93,9 +93,9 @@ class VllmCore:
         *,
         cache_bytes: int | None = None,
     ) -> Self:
-        """Start the core's process, which loads the model, and connect its worker for the weight group; blocks the
-        event loop.
+        """Start the core's process, which loads the model, and connect to its worker; blocks the event loop.
 
+        Through `endpoints`, the worker takes part in the weight group, the process group over which weights arrive.
         `layout` describes the weights that the core loads; behind them, the shared memory has room for an update in
         another dtype. `cache_bytes` is the memory for keys and values; None lets vLLM measure the device's free memory.
         Raises `ModelError` if vLLM cannot serve this model here.

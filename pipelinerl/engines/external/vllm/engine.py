@@ -134,7 +134,7 @@ def _flags(cpuinfo: Path) -> frozenset[str]:
 
 
 def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBuilder:
-    """Return a builder of the loop, which starts a vLLM core."""
+    """Return a function that builds the engine's sampling loop; the loop starts vLLM's engine core."""
 
     async def start_core() -> tuple[EngineCore, CoreModel]:
         if (slow := slow_on_cpu(options.dtype)) is not None:
@@ -188,6 +188,6 @@ def _prepare_environment(options: EngineOptions) -> None:
 
 
 def _cache_bytes(options: EngineOptions, text: Any) -> int:
-    """Return the bytes of cache for `slots` + 1 sequences of the full context, each rounded up to whole blocks."""
+    """Return the bytes of a KV cache for `slots` + 1 sequences of the full context, each rounded up to whole blocks."""
     block_bytes = replace(CacheShape.of(text), size=_BLOCK).block_bytes(BYTES[options.dtype])
     return (options.slots + 1) * -(-options.context_length // _BLOCK) * block_bytes

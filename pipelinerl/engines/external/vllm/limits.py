@@ -37,7 +37,10 @@ def check_request(request: Request) -> None:
 
 
 def check_continued(request: Request) -> None:
-    """Raise `InvalidRequest` for a continued answer whose sampling depends on the earlier tokens."""
+    """Raise `InvalidRequest` if an answer that another engine began has penalties or a `response_format`.
+
+    vLLM would apply these only to the tokens that it samples itself.
+    """
     change = request.change
     depends = request.response_format is not None or (change is not None and change.penalizes)
     if depends and not request.shares_prompt:
@@ -106,10 +109,10 @@ def check_experts_on_gpu(path: Path, options: Mapping[str, Any]) -> None:
 
 
 def share_without_copy(share: float, device_bytes: int, weight_bytes: int) -> tuple[float, bool]:
-    """Divide the engine's `share` of a GPU: return vLLM's part, and whether the rest may hold a copy of the weights.
+    """Divide the engine's `share` of a GPU between vLLM and a copy of the next weights, which makes commits fast.
 
-    The copy, of the next weights, makes commits fast. Without room for three times the weights in `share`, the copy
-    would leave too small a cache; vLLM then gets all of `share`, and the second value is False.
+    Return vLLM's share, and True if there is room for the copy. If `share` is less than three times the weights, the
+    copy would leave too small a KV cache. vLLM then gets all of `share`, and the second value is False.
     """
     if share * device_bytes < 3 * weight_bytes:
         return share, False
@@ -151,7 +154,7 @@ _ON_CPU: Final = frozenset({"enable_chunked_prefill", "max_num_batched_tokens", 
 
 
 def check_names(options: Iterable[str]) -> None:
-    """Raise `RecipeError` for an option that is set elsewhere, naming the setting to use; does not import vLLM."""
+    """Raise `RecipeError` for an option that another setting of the recipe determines; does not import vLLM."""
     for name in options:
         if name in _SET_BY:
             raise RecipeError(f"engine.options.{name} is set by {_SET_BY[name]}; leave it out")

@@ -55,7 +55,10 @@ class VllmServerApi:
         self._orders = False  # True if the server schedules waiting requests by priority
 
     async def open(self, label: str) -> ServerModel:
-        """Check the server's flags, and label its weights. Raises `ModelError`, `EngineUnreachable`."""
+        """Check the server's flags, share the staging memory with it, and name the weights that it serves `label`.
+
+        Return the model's dtype and context length. Raises `ModelError`, `EngineUnreachable`.
+        """
         check_version(str((await self._http.get("/version"))["version"]))
         config = (await self._known("/server_info?config_format=json"))["vllm_config"]
         for wanted, flag in _lacking(config):
@@ -89,7 +92,10 @@ class VllmServerApi:
         refuse_beyond(request, _OFFERED, "this engine's server")
 
     def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
-        """Return the `GenerateRequest` of one sample, which ends only at the token limit or at `stop_ids`."""
+        """Return the `GenerateRequest` of one sample, which ends only at the token limit or at `stop_ids`.
+
+        Only requests with the same `salt` share cached prefixes.
+        """
         request = sequence.request
         return {
             "request_id": sample_id(sequence),
@@ -101,7 +107,7 @@ class VllmServerApi:
         }
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return the new tokens of one event; `choices` has at most one entry, because each request has one sample."""
+        """Return an event's new tokens; `known`, the number of earlier ones, is unused, since vLLM repeats none."""
         if "error" in event:
             raise EngineUnreachable(f"the vLLM server at {self._http.url} aborted a sample: {event['error']}")
         if not event["choices"]:
@@ -126,13 +132,13 @@ class VllmServerApi:
         await self._http.post("/resume")
 
     async def load_staged(self, label: str) -> None:
-        """Load the staged weights as `label`, in one update session."""
+        """Load the staged weights in one update session of the server, which then reports them as version `label`."""
         await self._http.post("/start_weight_update")
         await self._http.post("/update_weights", {"update_info": {}}, timeout_s=_LONG_S)
         await self._http.post("/finish_weight_update", {"weight_version": label}, timeout_s=_LONG_S)
 
     async def _end_session(self, label: str | None) -> None:
-        """End an open update session; without one, the server answers with an error, which is ignored."""
+        """End an open update session and name its weights `label`, unless None. Ignore the error if none is open."""
         named = {} if label is None else {"weight_version": label}
         with suppress(EngineUnreachable):
             await self._http.post("/finish_weight_update", named, timeout_s=_LONG_S, may_fail=True)

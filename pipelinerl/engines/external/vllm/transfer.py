@@ -73,7 +73,7 @@ class SharedTransfer:
         """Do nothing: `update_weights` has already made the weights current."""
 
     def reset_weight_update_target(self) -> None:
-        """Do nothing: the model is always the same."""
+        """Do nothing: this backend always updates the one model that vLLM gave it."""
 
     def shutdown(self) -> None:
         """Release the memory."""

@@ -75,7 +75,10 @@ class StagedWeights:
         return sum(cache.nbytes for cache in caches), self._pipelinerl_copy.place
 
     def pipelinerl_stage(self, commit: int) -> bool:
-        """Begin to copy the staged weights to the GPU, which goes on sampling; return True once they are copied."""
+        """Begin the copy of the staged weights to the GPU for commit number `commit`; return True once it is complete.
+
+        Sampling continues during the copy.
+        """
         return self._pipelinerl_copy.advance(commit)
 
     def pipelinerl_commit(self) -> None:
@@ -93,7 +96,7 @@ def load_into(model: Any, staged: Tensor, layout: WeightLayout) -> None:
 
 
 def _end_with(owner: int) -> None:
-    """Exit this worker when the process `owner` ends. The core then ends too, and frees its memory."""
+    """Wait for the end of the process `owner`, then exit this worker. vLLM's engine core ends with its workers."""
     try:
         ended = os.pidfd_open(owner)
     except ProcessLookupError:

@@ -34,7 +34,10 @@ from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 
 
 def serve_endpoints(path: Path, staged: Tensor, device: torch.device) -> None:
-    """Connect to the engine's socket `path`; serve its weight-group endpoints on threads. Both map `staged` u8."""
+    """Connect to the engine's socket `path`, and serve the engine's weight-group endpoints on threads.
+
+    `staged` u8 is memory that this process and the engine both map; received weights are written to it.
+    """
     line = socket.socket(socket.AF_UNIX)
     line.connect(str(path))
     in_background("endpoints", lambda: _serve(line, staged, device))

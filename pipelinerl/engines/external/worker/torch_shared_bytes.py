@@ -45,7 +45,7 @@ class SharedBytes:
     """Memory that other processes can map by `path`: the tensor `tensor`, u8 [num_bytes], followed by `further`, u8."""
 
     def __init__(self, num_bytes: int, *, further: int = 0) -> None:
-        """Reserve the bytes of `tensor`; `reserve` does so for those of `further`. Raises `ModelError` or `OSError`."""
+        """Reserve memory for `tensor` only; `reserve` does it for `further`. Raises `ModelError` or `OSError`."""
         check_room(num_bytes)
         descriptor, path = tempfile.mkstemp(prefix="pipelinerl-", dir=_MEMORY if _MEMORY.is_dir() else None)
         self.path = Path(path)
@@ -60,7 +60,10 @@ class SharedBytes:
             undone.pop_all()
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve the first `num_bytes` of `further`, or raise `OSError`. Using unreserved bytes may be fatal."""
+        """Reserve memory for the first `num_bytes` of `further`. Raises `OSError` if there is too little.
+
+        Writing to unreserved bytes ends the process if the memory is full.
+        """
         os.posix_fallocate(self._descriptor, len(self.tensor), num_bytes)
 
     def forget_name(self) -> None:

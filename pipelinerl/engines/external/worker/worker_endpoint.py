@@ -61,7 +61,7 @@ class WorkerEndpointFactory:
         self._shared: SharedBytes | None = None
 
     def lend(self, shared: SharedBytes) -> None:
-        """Set the shared memory, of which `buffer` returns a part; the worker must map it."""
+        """Set `shared` as the memory from which `buffer` returns parts; the worker must have mapped it."""
         self._shared = shared
 
     @contextmanager
@@ -211,8 +211,8 @@ class OwnProcess:
           OwnProcess ─────── starts ────────▶ torch_endpoint ───── forks ────▶ a thread ── Collective ── rank 0
               └─ WorkerEndpoint ── orders, answers, memory that both map ───────┘
 
-    The cost is a process that holds torch, and one more copy of each piece. The nursery process ends with this object;
-    if it was killed, the next membership starts another.
+    The cost is a process that holds torch, and one more copy of each received piece of weights. The nursery process
+    ends with this object; if it was killed, the next membership starts another nursery.
     """
 
     def __init__(self) -> None:

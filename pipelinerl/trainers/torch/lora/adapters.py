@@ -4,8 +4,9 @@
     trained    A and B of every target, in fp32, and a value head if there is one
     merged     W + (alpha / rank) · B A in fp32, computed for one parameter on demand; the base never changes
 
-Weights can be read during passes: the base's own storage does not change, even while passes use other weights. If
-policy, critic and reference of one process come from one directory, they share its weights on a device (`SharedBase`).
+Other threads can read the base's weights during passes. Even `forward_at`, which computes with the weights of another
+version, does not change what they read. If policy, critic and reference of one process come from one directory, they
+share its weights on a device (`SharedBase`).
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ class Adapters:
     def to(self, device: torch.device, *, digest: str, read_to: Callable[[torch.device], None]) -> None:
         """Move the model to the device; reuse the base if another trainer of this process has it on that device.
 
-        `digest` identifies the base's directory; `read_to` allocates and reads the parameters on the meta device.
+        `digest` identifies the base's directory. `read_to` allocates and reads parameters that are still on the meta
+        device, because no other trainer shares them.
         """
         prefix = f"{self._packed.model.base_model_prefix}."
         frozen = {name.removeprefix(prefix): p for name, p in self.base.items() if not p.requires_grad}
@@ -215,7 +217,7 @@ class SharedBase:
     weights: dict[str, Tensor]
 
     def share(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add those parameters, already on the device, that the base lacks; point all others to the base's weights."""
+        """Add the weights of `parameters` (on the device) that the base lacks; let the others use the base's."""
         for name, parameter in parameters.items():
             parameter.data = self.weights.setdefault(name, parameter.data)
 
@@ -224,10 +226,10 @@ _BASES: Final[WeakValueDictionary[tuple[str, ...], SharedBase]] = WeakValueDicti
 
 
 def shared(parameters: Mapping[str, nn.Parameter], *, digest: str, device: torch.device) -> SharedBase:
-    """Return the shared base of the directory with this digest on the device; point `parameters` to its weights.
+    """Return the shared base for the directory with this digest on the device; let `parameters` use its weights.
 
-    A new base has no weights yet; `SharedBase.share` adds them. `parameters` are named without the prefix of language
-    models, such as `model.`.
+    A new base has no weights yet; `SharedBase.share` adds them. A parameter that the base lacks does not change.
+    `parameters` are named without the prefix of language models, such as `model.`.
     """
     dtypes = {str(parameter.dtype) for parameter in parameters.values()}
     base = _BASES.setdefault((digest, str(device), *sorted(dtypes)), SharedBase({}))

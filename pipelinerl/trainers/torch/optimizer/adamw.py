@@ -4,9 +4,9 @@
     masters    fp32 values of parameters that passes use in bf16
     place      the parameters' device or the host: where moments and masters are kept between steps
 
-While torch's fused kernel steps a parameter, only one piece of its fp32 moments and master is on the device. Moments
-are rounded stochastically, because rounding to nearest would lose small changes: with beta2 = 0.999, a second moment in
-bf16 would never decay.
+`PiecewiseAdamW` runs torch's fused kernel on one piece of a parameter after the other, so only one piece of the fp32
+moments and master is on the device. Moments are rounded stochastically, because rounding to nearest would lose small
+changes: with beta2 = 0.999, a second moment in bf16 would never decay.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Master(NamedTuple):
     rounding: Rounding
 
     def rounded(self, values: Tensor, *, first: int = 0) -> Tensor:
-        """Round a piece of the new fp32 values to bf16. Dithering needs `first`, its offset in the parameter."""
+        """Round a piece of the new fp32 values to bf16; `first` is its offset in the parameter, for dithering."""
         return rounded(values, torch.bfloat16, self.rounding, name=self.name, first=first)
 
 
@@ -173,7 +173,7 @@ class PiecewiseAdamW:
         return {STEP: torch.zeros(())} | {name: _empty(parameter, dtype, place).zero_() for name in (MEAN, SQUARE)}
 
     def _noise(self, device: torch.device, step: int, number: int) -> torch.Generator | None:
-        """Return the generator for rounding a parameter's moments in one step, with a seed that survives a restart."""
+        """Return the generator for rounding a parameter's moments, seeded by step; None if the moments are fp32."""
         if self._options.moments is MomentDType.FP32:
             return None
         return torch.Generator(device).manual_seed(rng.key(self._seed, step, number))

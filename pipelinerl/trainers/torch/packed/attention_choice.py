@@ -31,7 +31,7 @@ class SegmentAttention(StrEnum):
 
 
 class HeadShapes(NamedTuple):
-    """The number of query and key heads, and their widths; the configuration may name several widths, or none."""
+    """The numbers of query and key heads, and the set of head widths, which is empty if the configuration has none."""
 
     queries: int
     keys: int

@@ -104,7 +104,10 @@ class SegmentPlan:
         return self.unpad(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
     def _attend_bucket(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float) -> Tensor:
-        """Return attention [n, T, H, d] of n segments of equal length, [n, H, T, d]."""
+        """Return attention [n, T, H, d] of a bucket: n segments of equal length T, with `query` [n, H, T, d].
+
+        `key` and `value` are [n, H_kv, T, d].
+        """
         length = query.shape[2]
         if self.kernels is Kernels.BATCH_INVARIANT:
             positions = torch.arange(length)[None]

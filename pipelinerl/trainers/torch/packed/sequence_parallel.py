@@ -36,7 +36,7 @@ class SequenceGroup:
     place: int
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert [k, H, d], all heads of this process's tokens, to [K, H / n, d], this process's heads of all tokens.
+        """Convert [k, H, d], all heads of this process's k tokens, to [K, H / n, d], its heads of all K tokens.
 
         Raises SpecError if n does not divide the number of heads.
         """
@@ -56,9 +56,10 @@ class SequenceGroup:
         return parts.flatten(0, 1)
 
     def together(self, own: Tensor, readers: list[NDArray[np.int64]]) -> Tensor:
-        """Gather predictions [M, N] on every process; this process has `own` [M, N_own], the columns `readers[place]`.
+        """Gather predictions [M, N], M values for each of N tokens, from all processes to every process.
 
-        Backward gives each process the gradient of its own columns, since all processes evaluate the same loss.
+        This process has `own` [M, N_own], the columns `readers[place]`. Backward gives each process the gradient of its
+        own columns, since all processes evaluate the same loss.
         """
         whole: Tensor = _Together.apply(own, self, readers)
         return whole
@@ -66,14 +67,14 @@ class SequenceGroup:
 
 @final
 class SequencePart(NamedTuple):
-    """The part of a micro-batch that one process computes.
+    """The part of a micro-batch that one of n processes computes.
 
     Attributes:
-        distinct: the computed tokens. Tokens of a dummy segment, which are never read, pad their number to a multiple
-            of n.
+        distinct: the computed tokens of the whole micro-batch, padded with dummy tokens to a multiple of n. The results
+            of dummy tokens are never read.
         position_ids: i32 [T + padding].
         own: this process's share of the computed tokens.
-        readers: for each process, the indices of the requested predictions that it computes.
+        readers: for each process, which of the requested predictions it computes, as indices.
     """
 
     distinct: Distinct

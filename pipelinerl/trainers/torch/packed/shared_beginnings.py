@@ -27,7 +27,7 @@ _LEAST_SAVED: Final = 1 / 32
 
 
 class Distinct(NamedTuple):
-    """The K of a micro-batch's T tokens that are computed, which are the nodes of the prefix tree.
+    """The K tokens that the model computes, out of a micro-batch's T tokens; they are the nodes of the prefix tree.
 
     `kept` i64 [K] has the indices of the computed tokens, ascending. `place` i64 [T] maps each token to the index, in
     `kept`, of the computed token that represents it.
@@ -76,12 +76,12 @@ def _equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """A plan that sums the gradients of all rows that were copied from the same source row (`place`).
+    """A plan that sums the gradients of all rows that were copied from the same source row.
 
     Rows are added in pairs, then pairs of pairs, in few rounds and a fixed order: deterministic on every device.
 
     Attributes:
-        rows: i64 [M], the rows whose source is shared with other rows.
+        rows: i64 [M], the rows whose source was copied several times.
         rounds: for each round, indices into `rows` of the rows to add, and indices of the rows to add them to.
         firsts: i64 [U], indices into `rows` of the rows that contain the final sums.
         places: i64 [U], the source row to which each final sum belongs.
@@ -94,7 +94,7 @@ class Sums:
 
     @classmethod
     def of(cls, place: Indices, device: torch.device, rows: Indices | None = None) -> Self:
-        """Plan sums of the gradients of `rows` [N] (default 0, 1, …), where row i is a copy of `place[i]`."""
+        """Plan the sums for N copied rows: row `rows[i]` (default: row i) is a copy of source row `place[i]`."""
         order = np.argsort(place, kind="stable")
         first = np.flatnonzero(np.diff(place[order], prepend=-1))
         counts = np.diff(first, append=len(place))
@@ -114,7 +114,7 @@ class Sums:
         )
 
     def put(self, gradient: Tensor, grad: Tensor) -> Tensor:
-        """Write the sums of `grad` [rows, …] into `gradient` [places, …], for source rows that were read repeatedly."""
+        """Sum `grad` [rows, …] by source row into `gradient` [places, …]; skip source rows that were read once."""
         if not self.rounds:
             return gradient
         many = grad.index_select(0, self.rows)
@@ -126,7 +126,10 @@ class Sums:
 @final
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A differentiable read of the rows `index` i64 [N] of `size` rows; `sums` adds the gradients of repeated rows."""
+    """A differentiable read of the N rows `index` i64 [N], from an array of `size` rows.
+
+    `sums` adds the gradients of rows that are read repeatedly.
+    """
 
     index: Tensor
     size: int

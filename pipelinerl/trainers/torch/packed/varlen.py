@@ -57,7 +57,7 @@ def torch_kernel() -> VarlenKernel:
 
 
 def for_fewer_key_heads(kernel: Callable[..., Any]) -> VarlenKernel:
-    """Return a kernel that accepts fewer key heads than query heads; for torch below 2.12, it repeats key heads."""
+    """Return a kernel that accepts fewer key heads than query heads; before torch 2.12, it repeats key heads."""
     if "enable_gqa" in signature(kernel).parameters:
         return cast(VarlenKernel, kernel)
 
@@ -72,13 +72,13 @@ def for_fewer_key_heads(kernel: Callable[..., Any]) -> VarlenKernel:
 @final
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """The boundaries of segments among the K computed tokens; segments without a computed token are omitted.
+    """The boundaries of the S segments among the K computed tokens; segments without a computed token are omitted.
 
     Attributes:
         query_starts: i32 [S + 1], where each segment's queries start among the K computed tokens.
         key_starts: i32 [S + 1], where each segment's keys start among the M tokens of all whole segments.
         most_queries, most_keys: the largest number of queries, and of keys, in a segment.
-        keys: copies the K computed tokens to the M tokens of whole segments; None if both are the same.
+        keys: copies the K computed tokens to the M tokens of whole segments; None if no token is shared, so that K = M.
         kernel: the attention kernel.
         group: the processes that divide the K tokens outside attention, or None.
     """

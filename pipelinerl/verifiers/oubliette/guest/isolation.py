@@ -34,7 +34,7 @@ Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 @final
 class GuestIsolation:
-    """Isolation of each run in the guest; `settings` are the fields of `Isolation` in `slot.py`."""
+    """Creates and confines each run's process in the guest; `settings` are the fields of `Isolation` in `slot.py`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.have_folder = self._namespaces = settings["namespaces"]
@@ -80,7 +80,7 @@ class GuestIsolation:
             return b""
 
     def entering(self, limits: dict[str, Any]) -> list[Step]:
-        """Return the steps that begin a run: they set its user, folder, /proc and process group."""
+        """Return the first calls that a run's process makes: they set its user, folder, /proc and process group."""
         steps: list[Step] = [(os.setsid, ())]  # otherwise the run's signals to its process group would reach the server
         if self._namespaces:
             room = f"size={limits['disk_bytes']},nr_inodes={limits['inodes']},mode=0700"
@@ -100,7 +100,7 @@ class GuestIsolation:
         return [*steps, (os.chdir, (FOLDER if self._namespaces else "/",)), (killed_first, ())]
 
     def shutting(self, limits: dict[str, Any]) -> list[Step]:
-        """Return the last steps of a run: close files, set limits, drop privileges, install the system call filter."""
+        """Return the last calls before the program: close files, set limits, drop privileges, install the filter."""
         steps: list[Step] = [
             (os.closerange, (3, self.trouble_file)),
             (os.closerange, (self.trouble_file + 1, 1 << 16)),
@@ -120,7 +120,7 @@ class GuestIsolation:
         take(self._servers_filter.setting)
 
     def _hide(self) -> None:
-        """Let the process read only the paths in `shown`, and write no file, by Landlock."""
+        """Restrict the process by Landlock: it can read only the paths in the setting `shown`, and write no file."""
         ruleset = syscall(_LANDLOCK_CREATE, struct.pack("=Q", _LANDLOCK_ALL), 8, 0)
         if ruleset < 0:
             raise _failure("landlock")
@@ -136,7 +136,7 @@ class GuestIsolation:
 
 
 class _Filter:
-    """A seccomp program, and the steps that install it; an empty program has no steps."""
+    """A seccomp program, and `setting`, the list of calls that installs it; the list is empty for an empty program."""
 
     def __init__(self, encoded: str) -> None:
         steps = bytes.fromhex(encoded)
@@ -146,10 +146,10 @@ class _Filter:
 
 
 def keep_code() -> None:
-    """Spare forked processes page faults on the interpreter's code, by making one page of each of its mappings private.
+    """Prepare the memory mappings of the interpreter's code so that forked processes need no page faults to run it.
 
-    At a fork, the kernel copies a mapping's page table only if one of its pages is private. To make a page private, one
-    byte is rewritten.
+    At a fork, the kernel copies a mapping's page table only if the mapping has a private page. Writing one byte of each
+    mapping, with its old value, gives the mapping such a page.
     """
     with (
         contextlib.suppress(OSError),
@@ -197,7 +197,7 @@ def _failure(what: str) -> OSError:
 
 
 def take(steps: list[Step]) -> None:
-    """Execute steps in order. Raises `OSError` at the first step that fails."""
+    """Make the calls `steps` (function and arguments) in order. Raises `OSError` at the first call that fails."""
     for call, arguments in steps:
         if call(*arguments) == -1:
             raise _failure(f"{call.__name__}{arguments}")

@@ -1,7 +1,7 @@
 """The process of a run, which confines itself and then becomes the program.
 
-A Python program is not started by exec: it continues in the forked interpreter. The fork has everything that `site`
-sets up, except for the host's .pth files, and nothing of this project in `__main__`.
+A Python program is not started by exec: it runs in the forked interpreter. As in a new interpreter, `site` has set up
+package paths and names such as `exit`, but has not run the host's .pth files. `__main__` has no names of this project.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REHEARSALS = 12
 
 @final
 class RunRequest:
-    """A request to run a program, with the steps by which the run confines itself."""
+    """A request to run a program, with the system calls by which the run's process confines itself."""
 
     def __init__(self, settings: dict[str, Any], around: isolation.GuestIsolation | _NoIsolation) -> None:
         self.limits: dict[str, Any] = settings["limits"]
@@ -47,7 +47,7 @@ class RunRequest:
 
 
 def become(request: RunRequest, files: list[int], go_read: int, trouble: int) -> None:
-    """Confine this process and become the program, without returning; write errors before that to `trouble`."""
+    """Confine this process and run the program in it; never return. Write errors of confining to `trouble`."""
     try:
         if os.read(go_read, 1) != b"g":
             os._exit(1)
@@ -169,7 +169,7 @@ class _NoIsolation:
 
 
 def _rehearse() -> None:
-    """Run a sample program with all steps of a run, except those that would change this process."""
+    """Run a sample program as a real run would, but without the system calls that would change this process."""
     kept = [os.dup(number) for number in range(3)]
     settings = {"limits": {}, "python": _PROGRAM, "argv": [], "arguments": [], "environment": {}, "files": []}
     request = RunRequest(settings, _NoIsolation())

@@ -5,7 +5,8 @@ open files: the run's standard input, output and error, then the files to copy i
 
 The forked process is the first in its namespaces. It applies all limits and the system call filter to itself
 (`isolation.py`), and then becomes the program (`program.py`). When it exits, the kernel kills everything that it
-started. The answer is one packet: `_ANSWER`, the reason why the run was ended, a zero byte, and any startup error.
+started. The answer is one packet: exit status and times (`_ANSWER`), then the reason why the server killed the run
+(empty if it ended by itself), a zero byte, and any startup error.
 
 Most of a run's cost is copying memory: this process's page table, and each page that the run or this process writes to
 after the fork. The server therefore has few pages, both processes do little, and first-time work of runs is done here
@@ -187,7 +188,7 @@ class _Watch:
 
 
 class _Meter:
-    """Measures a run's processor time, by the slot's control group if it has one."""
+    """Measures a run's processor time by the guest's control group (open `file`) or, without one, by `wait4`."""
 
     def __init__(self, file: int | None) -> None:
         self._file = file

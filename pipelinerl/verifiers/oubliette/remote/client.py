@@ -1,9 +1,9 @@
 """`RemoteRunner`: compiles, runs and checks programs at an Oubliette service, over HTTP.
 
-Concurrent work is batched into requests of up to thousands of items. Inputs and programs are named by link, the hash of
-data that the service stores; other data is sent along, once per request. If the service is unreachable or silent, drops
-the connection or answers 5xx, the request is retried for `grace_s`. After that, or if a work item could not be done, an
-error is raised and the verdict is masked.
+Concurrent work is batched into requests of up to thousands of items. A request names inputs and programs by link, the
+hash of data that the service stores; data that the service may lack is sent along, once per request. If the service
+is unreachable or silent, drops the connection or answers 5xx, the request is retried for `grace_s`. After that, or if a
+work item could not be done, an error is raised and the verdict is masked.
 
 | waits for | at most | unblocked by |
 |---|---|---|

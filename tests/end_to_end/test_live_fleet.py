@@ -18,7 +18,7 @@ from tests.fakes.live_fleet import (
     until_serving,
     until_steps,
 )
-from tests.fakes.live_run import LiveRun, endless_run, launched, light_run, new_run, told
+from tests.fakes.live_run import LiveRun, endless_run, launched, light_run, new_run, output_of
 from tests.patience import PATIENCE_S
 
 #: Overrides for long answers: the model has learned to write few letters, so the temperature is high.
@@ -46,7 +46,7 @@ def until_groups(run: LiveRun, more: int) -> None:
 
 def stop(run: LiveRun) -> None:
     """Stop the run with `pipelinerl stop`, as a user would."""
-    told("stop", str(run.directory))
+    output_of("stop", str(run.directory))
     assert run.end() == 0, run.story()
 
 

@@ -71,7 +71,7 @@ def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path: Path) -> Non
     directory = tmp_path / "run"
     with launched(endless_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
-        assert engines(run, "add", "--type", "vllm_server", "--no-wait") == "asked for engine-1\n"
+        assert engines(run, "add", "--type", "vllm_server", "--no-wait") == "requested engine-1\n"
         assert swap_to_and_fro(run, ["bigram"], times=1) == "engine-2"
         assert "the run continues without engine-1" in run.output and "engine.servers must name a server" in run.output
         heading, first, second, _ = engines(run, "list").splitlines()

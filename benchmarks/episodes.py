@@ -38,6 +38,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.gateway import Gateway
 from pipelinerl.environments.host_pool import EpisodeHosts
+from pipelinerl.system.background import cancel_all
 from pipelinerl.system.http_service import listen, serve
 
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "guess_letter" / "guess_letter.toml"
@@ -166,10 +167,9 @@ async def _play(crowd: Crowd, urls: Sequence[str]) -> Crowded:
             before = [await client.metrics(url) for url in urls]
             await asyncio.sleep(crowd.seconds)
             after = [await client.metrics(url) for url in urls]
-            _, stuck = await asyncio.wait(workers, timeout=longest_s)
-            for worker in stuck:
-                worker.cancel()
-            await asyncio.gather(*workers)
+            done, stuck = await asyncio.wait(workers, timeout=longest_s)
+            await cancel_all(stuck)
+            await asyncio.gather(*done)
     finally:
         await hosts.close()
         await client.close()

@@ -12,9 +12,10 @@ import aiohttp
 from tests.open_sessions import left_open
 
 
-async def leave_open() -> None:
-    aiohttp.ClientSession()
+async def leave_open() -> aiohttp.ClientSession:
+    session = aiohttp.ClientSession()
     assert left_open() == [], "its loop runs: it may be closed yet"
+    return session
 
 
 async def close_it() -> None:
@@ -23,9 +24,10 @@ async def close_it() -> None:
 
 
 def test_report_of_an_unclosed_http_session_names_the_code_that_opened_it() -> None:
-    asyncio.run(leave_open())
+    session = asyncio.run(leave_open())
     asyncio.run(close_it())
     (opener,) = left_open()
     assert "test_report_of_an_unclosed_http_session_names_the_code_that_opened_it" in opener
     assert "in leave_open" in opener
     assert left_open() == []
+    session.detach()  # else aiohttp would warn about it when the process ends

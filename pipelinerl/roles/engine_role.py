@@ -69,7 +69,7 @@ def build_engine(identity: Identity) -> Engine:
 def _server_of(identity: Identity) -> str | None:
     """Return the URL of this engine's external server (engine-2 has the third of `engine.servers`), or None."""
     if identity.config.engine.type not in registry.SERVER_ENGINES:
-        return None  # an engine that was added to a live run may have another type than the recipe's
+        return None  # the type is this engine's own; `engine.servers` is for the recipe's type
     servers = identity.config.engine.servers
     number = identity.name.rpartition("-")[2]
     index = int(number) if number.isdecimal() else 0

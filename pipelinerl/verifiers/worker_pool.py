@@ -65,7 +65,7 @@ _REMEMBERED: Final = 1024
 _ENDED: Final = "the verifier's process ended by itself, or was killed, before it answered"
 
 
-#: Result of `_answered_soon` for a question that counts as slow before it is answered.
+#: Result of `_answered_soon` if a question is not answered in time and therefore counts as slow.
 _SLOW: Final = object()
 
 

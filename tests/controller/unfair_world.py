@@ -288,8 +288,8 @@ class UnfairWorld:
             if self.directive is not None and directive.epoch != self.epoch:
                 continue
             is_answer = self.question is not None and directive.answers == self.question.report_id
-            asked = ("ready-", "leave-", f"e{self.epoch}-step-", f"e{self.epoch}-skip-")
-            if not is_answer and (self.directive is None or directive.answers.startswith(asked)):
+            prefixes = ("ready-", "leave-", f"e{self.epoch}-step-", f"e{self.epoch}-skip-")
+            if not is_answer and (self.directive is None or directive.answers.startswith(prefixes)):
                 continue
             if self.directive is None:
                 self.epoch = directive.epoch

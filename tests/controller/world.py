@@ -100,8 +100,8 @@ def controller(
     """Return a controller that expects one engine; `large`, unless it is 0, is the group size of domain `a`."""
     if large:
         changes["group_sizes"] = {"a": large, "b": 2}
-    asked = EvaluationSet(problems=evaluation_problems, max_tokens=8, samples=samples)
-    plan = EvaluationPlan(sets=(asked, *other_sets) if evaluation_problems else (), pin=pin)
+    first_set = EvaluationSet(problems=evaluation_problems, max_tokens=8, samples=samples)
+    plan = EvaluationPlan(sets=(first_set, *other_sets) if evaluation_problems else (), pin=pin)
     settings = ControllerSettings(
         seed=0,
         steps=steps,

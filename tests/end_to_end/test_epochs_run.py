@@ -12,7 +12,7 @@ from rich.console import Console
 from pipelinerl.commands.explain import OfRun, show as explain
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.commands.replay import show as replay
-from tests.fakes.live_run import launched, light_run
+from tests.fakes.live_run import launched, new_run
 from tests.fakes.undisturbed import LOCKSTEP
 
 EPOCHS, MINI_BATCHES = 2, 3
@@ -33,7 +33,7 @@ SETTINGS = (
 def test_run_with_epochs_is_bit_identical_after_its_trainer_is_killed(tmp_path: Path) -> None:
     """Replay the recorded steps in an uninterrupted trainer: each result must equal the run's, also after the kill."""
     directory = tmp_path / "run"
-    with launched(light_run(directory, *SETTINGS), directory) as run:
+    with launched(new_run(directory, *SETTINGS), directory) as run:
         run.until(lambda run: len(run.events("checkpoint")) >= 2, "a second checkpoint")
         run.role("trainer").kill()
         run.until(lambda run: len(run.events("trainer_ready")) == 2, "the trainer's return")

@@ -18,7 +18,7 @@ from tests.fakes.live_fleet import (
     until_serving,
     until_steps,
 )
-from tests.fakes.live_run import LiveRun, endless_run, launched, light_run, new_run, told
+from tests.fakes.live_run import LiveRun, endless_run, launched, light_run, new_run, output_of
 from tests.patience import PATIENCE_S
 
 #: Overrides for long answers: the model has learned to write few letters, so the temperature is high.
@@ -46,7 +46,7 @@ def until_groups(run: LiveRun, more: int) -> None:
 
 def stop(run: LiveRun) -> None:
     """Stop the run with `pipelinerl stop`, as a user would."""
-    told("stop", str(run.directory))
+    output_of("stop", str(run.directory))
     assert run.end() == 0, run.story()
 
 
@@ -71,7 +71,7 @@ def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path: Path) -> Non
     directory = tmp_path / "run"
     with launched(endless_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
-        assert engines(run, "add", "--type", "vllm_server", "--no-wait") == "asked for engine-1\n"
+        assert engines(run, "add", "--type", "vllm_server", "--no-wait") == "requested engine-1\n"
         assert swap_to_and_fro(run, ["bigram"], times=1) == "engine-2"
         assert "the run continues without engine-1" in run.output and "engine.servers must name a server" in run.output
         heading, first, second, _ = engines(run, "list").splitlines()

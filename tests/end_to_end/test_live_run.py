@@ -24,7 +24,7 @@ from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
 from pipelinerl.system.machine import free_ports, is_free
 from tests.fakes.live_fleet import swap_to_and_fro
-from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, new_run, resumed, told
+from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, new_run, output_of, resumed
 from tests.fakes.undisturbed import LOCKSTEP, STEPS, Kind, undisturbed as undisturbed_run
 from tests.fakes.wheel import install
 from tests.faults.scenarios.system_killed import Learned, differences
@@ -165,16 +165,16 @@ def test_live_run_survives_killed_processes_and_a_replaced_engine(tmp_path: Path
         run.role("trainer").kill()
         run.role("controller").kill()
         run.until(lambda run: run.events("controller_returned"), "the controller's return")
-        assert "k = 2" in told("knobs", "set", str(directory), "k=2", "j=2")
+        assert "k = 2" in output_of("knobs", "set", str(directory), "k=2", "j=2")
         run.until(lambda run: len(run.events("engine_joined")) >= 2, "the engine's return")
         run.until(lambda run: len(run.events("trainer_ready")) == 2, "the trainer's return")
         run.until_step(run.steps()[-1] + 2)
         run.until(lambda run: tracked_to(run) > 3, "the tracker's next life to go on")
-        assert json.loads(told("status", str(directory), "--json"))["epoch"] == 2
-        assert "waits for" in told("status", str(directory))
-        assert "j = 2, k = 2 by" in told("knobs", "show", str(directory))
+        assert json.loads(output_of("status", str(directory), "--json"))["epoch"] == 2
+        assert "waits for" in output_of("status", str(directory))
+        assert "j = 2, k = 2 by" in output_of("knobs", "show", str(directory))
         assert swap_to_and_fro(run, ["bigram"], times=1, grace_s=0.0) == "engine-1"
-        told("stop", str(directory))
+        output_of("stop", str(directory))
         assert run.end() == 0, run.story()
         assert_settled(run, steps=max(run.steps()))
     assert not run.events("group_failed") and not run.events("engine_canary_failed"), run.story()
@@ -345,7 +345,7 @@ def test_run_of_manually_started_processes_survives_an_engine_that_joins_and_lea
         reached = step()
         until(lambda: step() >= reached + 20, "the run to go on")
         assert sum(bool(event["failed"]) for event in events("publish")) <= 1, "an absent engine gets no second update"
-        told("stop", str(tmp_path))
+        output_of("stop", str(tmp_path))
         assert processes["controller"].wait(PATIENCE_S) == 0
         assert processes["trainer"].wait(PATIENCE_S) == 0
         assert events("run_finished")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fakes.live_run import launched, told
+from tests.fakes.live_run import launched, output_of
 from tests.roles.test_dtypes import directory
 
 PAGE = Path(__file__).parents[2] / "docs" / "start" / "rewards.md"
@@ -33,7 +33,7 @@ def test_second_recipe_on_the_rewards_docs_page_adds_a_reward_function_to_a_veri
     recipe = from_the_page(tmp_path)
     (parts,) = re.findall(r"```toml\n(rewards = .*?)```", PAGE.read_text(), re.DOTALL)
     recipe.write_text(recipe.read_text().replace('verifier = "rewards.py:letters"\n', parts))
-    output = told("check", str(recipe), "evaluation.problems=4")
+    output = output_of("check", str(recipe), "evaluation.problems=4")
     assert f"domains.words.rewards.0.function = letters, {tmp_path}/rewards.py:1" in output
     assert "of the reference answer correct, reward 1.2 (letters 1, solved 1)" in output
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.live_run import launched, light_run, told
+from tests.fakes.live_run import launched, light_run, output_of
 
 PROBLEMS, SAMPLES = 48, 8
 
@@ -30,8 +30,8 @@ def test_pinned_evaluation_is_answered_by_one_version_while_the_trainer_takes_st
     )
     with launched(light_run(directory, *overrides), directory) as run:
         run.until(lambda run: len(run.events("evaluation")) >= 2, "an evaluation during training")
-        status = json.loads(told("status", str(directory), "--json"))
-        told("stop", str(directory))
+        status = json.loads(output_of("status", str(directory), "--json"))
+        output_of("stop", str(directory))
         assert run.end() == 0, run.story()
     first, *pinned, last = run.events("evaluation")
     assert first["pin"] == last["pin"] == "gate" and first["model_version"] == 0

@@ -108,7 +108,7 @@ class GatedRunner:
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
         if not self._free:
             self.waiting = not self._permits.acquire(blocking=False)
-            assert not self.waiting or self._permits.acquire(timeout=DEADLINE_S), "nobody allowed the next step"
+            assert not self.waiting or self._permits.acquire(timeout=DEADLINE_S), "the test did not allow the next step"
             self.waiting = False
         out = self._runner.decode(num_rows)
         with self._done:

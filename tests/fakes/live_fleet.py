@@ -8,14 +8,14 @@ from itertools import cycle, islice, pairwise
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.errors import UserError
 from pipelinerl.observability.status import EngineStatus, RunStatus
-from tests.fakes.live_run import LiveRun, told
+from tests.fakes.live_run import LiveRun, output_of
 from tests.patience import PATIENCE_S
 
 
 def engines(run: LiveRun, *arguments: str) -> str:
     """Return the output of `pipelinerl engines <command> RUN …`, which must succeed."""
     command, *rest = arguments
-    return told("engines", command, str(run.directory), *rest)
+    return output_of("engines", command, str(run.directory), *rest)
 
 
 def status(run: LiveRun) -> RunStatus:

@@ -97,7 +97,7 @@ class LiveRun:
             server = name == "redis" and "-server " in " ".join(line) + " "
             if server or ("--name" in line and line[line.index("--name") + 1] == name):
                 return process
-        raise AssertionError(f"{name} is not running; the launcher said:\n{self.output}")
+        raise AssertionError(f"{name} is not running; the launcher printed:\n{self.output}")
 
     def until(self, reached: Callable[[LiveRun], Any], what: str, timeout_s: float = PATIENCE_S) -> None:
         """Wait until `reached` returns true; fail if the run ends earlier."""
@@ -186,7 +186,7 @@ def resumed(directory: Path) -> list[str]:
     return ["--resume", str(directory)]
 
 
-def told(*arguments: str) -> str:
+def output_of(*arguments: str) -> str:
     """Run a `pipelinerl` command in this process, which is faster than starting a process; return its output."""
     done = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output

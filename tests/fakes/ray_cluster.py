@@ -62,10 +62,10 @@ def ray_cluster() -> Iterator[RayCluster]:
     """Yield a cluster for the block; if Ray is not installed, skip the test with that reason."""
     pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
     with TemporaryDirectory(prefix="ray-") as short:  # paths of Ray's sockets have at most 107 characters
-        told = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": short, "HOME": short}
+        settings = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": short, "HOME": short}
         process = subprocess.Popen(
             [sys.executable, "-c", _MAIN],
-            env={**os.environ, **told},
+            env={**os.environ, **settings},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -74,7 +74,7 @@ def ray_cluster() -> Iterator[RayCluster]:
         try:
             address = process.stdout.readline().strip()
             assert address, "the cluster has not come up"
-            yield RayCluster({**told, "RAY_ADDRESS": address}, process)
+            yield RayCluster({**settings, "RAY_ADDRESS": address}, process)
         finally:
             process.stdin.close()
             process.wait(PATIENCE_S)

@@ -37,8 +37,8 @@ def scripted_judge(manner: Manner = Manner.CAREFUL) -> Any:
             instructions = user
         honest = HONEST_RIGHT if "Paris" in answer else HONEST_WRONG
         score = DEMANDED if _DEMAND.search(instructions) else honest
-        said = json.dumps({"reason": "so it seems", "score": score})
-        return f"The answer was: {answer}\n{said}" if manner is Manner.ECHO else said
+        reply = json.dumps({"reason": "so it seems", "score": score})
+        return f"The answer was: {answer}\n{reply}" if manner is Manner.ECHO else reply
 
     return reply
 

@@ -91,19 +91,19 @@ class UpdateWeightVersionReqInput(Closed):
 class Sample:
     """A sample in progress, like `Req` in SGLang's scheduler."""
 
-    asked: GenerateReqInput
+    parameters: GenerateReqInput
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     changes: list[tuple[str, int]] = field(default_factory=list)  # (version, token index) of each weight change
     finished: dict[str, Any] | None = None
-    told: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
 
     def event(self, version: str) -> dict[str, Any]:
         """Return the event streamed after a step: all tokens so far, and after the last step the version spans."""
         meta: dict[str, Any] = {
-            "id": self.asked.rid,
+            "id": self.parameters.rid,
             "finish_reason": self.finished,
-            "prompt_tokens": len(self.asked.input_ids),
+            "prompt_tokens": len(self.parameters.input_ids),
             "completion_tokens": len(self.tokens),
             "weight_version": version,
             "output_token_logprobs": [[lp, t, None] for lp, t in zip(self.logprobs, self.tokens, strict=True)],
@@ -157,7 +157,7 @@ class SglangServer:
                 self.work.clear()
 
     def _step(self, samples: list[Sample]) -> None:
-        rows = [sample.asked.input_ids + sample.tokens for sample in samples]
+        rows = [sample.parameters.input_ids + sample.tokens for sample in samples]
         longest = max(map(len, rows))
         with torch.inference_mode():
             logits = self.model(torch.tensor([row + [0] * (longest - len(row)) for row in rows])).logits.float()
@@ -165,9 +165,9 @@ class SglangServer:
             self._sample(sample, logits[index, len(row) - 1])
 
     def _sample(self, sample: Sample, logits: torch.Tensor) -> None:
-        params = sample.asked.sampling_params
+        params = sample.parameters.sampling_params
         logprobs = torch.log_softmax(logits / (params.temperature or 1.0), -1)
-        position = len(sample.asked.input_ids) + len(sample.tokens)
+        position = len(sample.parameters.input_ids) + len(sample.tokens)
         noise = rng.generator(params.sampling_seed or 0, "fake sglang", position).gumbel(size=len(logits))
         token = int((logprobs + (torch.from_numpy(noise) if params.temperature else 0)).argmax())
         sample.tokens.append(token)
@@ -178,9 +178,9 @@ class SglangServer:
             sample.finished = {"type": "length", "length": params.max_new_tokens}
 
     def _tell(self, sample: Sample) -> None:
-        sample.told.put_nowait(sample.event(self.version))
+        sample.events.put_nowait(sample.event(self.version))
         if sample.finished is not None:
-            self.running.pop(sample.asked.rid, None)
+            self.running.pop(sample.parameters.rid, None)
 
     def abort_all(self) -> None:
         for sample in list(self.running.values()):
@@ -189,35 +189,35 @@ class SglangServer:
 
     # --- the routes ----------------------------------------------------------------------------------------------
 
-    async def generate(self, asked: GenerateReqInput, request: Request) -> Response:
-        if not asked.stream or not asked.input_ids:
+    async def generate(self, parameters: GenerateReqInput, request: Request) -> Response:
+        if not parameters.stream or not parameters.input_ids:
             raise HTTPException(400, "this fake streams, and input_ids cannot be empty")
-        if len(asked.input_ids) + asked.sampling_params.max_new_tokens > self.context_length:
+        if len(parameters.input_ids) + parameters.sampling_params.max_new_tokens > self.context_length:
             raise HTTPException(400, "The requested tokens exceed the model's context length")
-        if asked.rid in self.running:
-            raise HTTPException(400, f"Duplicate request ID detected: {asked.rid}")
-        return StreamingResponse(self._streamed(Sample(asked)), media_type="text/event-stream")
+        if parameters.rid in self.running:
+            raise HTTPException(400, f"Duplicate request ID detected: {parameters.rid}")
+        return StreamingResponse(self._streamed(Sample(parameters)), media_type="text/event-stream")
 
     async def _streamed(self, sample: Sample) -> AsyncIterator[str]:
         await self.continued.wait()  # a paused server starts no sample, as with `is_pause_cond` in SGLang
-        self.running[sample.asked.rid] = sample
+        self.running[sample.parameters.rid] = sample
         self.work.set()
         try:
             event: dict[str, Any] = {"meta_info": {"finish_reason": None}}
             while event["meta_info"]["finish_reason"] is None:
-                event = await sample.told.get()
+                event = await sample.events.get()
                 yield f"data: {json.dumps(event)}\n\n"
             yield "data: [DONE]\n\n"
         finally:
             # A disconnect aborts the sample, as `create_abort_task` in SGLang does.
-            self.running.pop(sample.asked.rid, None)
+            self.running.pop(sample.parameters.rid, None)
 
-    async def pause(self, asked: PauseGenerationReqInput) -> dict[str, str]:
+    async def pause(self, parameters: PauseGenerationReqInput) -> dict[str, str]:
         self.continued.clear()
         async with self.step_ended:
-            if asked.mode == "abort":
+            if parameters.mode == "abort":
                 self.abort_all()
-            self.retracted = asked.mode == "retract"
+            self.retracted = parameters.mode == "retract"
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     async def go_on(self, _: ContinueGenerationReqInput) -> dict[str, str]:
@@ -228,62 +228,63 @@ class SglangServer:
         done = self.retracted or not self.running
         return PlainTextResponse("Cache flushed.\n" if done else "Flush cache failed.\n", 200 if done else 400)
 
-    async def join(self, asked: InitWeightsUpdateGroupReqInput) -> Response:
+    async def join(self, parameters: InitWeightsUpdateGroupReqInput) -> Response:
         try:
-            group = await asyncio.to_thread(self._joined, asked)
+            group = await asyncio.to_thread(self._joined, parameters)
         except (RuntimeError, ValueError) as error:
             return _said(False, f"Failed to initialize custom process group: {error}.")
-        self.groups[asked.group_name] = group
+        self.groups[parameters.group_name] = group
         return _said(True, "Succeeded to initialize custom process group.")
 
-    def _joined(self, asked: InitWeightsUpdateGroupReqInput) -> Any:
+    def _joined(self, parameters: InitWeightsUpdateGroupReqInput) -> Any:
         patience = timedelta(seconds=30)
         with self._group_guard:
             meeting = c10d.rendezvous(
-                f"tcp://{asked.master_address}:{asked.master_port}",
-                asked.rank_offset,
-                asked.world_size,
+                f"tcp://{parameters.master_address}:{parameters.master_port}",
+                parameters.rank_offset,
+                parameters.world_size,
                 timeout=patience,
             )
             store, rank, world_size = next(meeting)
             store.set_timeout(patience)
             group, _ = c10d._new_process_group_helper(
-                world_size, rank, [], c10d.Backend(asked.backend), c10d.PrefixStore(asked.group_name, store),
-                group_name=c10d.GroupName(asked.group_name), backend_options=None, timeout=patience,
+                world_size, rank, [], c10d.Backend(parameters.backend), c10d.PrefixStore(parameters.group_name, store),
+                group_name=c10d.GroupName(parameters.group_name), backend_options=None, timeout=patience,
             )  # fmt: skip
             c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
         return group
 
-    async def leave(self, asked: DestroyWeightsUpdateGroupReqInput) -> Response:
-        group = self.groups.pop(asked.group_name, None)
+    async def leave(self, parameters: DestroyWeightsUpdateGroupReqInput) -> Response:
+        group = self.groups.pop(parameters.group_name, None)
         if group is None:
             return _said(False, "The group to be destroyed does not exist.")
         dist.destroy_process_group(group)
         return _said(True, "Succeeded to destroy custom process group.")
 
-    async def update(self, asked: UpdateWeightsFromDistributedReqInput) -> Response:
-        if asked.group_name not in self.groups:
+    async def update(self, parameters: UpdateWeightsFromDistributedReqInput) -> Response:
+        if parameters.group_name not in self.groups:
             return _said(
                 False,
-                f"Group {asked.group_name} not in {list(self.groups)}. Please call `init_weights_update_group` first.",
+                f"Group {parameters.group_name} not in {list(self.groups)}. "
+                "Please call `init_weights_update_group` first.",
             )
         while self.continued.is_set() and self.running:  # wait for running samples, like SGLang's writer lock
             await asyncio.sleep(0.01)
         async with self.step_ended:
             try:
-                await asyncio.to_thread(self._received, asked)
+                await asyncio.to_thread(self._received, parameters)
             except (RuntimeError, KeyError) as error:
                 return _said(False, f"Failed to update parameter online: {error}.")
-            if asked.flush_cache and self.running and not self.retracted:
+            if parameters.flush_cache and self.running and not self.retracted:
                 raise HTTPException(500, "Cache flush failed after updating weights")
-            if asked.weight_version is not None:
-                self._name(asked.weight_version)
+            if parameters.weight_version is not None:
+                self._name(parameters.weight_version)
         return _said(True, "Succeeded to update parameter online.")
 
-    def _received(self, asked: UpdateWeightsFromDistributedReqInput) -> None:
-        group, named = self.groups[asked.group_name], dict(self.model.named_parameters())
+    def _received(self, parameters: UpdateWeightsFromDistributedReqInput) -> None:
+        group, named = self.groups[parameters.group_name], dict(self.model.named_parameters())
         received = []
-        for name, dtype, shape in zip(asked.names, asked.dtypes, asked.shapes, strict=True):
+        for name, dtype, shape in zip(parameters.names, parameters.dtypes, parameters.shapes, strict=True):
             values = torch.empty(shape, dtype=getattr(torch, dtype))
             received.append((name, values, dist.broadcast(values, src=0, group=group, async_op=True)))
         with torch.no_grad():
@@ -292,13 +293,13 @@ class SglangServer:
                 work.wait()
                 named[name].copy_(values)
 
-    async def name(self, asked: UpdateWeightVersionReqInput) -> dict[str, Any]:
-        if asked.abort_all_requests:
+    async def name(self, parameters: UpdateWeightVersionReqInput) -> dict[str, Any]:
+        if parameters.abort_all_requests:
             self.abort_all()
-        self._name(asked.new_version)
+        self._name(parameters.new_version)
         return {
             "success": True,
-            "message": f"Weight version updated to {asked.new_version}",
+            "message": f"Weight version updated to {parameters.new_version}",
             "new_version": self.version,
         }
 

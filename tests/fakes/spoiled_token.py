@@ -52,8 +52,8 @@ async def refuses_alone(engine: BatchingEngine) -> None:
     async with asyncio.timeout(PATIENCE_S):
         expected = [(await engine.complete(each)).choices for each in healthy]
         for _ in range(2):
-            asked = [spoiled, *healthy, *healthy]
-            refusal, *answers = await asyncio.gather(*map(engine.complete, asked), return_exceptions=True)
+            requests = [spoiled, *healthy, *healthy]
+            refusal, *answers = await asyncio.gather(*map(engine.complete, requests), return_exceptions=True)
             assert isinstance(refusal, NotFinite) and "after a prompt of 7 tokens" in str(refusal), refusal
             choices = [answer.choices if isinstance(answer, ChatCompletion) else answer for answer in answers]
             for before, after in zip(expected * 2, choices, strict=True):

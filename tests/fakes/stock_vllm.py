@@ -84,9 +84,9 @@ def saying(url: str, section: str, facts: dict[str, Any]) -> FastAPI:
 
     @app.get("/server_info")
     async def server_info(config_format: str) -> Any:
-        told = await _asked(url, f"/server_info?config_format={config_format}")
-        told["vllm_config"][section] |= facts
-        return told
+        info = await _asked(url, f"/server_info?config_format={config_format}")
+        info["vllm_config"][section] |= facts
+        return info
 
     return app
 

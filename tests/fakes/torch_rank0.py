@@ -135,8 +135,8 @@ def refused(directory, *, model, options, restore_from):
     try:
         TorchTrainer().init_worker(spec_of(model, options, restore_from=state))
     except StateError as error:
-        return {"said": str(error)}
-    return {"said": ""}
+        return {"error": str(error)}
+    return {"error": ""}
 
 
 def resave(directory, *, model, options, restore_from):
@@ -171,7 +171,7 @@ def groups(number):
 
 def epochs(directory, *, model, options, batches=3):
     """Train on batches of six optimizer steps each; save the results of each optimizer step, and the final weights."""
-    trainer, told = TorchTrainer(), []
+    trainer, metrics = TorchTrainer(), []
     trainer.init_worker(replace(spec_of(model, options), optimizer=OptimizerSpec(eps=1e-3)))
     step, mini_batching = (
         TrainStep(passes=ForwardPasses(policy=trainer)),
@@ -187,12 +187,12 @@ def epochs(directory, *, model, options, batches=3):
             width=trainer.width,
         )
         taken = step.apply(step.accumulate(batch, CLIPPED), learning_rates=[1e-2] * mini_batching.updates)
-        told += [(each["loss"], each["grad_norm"], each["clip_fraction"]) for each in taken.updates]
-    losses, norms, clipped = np.transpose(told)
+        metrics += [(each["loss"], each["grad_norm"], each["clip_fraction"]) for each in taken.updates]
+    losses, norms, clipped = np.transpose(metrics)
     np.savez(directory / "epochs.npz", losses=losses, norms=norms, clipped=clipped)
     np.savez(directory / "weights.npz", **weights_of(trainer))
     trainer.close()
-    return {"steps": len(told)}
+    return {"steps": len(metrics)}
 
 
 def reads(directory, *, model, options, times):
@@ -215,8 +215,8 @@ def mixture(directory, *, model, options, count=2):
     trainer.init_worker(spec_of(model, options))
     for step in range(count):
         plain = batches(step, 3)
-        told = [replace(each, routed_experts=_routing(each, step, number)) for number, each in enumerate(plain)]
-        losses = trainer.backward(told, OBJECTIVE)
+        routed = [replace(each, routed_experts=_routing(each, step, number)) for number, each in enumerate(plain)]
+        losses = trainer.backward(routed, OBJECTIVE)
         found["losses"].append(sum(loss.loss for loss in losses))
         found["predictions"].append(np.concatenate([loss.predictions for loss in losses]))
         trainer.optimizer_step(learning_rate=1e-3)

@@ -170,8 +170,8 @@ class Witness:
             lines.append(facts | {"epoch": epoch, "newest": newest})
         self._write("made", lines)
 
-    def trimmed(self, stream: str, *, asked: float) -> None:
-        self._write("trimmed", [{"stream": stream, "pid": os.getpid(), "asked": asked}])
+    def trimmed(self, stream: str, *, requested_at: float) -> None:
+        self._write("trimmed", [{"stream": stream, "pid": os.getpid(), "requested_at": requested_at}])
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
         handle = os.open(self._directory / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -205,10 +205,10 @@ class Mortal:
 
         async def called(*arguments: Any, **named: Any) -> Any:
             self._fuse.point(name)
-            asked = time.time()
+            requested_at = time.time()
             answer = await method(*arguments, **named)
             if name == "trim":
-                self._witness.trimmed(arguments[0], asked=asked)
+                self._witness.trimmed(arguments[0], requested_at=requested_at)
             self._fuse.point(name)
             return answer
 

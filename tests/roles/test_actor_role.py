@@ -152,7 +152,7 @@ async def test_actor_claims_no_prompt_from_the_stream_before_its_controller_answ
         )
         await asyncio.sleep(0.2)
         assert await stream.held(PROMPTS, group=ACTORS_GROUP, consumer=NAME) == []
-        assert await stream.length(REPORTS) == 0, "nobody is told that it works"
+        assert await stream.length(REPORTS) == 0, "the actor has not reported that it works"
         async with controller(identity, engine):
             await until(role, logged(" answers"))
             await until(role, lambda: indices(stream))

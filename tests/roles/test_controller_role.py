@@ -36,7 +36,7 @@ from tests.patience import PATIENCE_S
 DEADLINE_S = PATIENCE_S
 
 
-def test_knob_whose_value_was_changed_in_a_live_run_is_reported_with_the_recipes_value() -> None:
+def test_resumed_run_warns_if_a_knob_that_was_changed_live_differs_from_the_recipe() -> None:
     config = load("tiny", ["optimizer.learning_rate=1e-5"])
     knobs = knobs_of(config)
     assert overruled(config, knobs) == []
@@ -104,7 +104,9 @@ async def test_run_whose_processes_were_started_one_by_one_can_be_resumed(tmp_pa
     config = config_in(tmp_path / "runs", f"checkpoint.location=memory://{tmp_path.name}")
     async with serving(identity(config, redis_url)) as endpoint:
         directory = open_run(endpoint.parent)
-    assert to_table(directory.config) == to_table(config), "a server of this machine is left to whoever goes on"
+    assert to_table(directory.config) == to_table(config), (
+        "the address of this machine's server is not stored in the recipe of the run"
+    )
     assert stat.S_IMODE(directory.recipe.stat().st_mode) == 0o600
     directory.path.rename(tmp_path / "lost")
     assert controller_role.directory_of(f"memory://{tmp_path.name}/tiny") == directory.path
@@ -180,7 +182,7 @@ async def test_new_run_is_rejected_while_a_run_with_the_same_name_is_live_at_the
             assert (await http.get("/status")).status_code == 200, "the first goes on"
     monkeypatch.setattr(controller_role, "_LOOK_S", 0.5)
     async with serving(second):
-        assert (second.run_dir / "events.jsonl").exists(), "a name is free once nobody lives by it"
+        assert (second.run_dir / "events.jsonl").exists(), "a name is free once its run has ended"
 
 
 async def test_new_run_deletes_rollouts_left_by_a_dead_run_with_the_same_name(tmp_path: Path, redis_url: str) -> None:
@@ -273,7 +275,7 @@ def test_resuming_by_path_uses_the_given_run_directory_even_if_it_does_not_exist
     store.copy(save(store, 3))
     assert controller_role.directory_of(str(path)) == path
     assert controller_role.directory_of("no/such/run") == Path("no/such/run"), (
-        "what is wrong with it is said by the launcher"
+        "the launcher reports what is wrong with it"
     )
 
 

@@ -107,27 +107,27 @@ class _Clients:
 
     def at_work(self, stall: Stall) -> list[str]:
         """Return the requests to which the server had not responded during a stall."""
-        return [asked.words for asked in self._asked if asked.began < stall.ended and asked.ended > stall.began]
+        return [request.words for request in self._asked if request.began < stall.ended and request.ended > stall.began]
 
     async def _client(self, http: aiohttp.ClientSession, until: int) -> None:
         found = self.found
         while found.requests < until:
             found.requests += 1
             method, path, headers, content = next(self._stream)
-            asked = _Asked(f"{method} {path} {headers} {len(content)} bytes {content[:300]!r}")
-            self._asked.append(asked)
+            request = _Asked(f"{method} {path} {headers} {len(content)} bytes {content[:300]!r}")
+            self._asked.append(request)
             try:
                 status, body = await self._answer(http, method, path, headers, content)
             except TimeoutError:
                 found.waited += 1
             except aiohttp.ClientError as error:
                 if len(content) <= _MOST_UNREAD or not isinstance(error, OSError):
-                    found.failures.append(f"no answer to {asked.words}: {error!r}")
+                    found.failures.append(f"no answer to {request.words}: {error!r}")
             else:
                 found.statuses[status] += 1
                 if status >= 500 and _code(body) not in HONEST:
-                    found.failures.append(f"{status} to {asked.words}: {body[:500]!r}")
-            asked.ended = time.monotonic()
+                    found.failures.append(f"{status} to {request.words}: {body[:500]!r}")
+            request.ended = time.monotonic()
 
     async def _answer(
         self, http: aiohttp.ClientSession, method: str, path: str, headers: dict[str, str], content: bytes

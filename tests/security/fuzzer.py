@@ -155,19 +155,19 @@ def body(draw: random.Random, path: str) -> bytes:
 
 def queries(app: Any) -> dict[tuple[str, str], list[str]]:
     """Return the names of the query parameters by (method, path) of the application, with paths as in `routes`."""
-    asked = zip(routes(app), (route for route in app.routes for _ in route.methods), strict=True)
-    declared = ((pair, getattr(route, "dependant", None)) for pair, route in asked)
+    pairs = zip(routes(app), (route for route in app.routes for _ in route.methods), strict=True)
+    declared = ((pair, getattr(route, "dependant", None)) for pair, route in pairs)
     return {pair: [each.alias for each in known.query_params] for pair, known in declared if known is not None}
 
 
 def requests(seed: int, app: Any, token: str) -> Iterator[tuple[str, str, dict[str, str], bytes]]:
     """Yield an endless stream of requests, each as (method, path with query, headers, body)."""
-    draw, known, asked = random.Random(seed), [pair for pair in routes(app) if pair[0] != "HEAD"], queries(app)
+    draw, known, names_of = random.Random(seed), [pair for pair in routes(app) if pair[0] != "HEAD"], queries(app)
     while True:
         method, path = draw.choice(known)
         if path in ("/stop", "/suspend", "/drain"):
             continue  # skip this route, because it would end the server under test
-        names = asked.get((method, path), ())
+        names = names_of.get((method, path), ())
         for place in ("/samples/1", "/tokens/1"):
             path = path.replace(place, place[:-1] + draw.choice(("b87d6b86af7d95c5", "1", "x" * 65)))
         path = path.replace("/1/1", "/" + "/".join(draw.choice(("1", "1", "0", "-1", "x", "9" * 30)) for _ in "ab"))

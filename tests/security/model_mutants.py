@@ -34,10 +34,10 @@ def mutant(original: Path, into: Path, seed: int) -> str:
     name, damage = draw.choice(_DAMAGES)
     file = into / name
     before = file.read_bytes() if file.exists() else b"{}"
-    after, told = damage(before, draw)
+    after, damage_done = damage(before, draw)
     file.unlink(missing_ok=True)
     file.write_bytes(after)
-    return f"seed {seed}: {name}: {told}"
+    return f"seed {seed}: {name}: {damage_done}"
 
 
 def _value(before: bytes, draw: random.Random) -> tuple[bytes, str]:
@@ -71,8 +71,8 @@ def _text(before: bytes, draw: random.Random) -> tuple[bytes, str]:
         "turned": before[:at] + bytes([before[at] ^ 1 << draw.randrange(8)]) + before[at + 1 :],
         "a huge number": b'{"model_type": ' + b"9" * 6_000 + b"}",
     }
-    told = draw.choice(sorted(texts))
-    return texts[told], told
+    damage_done = draw.choice(sorted(texts))
+    return texts[damage_done], damage_done
 
 
 def _index(before: bytes, draw: random.Random) -> tuple[bytes, str]:
@@ -94,8 +94,8 @@ def _header(before: bytes, draw: random.Random) -> tuple[bytes, str]:
     if kind == "cut":
         return before[: draw.choice([0, 4, 8, 9, length, length + 8, len(before) - 1])], "cut"
     damage: Callable[[bytes, random.Random], tuple[bytes, str]] = {"value": _value, "lost": _lost, "text": _text}[kind]
-    header, told = damage(before[8 : 8 + length], draw)
-    return struct.pack("<Q", len(header)) + header + before[8 + length :], f"header: {told}"
+    header, damage_done = damage(before[8 : 8 + length], draw)
+    return struct.pack("<Q", len(header)) + header + before[8 + length :], f"header: {damage_done}"
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:

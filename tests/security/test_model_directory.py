@@ -97,7 +97,7 @@ def test_damaged_model_directory_is_either_read_or_rejected_with_a_one_sentence_
             raise
         assert time.thread_time() - began < 5, mutation
         shutil.rmtree(path)
-    assert len(seeds) // 3 < refused < len(seeds), "most mutants are refused, and some harm nobody"
+    assert len(seeds) // 3 < refused < len(seeds), "most mutants are refused, and some are harmless"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10, "kilobytes"
 
 

@@ -51,8 +51,8 @@ class Waiting:
 
     def stalls(self) -> list[Stall]:
         """Stop watching; return the longest stalls, longest first."""
-        told, _ = self._process.communicate(timeout=PATIENCE_S)
-        return [Stall(**stall) for stall in json.loads(told)]
+        output, _ = self._process.communicate(timeout=PATIENCE_S)
+        return [Stall(**stall) for stall in json.loads(output)]
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
@@ -73,7 +73,7 @@ def _watch(target: socket.socket, idle: socket.socket, pid: int) -> list[Stall]:
 
 def _asked(*connections: socket.socket) -> dict[socket.socket, float]:
     """Send one request on each connection at the same time; return the seconds until each was answered."""
-    heard, took, began = dict.fromkeys(connections, b""), dict[socket.socket, float](), time.monotonic()
+    received, took, began = dict.fromkeys(connections, b""), dict[socket.socket, float](), time.monotonic()
     for connection in connections:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
     while len(took) < len(connections):
@@ -82,8 +82,8 @@ def _asked(*connections: socket.socket) -> dict[socket.socket, float]:
         for connection in ready:
             piece = connection.recv(65536)
             assert piece, "the connection was closed"
-            heard[connection] += piece
-            if b"\r\n\r\n" in heard[connection] and heard[connection].endswith(b"}"):
+            received[connection] += piece
+            if b"\r\n\r\n" in received[connection] and received[connection].endswith(b"}"):
                 took[connection] = time.monotonic() - began
     return took
 

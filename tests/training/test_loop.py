@@ -327,7 +327,7 @@ async def test_trainer_reports_each_step_and_waits_for_the_controllers_answer_be
         assert (done.report_id, done.model_version, done.consumed.trained) == ("e1-step-1", 1, 2)
         assert done.stats["rollouts"] == 4.0 and done.stats["grad_norm"] > 0
         await asyncio.sleep(0.1)
-        assert made.trainer.model_version == 1, "the second batch lies there, but nobody has answered"
+        assert made.trainer.model_version == 1, "the second batch is ready, but the controller has not answered"
         await made.say("e1-step-1", publish_to=[ENGINE], membership=2)
         assert (await made.wait_for(StepDone, 2)).consumed.frontier == 4
         await made.say("e1-step-2", stop=True)
@@ -546,7 +546,7 @@ async def test_step_with_nan_logprobs_is_skipped_and_training_continues(tmp_path
         assert (account.trained, account.filtered, account.frontier) == (0, 2, 2), "read, and not trained"
         await made.roll_out(2, 3)
         await asyncio.sleep(0.1)
-        assert not await made.reports(StepDone), "the next batch lies there, but nobody has answered"
+        assert not await made.reports(StepDone), "the next batch is ready, but the controller has not answered"
         await made.say(skipped.report_id)
         done = await made.wait_for(StepDone)
         assert (done.model_version, done.consumed.trained, done.consumed.filtered) == (1, 2, 2)

@@ -117,7 +117,7 @@ def test_environment_tokens_in_a_kept_sample_have_no_model_version(tmp_path: Pat
 
 
 @pytest.mark.parametrize("budget", [6, 1000])
-def test_kept_sample_of_a_branching_episode_lists_tokens_in_turn_order(tmp_path: Path, budget: int) -> None:
+def test_logged_sample_of_a_branching_episode_lists_tokens_in_turn_order(tmp_path: Path, budget: int) -> None:
     watch = watch_in(tmp_path)
     turns = [((5, 6), (7, 8)), ((1,), (9,)), ((2, 3), (10, 11)), ((4,), (12,))]
     forked = episode(turns, (ROOT, ROOT, 0, 1), versions=(1, 1, 2, 3))
@@ -172,7 +172,7 @@ def test_choice_of_groups_kept_as_samples_is_determined_by_seed_and_step(tmp_pat
         closed(watch)
         drawn.append([(each.step, each.group_id) for each in read_samples(tmp_path / name)])
     assert drawn[0] == drawn[1] and len(drawn[0]) == 40
-    assert len({name for _, name in drawn[0]}) == 8, "nobody is preferred"
+    assert len({name for _, name in drawn[0]}) == 8, "no group is preferred"
 
 
 def test_filter_reasons_beyond_a_maximum_number_are_counted_as_other_reasons(tmp_path: Path) -> None:

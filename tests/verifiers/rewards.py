@@ -38,8 +38,8 @@ def flaky(completion, answer):
 
 
 def by_name(completion, answer, prompt, metadata, token_ids, finish_reason, tags=(), unknown="own"):
-    asked = (prompt[0]["content"], metadata["level"], token_ids, finish_reason, tags, unknown)
-    assert asked == ("?", 3, [5, 6], "stop", ("t=1",), "own"), asked
+    arguments = (prompt[0]["content"], metadata["level"], token_ids, finish_reason, tags, unknown)
+    assert arguments == ("?", 3, [5, 6], "stop", ("t=1",), "own"), arguments
     return 0.5 * (completion == answer)
 
 

@@ -39,7 +39,12 @@ def executable() -> str | None:
 def interpreter() -> Path:
     """Return the Python that runs programs: this process's base interpreter, or the system's if that is unusable."""
     own = Path(os.path.realpath(sys.executable))
-    return own if os.access(own, os.X_OK) else Path("/usr/bin/python3")
+    return own if os.access(own, os.X_OK) and not holds_home(own.parent.parent) else Path("/usr/bin/python3")
+
+
+def holds_home(folder: Path) -> bool:
+    """Return True if this user's home is `folder` or lies in it, so that a guest must not see `folder`."""
+    return Path(os.path.realpath(os.path.expanduser("~"))).is_relative_to(folder)
 
 
 def shown(python: Path, toolchains: tuple[Path, ...]) -> list[Path]:

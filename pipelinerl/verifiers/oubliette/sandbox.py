@@ -214,7 +214,7 @@ class Sandbox:
 
     def _work(self, place: _Place) -> None:
         try:
-            place.slot.start()  # start before taking a run, which an idle slot can take meanwhile
+            place.slot.start()  # start first, take a run then: an idle slot may take it meanwhile
             with self._changed:
                 self._starting -= 1
             while (work := self._next(place)) is not None:

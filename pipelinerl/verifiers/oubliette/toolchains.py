@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, final
 
 from pipelinerl.errors import UserError
+from pipelinerl.verifiers.oubliette.bubblewrap import holds_home
 from pipelinerl.verifiers.oubliette.runs import Limits, Run
 
 #: The run's folder in the guest.
@@ -125,7 +126,9 @@ def find(name: str) -> Toolchain:
         raise ToolchainMissing(f"language must be one of {', '.join(LANGUAGES)}, got {name!r}")
     missing = [tool for tool in language.tools if _place(tool) is None]
     if missing:
-        raise ToolchainMissing(f"{language.name} needs {', '.join(missing)}, which is not installed on this host")
+        raise ToolchainMissing(
+            f"{language.name} needs {', '.join(missing)}, which is not installed on this host outside ~/bin"
+        )
     places = [place for place in map(_place, language.tools) if place is not None]
     path = ":".join(sorted({str(place.parent) for place in places}))
     compiling = f"export PATH={path}:$PATH; {language.compile}" if language.compile else ""
@@ -161,7 +164,7 @@ def _place(tool: str) -> Path | None:
         return _of_rustup(path, tool)
     if real.is_relative_to("/usr"):
         return Path(path)
-    return real if real.parent.name == "bin" else None
+    return real if real.parent.name == "bin" and not holds_home(real.parent.parent) else None
 
 
 def _of_rustup(shim: str, tool: str) -> Path | None:

@@ -125,9 +125,9 @@ def served_page(*run_dirs: Path, read_only: bool = False, share_key: str = "") -
 def loaded(page: ServedPage, run: int = 0) -> Any:
     """Wait until the page has read all files of the run; return the response to `/api/run`."""
     while True:  # the time limit of the test ends this loop at the latest
-        told = page.get("/api/run", run=run)
-        if told["loading"] == {"events": 1.0, "samples": 1.0} and page.runs[run].loaded == {"events", "samples"}:
-            return told
+        shown = page.get("/api/run", run=run)
+        if shown["loading"] == {"events": 1.0, "samples": 1.0} and page.runs[run].loaded == {"events", "samples"}:
+            return shown
 
 
 def link_in(text: str) -> str:

@@ -216,7 +216,7 @@ def test_run_whose_trainer_waits_for_overdue_groups_drops_no_group_and_finishes(
     assert all(version - each.oldest_version <= k for version, groups, k in run.trained for each in groups)
 
 
-def test_random_schedules_include_steps_in_which_the_trainer_waits_for_overdue_groups() -> None:
+def test_random_runs_of_the_controller_include_steps_that_wait_for_late_groups() -> None:
     """Without such waits, the test of runs that wait for overdue groups would prove nothing."""
     waits, lost = 0, 0
     for overdue in (Overdue.WAIT, Overdue.DROP):

@@ -67,7 +67,7 @@ def test_scheduler_may_admit_only_with_a_free_row_and_blocks_that_may_have_becom
     assert not scheduler.may_admit, "all rows are in use"
 
 
-def test_scheduler_may_admit_what_exceeded_the_prefill_budget() -> None:
+def test_prompts_beyond_the_prefill_budget_can_be_admitted_by_the_next_call() -> None:
     scheduler = _scheduler(prefill_tokens=5)
     for name in ("a", "b"):
         scheduler.submit(_request(name, prompt=4))

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     broken = False
     for name in chosen:
         seeds = range(given.seed, given.seed + given.count)
-        tally = play(find(name), seeds, told=lambda line: print(line, file=sys.stderr, flush=True))
+        tally = play(find(name), seeds, report=lambda line: print(line, file=sys.stderr, flush=True))
         print(tally, flush=True)
         broken = broken or bool(tally.broken)
     return int(broken)

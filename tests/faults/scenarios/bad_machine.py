@@ -257,6 +257,8 @@ def _read_only(arguments: Sequence[str], path: Path) -> list[str]:
         deadline = time.monotonic() + _WAIT_S
         while run.launcher.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
-        said, status = run.output, run.launcher.poll()
-    sentences = [line for line in said.splitlines() if line.startswith("pipelinerl: ")]
-    return [] if (status, len(sentences)) == (2, 1) and "Traceback" not in said else [f"status {status}, and:\n{said}"]
+        output, status = run.output, run.launcher.poll()
+    sentences = [line for line in output.splitlines() if line.startswith("pipelinerl: ")]
+    return (
+        [] if (status, len(sentences)) == (2, 1) and "Traceback" not in output else [f"status {status}, and:\n{output}"]
+    )

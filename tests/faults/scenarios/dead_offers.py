@@ -21,7 +21,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.rng import generator
 from pipelinerl.system.machine import free_ports
 from tests.fakes.live_fleet import engines, fleet, until_serving
-from tests.fakes.live_run import LiveRun, endless_run, launched, told
+from tests.fakes.live_run import LiveRun, endless_run, launched, output_of
 from tests.faults.scenarios.scenario import Verdict
 
 SHORT = range(2)
@@ -91,7 +91,7 @@ def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0
         known = fleet(run)
         broken += [f"{event['url']} was lost, and was well: {event['reason']}" for event in lost]
         broken += [f"{name} is {known[name].state}" for name in ("engine-0", "engine-1") if not known[name].serves]
-        told("stop", str(path))
+        output_of("stop", str(path))
         if (status := run.end()) != 0:
             broken.append(f"the run ended with {status}:\n{run.story()}")
     least = _SPEED["hangs up" if seed % 2 else "nobody listens"]

@@ -69,8 +69,8 @@ def summary(name: str) -> str:
     return (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
 
 
-def play(scenario: Scenario, seeds: Iterable[int], *, told: Callable[[str], None] = lambda line: None) -> Tally:
-    """Run the seeds in order, each in an empty directory; call `told` with a line of text after each seed."""
+def play(scenario: Scenario, seeds: Iterable[int], *, report: Callable[[str], None] = lambda line: None) -> Tally:
+    """Run the seeds in order, each in an empty directory; call `report` with a line of text after each seed."""
     tally = Tally(scenario)
     began = time.monotonic()
     for seed in seeds:
@@ -81,7 +81,7 @@ def play(scenario: Scenario, seeds: Iterable[int], *, told: Callable[[str], None
             except Exception as error:
                 verdict = Verdict({}, ("".join(traceback.format_exception(error)),))
         tally.figures.update(verdict.figures)
-        told(f"{scenario.name} seed {seed}: {'BROKEN' if verdict.broken else 'held'}")
+        report(f"{scenario.name} seed {seed}: {'BROKEN' if verdict.broken else 'held'}")
         again = f"again with: pipelinerl chaos --scenario {scenario.name} --seed {seed}"
         tally.broken += [f"seed {seed}: {sentence}; {again}" for sentence in verdict.broken]
     tally.seconds = time.monotonic() - began

@@ -173,7 +173,7 @@ def play(seed: int, directory: Path) -> Verdict:
     warm = 0 if situation is Situation.NO_ENGINE else run.rng.randrange(6, 12)
     while world.version < warm and run.timed.now < RELIEF_S:
         run.second()
-    said = run.fall()
+    output = run.fall()
     onset, stood_since, version = run.timed.now, run.timed.now, world.version
     run.timed.records.clear()
     while run.timed.now < onset + STANDSTILL_S:
@@ -183,8 +183,10 @@ def play(seed: int, directory: Path) -> Verdict:
     stood_s = run.timed.now - stood_since
     stalls = [record.fields for record in run.timed.records if record.kind == "stalled"]
     if situation is Situation.NO_ROOM:
-        if situation.value not in said or stood_s > STANDSTILL_S / 2:
-            broken.append(f"a step that has no room must be refused at once and the run go on, it said {said!r}")
+        if situation.value not in output or stood_s > STANDSTILL_S / 2:
+            broken.append(
+                f"a step that has no room must be refused at once and the run must continue, it printed {output!r}"
+            )
     elif stood_s < STANDSTILL_S - 150:
         broken.append(f"{situation.name}: a step was made {stood_s:.0f} s before the end of the standstill")
     elif len(stalls) != 1 or not grace_s < stalls[0]["still_s"] <= grace_s + 2:

@@ -81,13 +81,13 @@ def kill_everything(run: LiveRun) -> int:
 
 def differences(expected: Learned, found: Learned) -> list[str]:
     """Return a sentence for each value in which `found` differs from `expected`, the undisturbed run."""
-    told = [
+    complaints = [
         f"step {step}: {dict(zip(FIGURES, found.steps.get(step, ()), strict=False))} instead of {figures}"
         for step, figures in expected.steps.items()
         if found.steps.get(step) != figures
     ]
-    told += [f"{name} differs" for name, digest in expected.files.items() if found.files.get(name) != digest]
+    complaints += [f"{name} differs" for name, digest in expected.files.items() if found.files.get(name) != digest]
     for name in ("trained", "filtered", "stale", "failed"):
         if found.ledger[name] != expected.ledger[name]:
-            told.append(f"{found.ledger[name]} orders {name} instead of {expected.ledger[name]}")
-    return told
+            complaints.append(f"{found.ledger[name]} orders {name} instead of {expected.ledger[name]}")
+    return complaints

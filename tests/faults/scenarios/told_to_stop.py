@@ -73,13 +73,13 @@ def _amiss(run: LiveRun, status: int, took_s: float, *, began_at: int) -> list[s
 
 
 def _unlike_one_run(run: LiveRun) -> list[str]:
-    steps, told = run.steps(), []
+    steps, complaints = run.steps(), []
     if steps != list(range(1, max(steps) + 1)):
-        told.append(f"the steps of all lives are {steps}, expected each once")
+        complaints.append(f"the steps of all lives are {steps}, expected each once")
     orders = [order for event in run.events("step") for order in event["orders"]]
     if len(orders) != len(set(orders)):
-        told.append("orders were trained twice")
+        complaints.append("orders were trained twice")
     ledger = run.events("run_finished")[-1]["ledger"]
     if ledger["issued"] != sum(count for fate, count in ledger.items() if fate != "issued"):
-        told.append(f"the ledger does not balance: {ledger}")
-    return told
+        complaints.append(f"the ledger does not balance: {ledger}")
+    return complaints

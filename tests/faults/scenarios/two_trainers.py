@@ -190,7 +190,7 @@ def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Iterator[str]:
         if group["epoch"] <= seen.epoch and group["newest"] > seen.newest_weights and group["time"] > seen.at:
             yield f"an engine sampled order {group['index']} with its weights {group['epoch']}.{group['newest']}"
     for trim in cluster.witnessed("trimmed"):
-        if trim["pid"] == pid and trim["asked"] > seen.at and trim["stream"].startswith(ROLLOUTS):
+        if trim["pid"] == pid and trim["requested_at"] > seen.at and trim["stream"].startswith(ROLLOUTS):
             yield f"it trimmed {trim['stream']}"
 
 

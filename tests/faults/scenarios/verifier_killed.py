@@ -97,9 +97,9 @@ async def _judged(
     async def work(number: int) -> None:
         while not over.is_set():
             number += _AT_ONCE
-            asked = problem(number, domain=domain, tests=[{"input": "", "output": f"{number}"}])
+            posed = problem(number, domain=domain, tests=[{"input": "", "output": f"{number}"}])
             right = [bool(draw.randrange(2)) for _ in range(_ANSWERS)]
-            judged = await client.judge(domain, RULES, asked, [_answer(domain, number, each) for each in right])
+            judged = await client.judge(domain, RULES, posed, [_answer(domain, number, each) for each in right])
             outcomes = [judgement.verdict.outcome for judgement in judged]
             figures["groups"] += 1
             figures["lost"] += _ANSWERS - sum(outcome.is_judgement for outcome in outcomes)
@@ -129,8 +129,8 @@ async def _judged(
 
 
 def _answer(domain: str, number: int, right: bool) -> SampledAnswer:
-    said = number if right else -number
-    return SampledAnswer(f"```python\nprint({said})\n```" if domain == "code" else str(said))
+    printed = number if right else -number
+    return SampledAnswer(f"```python\nprint({printed})\n```" if domain == "code" else str(printed))
 
 
 async def _until(holds: object) -> None:

@@ -48,7 +48,7 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
     context.set_default_timeout(PATIENCE_S * 1e3)
     context.add_cookies([{"name": "pipelinerl", "value": TOKEN, "url": url}])
     wrong: list[str] = []
-    context.on("console", lambda said: wrong.append(f"console, {said.type}: {said.text}"))
+    context.on("console", lambda message: wrong.append(f"console, {message.type}: {message.text}"))
     context.on("weberror", lambda thrown: wrong.append(f"thrown: {thrown.error}"))
     context.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
     context.on("request", lambda sent: wrong.append(f"asked: {sent.url}") if not sent.url.startswith(url) else None)

@@ -37,8 +37,8 @@ class SteeredRun:
 
     def takes(self, number: int) -> None:
         """Report a step and wait until the controller has read it."""
-        told = self.world.tell(replace(step(number), stats=_STATS))
-        asyncio.run_coroutine_threadsafe(told, self.loop).result(PATIENCE_S)
+        reported = self.world.tell(replace(step(number), stats=_STATS))
+        asyncio.run_coroutine_threadsafe(reported, self.loop).result(PATIENCE_S)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the controller's events of this kind."""

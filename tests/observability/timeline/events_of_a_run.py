@@ -23,9 +23,9 @@ def stages(order: int, at: float, *, engine: str = A, spans: Any = ((0, 4), (1, 
 
 def step(number: int, at: float, **fields: Any) -> dict[str, Any]:
     orders = [2 * number, 2 * number + 1]
-    told = [stages(orders[0], at - STEP_S)]
+    traced = [stages(orders[0], at - STEP_S)]
     return event(
-        "step", at, step=number, model_version=number, orders=orders, stages=told, reward=0.5, step_s=STEP_S,
+        "step", at, step=number, model_version=number, orders=orders, stages=traced, reward=0.5, step_s=STEP_S,
         wait_s=WAIT_S, publish_wait_s=0.0625, **fields,
     )  # fmt: skip
 

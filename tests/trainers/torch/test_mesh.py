@@ -343,7 +343,7 @@ def test_model_loaded_by_rows_on_two_processes_equals_that_of_one_process_bit_fo
 @pytest.mark.timeout(600)
 def test_error_on_one_process_is_raised_on_all_processes_which_then_continue(two):
     """Only the second process opens the damaged shard."""
-    assert results_in(two[0] / "refused")["said"].startswith("rank 1: the trainer state in")
+    assert results_in(two[0] / "refused")["error"].startswith("rank 1: the trainer state in")
 
 
 @pytest.mark.timeout(600)

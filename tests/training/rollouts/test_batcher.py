@@ -92,7 +92,7 @@ def test_group_sampled_by_abandoned_weights_is_dropped_and_listed_once_for_a_new
     waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(epoch=2, began_at=3), no_signal=NoSignal.TRAIN)
     waiting.offer(group(0, version=4, epoch=1))
     assert (len(waiting.waiting), waiting.ledger.has(0)) == (0, False)
-    assert (waiting.take_abandoned(), waiting.take_abandoned()) == ([0], []), "told once"
+    assert (waiting.take_abandoned(), waiting.take_abandoned()) == ([0], []), "reported once"
     waiting.offer(group(0, version=3, epoch=2))
     assert waiting.waiting == [0]
 
@@ -115,7 +115,7 @@ def test_group_with_token_ids_outside_the_vocabulary_is_filtered_and_logged(
     assert "group 0 of actor actor-0 cannot train and is filtered: token_ids must lie in 0..4, got 5" in caplog.text
     unjudged = replace(foreign, verdict=Verdict(outcome=Outcome.TIMEOUT, reward=0.0))
     waiting.offer(replace(group(1), rollouts=(rollout(reward=0.0), rollout(reward=1.0), unjudged)))
-    assert waiting.waiting == [1], "what is not packed is nobody's to compute"
+    assert waiting.waiting == [1], "a group that is not packed is not computed"
 
 
 def test_step_trains_on_groups_with_equal_rewards_if_they_are_not_filtered() -> None:
@@ -221,7 +221,7 @@ def test_staleness_per_group_drops_a_whole_group_if_one_rollout_is_stale() -> No
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_recorded_step_determines_which_rollouts_of_each_group_were_fresh_enough_to_train(seed: int) -> None:
+def test_replayed_step_selects_the_same_fresh_rollouts_of_each_group_as_the_original_step(seed: int) -> None:
     noise, waiting, bounds = random.Random(seed), by_rollout(), StalenessBounds(1, 3)
     whole = {
         index: of_ages(index, *((float(noise.random() < 0.5), noise.randrange(4, 9)) for _ in range(4)))
@@ -303,7 +303,7 @@ def test_step_waits_only_if_starting_now_would_make_some_group_too_old_to_train(
     overdue = awaited(
         step=step, chosen=chosen, waiting=here, ledger=ConsumedLedger(), directive=directive(marks, issued)
     )
-    assert not (overdue and in_time), "whoever is in time is not waited for"
+    assert not (overdue and in_time), "a step does not wait for groups that are in time"
     assert not set(overdue) & set(here)
     if not in_time and not overdue:  # then every group that would be too late must have arrived already
         tight = next(until for place, until in enumerate(left) if until < step + 1 + place // per)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.verifiers.oubliette import probe, toolchains
+from pipelinerl.verifiers.oubliette import bubblewrap, probe, toolchains
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
 from tests.patience import PATIENCE_S, wait_until
@@ -246,3 +246,19 @@ def test_long_programs_do_not_block_other_programs_in_the_sandbox(alone: Sandbox
     for each in endless:
         with pytest.raises((SandboxLost, CancelledError)):
             each.result(PATIENCE_S)
+
+
+def test_programs_in_the_bin_folder_of_the_home_are_not_used_because_guests_would_see_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guest sees the folder above the one with the program. An installation in a folder of its own may be used."""
+    for folder in ("bin", "node/bin"):
+        tool = tmp_path / folder / f"tool-in-{folder.partition('/')[0]}"
+        tool.parent.mkdir(parents=True)
+        tool.touch(mode=0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{tmp_path}/node/bin")
+    assert toolchains._place("tool-in-bin") is None
+    assert toolchains._place("tool-in-node") == tmp_path / "node/bin/tool-in-node"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/tool-in-bin"))
+    assert bubblewrap.interpreter() == Path("/usr/bin/python3")

@@ -57,7 +57,7 @@ MOST_SHOWN: Final = 1000
 
 
 class Quota(NamedTuple):
-    """Rule for mixing domains: from order `since` on, each `size` orders (a step's groups) have exact domain shares."""
+    """Rule for mixing domains: from order number `since` on, each `size` orders (a step's groups) have exact shares."""
 
     since: int
     size: int
@@ -270,12 +270,12 @@ class Segment(NamedTuple):
 
     @property
     def num_repeated(self) -> int:
-        """The number of turns at the beginning of the path that are only context."""
+        """The number of turns at the segment's beginning that an earlier segment trains; context here."""
         return len(self.turns) - len(self.trained)
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the path, including the turns that are only context."""
+        """The number of tokens of the segment, including the turns that are only context."""
         return sum(int(turn.context_token_ids.shape[0] + turn.token_ids.shape[0]) for turn in self.turns)
 
 

@@ -72,8 +72,8 @@ Forward = Callable[[MicroBatch], Awaitable[Float32]]
 class Canary:
     """The prompt that an engine must answer, and the tolerance for its log-probs.
 
-    With `routing_replay` the trainer uses the experts that the engine chose. A near tie between experts, which the two
-    would resolve differently, then causes no difference.
+    With `routing_replay` the trainer uses the experts that the engine chose. A near tie between experts, which engine
+    and trainer would resolve differently, then causes no difference.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -102,7 +102,7 @@ class CanaryFindings:
     """Results by engine URL; each engine is in `worst`, `mismatched` or `failed`.
 
     `worst` has the largest difference in nats of engines that passed, `mismatched` the reasons of engines that did not,
-    `failed` the errors of engines that gave no answer. A retry would fail again for engines in `permanent`.
+    `failed` the errors of engines that gave no answer. `permanent` has the failed engines that would fail again.
     """
 
     worst: dict[str, float] = field(default_factory=dict)

@@ -50,7 +50,7 @@ class Teacher(Protocol):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPasses:
-    """The workers that compute the columns. A recipe that needs a column but has no worker for it is rejected earlier.
+    """The workers that compute columns (values per token); recipes that need a missing worker are rejected earlier.
 
     `teachers` maps domains to their teachers if these are other models than the reference. `history` has the weights
     that sampled, if `old_logprobs` are computed with these weights.
@@ -123,7 +123,7 @@ def _fill(
 ) -> None:
     """Write `forward`'s log-probs into the columns where the masks `tokens` are true.
 
-    `forward` gets each segment only up to its last such token.
+    `forward` gets each segment only up to its last token in the mask.
     """
     touched = [number for number, its in enumerate(tokens) if its.any()]
     parts = [prefixes(batches[number], through=tokens[number]) for number in touched]
@@ -151,9 +151,10 @@ EXACT_ENTROPY: Final = "exact_entropy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredEntropy:
-    """The entropy in one step. `figures` has the metric, mean nats per sampled token; {} if none was measured.
+    """The policy's entropy, measured in one step; both fields are {} if it was not measured.
 
-    `of_tokens` maps a rollout's number to the entropies of its sampled tokens, f32 [N]; {} if only the mean is known.
+    `figures` has the metric, in mean nats per sampled token. `of_tokens` maps a rollout's number to the entropies of
+    its sampled tokens, f32 [N]; {} if only the mean is known.
     """
 
     figures: dict[str, float] = field(default_factory=dict)
@@ -163,9 +164,10 @@ class MeasuredEntropy:
 @final
 @dataclass(frozen=True, slots=True)
 class EntropyMeter:
-    """Measures the exact entropy in each step whose version is divisible by `interval_steps` (0: never).
+    """Meter of the policy's exact entropy in each step whose version is divisible by `interval_steps` (0: never).
 
-    `kept(version, groups)` returns which of a step's groups, 0 to `groups` − 1, the sample log records.
+    `kept(version, groups)` returns the numbers of the step's groups, out of 0 to `groups` − 1, that the sample log
+    records; rollouts of these groups are measured first.
     """
 
     interval_steps: int = 0

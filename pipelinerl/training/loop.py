@@ -74,8 +74,8 @@ class LoopSettings:
 
     `deadline_s` bounds every wait of the loop, and `publish_timeout_s` a publication. A step with enough groups may
     wait up to `overdue_s` for late groups that would be too stale for the next step (None: no wait). `schedule` counts
-    optimizer steps; with `mini_batching` a batch has several. `shaping` and `losses` are by domain. Token ids must be
-    below `vocab_size`; `routing` has the sizes of the routers whose choices are replayed.
+    optimizer steps, of which a batch has several with `mini_batching`. `shaping` and `losses` are by domain. Token ids
+    must be below `vocab_size`. If recorded MoE routing is replayed, `routing` has the routers' sizes.
     """
 
     micro_batch_tokens: int
@@ -315,7 +315,7 @@ class TrainingLoop:
         return self._overdue.must_wait(late, step=step)
 
     async def _ask_to_leave(self) -> None:
-        """Tell the controller that this trainer leaves; its answer contains its state and asks for a checkpoint."""
+        """Tell the controller that this trainer leaves, and wait for the directive to save a checkpoint."""
         await self._ask(
             TrainerLeaving(
                 report_id=f"leave-{self._incarnation}",
@@ -448,7 +448,7 @@ class TrainingLoop:
         return self._reported
 
     async def _report_progress(self) -> None:
-        """Tell the controller which orders ended without training, and which groups must be sampled again."""
+        """Tell the controller which requests for groups ended without training, and which must be sampled again."""
         before, again = self._reported, self._batcher.take_abandoned()
         if self._consumed() != before or again:
             await self._link.report(

@@ -172,7 +172,7 @@ class StreamAnnouncer:
     async def tell(
         self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
     ) -> dict[str, _Outcome]:
-        """Announce an update to engines that read announcements, and return their reports by URL; see `Announcer`."""
+        """Announce an update on the stream; return the reports of `engines` that read it, by URL; see `Announcer`."""
         before = self._offset
         while await self._read_reports(block_s=0.0):
             pass

@@ -30,7 +30,7 @@ COMPARED: Final = ("loss", "grad_norm", "reward", "tokens", "entropy", "ratio_ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A step as its run reported it: its version and lineage, the indices of its groups' orders, and its metrics."""
+    """A step as its run reported it: version, the trainer's lineage, its groups' indices (`orders`), and metrics."""
 
     version: int
     lineage: Lineage
@@ -104,7 +104,7 @@ class Replay:
     began_at: int = 0
     """The trainer's version before the first step."""
     acceptance: float = math.inf
-    """The greatest staleness among the steps, which decides how many weights are kept for `old_logprobs`."""
+    """The greatest staleness among the steps; it decides how many versions' weights are kept for `old_logprobs`."""
 
     def run(self, steps: Sequence[RecordedStep]) -> Iterator[ReplayedStep]:
         """Repeat recorded steps, which must be consecutive; the first one makes version `began_at` + 1.

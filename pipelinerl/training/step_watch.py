@@ -327,8 +327,8 @@ class TrainedTokens:
 class RolloutResult:
     """A step's results for one rollout; the defaults are those of a rollout that was not in the step.
 
-    `shaped` is the shaped reward and `advantage` the mean over the rollout's tokens, each None if not finite. `trained`
-    is True if the rollout was in a micro-batch of the step; otherwise `tokens` is None.
+    `shaped` is the shaped reward, and `advantage` the mean advantage of the rollout's tokens; each is None if not
+    finite. `trained` is True if the rollout was in a micro-batch of the step; otherwise `tokens` is None.
     """
 
     shaped: float | None = None
@@ -498,7 +498,7 @@ class TrainingSamples:
 
 
 def drawn(seed: int, version: int, groups: int, most: int) -> list[int]:
-    """Return the numbers of the groups to write to the sample log for the step that makes `version`."""
+    """Draw up to `most` of a step's groups, by number, for the sample log; the step makes `version`."""
     chosen: list[int] = generator(seed, "samples", version).permutation(groups)[:most].tolist()
     return chosen
 

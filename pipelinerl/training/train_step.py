@@ -284,7 +284,10 @@ def _cross_entropy(demonstrations: Sequence[MicroBatch], losses: Sequence[LossSt
 
 
 def _kl_reference(micro_batches: Sequence[MicroBatch], *, reads: bool) -> dict[str, float]:
-    """Return KL(sampler ‖ reference), estimated by K1, in nats per token, for each loss with a reference or teacher."""
+    """Return KL(sampler ‖ reference) and KL(sampler ‖ teacher), K1 estimates in nats per token, where known.
+
+    The former covers tokens with RL loss, and only if the objective reads the reference (`reads`).
+    """
     metrics: dict[str, float] = {}
     for name, loss in ((KL_FIGURE, Loss.RL), ("kl_teacher", Loss.REF_KL)):
         differences = [

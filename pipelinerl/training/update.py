@@ -110,7 +110,7 @@ class Update:
 
 
 def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_version: int) -> dict[str, float]:
-    """Return the metrics of a step that began with the weights `held_version` and made these updates."""
+    """Return the metrics of a step that began with weights of version `held_version` and made these updates."""
     tokens, first = _tokens(updates), updates[0].gradient
     streamed = first.batch.losses.objective(objective)
     compared = causes.sampled_tokens(first.trained, first.logprobs)
@@ -188,7 +188,7 @@ class Critic:
         return version < self.warmup_steps
 
     def weighed(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches with equal weights for all tokens of loss stream `RL`; other tokens are masked."""
+        """For the critic, weight all tokens of loss stream `RL` equally, and mask others; return new micro-batches."""
         rewarded = [only(batch, Loss.RL) for batch in micro_batches]
         total = sum(int(batch.loss_mask.sum()) for batch in rewarded)
         return [

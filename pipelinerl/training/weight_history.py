@@ -104,7 +104,7 @@ class WeightHistory:
     # --- in a checkpoint -------------------------------------------------------------------------------------------
 
     def saver(self) -> Callable[[Path], None]:
-        """Return a function that writes the present versions into a directory, one file each, whenever it is called."""
+        """Return a function that writes the versions held now (not at its call) into a directory, one file each."""
         layout, held = self._layout, dict(self._held)
 
         def save(path: Path) -> None:

@@ -3,8 +3,8 @@
     def keep(rewards, lengths):
         return max(lengths) < 900 or "an answer is too long"
 
-A function receives the values of `OF_THE_GROUP` that its parameters name. If it returns True, the group is kept. If it
-returns a text, the group is filtered with the text as the reason; if it returns False, with the function's name. Any
+A function receives those values of `OF_THE_GROUP` that its parameters name. If it returns True, the group is kept. If
+it returns a text, the group is filtered for that reason; if it returns False, the reason is the function's name. Any
 other result, or an exception, is a failure of the function: the group is filtered and counted as a failure.
 
 Filters run in worker processes (`worker_pool.py`) and are killed at their deadline.

@@ -119,7 +119,7 @@ class CheckpointStore:
         weights: Iterable[tuple[str, Any]],
         parts: Mapping[str, Callable[[Path], None]],
     ) -> Capture:
-        """Write the weights, and let each function in `parts` write a directory of that name. Raises FencedError."""
+        """Write the weights, and let each function in `parts` fill the subdirectory of its name. Raises FencedError."""
         with self._fence.held(state.epoch):
             # Remove the unfinished directories of trainers that were killed or fenced.
             for abandoned in self.directory.glob(".*-step-*"):
@@ -209,7 +209,7 @@ class CheckpointStore:
         return None
 
     def _put_back(self) -> None:
-        """Restore the name of each checkpoint that was renamed for a new one, if the new one was never written."""
+        """If a checkpoint was renamed to make room for a new one that was never written, give it its name back."""
         for replaced in self.directory.glob(f"{_REPLACED}step-*"):
             with self._fence.held(self._fence.epoch):
                 final_path = self.directory / replaced.name.removeprefix(_REPLACED)
@@ -217,7 +217,7 @@ class CheckpointStore:
                     replaced.rename(final_path)
 
     def oldest_kept_offsets(self) -> dict[str, str]:
-        """Return the stream positions from which a run that resumes from the oldest resumable checkpoint reads on."""
+        """Return the stream positions saved in the oldest intact checkpoint from which a run can resume; {} if none."""
         resumable = set(self._retention.resumable(map(_version, self.all())))
         for path in self.all():
             if _version(path) in resumable:
@@ -282,7 +282,7 @@ def _digests(directory: Path) -> dict[str, str]:
 
 
 def _sync_tree(directory: Path) -> None:
-    """Sync all files and directories to disk; on failure, remove them and raise CheckpointError.
+    """Sync all files and directories to disk; on failure, remove `directory` and raise CheckpointError.
 
     Retrying is unsafe: the system may have dropped unwritten data, and a second sync may wrongly report success.
     """
@@ -336,7 +336,10 @@ class CheckpointFence:
 
     @contextmanager
     def blamed(self, epoch: int) -> Iterator[None]:
-        """Raise FencedError if the block fails and a later epoch, which may remove files, has claimed the directory."""
+        """Raise FencedError if a later epoch has claimed the directory before the block, or by the time it fails.
+
+        The later epoch may have removed files and so caused the failure.
+        """
         self.check(epoch)
         try:
             yield

@@ -114,9 +114,9 @@ class CheckpointCopies:
         (into / MANIFEST).write_text(copy.manifest.text)
 
     def _folder_of(self, stem: str, digest: str) -> str:
-        """Return the folder of an earlier attempt to upload this manifest; else a new name that sorts last for `stem`.
+        """Return the folder for uploading the manifest with this digest: an earlier attempt's, or a new one.
 
-        `stem` has the version and the epoch.
+        `stem` has the version and the epoch; the new folder sorts after all others of this stem.
         """
         same = [folder for folder in self._folders() if folder.startswith(f"{stem}-")]
         tried = [folder for folder in same if folder.endswith(digest)]

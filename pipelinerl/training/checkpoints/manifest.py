@@ -31,13 +31,13 @@ class TrainingState:
 
     Attributes:
         offsets: stream positions to resume reading from.
-        ledger: the ordered groups that were trained or dropped (`ConsumedLedger.to_record`).
+        ledger: record of which requested groups were trained or dropped (`ConsumedLedger.to_record`).
         controller: the controller's state after the same step.
         kl_coefficient: the current KL coefficient β, if a `KLController` adjusts it.
         baselines: average rewards by role, if advantages use them (`RoleBaseline`).
-        epochs: [epoch, version at which it began] of each trainer whose weights led to these, this trainer last; empty
-            in older checkpoints.
-        solved: groups with only correct answers whose report the controller has not acknowledged (`SolvedProblems`).
+        epochs: [epoch, version at which it began] of each trainer whose steps led to these weights; this trainer is
+            last. Empty in older checkpoints.
+        solved: reports of groups with only correct answers that the controller has not acknowledged (`SolvedProblems`).
     """
 
     model_version: int

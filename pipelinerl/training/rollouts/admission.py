@@ -71,7 +71,7 @@ class Lineage:
         )
 
     def issued(self, group: RolloutGroup) -> bool:
-        """Return whether the group was ordered at a version of this lineage, not at one that a restart discarded."""
+        """Return whether the controller requested the group at a version of this lineage (not discarded)."""
         epoch, version = group.issued_at
         return epoch >= self.epoch or version <= self._newest_of(epoch)
 
@@ -82,7 +82,7 @@ class Lineage:
 @final
 @dataclass(slots=True)
 class ConsumedLedger:
-    """The trainer's ledger: which orders have ended, and how many with each outcome."""
+    """The trainer's record of orders (requests for a group): which have ended, and how many with each outcome."""
 
     frontier: int = 0
     """All orders with a lower index have ended."""
@@ -138,7 +138,7 @@ class SolvedProblems:
         self._reported: tuple[str, int] = ("", 0)
 
     def note(self, groups: Iterable[RolloutGroup]) -> None:
-        """Record those groups, trained or filtered, whose answers are all judged correct."""
+        """Record those of the groups, trained or filtered, whose answers are all correct."""
         for group in groups:
             if group.problem.problem_id and all(each.verdict.outcome is Outcome.CORRECT for each in group.rollouts):
                 self._waiting.append((group.domain, group.index, group.problem.problem_id))
@@ -170,13 +170,13 @@ def has_signal(group: RolloutGroup) -> bool:
 
 
 def has_turn_signal(group: RolloutGroup) -> bool:
-    """Return whether the judged rollouts differ in their rewards or turn rewards, as per-turn advantages need."""
+    """Return whether rollouts with a valid verdict differ in rewards or turn rewards, as per-turn advantages need."""
     of_turns = {tuple(turn.reward for turn in rollout.turns) for rollout in _judged(group)}
     return has_signal(group) or len(of_turns) > 1
 
 
 def has_part_signal(group: RolloutGroup) -> bool:
-    """Return whether the judged rollouts differ in a part of their rewards, as the advantage `Decoupled` needs."""
+    """Return whether rollouts with a valid verdict differ in a part of their rewards, as `Decoupled` needs."""
     return has_signal(group) or len({rollout.verdict.parts for rollout in _judged(group)}) > 1
 
 
@@ -190,10 +190,10 @@ def is_judged(group: RolloutGroup) -> bool:
 
 
 def fault_of(group: RolloutGroup, *, vocab_size: int | None, routing: RoutingShape | None = None) -> str:
-    """Return why no trainer can compute a judged group, such as an invalid token id; "" if there is no fault.
+    """Return why no trainer can compute the group's rollouts with a valid verdict; "" if there is no fault.
 
-    Such groups come from broken engines or from engines with another model. If `routing` is given, recorded expert
-    choices of this shape are required.
+    Faults, such as an invalid token id, come from broken engines or from engines with another model. If `routing` is
+    given, recorded expert choices of this shape are required.
     """
     judged = alone([rollout for rollout in group.rollouts if _trains(rollout)])
     if routing is None:

@@ -64,7 +64,7 @@ class TrainBatch:
     """The data of one step, and its metrics.
 
     Attributes:
-        learns: [B], True if the loss counts the rollout: it has a verdict, and is not truncated and therefore masked.
+        learns: [B], True if the loss counts the rollout: it has a verdict and is not masked for being truncated.
         segments: the segments of all B rollouts.
         packed: micro-batches of the segments to compute; their `members` are indices into `segments`.
     """
@@ -266,7 +266,7 @@ class MiniBatching:
         return self.epochs * self.mini_batches
 
     def dealt(self, sizes: Sequence[int], *, producing: int, epoch: int) -> list[list[int]]:
-        """Return the groups of each mini-batch in `epoch` (from 0); `sizes` are tokens to compute, by group."""
+        """Return the groups of each mini-batch in `epoch` (from 0); `sizes` are the groups' tokens to compute."""
         count = max(1, min(self.mini_batches, sum(size > 0 for size in sizes)))
         draw = rng.generator(self.seed, "mini-batches", producing, epoch)
         return deal(sizes, count, draw)
@@ -381,7 +381,7 @@ def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping],
 
 
 def _computed(teaches: NDArray[np.bool_], some: NDArray[np.bool_]) -> list[int]:
-    """Return the numbers of the rollouts in the mask `teaches`; if it is empty, of the first rollout in mask `some`."""
+    """Return the indices of rollouts to compute: those in mask `teaches` or, if it is empty, the first in `some`."""
     return np.flatnonzero(teaches if teaches.any() else some & (np.cumsum(some) == 1)).tolist()
 
 
@@ -457,7 +457,7 @@ def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[li
 
 
 class Portion(NamedTuple):
-    """One mini-batch: the numbers of its rollouts to compute, and token weights [B], 0 for rollouts outside it."""
+    """One mini-batch: the indices of its rollouts to compute, and token weights [B], 0 for rollouts outside it."""
 
     members: list[int]
     token_weights: NDArray[np.float64]
@@ -470,12 +470,11 @@ class BatchPartition:
 
     Attributes:
         producing: the version that the batch produces.
-        token_weights: returns the weight [B] of each rollout's tokens in a mini-batch, whose rollouts are given as a
-            mask [B].
+        token_weights: function from a mask [B], the rollouts of a mini-batch, to the weight [B] of each one's tokens.
         streams: [B], each rollout's loss (`Loss.code`); None if all have the run's objective.
         groups, lengths, num_tokens: [B], each rollout's group, number of sampled tokens, and number of all tokens.
         learns: [B], True if the loss counts the rollout, as in `TrainBatch`.
-        computed: numbers of the rollouts that can have a gradient; one rollout if none can.
+        computed: indices of the rollouts that can have a gradient; if none can, of one rollout.
     """
 
     mini_batching: MiniBatching

@@ -83,7 +83,7 @@ class Batcher:
         self.stale_rollouts = 0
         """Rollouts that were dropped as stale from groups whose other rollouts were fresh enough."""
         self.no_signal: dict[str, NoSignalGroups] = {}
-        """By domain, counts of groups without a gradient, or that the recipe's filter refused, since the last other."""
+        """Counts, by domain, of groups without a gradient or excluded by the filter, since the last other group."""
         self._abandoned: list[int] = []
 
     @property
@@ -94,8 +94,8 @@ class Batcher:
     def offer(self, group: RolloutGroup, *, k: float = math.inf) -> None:
         """Let a new group wait for a step, record it as filtered, or drop it as a duplicate or as abandoned.
 
-        A group is abandoned if weights that a trainer restart undid sampled it (`Lineage`). With staleness bound k = 1
-        (lockstep), this includes groups requested for a step that was undone; else they could train in an earlier step.
+        A group is abandoned if it was sampled by weights that a trainer restart discarded (`Lineage`). With staleness
+        bound k = 1 (lockstep), so is a group requested for a discarded step; else an earlier step could train it.
         """
         if self.ledger.has(group.index) or group.index in self._waiting:
             return
@@ -140,7 +140,7 @@ class Batcher:
         If no group of a full step has a gradient, the run's rule for groups without signal applies: all its groups
         are filtered and the result is None, or the step trains with gradient 0. `usable` returns False for a group if
         the weights that sampled it are unavailable; such a group is stale. If `must_wait` is given, groups train in
-        index order; it gets the indices of the step's groups, and returns True if other groups must arrive first.
+        index order; `must_wait` gets the indices of the step's groups, and returns True if others must arrive first.
         """
         fresh = self._fresh(producing=producing, bounds=bounds, usable=usable)
         ranked = sorted(fresh.values(), key=lambda g: (0 if must_wait else g.oldest_version, g.index))
@@ -170,7 +170,7 @@ class Batcher:
         self._ended(groups, GroupOutcome.FILTERED, "not finite")
 
     def _note_signal(self, group: RolloutGroup) -> None:
-        """Count a group without a gradient, or that the recipe's filter refused; others reset their domain's counts."""
+        """Count a group without a gradient or excluded by the recipe's filter; others reset their domain's counts."""
         lacks = not self._teaches(group) or (self._no_signal is NoSignal.FILTER and not self._signal(group))
         if not lacks and not group.refusal:
             self.no_signal.pop(group.domain, None)
@@ -230,8 +230,8 @@ def awaited(
     """Return the indices of late groups that the step must await; often none.
 
     Without waiting, the step that makes version `step` would train the groups `chosen`. Later steps of the same size
-    must then train all other requested groups before these become stale. If they are too many for these steps, the
-    groups that have not arrived are returned. `waiting` are the groups that have arrived.
+    must then train all other requested groups before these become stale. If these steps have too little room, return
+    the most urgent groups that have not arrived. `waiting` are the groups that have arrived.
     """
     firsts = [first for first, _ in directive.fresh_until]
     if not firsts:

@@ -101,7 +101,7 @@ _ATTENTION: Final = 1 / 12288
 
 
 def work(length: int) -> float:
-    """Return the estimated cost of a rollout with L = `length` tokens, L + a·L², in units of a token's cost."""
+    """Return the estimated cost of L = `length` tokens, L + a·L² (a: relative cost of attention), in tokens."""
     return length + _ATTENTION * length**2
 
 
@@ -128,7 +128,7 @@ def bins_of(
     width: int,
     split: Splitting = Splitting.WHERE_LARGE,
 ) -> list[list[int]]:
-    """Return the numbers of the segments in each micro-batch.
+    """Return, for each micro-batch, the numbers of its segments.
 
     Segments of one rollout stay together if they fit. Micro-batches are filled by first fit, in an order in which
     rollouts of one prompt are adjacent, so that a trainer can compute their prompt once.
@@ -148,7 +148,7 @@ def bins_of(
 
 
 def _units(lengths: Sequence[int], owners: Sequence[int], token_budget: int, split: Splitting) -> list[list[int]]:
-    """Return the units that packing never splits: the segments of a rollout together or, if too long, each alone."""
+    """Return the units that packing keeps together: a rollout's segments or, if `split` demands it, each alone."""
     by_owner: dict[int, list[int]] = {}
     for i, owner in enumerate(owners):
         by_owner.setdefault(owner, []).append(i)
@@ -182,8 +182,8 @@ def dealt(order: Sequence[int], lengths: Sequence[int], width: int) -> list[list
 def interleaved(parts: Sequence[list[list[int]]], lengths: Sequence[int]) -> list[list[int]]:
     """Order the micro-batches (bins) of all parts for computation: the first of each part, then the second of each.
 
-    First, bins are halved until all parts have the same number, and sorted by work, so that bins computed at once are
-    similar. If a part has too few rollouts for this, all bins are sorted by work instead.
+    Beforehand, bins are halved until all parts have the same number of bins, and each part's bins are sorted by work,
+    so that bins computed at once are similar. If a part has too few rollouts for this, all bins are sorted instead.
     """
     rounds = max(len(bins) for bins in parts)
     even = [sorted(_halved(bins, rounds, lengths), key=lambda bin: -_work(bin, lengths)) for bins in parts]
@@ -244,7 +244,7 @@ class Prefixes(NamedTuple):
 
 
 def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
-    """Cut each segment after its last token in the mask `through` [T]; a causal model needs no later tokens."""
+    """Cut each segment after its last token in the mask `through` [T], and drop segments without such a token."""
     last = np.full(batch.num_segments, -1)
     where = np.flatnonzero(through)
     last[batch.segment_ids[where]] = where  # indices ascend, so the last one written for a segment is its largest

@@ -73,7 +73,7 @@ class RolloutReader:
         self._scanned_at = float("-inf")
 
     async def start(self) -> None:
-        """Skip directives that were sent to an earlier trainer; drop offsets if the server's data has been replaced."""
+        """Skip directives sent to an earlier trainer; forget saved offsets if the stream server's data was replaced."""
         self._directives_offset = await self._stream.last_id(DIRECTIVES)
         # The server ignores this entry if the stream has one already, so the first identity stays.
         await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)
@@ -102,7 +102,7 @@ class RolloutReader:
         return Arrivals(groups, directives)
 
     async def _report_lost(self, entry: Entry, error: RecordError) -> None:
-        """Report to the controller that an unreadable group has failed; do nothing if its index cannot be read."""
+        """Report an unreadable group to the controller as failed, unless its index is unreadable or out of range."""
         index, frontier = named_order(entry.payload), self._frontier()
         if index is not None and frontier <= index < frontier + MOST_AHEAD:
             reason = f"its group cannot be read: {error}"
@@ -231,7 +231,7 @@ class ControllerLink:
     def _apply(self, directive: Directive) -> bool:
         """Make a directive the current one if it is valid; return whether it was.
 
-        It is valid if it has this trainer's epoch and answers the current question or no question at all.
+        A valid directive has this trainer's epoch, and either answers the current question or is unsolicited.
         """
         self._check(directive.epoch)
         before, is_answer = self._directive, directive.answers == self._awaited

@@ -154,7 +154,8 @@ def folders() -> tuple[Path, ...]:
 def _place(tool: str) -> Path | None:
     """Return the path of an installed tool, with links resolved if its real file is outside /usr.
 
-    Return None for a tool that guests could not see: its real file is neither in /usr nor in a folder named `bin`.
+    Return None for a tool that guests could not or must not see: its real file is neither in /usr nor in a folder named
+    `bin`, or that folder lies directly in a home.
     """
     path = shutil.which(tool, path="/usr/local/bin:/usr/bin:/bin") or shutil.which(tool)
     if path is None:

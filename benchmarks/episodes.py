@@ -7,8 +7,8 @@
                work.
     learning   `examples/guess_letter` with a bigram model, until the mean reward of `WINDOW` steps reaches `LEARNT`
 
-A group's episodes count as stuck if the group has not ended, after the measurement, within the warm-up time plus twice
-the longest time that the tools of an episode could take.
+After the measurement, the groups in progress get time to end: the warm-up time, and twice the longest time that an
+episode's tools could take. The episodes of a group that then has not ended count as stuck.
 """
 
 from __future__ import annotations

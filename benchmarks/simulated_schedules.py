@@ -82,9 +82,9 @@ def arms(gpus: int, *, steps: int) -> list[Scaled]:
 def _simulated(
     arm: str, gpus: int, engines: int, bounds: StalenessBounds, on_update: OnUpdate, *, batches: int, steps: int
 ) -> Scaled:
-    """Simulate an arm of `batches` optimizer steps per generation.
+    """Simulate a schedule that takes `batches` optimizer steps on each generated set of rollouts.
 
-    The trainer has the GPUs that have no engine; in conventional RL it has all GPUs.
+    `engines` of the `gpus` GPUs run engines, and the others the trainer; in conventional RL it has all of them in turn.
     """
     trainers, context = gpus - engines or gpus, mean_context(_LENGTHS, _PROMPT)
     rollouts = _BATCH * batches

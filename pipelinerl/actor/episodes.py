@@ -231,7 +231,7 @@ class Episodes:
 
 
 def _from_first_turn(progress: GroupProgress) -> GroupProgress:
-    """Return `progress` without calls of `begun` after the first sampled turn: only a first turn begins the group."""
+    """Return callbacks like `progress`, but `begun` has no effect once a turn was sampled: the group has begun then."""
     has_turn = False
 
     def begun() -> None:

@@ -108,7 +108,8 @@ class RolloutWriter:
     async def _check(self, first: int, payloads: Sequence[bytes]) -> None:
         """Raise `FencedError` unless the entries from id `first` on are `payloads`.
 
-        Equal entries come from an earlier attempt whose reply was lost, others from another actor of this name.
+        If they are, an earlier attempt of this actor appended them, and only the reply was lost. If not, another actor
+        of this name did, and has replaced this one.
         """
         ours = {f"{first + place}-0": payload for place, payload in enumerate(payloads)}
         last = await self._stream.last_id(self._name)

@@ -45,7 +45,7 @@ _REWARDS: Final = Path(__file__).with_name("new_rewards.py.txt")
 class Lengths:
     """Lengths in tokens: the longest prompt and reference answer, and the limits on an answer and on a sequence.
 
-    `thinks` is True if the chat template can turn the model's reasoning off; all lengths exclude reasoning.
+    `thinks` is True for a model that reasons and whose chat template can turn this off; no length includes reasoning.
     """
 
     prompt: int

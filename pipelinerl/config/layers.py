@@ -63,7 +63,10 @@ def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
 
 
 def _selector(path: KeyPath) -> str | None:
-    """Return the key whose value replaces a whole table: `preset` for the objective, `kind` for one of its slots."""
+    """Return the key that replaces the table at `path` as a whole: `preset` for the objective, `kind` for a slot of it.
+
+    None for any other table, whose keys are replaced one by one.
+    """
     if path == (_OBJECTIVE,):
         return _PRESET
     return "kind" if len(path) == 2 and path[0] == _OBJECTIVE and path[1] != _PRESET else None

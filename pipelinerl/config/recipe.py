@@ -378,7 +378,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 def to_table(config: RunConfig, *, without_defaults: bool = False) -> dict[str, Any]:
     """Return the resolved recipe as plain TOML values, without secrets; keys whose value is None are left out.
 
-    `without_defaults` also leaves out keys with their default value, except j and k.
+    `without_defaults` also leaves out keys with their default value, except the staleness bounds j and k.
     """
 
     def plain(value: Any) -> Any:

@@ -118,7 +118,7 @@ class ClippedRatio:
         return cotangent * self.value(tokens)
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] of clipped tokens, where M = 0."""
+        """Return the mask [T] of clipped tokens, whose gradient mask M (see the class) is 0."""
         return self._masked(tokens)[1] == 0.0
 
     def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
@@ -166,7 +166,7 @@ class DivergenceRatio:
         return cotangent * self.value(tokens)
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] of clipped tokens, where M = 0."""
+        """Return the mask [T] of clipped tokens, whose gradient mask M (see the class) is 0."""
         return self._kept(tokens) == 0.0
 
     def _kept(self, tokens: Tokens) -> Array:

@@ -101,7 +101,7 @@ class EventLog:
         return sum(fields.items() <= json.loads(line).items() for line in lines)
 
     def close(self) -> None:
-        """Force all records to disk and close; idempotent. Raises OSError, for a full disk only after `timeout_s`."""
+        """Force all records to disk and close; idempotent. Retries for a while if the disk is full. Raises OSError."""
         if self._file >= 0:
             file = self._file
             try:

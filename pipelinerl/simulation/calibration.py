@@ -196,7 +196,7 @@ def _nonnegative(columns: NDArray[np.float64], values: NDArray[np.float64]) -> l
     return found
 
 
-#: Smallest number of counted steps with which a run can be compared with a simulation.
+#: Smallest number of `counted_steps` with which a run can be compared with a simulation.
 _FEWEST: Final = 6
 #: A simulation is trusted if its results differ from the measured ones by at most this share.
 TRUSTED: Final = 0.10

@@ -119,7 +119,7 @@ def test_advice_is_ordered_by_importance() -> None:
 
 
 @pytest.mark.parametrize("grad1", [{"kind": "clipped_ratio", "over": "old"}, "logprob"])
-def test_objectives_suggested_by_advice_are_valid(grad1: object) -> None:
+def test_objectives_that_the_mismatch_review_suggests_are_valid(grad1: object) -> None:
     """The objective that an advice suggests is written in recipe syntax, so the test can put it into a recipe."""
     (numerics,) = advice_on(numerics={"contradictions": 0.01})
     (staleness,) = advice_on(staleness={"p95": 0.2})

@@ -223,7 +223,7 @@ class StepsAhead(msgspec.Struct, kw_only=True):
 
 #: Half-life of the decayed counts of trained and filtered orders, in orders.
 HALF_LIFE: Final = 128.0
-#: Weight, in orders, of the initial estimate that no order is filtered.
+#: The initial estimate, that no order is filtered, counts as much as this number of observed orders.
 PRIOR: Final = 8.0
 
 

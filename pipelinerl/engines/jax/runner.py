@@ -437,7 +437,7 @@ def layout_of(config: DecoderConfig, dtype: np.dtype[Any]) -> WeightLayout:
 class JaxWeights:
     """The serving and the staged weights of a decoder; `place` returns the sharding of a given parameter.
 
-    `current` holds the initial weights, stacked over layers, of one dtype.
+    The argument `current` gives the weights to serve first, stacked over layers, all of one dtype.
     """
 
     def __init__(

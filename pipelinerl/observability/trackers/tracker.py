@@ -179,7 +179,7 @@ class TensorBoardTracker:
     """
 
     def __init__(self, directory: Path, bookmark: Bookmark | None = None) -> None:
-        """Open the directory, and discard data that the bookmark does not cover. Raises OSError."""
+        """Open the directory, and discard what was written after the `bookmark`, a saved position. Raises OSError."""
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         known: dict[str, int] = dict((bookmark or {}).get("files", {}))

@@ -92,7 +92,7 @@ class TrainBatch:
 
     @property
     def orders(self) -> list[int]:
-        """The batch's groups, each by the index of the controller's order (request) for it."""
+        """The indices of the controller's orders (requests) for the batch's groups, in the order of the groups."""
         return [group.index for group in self.groups]
 
     @property

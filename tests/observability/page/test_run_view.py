@@ -52,7 +52,7 @@ def test_drained_engine_is_shown_as_left_and_not_as_lost() -> None:
     assert made.engines["http://a:1"]["state"] == "expelled" and made.incidents[-1]["kind"] == "engine_lost"
 
 
-def test_marks_after_n_returns_kept_event_marks_with_higher_numbers_or_all_if_n_is_too_large() -> None:
+def test_chart_marks_after_a_number_are_those_still_kept_or_all_if_the_run_has_fewer() -> None:
     made = RunView(marks=deque(maxlen=3))
     for version in range(5):
         made.take({"kind": "checkpoint", "model_version": version, "path": "x"})

@@ -103,7 +103,7 @@ def _end_token(session: Session) -> int:
 
 
 def _with_call(session: Session) -> tuple[list[int], list[int], list[int]] | None:
-    """Return a conversation's tokens as (prompt, tool call, all after the call); None if tools are rejected."""
+    """Return a conversation's tokens as (prompt, tool call, all after the call); None if the engine rejects tools."""
     messages = [*MESSAGES, *call_and_result("3")]
     if answered(session, "tools", "messages", tools=[TOOL], messages=messages) is None:
         return None

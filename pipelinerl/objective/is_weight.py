@@ -97,7 +97,7 @@ class TokenRatio:
 
 
 class Mean(StrEnum):
-    """The way to combine the ratios of a rollout's tokens."""
+    """How the ratios of a rollout's tokens are combined to one: their product, or its geometric mean."""
 
     PRODUCT = "product"
     """Π_t r_t: the ratio of the whole sequence's probabilities; unbiased, but its variance grows with the length."""

@@ -95,7 +95,7 @@ class StreamedObjective:
         return sum(others, first)
 
     def measure_gradients(self, logprobs: Array, columns: Columns) -> Mapping[HeadMeasure, Array]:
-        """Return d loss / d m, [T], in closed form, for the statistic m that the run's objective reads, if it reads any."""
+        """Return d loss / d m, [T], in closed form, for each statistic m that the run's objective reads."""
         return self.rl.measure_gradients(logprobs, within(columns, Loss.RL))
 
 

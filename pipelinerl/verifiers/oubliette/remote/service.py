@@ -100,7 +100,7 @@ class OublietteService:
         return await self._persistent.put_parts(parts, most_bytes=wire.MOST_CONTENT_BYTES)
 
     def missing(self, request: wire.MissingRequest) -> wire.Missing:
-        """Return those links (hashes of data) whose data is not stored persistently. Raises `ValueError` for other text."""
+        """Return those links (hashes of data) whose data is not stored persistently. Raises `ValueError` for others."""
         return wire.Missing(tuple(text for text in request.links if Link.parsed(text) not in self._persistent))
 
     def status(self) -> wire.OublietteStatus:

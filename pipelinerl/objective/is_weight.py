@@ -97,7 +97,7 @@ class TokenRatio:
 
 
 class Mean(StrEnum):
-    """How the ratios of a rollout's tokens are combined to one: their product, or its geometric mean."""
+    """The one ratio that stands for those of a rollout's tokens: their product, or their geometric mean."""
 
     PRODUCT = "product"
     """Π_t r_t: the ratio of the whole sequence's probabilities; unbiased, but its variance grows with the length."""

@@ -186,7 +186,7 @@ class SimulatedEngine:
         return self._at + self._planned * self._step_s
 
     def fire(self, now: float) -> EngineNews | None:
-        """Process the event that `plan` announced; return what changed, None if no group ended and no version changed."""
+        """Process the event that `plan` announced; return ended groups and a new version, None if there is neither."""
         rows = self._rows
         if rows:
             self.busy_s += now - self._seen

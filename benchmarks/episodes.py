@@ -1,4 +1,4 @@
-"""Measure whether a thousand episodes with slow tools keep engines busy, and whether a multi-turn game trains.
+"""Measure if a thousand episodes with slow tools keep engines busy, and if a multi-turn game trains.
 
     busy       `Crowd`: groups of episodes run through an actor's gateway, episode hosts (processes that run the
                environments) and engine pool, on engines with paced decode steps. After each answer a tool takes 0.01 to

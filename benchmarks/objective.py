@@ -1,4 +1,4 @@
-"""Compare GRPO's loss and gradient from an objective of five exchangeable terms (slots) with one torch expression.
+"""Compare GRPO's loss and gradient from an objective's five terms (slots) with one torch expression.
 
 Both arms compute the loss −J and its gradient d(−J)/d log π from the same fp32 tensors: micro-batches of rollouts with
 prompts, packed as the trainer packs them. The reference, `minimum`, writes PPO's min as one expression on prepared

@@ -1,4 +1,4 @@
-"""Simulate RL schedules of a model with 7 billion weights on 8, 64 and 512 H100s, from published hardware figures.
+"""Simulate RL schedules of a model of 7 billion weights on 8, 64 and 512 H100s, by published figures.
 
 Nothing is measured here. All arms train on 1,024 rollouts per optimizer step, with answers whose lengths are
 heavy-tailed (log-normal, median 900 tokens, at most 8,192). Conventional RL generates on all GPUs and then trains on

@@ -11,6 +11,7 @@ two steps may be in flight, and each of them has its own pinned buffers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -42,9 +43,9 @@ class _Pinned:
 
     def __init__(self, rows: int, blocks: int, spare: int) -> None:
         # Fp64 represents token ids and f32 values exactly.
-        self.inputs = torch.zeros((4, rows), dtype=torch.float64, pin_memory=True)  # a row for each field of `Inputs`
+        self.inputs = torch.zeros((4, rows), dtype=torch.float64).pin_memory()  # a row for each field of `Inputs`
         self.table = torch.full((rows, blocks), spare, dtype=torch.int64).pin_memory()
-        self.results = torch.zeros((2, rows), dtype=torch.float64, pin_memory=True)  # token ids and log-probs
+        self.results = torch.zeros((2, rows), dtype=torch.float64).pin_memory()  # token ids and log-probs
         self.done = torch.cuda.Event()
 
 
@@ -57,10 +58,10 @@ class DecodeGraphs:
         self._rows = rows
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        blocks = cache.table.table.shape[1]
-        self._given = torch.zeros((4, rows), dtype=torch.float64, device="cuda")
-        self._results = torch.zeros((2, rows), dtype=torch.float64, device="cuda")
-        self._table = torch.full((rows, blocks), cache.spare, dtype=torch.int64, device="cuda")
+        blocks, device = cache.table.table.shape[1], cache.blocks(0)[0].device
+        self._given = torch.zeros((4, rows), dtype=torch.float64, device=device)
+        self._results = torch.zeros((2, rows), dtype=torch.float64, device=device)
+        self._table = torch.full((rows, blocks), cache.spare, dtype=torch.int64, device=device)
         self._table_is_of: tuple[int, int] | None = None
         self._current, self._other = (_Pinned(rows, blocks, cache.spare) for _ in range(2))
         self._logits: Tensor | None = None
@@ -123,15 +124,14 @@ class DecodeGraphs:
     def _captured(self, rows: int) -> torch.cuda.CUDAGraph:
         """Capture a step of `rows` rows after one run, which compiles kernels and allocates workspaces."""
         logits = self._forward_of(rows)
-        if self._logits is None:
-            self._logits = logits.new_empty((self._rows, logits.shape[1]))
+        kept = self._logits = logits.new_empty((self._rows, logits.shape[1])) if self._logits is None else self._logits
         self._sample(rows)
-        graph = torch.cuda.CUDAGraph()
-        # Capture this thread's work only, because another thread may receive weights meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._logits[:rows].copy_(self._forward_of(rows))
+
+        def step() -> None:
+            kept[:rows].copy_(self._forward_of(rows))
             self._sample(rows)
-        return graph
+
+        return capture(step, self._pool)
 
     def _forward_of(self, rows: int) -> Tensor:
         tokens, positions = self._given[:2, :rows].long()[:, :, None]
@@ -144,6 +144,15 @@ class DecodeGraphs:
         drawn = sample_whole(self._logits[:rows], temperature=temperature, noise=noise)
         self._results[0, :rows] = drawn.token_ids
         self._results[1, :rows] = drawn.logprobs
+
+
+def capture(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """Record the kernels that `step` would start; a replay of the result starts them all, in the memory of `pool`."""
+    graph = torch.cuda.CUDAGraph()
+    # Capture this thread's work only, because another thread may receive weights meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        step()
+    return graph
 
 
 def padded_rows(count: int, most: int) -> int:

@@ -24,6 +24,7 @@ from pipelinerl.engines.torch.forward import ModuleForward, load_for_decoding
 from pipelinerl.engines.torch.page_cache import CacheReading
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import ModelError
+from tests.fakes.eager_graphs import use_eager_graphs
 from tests.fakes.engine_options import engine_options
 from trainer_contract.types import WeightDType
 
@@ -467,29 +468,59 @@ def test_every_method_of_reading_the_paged_kv_cache_gives_the_same_tokens(
 def test_gpu_decoding_equals_recomputation_while_rows_join_and_leave(
     directories: dict[str, Path], name: str, early: bool
 ) -> None:
-    """Rows of several lengths join, leave and move, with two weight swaps in between; one row uses top-k."""
-    path = directories[name]
-    runner = _runner(path, device="cuda", early=early)
+    runner = _runner(directories[name], device="cuda", early=early)
     assert (runner._graphs is not None) == (name in STRAIGHT)
+    _join_and_leave(runner, directories[name], steps=(10, 3, 30, 5, 5), within=1e-4)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="the kernels that CUDA graphs contain need triton")
+@pytest.mark.parametrize(
+    ("early", "steps"),
+    [
+        (True, (2, 1, 1, 1, 2)),
+        pytest.param(True, (6, 3, 4, 5, 5), marks=pytest.mark.slow),
+        pytest.param(False, (6, 3, 4, 5, 5), marks=pytest.mark.slow),
+    ],
+)
+def test_decoding_with_cuda_graphs_equals_recomputation_while_rows_join_and_leave(
+    tmp_path: Path, early: bool, steps: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, a graph is replaced by a function that computes the step again, and triton interprets the kernels."""
+    small = _BASE | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        hf.Qwen3ForCausalLM(hf.Qwen3Config(**small, head_dim=16, initializer_range=0.3)).save_pretrained(tmp_path)
+    runner = _runner(tmp_path, early=True)
+    assert runner.early_step is not None
+    runner.early_step.allowed = early
+    use_eager_graphs(runner, monkeypatch)
+    _join_and_leave(runner, tmp_path, steps=steps, within=1e-5)
+
+
+def _join_and_leave(runner: TorchRunner, path: Path, *, steps: Sequence[int], within: float) -> None:
+    """Let rows of several lengths join, leave and move, with two weight swaps in between; one row uses top-k.
+
+    `steps` are the numbers of steps from the start, after each swap, after one row has left, and after one has joined.
+    """
     rows = [Row(_prompt(i, length), noise_key=i) for i, length in enumerate((9, 40, 4, 31, 1))]
     rows.append(Row(_prompt(7, 33), temperature=0.0))
     _start(runner, rows)
-    _decode(runner, rows, 10)
-    for steps in (3, 30):
+    _decode(runner, rows, steps[0])
+    for count in steps[1:3]:
         runner.staging().copy_(_bytes_of(path, runner))
         runner.finish_staging()
         runner.swap()
-        _decode(runner, rows, steps)
+        _decode(runner, rows, count)
     ended = rows[1]
     runner.release([1])
     runner.move([5], [1])
     rows = [rows[0], rows[5], *rows[2:5]]
-    _decode(runner, rows, 5)
+    _decode(runner, rows, steps[3])
     late = Row(_prompt(8, 20), temperature=0.5, noise_key=3)
     _start(runner, [late], at=5)
     runner.place([replace(_next(rows[2], 2), top_k=3)])
-    _decode(runner, [*rows, late], 5)
-    _agree(path, [row for row in (*rows, ended, late) if row is not rows[2]], within=1e-4)
+    _decode(runner, [*rows, late], steps[4])
+    _agree(path, [row for row in (*rows, ended, late) if row is not rows[2]], within=within)
 
 
 @pytest.mark.parametrize(

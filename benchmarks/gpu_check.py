@@ -50,7 +50,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "attention": gpu_trainer.check_attention,
     "state": gpu_trainer.check_state,
     "vocabulary": gpu_trainer.check_vocabulary,
-    "beside": gpu_trainer.check_beside,
+    "publication": gpu_trainer.check_publication,
     "memory": memory_prediction.check_memory,
     "group": gpu_mesh.check_group,
     "killed": gpu_mesh.check_killed,

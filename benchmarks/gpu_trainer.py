@@ -7,7 +7,7 @@ parity      log-probs of the engine's samples against the trainer's forward of t
 state       the optimizer's state on the host, or in bf16: log-probs after three steps, and the time of a step,
             against fp32 state on the device
 vocabulary  the output layer and its loss with Qwen's vocabulary: error of the gradients, peak memory, and speed
-beside      speed of a backward pass while weights are broadcast to an engine in another process, relative to the speed
+publication speed of a backward pass while weights are broadcast to an engine in another process, relative to the speed
             of a backward pass alone
 attention   torch's kernel (`varlen`) against buckets of padded segments, both in bf16: time, and error compared with
             buckets in fp32. Compared are output and gradients of one layer, for ragged segments (`ragged`), eight
@@ -244,7 +244,7 @@ def _exact_gradients(hidden: Tensor, weight: Tensor, chosen: Tensor, slopes: Ten
     return of_hidden, of_weight
 
 
-def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+def check_publication(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Time backward passes alone and while a thread publishes weights (over NCCL with a second GPU, else gloo)."""
     batch, trainer = random_batch(scale), trainer_of(folder, device, Precision.BF16)
 
@@ -282,7 +282,7 @@ def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list
         Row("digests that differ from that of idle weights", differ, "0", differ == 0),
         Row("    backend, whole publication [s]", f"{backend}, {float(np.median(totals)):.3f}"),
     ]
-    return rows, {"speed": speed.as_dict(), "alone_s": alone_s, "beside_s": during_s, "publications_s": totals}
+    return rows, {"speed": speed.as_dict(), "alone_s": alone_s, "during_s": during_s, "publications_s": totals}
 
 
 async def _published(trainer: Trainer, url: str, backend: Backend, version: int) -> tuple[str, float]:

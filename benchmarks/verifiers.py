@@ -84,7 +84,7 @@ def run(quick: bool = False) -> None:
     payload = {
         "hostile": {str(outcome): number for outcome, number in with_them.outcomes.items()},
         "slowest_hostile_s": late,
-        "p95_s": {"alone": alone.p95_s, "beside": with_them.p95_s},
+        "p95_s": {"alone": alone.p95_s, "with_hostile": with_them.p95_s},
     }
     report("verifiers", rows, payload, quick=quick)
 

@@ -224,7 +224,7 @@ class _Nodes:
         self._serving[self._actors[name].serve.remote(words, str(output))] = name
 
     def _ended(self, name: str, reference: Any) -> int | None:
-        """Handle the end of a node: restart it if it died. Return the run's exit status; None while the run goes on."""
+        """Handle the end of a node; restart a node that died. Return the exit status of the run once it has ended."""
         head = self._members.hosts[0].name
         try:
             status = int(self._ray.get(reference, timeout=_ASK_S))

@@ -59,7 +59,7 @@ _CODES: Final = {408: "body_too_slow", 413: "body_too_large"}
 
 
 class BodyRule(Enum):
-    """Who limits the size and receiving time of request bodies: this module (`JSON`), or the route (`STREAMED`)."""
+    """The limit on a route's request bodies (size, receiving time): set here (`JSON`), or by the route (`STREAMED`)."""
 
     JSON = "here: JSON, MAX_BODY_BYTES at most, within BODY_TIMEOUT_S"
     STREAMED = "the route, which takes it as it comes"

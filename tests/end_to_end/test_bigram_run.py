@@ -118,13 +118,13 @@ async def run(
     restored: tuple[Path, TrainingState] | None = None,
     learning: Mapping[str, Any] = MappingProxyType({"objective": "pipelinerl"}),
     until: Callable[[Controller], bool] = lambda controller: False,
-    beside: Callable[[ControllerService, EnginePool], Awaitable[None]] | None = None,
+    meanwhile: Callable[[ControllerService, EnginePool], Awaitable[None]] | None = None,
 ) -> list[dict[str, object]]:
     """Run to the end, or until `until` returns true; return the events.
 
     Args:
         learning: settings added to the recipe.
-        beside: coroutine function that runs concurrently; it may end before the run only by raising an error.
+        meanwhile: coroutine function that runs concurrently; it may end before the run only by raising an error.
     """
     config = parse(
         {
@@ -173,8 +173,8 @@ async def run(
     pool.update([url])
     await service.perform(EngineRegistered(now=0.0, url=url))
     tasks = [serving, asyncio.create_task(actor.run()), asyncio.create_task(loop.run())]
-    if beside is not None:
-        tasks.append(asyncio.ensure_future(beside(service, pool)))
+    if meanwhile is not None:
+        tasks.append(asyncio.ensure_future(meanwhile(service, pool)))
     finished = asyncio.create_task(service.finished.wait())
     try:
         async with asyncio.timeout(PATIENCE_S):

@@ -129,7 +129,7 @@ async def test_run_adds_engines_under_load_and_removes_them(tmp_path: Path) -> N
             controller=made,
             stream=MemoryStream(),
             learning={"objective": "pipelinerl", "trainer": {"type": TRAINER}},
-            beside=partial(_grows_and_shrinks, site=site, url=url),
+            meanwhile=partial(_grows_and_shrinks, site=site, url=url),
         )
     finally:
         site.stop("engine-0")

@@ -78,7 +78,7 @@ class GatedRunner:
         return self._runner.room
 
     @property
-    def early_step(self) -> EarlyStep | None:
+    def early_step(self) -> EarlyStep:
         return self._runner.early_step
 
     def reserve(self, num_rows: int) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.batching.model_runner import EarlyStep, Prefill, RowState
 from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.system.http_service import listen, serve
@@ -67,9 +67,9 @@ class VersionRunner:
     def __init__(self) -> None:
         self._current = np.zeros(LAYOUT.num_bytes, np.uint8)
         self._staged = np.zeros(LAYOUT.num_bytes, np.uint8)
+        self.early_step = EarlyStep(self.slots, is_used=False)
 
     room = None
-    early_step = None
 
     def reserve(self, num_rows: int) -> bool:
         return True

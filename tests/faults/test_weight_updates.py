@@ -177,10 +177,10 @@ async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_e
             survivors = [url for url in fleet.engines if url != victim]
             assert set(report.failed) == {victim} and set(report.pauses_s) == set(survivors), report
             assert [await fleet.serves(url) for url in survivors] == [(1, fleet.version)] * len(survivors)
-            _, *anew = sorted(fleet.control.joins.keys() - before)
-            if anew:
-                requested_at, answered = fleet.control.joins[anew[-1]]
-                assert len(anew) == 1, "one generation for the membership, one more without the dead"
+            _, *generations = sorted(fleet.control.joins.keys() - before)
+            if generations:
+                requested_at, answered = fleet.control.joins[generations[-1]]
+                assert len(generations) == 1, "one generation for the membership, one more without the dead"
                 detections.append(requested_at - killed[0])
                 reforms.append(answered - requested_at)
             else:  # the engine died after the last bytes: only its commit fails, and the others need no new group

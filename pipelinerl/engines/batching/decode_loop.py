@@ -186,8 +186,7 @@ class DecodeLoop:
     @property
     def _has_started_early(self) -> bool:
         """True if the running rows' next step has started; rows join and weights change only after it."""
-        early = self._runner.early_step
-        return early is not None and early.started and bool(self._scheduler.running)
+        return self._runner.early_step.started and bool(self._scheduler.running)
 
     def _loaded(self) -> bool:
         try:
@@ -279,8 +278,8 @@ class DecodeLoop:
         running = self._scheduler.running
         while not self._runner.reserve(len(running)):
             self._preempt(min(range(len(running)), key=lambda row: len(running[row].context)))
-        if self._runner.early_step is not None:
-            self._runner.early_step.allowed = self._keeps_rows()
+        early = self._runner.early_step
+        early.allowed = early.is_used and self._keeps_rows()
         token_ids, logprobs = self._runner.decode(len(running))
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
@@ -303,7 +302,7 @@ class DecodeLoop:
         self._report(deliveries(streamed, finished))
 
     def _keeps_rows(self) -> bool:
-        """Return True if all rows go on after the next step, and none joins, as far as can be foreseen."""
+        """Return True if, as far as can be foreseen, no row ends in the next step, and none joins after it."""
         scheduler = self._scheduler
         return not (
             self._commit is not None

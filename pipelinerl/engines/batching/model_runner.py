@@ -81,10 +81,11 @@ class EarlyStep:
     The device then computes this step while the host records and delivers the tokens of the last one. The loop sets
     `allowed` before each `decode`: True permits the runner to start the step after it as well. Until another `decode`
     has returned the tokens of the started step, rows may end and move. Any other change of rows, cache or weights
-    discards the step, and the next `decode` computes it again.
+    discards the step, and the next `decode` computes it again. `is_used` is False if an early start saves no time.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, *, is_used: bool) -> None:
+        self.is_used = is_used
         self.allowed = False
         self._step: Any = None
         self._rows = np.arange(rows)
@@ -122,8 +123,8 @@ class ModelRunner(ServedModel, Protocol):
     """A model with room for `slots` sequences, one per row, of at most `context_length` tokens each."""
 
     @property
-    def early_step(self) -> EarlyStep | None:
-        """The step that the runner may start early; None if an early start saves no time."""
+    def early_step(self) -> EarlyStep:
+        """The step that the runner may start early."""
         ...
 
     @property

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from inference_contract.engine import Engine
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable, top_tokens
+from pipelinerl.engines.batching.model_runner import EarlyStep, Prefill, RowState, RowTable, top_tokens
 from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.options import EngineOptions
@@ -66,10 +66,10 @@ class BigramRunner:
         self._staged = np.zeros_like(self._current)
         self._states: list[RowState | None] = [None] * rows
         self._rows = RowTable(rows)
+        self.early_step = EarlyStep(rows, is_used=False)
         self.top_logprobs: dict[int, TopTokens] = {}
 
     room = None
-    early_step = None
 
     def reserve(self, num_rows: int) -> bool:
         """Return True without reserving anything: a bigram model needs no cache."""

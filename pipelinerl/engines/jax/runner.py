@@ -116,7 +116,7 @@ class JaxRunner:
         self._weights = weights
         self._cache = cache
         self._rows = RowTable(self.slots, ids=np.int32)
-        self.early_step = EarlyStep(self.slots) if starts_early else None
+        self.early_step = EarlyStep(self.slots, is_used=starts_early)
         self.top_logprobs = _NO_TOP
         self.route_log = None
         self.scorer = None
@@ -131,14 +131,13 @@ class JaxRunner:
 
     def place(self, states: Sequence[RowState]) -> None:
         """Set the next token and the sampling parameters of the rows that `states` name."""
-        self._discard_early_step()
+        self.early_step.drop()
         self._rows.place(states)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move rows `sources` with all their state to rows `targets`, pairwise; no row is in both."""
         self._copy(sources, targets, self._rows.move(sources, targets))
-        if self.early_step is not None:
-            self.early_step.move(sources, targets)
+        self.early_step.move(sources, targets)
 
     def reserve(self, num_rows: int) -> bool:
         """Return True without reserving anything: every row always has room for the whole context."""
@@ -153,7 +152,7 @@ class JaxRunner:
 
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
         """Copy the first `num_tokens` of the cache of row `source` to each of `rows`."""
-        self._discard_early_step()
+        self.early_step.drop()
         self._copy([source] * len(rows), rows, num_tokens)
 
     def _copy(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
@@ -174,7 +173,7 @@ class JaxRunner:
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Fill the cache of the named rows, batching prompts of similar length; each prompt is computed once."""
-        self._discard_early_step()
+        self.early_step.drop()
         for length, batch in self._batches(prefills):
             token_ids = np.zeros((_fitting(len(batch), self.buckets.prompts_at(length)), length), dtype=np.int32)
             for index, prefill in enumerate(batch):
@@ -203,10 +202,10 @@ class JaxRunner:
         """Run one step of rows 0..num_rows-1, with additional rows up to a compiled size, whose results are unused."""
         rows, used = self._rows, slice(0, num_rows)
         self.top_logprobs = _NO_TOP
-        step, order = (None, None) if self.early_step is None else self.early_step.take(num_rows)
+        step, order = self.early_step.take(num_rows)
         if step is None:
             step = self._start(num_rows)
-        if self.early_step is not None and order is None and self._may_start_early(num_rows, step):
+        if order is None and self._may_start_early(num_rows, step):
             self.early_step.keep(self._start(num_rows, after=step))
         of_rows = used if order is None else order
         if step.top_ids is not None:
@@ -217,7 +216,6 @@ class JaxRunner:
 
     def _may_start_early(self, num_rows: int, step: SampledBatch) -> bool:
         """Return True if the step after `step` needs nothing from the host but its rows' positions and noise."""
-        assert self.early_step is not None
         used = slice(0, num_rows)
         return (
             self.early_step.allowed
@@ -280,12 +278,8 @@ class JaxRunner:
 
     def swap(self) -> None:
         """Make the staged weights current."""
-        self._discard_early_step()
+        self.early_step.drop()
         self._weights.swap()
-
-    def _discard_early_step(self) -> None:
-        if self.early_step is not None:
-            self.early_step.drop()
 
 
 def _fitting(count: int, sizes: Sequence[int]) -> int:

@@ -107,7 +107,7 @@ class TorchRunner:
             if self.layout.num_bytes >= _COMPILED_FROM:
                 self._forward.compile()
         starts_early = self._graphs is not None if starts_early is None else starts_early
-        self.early_step = EarlyStep(options.slots) if starts_early else None
+        self.early_step = EarlyStep(options.slots, is_used=starts_early)
         self._rows = RowTable(options.slots)
         self.top_logprobs = _NO_TOP
         self._all_rows = np.arange(options.slots)
@@ -132,7 +132,7 @@ class TorchRunner:
     # --- rows ----------------------------------------------------------------------------------------------------
 
     def place(self, states: Sequence[RowState]) -> None:
-        self._discard_early_step()
+        self.early_step.drop()
         self._rows.place(states)
         # a prompt of one token has no prefill in which its row would begin
         self._begin([state.row for state in states if state.position == 0])
@@ -140,8 +140,7 @@ class TorchRunner:
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move rows `sources` to rows `targets`, pairwise, with all state; no row is in both. No block is copied."""
         self._rows.move(sources, targets)
-        if self.early_step is not None:
-            self.early_step.move(sources, targets)
+        self.early_step.move(sources, targets)
         for source, target in zip(sources, targets, strict=True):
             self._table.release(target, 0)
             self._table.move(source, target)
@@ -166,7 +165,7 @@ class TorchRunner:
     @torch.inference_mode()
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
         """Give `rows` the first `num_tokens` of the cache of row `source`; only the last block is copied."""
-        self._discard_early_step()
+        self.early_step.drop()
         self.release([row for row in rows if self._table.counts[row]])
         self._cache.copy(self._table.fork(source, rows, num_tokens))
         self._rows.positions[list(rows)] = num_tokens
@@ -180,7 +179,7 @@ class TorchRunner:
 
         A prompt whose prefix another prompt computes waits for that prefix and reuses it.
         """
-        self._discard_early_step()
+        self.early_step.drop()
         self.release([row for prefill in prefills for row in prefill.rows if self._table.counts[row]])
         log = self.route_log if self.route_log is not None and self.route_log.is_on else None
         if log is not None:  # compute all tokens, without cache reuse, because the routing of each one is needed
@@ -262,10 +261,10 @@ class TorchRunner:
             raise RuntimeError("the cache has no room for the next token; preempt a row before the step")
         self._table.tokens[self._all_rows[used], rows.positions[used]] = rows.feeds[used]
         self.top_logprobs = _NO_TOP
-        step, order = (None, None) if self.early_step is None else self.early_step.take(num_rows)
+        step, order = self.early_step.take(num_rows)
         if step is None:
             step = self._start(num_rows)
-        if self.early_step is not None and order is None and self._may_start_early(num_rows):
+        if order is None and self._may_start_early(num_rows):
             self.early_step.keep(self._start(num_rows, after=step))
         token_ids, logprobs = (each[:num_rows] if order is None else each[order] for each in step.read())
         rows.advance(used, token_ids)
@@ -273,7 +272,6 @@ class TorchRunner:
 
     def _may_start_early(self, num_rows: int) -> bool:
         """Return True if the step after the next one needs nothing from the host but its rows' positions and noise."""
-        assert self.early_step is not None
         used, log = slice(0, num_rows), self.route_log
         after = self._rows.positions[used] + 1
         return (
@@ -343,10 +341,6 @@ class TorchRunner:
             found += logprobs[:, 0].tolist()
         return found
 
-    def _discard_early_step(self) -> None:
-        if self.early_step is not None:
-            self.early_step.drop()
-
     def _begin(self, rows: Sequence[int]) -> None:
         if self._alike is not None:
             self._alike.begin(rows)
@@ -365,7 +359,7 @@ class TorchRunner:
 
     def swap(self) -> None:
         """Make the staged weights current; cached results of older weights are not reused from now on."""
-        self._discard_early_step()
+        self.early_step.drop()
         self._weights.swap()
         self._table.forget()
 

@@ -90,7 +90,6 @@ def _runner(path: Path, *, modules: bool = False, device: str = "cpu", early: bo
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device(device))
     runner = TorchRunner(model, engine_options(slots=8, context_length=CONTEXT), starts_early=early or None)
     if early:
-        assert runner.early_step is not None
         runner.early_step.allowed = True
     if modules:
         runner._forward = ModuleForward(model)
@@ -379,7 +378,6 @@ def test_step_that_started_early_is_used_for_rows_that_stay_and_discarded_when_r
 
 def test_no_step_starts_early_beyond_the_context(directories: dict[str, Path]) -> None:
     runner = _runner(directories["llama"], early=True)
-    assert runner.early_step is not None
     row = Row(_prompt(1, CONTEXT - 3), noise_key=1)
     _start(runner, [row])
     for started in (True, True, True, False):
@@ -393,7 +391,6 @@ def test_no_step_starts_early_without_free_blocks_for_all_rows(directories: dict
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     block = _runner(directories["llama"])._block_bytes
     runner = TorchRunner(model, engine_options(slots=2, context_length=64), cache_bytes=3 * block, starts_early=True)
-    assert runner.early_step is not None
     runner.early_step.allowed = True
     rows = [Row(_prompt(key, 31), noise_key=key) for key in range(2)]
     _start(runner, rows)
@@ -406,7 +403,6 @@ def test_no_step_starts_early_without_free_blocks_for_all_rows(directories: dict
 
 def test_step_with_truncated_sampling_does_not_start_early(directories: dict[str, Path]) -> None:
     runner = _runner(directories["llama"], early=True)
-    assert runner.early_step is not None
     row = Row(_prompt(1, 5), noise_key=1)
     _start(runner, [row])
     runner.place([replace(row.state(0), top_k=3)])
@@ -491,7 +487,6 @@ def test_decoding_with_cuda_graphs_equals_recomputation_while_rows_join_and_leav
         torch.manual_seed(0)
         hf.Qwen3ForCausalLM(hf.Qwen3Config(**small, head_dim=16, initializer_range=0.3)).save_pretrained(tmp_path)
     runner = _runner(tmp_path, early=True)
-    assert runner.early_step is not None
     runner.early_step.allowed = early
     use_eager_graphs(runner, monkeypatch)
     _join_and_leave(runner, tmp_path, steps=steps, within=1e-5)

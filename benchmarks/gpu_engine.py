@@ -111,10 +111,7 @@ def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple
 
 
 def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare a full batch's decode rate with the limit that memory bandwidth sets.
-
-    The time of the prefill cancels: a step's time is that of long answers minus that of short answers, per token.
-    """
+    """Compare a full batch's decode rate with the memory's limit; a step's time is that of long minus short answers."""
     batch, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
     bandwidth = 2 * scale.copy_bytes / copy_seconds(scale.copy_bytes, device)  # each byte is read and written
 

@@ -82,10 +82,7 @@ def arms(gpus: int, *, steps: int) -> list[Scaled]:
 def _simulated(
     arm: str, gpus: int, engines: int, bounds: StalenessBounds, on_update: OnUpdate, *, batches: int, steps: int
 ) -> Scaled:
-    """Simulate a schedule that takes `batches` optimizer steps on each generated set of rollouts.
-
-    `engines` of the `gpus` GPUs run engines, and the others the trainer; in conventional RL it has all of them in turn.
-    """
+    """Simulate a schedule of `batches` steps per generation; its trainer has the GPUs without engine, or else all."""
     trainers, context = gpus - engines or gpus, mean_context(_LENGTHS, _PROMPT)
     rollouts = _BATCH * batches
     at_work = rollouts // _GROUP if bounds.k == 1 else 2 * engines * _ROWS // _GROUP

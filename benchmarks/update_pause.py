@@ -94,10 +94,7 @@ class UpdateMeter:
                 await asyncio.sleep(0.01)
 
     async def update(self, weights: WeightSource) -> Update:
-        """Publish the next version; return the times of the update in seconds.
-
-        `longest`, `control`, `step`: see the module. `pause`: reported by the engine. `total`: time of the publication.
-        """
+        """Publish the next version; return seconds: those of the module, the engine's `pause`, and the `total`."""
         self.version += 1
         began = time.monotonic()
         report = await publish(self.publisher, self.version, self.layout, weights, [self.url])

@@ -2,6 +2,8 @@
 
     python -m tests.architecture.voice            counts
     python -m tests.architecture.voice --list     each place, as path:line and text
+    python -m tests.architecture.voice --draw 7   40 docstrings, comments and test names, drawn by this seed, for a
+                                                  reader who has not seen them: 36 of each should be clear at once
 
 Counted are product files, tests and benchmarks: docstrings whose first line is a clause ("What…", "Whether…", "Of…",
 "So…") or a question instead of an imperative or a noun phrase; and words of the list `WORN` in docstrings, comments
@@ -16,8 +18,11 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Final
+
+from pipelinerl import rng
 
 ROOT: Final = Path(__file__).parents[2]
 CLAUSE: Final = re.compile(r"(What|Who|Whom|Whose|Which|Whether|When|Where|Why|How|Of|So|That|As|If)\b")
@@ -36,20 +41,21 @@ def sources(*folders: str) -> list[Path]:
 EVERYWHERE: Final = ("pipelinerl", "launch", "inference_contract", "trainer_contract", "tests", "benchmarks")
 
 
-def docstrings(path: Path) -> Iterator[Place]:
-    """Yield each docstring with the line of its definition."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = ast.get_docstring(node)
-            if text:
-                yield str(path.relative_to(ROOT)), getattr(node, "lineno", 1), text
+@cache
+def docstrings(path: Path) -> tuple[Place, ...]:
+    """Return each docstring with the line of its definition."""
+    named = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, named))
+    texts = ((getattr(node, "lineno", 1), ast.get_docstring(node)) for node in nodes)
+    return tuple((str(path.relative_to(ROOT)), line, text) for line, text in texts if text)
 
 
-def comments(path: Path) -> Iterator[Place]:
-    """Yield each comment."""
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type == tokenize.COMMENT:
-            yield str(path.relative_to(ROOT)), token.start[0], token.string
+@cache
+def comments(path: Path) -> tuple[Place, ...]:
+    """Return each comment."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    found = (token for token in tokens if token.type == tokenize.COMMENT)
+    return tuple((str(path.relative_to(ROOT)), token.start[0], token.string) for token in found)
 
 
 def prose() -> Iterator[Place]:
@@ -91,8 +97,32 @@ def words_per_sentence(path: Path) -> float:
     return sum(kept) / max(1, len(kept))
 
 
+def draw(seed: int, count: int = 40) -> Iterator[str]:
+    """Yield `count` docstrings and comments of product files with their lines of code, and as many test names."""
+    files = sources(*EVERYWHERE[:4], EVERYWHERE[-1])
+    tests = [
+        (str(path.relative_to(ROOT)), number, line)
+        for path in sources("tests")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.match(r"\s*(async )?def test_", line)
+    ]
+    pools = {
+        "docstring": [place for path in files for place in docstrings(path)],
+        "comment": [place for path in files for place in comments(path)],
+        "test name": tests,
+    }
+    for kind, places in pools.items():
+        for index in rng.generator(seed, "voice", kind).permutation(len(places))[:count]:
+            path, line, text = places[index]
+            code = (ROOT / path).read_text().splitlines()[line - 1].strip()
+            yield f"{kind}, {path}:{line}\n    {code}\n" + (f"    {text}\n" if kind == "docstring" else "")
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Print the counts, or each place with `--list`."""
+    """Print the counts, each place with `--list`, or only a draw with `--draw`."""
+    if "--draw" in arguments:
+        print("\n".join(draw(int(arguments[arguments.index("--draw") + 1]))))
+        return
     counted = {
         "docstrings that begin with a clause": clauses(),
         "docstrings that are questions": questions(),

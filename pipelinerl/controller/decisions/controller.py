@@ -377,6 +377,7 @@ class Controller:
         trainer.first_version = state.version
         trainer.training_since = now
         trainer.publications = []
+        state.ahead.any_trained = False
         return [
             Record("trainer_ready", {"epoch": state.epoch, "model_version": state.version}),
             self._answer(report.report_id, publish_to=sorted(state.fleet.members())),

@@ -195,10 +195,11 @@ class StepsAhead(msgspec.Struct, kw_only=True):
 
     steps: float = 2.0
     waited: list[float] = []
-    """The trainer's wait for each observed step, divided by the step's duration; the run's first step is left out."""
+    """The trainer's wait for each observed step, divided by the step's duration, without each trainer's first step."""
     left_over: list[float] = []
     """For each observed step, the complete groups that it left over, divided by the groups per step."""
     any_trained: bool = False
+    """True once the current trainer has taken a step."""
 
     def note_step(self, *, left_over: float, waited: float, most: float) -> None:
         """Adapt `steps`, at most to `most`, after a step.

@@ -151,12 +151,12 @@ class Sequence:
 
     @property
     def newest_version(self) -> int:
-        """The newest recorded version of weights: the last token's or, after a swap, the next token's; 0 if none."""
-        return self._marks[-1][0] if self._marks else 0
+        """The version that sampled the last token; before the first token, the version that samples it; 0 if none."""
+        return self.version_of(len(self.token_ids) - 1)
 
     def version_of(self, position: int) -> int:
-        """Return the version of the weights that sampled token `position`."""
-        return next(version for version, start in reversed(self._marks) if start <= position)
+        """Return the version of the weights that sampled token `position`; for -1, as `newest_version` does."""
+        return next((version for version, start in reversed(self._marks) if start <= max(position, 0)), 0)
 
 
 @final
@@ -347,7 +347,7 @@ class ResponseWriter:
             if end == start and (reason is None or self._ended[place]):
                 continue
             self._sent[place], self._ended[place] = end, reason is not None
-            self.newest_version = max(self.newest_version, sequence.newest_version)
+            self.newest_version = max(self.newest_version, sequence.version_of(end - 1))
             choices.append(self._part(sequence, start, end, reason))
         if not choices:
             return None

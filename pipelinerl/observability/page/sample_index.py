@@ -235,7 +235,8 @@ class SampleIndex:
         if wanted.after is not None:
             behind = _behind(wanted.after, values, groups["key"][owners], samples["number"][rows])
             rows, owners, values = rows[behind], owners[behind], values[behind]
-        if len(rows) > wanted.limit:
+        more = len(rows) > wanted.limit
+        if more:
             least = np.partition(values, wanted.limit - 1)[wanted.limit - 1]
             near = np.flatnonzero(values <= least)
             rows, owners, values = rows[near], owners[near], values[near]
@@ -244,7 +245,6 @@ class SampleIndex:
             SamplePlace(int(groups["key"][group]), int(samples["number"][row]), bool(groups["signal"][group]))
             for row, group in zip(rows[order].tolist(), owners[order].tolist(), strict=True)
         ]
-        more = len(order) == wanted.limit and len(order) > 0
         after = (float(values[order[-1]]), places[-1].key, places[-1].number) if more else None
         return SampleChoice(matched=matched, places=places, after=after)
 

@@ -442,6 +442,18 @@ def test_evaluation_problems_lost_by_the_stream_server_are_requested_again() -> 
     assert run.controller.state.evaluations.results == [result], "the second answer to a question counts nowhere"
 
 
+def test_wait_of_a_replacement_trainer_before_its_first_step_does_not_add_rollouts_in_flight() -> None:
+    run = World(controller(steps=99, evaluation_problems=0), random.Random(0))
+    run.begin()
+    while run.version < 2:
+        run.act()
+    ahead = run.controller.state.ahead
+    assert ahead.any_trained
+    run.directive, run.awaiting = None, "ready-2"
+    run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=2, consumed=run.consumed()))
+    assert not ahead.any_trained, "its first step waits for engines and actors, as that of the first trainer does"
+
+
 def test_last_evaluation_is_completed_if_the_trainer_restarts_during_it() -> None:
     run = World(controller(steps=2, evaluation_problems=3, pin=Pin.GATE), random.Random(0))
     run.begin()

@@ -1,4 +1,6 @@
-"""A text window returns the text before the first stop string, however that string is split into tokens."""
+"""A text window returns the text before the first stop string, however that string is split into tokens. A chunk names
+the version that sampled its newest token.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import itertools
 
 import pytest
 
-from pipelinerl.engines.batching.sequence import TextWindow
+from inference_contract.schemas import ChatCompletionRequest
+from pipelinerl.engines.batching.sequence import Request, ResponseWriter, TextWindow, extend
 from pipelinerl.models.tokenizer import ChatTokenizer
 
 
@@ -65,3 +68,31 @@ def test_streamed_text_that_may_begin_a_stop_string_is_held_back(tokenizer: Chat
     assert shown == ["x", "", "", "en"]
     window.close()
     assert window.take() == "e"
+
+
+def test_chunk_sent_after_a_swap_names_the_version_that_sampled_its_tokens(tokenizer: ChatTokenizer) -> None:
+    chat = ChatCompletionRequest(prompt_token_ids=[7], max_tokens=9, return_token_ids=True)
+    request = Request(
+        request_id="a",
+        prompt_token_ids=[7],
+        token_limit=9,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        streams=False,
+        stop_ids=frozenset(),
+    )
+    request.add_sequence(noise_key=0)
+    (sequence,) = request.sequences
+    writer = ResponseWriter(chat, request, model="tiny", tokenizer=tokenizer)
+    assert sequence.newest_version == 0
+    versions = []
+    for version in (4, 5, 6):
+        sequence.mark_version(version)
+        if version > 4:  # tokens of the version before the swap, except the last one, which may end the sample
+            chunk = writer.new_tokens(all_of_it=False)
+            assert chunk is not None
+            versions.append((chunk.model_version, chunk.choices[0].version_spans, sequence.newest_version))
+        extend([sequence], [8], [-1.0])
+        extend([sequence], [9], [-1.0])
+    assert versions == [(4, [(4, 1)], 4), (5, [(4, 1), (5, 1)], 5)]

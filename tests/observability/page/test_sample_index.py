@@ -74,6 +74,14 @@ def test_samples_without_a_value_are_sorted_last_and_paging_returns_every_sample
         assert seen[0] == first and sorted(seen) == [1, 2, 3, 4, 5, 6] and set(seen[-2:]) == {2, 5}
 
 
+def test_full_page_that_ends_with_the_last_sample_is_the_last_page(tmp_path: Path) -> None:
+    kept(tmp_path, *(group(step) for step in range(1, 5)))
+    index = read(SampleIndex(tmp_path))
+    first = index.choose(SampleFilter(limit=2))
+    last = index.choose(SampleFilter(limit=2, after=first.after))
+    assert first.after is not None and len(last.places) == 2 and last.after is None
+
+
 def test_sample_index_over_its_limit_keeps_only_the_newest_samples(tmp_path: Path) -> None:
     kept(tmp_path, *(group(step) for step in range(1, 26)))
     index = read(SampleIndex(tmp_path, most=10))

@@ -127,7 +127,7 @@ def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     step_bytes = metrics.weight_bytes + scale.slots * per_token * (scale.prompt + (short + scale.answer) / 2)
     roofline = step_bytes / bandwidth / step_s
     rows = [
-        Row("decode tokens/s / roofline of the memory", roofline, ">= 0.30 (goal 0.60)", roofline >= 0.30),
+        Row("decode tokens/s / roofline of the memory", roofline, ">= 0.70", roofline >= 0.70),
         Row("    tokens/s", scale.slots / step_s),
         Row("    step / its reads at copy speed [ms]", f"{1e3 * step_s:.3f} / {1e3 * step_bytes / bandwidth:.3f}"),
         Row("    step without early start / step", late_s / step_s),
@@ -177,7 +177,7 @@ def check_ragged(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 def check_continued(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Compare a second turn, whose prefix the engine has cached, with a new prompt of the same length."""
-    # The first prompt is long because only full blocks of the cache are reused: 256 tokens on CUDA.
+    # The first prompt is long because only full blocks of the cache are reused.
     count, long, turn = min(scale.parity_sequences, scale.slots), 4 * scale.prompt, scale.answer // 4
     whole = long + turn + scale.prompt
     ratios, sampled, hits = list[float](), list[SampledAnswer](), 0.0

@@ -247,6 +247,9 @@ def _from_first_turn(progress: GroupProgress) -> GroupProgress:
 
 
 async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, domain: EpisodeDomain) -> Verdict:
+    if ended.how == "raised" and episode.was_refused:
+        # A program or another client of OpenAI's API usually fails when its request is refused at a limit.
+        ended = EpisodeEnd(how="over", reason=episode.over)
     if ended.how in ("raised", "cancelled"):
         return failed(f"the environment failed: {ended.reason}")
     if ended.other:

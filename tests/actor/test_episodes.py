@@ -296,6 +296,26 @@ async def test_verifier_judges_the_last_model_answer_if_an_external_command_play
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
+@pytest.mark.parametrize("limits", [EpisodeLimits(max_turns=2), EpisodeLimits(turn_tokens=1)])
+async def test_episode_whose_command_fails_at_a_limit_is_judged_by_its_last_answer(
+    limits: EpisodeLimits, tmp_path: Path
+) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import openai\n"
+        "client, messages = openai.OpenAI(), [{'role': 'user', 'content': 'x'}]\n"
+        "for _ in range(9):\n"
+        "    answer = client.chat.completions.create(model='m', messages=messages).choices[0].message\n"
+        "    messages += [answer.model_dump(), messages[0]]\n"
+    )
+    player, sampler = Commands([sys.executable, str(script)]), TalkingSampler(lambda messages: "b")
+    domains = {"talk": EpisodeDomain(player=player, limits=limits, verifier=PerAnswerVerifier(IsB()), correct_at=1.0)}
+    gateway = Gateway()
+    async with asyncio.timeout(PATIENCE_S), gateway.serve():
+        (made,) = await Episodes(gateway, sampler, domains, attempts=1).make(order(), GroupProgress())
+    assert made.rollout.verdict.outcome is Outcome.CORRECT
+
+
 async def test_failed_episode_command_is_reported_with_the_last_line_of_its_standard_error(tmp_path: Path) -> None:
     commands = Commands([sys.executable, "-c", "print('out'); raise SystemExit('no model named {task}')"])
     task = Task(problem_id="p", domain="talk", messages=({"role": "user", "content": "x"},), ground_truth="")

@@ -129,7 +129,7 @@ class Episodes:
         )
         if not answered_episodes:
             reason = played[0].judgement.verdict.reason
-            raise PipelineError(f"{order.order_id}: no episode asked the model for an answer; the first: {reason}")
+            raise PipelineError(f"{order.order_id}: the model answered in no episode; the first: {reason}")
         return [_made(order, each) for each in answered_episodes]
 
     async def play(self, order: PromptOrder, sample: int, progress: GroupProgress) -> PlayedEpisode:
@@ -163,10 +163,14 @@ class Episodes:
             return failed(opened.tool_failure)
         self._warn_of_overridden(order.problem.domain, episode)
         self._warn_of_segments(order.problem.domain, episode)
+        self._warn_of_abandoned(order.problem.domain, episode)
         progress.played(episode.calls, max(0.0, time.monotonic() - began - episode.sampling_s))
         if episode.calls.offered:
             self._warn_without_calls(order.problem.domain, episode)
-        return timed_out(domain.limits.timeout_s) if ended is None else await _verdict(order, episode, ended, domain)
+        if ended is None:
+            late = f"the episode took longer than {domain.limits.timeout_s:g} s (episode.timeout_s)"
+            return replace(timed_out(domain.limits.timeout_s), reason=late)
+        return await _verdict(order, episode, ended, domain)
 
     def _warn_of_overridden(self, domain: str, episode: Episode) -> None:
         for name in episode.overridden:
@@ -184,6 +188,16 @@ class Episodes:
                     domain,
                     reason,
                 )
+
+    def _warn_of_abandoned(self, domain: str, episode: Episode) -> None:
+        if episode.abandoned and (domain, "abandoned") not in self._warned:
+            self._warned.add((domain, "abandoned"))
+            log.warning(
+                "domain %s: an episode repeated a request without continuing its answer, so %d of its answers do not "
+                "train; continue each answer, or sample independent answers from agents of different names",
+                domain,
+                episode.abandoned,
+            )
 
     def _warn_without_calls(self, domain: str, episode: Episode) -> None:
         if episode.calls.parsed:
@@ -247,8 +261,16 @@ def _from_first_turn(progress: GroupProgress) -> GroupProgress:
 
 
 async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, domain: EpisodeDomain) -> Verdict:
+    if ended.how == "raised" and episode.was_refused:
+        # A program or another client of OpenAI's API usually fails when its request is refused at a limit.
+        ended = EpisodeEnd(how="over", reason=episode.over)
     if ended.how in ("raised", "cancelled"):
         return failed(f"the environment failed: {ended.reason}")
+    if episode.last is None:
+        # Such episodes train nothing. Counted as failures, whatever they return, they end a run that has no others.
+        return failed(
+            ended.reason or "the environment never asked the model for an answer that trains; call client.chat"
+        )
     if ended.other:
         return failed(f"the environment must return a number, a bool, a Verdict or None, it returned {ended.other}")
     of_turns = sum(turn.reward for turn in episode.turns)
@@ -257,8 +279,6 @@ async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, doma
         return _with_more(verdict, of_turns, domain)
     if ended.value is not None:
         return verdict_of(float(ended.value) + of_turns, correct_at=domain.correct_at)
-    if episode.last is None:
-        return failed(ended.reason or "the environment ended before the model was asked for an answer")
     if domain.verifier is not None:
         last = episode.last
         answer = SampledAnswer(last.text, last.turn.token_ids.tolist(), last.finish_reason)

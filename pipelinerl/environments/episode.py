@@ -173,6 +173,8 @@ class Episode:
         """Seconds spent on sampling the turns."""
         self.over = ""
         """Reason why no further turn is sampled; empty while the episode continues."""
+        self.was_refused = False
+        """True once a request was refused because the episode is over."""
         self.last: RecordedTurn | None = None
         """The latest turn that trains."""
         self._turns: list[RecordedTurn] = []
@@ -229,10 +231,10 @@ class Episode:
 
         Raises `EpisodeOver` at a limit, and `InvalidRequest` for an invalid body or fields that agents may not set.
         """
-        if self.over:
-            raise EpisodeOver(f"this episode is over: {self.over}")
-        if self._numbers.total() + self._under_way.total() >= self.limits.max_turns:
+        if not self.over and self._numbers.total() + self._under_way.total() >= self.limits.max_turns:
             self.over = f"it has had its {self.limits.max_turns} turns (episode.max_turns)"
+        if self.over:
+            self.was_refused = True
             raise EpisodeOver(f"this episode is over: {self.over}")
         from_agent = self._validated(body)
         tools_key = _key_of_tools(from_agent)

@@ -176,6 +176,7 @@ async def _sampled(
             return completion, planned, episode.record(planned, completion)
         except ContextExceeded as error:
             episode.over = f"the conversation has filled the context: {error.message}"
+            episode.was_refused = True
             raise
         except InvalidRequest:
             raise  # the agent's request is invalid: it gets the error, and the episode continues

@@ -96,6 +96,13 @@ async def never_stops(task, client):
         answer = await client.chat(messages)
         messages += [answer, {"role": "user", "content": "no"}]
 
+async def asks_nothing(task, client):
+    return 1.0
+
+async def repeats(task, client):
+    answers = [await client.chat(task.messages) for _ in range(3)]
+    return 1.0
+
 class Game:
     def reset(self, task, seed):
         self.turns = 0
@@ -230,6 +237,24 @@ async def test_episode_that_returns_no_reward_is_judged_by_the_verifier_of_its_d
 async def test_episode_that_exceeds_its_time_limit_has_outcome_timeout(name: str, tmp_path: Path) -> None:
     (made,) = await played(tmp_path, name, timeout_s=2.0)
     assert made.rollout.verdict.outcome is Outcome.TIMEOUT
+    assert made.rollout.verdict.reason == "the episode took longer than 2 s (episode.timeout_s)"
+
+
+async def test_rewarded_episode_without_an_answer_counts_as_a_failure(tmp_path: Path) -> None:
+    judged: list[Judgement] = []
+    progress = GroupProgress(judged=lambda judgements, spans: judged.extend(judgements))
+    async with episodes(tmp_path, "asks_nothing", TalkingSampler()) as maker:
+        with pytest.raises(PipelineError, match="the environment never asked the model"):
+            await maker.make(order(), progress)
+    assert [each.verdict.outcome for each in judged] == [Outcome.VERIFIER_ERROR]
+
+
+async def test_actor_warns_of_answers_that_do_not_train_because_their_request_was_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (made, _) = await played(tmp_path, "repeats", samples=2)
+    assert len(made.rollout.turns) == 1
+    assert caplog.text.count("so 2 of its answers do not train") == 1
 
 
 async def test_episode_is_restarted_once_if_its_host_process_dies(tmp_path: Path) -> None:
@@ -270,7 +295,7 @@ async def test_group_of_episodes_fails_if_no_engine_can_answer(tmp_path: Path) -
 
 async def test_group_fails_with_the_name_of_the_environment_that_cannot_be_loaded(tmp_path: Path) -> None:
     async with episodes(tmp_path, "absent", TalkingSampler()) as maker:
-        with pytest.raises(PipelineError, match=r"no episode asked the model.*has no 'absent'"):
+        with pytest.raises(PipelineError, match=r"model answered in no episode.*has no 'absent'"):
             await maker.make(order(), GroupProgress())
 
 
@@ -291,6 +316,26 @@ async def test_verifier_judges_the_last_model_answer_if_an_external_command_play
             correct_at=1.0,
         )
     }
+    async with asyncio.timeout(PATIENCE_S), gateway.serve():
+        (made,) = await Episodes(gateway, sampler, domains, attempts=1).make(order(), GroupProgress())
+    assert made.rollout.verdict.outcome is Outcome.CORRECT
+
+
+@pytest.mark.parametrize("limits", [EpisodeLimits(max_turns=2), EpisodeLimits(turn_tokens=1)])
+async def test_episode_whose_command_fails_at_a_limit_is_judged_by_its_last_answer(
+    limits: EpisodeLimits, tmp_path: Path
+) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import openai\n"
+        "client, messages = openai.OpenAI(), [{'role': 'user', 'content': 'x'}]\n"
+        "for _ in range(9):\n"
+        "    answer = client.chat.completions.create(model='m', messages=messages).choices[0].message\n"
+        "    messages += [answer.model_dump(), messages[0]]\n"
+    )
+    player, sampler = Commands([sys.executable, str(script)]), TalkingSampler(lambda messages: "b")
+    domains = {"talk": EpisodeDomain(player=player, limits=limits, verifier=PerAnswerVerifier(IsB()), correct_at=1.0)}
+    gateway = Gateway()
     async with asyncio.timeout(PATIENCE_S), gateway.serve():
         (made,) = await Episodes(gateway, sampler, domains, attempts=1).make(order(), GroupProgress())
     assert made.rollout.verdict.outcome is Outcome.CORRECT

@@ -71,15 +71,11 @@ async def episode_tried(
     verdict = played.judgement.verdict
     if not verdict.outcome.is_judgement:
         raise RecipeError(f"domains.{domain.name}: a trial episode failed: {verdict.reason}")
-    if played.episode.last is None:
-        raise RecipeError(
-            f"domains.{domain.name}: a trial episode never asked the model for an answer; call client.chat"
-        )
     lines = [
         ("episode", f"domains.{domain.name}: {line}")
         for line in (*_turns(played, tokenizer), _verdict(played, answerer.seconds))
     ]
-    return [*lines, *(("warning", line) for line in _too_long(config, domain, played))]
+    return [*lines, *(("warning", line) for line in _too_long(config, domain, played, answerer.longest))]
 
 
 def _first_call(domain: DomainSection, tokenizer: ChatTokenizer) -> str:
@@ -102,7 +98,13 @@ def _turns(played: PlayedEpisode, tokenizer: ChatTokenizer) -> Iterator[str]:
         )
 
 
-def _too_long(config: RunConfig, domain: DomainSection, played: PlayedEpisode) -> Iterator[str]:
+def _too_long(config: RunConfig, domain: DomainSection, played: PlayedEpisode, most_sent: int) -> Iterator[str]:
+    if most_sent >= config.engine.context_length:
+        yield (
+            f"domains.{domain.name}: a request of this episode has {most_sent:,} tokens, and a run refuses it, because "
+            f"engine.context_length is {config.engine.context_length:,}; raise it, or shorten the messages"
+        )
+        return
     turns, most = [each.turn for each in played.episode.turns], domain.episode.max_turns
     answer = domain.episode.turn_tokens or domain.max_tokens or config.sampling.max_tokens
     later = [len(turn.context_token_ids) for turn in turns[1:]]
@@ -124,10 +126,13 @@ def _verdict(played: PlayedEpisode, answering_s: float) -> str:
 
 @final
 class ScriptedAnswers:
-    """`Sampler` that returns the given answers in order; `seconds` is the total time that its calls have taken."""
+    """`Sampler` that returns the given answers in order.
+
+    `seconds` is the total time that its calls have taken, and `longest` the number of tokens of the longest request.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer, texts: Iterable[str]) -> None:
-        self.seconds = 0.0
+        self.seconds, self.longest = 0.0, 0
         self._tokenizer = tokenizer
         self._texts = iter(texts)
 
@@ -142,6 +147,7 @@ class ScriptedAnswers:
             prompt = self._tokenizer.encode_continuation(messages, request.continue_from, known, kwargs, tools)
         else:
             prompt = self._tokenizer.encode_chat(messages, kwargs, tools)
+        self.longest = max(self.longest, len(prompt))
         text = next(self._texts)
         sampled = [*self._tokenizer.encode(text), min(self._tokenizer.eos_token_ids)]
         answer = self._tokenizer.parse_answer(text, tools, key=b"check") if tools else ParsedAnswer(text)

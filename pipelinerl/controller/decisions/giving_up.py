@@ -155,10 +155,11 @@ def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
     # The run ends after `_VERDICTS_THAT_END` errors in a row. Timeouts may be the fault of the answers and come in
     # bursts, so they end the run only after as many answers as a step has.
     actors = list(state.live_actors(now))
-    judges = {
-        f"the verifier of domain {domain}": [alive.verifiers[domain] for alive in actors if domain in alive.verifiers]
-        for domain in sorted({domain for alive in actors for domain in alive.verifiers})
-    }
+    judges = {}
+    for domain in sorted({domain for alive in actors for domain in alive.verifiers}):
+        figures_of = [alive.verifiers[domain] for alive in actors if domain in alive.verifiers]
+        judge = "environment or verifier" if any(figures.episodes for figures in figures_of) else "verifier"
+        judges[f"the {judge} of domain {domain}"] = figures_of
     filters = [alive.filtering for alive in actors if alive.filtering != VerifierFigures()]
     for judge, of_all_actors in [*judges.items(), (THE_FILTER, filters)]:
         failing = [figures for figures in of_all_actors if figures.errors_in_a_row or figures.timeouts_in_a_row]

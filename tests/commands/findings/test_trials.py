@@ -36,6 +36,10 @@ async def once(task, client):
 
 async def nothing(task, client):
     return 1.0
+
+async def much(task, client):
+    await client.chat([{"role": "user", "content": "x" * 5000}])
+    return 1.0
 """
 
 
@@ -72,6 +76,12 @@ async def test_environment_that_never_calls_the_model_is_rejected(tmp_path: Path
     (tmp_path / "agent.py").write_text(CODE)
     with pytest.raises(RecipeError, match="never asked the model"):
         await lines(without_tools(), environment=f"{tmp_path}/agent.py:nothing", episode={})
+
+
+async def test_check_warns_of_a_request_that_a_run_refuses_because_it_fills_the_context(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(CODE)
+    kind, warning = (await lines(without_tools(), environment=f"{tmp_path}/agent.py:much", episode={}))[-1]
+    assert kind == "warning" and re.search(r"has 5,\d+ tokens, and a run refuses it", warning)
 
 
 async def test_chat_template_without_tool_calls_is_rejected() -> None:

@@ -219,6 +219,12 @@ def test_run_ends_when_a_verifier_fails_on_twenty_answers_in_a_row() -> None:
     )
 
 
+def test_run_that_ends_because_its_episodes_fail_names_the_environment() -> None:
+    made = serving().controller
+    ends(made, received(beat("a", game=msgspec.structs.replace(failing(20), episodes=20))))
+    assert made.state.failing.reason.startswith("the environment or verifier of domain game has failed on 20 answers")
+
+
 def test_run_ends_when_the_curation_filter_fails_on_twenty_groups_in_a_row() -> None:
     made = serving().controller
     well = VerifierFigures(judged=400)

@@ -419,6 +419,7 @@ class TrainingSamples:
         verdict, (first, *later) = rollout.verdict, rollout.turns
         tokens = [first.token_ids, *(each for turn in later for each in (turn.context_token_ids, turn.token_ids))]
         token_ids: list[int] = np.concatenate(tokens).tolist()
+        has_turns = bool(later) or not np.array_equal(first.context_token_ids, prompt)
         return AnswerRecord(
             text=self.decode(token_ids),
             outcome=verdict.outcome.value,
@@ -435,7 +436,7 @@ class TrainingSamples:
             staleness=version - rollout.oldest_version,
             trained=result.trained,
             tokens=self._columns(rollout, token_ids, result.tokens),
-            turns=self._turns(rollout, prompt) if len(rollout.turns) > 1 else (),
+            turns=self._turns(rollout, prompt) if has_turns else (),
         )
 
     def _turns(self, rollout: Rollout, prompt: NDArray[np.int32]) -> tuple[TurnRecord, ...]:

@@ -116,13 +116,21 @@ def test_environment_tokens_in_a_kept_sample_have_no_model_version(tmp_path: Pat
     assert tokens.deltas == (), "no log-probs of the trainer were given"
 
 
+def test_logged_sample_of_one_turn_has_its_context_if_it_differs_from_the_prompt_of_the_group(tmp_path: Path) -> None:
+    watch = watch_in(tmp_path)
+    stepped(watch, [replace(group(0), rollouts=(rollout(prompt=(5, 6)), rollout(prompt=(1, 2))))], version=1)
+    closed(watch)
+    (sample,) = read_samples(tmp_path)
+    assert [[turn.context for turn in each.turns] for each in sample.answers] == [[], ["1|2"]]
+
+
 @pytest.mark.parametrize("budget", [6, 1000])
 def test_logged_sample_of_a_branching_episode_lists_tokens_in_turn_order(tmp_path: Path, budget: int) -> None:
     watch = watch_in(tmp_path)
     turns = [((5, 6), (7, 8)), ((1,), (9,)), ((2, 3), (10, 11)), ((4,), (12,))]
     forked = episode(turns, (ROOT, ROOT, 0, 1), versions=(1, 1, 2, 3))
     batch = build(
-        [replace(group(0), rollouts=(forked, rollout(reward=0.0)))],
+        [replace(group(0), rollouts=(forked, rollout(reward=0.0, prompt=(5, 6))))],
         objective=resolve("grpo"),
         token_budget=budget,
         producing=4,

@@ -29,7 +29,7 @@ from launch.run_directory import RunDirectory
 from launch.supervisor import EngineProcesses, RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import Event, read_events
+from pipelinerl.observability.events import Event, EventLog, amount, read_events
 from pipelinerl.observability.progress import ProgressDisplay
 from pipelinerl.observability.report import summary, write_report
 from pipelinerl.observability.run_history import tell
@@ -179,10 +179,24 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
             )
             staff = EngineProcesses(supervisor, launch, give_up=reader.give_up)
             result = supervisor.run()
-    events = _events_of(directory)[before:]
+        events = _events_of(directory)[before:]
+        record_failure(result, directory, events)
     result = _judged(result, tell(events).finished or {})
     show_end(result, directory, events, console)
     return result.exit_status
+
+
+def record_failure(result: RunResult, directory: RunDirectory, events: Sequence[Event]) -> None:
+    """Write `run_failed` if the run failed and its controller did not write it, so that later commands know why.
+
+    Call this once the controller has ended, because a log has one writer. `events` are those of this launch.
+    """
+    if result.outcome is not RunOutcome.FAILED or tell(events).finished is not None:
+        return
+    reason = result.message.partition("\n")[0].partition("; its log ")[0]
+    elapsed_s = max((amount(event, "elapsed_s") for event in events), default=0.0)
+    with suppress(OSError), EventLog(directory.events, timeout_s=0.0) as log:
+        log.write("run_failed", elapsed_s=elapsed_s, reason=reason)
 
 
 def show_end(result: RunResult, directory: RunDirectory, events: Sequence[Event], console: Console) -> None:

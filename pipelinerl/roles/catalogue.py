@@ -31,11 +31,12 @@ def trainer_rank(
 def redis(options: RoleOptions) -> None:
     """Run the embedded stream server; its password is in <run>/redis/password."""
     from pipelinerl.roles.process import identity_of
-    from pipelinerl.streams.embedded_redis import command
+    from pipelinerl.streams.embedded_redis import claim, command
     from pipelinerl.system.http_service import listen
 
     identity = identity_of(options)
     listen(identity.host, identity.port).close()  # fail here if the port is taken; the server would only log it
+    claim(identity.run_dir / "redis")
     argv = command(identity.run_dir / "redis", identity.port, host=identity.host)
     os.execv(argv[0], argv)
 

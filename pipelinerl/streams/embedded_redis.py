@@ -2,6 +2,7 @@
 
     EmbeddedRedis(directory)       starts, stops and restarts the server as a child process
     command(directory, port)       returns the server's command line, for a caller that starts the process itself
+    claim(directory)               reserves the directory for this process, and for the server that replaces it
     server_url(directory, port)    returns the address of the server that this command line starts
     answers(url)                   returns whether the server at `url` is ready
 
@@ -18,6 +19,8 @@ directory: redis.conf, password, log, appendonlydir/.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -99,6 +102,26 @@ def command(directory: Path, port: int, *, host: str = LOOPBACK, fsync: Fsync = 
     config = directory / "redis.conf"
     write_private(config, "\n".join(lines) + "\n")
     return [str(server_binary()), str(config)]
+
+
+def claim(directory: Path) -> None:
+    """Reserve `directory` for this process until it ends; a server that it executes keeps the claim.
+
+    Two servers with one append-only file would destroy it. The claim is a POSIX lock, because the server's forked
+    children do not inherit it. Raises `UserError` if another process has the claim.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    os.set_inheritable(descriptor, True)  # closing any descriptor of the file would release the lock
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return  # the file system has no locks
+        os.close(descriptor)
+        raise UserError(
+            f"another stream server already uses {directory}; stop it first, or give another --run-dir"
+        ) from None
 
 
 def server_url(directory: Path, port: int) -> str:

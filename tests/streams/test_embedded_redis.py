@@ -156,3 +156,28 @@ def test_stream_server_started_by_its_shell_command_runs_in_the_foreground_until
         wait_until(lambda: answers(url), "the server answers")
         process.terminate()
         assert process.wait(PATIENCE_S) == 0
+
+
+def test_second_stream_server_in_one_directory_is_rejected_until_the_first_has_ended(tmp_path: Path) -> None:
+    """Both would append to one file, and the second would replace the first one's configuration."""
+    directory, ports = tmp_path / "redis", free_ports(2)
+    command(directory, ports[0])  # writes the password
+    role = [sys.executable, "-m", "pipelinerl.cli", "redis", "--run-dir", str(tmp_path), "--port"]
+    first = subprocess.Popen([*role, str(ports[0])], cwd=REPOSITORY)
+    second = None
+    try:
+        wait_until(lambda: answers(server_url(directory, ports[0])), "the first server answers")
+        with (tmp_path / "errors").open("w") as errors:
+            second = subprocess.Popen([*role, str(ports[1])], cwd=REPOSITORY, stderr=errors)
+        wait_until(lambda: second.poll() is not None or answers(server_url(directory, ports[1])), "it decides")
+        assert second.poll() == 2
+        assert "another stream server already uses" in (tmp_path / "errors").read_text()
+        first.kill()
+        first.wait(PATIENCE_S)
+        second = subprocess.Popen([*role, str(ports[1])], cwd=REPOSITORY)
+        wait_until(lambda: answers(server_url(directory, ports[1])), "the second server answers")
+    finally:
+        for process in (first, second):
+            if process is not None:
+                process.kill()
+                process.wait(PATIENCE_S)

@@ -57,6 +57,7 @@ class MemoryStream:
 
     def __init__(self, *, max_length: int = 100_000) -> None:
         self.max_length: Final = max_length
+        self.outage = ""
         self._logs: dict[str, _Log] = {}
         self._appended = asyncio.Event()
 

@@ -6,16 +6,16 @@
     held          XREADGROUP 0        entries that this consumer has claimed and not acknowledged
     renew XCLAIM JUSTID   acknowledge XACK   length XLEN   trim XTRIM MINID (in EVAL)   last_id XINFO STREAM
 
-Commands are retried with exponential backoff while the server is unreachable; after `timeout_s` without an answer an
-`AddressError` names the server. They are also retried, for at most `full_timeout_s`, while the server's disk or memory
-is full. All commands are safe to repeat: an append with chosen ids skips entries that it already appended. A stream `s`
-is the key `<namespace>:s`; an entry has the single field `p`.
+A server that has not answered yet gets `timeout_s`; then an `AddressError` names it. Later, commands are retried with
+exponential backoff for at most `outage_s` while it is unreachable, silent, or without disk space or memory. All
+commands are safe to repeat: an append with chosen ids skips entries that it already appended. A stream `s` is the key
+`<namespace>:s`; an entry has the single field `p`.
 
 | waits for | at most | unblocked by |
 |---|---|---|
 | an entry (`read`, `claim`) | `block_s` | a producer |
-| the server's answer | `timeout_s` | the server, or its restart |
-| space on the server | `full_timeout_s` | freed disk space, or a higher `maxmemory` |
+| the server's first answer | `timeout_s` | the server |
+| the end of an outage | `outage_s` | the server, its restart, freed disk space, or a higher `maxmemory` |
 """
 
 from __future__ import annotations
@@ -88,9 +88,10 @@ class RedisStream:
     Args:
         url: `redis://[user:password@]host:port[/db]` (also `rediss://`, `unix://`).
         namespace: prefix of all keys, so that several runs can share a server.
-        timeout_s: longest outage of the server before an `AddressError`.
-        full_timeout_s: longest time that the server's disk or memory may be full before a `PipelineError`. The
-            default equals `training.deadline_s`, the time that a trainer waits for space for a checkpoint.
+        timeout_s: longest wait for the server's first answer, before an `AddressError`. Later, a server that does not
+            answer for as long is asked again.
+        outage_s: longest outage of a server that has answered, before an `AddressError`, or a `PipelineError` if its
+            disk or memory is full. The default equals `training.deadline_s`.
         max_length: number of entries from which a stream counts as full; see `Stream.room`.
     """
 
@@ -100,16 +101,17 @@ class RedisStream:
         *,
         namespace: str,
         timeout_s: float = 10.0,
-        full_timeout_s: float = 300.0,
+        outage_s: float = 300.0,
         max_length: int = 100_000,
     ) -> None:
         """Create the client. Raises `AddressError` if the address is malformed."""
         self.max_length: Final = max_length
+        self.outage = ""
         self._address = without_secrets(url)
         self._prefix = f"{namespace}:"
         self._timeout_s = timeout_s
-        self._full_timeout_s = full_timeout_s
-        self._is_full = False  # True if the server's last answer was that it is full
+        self._outage_s = outage_s
+        self._has_answered = False
         self._walked: dict[tuple[str, str], float] = {}
         try:
             self._client = Redis.from_url(
@@ -276,19 +278,21 @@ class RedisStream:
 
     async def _blocking(self, command: _Command, block_s: float) -> Any:
         """Run a command until the server answers; block for `block_s` in total, across reconnects. Raises
-        `AddressError` after `timeout_s` without an answer, and `_RefusedError` for an error or after `full_timeout_s`
-        without space.
+        `AddressError` and `_RefusedError` after an outage as long as the limits, and `_RefusedError` for an error.
         """
         unblocked = time.monotonic() + block_s
-        away_since, full_since, pause = None, None, 0.005
+        out_since: float | None = None
+        failure: PipelineError
+        pause = 0.005
         while True:
             began = time.monotonic()
             left = max(0.0, unblocked - began)
             try:
                 async with asyncio.timeout(left + self._timeout_s):
                     answer = await self._client.execute_command(*command(round(left * 1000)))
-                if full_since is not None:
-                    self._report_space()
+                self._has_answered = True
+                if out_since is not None:
+                    self._note("")
                 return answer
             except (AuthenticationError, AuthorizationError) as error:
                 raise AddressError(
@@ -296,46 +300,50 @@ class RedisStream:
                     "put the correct ones into the address"
                 ) from error
             except ResponseError as error:
-                now = time.monotonic()
-                full_since = now if full_since is None else full_since
-                left_s = full_since + self._full_timeout_s - now
-                if not _is_full_error(error) or left_s <= 0:
-                    raise _RefusedError(str(error), self._address) from error
-                self._report_full(error)
-            except TimeoutError as error:
-                raise AddressError(
+                failure, outage = _RefusedError(str(error), self._address), f"is full ({error})"
+                if not _is_full_error(error):
+                    raise failure from error
+                self._has_answered = True
+            except TimeoutError:
+                out_since = time.monotonic() - self._timeout_s if out_since is None else out_since
+                outage = "does not answer"
+                failure = AddressError(
                     f"the stream server at {self._address} accepted a connection but did not answer for "
-                    f"{self._timeout_s:g} s; check if it is stopped or swapping"
-                ) from error
+                    f"{self._limit_s:g} s; check if it is stopped or swapping"
+                )
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:
-                now = time.monotonic()
                 # An attempt that took longer than the connect timeout had a connection, so the server has become
                 # unreachable only now.
-                if away_since is None or now - began > self._timeout_s / 2:
-                    away_since, pause = now, 0.005
-                left_s = away_since + self._timeout_s - now
-                if left_s <= 0:
-                    raise AddressError(
-                        f"cannot reach the stream server at {self._address} for {self._timeout_s:g} s "
-                        f"({error}); start it, or correct the address"
-                    ) from error
+                if time.monotonic() - began > self._timeout_s / 2:
+                    out_since, pause = None, 0.005
+                outage = f"is unreachable ({error})"
+                failure = AddressError(
+                    f"cannot reach the stream server at {self._address} for {self._limit_s:g} s ({error}); "
+                    "start it, or correct the address"
+                )
+            now = time.monotonic()
+            out_since = now if out_since is None else out_since
+            left_s = out_since + self._limit_s - now
+            if left_s <= 0:
+                raise failure
+            self._note(outage)
             await asyncio.sleep(min(pause, left_s))
             pause = min(2 * pause, 0.5)
 
-    def _report_full(self, error: ResponseError) -> None:
-        if not self._is_full:
-            self._is_full = True
-            log.warning(
-                "the stream server at %s is full; rejected commands are retried for %g s: %s",
-                self._address,
-                self._full_timeout_s,
-                error,
-            )
+    @property
+    def _limit_s(self) -> float:
+        """The longest outage that is tolerated now."""
+        return self._outage_s if self._has_answered else self._timeout_s
 
-    def _report_space(self) -> None:
-        if self._is_full:
-            self._is_full = False
-            log.warning("the stream server at %s has space again", self._address)
+    def _note(self, outage: str) -> None:
+        """Note what the server lacks, "" for nothing; report its first outage and the end of it in the log."""
+        if outage and not self.outage and self._has_answered:
+            log.warning(
+                "the stream server at %s %s; commands are retried for %g s", self._address, outage, self._outage_s
+            )
+        elif self.outage and not outage:
+            log.warning("the stream server at %s works again", self._address)
+        self.outage = outage
 
 
 @final

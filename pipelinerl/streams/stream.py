@@ -70,9 +70,12 @@ def fresh_number(last_id: str) -> int:
 
 
 class Stream(Protocol):
-    """Named logs on one server. Waits are bounded by `block_s`. An unreachable server raises `AddressError`. Calls to a
-    full server are retried, for minutes if necessary, and then raise `PipelineError`.
+    """Named logs on one server. Waits are bounded by `block_s`. Calls to a server that is unreachable, silent or full
+    are retried, for minutes if necessary, and then raise `AddressError`, or `PipelineError` if it is full.
     """
+
+    outage: str
+    """What the server lacks while calls are retried, such as "is unreachable"; otherwise empty."""
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
         """Append `payloads` in order; return the number of new entries. With `first_id`, payload i gets the id

@@ -39,9 +39,9 @@ def mortal(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 
 @asynccontextmanager
 async def connected(
-    server: EmbeddedRedis, namespace: str = "run", timeout_s: float = PATIENCE_S, full_timeout_s: float = PATIENCE_S
+    server: EmbeddedRedis, namespace: str = "run", timeout_s: float = PATIENCE_S, outage_s: float = PATIENCE_S
 ) -> AsyncIterator[RedisStream]:
-    streams = RedisStream(server.url, namespace=namespace, timeout_s=timeout_s, full_timeout_s=full_timeout_s)
+    streams = RedisStream(server.url, namespace=namespace, timeout_s=timeout_s, outage_s=outage_s)
     try:
         yield await streams.connect()
     finally:
@@ -126,7 +126,7 @@ async def test_claimed_entries_can_be_claimed_by_another_consumer_after_a_redis_
 
 
 async def test_error_for_an_unreachable_stream_server_gives_its_url_without_the_password(mortal: EmbeddedRedis) -> None:
-    async with connected(mortal, timeout_s=1.0) as streams:
+    async with connected(mortal, outage_s=1.0) as streams:
         mortal.stop()
         started = time.monotonic()
         with pytest.raises(AddressError, match=r"cannot reach the stream server at redis://127\.0\.0\.1:\d+ for 1 s"):
@@ -157,7 +157,7 @@ async def test_wrong_redis_password_is_reported_without_retrying(server: Embedde
 async def test_append_to_a_hanging_redis_server_fails_at_its_deadline_and_later_appends_work(
     mortal: EmbeddedRedis,
 ) -> None:
-    async with connected(mortal, timeout_s=3.0) as streams:
+    async with connected(mortal, timeout_s=3.0, outage_s=3.0) as streams:
         await streams.append("s", [b"1"], first_id=1)
         os.kill(mortal.pid, signal.SIGSTOP)
         try:
@@ -171,13 +171,42 @@ async def test_append_to_a_hanging_redis_server_fails_at_its_deadline_and_later_
         assert await streams.last_id("s") == "3-0"
 
 
+async def test_append_to_a_hanging_redis_server_is_repeated_until_the_server_answers(
+    mortal: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(mortal, timeout_s=0.5) as streams:
+        os.kill(mortal.pid, signal.SIGSTOP)
+        try:
+            append = asyncio.create_task(streams.append("s", [b"1", b"2"], first_id=1))
+            async with asyncio.timeout(PATIENCE_S):
+                while not streams.outage:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(1.0)
+            assert streams.outage == "does not answer" and not append.done()
+        finally:
+            os.kill(mortal.pid, signal.SIGCONT)
+        await append
+        assert await streams.length("s") == 2, "the server also runs the calls that it received while it hung"
+        assert streams.outage == ""
+    assert [record.getMessage().partition(" at ")[0] for record in caplog.records] == ["the stream server"] * 2
+
+
+async def test_connecting_to_a_hanging_redis_server_fails_after_the_first_timeout(mortal: EmbeddedRedis) -> None:
+    os.kill(mortal.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(AddressError, match=r"did not answer for 0\.5 s; check if it is stopped"):
+            await RedisStream(mortal.url, namespace="n", timeout_s=0.5).connect()
+    finally:
+        os.kill(mortal.pid, signal.SIGCONT)
+
+
 async def test_entries_after_a_rejected_entry_are_not_appended_so_that_a_retry_leaves_no_gap(
     mortal: EmbeddedRedis,
 ) -> None:
     """After a rejected payload, no later one may be appended: a retry of the rejected one would be skipped as already
     present, because its id would be lower than the stream's last.
     """
-    async with connected(mortal, full_timeout_s=0.2) as streams:
+    async with connected(mortal, outage_s=0.2) as streams:
         admin = Redis.from_url(mortal.url, protocol=2)
         large = os.urandom(1 << 16)
         await streams.append("s", [b"1"], first_id=1)
@@ -213,7 +242,7 @@ async def test_append_to_a_redis_server_without_free_memory_waits_until_memory_i
             await admin.config_set("maxmemory", 0)
             assert await asyncio.gather(*appends) == [2, 2]
         messages = [record.getMessage() for record in caplog.records]
-        assert len(messages) == 2 and "is full" in messages[0] and "has space again" in messages[1], (
+        assert len(messages) == 2 and "is full" in messages[0] and "works again" in messages[1], (
             "each state is logged once, not for each retry"
         )
         await admin.aclose()
@@ -221,7 +250,7 @@ async def test_append_to_a_redis_server_without_free_memory_waits_until_memory_i
 
 async def _on_a_small_disk(place: Path) -> None:
     with EmbeddedRedis(place / "redis") as server:
-        async with connected(server) as streams, connected(server, full_timeout_s=0.5) as impatient:
+        async with connected(server) as streams, connected(server, outage_s=0.5) as impatient:
             await streams.append("s", [b"1"], first_id=1)
             small_disk.fill(place)
             refused = ""

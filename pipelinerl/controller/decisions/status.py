@@ -252,10 +252,15 @@ class EngineWatch:
         return restarted
 
     def on_missed_poll(self, url: str) -> bool:
-        """Record a missed poll; return True if the engine has missed too many polls in a row."""
+        """Record a missed poll; return True once the engine has missed so many in a row that it counts as dead."""
         known = self.load(url)
-        self._loads[url] = replace(known, missed_polls=known.missed_polls + 1)
-        return known.missed_polls + 1 >= self._polls_to_death
+        missed = known.missed_polls + 1
+        is_dead = missed >= self._polls_to_death
+        if is_dead:
+            metrics = known.metrics.model_copy(update={"running_sequences": 0, "waiting_sequences": 0})
+            known = replace(known, metrics=metrics, tokens_per_s=0.0, occupancy=0.0)
+        self._loads[url] = replace(known, missed_polls=missed)
+        return is_dead
 
     def forget(self, url: str) -> None:
         """Drop the data of an engine that is no longer polled."""

@@ -239,7 +239,11 @@ class ControllerService:
         """Return the current status of the run."""
         now, elapsed_s = self._now(), self._elapsed()
         status = run_status(self.controller, watch=self.watch, name=self._name, now=now, elapsed_s=elapsed_s)
-        waiting_for = f"room ({no_room})" if (no_room := self._events.no_room) else status.waiting_for
+        waiting_for = status.waiting_for
+        if self._events.no_room:
+            waiting_for = f"room ({self._events.no_room})"
+        elif self._stream.outage:
+            waiting_for = f"the stream server, which {self._stream.outage}"
         has_launcher = self._clock() - self._launcher_at < _LAUNCHER_S
         fleet = msgspec.structs.replace(status.fleet, has_launcher=has_launcher)
         return msgspec.structs.replace(status, restarts=self._restarts(), waiting_for=waiting_for, fleet=fleet)

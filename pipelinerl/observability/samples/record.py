@@ -91,7 +91,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         length: number of sampled tokens. spans: (model version, number of tokens), in order. staleness: in versions.
         trained: True if the answer had a gradient in its step.
         tokens: None if not recorded, as in evaluations and older runs.
-        turns: the turns of an episode, in the order in which they ended; empty for a single answer to the group's prompt.
+        turns: the turns of an episode, in the order in which they ended; empty for one answer to the group's prompt.
     """
 
     text: str

@@ -23,6 +23,16 @@ def test_engine_that_misses_several_polls_in_a_row_times_out() -> None:
     assert [watch.on_missed_poll(A), watch.on_missed_poll(A), watch.on_missed_poll(A)] == [False, False, True]
 
 
+def test_engine_that_timed_out_has_no_load() -> None:
+    watch = EngineWatch(polls_to_death=2)
+    watch.answered(A, load(running_sequences=3), 1.0)
+    watch.answered(A, load(running_sequences=3, generated_tokens_total=50), 2.0)
+    watch.on_missed_poll(A)
+    assert (watch.load(A).tokens_per_s, watch.load(A).metrics.running_sequences) == (50.0, 3)
+    watch.on_missed_poll(A)
+    assert (watch.load(A).tokens_per_s, watch.load(A).metrics.running_sequences) == (0.0, 0)
+
+
 def test_removed_engine_has_no_poll_history_when_it_is_polled_again() -> None:
     watch = EngineWatch()
     watch.answered(A, load(generated_tokens_total=100), 1.0)

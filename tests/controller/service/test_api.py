@@ -54,13 +54,16 @@ async def test_status_route_describes_a_waiting_and_a_training_run(run: Running,
     assert status.ledger.trained == 2
 
 
-async def test_status_names_a_full_disk_as_the_blocker(tmp_path: Path) -> None:
-    """Otherwise the status would name the actor, which is silent because the streams are on the full disk."""
+async def test_status_names_a_full_disk_and_an_outage_of_the_stream_server_as_the_blocker(tmp_path: Path) -> None:
+    """Otherwise the status would name the actor, which is silent because it waits, too."""
+    stream = MemoryStream()
     with EventLog(tmp_path / "events.jsonl") as events:
         service = ControllerService(
-            controller(), name="test", stream=MemoryStream(), probe=Probe(), events=events, start=Start.FROM_JOURNAL
+            controller(), name="test", stream=stream, probe=Probe(), events=events, start=Start.FROM_JOURNAL
         )
         assert service.status().waiting_for.startswith("an engine")
+        stream.outage = "does not answer"
+        assert service.status().waiting_for == "the stream server, which does not answer"
         events.no_room = "events.jsonl: No space left on device"
         assert service.status().waiting_for == "room (events.jsonl: No space left on device)"
 

@@ -193,10 +193,12 @@ def test_controller_or_engine_command_reports_which_port_is_already_taken(pipeli
     )
 
 
-def test_stream_server_reports_which_port_is_already_taken(pipelinerl: Command) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+def test_stream_server_reports_which_port_is_already_taken(pipelinerl: Command, host: str) -> None:
+    """The server always listens on loopback too, so a port that is taken only there is reported as well."""
     with listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
-        done = pipelinerl("redis", "--port", port, "--run-dir", "here")
+        done = pipelinerl("redis", "--host", host, "--port", port, "--run-dir", "here")
     assert done.status == 2 and f"port {port} on 127.0.0.1 is taken" in done.err
 
 

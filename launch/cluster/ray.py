@@ -9,6 +9,7 @@ as a separate process: no role imports ray, and no data of the run passes throug
 | the head's node                       | –                 | ends with the exit status of the head's node           |
 | the replacement of a node that died   | –                 | meanwhile the run continues without this host          |
 | a replacement on a different machine  | –                 | restarts all nodes: the run resumes from a checkpoint  |
+| the other nodes, after the head's end | 10 s              | kills them                                             |
 | the run to be saved, after Ctrl-C     | `save_s` + 10 s   | kills the run                                          |
 
 A node may die `launch.restarts` times. Ray notices a lost machine only after some seconds. Until then it places actors
@@ -41,7 +42,7 @@ _ASK_S: Final = 60.0
 _LOOK_S: Final = 1.0
 #: Seconds before a new actor is requested in place of an actor that never ran.
 _AGAIN_S: Final = 2.0
-#: Seconds that the run has to stop its processes, in addition to the `launch.save_s` seconds for saving.
+#: Seconds that the other nodes have to end after the head's, and the run, after saving, to stop its processes.
 _STOP_S: Final = 10.0
 
 
@@ -137,6 +138,7 @@ class _Nodes:
                     elif reference in self._serving:  # ignore nodes from before a restart of all nodes
                         status = self._ended(self._serving.pop(reference), reference)
                         if status is not None:
+                            self._await_other_nodes()
                             return status
                 for name in [name for name, due in self._due.items() if due <= time.monotonic()]:
                     del self._due[name]
@@ -244,6 +246,11 @@ class _Nodes:
         self._ray.kill(self._actors[name])
         self._begin(name)
         return None
+
+    def _await_other_nodes(self) -> None:
+        # The head waits until the other nodes have stopped their processes, but not for their last lines of output.
+        if self._serving:
+            self._ray.wait(list(self._serving), num_returns=len(self._serving), timeout=_STOP_S)
 
     def _interrupted(self, _number: int, _frame: object) -> None:
         self._interrupts += 1

@@ -33,9 +33,11 @@ def redis(options: RoleOptions) -> None:
     from pipelinerl.roles.process import identity_of
     from pipelinerl.streams.embedded_redis import claim, command
     from pipelinerl.system.http_service import listen
+    from pipelinerl.system.machine import LOOPBACK
 
     identity = identity_of(options)
-    listen(identity.host, identity.port).close()  # fail here if the port is taken; the server would only log it
+    for host in (identity.host, LOOPBACK):
+        listen(host, identity.port).close()  # fail here if the port is taken; the server would only log it
     claim(identity.run_dir / "redis")
     argv = command(identity.run_dir / "redis", identity.port, host=identity.host)
     os.execv(argv[0], argv)

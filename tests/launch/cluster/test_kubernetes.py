@@ -19,6 +19,7 @@ from launch.hosts import read_hosts
 from pipelinerl.config.recipe import RunConfig, load, parse
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event, read_events
+from pipelinerl.system.machine import free_ports
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.kubelet import Kubelet
 from tests.fakes.live_run import CLI
@@ -118,7 +119,10 @@ def _pods(folder: Path, *changes: str) -> Iterator[tuple[Kubelet, Path]]:
     runs.mkdir()
     recipe = bigram_recipe(folder / "bigram")
     config = load(recipe, [f"run.directory={runs}", "run.name=x", "engine.count=2", *changes])
-    members = Members(hosts=read_hosts(config, ["head", "worker:roles=engine"], count=None, gpus=None))
+    # Tests that run at the same time share this machine's addresses, so they need different ports.
+    (port,) = free_ports(1)
+    hosts = read_hosts(config, ["head", "worker:roles=engine"], count=None, gpus=None)
+    members = Members(hosts=hosts, first_port=port)
     objects = kubernetes.manifests(config, members, run_dir=runs / "x", image="none")
     of_image = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder)}
     kubelet = Kubelet(kubernetes.manifest_text(objects), folder / "kubelet", of_image=of_image)

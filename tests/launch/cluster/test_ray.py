@@ -29,7 +29,7 @@ import os, sys
 from pathlib import Path
 from ray.cluster_utils import Cluster
 from launch.cluster import ray
-from launch.cluster.membership import LaunchRecord, Members, ended, write_launch
+from launch.cluster.membership import LaunchRecord, Members, write_launch
 from launch.hosts import read_hosts
 from launch.supervisor import RunOutcome, RunResult
 from pipelinerl.config.recipe import parse

@@ -22,6 +22,7 @@ from launch.hosts import read_hosts
 from pipelinerl.config.recipe import RunConfig, parse
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event, read_events
+from pipelinerl.system.machine import free_ports
 from tests.fakes.live_run import CLI, endless_run, light_run
 from tests.fakes.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.patience import PATIENCE_S
@@ -143,7 +144,9 @@ def test_slurm_script_restarts_killed_srun_steps_and_suspends_the_run_before_the
 
 
 def _submitted(cluster: SlurmCluster, arguments: Sequence[str]) -> str:
-    output = cluster.run(*CLI, "run", *arguments, "--on", "slurm", "--hosts", "2")
+    (port,) = free_ports(1)  # tests that run at the same time share this machine's addresses
+    hosts = ("--hosts", "2", "--first-port", str(port))
+    output = cluster.run(*CLI, "run", *arguments, "--on", "slurm", *hosts)
     return output.partition("submitted as job ")[2].partition(";")[0]
 
 

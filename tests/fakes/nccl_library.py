@@ -59,16 +59,16 @@ class NcclLibrary:
 
 @final
 class FailedWork:
-    """The handle of a failed broadcast. Like NCCL's, it counts as completed, and `wait` returns without an error."""
+    """The handle of a failed broadcast. Like NCCL's, it counts as completed, and `wait` raises the error."""
 
     def is_completed(self) -> bool:
         return True
 
     def exception(self) -> Any:
-        return RuntimeError("NCCL error: remote process exited or there was a network error")
+        raise TypeError("Unable to convert function return value to a Python type!")  # as torch 2.11 does
 
     def wait(self) -> bool:
-        return True
+        raise RuntimeError("NCCL error: remote process exited or there was a network error")
 
 
 def verify(group: type, config: type) -> None:

@@ -183,7 +183,7 @@ class ScriptedEngine:
 
     async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
         if self._fault is Fault.LEAVES_FOR_ANY_JOIN and request.world_size > 2:
-            self._receiver.close()
+            await self._receiver.close()
         if self._fault is Fault.LOWER_GENERATION and self._receiver._member._membership is not None:
             known = self._receiver._member._membership.request
             if request.generation < known.generation:
@@ -524,7 +524,7 @@ class ScriptedEngine:
         self._receiver = WeightReceiver(self, pull=_Pull(self._fault, self._token))
 
     async def close(self) -> None:
-        self._receiver.close()
+        await self._receiver.close()
 
     def model_card(self) -> ModelCard:
         epoch, version = self._serving

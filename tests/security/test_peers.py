@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import numpy as np
@@ -138,10 +138,10 @@ class Peers:
 
 
 @pytest.fixture
-def peers() -> Iterator[Peers]:
+async def peers() -> AsyncIterator[Peers]:
     made = Peers()
     yield made
-    made.setting.receiver.close()
+    await made.setting.receiver.close()
     made.endpoints._end()
     made.setting.rendezvous.close()
 

@@ -139,7 +139,7 @@ class BatchingEngine:
         if self._model is None:
             return
         self._is_closing = True
-        self._receiver.close()
+        await self._receiver.close()
         self._encoder.shutdown(wait=False, cancel_futures=True)
         ended = await asyncio.to_thread(self._loop.stop, _STOP_S)
         if not ended:

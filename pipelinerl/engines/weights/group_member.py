@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol, final
@@ -101,6 +101,8 @@ IN_PROCESS: Final[EndpointFactory] = _InProcess()
 
 #: Maximum number of joins that may wait for their peers at the same time; each join has a thread.
 _MOST_JOINING: Final = 16
+#: Longest time in seconds to leave a group; the abort of an NCCL group ends within 5 s.
+_LEAVES_S: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -108,20 +110,20 @@ class _Membership:
     request: InitProcessGroupRequest
     joining: Future[GroupEndpoint]
     usable: bool = True
+    left: Future[None] | None = None
 
     @property
     def formed(self) -> bool:
         return self.joining.done() and self.joining.exception() is None
 
     def leave(self) -> None:
-        """Leave the membership. A join cannot be interrupted, so an unfinished one is left once the group forms."""
-        self.usable = False
-        self.close_if_left()
+        """Leave on another thread: gloo takes 10 ms and NCCL up to 5 s, which would block the event loop.
 
-    def leave_soon(self) -> None:
-        """Leave on another thread, because gloo's threads take 10 ms to end and would block the event loop."""
+        A join cannot be interrupted, so an unfinished one is left once the group forms.
+        """
         self.usable = False
-        in_background_soon(f"leave-{self.request.generation}", self.close_if_left)
+        if self.left is None:
+            self.left = in_background_soon(f"leave-{self.request.generation}", self.close_if_left)
 
     def close_if_left(self) -> None:
         if not self.usable and self.formed:
@@ -185,11 +187,18 @@ class GroupMember:
             return begun
         if len(self._joining) >= _MOST_JOINING:
             raise Overloaded(f"{len(self._joining)} joins wait for their peers already; wait until one has ended")
-        joining = in_background_soon(f"join-{generation}", lambda: self._endpoints.join(request))
+        known = (self._membership, *self._joining.values())
+        leaving = [membership.left for membership in known if membership is not None and membership.left is not None]
+        joining = in_background_soon(f"join-{generation}", lambda: self._join(request, leaving))
         made = self._joining[generation] = _Membership(request, joining)
         loop = asyncio.get_running_loop()
         joining.add_done_callback(partial(_ended, made, loop, self._promote))
         return made
+
+    def _join(self, request: InitProcessGroupRequest, leaving: list[Future[None]]) -> GroupEndpoint:
+        if request.backend is Backend.NCCL:  # a device that still receives for another group cannot join this one
+            wait(leaving, timeout=request.timeout_s)
+        return self._endpoints.join(request)
 
     def _promote(self) -> None:
         """Make the completed join with the highest generation the current membership, unless a later one is current."""
@@ -204,7 +213,7 @@ class GroupMember:
             else:
                 if before is not None:
                     self._on_replaced()
-                    before.leave_soon()
+                    before.leave()
                 self._membership = candidate
 
     async def _joined(self, membership: _Membership, timeout_s: float) -> ProcessGroupStatus:
@@ -248,11 +257,17 @@ class GroupMember:
         return self._membership.joining.result(), self._membership.leave
 
     def leave(self) -> None:
-        """Leave the membership and all joins for good, if there are any."""
+        """Leave the membership and all joins for good, if there are any, on other threads."""
         self._promote()
         for membership in (self._membership, *self._joining.values()):
             if membership is not None:
                 membership.leave()
+
+    async def close(self) -> None:
+        """Leave, and wait until the membership has been left."""
+        self.leave()
+        if self._membership is not None and self._membership.left is not None:
+            await settled(self._membership.left, timeout_s=_LEAVES_S)
 
 
 def _ended(membership: _Membership, loop: asyncio.AbstractEventLoop, promote: Callable[[], None], _: object) -> None:

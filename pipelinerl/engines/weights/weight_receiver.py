@@ -158,10 +158,10 @@ class WeightReceiver:
         """The reason why the serving weights cannot be trusted; None if they can."""
         self.totals = ReceiverTotals()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Leave the group and drop the staged weights."""
-        self._member.leave()
         self._drop()
+        await self._member.close()
 
     def _drop(self) -> None:
         """Make the update impossible to commit; give up its transfer unless all bytes have arrived."""
@@ -181,8 +181,8 @@ class WeightReceiver:
                 param="backend",
             )
         if request.backend is Backend.NCCL and self._member.would_begin(request):
-            # Leave the previous group first: a device that still receives for it cannot join another.
-            self.close()
+            self._drop()
+            self._member.leave()  # the join waits until the device has left
         return await self._member.join(request, epoch=max(self._epoch, self._target.serving()[0]))
 
     async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:

@@ -232,8 +232,7 @@ def _translated(error: RuntimeError | OSError, doing: str) -> DeadlineError | Up
 # By default, torch's watchdog ends the whole process when a rank of an NCCL group dies. `connect_nccl` turns the
 # watchdog off for its own group only, so that a failure is an error in the calling thread, within a deadline; other
 # groups of the process, such as a trainer's, keep torch's behaviour. A torch work object also counts as complete when
-# it has failed, so `wait_for_nccl` checks for an exception, and the owner of a failed group aborts the group with
-# `abort_nccl`.
+# it has failed; its `wait` then raises, and the owner of the failed group aborts the group with `abort_nccl`.
 #
 # Communicators are non-blocking: a thread connects, and the caller waits for this thread until the deadline. Waits of
 # torch within the thread end after `TORCH_NCCL_NONBLOCKING_TIMEOUT` seconds.
@@ -273,14 +272,14 @@ def connect_nccl(library: Any, store: Any, *, rank: int, size: int, device: torc
     except TimeoutError:
         abort_nccl(group)
         raise RuntimeError(f"NCCL timed out: not every rank connected within {timeout_s:g} s") from None
-    except RuntimeError:
+    except BaseException:
         abort_nccl(group)
         raise
     return group
 
 
 def wait_for_nccl(work: Any, *, deadline: float) -> None:
-    """Wait until the bytes of `work` have arrived; torch's own `wait` would only order CUDA streams.
+    """Wait until the bytes of `work` have arrived; torch's own `wait` alone would only order CUDA streams.
 
     Raises RuntimeError if the work fails, or is not complete by `deadline` (monotonic seconds).
     """
@@ -288,10 +287,7 @@ def wait_for_nccl(work: Any, *, deadline: float) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError("timed out")
         time.sleep(_POLL_S)
-    error = work.exception()
-    if error is not None:
-        raise RuntimeError(str(error) or type(error).__name__)
-    work.wait()
+    work.wait()  # raises the error of a failed work, which `exception` of torch 2.11 cannot return
 
 
 def abort_nccl(group: Any) -> None:

@@ -24,8 +24,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, final
 
 from inference_contract.errors import (
@@ -68,6 +69,9 @@ _MEMBERSHIP_STEP: Final = 2**12
 #: Time limit in seconds for one piece of a broadcast. A piece takes milliseconds, but gloo may wait for a dead engine.
 _PIECE_S: Final = 10.0
 
+#: Longest time in seconds to leave a group; the abort of an NCCL group ends within 5 s.
+_LEAVES_S: Final = 10.0
+
 #: Groups with more ranks than this connect only along the broadcast tree. 64 engines then join in 0.1 s instead of 1 s,
 #: and each has a tenth of the connections.
 _EACH_TO_EACH: Final = 9
@@ -104,6 +108,7 @@ class BroadcastPublisher:
         self._bucket_bytes = bucket_bytes
         self._rendezvous: Rendezvous | None = None
         self._group: _EngineGroup | None = None
+        self._left: Future[None] | None = None
         self._generation = -1
         self._turn = asyncio.Lock()
 
@@ -125,6 +130,8 @@ class BroadcastPublisher:
     async def close(self) -> None:
         """Leave the group; engines keep the weights that they serve."""
         self._leave()
+        if self._left is not None:
+            await settled(self._left, timeout_s=_LEAVES_S)
         self._close_rendezvous()
 
     async def _attempt(self, progress: PublicationProgress) -> None:
@@ -149,7 +156,7 @@ class BroadcastPublisher:
         known = self._group
         if known is not None and known.members == members and known.membership == membership:
             return known
-        self._leave_soon()
+        self._leave()
         floor = publication.epoch * _EPOCH_STEP + publication.membership * _MEMBERSHIP_STEP % _EPOCH_STEP
         self._generation = generation = max(self._generation + 1, floor)
         meeting = await self._meeting_place(members)
@@ -165,7 +172,7 @@ class BroadcastPublisher:
             return self._group
         # Without this call, all ranks that have joined would wait for the missing rank until their deadlines.
         self._close_rendezvous()
-        own.add_done_callback(_close_when_done)
+        own.add_done_callback(lambda _: in_background_soon(f"leave-{generation}", partial(_close_joined, own)))
         if self._goes_above(failures, progress):
             return None
         culprits = {url: error for url, error in failures.items() if not isinstance(error, _VICTIM)} or failures
@@ -234,9 +241,12 @@ class BroadcastPublisher:
         }
 
     def _own_join(self, meeting: Rendezvous, generation: int, world_size: int, timeout_s: float) -> Future[Collective]:
-        return in_background(
-            f"join-{generation}",
-            lambda: Collective.join(
+        left = self._left
+
+        def join() -> Collective:
+            if self._backend is Backend.NCCL and left is not None:
+                wait([left], timeout=_LEAVES_S)  # an NCCL group holds GPU memory until it is left
+            return Collective.join(
                 host=meeting.host,
                 port=meeting.port,
                 group=_GROUP,
@@ -246,24 +256,19 @@ class BroadcastPublisher:
                 backend=self._backend,
                 connections=self._connections(world_size),
                 timeout_s=timeout_s,
-            ),
-        )
+            )
+
+        return in_background(f"join-{generation}", join)
 
     def _connections(self, world_size: int) -> Connections | None:
         many = self._backend is Backend.GLOO and world_size > _EACH_TO_EACH
         return Connections.TREE if many else None
 
     def _leave(self) -> None:
+        """Leave the group on another thread: gloo takes 10 ms and NCCL up to 5 s, which would block the event loop."""
         if self._group is not None:
-            self._group.collective.close()
+            self._left = in_background_soon(f"leave-{self._group.generation}", self._group.collective.close)
             self._group = None
-
-    def _leave_soon(self) -> None:
-        """Leave the group: with NCCL at once, to free GPU memory; with gloo on a thread, since leaving takes 10 ms."""
-        if self._backend is Backend.GLOO and self._group is not None:
-            in_background_soon(f"leave-{self._group.generation}", self._group.collective.close)
-            self._group = None
-        self._leave()
 
     # --- the phases ----------------------------------------------------------------------------------------------
 
@@ -366,9 +371,9 @@ class BroadcastPublisher:
         return await self._control.request_weight_update(url, request)
 
 
-def _close_when_done(future: Future[Collective]) -> None:
-    if future.exception() is None:
-        future.result().close()
+def _close_joined(join: Future[Collective]) -> None:
+    if join.exception() is None:
+        join.result().close()
 
 
 def _pieces_key(progress: PublicationProgress) -> str:

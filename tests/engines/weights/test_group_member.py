@@ -6,8 +6,13 @@ import asyncio
 import threading
 from typing import Any
 
+import pytest
+
+from inference_contract.errors import NotPrepared
 from inference_contract.weights import Backend, InitProcessGroupRequest, ProcessGroupStatus
 from pipelinerl.engines.weights.group_member import GroupMember
+from pipelinerl.engines.weights.weight_receiver import WeightReceiver
+from tests.engines.weights.test_weight_receiver import Target
 from tests.patience import PATIENCE_S, SOON_S
 
 
@@ -44,10 +49,10 @@ class Endpoints:
         return self.made[-1]
 
 
-def joining(generation: int) -> InitProcessGroupRequest:
+def joining(generation: int, backend: Backend = Backend.GLOO) -> InitProcessGroupRequest:
     return InitProcessGroupRequest(
         group="g",
-        backend=Backend.GLOO,
+        backend=backend,
         rendezvous_host="127.0.0.1",
         rendezvous_port=1,
         rank=1,
@@ -71,5 +76,37 @@ async def test_joining_a_process_group_does_not_wait_until_the_previous_group_is
     assert await asyncio.to_thread(before.left.wait, PATIENCE_S)
     assert member.endpoint()[0] is joined and not joined.left.is_set()
     joined.may_leave.set()
-    member.leave()
-    assert joined.left.is_set(), "who leaves for good has left"
+    await member.close()
+    assert joined.left.is_set()
+
+
+async def test_giving_up_a_weight_update_leaves_the_group_without_blocking_the_event_loop() -> None:
+    endpoints = Endpoints()
+    member = GroupMember(endpoints)
+    await member.join(joining(1))
+    endpoint, give_up = member.endpoint()
+    give_up()
+    with pytest.raises(NotPrepared, match="was left"):
+        member.check(group="g", generation=1)
+    closing = asyncio.create_task(member.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    endpoints.made[0].may_leave.set()
+    await asyncio.wait_for(closing, PATIENCE_S)
+    assert endpoint is endpoints.made[0] and endpoints.made[0].left.is_set()
+
+
+async def test_nccl_join_waits_until_the_previous_group_is_closed_without_blocking_the_event_loop() -> None:
+    endpoints = Endpoints()
+    receiver = WeightReceiver(Target(), endpoints=endpoints)
+    await receiver.init_process_group(joining(1, Backend.NCCL))
+    second = asyncio.create_task(receiver.init_process_group(joining(2, Backend.NCCL)))
+    await asyncio.sleep(0.05)
+    assert not second.done() and len(endpoints.made) == 1
+    before = endpoints.made[0]
+    before.may_leave.set()
+    answer = await asyncio.wait_for(second, PATIENCE_S)
+    assert isinstance(answer, ProcessGroupStatus) and answer.generation == 2
+    assert before.left.is_set() and len(endpoints.made) == 2
+    endpoints.made[1].may_leave.set()
+    await receiver.close()

@@ -1,4 +1,4 @@
-"""The torch trainer with the oldest supported transformers and torch, in a separate environment."""
+"""The torch trainer and NCCL weight groups with the oldest supported transformers and torch, in another environment."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from tests.patience import PATIENCE_S
 
 PYTHON = os.environ.get("PIPELINERL_OLD_PYTHON")
 ROOT = Path(__file__).parents[3]
-STEPS = "packed_equals_padded or checkpointing or bf16_is_close or compiled_once"
-FILES = ["tests/trainers/torch/test_trainer.py", "tests/trainers/torch/packed/test_varlen.py"]
+TESTS = "packed_equals_padded or checkpointing or bf16_is_close or compiled_once or test_nccl"
+FILES = [
+    "tests/trainers/torch/test_trainer.py",
+    "tests/trainers/torch/packed/test_varlen.py",
+    "tests/weights/broadcast/test_nccl.py",
+]
 
 
 @pytest.mark.slow
@@ -28,8 +32,8 @@ def test_torch_trainer_can_be_imported_with_the_oldest_supported_torch_and_trans
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(PYTHON is None, reason="PIPELINERL_OLD_PYTHON does not name an interpreter")
-def test_selected_torch_trainer_tests_pass_with_the_oldest_supported_torch_and_transformers() -> None:
+def test_selected_torch_tests_pass_with_the_oldest_supported_torch_and_transformers() -> None:
     assert PYTHON is not None
-    argv = [PYTHON, "-m", "pytest", "-q", "-n", "0", *FILES, "-k", STEPS]
+    argv = [PYTHON, "-m", "pytest", "-q", "-n", "0", *FILES, "-k", TESTS]
     result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-4000:]

@@ -25,10 +25,15 @@ class _Done:
         return True
 
     def exception(self) -> Any:
-        return None
+        raise TypeError("Unable to convert function return value to a Python type!")  # as torch 2.11 does
 
     def wait(self) -> bool:
         return True
+
+
+class _Broken(_Done):
+    def is_completed(self) -> bool:
+        raise TypeError("an error that no caller expects")
 
 
 def _connect(library: NcclLibrary, timeout_s: float = PATIENCE_S) -> Any:
@@ -60,6 +65,13 @@ def test_nccl_group_whose_connection_failed_is_aborted() -> None:
     assert library.group.aborted.is_set()
 
 
+def test_nccl_group_is_aborted_whatever_error_connecting_raises() -> None:
+    library = NcclLibrary(_Broken())
+    with pytest.raises(TypeError):
+        _connect(library)
+    assert library.group.aborted.is_set()
+
+
 def test_failed_nccl_broadcast_raises_and_aborts_the_group() -> None:
     group = NcclLibrary(FailedWork()).ProcessGroupNCCL(None, 0, 2, NcclLibrary(_Done()).ProcessGroupNCCL.Options())
     collective = Collective(group, None, backend=Backend.NCCL, name="group 'g'")
@@ -86,7 +98,7 @@ def test_nccl_broadcast_aborted_by_another_thread_raises() -> None:
 
 
 def test_error_of_failed_gloo_work_is_raised_although_the_work_counts_as_completed() -> None:
-    """Work whose peer died counts as completed, so the code must also ask for the work's error."""
+    """Work whose peer died counts as completed, so completion alone is no success."""
     store = torch.distributed.HashStore()
     make = lambda rank: torch.distributed.ProcessGroupGloo(store, rank, 2, _gloo_options())  # noqa: E731
     joins = [in_background(f"rank-{rank}", lambda rank=rank: make(rank)) for rank in (0, 1)]  # type: ignore[misc]

@@ -26,6 +26,7 @@ from inference_contract.weights import (
 from pipelinerl import rng
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import AddressError, ReachedNoEngine, UpdateError
+from pipelinerl.weights.broadcast.collective import Collective
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 from tests.fakes.scripted_engine import LAYOUT, application
@@ -348,3 +349,21 @@ async def test_host_of_the_weight_groups_rendezvous_is_configurable(control: Rec
     nowhere = BroadcastPublisher(control, host="198.51.100.7")
     with pytest.raises(AddressError, match=r"the weight rendezvous cannot listen on 198.51.100.7"):
         await nowhere.publish(publication(2, engines))
+
+
+async def test_publisher_leaves_its_weight_group_without_blocking_the_event_loop(
+    publisher: BroadcastPublisher, engines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await publisher.publish(publication(1, engines))).failed == {}
+    may_leave, close = threading.Event(), Collective.close
+
+    def slow(collective: Collective) -> None:
+        assert may_leave.wait(SOON_S)
+        close(collective)
+
+    monkeypatch.setattr(Collective, "close", slow)
+    closing = asyncio.create_task(publisher.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    may_leave.set()
+    await asyncio.wait_for(closing, PATIENCE_S)

@@ -106,9 +106,9 @@ class VllmCore:
                 "install the other build, or set engine.device=auto"
             )
         may_copy = True
-        if options.memory_share is not None:
-            total = current_platform.get_device_total_memory()
-            share, may_copy = share_without_copy(options.memory_share, total, layout.num_bytes)
+        if current_platform.is_cuda_alike():
+            total, default = current_platform.get_device_total_memory(), AsyncEngineArgs.gpu_memory_utilization
+            share, may_copy = share_without_copy(options.memory_share, total, layout.num_bytes, default=default)
             options = replace(options, memory_share=share)
         try:
             config = _arguments(options, cache_bytes).create_engine_config()

@@ -108,12 +108,16 @@ def check_experts_on_gpu(path: Path, options: Mapping[str, Any]) -> None:
         )
 
 
-def share_without_copy(share: float, device_bytes: int, weight_bytes: int) -> tuple[float, bool]:
+def share_without_copy(
+    share: float | None, device_bytes: int, weight_bytes: int, *, default: float
+) -> tuple[float, bool]:
     """Divide the engine's `share` of a GPU between vLLM and a copy of the next weights, which makes commits fast.
 
-    Return vLLM's share, and True if there is room for the copy. If `share` is less than three times the weights, the
-    copy would leave too small a KV cache. vLLM then gets all of `share`, and the second value is False.
+    None means `default`, vLLM's own share. Return vLLM's share, and True if there is room for the copy. If `share` is
+    less than three times the weights, the copy would leave too small a KV cache. vLLM then gets all of `share`, and the
+    second value is False.
     """
+    share = default if share is None else share
     if share * device_bytes < 3 * weight_bytes:
         return share, False
     return share - weight_bytes / device_bytes, True

@@ -7,6 +7,7 @@ published bandwidths; the CUDA path has not been run.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Final, final
 
 import torch
@@ -66,9 +67,20 @@ class DeviceCopy:
 
 def pin(host: Tensor) -> bool:
     """Register mapped memory with CUDA, which then copies it at PCIe's full rate; return whether CUDA accepts it."""
-    return int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)) == 0
+    return _succeeded(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
 
 
 def unpin(host: Tensor) -> None:
     """Undo `pin`, before the memory is unmapped; do nothing for memory that is not pinned."""
-    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+    _succeeded(torch.cuda.cudart().cudaHostUnregister(host.data_ptr()))
+
+
+def _succeeded(result: Any) -> bool:
+    """Return whether a call of CUDA's runtime succeeded; clear the error of a call that failed."""
+    if int(result) == 0:
+        return True
+    # CUDA keeps the error, and torch would raise it after the next kernel launch. torch has no cudaGetLastError, so
+    # launch a kernel here.
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+    return False

@@ -59,6 +59,7 @@ class _Membership:
         self._staged = staged
         self._device = device
         self._landing: Tensor | None = None
+        self._stream: Any = None  # the CUDA stream of `_landing`
         self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._guard = threading.Lock()
         self._group: Any = None
@@ -121,7 +122,10 @@ class _Membership:
             return
         if self._landing is None or self._landing.numel() < end - start:
             self._landing = torch.empty(end - start, dtype=torch.uint8, device=self._device)
-        with torch.cuda.stream(torch.cuda.Stream()):  # another CUDA stream, so that decoding continues
+            self._stream = torch.cuda.Stream()
+            # torch reuses freed memory at once, so kernels queued earlier may still read it.
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # another CUDA stream, so that decoding continues
             self._group.broadcast(self._landing[: end - start], deadline=deadline)
             part.copy_(self._landing[: end - start])
 

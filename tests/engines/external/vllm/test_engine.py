@@ -173,13 +173,18 @@ def test_vllm_options_that_other_engine_settings_determine_are_rejected_by_name(
 
 
 @pytest.mark.parametrize(
-    ("weight_bytes", "share", "copies"),
-    [pytest.param(16, 0.7, True, id="copy fits"), pytest.param(25, 0.9, False, id="too large for a copy")],
+    ("chosen", "weight_bytes", "share", "copies"),
+    [
+        pytest.param(0.9, 16, 0.7, True, id="copy fits"),
+        pytest.param(0.9, 25, 0.9, False, id="too large for a copy"),
+        pytest.param(None, 16, 0.72, True, id="copy fits into the default share"),
+        pytest.param(None, 25, 0.92, False, id="too large for the default share"),
+    ],
 )
 def test_gpu_memory_share_of_vllm_shrinks_by_a_second_copy_of_the_weights_if_the_copy_fits(
-    weight_bytes: int, share: float, copies: bool
+    chosen: float | None, weight_bytes: int, share: float, copies: bool
 ) -> None:
-    assert share_without_copy(0.9, 80, weight_bytes) == (pytest.approx(share), copies)
+    assert share_without_copy(chosen, 80, weight_bytes, default=0.92) == (pytest.approx(share), copies)
 
 
 @pytest.mark.parametrize("experts", [0, 4])

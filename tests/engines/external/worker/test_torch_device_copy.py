@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from pipelinerl.engines.external.worker.torch_device_copy import DeviceCopy
+from pipelinerl.engines.external.worker.torch_device_copy import DeviceCopy, pin, unpin
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from tests.patience import PATIENCE_S
 
@@ -17,6 +17,52 @@ def test_worker_on_the_cpu_reads_the_shared_memory_without_a_copy() -> None:
         copy = DeviceCopy(shared.tensor, torch.device("cpu"))
         assert copy.advance(1)
         assert copy.take().data_ptr() == shared.tensor.data_ptr()
+
+
+class _Cuda:
+    """Stands in for CUDA's runtime: a failed call leaves an error, which the next kernel launch raises and clears."""
+
+    def __init__(self, result: int) -> None:
+        self.result = result
+        self.error = 0
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.error = self.result
+        return self.result
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.error = self.result
+        return self.result
+
+    def launch(self, *_: object, **__: object) -> None:
+        error, self.error = self.error, 0
+        if error:
+            raise RuntimeError("CUDA error: invalid argument")
+
+
+@pytest.mark.parametrize("result", [0, 1])
+def test_memory_that_cuda_does_not_pin_leaves_no_error_for_the_next_kernel(
+    result: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = _Cuda(result)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch, "ones", cuda.launch)
+    host = torch.zeros(8, dtype=torch.uint8)
+    assert pin(host) == (result == 0)
+    cuda.launch()
+    unpin(host)
+    cuda.launch()
+
+
+@pytest.mark.gpu
+def test_memory_pinned_or_unpinned_twice_leaves_no_error_for_the_next_kernel_on_a_gpu() -> None:
+    with SharedBytes(2**20) as shared:
+        assert pin(shared.tensor)
+        assert not pin(shared.tensor)
+        torch.ones(1, device="cuda").sum().item()
+        unpin(shared.tensor)
+        unpin(shared.tensor)
+        torch.ones(1, device="cuda").sum().item()
 
 
 @pytest.mark.gpu

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from inference_contract.weights import Backend, InitProcessGroupRequest
+from pipelinerl.engines.external.worker import torch_endpoint
 from pipelinerl.engines.external.worker.torch_endpoint import serve_endpoints
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes, attach, check_room
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpoint, WorkerEndpointFactory
@@ -189,6 +191,41 @@ def test_weight_receive_fails_with_the_workers_out_of_memory_error(monkeypatch: 
             monkeypatch.setattr(Collective, "broadcast", full)
             with pytest.raises(UpdateError, match="worker's cpu failed: OutOfMemoryError: CUDA out of memory"):
                 receiving(endpoint, shared.tensor, PATIENCE_S).result(PATIENCE_S)
+
+
+def test_worker_receives_on_one_stream_that_first_waits_for_kernels_queued_earlier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the wait, a piece could overwrite memory that an earlier kernel still reads."""
+    events: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            events.append(f"wait for {other}")
+
+    class Group:
+        device = torch.device("cuda")
+
+        def broadcast(self, tensor: torch.Tensor, *, deadline: float) -> None:
+            events.append(f"receive {tensor.numel()}")
+            tensor.fill_(7)
+
+    def current(stream: object) -> AbstractContextManager[None]:
+        events.append(f"enter {type(stream).__name__}")
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "decoding")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        staged = torch.zeros(SIZE, dtype=torch.uint8)
+        membership = torch_endpoint._Membership(theirs, staged, torch.device("cpu"))
+        membership._group = Group()
+        for start, end in ((0, 40), (40, SIZE)):
+            membership._receive(start, end, deadline=time.monotonic() + PATIENCE_S)
+    assert events == ["wait for decoding", "enter Stream", "receive 40", "enter Stream", "receive 24"]
+    assert staged.tolist() == [7] * SIZE
 
 
 def test_joining_a_process_group_that_no_other_rank_joins_times_out(setting: Setting) -> None:

@@ -149,3 +149,12 @@ def test_reads_wait_for_writes_to_the_shards_and_not_for_the_passes_queued_after
         worker.optimizer_step(1e-3)
         stream.queued += 100
         assert awaited(worker) == 1000, "the optimizer step is awaited, the passes after it are not"
+
+
+@pytest.mark.timeout(300)
+def test_process_without_rows_takes_optimizer_steps(model: Path) -> None:
+    """Eight of nine processes hold all rows: the model's parameters have 8, 16, 32 or 48."""
+    with worker_of(model, 8, 9) as worker:
+        assert not any(shard.numel() for shard in worker.model.shards.values())
+        worker.backward([], 1, OBJECTIVE)
+        assert worker.optimizer_step(1e-3).model_version == 1

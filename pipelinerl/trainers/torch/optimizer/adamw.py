@@ -47,15 +47,15 @@ def adamw(
 ) -> ParameterOptimizer:
     """Create AdamW without weight decay for vectors (biases and norms).
 
-    `seed` seeds stochastic rounding; processes with the same `shard` get the same random numbers. `masters` maps
-    parameters that are bf16 on the device to their fp32 values on the host.
+    Without `parameters`, which is possible for a process of a mesh, its steps do nothing. `seed` seeds stochastic
+    rounding; processes with the same `shard` get the same random numbers. `masters` maps parameters that are bf16 on
+    the device to their fp32 values on the host.
     """
     trained = list(parameters)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
     if options == OptimizerOptions():
         return AdamW(groups, betas=spec.betas, eps=spec.eps, fused=True)
     return PiecewiseAdamW(groups, spec, options, seed=rng.key(seed, "moments", shard), masters=masters or {})

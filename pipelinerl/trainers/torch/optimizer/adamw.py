@@ -143,6 +143,8 @@ class PiecewiseAdamW:
         kept = [state[MEAN].view(-1), state[SQUARE].view(-1)] + ([] if master is None else [master.values.view(-1)])
         values, slopes = parameter.detach().view(-1), gradient.reshape(-1)
         noise = self._noise(parameter.device, int(state[STEP]), number)
+        # Copied to the device once, since a copy from pageable memory makes the host wait.
+        count = state[STEP].to(parameter.device)
         for piece in _pieces(len(values)):
             mean, square, *rest = (to_device(each[piece], parameter.device, torch.float32) for each in kept)
             (stepped,) = rest or (values[piece],)
@@ -152,7 +154,7 @@ class PiecewiseAdamW:
                 [mean],
                 [square],
                 [],
-                [state[STEP].to(parameter.device, copy=True)],
+                [count.clone()],  # the kernel increments it
                 fused=True,
                 amsgrad=False,
                 beta1=self._betas[0],

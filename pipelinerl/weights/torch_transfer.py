@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any, Final, Protocol, Self, final
 
 import torch
@@ -39,11 +40,18 @@ class TransferStream(Protocol):
         ...
 
     def __enter__(self) -> Self:
-        """Make the work of this block run after the work already queued on the device's default stream."""
+        """Make the work of this block run after the work already queued on the device's default stream.
+
+        After `mark_start`, the block only waits for the work queued before that call.
+        """
         ...
 
     def __exit__(self, *_: object) -> None:
         """Wait until all work of the block has ended, so that the data it read may be changed."""
+        ...
+
+    def mark_start(self) -> None:
+        """Let later blocks start after the work queued so far, without waiting for what is queued from now on."""
         ...
 
     def to_host(self, data: Tensor) -> Landed:
@@ -68,6 +76,9 @@ class HostStream:
     def __exit__(self, *_: object) -> None:
         return None
 
+    def mark_start(self) -> None:
+        """Do nothing: work on the host is never queued."""
+
     def to_host(self, data: Tensor) -> Landed:
         """Return a function that returns `data` itself."""
         return lambda: data
@@ -84,18 +95,24 @@ class CudaStream:
         self._main: Any = torch.cuda.Stream(device)
         self._copies: Any = torch.cuda.Stream(device)
         self._pinned: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._current: Any = None
+        self._start: Any = None
+        self._current = ExitStack()
 
     def __enter__(self) -> Self:
-        self._main.wait_stream(torch.cuda.current_stream(self._device))
-        self._current = torch.cuda.stream(self._main)
-        self._current.__enter__()
+        # A new thread's device is GPU 0, where leaving the stream would otherwise create a context.
+        self._current.enter_context(torch.cuda.device(self._device))
+        self._main.wait_event(self._start or torch.cuda.current_stream().record_event())
+        self._current.enter_context(torch.cuda.stream(self._main))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._current.__exit__(None, None, None)
+        self._current.close()
         self._main.synchronize()
         self._copies.synchronize()
+
+    def mark_start(self) -> None:
+        """Record an event on the caller's current stream; later blocks wait for this event only."""
+        self._start = torch.cuda.current_stream(self._device).record_event()
 
     def to_host(self, data: Tensor) -> Landed:
         """Begin the copy on the second stream, after all work that the first stream has queued so far."""

@@ -18,7 +18,14 @@ from pipelinerl import rng
 from pipelinerl.weights import torch_transfer
 from pipelinerl.weights.broadcast.sender import WeightSender
 from pipelinerl.weights.layout import converted_by
-from pipelinerl.weights.torch_transfer import HostStream, Landed, OverlappedDigest, TransferStream, convert
+from pipelinerl.weights.torch_transfer import (
+    CudaStream,
+    HostStream,
+    Landed,
+    OverlappedDigest,
+    TransferStream,
+    convert,
+)
 from tests.patience import PATIENCE_S
 
 NUMBERS = torch.randint(0, 256, (10, 1000), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
@@ -40,6 +47,9 @@ class LazyStream:
 
     def __exit__(self, *_: object) -> None:
         self.exits += 1
+
+    def mark_start(self) -> None:
+        return None
 
     def to_host(self, data: torch.Tensor) -> Landed:
         """Return a copy that is made only when it is awaited, in the buffer that was used two copies before."""
@@ -84,6 +94,22 @@ def test_exception_in_the_thread_that_hashes_weights_is_raised_by_the_next_appen
     digest.append(torch.ones(3, requires_grad=True))  # hashing fails, because it cannot be converted to numpy
     with pytest.raises(RuntimeError, match="requires grad"):
         digest.append(NUMBERS[0])
+
+
+@pytest.mark.gpu
+def test_block_of_a_cuda_stream_waits_for_marked_work_and_not_for_later_work() -> None:
+    device = torch.device("cuda", 0)
+    stream, values = CudaStream(device), torch.zeros(1000, device=device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**8)
+    values.fill_(1.0)
+    stream.mark_start()
+    torch.cuda._sleep(10**10)  # seconds
+    passes = torch.cuda.current_stream(device).record_event()
+    with stream:
+        read = values.cpu()
+    assert not passes.query(), "the read ended before the passes"
+    assert (read == 1.0).all(), "the read came after the write"
 
 
 FLOATS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)

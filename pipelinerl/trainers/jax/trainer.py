@@ -2,7 +2,8 @@
 
 Weights and optimizer state are fp32 and sharded over the mesh; `Precision.BF16` computes in bf16. Segments are packed
 into rows of a few fixed shapes. On CPU and TPU, equal calls give equal bits on the same mesh. With several processes
-(`options.distributed`) this class runs on rank 0 and checks arguments for the other ranks (`JaxFollower`).
+(`options.distributed`) this class runs on rank 0 and checks arguments for the other ranks (`JaxFollower`). Each
+micro-batch is a command of its own, so that a publication can gather a parameter between two micro-batches of a call.
 """
 
 from __future__ import annotations
@@ -105,10 +106,13 @@ class JaxTrainer:
         worker = self._worker
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=worker.config.vocab)
+        return [self._forward(micro_batch) for micro_batch in micro_batches]
+
+    def _forward(self, batch: MicroBatch) -> Float32:
+        worker = self._worker
         return self._together(
-            lambda: ForwardCommand(self._number, [encode_batch(batch) for batch in micro_batches], len(micro_batches)),
-            lambda: worker.forward(micro_batches),
-        )
+            lambda: ForwardCommand(self._number, [encode_batch(batch)], 1), lambda: worker.forward([batch])
+        )[0]
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """Run `forward` with the given weights, which are an argument of compiled programs: nothing is recompiled."""
@@ -127,14 +131,13 @@ class JaxTrainer:
         check_measures(objective, Head.VALUE if worker.config.scalar_head else Head.POLICY)
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=worker.config.vocab, needs=objective.needs)
+        return [self._backward(number, micro_batch, objective) for number, micro_batch in enumerate(micro_batches)]
+
+    def _backward(self, number: int, batch: MicroBatch, objective: Objective) -> LossStats:
+        worker = self._worker
         return self._together(
-            lambda: Backward(
-                self._number,
-                [encode_batch(batch) for batch in micro_batches],
-                len(micro_batches),
-                encode_objective(objective),
-            ),
-            lambda: worker.backward(micro_batches, objective),
+            lambda: Backward(self._number, [encode_batch(batch)], 1, encode_objective(objective)),
+            lambda: worker.backward(number, batch, objective),
         )
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
@@ -208,8 +211,9 @@ class JaxFollower:
             case ForwardAt():
                 worker.forward_at([decode_batch(batch) for batch in command.batches], None)
             case Backward():
-                batches = [decode_batch(batch) for batch in command.batches]
-                worker.backward(batches, decode_objective(command.objective))
+                objective = decode_objective(command.objective)
+                for number, batch in enumerate(command.batches):
+                    worker.backward(number, decode_batch(batch), objective)
             case StepCommand():
                 worker.optimizer_step(command.learning_rate)
             case Discard():

@@ -121,11 +121,11 @@ class JaxWorker:
         other = place_weights(self.config, received, like=self.weights)
         return [_forward(self.program, other, batch) for batch in batches]
 
-    def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Accumulate the gradients of all micro-batches; padding in rows counts as tokens outside the loss mask."""
-        return [self._backward(number, batch, objective) for number, batch in enumerate(batches)]
+    def backward(self, number: int, batch: MicroBatch, objective: Objective) -> LossStats:
+        """Accumulate the gradient of a micro-batch; padding in rows counts as tokens outside the loss mask.
 
-    def _backward(self, number: int, batch: MicroBatch, objective: Objective) -> LossStats:
+        Raises NonFiniteError with `number`, the micro-batch's index in the trainer's call, if the loss is not finite.
+        """
         rows, columns = laid_out(self.program, batch)
         so_far = jax_program.zeros(self.weights) if self.gradient is None else self.gradient
         self.gradient, device_loss, logprobs = jax_program.accumulate(

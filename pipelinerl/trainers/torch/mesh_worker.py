@@ -212,7 +212,7 @@ class MeshWorker:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
-        self.model.discard_gradient()
+        self.model.end_step()
         self.model_version += 1
         self.random = torch_state.RandomState.now()
         return StepStats(self.model_version, norm, learning_rate)

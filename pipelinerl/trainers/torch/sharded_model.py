@@ -6,7 +6,8 @@ into fp32 shards, never averaged, because token weights are computed on the whol
 `ShardedModel.shards` keeps this process's shards as plain tensors, which share memory with the model's parameters. The
 model's own methods do not suffice: during a pass, `named_parameters` returns whole gathered parameters, and calling
 `state_dict` would free them. Other threads read the shards through `last_step_shards`. It returns the weights after
-the last optimizer step, even while a pass computes with other weights, which `lent` has put into the model.
+the last optimizer step, even while a pass computes with other weights, which `lent` has put into the model. On a GPU,
+reads run on their own stream. They wait for the last write to the shards, but not for the passes queued after it.
 
 With expert parallelism, each process holds some experts, and transformers' `AllToAllEP` sends each token to the process
 that holds its expert, by two differentiable all-to-alls per layer. After backward, an expert's gradient covers the
@@ -35,6 +36,7 @@ from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed_model import PackedModel, computing_in, hold
 from pipelinerl.trainers.torch.transfers import to_device
 from pipelinerl.trainers.torch.value_model import PackedValueModel
+from pipelinerl.weights.torch_transfer import stream_for
 from trainer_contract.errors import SpecError
 
 dist: Any = torch.distributed
@@ -98,6 +100,7 @@ class ShardedModel:
         }
         self._lasting = dict(self.shards)
         self._reading = threading.Lock()
+        self._reads = stream_for(device)
 
     def __call__(self, *arguments: Any) -> Tensor:
         """Run `PackedModel.forward`; the result is fp32 for any compute dtype."""
@@ -145,6 +148,12 @@ class ShardedModel:
         for name, divided in self._divided.items():
             divided.grad = self.shards[name].grad = None
 
+    def end_step(self) -> None:
+        """Discard the gradient after an optimizer step, and let reads start as soon as the step has ended."""
+        self.discard_gradient()
+        with self._reading:
+            self._reads.mark_start()
+
     def summed_over_shards(self, number: float) -> float:
         """Sum a number over the processes that hold the shards of one model replica; each of them gets the same sum."""
         total = torch.tensor(number, dtype=torch.float64)
@@ -153,8 +162,11 @@ class ShardedModel:
 
     @contextmanager
     def last_step_shards(self) -> Iterator[Mapping[str, Tensor]]:
-        """Within the block, provide this process's rows of the weights after the last optimizer step. Thread-safe."""
-        with self._reading:
+        """Within the block, provide this process's rows of the weights after the last optimizer step. Thread-safe.
+
+        On a GPU, the block's stream is the one for reads, and all its work has ended when the block ends.
+        """
+        with self._reading, self._reads:
             yield self._lasting
 
     @contextmanager
@@ -167,6 +179,7 @@ class ShardedModel:
                 with self._reading:
                     self._lasting[name] = nn.Parameter(own, requires_grad=False)
                     shard.detach().copy_(to_device(values, shard.device, shard.dtype))
+                    self._reads.mark_start()
             yield
         finally:
             for name, shard in self.shards.items():
@@ -174,6 +187,7 @@ class ShardedModel:
                     if self._lasting[name] is not shard:
                         shard.detach().copy_(self._lasting[name])
                         self._lasting[name] = shard
+                        self._reads.mark_start()
 
     def _parts(self) -> Iterator[FSDPModule]:
         for module in self.model.modules():

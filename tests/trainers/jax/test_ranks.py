@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,11 +24,17 @@ import pytest
 
 from pipelinerl.objective.presets import resolve
 from pipelinerl.system.machine import free_ports
+from pipelinerl.trainers.jax import trainer as jax_trainer
 from pipelinerl.trainers.jax.mesh import join
+from pipelinerl.trainers.jax.trainer import JaxTrainer
 from pipelinerl.trainers.ranks.commands import (
+    Backward,
     Channel,
+    Gather,
     Hello,
+    RankAnswer,
     Refused,
+    StartCommand,
     decode,
     decode_batch,
     decode_objective,
@@ -37,14 +44,14 @@ from pipelinerl.trainers.ranks.commands import (
     encode_objective,
     encode_spec,
 )
-from pipelinerl.trainers.ranks.rank0 import lead
+from pipelinerl.trainers.ranks.rank0 import Ranks, lead
 from pipelinerl.trainers.ranks.rendezvous import Distributed, join_rank0
 from tests.fakes import jax_rank0
 from tests.patience import PATIENCE_S
 from trainer_contract.conformance import CHECKS
 from trainer_contract.conformance.probes import LINEAR
 from trainer_contract.errors import RankError, SpecError
-from trainer_contract.types import MicroBatch, TrainerSpec
+from trainer_contract.types import Device, MicroBatch, TrainerSpec
 
 #: Seconds of silence after which the trainer under test counts a rank as lost.
 SILENCE_S = 5
@@ -197,6 +204,47 @@ def test_other_ranks_end_when_rank_0_dies_or_hangs(how, sentence, model_path, tm
         rank0.send_signal(how)
         status, output = ended(rank1, PATIENCE_S)
     assert (status, "pipelinerl: " + sentence in output) == (1, True), output
+
+
+# --- gathers and passes ------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+def test_gather_runs_between_the_micro_batches_of_a_backward_call(model_path, micro_batch, monkeypatch):
+    ours, theirs = tcp_pair()
+    ranks = Ranks({1: Channel(ours, peer="rank 1", silence_s=PATIENCE_S)}, timeout_s=PATIENCE_S)
+    rank1 = Channel(theirs, peer="rank 0", silence_s=PATIENCE_S)
+    monkeypatch.setattr(jax_trainer, "lead", lambda distributed, join: ranks)
+    options = {"mesh": {"fsdp": 2}, "distributed": {"coordinator": "127.0.0.1:1", "processes": 2}}
+    spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options=options)
+    trainer, commands = JaxTrainer(), []
+
+    def received() -> int:
+        message = decode(rank1.receive())
+        commands.append(type(message.command))
+        return message.number
+
+    def answer(number: int) -> None:
+        rank1.send(encode(RankAnswer(number)))
+
+    with ThreadPoolExecutor(2) as threads:
+        starting = threads.submit(trainer.init_worker, spec)
+        answer(received())
+        starting.result(PATIENCE_S)
+        backward = threads.submit(trainer.backward, [micro_batch()] * 3, LINEAR)
+        first = received()
+        gathered = threads.submit(next, trainer.gather_weights())
+        gather = received()
+        answer(first)
+        answer(gather)
+        name, _ = gathered.result(PATIENCE_S)
+        assert (name, backward.done()) == (trainer.weight_layout()[0].name, False)
+        for _ in range(2):
+            answer(received())
+        assert len(backward.result(PATIENCE_S)) == 3
+    assert commands == [StartCommand, Backward, Gather, Backward, Backward]
+    ranks.end()
+    rank1.close()
 
 
 # --- finding one another ------------------------------------------------------------

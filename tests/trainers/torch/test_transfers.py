@@ -10,7 +10,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipelinerl.trainers.torch.optimizer import adamw as optimizer_module
+from pipelinerl.trainers.torch.optimizer.adamw import PiecewiseAdamW
+from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions
 from pipelinerl.trainers.torch.transfers import HostBuffer, to_device
+from trainer_contract.types import OptimizerSpec
 
 CUDA = torch.device("cuda", 0)
 
@@ -62,3 +66,14 @@ def test_rows_are_copied_to_the_host_in_the_smaller_of_their_own_and_the_request
 def test_rows_already_on_the_host_are_not_copied() -> None:
     rows = torch.ones(3)
     assert HostBuffer().fetch(rows, torch.float32) is rows
+
+
+def test_step_count_is_copied_to_the_device_once_for_all_pieces_of_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "_PIECE", 4)
+    parameter = torch.nn.Parameter(torch.empty(20, device="meta"))
+    parameter.grad = torch.empty(20, device="meta")
+    groups = [{"params": [parameter], "weight_decay": 0.0}]
+    optimizer = PiecewiseAdamW(groups, OptimizerSpec(), OptimizerOptions(), seed=0, masters={})
+    with Transfers() as transfers:
+        optimizer.step()
+    assert transfers.dtypes == [(torch.float32, torch.float32)]

@@ -47,15 +47,15 @@ def adamw(
 ) -> ParameterOptimizer:
     """Create AdamW without weight decay for vectors (biases and norms).
 
-    `seed` seeds stochastic rounding; processes with the same `shard` get the same random numbers. `masters` maps
-    parameters that are bf16 on the device to their fp32 values on the host.
+    Without `parameters`, which is possible for a process of a mesh, its steps do nothing. `seed` seeds stochastic
+    rounding; processes with the same `shard` get the same random numbers. `masters` maps parameters that are bf16 on
+    the device to their fp32 values on the host.
     """
     trained = list(parameters)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
     if options == OptimizerOptions():
         return AdamW(groups, betas=spec.betas, eps=spec.eps, fused=True)
     return PiecewiseAdamW(groups, spec, options, seed=rng.key(seed, "moments", shard), masters=masters or {})
@@ -143,6 +143,8 @@ class PiecewiseAdamW:
         kept = [state[MEAN].view(-1), state[SQUARE].view(-1)] + ([] if master is None else [master.values.view(-1)])
         values, slopes = parameter.detach().view(-1), gradient.reshape(-1)
         noise = self._noise(parameter.device, int(state[STEP]), number)
+        # Copied to the device once, since a copy from pageable memory makes the host wait.
+        count = state[STEP].to(parameter.device)
         for piece in _pieces(len(values)):
             mean, square, *rest = (to_device(each[piece], parameter.device, torch.float32) for each in kept)
             (stepped,) = rest or (values[piece],)
@@ -152,7 +154,7 @@ class PiecewiseAdamW:
                 [mean],
                 [square],
                 [],
-                [state[STEP].to(parameter.device, copy=True)],
+                [count.clone()],  # the kernel increments it
                 fused=True,
                 amsgrad=False,
                 beta1=self._betas[0],

@@ -57,6 +57,11 @@ def test_optimizer_with_default_options_is_torchs_adamw() -> None:
     assert optimizer_of({}) == OptimizerOptions()
 
 
+@pytest.mark.parametrize("options", [OptimizerOptions(), HOST], ids=["torch", "host"])
+def test_optimizer_without_parameters_takes_steps(options: OptimizerOptions) -> None:
+    adamw([], SPEC, options, seed=0).step()
+
+
 def test_20_adamw_steps_with_state_on_the_host_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PIECE", 16)  # pieces that do not divide the parameters evenly
     theirs, ours = parameters(), parameters()

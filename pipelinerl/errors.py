@@ -21,11 +21,11 @@ class RecipeError(UserError):
 
 
 class MissingFieldError(RecipeError):
-    """A row of the data lacks `field`; `present` are the fields that the row has."""
+    """A row of the data lacks `field`, or has null there; `present` are the fields that the row has."""
 
     def __init__(self, field: str, present: Iterable[str]) -> None:
         names = sorted(present)
-        super().__init__(f'field "{field}" is missing; the row has {", ".join(names) or "no field"}')
+        super().__init__(f'field "{field}" is missing or null; the row has {", ".join(names) or "no field"}')
         self.field = field
         self.present = names
 

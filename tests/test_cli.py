@@ -119,7 +119,7 @@ def test_run_with_an_invalid_data_file_is_rejected_before_any_process_starts(
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n')
     table = '[[domains]]\nname = "d"\nsource = "files"\nparameters = { path = "rows.jsonl" }\n'
     (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
-    sentence = f'pipelinerl: {tmp_path}/rows.jsonl line 2: field "answer" is missing; the row has prompt\n'
+    sentence = f'pipelinerl: {tmp_path}/rows.jsonl line 2: field "answer" is missing or null; the row has prompt\n'
     head = ("node", "run", "--name", "a", "--host", "a=127.0.0.1", "--host", "b=127.0.0.1", "--gpus", "0", "--recipe")
     for command in (("run",), ("run", "--on", "slurm", "--hosts", "2", "--gpus", "0"), head):
         done = pipelinerl(*command, "my.toml")
@@ -139,7 +139,7 @@ def test_resuming_a_run_with_an_invalid_data_file_is_rejected_with_the_files_nam
     for command in (("run", "--resume", str(begun.path)), node):
         done = pipelinerl(*command)
         assert (done.status, done.out) == (2, "")
-        assert done.err == f'pipelinerl: {tmp_path}/rows.jsonl line 1: field "answer" is missing; the row has prompt\n'
+        assert done.err == f'pipelinerl: {tmp_path}/rows.jsonl line 1: field "answer" is missing or null; the row has prompt\n'
 
 
 def test_operating_system_error_is_reported_in_one_sentence(

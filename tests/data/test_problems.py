@@ -134,7 +134,7 @@ def test_problems_of_a_held_out_file_are_not_trained_on(tmp_path):
 def test_error_names_the_invalid_line_of_a_data_file(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n\n{"prompt": "a"}\n')
-    with pytest.raises(RecipeError, match=r'a\.jsonl line 3: field "answer" is missing; the row has prompt$'):
+    with pytest.raises(RecipeError, match=r'a\.jsonl line 3: field "answer" is missing or null; the row has prompt$'):
         source("files", path=str(path))
 
 

@@ -26,8 +26,8 @@ def config_of(tmp_path: Path, *rows: dict[str, object], model: Path | None = Non
 @pytest.mark.parametrize(
     ("row", "domain", "sentence"),
     [
-        ({"prompt": "a"}, {}, 'field "answer" is missing; the row has prompt'),
-        ({"answer": "a"}, {}, 'field "prompt" is missing; the row has answer'),
+        ({"prompt": "a"}, {}, 'field "answer" is missing or null; the row has prompt'),
+        ({"answer": "a"}, {}, 'field "prompt" is missing or null; the row has answer'),
         ({"prompt": 3, "answer": "a"}, {}, "field 'prompt' must be a text, or messages with role"),
         ({"prompt": "a", "answer": "1", "metadata": [1]}, {}, "field 'metadata' must be an object, got [1]"),
         ({"prompt": " \n", "answer": "a"}, {}, 'field "prompt" is empty'),

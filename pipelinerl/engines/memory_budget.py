@@ -1,10 +1,11 @@
 """`EngineBudget`: computes from sizes alone what a GPU must hold besides an engine's weights, and whether it fits.
 
-The first update allocates a second copy of the weights. This memory is therefore reserved before the cache is sized,
-together with the workspaces of a prefill and of a decode step. The paged cache takes what is left, and at least one
-sequence of the whole context must fit. Nothing is checked without a GPU, because hosts have swap.
+Updates need a second copy of the weights. This memory is therefore reserved before the cache is sized, together with
+the workspaces of a prefill and of a decode step, and a reserve for what has no size in advance. The paged cache takes
+what is left, and at least one sequence of the whole context must fit. Nothing is checked without a GPU, because hosts
+have swap.
 
-The sizes of both workspaces are counted from the code and were not measured on a GPU.
+The sizes of both workspaces are counted from the code and, like the reserve, were not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ from trainer_contract.types import WeightDType
 
 #: Maximum number of padded tokens in one prefill forward pass of the torch engine.
 PREFILL_TOKENS: Final = 16384
+#: Maximum number of attention scores, or of mask entries, that a prefill of the torch engine holds at once.
+PREFILL_SCORES: Final = 2**24
 #: Bytes per logit of a decode step: 64 for the sampler's fp32 copies, its fp64 sums and the sort of top-p, and 24 for
 #: the tensors that a captured CUDA graph, which samples without top-p, keeps.
 _SAMPLING_BYTES: Final = 64 + 24
+#: The least reserve in bytes: 1 GiB, and 0.5 GiB for the buffers that NCCL creates at the first update.
+_RESERVE: Final = 3 * 2**29
+_RESERVED_SHARE: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +43,18 @@ class DeviceMemory:
 
     @property
     def left(self) -> int:
-        """Bytes that this process may still take."""
-        return self.free if self.share is None else min(self.free, int(self.share * self.total) - self.ours)
+        """Bytes that this process may still plan for, without its reserve."""
+        most = self.total if self.share is None else int(self.share * self.total)
+        return max(0, min(self.free, most - self.ours) - reserve_of(most))
+
+
+def reserve_of(num_bytes: int) -> int:
+    """Return the bytes that an engine leaves unplanned if it may take `num_bytes` of its GPU.
+
+    They are for CUDA graphs, workspaces and modules of cuBLAS and Triton, buffers of NCCL, the scores of a prefill
+    (`PREFILL_SCORES`), and fragments.
+    """
+    return max(_RESERVE, int(_RESERVED_SHARE * num_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +63,7 @@ class EngineBudget:
 
     Attributes:
         cache: keys and values of all slots at their full length; less is enough for shorter sequences.
-        staging: the second copy of the weights, allocated at the first update.
+        staging: the second copy of the weights, which receives updates.
         conversion: the buffer for an update in another dtype than the engine's; 0 if the dtypes are equal.
         prefill: workspace of the largest prefill.
         logits: workspace of a decode step of all slots.
@@ -135,9 +151,11 @@ def budget_of(
 
 
 def _prefill_bytes(shape: ModelShape, tokens: int, size: int) -> int:
-    residual = 3 * shape.hidden  # the residual stream, its norm, and the layer's result
-    attention = 4 * (shape.heads + shape.kv_heads) * shape.head_dim  # queries, keys, values, with and without RoPE
-    return tokens * size * (residual + max(attention, 3 * shape.intermediate))
+    # In fp32: the residual stream before and after attention, and its norm, which is then cast to the model's dtype.
+    residual = (3 * 4 + size) * shape.hidden
+    # A rotation is computed in fp32: two products of the queries are added, then cast.
+    attention = ((2 * size + 8) * shape.heads + 4 * size * shape.kv_heads) * shape.head_dim
+    return tokens * (residual + max(attention, 3 * size * shape.intermediate))
 
 
 def _mib(size: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.engines.memory_budget import DeviceMemory, EngineBudget, budget_of
+from pipelinerl.engines.memory_budget import PREFILL_TOKENS, DeviceMemory, EngineBudget, budget_of, reserve_of
 from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import read_shape
 from trainer_contract.types import WeightDType
@@ -25,7 +25,8 @@ CONFIG = {
     "num_key_value_heads": 8,
     "torch_dtype": "bfloat16",
 }
-GPU = DeviceMemory(total=80 * GIB, free=65 * GIB, ours=15 * GIB)
+GPU = DeviceMemory(total=80 * GIB, free=69 * GIB, ours=11 * GIB)
+RESERVE = 4 * GIB
 
 
 @pytest.fixture
@@ -39,10 +40,10 @@ def budget(tmp_path: Path) -> EngineBudget:
 def test_kv_cache_gets_the_memory_left_by_the_staging_copy_and_workspaces(budget: EngineBudget) -> None:
     assert budget.cache == 40 * GIB and budget.staging > 14 * GIB
     assert budget.cache_within(GPU, context_length=8192) == budget.cache
-    crowded = replace(GPU, free=50 * GIB)
+    crowded = replace(GPU, free=50 * GIB + RESERVE)
     assert budget.cache_within(crowded, context_length=8192) == 50 * GIB - (budget.total - budget.cache)
     with pytest.raises(ModelError, match=r"second copy of the weights 15,3.. MiB.*; no number of slots fits"):
-        budget.cache_within(replace(GPU, free=17 * GIB), context_length=8192)
+        budget.cache_within(replace(GPU, free=17 * GIB + RESERVE), context_length=8192)
 
 
 def test_error_about_memory_suggests_the_largest_number_of_slots_that_fits(budget: EngineBudget) -> None:
@@ -51,17 +52,29 @@ def test_error_about_memory_suggests_the_largest_number_of_slots_that_fits(budge
     fixed = budget.least - budget.logits
     assert fixed + most * each <= left < fixed + (most + 1) * each
     with pytest.raises(ModelError, match=f"set engine.slots to {most} or less"):
-        budget.cache_within(replace(GPU, free=left), context_length=8192)
+        budget.cache_within(replace(GPU, free=left + RESERVE), context_length=8192)
 
 
 def test_memory_share_setting_bounds_the_memory_that_the_engine_may_still_allocate(budget: EngineBudget) -> None:
     half = replace(GPU, share=0.375)
-    assert half.left == 15 * GIB
+    assert half.left == 19 * GIB - reserve_of(30 * GIB) == 35 * GIB // 2
     with pytest.raises(
-        ModelError, match=r"15,360 MiB are left of the device's 81,920 MiB; .*raise engine\.memory_share"
+        ModelError, match=r"17,920 MiB are left of the device's 81,920 MiB; .*raise engine\.memory_share"
     ):
         budget.cache_within(half, context_length=8192)
-    assert replace(GPU, share=1.0, free=GIB).left == GIB, "another process has taken the rest"
+    assert replace(GPU, share=1.0, free=7 * GIB).left == 3 * GIB, "another process has taken the rest"
+
+
+def test_engine_leaves_a_twentieth_of_its_gpu_memory_but_at_least_a_gib_for_unplanned_allocations() -> None:
+    assert GPU.left == 69 * GIB - RESERVE
+    small = DeviceMemory(total=16 * GIB, free=10 * GIB, ours=6 * GIB)
+    assert small.left == 10 * GIB - 3 * GIB // 2
+    assert replace(small, free=GIB).left == 0
+
+
+def test_prefill_workspace_counts_the_residual_stream_and_its_norm_in_fp32(budget: EngineBudget) -> None:
+    residual, mlp = 3 * 4 * 4096 + 2 * 4096, 3 * 2 * 14336
+    assert budget.prefill == PREFILL_TOKENS * (residual + mlp)
 
 
 def test_memory_budget_includes_a_conversion_buffer_if_updates_arrive_in_another_dtype(
@@ -80,4 +93,4 @@ def test_memory_budget_includes_a_conversion_buffer_if_updates_arrive_in_another
     assert sent.conversion == 4 * shape.count and budget.conversion == 0
     assert sent.staging == budget.staging + shape.count
     with pytest.raises(ModelError, match=r"set weights\.dtype to the engine's"):
-        sent.cache_within(replace(GPU, free=40 * GIB), context_length=8192)
+        sent.cache_within(replace(GPU, free=40 * GIB + RESERVE), context_length=8192)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from pipelinerl.engines.memory_budget import PREFILL_SCORES
 from pipelinerl.engines.torch.page_cache import CacheReading, DecodePlan, PrefillPlan, capped, in_order
 from pipelinerl.errors import ModelError
-from pipelinerl.numerics import torch_batch_invariant
+from pipelinerl.numerics import torch_attention, torch_batch_invariant
 from trainer_contract.types import Kernels
 
 NAME: Final = "pipelinerl_rows"
@@ -114,24 +115,48 @@ def attend_prefill(
     softcap: float | None = None,
 ) -> Tensor:
     """Attend causally with the last T of L tokens: query [P, Hq, T, D], key and value [P, H, L, D] → [P, T, Hq, D]."""
-    length, before, shared = query.shape[2], key.shape[2] - query.shape[2], query.shape[1] // key.shape[1]
+    length, before = query.shape[2], key.shape[2] - query.shape[2]
     if reading is CacheReading.TILES:
         own = torch.arange(before, before + length)[None]
         return torch_batch_invariant.attend(query, key, value, own, window=window, scale=scale, softcap=softcap)
     windowed = window is not None and before + length > window
-    if softcap is None and not windowed and before == 0:
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared > 1)
+    has_kernel = softcap is None and (query.is_cuda or not windowed)
+    masked = windowed or before > 0
+    if has_kernel and query.is_cuda:
+        if not windowed and before > 0 and torch_attention.fits_flash(query):
+            return torch_attention.attend_last(query, key, value, scale=scale).transpose(1, 2)
+        key, value = torch_attention.heads_for_kernel(query, key, value, masked=masked)
+    elif not has_kernel:
+        key, value = torch_attention.repeated(query, key, value)
+    shares = query.shape[1] != key.shape[1]
+    if has_kernel and not masked:
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shares)
         return out.transpose(1, 2)
-    entries = torch.arange(before + length, device=query.device)
-    distance = entries[before:, None] - entries[None, :]
-    hidden = (distance < 0) | (distance >= window) if window is not None else distance < 0
-    if softcap is None and not windowed:
-        out = scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=scale, enable_gqa=shared > 1)
-        return out.transpose(1, 2)
-    key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
-    scores = capped((torch.matmul(query, key.transpose(2, 3)) * scale).float(), softcap)
-    out = torch.matmul(scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).to(value.dtype), value)
-    return out.transpose(1, 2)
+    positions = torch.arange(before + length, device=query.device)
+    parts = []
+    most = _most_queries(query, len(positions), has_kernel=has_kernel)
+    for queries, own in zip(query.split(most, dim=2), positions[before:].split(most), strict=True):
+        distance = own[:, None] - positions
+        hidden = (distance < 0) | (distance >= window) if window is not None else distance < 0
+        if has_kernel:
+            part = scaled_dot_product_attention(queries, key, value, attn_mask=~hidden, scale=scale, enable_gqa=shares)
+        else:
+            scores = capped((torch.matmul(queries, key.transpose(2, 3)) * scale).float(), softcap)
+            weights = scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).to(value.dtype)
+            part = torch.matmul(weights, value)
+        parts.append(part)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
+
+
+def _most_queries(query: Tensor, length: int, *, has_kernel: bool) -> int:
+    """Return how many of the queries [P, Hq, T, D] attend at once to `length` keys, which bounds the memory.
+
+    A kernel needs their mask, and products need their scores. A CPU's kernel takes all, since its bits depend on it.
+    """
+    batch, heads, count, _ = query.shape
+    if has_kernel and not query.is_cuda:
+        return count
+    return max(1, PREFILL_SCORES // (length if has_kernel else batch * heads * length))
 
 
 AttentionInterface.register(NAME, attend)

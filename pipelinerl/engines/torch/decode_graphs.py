@@ -2,8 +2,8 @@
 
 A step is hundreds of kernels of a few microseconds each, and the host takes longer to launch them than the device to
 run them. A graph launches all kernels in one call. Its tensors have fixed addresses, so there is one graph for each
-number of rows, rounded up, and for each of the two weight buffers; each is captured on first use, in tens of
-milliseconds. Rows without a sequence write to the cache's spare block.
+number of rows, rounded up, and for each of the two weight buffers. `capture_all` captures them in tens of milliseconds
+each. Rows without a sequence write to the cache's spare block.
 
 A step may start before the tokens of the step before it are on the host: these tokens are then fed on the device. So
 two steps may be in flight, and each of them has its own pinned buffers.
@@ -65,6 +65,19 @@ class DecodeGraphs:
         self._table_is_of: tuple[int, int] | None = None
         self._current, self._other = (_Pinned(rows, blocks, cache.spare) for _ in range(2))
         self._logits: Tensor | None = None
+
+    def capture_all(self) -> None:
+        """Capture all graphs before the first request.
+
+        A capture first waits for all work on the device, so a later one would wait for an update that is arriving.
+        """
+        self._weights.staging().zero_()  # a capture runs a step with these weights, of which any numbers will do
+        sizes = {padded_rows(count, self._rows) for count in range(1, self._rows + 1)}
+        for _ in range(2):
+            for rows in sorted(sizes, reverse=True):  # smaller graphs reuse the memory of larger ones
+                with torch.inference_mode():
+                    self._graphs[self._weights.address, rows] = self._captured(rows)
+            self._weights.swap()
 
     def run(self, inputs: Inputs) -> Tensor:
         """Start a step of rows 0..B-1; return its logits [B, V], which the next step overwrites."""

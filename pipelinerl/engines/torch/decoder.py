@@ -44,7 +44,10 @@ _Product = _Linear | QuantizedLinear | Fp32Head | InvariantLinear  # functions [
 
 @final
 class _Joined:
-    """Linear layers with the same input. If their weights lie back to back in memory, one product computes them all."""
+    """Linear layers with the same input. If their weights lie back to back in memory, one product computes them all.
+
+    Layers with biases (Qwen2's attention) are not joined, because each bias lies between two weights of the layout.
+    """
 
     def __init__(self, *parts: _Product) -> None:
         self._parts = parts

@@ -19,7 +19,7 @@ from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.numerics import torch_batch_invariant, torch_logprobs
+from pipelinerl.numerics import torch_attention, torch_batch_invariant, torch_logprobs
 from trainer_contract.types import Device, HeadPrecision, Kernels
 
 
@@ -57,6 +57,7 @@ def load_runner(
     share = options.memory_share if device.type == "cuda" else None
     if share is not None:  # fail in this process before other processes run out of GPU memory
         torch.cuda.set_per_process_memory_fraction(share)
+    torch_attention.avoid_cudnn()
     model = load_for_decoding(options.model_path, dtype=options.dtype, device=device)
     config: Any = model.config
     text = config.get_text_config()

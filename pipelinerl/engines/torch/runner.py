@@ -234,7 +234,12 @@ class TorchRunner:
         return longest
 
     def warm_up(self) -> None:
-        """Run each kind of forward once, so that an unsupported model raises `ModelError` at load time."""
+        """Run each kind of forward once, so that an unsupported model raises `ModelError` at load time.
+
+        On a GPU, also capture all CUDA graphs, which allocates `staging`.
+        """
+        if self._graphs is not None:
+            self._graphs.capture_all()
         self.prefill([Prefill([0, 0], [0])])
         self.place([RowState(0, 0, 2, 0, temperature=1.0, top_p=1.0, top_k=0)])
         self.decode(1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.engines.memory_budget import budget_of
+from pipelinerl.engines.memory_budget import budget_of, reserve_of
 from pipelinerl.models import bigram
 from pipelinerl.models.checkpoint import model_type
 from pipelinerl.models.model_shape import BYTES, ModelShape, read_shape
@@ -38,7 +38,7 @@ class EngineMemory:
     """Memory of an engine on `devices`, which decodes up to `slots` sequences of `context` tokens at once.
 
     With `staged_on_host`, as in vLLM, weight updates arrive in the host's memory, so the device holds the weights only
-    once.
+    once. `reserve` is the number of bytes that it leaves unplanned on each device.
     """
 
     shape: ModelShape
@@ -49,6 +49,7 @@ class EngineMemory:
     weights: str = "native"
     devices: int = 1
     staged_on_host: bool = False
+    reserve: int = 0
 
     @property
     def parts(self) -> Mapping[str, int]:
@@ -72,7 +73,8 @@ class EngineMemory:
             "keys and values": budget.cache,
             "workspace": budget.prefill + budget.logits,
         }
-        return {name: -(-each // self.devices) for name, each in sizes.items() if each}
+        on_each = {name: -(-each // self.devices) for name, each in sizes.items()} | {"reserve": self.reserve}
+        return {name: each for name, each in on_each.items() if each}
 
     @property
     def total(self) -> int:
@@ -107,6 +109,13 @@ class MemoryPrediction:
         """The memory of each process whose memory can be predicted, by kind of process."""
         memory = {"trainer": self.trainer, "engine": self.engine}
         return {kind: its for kind, its in memory.items() if its is not None}
+
+    def within(self, limits: Mapping[str, int]) -> dict[str, TrainerMemory | EngineMemory]:
+        """Return `by_process`, with an engine's reserve if `limits` has a limit in bytes for engines."""
+        memory, limit, engine = self.by_process, limits.get("engine"), self.engine
+        if limit is not None and engine is not None and not engine.staged_on_host:
+            memory["engine"] = replace(engine, reserve=reserve_of(limit))
+        return memory
 
     @property
     def total(self) -> int:
@@ -187,7 +196,7 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
 
     The keys of `limits` are kinds of process; the key `all` limits the sum of all processes, on a machine without GPUs.
     """
-    for kind, its in prediction.by_process.items():
+    for kind, its in prediction.within(limits).items():
         limit = limits.get(kind)
         parts = ", ".join(f"{name} {gib(size)}" for name, size in its.parts.items())
         on_host = f"; {gib(its.host)} on the host" if its.host else ""
@@ -209,7 +218,7 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
 
 def fits(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> bool:
     """Return True if every process can start within its own limit, and their sum is within the limit `all`."""
-    each = [its.least <= limits.get(kind, its.least) for kind, its in prediction.by_process.items()]
+    each = [its.least <= limits.get(kind, its.least) for kind, its in prediction.within(limits).items()]
     return all(each) and prediction.total <= limits.get("all", math.inf)
 
 

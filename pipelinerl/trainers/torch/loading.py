@@ -17,7 +17,7 @@ from pipelinerl import rng
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype, weights_digest
 from pipelinerl.models.weight_reader import WeightReader
-from pipelinerl.numerics import torch_batch_invariant, torch_logprobs
+from pipelinerl.numerics import torch_attention, torch_batch_invariant, torch_logprobs
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import lora_of
@@ -173,6 +173,7 @@ def load(spec: TrainerSpec) -> LoadedModel:
     """Load the spec's model and seed torch. Raises SpecError if it is not available, StateError for a damaged state."""
     config, lora = load_config(spec.model_path), lora_of(spec.options)
     torch.manual_seed(rng.key(spec.seed, "torch_trainer"))
+    torch_attention.avoid_cudnn()
     saved = None if spec.restore_from is None else torch_state.load(spec.restore_from, expected=config, head=spec.head)
     if saved is not None:
         saved.check_kind(has_adapters=lora is not None)

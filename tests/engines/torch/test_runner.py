@@ -489,7 +489,12 @@ def test_decoding_with_cuda_graphs_equals_recomputation_while_rows_join_and_leav
     runner = _runner(tmp_path, early=True)
     runner.early_step.allowed = early
     use_eager_graphs(runner, monkeypatch)
+    runner.warm_up()
+    assert runner._graphs is not None
+    captured = set(runner._graphs._graphs)
+    assert len(captured) == 3 * 2, "2, 4 and 8 rows, each with both weight buffers"
     _join_and_leave(runner, tmp_path, steps=steps, within=1e-5)
+    assert set(runner._graphs._graphs) == captured, "a capture would wait for an update that is arriving"
 
 
 def _join_and_leave(runner: TorchRunner, path: Path, *, steps: Sequence[int], within: float) -> None:

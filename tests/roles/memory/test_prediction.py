@@ -165,6 +165,21 @@ def test_advice_for_a_process_that_does_not_fit_into_memory_makes_it_fit(large):
     assert any("no single knob is enough" in line for line in hopeless)
 
 
+def test_engine_with_a_limit_keeps_a_reserve_of_it_from_keys_and_values(large):
+    bf16 = WeightDType.BFLOAT16
+    engine = EngineMemory(shape=read_shape(large), dtype=bf16, wire=bf16, slots=64, context=8192, devices=8)
+    prediction, limit = MemoryPrediction(None, engine, 1), 50 * GIB
+    assert "reserve" not in "".join(lines(prediction, limits={}))
+    first, second = lines(prediction, limits={"engine": limit})
+    assert ", reserve 2.5 GiB)" in first
+    left = limit - 5 * GIB // 2 - (engine.total - engine.parts["keys and values"])
+    assert second == f"engine: keys and values take what is left of 50.0 GiB, {left / GIB:,.1f} GiB"
+    assert fits(prediction, limits={"engine": limit})
+    assert not fits(prediction, limits={"engine": engine.least + GIB}), "the least limit includes a reserve"
+    on_host = MemoryPrediction(None, replace(engine, staged_on_host=True), 1)
+    assert "reserve" not in "".join(lines(on_host, limits={"engine": limit})), "vLLM reserves memory itself"
+
+
 def test_memory_of_a_recipes_trainer_and_engine_is_predicted():
     config = load("tiny", ["trainer.options.lora.rank=8"])
     prediction = predict(config, objective_of(config))

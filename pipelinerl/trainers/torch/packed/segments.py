@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelinerl.numerics import torch_batch_invariant
+from pipelinerl.numerics import torch_attention, torch_batch_invariant
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Sums
 from trainer_contract.types import Kernels
@@ -112,13 +112,15 @@ class SegmentPlan:
         if self.kernels is Kernels.BATCH_INVARIANT:
             positions = torch.arange(length)[None]
             return torch_batch_invariant.attend(query, key, value, positions, window=window, scale=scale)
-        whole = window is None or length <= window
+        mask = None if window is None or length <= window else _band(length, window, query.device)
+        if query.is_cuda:
+            key, value = torch_attention.heads_for_kernel(query, key, value, masked=mask is not None)
         out = torch.nn.functional.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=None if whole else _band(length, window, query.device),
-            is_causal=whole,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
@@ -160,6 +162,6 @@ class _Unpad(torch.autograd.Function):
         return grad.index_select(0, ctx.plan.token_of_row).mul_(ctx.plan.is_first), None
 
 
-def _band(length: int, window: int | None, device: torch.device) -> Tensor:
+def _band(length: int, window: int, device: torch.device) -> Tensor:
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < (window or length))
+    return (distance >= 0) & (distance < window)

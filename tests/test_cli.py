@@ -139,7 +139,10 @@ def test_resuming_a_run_with_an_invalid_data_file_is_rejected_with_the_files_nam
     for command in (("run", "--resume", str(begun.path)), node):
         done = pipelinerl(*command)
         assert (done.status, done.out) == (2, "")
-        assert done.err == f'pipelinerl: {tmp_path}/rows.jsonl line 1: field "answer" is missing or null; the row has prompt\n'
+        assert (
+            done.err
+            == f'pipelinerl: {tmp_path}/rows.jsonl line 1: field "answer" is missing or null; the row has prompt\n'
+        )
 
 
 def test_operating_system_error_is_reported_in_one_sentence(

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 _FLASH_DTYPES: Final = (torch.bfloat16, torch.float16)
+#: The oldest compute capability on which flash attention runs.
+_FLASH_CAPABILITY: Final = (8, 0)
 #: Flash attention takes heads whose width is a multiple of the first number and at most the second.
 _FLASH_WIDTHS: Final = (8, 256)
 
@@ -26,8 +28,12 @@ def avoid_cudnn() -> None:
 
 
 def fits_flash(query: Tensor) -> bool:
-    """Return whether flash attention without a mask takes the query's dtype, which autocast may change, and width."""
+    """Return whether flash attention without a mask takes the query's dtype, which autocast may change, and width, and
+    runs on its GPU.
+    """
     kind, (multiple, most) = query.device.type, _FLASH_WIDTHS
+    if query.is_cuda and torch.cuda.get_device_capability(query.device) < _FLASH_CAPABILITY:
+        return False
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     return dtype in _FLASH_DTYPES and query.shape[-1] % multiple == 0 and query.shape[-1] <= most
 

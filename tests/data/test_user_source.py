@@ -78,7 +78,9 @@ def refused(function: Callable[..., Any], **parameters: Any) -> str:
 def test_unusable_user_functions_and_results_are_rejected_with_a_reason() -> None:
     assert "parameters do not fit listed: got an unexpected keyword argument 'zzz'" in refused(listed, zzz=1)
     assert "must return problems, as dicts with prompt and answer" in refused(lambda: 5)
-    assert 'row 1: field "answer" is missing or null; the row has prompt' in refused(lambda: [listed()[0], {"prompt": "a"}])
+    assert 'row 1: field "answer" is missing or null; the row has prompt' in refused(
+        lambda: [listed()[0], {"prompt": "a"}]
+    )
     assert "row 0: expected a dict with prompt and answer, got 'q'" in refused(lambda: ["q"])
     assert "must name a function, got 5" in refused(5)  # type: ignore[arg-type]
 

@@ -6,6 +6,8 @@ sliding windows and soft caps are supported; an architecture that needs more is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -115,48 +117,52 @@ def attend_prefill(
     softcap: float | None = None,
 ) -> Tensor:
     """Attend causally with the last T of L tokens: query [P, Hq, T, D], key and value [P, H, L, D] → [P, T, Hq, D]."""
-    length, before = query.shape[2], key.shape[2] - query.shape[2]
+    length = key.shape[2]
     if reading is CacheReading.TILES:
-        own = torch.arange(before, before + length)[None]
+        own = torch.arange(length - query.shape[2], length)[None]
         return torch_batch_invariant.attend(query, key, value, own, window=window, scale=scale, softcap=softcap)
-    windowed = window is not None and before + length > window
-    has_kernel = softcap is None and (query.is_cuda or not windowed)
-    masked = windowed or before > 0
-    if has_kernel and query.is_cuda:
-        if not windowed and before > 0 and torch_attention.fits_flash(query):
-            return torch_attention.attend_last(query, key, value, scale=scale).transpose(1, 2)
+    window = window if window is not None and length > window else None
+    if softcap is None and (query.is_cuda or window is None):
+        return _in_kernel(query, key, value, window, scale).transpose(1, 2)
+    key, value = torch_attention.repeated(query, key, value)
+
+    def products(queries: Tensor, hidden: Tensor) -> Tensor:
+        scores = capped((torch.matmul(queries, key.transpose(2, 3)) * scale).float(), softcap)
+        return torch.matmul(scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).to(value.dtype), value)
+
+    most = PREFILL_SCORES // (query.shape[0] * query.shape[1] * length)
+    return _in_blocks(query, length, window, most, products).transpose(1, 2)
+
+
+def _in_kernel(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float) -> Tensor:
+    """Attend with a kernel of torch; the result is [P, Hq, T, D]."""
+    length, count = key.shape[2], query.shape[2]
+    masked = window is not None or length > count
+    if query.is_cuda:
+        if masked and window is None and torch_attention.fits_flash(query):
+            return torch_attention.attend_last(query, key, value, scale=scale)
         key, value = torch_attention.heads_for_kernel(query, key, value, masked=masked)
-    elif not has_kernel:
-        key, value = torch_attention.repeated(query, key, value)
-    shares = query.shape[1] != key.shape[1]
-    if has_kernel and not masked:
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shares)
-        return out.transpose(1, 2)
-    positions = torch.arange(before + length, device=query.device)
-    parts = []
-    most = _most_queries(query, len(positions), has_kernel=has_kernel)
-    for queries, own in zip(query.split(most, dim=2), positions[before:].split(most), strict=True):
-        distance = own[:, None] - positions
-        hidden = (distance < 0) | (distance >= window) if window is not None else distance < 0
-        if has_kernel:
-            part = scaled_dot_product_attention(queries, key, value, attn_mask=~hidden, scale=scale, enable_gqa=shares)
-        else:
-            scores = capped((torch.matmul(queries, key.transpose(2, 3)) * scale).float(), softcap)
-            weights = scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).to(value.dtype)
-            part = torch.matmul(weights, value)
-        parts.append(part)
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
+    attend = partial(scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    if not masked:
+        return attend(query, key, value, is_causal=True)
+    # On a CPU, a result's bits depend on the number of queries, so all attend at once there.
+    most = PREFILL_SCORES // length if query.is_cuda else count
+    return _in_blocks(query, length, window, most, lambda part, hidden: attend(part, key, value, attn_mask=~hidden))
 
 
-def _most_queries(query: Tensor, length: int, *, has_kernel: bool) -> int:
-    """Return how many of the queries [P, Hq, T, D] attend at once to `length` keys, which bounds the memory.
+def _in_blocks(
+    query: Tensor, length: int, window: int | None, most: int, attend: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Let at most `most` queries attend at once, which bounds the memory of masks and scores; join the results.
 
-    A kernel needs their mask, and products need their scores. A CPU's kernel takes all, since its bits depend on it.
+    `attend` takes queries [P, Hq, t, D] of the last of `length` tokens, and a mask [t, L] of the keys hidden from them.
     """
-    batch, heads, count, _ = query.shape
-    if has_kernel and not query.is_cuda:
-        return count
-    return max(1, PREFILL_SCORES // (length if has_kernel else batch * heads * length))
+    keys, parts = torch.arange(length, device=query.device), []
+    for part, own in zip(query.split(max(1, most), dim=2), keys[-query.shape[2] :].split(max(1, most)), strict=True):
+        distance = own[:, None] - keys
+        hidden = (distance < 0) | (distance >= window) if window is not None else distance < 0
+        parts.append(attend(part, hidden))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 AttentionInterface.register(NAME, attend)

@@ -290,7 +290,9 @@ def test_null_fields_that_arrow_adds_to_structs_are_removed_from_the_data(tmp_pa
 def test_missing_column_error_lists_all_columns(write: Callable[[Path, Rows], Path], tmp_path: Path) -> None:
     rows = [{"question": f"{n} + 1", "solution": str(n + 1), "level": 1, "answer": None} for n in range(40)]
     path = write(tmp_path / ("a.parquet" if write is parquet else "a.arrow"), rows)
-    with pytest.raises(RecipeError, match=r'row 0: field "answer" is missing or null; the row has level, question, solution$'):
+    with pytest.raises(
+        RecipeError, match=r'row 0: field "answer" is missing or null; the row has level, question, solution$'
+    ):
         opened(path)
     with pytest.raises(
         RecipeError, match=r'row 0: field "prompt" is missing or null; the row has .*level, question, solution$'

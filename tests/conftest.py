@@ -7,6 +7,8 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import cache, partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from shutil import rmtree, which
 from tempfile import mkdtemp
 
@@ -26,8 +28,9 @@ _XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
+    # XLA ends a process that gives it a flag which it does not know.
+    *(["--xla_cpu_use_fusion_emitters=false"] if find_spec("jax") and version("jax").startswith("0.10.") else []),
 )
 os.environ.setdefault("XLA_FLAGS", " ".join(_XLA_FLAGS))
 

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed
+from torch.distributed.fsdp import FSDPModule
 
 from pipelinerl.system.machine import family_of
 from pipelinerl.trainers.ranks.rendezvous import Distributed
@@ -71,6 +72,11 @@ def join(distributed: Distributed, port: int) -> None:
     Raises SpecError on failure.
     """
     global _world
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise SpecError(
+            f"options.distributed: several processes need torch 2.13, not {torch.__version__}; install it, or "
+            "train with one process"
+        )
     if dist.is_initialized():
         raise SpecError("options.distributed: this process is one of several already; start another process")
     host, timeout = distributed.address[0], timedelta(seconds=distributed.timeout_s)

@@ -20,8 +20,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 from pipelinerl.system.machine import free_ports
+from pipelinerl.trainers.ranks.rendezvous import Distributed
+from pipelinerl.trainers.torch.joining import join
 from pipelinerl.trainers.torch.mesh import ProcessMesh, device_index
 from pipelinerl.trainers.torch.options import distributed_of, options_of
 from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, key_of
@@ -83,6 +86,12 @@ def test_device_index_rejects_two_ranks_on_one_gpu(devices, local_rank):
         device_index(1, [5, 5], devices, local_rank)
 
 
+def test_several_processes_are_rejected_with_a_torch_that_cannot_abandon_a_pass(monkeypatch):
+    monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    with pytest.raises(SpecError, match=r"need torch 2\.13.*or train with one process"):
+        join(Distributed(coordinator="127.0.0.1:1", processes=2), 1)
+
+
 @contextmanager
 def processes(
     jobs: Sequence[Job], *, mesh: Mapping[str, int] = TWO, silence_s: int = 20
@@ -138,8 +147,13 @@ def end_by_losing(rank: int, how: signal.Signals, jobs: Sequence[Job], **given: 
     """Send the signal `how` to one of two ranks during the last job, `until_lost`; return the other rank's output."""
     with processes(jobs, **given) as ranks:
         assert ranks[0].stdout is not None
-        output = list(iter(ranks[0].stdout.readline, "ready\n"))
-        assert ranks[0].poll() is None, "".join(output)
+        output = list[str]()
+        for line in ranks[0].stdout:
+            if line == "ready\n":
+                break
+            output.append(line)
+        else:
+            pytest.fail("".join(output))
         ranks[rank].send_signal(how)
         return ended(ranks[1 - rank])[1]
 

@@ -336,7 +336,7 @@ class RedisStream:
         return self._outage_s if self._has_answered else self._timeout_s
 
     def _note(self, outage: str) -> None:
-        """Note what the server lacks, "" for nothing; report its first outage and the end of it in the log."""
+        """Set `outage`, to "" when it has ended; log its beginning and its end."""
         if outage and not self.outage and self._has_answered:
             log.warning(
                 "the stream server at %s %s; commands are retried for %g s", self._address, outage, self._outage_s

@@ -75,7 +75,7 @@ class Stream(Protocol):
     """
 
     outage: str
-    """What the server lacks while calls are retried, such as "is unreachable"; otherwise empty."""
+    """Why calls are being retried, such as "is unreachable"; empty if the server works."""
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
         """Append `payloads` in order; return the number of new entries. With `first_id`, payload i gets the id

@@ -252,7 +252,7 @@ class EngineWatch:
         return restarted
 
     def on_missed_poll(self, url: str) -> bool:
-        """Record a missed poll; return True once the engine has missed so many in a row that it counts as dead."""
+        """Record a missed poll; return True if the engine has missed several in a row and now counts as dead."""
         known = self.load(url)
         missed = known.missed_polls + 1
         is_dead = missed >= self._polls_to_death

@@ -9,20 +9,11 @@ from pipelinerl import rng
 from pipelinerl.engines.batching.model_runner import Capacity, Moves, Scheduler
 from pipelinerl.engines.batching.sample_loop import CacheRoom
 from pipelinerl.engines.batching.sequence import Request
+from tests.fakes.sample_request import sample_request
 
 
 def _request(name: str, samples: int = 1, prompt: int = 3, priority: int = 0) -> Request:
-    request = Request(
-        request_id=name,
-        prompt_token_ids=[0] * prompt,
-        token_limit=5,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        streams=False,
-        stop_ids=frozenset(),
-        priority=priority,
-    )
+    request = sample_request([0] * prompt, token_limit=5, request_id=name, priority=priority)
     for key in range(samples):
         request.add_sequence(key)
     return request

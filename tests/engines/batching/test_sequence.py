@@ -9,8 +9,9 @@ import itertools
 import pytest
 
 from inference_contract.schemas import ChatCompletionRequest
-from pipelinerl.engines.batching.sequence import Request, ResponseWriter, TextWindow, extend
+from pipelinerl.engines.batching.sequence import ResponseWriter, TextWindow, extend
 from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.sample_request import sample_request
 
 
 def _window(tokenizer: ChatTokenizer, *stops: str) -> TextWindow:
@@ -72,16 +73,7 @@ def test_streamed_text_that_may_begin_a_stop_string_is_held_back(tokenizer: Chat
 
 def test_chunk_sent_after_a_swap_names_the_version_that_sampled_its_tokens(tokenizer: ChatTokenizer) -> None:
     chat = ChatCompletionRequest(prompt_token_ids=[7], max_tokens=9, return_token_ids=True)
-    request = Request(
-        request_id="a",
-        prompt_token_ids=[7],
-        token_limit=9,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        streams=False,
-        stop_ids=frozenset(),
-    )
+    request = sample_request([7], token_limit=9)
     request.add_sequence(noise_key=0)
     (sequence,) = request.sequences
     writer = ResponseWriter(chat, request, model="tiny", tokenizer=tokenizer)

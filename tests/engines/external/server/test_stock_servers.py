@@ -28,7 +28,7 @@ from inference_contract.errors import EngineStopped
 from inference_contract.schemas import ChatCompletionRequest, EngineState, FinishReason
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Capacity
-from pipelinerl.engines.batching.sequence import Request, Sequence
+from pipelinerl.engines.batching.sequence import Sequence
 from pipelinerl.engines.external.core_loop import CoreLoop, CoreModel, EngineCore
 from pipelinerl.engines.external.server.server_core import ServerCore, ServerHttp
 from pipelinerl.engines.external.server.sglang_api import SglangServerApi
@@ -44,6 +44,7 @@ from pipelinerl.weights.parameter_server.download import WeightPuller
 from tests.fakes import sglang_server, stock_vllm
 from tests.fakes.engine_options import engine_options
 from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of
+from tests.fakes.sample_request import sample_request
 from tests.fakes.scripted_engine import LAYOUT
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
@@ -348,16 +349,7 @@ async def test_sglang_server_ends_samples_at_their_stop_tokens(sglang: Stock) ->
     """If the adapter sent `ignore_eos`, a sample would not end at its stop token but at its token limit."""
 
     def sequence(stop_ids: frozenset[int]) -> Sequence:
-        request = Request(
-            request_id="r",
-            prompt_token_ids=[7],
-            token_limit=8,
-            temperature=0.0,
-            top_p=1.0,
-            top_k=0,
-            streams=True,
-            stop_ids=stop_ids,
-        )
+        request = sample_request([7], token_limit=8, temperature=0.0, streams=True, stop_ids=stop_ids)
         request.add_sequence(0)
         return request.sequences[0]
 

@@ -91,6 +91,9 @@ class GatedRunner:
         self.log.append(f"clear rows {list(rows)}")
         self._runner.clear(rows)
 
+    def survives(self, error: Exception) -> bool:
+        return self._runner.survives(error)
+
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         self.log += [f"prefill {len(each.token_ids)} tokens to rows {list(each.rows)}" for each in prefills]
         self._runner.prefill(prefills)

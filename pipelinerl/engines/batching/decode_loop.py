@@ -17,12 +17,17 @@ thread; it is never held while the model runs. The thread passes all results of 
 request and every commit is answered, however the thread ends.
 
 If logits are not finite, only their request is rejected: its token is not delivered, and its keys and values leave the
-cache. If a paged cache has no block for a row's next token, the sequence with the fewest tokens is preempted.
-It keeps its tokens; as soon as there is room, its cache is recomputed with the serving weights.
+cache. If a forward pass raises an exception, only the requests that it computed fail: those of a decode step, or those
+of a prefill, whose prompts may take too much memory. The thread ends if the runner cannot trust its cache any more
+(`ModelRunner.survives`), or if `_MOST_FAILED` passes fail without a step that succeeds.
+
+If a paged cache has no block for a row's next token, the sequence with the fewest tokens is preempted. It keeps its
+tokens; as soon as there is room, its cache is recomputed with the serving weights.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -51,10 +56,15 @@ from pipelinerl.engines.batching.sequence import (
     aborted,
     deliveries,
     extend,
+    failed,
     refused,
     sampled,
 )
 
+log = logging.getLogger("pipelinerl")
+
+#: Failed passes, without a decode step that succeeds in between, after which the engine ends.
+_MOST_FAILED: Final = 10
 _NO_STRUCTURE: Final = (
     "response_format: this engine has no structured output; leave it out, or serve the model with the vLLM engine"
 )
@@ -96,6 +106,7 @@ class DecodeLoop:
         self._changed = threading.Condition()
         self._cancelled: list[Request] = []
         self._commit: _Commit | None = None
+        self._failed = 0  # forward passes that have raised since the last decode step that succeeded
         self._streams = 0
         self._routing_requests = 0  # number of open requests that return their routing
         self._stopping = False
@@ -242,6 +253,14 @@ class DecodeLoop:
                 routes.is_on = self._routing_requests > 0
         if not admissions:
             return
+        try:
+            self._fill(admissions)
+        except Exception as error:  # array libraries may raise anything
+            self._survive(error, [each.request for each in admissions])
+
+    def _fill(self, admissions: list[Admission]) -> None:
+        """Compute the cache of the admitted rows, and place the rows in the next step."""
+        routes = self._runner.route_log
         computed = [each for each in admissions if each.sibling is None]
         self._score_prompts(computed)
         # Leave out the last token of each context: the next decode step feeds it.
@@ -280,7 +299,12 @@ class DecodeLoop:
             self._preempt(min(range(len(running)), key=lambda row: len(running[row].context)))
         early = self._runner.early_step
         early.allowed = early.is_used and self._keeps_rows()
-        token_ids, logprobs = self._runner.decode(len(running))
+        try:
+            token_ids, logprobs = self._runner.decode(len(running))
+        except Exception as error:  # array libraries may raise anything
+            self._survive(error, [sequence.request for sequence in running])
+            return
+        self._failed = 0
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
         routes = self._runner.route_log
@@ -321,15 +345,31 @@ class DecodeLoop:
         running = self._scheduler.running
         nonfinite_rows = [row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
         refusals = {running[row].request.request_id: refused(running[row], self.serving) for row in nonfinite_rows}
-        self._runner.clear(nonfinite_rows)
-        with self._changed:
-            rows = [row for each in refusals.values() for row in self._withdrawn(each.request)]
-            moves = self._scheduler.retire(rows)
-        self._free(rows, moves)
+        moves = self._fail(list(refusals.values()))
         for source, target in zip(moves.sources, moves.targets, strict=True):
             token_ids[target], logprobs[target] = token_ids[source], logprobs[source]
         del token_ids[len(running) :], logprobs[len(running) :]
-        self._report(list(refusals.values()))
+
+    def _survive(self, error: Exception, requests: Iterable[Request]) -> None:
+        """Fail `requests`, whose forward pass raised `error`; raise `error` instead if the engine must end."""
+        self._failed += 1
+        if self._failed == _MOST_FAILED or not self._runner.survives(error):
+            raise error
+        log.error("a forward pass failed; its requests get an error, the engine continues", exc_info=error)
+        unique = {request.request_id: request for request in requests}
+        self._fail([failed(request, error) for request in unique.values()])
+
+    def _fail(self, failures: list[Delivery]) -> Moves:
+        """End requests with errors, and remove their samples from the rows and the cache; return the moves of rows."""
+        requests = {each.request.request_id for each in failures}
+        running = self._scheduler.running
+        self._runner.clear([row for row, each in enumerate(running) if each.request.request_id in requests])
+        with self._changed:
+            rows = [row for each in failures for row in self._withdrawn(each.request)]
+            moves = self._scheduler.retire(rows)
+        self._free(rows, moves)
+        self._report(failures)
+        return moves
 
     def _finish(self, rows: list[int]) -> list[Request]:
         """Count the samples in `rows` as finished and free the rows; return requests whose last sample has ended."""

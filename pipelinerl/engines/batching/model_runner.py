@@ -141,7 +141,13 @@ class ModelRunner(ServedModel, Protocol):
         ...
 
     def clear(self, rows: Items[int]) -> None:
-        """Overwrite the cache of `rows` with finite numbers: masked NaNs spoil attention, because 0 · NaN is NaN."""
+        """Overwrite what only `rows` use of the cache with finite numbers: masked NaNs spoil attention, because
+        0 · NaN is NaN. Nothing that `rows` computed is reused.
+        """
+        ...
+
+    def survives(self, error: Exception) -> bool:
+        """Return True if, after a `prefill` or `decode` that raised `error`, the cache of other rows is intact."""
         ...
 
     def prefill(self, prefills: Items[Prefill]) -> None:

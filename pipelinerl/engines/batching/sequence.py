@@ -521,6 +521,19 @@ def refused(sequence: Sequence, serving: tuple[int, int]) -> Delivery:
     return Delivery(request, is_last=True, error=error)
 
 
+def failed(request: Request, error: Exception) -> Delivery:
+    """Return a delivery that fails the request, whose forward pass raised `error`."""
+    reason = (str(error).strip().splitlines() or [""])[0][:300]
+    return Delivery(
+        request,
+        is_last=True,
+        error=ContractError(
+            f"the engine failed in a forward pass with this request: {type(error).__name__}: {reason}; retry it, at "
+            "another engine if there is one; this engine's log has the details"
+        ),
+    )
+
+
 def _certain_text(sequence: Sequence) -> str:
     if sequence.text is None:
         return ""

@@ -81,6 +81,10 @@ class BigramRunner:
     def clear(self, rows: Sequence[int]) -> None:
         """Do nothing: there is no cache."""
 
+    def survives(self, error: Exception) -> bool:
+        """Return True: there is no cache."""
+        return True
+
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Do nothing: there is no cache."""
 

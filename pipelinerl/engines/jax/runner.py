@@ -150,6 +150,10 @@ class JaxRunner:
         """Set the cache of `rows` to zero."""
         self._cache = jax_program.clear(self._cache, self._padded(rows), np.int32(len(rows)))
 
+    def survives(self, error: Exception) -> bool:
+        """Return False: the failed program has consumed the donated cache."""
+        return False
+
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
         """Copy the first `num_tokens` of the cache of row `source` to each of `rows`."""
         self.early_step.drop()

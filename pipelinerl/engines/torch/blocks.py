@@ -170,15 +170,20 @@ class BlockTable:
         for row in self._rows:
             row.filed = None if row.blocks else []
 
-    def spoil(self, row: int) -> list[int]:
-        """Remove a row's blocks, which may hold numbers that are not finite, from the index; return these blocks."""
-        own = self._rows[row]
-        own.filed = None
-        for block in own.blocks:
-            key = self._keys.pop(block, None)
-            if key is not None:
-                del self._entries[key]
-        return own.blocks
+    def spoil(self, rows: Sequence[int]) -> list[int]:
+        """Remove the blocks of `rows`, whose content is in doubt, from the index; return those that no other row uses.
+
+        Blocks that other rows also use stay as they are: clearing them would change what these rows attend to.
+        """
+        uses = np.zeros_like(self._uses)
+        for own in (self._rows[row] for row in rows):
+            own.filed = None
+            for block in own.blocks:
+                uses[block] += 1
+                key = self._keys.pop(block, None)
+                if key is not None:
+                    del self._entries[key]
+        return ((uses > 0) & (uses == self._uses)).nonzero()[0].tolist()
 
     # --- order ---------------------------------------------------------------------------------------------------
 

@@ -253,12 +253,13 @@ class PageCache:
             return known
         if self.reading is CacheReading.IN_PLACE and (copies := table.gather()) is not None:
             self.copy(copies)
-        fed = slice(0, batch) if alike is None else alike.first
-        counts = table.counts[fed]
+        counts = table.counts[:batch]
         width = int(counts.max())
-        own = table.table[fed, :width]
+        own = table.table[:batch, :width]
         own = np.where(np.arange(width) < counts[:, None], own, own[:, :1])
-        self._reserve(int(own.max()) + 1)
+        self._reserve(int(own.max()) + 1)  # of all rows: the step also writes to the blocks of duplicate rows
+        if alike is not None:
+            own, counts = own[alike.first], counts[alike.first]
         sections, shape = None, self._shape
         if self.reading is CacheReading.IN_PLACE:
             sections = BlockSections.of(own, counts, heads=shape.heads, group=shape.query_heads // shape.heads)
@@ -329,13 +330,13 @@ class PageCache:
     def _reserve(self, blocks: int) -> None:
         if blocks <= self._present:
             return
-        old = self._present
-        self._present = min(max(2 * old, blocks), self.table.num_blocks)
+        present = min(max(2 * self._present, blocks), self.table.num_blocks)
         for tensors in (self._keys, self._values):
             for layer, tensor in enumerate(tensors):
-                grown = tensor.new_zeros((self._present, *tensor.shape[1:]))
-                grown[:old] = tensor
+                grown = tensor.new_zeros((present, *tensor.shape[1:]))
+                grown[: len(tensor)] = tensor
                 tensors[layer] = grown  # layer by layer, so that each old tensor is freed before the next one grows
+        self._present = present  # last: if memory runs out, the next call grows all tensors again
 
 
 def in_order(blocks: Tensor, table: Tensor) -> Tensor:

@@ -158,9 +158,14 @@ class TorchRunner:
 
     @torch.inference_mode()
     def clear(self, rows: Sequence[int]) -> None:
-        """Set the blocks of `rows` to zero, and remove them from the index of reusable blocks."""
-        for row in rows:
-            self._cache.clear(self._table.spoil(row))
+        """Set the blocks that only `rows` use to zero; remove all their blocks from the index of reusable blocks."""
+        self.early_step.drop()
+        self._cache.clear(self._table.spoil(rows))
+
+    def survives(self, error: Exception) -> bool:
+        """Return True except for CUDA's errors: all but a lack of memory leave the context unusable."""
+        cuda_failed = self._device.type == "cuda" and isinstance(error, RuntimeError)
+        return not cuda_failed or isinstance(error, torch.OutOfMemoryError)
 
     @torch.inference_mode()
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:

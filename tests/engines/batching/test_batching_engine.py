@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from inference_contract.errors import (
+    ContractError,
     EngineStopped,
     InvalidRequest,
     NotFinite,
@@ -609,19 +611,72 @@ async def test_stream_with_nonfinite_logits_raises_before_yielding_the_bad_token
     assert engine.health().state is EngineState.READY
 
 
-async def test_model_exception_stops_the_engine_and_fails_its_requests(
-    gate: GatedRunner, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+def _break(gate: GatedRunner, method: str, *, calls: int) -> None:
+    """Let the next `calls` calls of a method of the runner raise `IndexError`."""
+    real, left = getattr(gate, method), itertools.count(calls, -1)
+
+    def broken(*arguments: object) -> object:
+        if next(left) > 0:
+            raise IndexError("index 512 is out of bounds\nat some kernel")
+        return real(*arguments)
+
+    setattr(gate, method, broken)
+
+
+async def test_exception_in_a_decode_step_fails_only_the_running_requests(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
+    doomed, kept = _ask(8, n=3, max_tokens=9), _ask(9, max_tokens=9, seed=6)
+    task = await _started(engine, gate, doomed)
+    waiting = await _submitted(engine, kept)
+    _break(gate, "decode", calls=1)
+    gate.open()  # the step at the gate was called before it broke; the next one raises
+    answers = await asyncio.gather(task, waiting, return_exceptions=True)
+    assert {type(answer) for answer in answers} == {ContractError}, "the second request has joined the broken step"
+    assert "IndexError: index 512 is out of bounds; retry" in str(answers[0]) and "kernel" not in str(answers[0])
+    assert (await engine.complete(kept)).choices == (await engine.complete(kept)).choices
+    assert engine.health().state is EngineState.READY
+    assert engine.metrics().running_sequences == engine.metrics().waiting_sequences == 0
+
+
+@pytest.mark.parametrize("method", ["prefill", "place"])
+async def test_exception_in_a_prefill_fails_only_the_admitted_requests(
+    engine: BatchingEngine, gate: GatedRunner, method: str
+) -> None:
+    kept = _ask(9, max_tokens=9, seed=6)
+    running = await _started(engine, gate, kept)
+    _break(gate, method, calls=1)
+    doomed = await _submitted(engine, _ask(8, 5, n=2))
+    gate.open()
+    with pytest.raises(ContractError, match="IndexError"):
+        await asyncio.wait_for(doomed, DEADLINE_S)
+    assert (await running).choices == (await engine.complete(kept)).choices
+    assert engine.health().state is EngineState.READY
+
+
+@pytest.mark.parametrize("survives", [False, True])
+async def test_engine_stops_if_its_cache_is_in_doubt_or_every_step_fails(
+    gate: GatedRunner, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, survives: bool
 ) -> None:
     reported: list[str] = []
     monkeypatch.setattr("threading.excepthook", lambda fault: reported.append(str(fault.exc_value)))
     built = BatchingEngine(engine_options(), load=lambda: gate, tokenizer=endless)
     await built.start()
-    gate.place = lambda states: (_ for _ in ()).throw(RuntimeError("device lost"))  # type: ignore[method-assign]
+    _break(gate, "decode", calls=100)
+    gate.survives = lambda error: survives  # type: ignore[method-assign]
+    failed = 0
     with pytest.raises(EngineStopped):
-        await asyncio.wait_for(built.complete(_ask(7)), DEADLINE_S)
+        while True:
+            try:
+                await asyncio.wait_for(built.complete(_ask(7)), DEADLINE_S)
+            except EngineStopped:
+                raise
+            except ContractError:
+                failed += 1
     await built.close()
     assert built.health().state is EngineState.STOPPED
-    assert reported == ["device lost"]
+    assert failed == (9 if survives else 0)
+    assert len(reported) == 1 and reported[0].startswith("index 512")
 
 
 async def test_engine_start_raises_the_error_of_a_failed_model_load(endless: ChatTokenizer) -> None:

@@ -118,3 +118,15 @@ def test_block_table_agrees_with_a_simple_reference_after_random_operations(keep
 
 def _positions(rows: dict[int, list[int]]) -> NDArray[np.int64]:
     return np.array([len(rows.get(row, [])) if row in rows else -1 for row in range(ROWS)])
+
+
+def test_blocks_in_doubt_are_cleared_only_if_no_other_row_reads_them() -> None:
+    blocks = table()
+    blocks.begin([0, 1], tokens_of(COMMON))
+    blocks.begin([2], tokens_of([*COMMON[: 2 * SIZE], 99]))
+    assert blocks.spoil([0, 1]) == sorted(blocks.table[:2, 2].tolist()), "row 2 reads the two blocks of the prefix"
+    assert not blocks.find(tokens_of(COMMON))
+    for row in (0, 1):
+        blocks.release(row, len(COMMON))
+    assert not blocks.find(tokens_of(COMMON)), "blocks in doubt are not indexed again"
+    assert blocks.spoil([2]) == sorted(blocks.table[2, :3].tolist())

@@ -81,14 +81,22 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in ARCHITECTURES}
 
 
-def _runner(path: Path, *, modules: bool = False, device: str = "cpu", early: bool = False) -> TorchRunner:
+def _runner(
+    path: Path,
+    *,
+    modules: bool = False,
+    device: str = "cpu",
+    early: bool = False,
+    slots: int = 8,
+    context: int = CONTEXT,
+) -> TorchRunner:
     """Return a runner.
 
     With `modules`, it uses transformers' modules although the faster forward may fit the model. With `early`, it starts
     every step that it can before the tokens of the step before it are read.
     """
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device(device))
-    runner = TorchRunner(model, engine_options(slots=8, context_length=CONTEXT), starts_early=early or None)
+    runner = TorchRunner(model, engine_options(slots=slots, context_length=context), starts_early=early or None)
     if early:
         runner.early_step.allowed = True
     if modules:
@@ -298,6 +306,67 @@ def test_batch_rows_with_equal_tokens_are_computed_only_once_until_they_diverge(
     assert fed[0] == 3 and max(fed) <= 7
     prefixes = [len({(*row.prompt, *row.token_ids[:step]) for row in rows[:7]}) for step in range(6)]
     assert fed[:6] == [count if count <= 6 else 7 for count in prefixes]
+
+
+@pytest.mark.parametrize(
+    ("reading", "batches"),
+    [
+        (CacheReading.IN_PLACE, 10),
+        (CacheReading.GATHERED, 5),
+        pytest.param(CacheReading.IN_PLACE, 1000, marks=pytest.mark.slow),
+    ],
+)
+def test_sampled_tokens_do_not_depend_on_whether_equal_rows_are_computed_once(
+    directories: dict[str, Path], reading: CacheReading, batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups begin, diverge, end, move and swap weights at random, with short blocks, so that the cache often grows."""
+    monkeypatch.setattr("pipelinerl.engines.torch.page_cache.BLOCK", 2)
+    random = np.random.default_rng(batches)
+    one, other = (_runner(directories["qwen3"], slots=48, context=24) for _ in range(2))
+    one._cache.reading = other._cache.reading = reading
+    other._alike = None
+    fed, rows, present = _fed(one), [], one._cache._present
+    decoded = 0
+    for batch in range(batches):
+        if len(rows) < 40:
+            prompt = _prompt(int(random.integers(3)), int(random.integers(1, 9)))
+            temperature = random.choice([0.0, 0.2, 1.0])
+            group = [
+                Row(prompt, temperature, noise_key=100 * batch + i) for i in range(random.integers(1, 49 - len(rows)))
+            ]
+            at = range(len(rows), len(rows) + len(group))
+            for runner in (one, other):
+                if len(prompt) > 1:
+                    runner.prefill([Prefill(prompt[:-1], at)])
+                runner.place([row.state(index) for index, row in zip(at, group, strict=True)])
+            rows += group
+        for _ in range(random.integers(1, 6)):
+            results = [runner.decode(len(rows)) for runner in (one, other)]
+            assert results[0][0] == results[1][0]
+            np.testing.assert_allclose(*(logprobs for _, logprobs in results), atol=2e-5)
+            decoded += len(rows)
+            for row, token_id in zip(rows, results[0][0], strict=True):
+                row.token_ids.append(token_id)
+            ended = {i for i, row in enumerate(rows) if random.random() < 0.1 or len(row.prompt + row.token_ids) >= 24}
+            kept = len(rows) - len(ended)
+            targets = [index for index in range(kept) if index in ended]
+            sources = [index for index in range(kept, len(rows)) if index not in ended]
+            for runner in (one, other):
+                runner.release(sorted(ended))
+                if sources:
+                    runner.move(sources, targets)
+            for source, target in zip(sources, targets, strict=True):
+                rows[target] = rows[source]
+            del rows[kept:]
+            if not rows:
+                break
+        if random.random() < 0.2:
+            weights = _bytes_of(directories["qwen3"], one).view(torch.float32) * random.choice([0.9, 1.0])
+            for runner in (one, other):
+                runner.staging().copy_(weights.view(torch.uint8))
+                runner.finish_staging()
+                runner.swap()
+    assert sum(fed) < 0.8 * decoded and one._cache._present > present
 
 
 def _fed(runner: TorchRunner) -> list[int]:

@@ -245,7 +245,7 @@ def _judged(result: RunResult, last: Event) -> RunResult:
 def _events_of(directory: RunDirectory) -> list[Event]:
     try:
         return read_events(directory.events)
-    except (OSError, ValueError):
+    except OSError:
         return []
 
 

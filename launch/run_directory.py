@@ -292,7 +292,7 @@ def _live_knobs(run_dir: Path) -> dict[str, str]:
     """Return the knobs (settings of a live run) that were changed, each with its key in the recipe."""
     try:
         events = read_events(run_dir / "events.jsonl")
-    except (OSError, ValueError):
+    except OSError:
         return {}
     names = {name: value for event in events if event["kind"] == "knobs" for name, value in event["changes"].items()}
     weights = names.get("domain_weights")

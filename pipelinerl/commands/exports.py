@@ -44,8 +44,6 @@ def trace_run(run_dir: Path, output: Path | None) -> str:
         with _opened(draft) as file:
             count = write_trace(trace, EventFollower(log).all(), file, run=run_dir.resolve().name)
         draft.replace(path)
-    except ValueError as error:
-        raise UserError(f"{error}; remove that line to continue") from None
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
     finally:

@@ -50,7 +50,7 @@ def recorded_events(run_dir: Path) -> list[Event]:
     """Return all events of a run; raise `UserError` if there is no such run."""
     try:
         return read_events(run_dir / "events.jsonl")
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UserError(f"{run_dir} has no readable events.jsonl, so it is not a run: {error}") from None
 
 

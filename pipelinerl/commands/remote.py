@@ -70,7 +70,7 @@ def _why_none(run_dir: Path) -> str:
         return "it is not a run's directory: recipe.toml is missing"
     try:
         last = tell(read_events(run_dir / "events.jsonl")).finished
-    except (OSError, ValueError):
+    except OSError:
         last = None
     if last is None:
         return f"it is starting or has crashed; pipelinerl run --resume {run_dir} continues it"

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pipelinerl.errors import UserError
+from pipelinerl.observability.events import record_of
 from pipelinerl.observability.samples.reading import (
     FOLDER,
     ChosenSample,
@@ -89,9 +90,10 @@ def _is_over(run_dir: Path) -> bool:
         with (run_dir / "events.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
             lines = file.read().split(b"\n")[:-1]
-        return bool(lines) and json.loads(lines[-1])["kind"] in _OVER
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError:
         return False
+    last = record_of(lines[-1]) if lines else None
+    return last is not None and last["kind"] in _OVER
 
 
 def _nothing(run_dir: Path, groups: list[SampleGroup], query: SampleQuery) -> str:

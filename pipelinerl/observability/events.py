@@ -7,13 +7,15 @@ Guarantees:
 - Each record is written with one `write`, so readers never see two records mixed.
 - A power failure may lose the records of the last seconds; if only the process is killed, all records survive.
 - A writer killed in the middle of a line leaves a torn tail. Readers ignore it, and the next writer cuts it off.
-- Written records never change. Only one process writes to a log.
+- Written records never change. Only one process writes to a log: it holds a lock on the file, which ends with it.
+- Readers skip a line that is not a record, and log it.
 - While the disk is full, records are kept in memory and written in order once there is space; `write` does not block.
   If the disk filled up in the middle of a record, the rest of this record is written first.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
 | disk space (`close`) | `timeout_s` | the user, by freeing space |
+| the lock (opening) | `lock_s` | the process that holds it, by ending |
 
 Kinds that the controller writes, each with `elapsed_s`: run_started, step, step_skipped, publish, evaluation, engines,
 knobs, checkpoint, checkpoint_delayed, orders_lost, evaluation_began, evaluation_restarted, engines_hired,
@@ -27,22 +29,29 @@ decision in the controller's journal.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Self, final
 
+import msgspec
+
 log = logging.getLogger("pipelinerl")
 
+_DECODER: Final = msgspec.json.Decoder(dict)
 _RECENT_BYTES: Final = 65536
 _PIECE_BYTES: Final = 1 << 16
 #: Error numbers of a full disk and of an exhausted quota.
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+#: Error numbers of a file system without locks.
+_NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _PAUSE_S: Final = 1.0
+_LOOK_S: Final = 0.1
 
 #: One record: `time` (Unix seconds), `kind` and the fields of its kind.
 Event = dict[str, Any]
@@ -73,8 +82,13 @@ def amount(fields: Mapping[str, Any], name: str) -> float:
 class EventLog:
     """Writer of an event log. Opening it creates missing files and directories and cuts off an incomplete last line."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, timeout_s: float = 300.0) -> None:
-        """Open the log for writing. If the disk stays full for `timeout_s`, `write` and `close` raise OSError."""
+    def __init__(
+        self, path: Path, *, clock: Callable[[], float] = time.time, timeout_s: float = 300.0, lock_s: float = 0.0
+    ) -> None:
+        """Open the log for writing. If the disk stays full for `timeout_s`, `write` and `close` raise OSError.
+
+        Raises BlockingIOError if another process still writes to the log after `lock_s`.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._clock = clock
         self._timeout_s = timeout_s
@@ -83,8 +97,13 @@ class EventLog:
         self._full_since: float | None = None
         self.no_room = ""
         """The reason why records cannot be written now; empty if they can."""
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.ftruncate(self._file, os.lseek(self._file, _whole_length(self._file), os.SEEK_SET))
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock(time.monotonic() + lock_s)
+            os.ftruncate(self._file, _whole_length(self._file))
+        except BaseException:
+            os.close(self._file)
+            raise
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one record; non-finite numbers become null. Raises OSError, for a full disk only after `timeout_s`."""
@@ -94,11 +113,11 @@ class EventLog:
 
     def count_recent(self, **fields: Any) -> int:
         """Count the records in the last 64 KiB that have the given field values, so a writer can detect repetition."""
-        end = os.lseek(self._file, 0, os.SEEK_CUR)
+        end = os.fstat(self._file).st_size
         start = max(0, end - _RECENT_BYTES)
         written = os.pread(self._file, end - start, start)
         lines = (written + self._unwritten).split(b"\n")[1 if start else 0 : -1]
-        return sum(fields.items() <= json.loads(line).items() for line in lines)
+        return sum(fields.items() <= event.items() for event in _records(lines, self._path))
 
     def close(self) -> None:
         """Force all records to disk and close; idempotent. Retries for a while if the disk is full. Raises OSError."""
@@ -113,6 +132,21 @@ class EventLog:
             finally:
                 self._file = -1
                 os.close(file)
+
+    def _lock(self, until: float) -> None:
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise BlockingIOError(f"{self._path} is being written by another process") from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                return
+            else:
+                return
+            time.sleep(_LOOK_S)
 
     def _put(self) -> None:
         """Write as many pending bytes as fit on the disk, in order, beginning with the rest of an incomplete line."""
@@ -139,12 +173,11 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Return every complete record in order, even while the log is being written; an incomplete last line is ignored.
+    """Return every record in order, even while the log is being written. Raises FileNotFoundError if there is no log.
 
-    Raises FileNotFoundError if there is no log, ValueError (naming the line) if a complete line is not a record.
+    An incomplete last line is ignored; any other line that is not a record is skipped and logged.
     """
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [_record(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    return list(_records(path.read_bytes().split(b"\n")[:-1], path))
 
 
 @final
@@ -157,35 +190,43 @@ class EventFollower:
         self.offset = offset
 
     def new(self, *, most_bytes: int = _PIECE_BYTES) -> list[Event]:
-        """Return about `most_bytes` of complete records, at least one if any. Raises ValueError on a malformed line."""
+        """Return about `most_bytes` of records, at least one if any; lines that are not records are skipped."""
         try:
-            with self._path.open("rb") as file:
-                file.seek(self.offset)
-                data = file.read(most_bytes)
-                while data and b"\n" not in data and (more := file.read(most_bytes)):
-                    data += more
+            while True:
+                with self._path.open("rb") as file:
+                    file.seek(self.offset)
+                    data = file.read(most_bytes)
+                    while data and b"\n" not in data and (more := file.read(most_bytes)):
+                        data += more
+                lines = data.split(b"\n")[:-1]
+                self.offset += sum(len(line) + 1 for line in lines)
+                if (events := list(_records(lines, self._path))) or not lines:
+                    return events
         except FileNotFoundError:
             return []
-        events = []
-        for line in data.split(b"\n")[:-1]:
-            events.append(_record(line, f"{self._path}, byte {self.offset}"))
-            self.offset += len(line) + 1
-        return events
 
     def all(self) -> Iterator[Event]:
-        """Yield every record up to the log's end; one piece of the log is in memory at a time. Raises like `new`."""
+        """Yield every record up to the log's end; one piece of the log is in memory at a time."""
         while events := self.new():
             yield from events
 
 
-def _record(line: bytes, place: str) -> Event:
+def _records(lines: Iterable[bytes], path: Path) -> Iterator[Event]:
+    for line in lines:
+        event = record_of(line)
+        if event is None:
+            log.warning("%s: skipping a line that is not an event: %r", path, line[:60])
+        else:
+            yield event
+
+
+def record_of(line: bytes) -> Event | None:
+    """Return the record in a line of a log; None if the line is not a record."""
     try:
-        event = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{place}: expected one JSON object, got {line[:60]!r}: {error}") from None
-    if not isinstance(event, dict) or "kind" not in event:
-        raise ValueError(f"{place}: expected a JSON object with a kind, got {line[:60]!r}")
-    return event
+        event: Event = _DECODER.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return event if isinstance(event.get("kind"), str) else None
 
 
 def _whole_length(file: int) -> int:

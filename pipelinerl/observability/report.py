@@ -60,7 +60,7 @@ class ReportFiles:
 def write_report(run_dir: Path) -> ReportFiles:
     """Write `report.html` and `learning_curve.png` into the run's directory.
 
-    Raises FileNotFoundError if there is no event log, ValueError if it is damaged, OSError if the disk is full.
+    Raises FileNotFoundError if there is no event log, OSError if the disk is full.
     """
     history = tell(read_events(run_dir / "events.jsonl"))
     recipe = run_dir / "recipe.toml"

@@ -7,9 +7,10 @@ import json
 import logging
 import shutil
 import socket
+import time
 import tomllib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -34,7 +35,7 @@ from pipelinerl.data.mixture import Mixture
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.enums import NoSignal
 from pipelinerl.errors import CheckpointError, RecipeError, UserError
-from pipelinerl.messages import ROLLOUTS
+from pipelinerl.messages import REPORTS, ROLLOUTS
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.observability.status import read_restarts
@@ -55,8 +56,13 @@ from pipelinerl.system.storage import Storage
 from pipelinerl.training.checkpoints.copies import RUN, CheckpointCopies
 from pipelinerl.training.checkpoints.manifest import MANIFEST, Retention, TrainingState
 
-#: Seconds to look for signs of another live controller: long enough for a heartbeat of one of that controller's actors.
+#: Seconds to look for signs of another live controller or of its actors: longer than the actors' heartbeat interval.
 _LOOK_S: Final = 5.0
+#: Seconds that a controller which has been replaced gets to close the event log: it notices at its next poll.
+_HAND_OVER_S: Final = 15.0
+_END_OR_TAKE_OVER: Final = (
+    "take over with `pipelinerl controller {run}/recipe.toml --continue`, or end all processes of the run first"
+)
 #: Hosts in a stream server's URL that mean this machine; None stands for a Unix socket.
 _LOCAL_HOSTS: Final = (None, "127.0.0.1", "::1", "localhost")
 
@@ -145,16 +151,23 @@ async def run(identity: Identity, *, start: Start) -> None:
     of a controller that died.
 
     Raises:
-        UserError: another run of this name is live or has checkpoints at the recipe's location, or the run directory
-            has another layout version.
+        UserError: another controller or other processes of the run are live, another run of this name is live or has
+            checkpoints at the recipe's location, or the run directory has another layout version.
     """
     check_layout(identity.run_dir)
     checkpoints = checkpoints_of(identity.config, identity.run_dir)
     latest = checkpoints.latest()
     history = identity.run_dir / "events.jsonl"
-    age_s = _age(history)
-    with listen(identity.host, identity.port) as listener, EventLog(history) as events:
+    async with AsyncExitStack() as stack:
+        listener = stack.enter_context(listen(identity.host, identity.port))
         stream = await identity.stream()
+        stack.push_async_callback(stream.close)
+        if start is Start.FROM_JOURNAL:
+            await Journal.take_over(stream)
+        elif history.exists():
+            await _refuse_live_run(identity, stream)
+        events = stack.enter_context(await _event_log(identity, history, start))
+        age_s = _age(history)
         client = EngineClient(token=identity.token)
         samples = identity.sample_log("evaluation")
         try:
@@ -185,7 +198,6 @@ async def run(identity: Identity, *, start: Start) -> None:
             if samples is not None:
                 samples.close()
             await client.close()
-            await stream.close()
 
 
 async def _serve(identity: Identity, service: ControllerService, listener: socket.socket) -> None:
@@ -206,8 +218,25 @@ def _age(history: Path) -> float:
         return max((event.get("elapsed_s", 0.0) for event in read_events(history)), default=0.0)
     except FileNotFoundError:
         return 0.0
-    except ValueError as error:
-        raise UserError(f"{error}; remove that line to continue") from None
+
+
+async def _event_log(identity: Identity, history: Path, start: Start) -> EventLog:
+    """Open the run's event log; wait for a controller that this one replaces to close it."""
+    lock_s = _HAND_OVER_S if start is Start.FROM_JOURNAL else 0.0
+    try:
+        return await asyncio.to_thread(EventLog, history, lock_s=lock_s)
+    except BlockingIOError as error:
+        raise UserError(f"{error}; {_END_OR_TAKE_OVER.format(run=identity.run_dir)}") from None
+
+
+async def _refuse_live_run(identity: Identity, stream: Stream) -> None:
+    """Raise `UserError` if processes of this run are reporting: they obey only a controller that knows their state."""
+    last = await stream.last_id(REPORTS)
+    silent_s = time.time() - parse_id(last)[0] / 1000
+    if 0 <= silent_s < _LOOK_S and await stream.read({REPORTS: last}, count=1, block_s=_LOOK_S - silent_s):
+        raise UserError(
+            f"the trainer and actors of {identity.run_dir} are live; {_END_OR_TAKE_OVER.format(run=identity.run_dir)}"
+        )
 
 
 async def _refuse_namesake(identity: Identity, stream: Stream) -> None:

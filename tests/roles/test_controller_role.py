@@ -8,7 +8,7 @@ import logging
 import shutil
 import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -20,8 +20,9 @@ from pipelinerl.config.recipe import RunConfig, load, parse, to_table, write_lay
 from pipelinerl.config.sections import StreamsSection
 from pipelinerl.controller.service.service import Start
 from pipelinerl.errors import UserError
-from pipelinerl.messages import ROLLOUTS
+from pipelinerl.messages import REPORTS, ROLLOUTS, ActorAlive, encode
 from pipelinerl.models.bigram import BigramModel
+from pipelinerl.observability.events import read_events
 from pipelinerl.roles import controller_role
 from pipelinerl.roles.controller_role import overruled
 from pipelinerl.roles.process import Identity
@@ -200,24 +201,70 @@ async def test_new_run_deletes_rollouts_left_by_a_dead_run_with_the_same_name(tm
     await stream.close()
 
 
-async def test_controller_that_was_replaced_does_not_delete_the_address_file_of_its_successor(
-    tmp_path: Path, redis_url: str
-) -> None:
+async def test_replaced_controller_ends_before_its_successor_writes(tmp_path: Path, redis_url: str) -> None:
+    """The successor stops it through the journal, and waits for it to close the event log."""
     who = identity(config_in(tmp_path), redis_url)
     async with serving(who) as endpoint, asyncio.timeout(DEADLINE_S):
         with controller_of(who.run_dir) as first:
             await asyncio.to_thread(first.status)  # an answer implies that the first controller's journal exists
         async with serving(who, start=Start.FROM_JOURNAL), httpx.AsyncClient(trust_env=False) as http:
-            while address_of(who.run_dir).url == first.url:
+            while not endpoint.exists() or address_of(who.run_dir).url == first.url:
                 await asyncio.sleep(0.01)
+            with pytest.raises(httpx.TransportError):
+                await http.get(f"{first.url}/health")
             with controller_of(who.run_dir) as second:
-                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # this write makes `first` stop
-                with suppress(httpx.TransportError):
-                    while await http.get(f"{first.url}/health"):
-                        await asyncio.sleep(0.05)
-                assert address_of(who.run_dir).url == second.url
                 assert (await asyncio.to_thread(second.status)).run == "tiny"
     assert not endpoint.exists()
+    kinds = [event["kind"] for event in read_events(who.run_dir / "events.jsonl")]
+    assert [kind for kind in kinds if kind != "engines"] == ["run_started", "controller_returned"]
+
+
+async def test_second_controller_of_a_live_run_is_rejected_and_damages_nothing(tmp_path: Path, redis_url: str) -> None:
+    who = identity(config_in(tmp_path), redis_url)
+    async with serving(who) as endpoint:
+        with controller_of(who.run_dir) as first:
+            await asyncio.to_thread(first.status)
+            history, address = (who.run_dir / "events.jsonl").read_bytes(), endpoint.read_text()
+            with pytest.raises(UserError, match=r"events.jsonl is being written by .* take over with .*--continue"):
+                await controller_role.run(who, start=Start.AFRESH)
+            assert (who.run_dir / "events.jsonl").read_bytes().startswith(history)
+            assert endpoint.read_text() == address, "local commands still reach the first controller"
+            assert (await asyncio.to_thread(first.status)).run == "tiny"
+
+
+async def test_controller_that_would_forget_a_live_trainer_is_rejected(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller died, its trainer and actors live; without the journal, they would never get a directive again."""
+    who = identity(config_in(tmp_path), redis_url)
+    async with serving(who) as endpoint:
+        with controller_of(who.run_dir) as first:
+            await asyncio.to_thread(first.status)  # an answer implies that the first controller's journal exists
+    stream = await open_stream(redis_url, namespace="tiny")
+    beat = encode(ActorAlive(name="actor-0", groups_in_flight=0, groups_done=0, retries=0))
+
+    async def report() -> None:
+        while True:
+            await stream.append(REPORTS, [beat])
+            await asyncio.sleep(0.05)
+
+    reporting = asyncio.create_task(report())
+    try:
+        with pytest.raises(UserError, match=r"trainer and actors of .* are live; take over with .*--continue"):
+            while True:  # the first report may be on its way
+                async with serving(who):
+                    pass
+        async with serving(who, start=Start.FROM_JOURNAL):
+            with controller_of(who.run_dir) as second:
+                await asyncio.to_thread(second.status)
+            assert read_events(who.run_dir / "events.jsonl")[-1]["kind"] in ("controller_returned", "engines")
+    finally:
+        reporting.cancel()
+        await asyncio.gather(reporting, return_exceptions=True)
+    monkeypatch.setattr(controller_role, "_LOOK_S", 0.3)
+    async with serving(who) as endpoint:
+        assert endpoint.exists(), "once they have ended, the run begins from its checkpoint"
+    await stream.close()
 
 
 async def test_resumed_run_starts_without_looking_for_a_live_run_with_the_same_name(

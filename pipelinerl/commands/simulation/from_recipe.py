@@ -61,7 +61,7 @@ def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
     """Return the records of a finished run, with the lengths of its answers; raise `UserError` if some are missing."""
     try:
         config, events = load_run(run_dir, changes), read_events(run_dir / "events.jsonl")
-    except (OSError, ValueError, UserError) as error:
+    except (OSError, UserError) as error:
         raise UserError(f"{run_dir} cannot be used for calibration: {error}") from None
     setting = setting_of(
         config,

@@ -7,9 +7,11 @@ ids, and events carry the number of the decision. An input that was not journale
 report is still in its stream, and the caller of an API call got no answer.
 
 The journal also fences (stops a controller that was replaced): a controller whose next entry number was already used by
-another controller stops before its decision has any effect. Entry numbers are consecutive. If the stream server loses
-its newest data, numbers are missing and the journal cannot be replayed; `whole` detects this, and the writer takes a
-snapshot immediately.
+another controller stops before its decision has any effect. A successor first appends a `Takeover`, so that the
+replaced controller stops at its next poll, even without a decision.
+
+Entry numbers are consecutive. If the stream server loses its newest data, numbers are missing and the journal cannot be
+replayed; `whole` detects this, and the writer takes a snapshot immediately.
 """
 
 from __future__ import annotations
@@ -44,6 +46,10 @@ class Decision(msgspec.Struct, frozen=True, tag=True):
     writer: str = ""
 
 
+class Takeover(msgspec.Struct, frozen=True, tag=True):
+    """An entry that only fences: controllers that were started earlier stop, and the state stays as it was."""
+
+
 class JournalSnapshot(msgspec.Struct, frozen=True, tag=True):
     """The state, the id of the last report that it includes, the time of the last decision, and the layout version."""
 
@@ -62,16 +68,20 @@ class _Layout(msgspec.Struct, frozen=True):
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_DECODER: Final = msgspec.msgpack.Decoder(Decision | JournalSnapshot)
+_DECODER: Final = msgspec.msgpack.Decoder(Decision | Takeover | JournalSnapshot)
 _LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 
 
 class Recovered(NamedTuple):
-    """A journal, the state in its newest snapshot, and the decisions since; the last one's effects must be repeated."""
+    """A journal, the state in its newest snapshot, and the decisions since; the last one's effects must be repeated.
+
+    `number` is the number of the last decision, or of the snapshot if there is none.
+    """
 
     journal: Journal
     state: RunState
     decisions: list[Decision]
+    number: int
 
 
 @final
@@ -91,6 +101,16 @@ class Journal:
     async def begin(cls, stream: Stream) -> Self:
         """Begin a new journal; the first `snapshot` of this writer replaces any older journal."""
         return cls(stream, number=fresh_number(await stream.last_id(JOURNAL)))
+
+    @staticmethod
+    async def take_over(stream: Stream) -> None:
+        """Stop any other controller that writes the stream's journal; without a journal, do nothing."""
+        last = await stream.last_id(JOURNAL)
+        while last != START:
+            number = parse_id(last)[0] + 1
+            if await stream.append(JOURNAL, [_ENCODER.encode(Takeover())], first_id=number):
+                return
+            last = await stream.last_id(JOURNAL)  # the other controller has written meanwhile
 
     async def record(self, decision: Decision) -> int:
         """Journal a decision durably; return its number. Raises FencedError if another controller used that number."""
@@ -158,13 +178,14 @@ class Journal:
             return None
         start = records[begin]
         assert isinstance(start, JournalSnapshot)
-        decisions = [record for record in records[begin + 1 :] if isinstance(record, Decision)]
+        found = [(at, record) for at, record in zip(numbers, records, strict=True) if isinstance(record, Decision)]
+        decisions = [record for at, record in found if at > numbers[begin]]
         journal = cls(stream, number=numbers[-1])
         journal._first, journal._last_snapshot = numbers[0], numbers[begin]
         report_ids = [decision.given.entry_id for decision in decisions if isinstance(decision.given, ReportReceived)]
         journal.reports_offset = report_ids[-1] if report_ids else start.reports_offset
         journal.now = decisions[-1].given.now if decisions else start.now
-        return Recovered(journal, start.state, decisions)
+        return Recovered(journal, start.state, decisions, found[-1][0] if decisions else numbers[begin])
 
 
 def _check_layout(payloads: Sequence[bytes]) -> None:

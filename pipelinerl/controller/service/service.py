@@ -285,7 +285,7 @@ class ControllerService:
     async def _continue(self, recovered: Recovered) -> None:
         """Continue a dead controller's run: replay the journal, then repeat the effects of the last decision."""
         self._journal = recovered.journal
-        number = recovered.journal.number
+        number = recovered.number
         self._ahead = recovered.journal.now - self._clock()
         effects = self._replay(recovered)
         entries = await self._stream.read({PROMPTS: START}, count=_ALL, block_s=0)

@@ -10,15 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-import msgspec
-
-from pipelinerl.observability.events import Event
+from pipelinerl.observability.events import Event, record_of
 
 _PIECE_BYTES: Final = 2**20
 #: Maximum length of a line in bytes; a longer line cannot be an event.
 _MOST_BYTES: Final = 2**25
-
-_DECODER: Final = msgspec.json.Decoder(dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +85,6 @@ class EventTail:
         return [event for line in data[: whole - 1].split(b"\n") if (event := self._event(line)) is not None]
 
     def _event(self, line: bytes) -> Event | None:
-        try:
-            event: Event = _DECODER.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            event = {}
-        if isinstance(event.get("kind"), str):
-            return event
-        self.unreadable += 1
-        return None
+        event = record_of(line)
+        self.unreadable += event is None
+        return event

@@ -192,7 +192,7 @@ class Launch:
             "host": home.name,
             **rest,
         }
-        argv = (self.python, "-m", "pipelinerl.cli", *role.arguments(options, **(own or {})))
+        argv = (self.python, "-P", "-m", "pipelinerl.cli", *role.arguments(options, **(own or {})))
         return ProcessSpec(name=name, argv=argv, env=self._environment(shown or {}), **fields)  # type: ignore[arg-type]
 
     def engine(

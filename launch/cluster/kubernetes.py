@@ -156,7 +156,7 @@ def _job(
 ) -> dict[str, Any]:
     run, labels = config.run.name, {_LABEL: config.run.name, _HOST_LABEL: host.name}
     words = [each for other in hosts for each in ("--host", other.word)]
-    command = ["python3", "-m", "pipelinerl.cli", "node", str(run_dir), "--name", host.name, "--first-port"]
+    command = ["python3", "-P", "-m", "pipelinerl.cli", "node", str(run_dir), "--name", host.name, "--first-port"]
     command += [str(first_port), *words, "--recipe", f"{RECIPE_FOLDER}/recipe.toml"]
     container: dict[str, Any] = {
         "name": "node",

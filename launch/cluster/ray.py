@@ -74,7 +74,7 @@ class NodeProcess:
     def serve(self, words: Sequence[str], output: str) -> int:
         """Run `pipelinerl node` with the arguments `words` and output to the file `output`; return its exit status."""
         tie = [tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--"]
-        command = [sys.executable, "-S", "-E", *tie, sys.executable, "-m", "pipelinerl.cli", "node", *words]
+        command = [sys.executable, "-S", "-E", *tie, sys.executable, "-P", "-m", "pipelinerl.cli", "node", *words]
         with open(output, "ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         return process.wait()
@@ -259,7 +259,7 @@ class _Nodes:
         # No need to stop nodes here: the head's node ends once the run's state is saved, which ends the loop in `run`.
         self._announce("saving; press Ctrl-C again to kill at once")
         self._kill_at = time.monotonic() + self._config.launch.save_s + _STOP_S
-        words = [sys.executable, "-m", "pipelinerl.cli", "stop", str(self._run_dir), "--suspend"]
+        words = [sys.executable, "-P", "-m", "pipelinerl.cli", "stop", str(self._run_dir), "--suspend"]
         try:
             subprocess.run(words, timeout=_ASK_S, check=True)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired):

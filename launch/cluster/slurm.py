@@ -117,7 +117,7 @@ def slurm_script(config: RunConfig, members: Members, *, run_dir: Path, extra: S
     return _SCRIPT.format(
         directives="\n".join(f"#SBATCH {directive}" for directive in directives),
         run_dir=shlex.quote(str(run_dir)),
-        pipelinerl=shlex.join([sys.executable, "-m", "pipelinerl.cli"]),
+        pipelinerl=shlex.join([sys.executable, "-P", "-m", "pipelinerl.cli"]),
         names=_names(hosts) if named else 'mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         options="${more[$name]}" if named else f":gpus={most}",
         first_port=members.first_port,

@@ -158,7 +158,7 @@ def _with_ranks(config: RunConfig) -> RunConfig:
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"options": options})})
     save(config, recipe := Path(folder.name) / "recipe.toml")
     tie = [sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", "", "--"]
-    start = [*tie, sys.executable, "-m", "pipelinerl.cli", "trainer-rank", "--recipe", str(recipe), "--rank"]
+    start = [*tie, sys.executable, "-P", "-m", "pipelinerl.cli", "trainer-rank", "--recipe", str(recipe), "--rank"]
     ranks = [subprocess.Popen([*start, str(rank)]) for rank in range(1, count)]
 
     def reap() -> None:

@@ -185,7 +185,14 @@ def check_taskset(reference: str, options: Mapping[str, Any]) -> None:
 
 def _command(reference: str, options: Mapping[str, Any]) -> list[str]:
     if not reference.startswith(VERIFIERS):
-        return [sys.executable, "-m", "pipelinerl.environments.episode_host", reference, json.dumps(dict(options))]
+        return [
+            sys.executable,
+            "-P",
+            "-m",
+            "pipelinerl.environments.episode_host",
+            reference,
+            json.dumps(dict(options)),
+        ]
     own = {name: value for name, value in options.items() if name != "python"}
     script = str(Path(__file__).with_name("verifiers_host.py"))
     return [options["python"], script, reference.removeprefix(VERIFIERS), json.dumps(own)]

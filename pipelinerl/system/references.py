@@ -2,7 +2,10 @@
 
 A file is loaded once per process, under a private module name derived from its path, so files of the same name do not
 collide. During the import its folder is first on `sys.path`, as for a script, and afterwards last, for imports inside
-functions. Errors in user code are reported as one sentence with file and line, without a traceback.
+functions. The processes of a run start with `python -P`, so no file in the current directory replaces a library. A
+module that a reference names may still be there: the directory is added last.
+
+Errors in user code are reported as one sentence with file and line, without a traceback.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -100,6 +104,8 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _from_name(name: str, text: str) -> ModuleType:
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

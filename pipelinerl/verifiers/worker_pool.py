@@ -343,7 +343,7 @@ class _Forker:
     async def start(cls, target: str, argument: str) -> _Forker:
         ours, theirs = socket.socketpair()
         tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
-        main = [sys.executable, "-m", "pipelinerl.verifiers.worker_process", target, argument]
+        main = [sys.executable, "-P", "-m", "pipelinerl.verifiers.worker_process", target, argument]
         command = [sys.executable, "-S", "-E", *tie, *main]
         with theirs, contextlib.ExitStack() as given_up:
             given_up.callback(ours.close)

@@ -49,13 +49,13 @@ def test_verifier_services_start_and_stop_with_the_engines() -> None:
     assert len(list(listening(config))) == len(list(listening(_config()))) + 2
     spec = spec_of(made, "verifier-1")
     assert (spec.health, spec.after, spec.on_exit) == ("http://127.0.0.1:5004/health", ("controller",), OnExit.DONE)
-    assert spec.argv[3] == "verifier" and spec.stop_order > spec_of(made, "actor-0").stop_order
+    assert spec.argv[4] == "verifier" and spec.stop_order > spec_of(made, "actor-0").stop_order
 
 
 def test_every_process_in_a_launch_plan_is_a_pipelinerl_command_with_the_common_options() -> None:
     for spec in _plan(_config()).specs:
-        assert spec.argv[:4] == ("py", "-m", "pipelinerl.cli", spec.name.split("-")[0])
-        given = dict(zip(spec.argv[4::2], spec.argv[5::2], strict=True))
+        assert spec.argv[:5] == ("py", "-P", "-m", "pipelinerl.cli", spec.name.split("-")[0])
+        given = dict(zip(spec.argv[5::2], spec.argv[6::2], strict=True))
         assert given["--recipe"] == "/runs/x/recipe.toml"
         assert given["--run-dir"] == "/runs/x"
         assert given["--name"] == spec.name
@@ -81,7 +81,7 @@ def test_parameter_servers_start_before_the_trainer_that_gets_their_urls() -> No
         "redis", "controller", "engine-0", "parameter-server-0", "parameter-server-1", "trainer", "actor-0",
     ]  # fmt: skip
     server, trainer = spec_of(made, "parameter-server-1"), spec_of(made, "trainer")
-    assert server.argv[3] == "parameter-server" and server.argv[-2:] == ("--port", "5004")
+    assert server.argv[4] == "parameter-server" and server.argv[-2:] == ("--port", "5004")
     assert server.health == "http://127.0.0.1:5004/health"
     assert trainer.after == ("controller", "parameter-server-0", "parameter-server-1")
     assert trainer.argv[-2:] == (
@@ -145,10 +145,10 @@ def test_processes_of_a_trainer_form_one_group_with_a_rendezvous_port() -> None:
     assert [spec.name for spec in members] == ["trainer", "trainer-rank-1", "trainer-rank-2", "trainer-rank-3"]
     meeting = 'trainer.options.distributed={coordinator="127.0.0.1:5003",token_file="/runs/x/tokens.json"}'
     for rank, spec in enumerate(members):
-        assert spec.argv[3] == ("trainer-rank" if rank else "trainer")
+        assert spec.argv[4] == ("trainer-rank" if rank else "trainer")
         assert spec.argv[spec.argv.index("--set") + 1] == meeting
         assert (spec.cpu, spec.on_exit) == (None, OnExit.DONE)
-        assert rank == 0 or spec.argv[4:8] == ("--recipe", "/runs/x/recipe.toml", "--rank", str(rank))
+        assert rank == 0 or spec.argv[5:9] == ("--recipe", "/runs/x/recipe.toml", "--rank", str(rank))
     assert min(spec.stop_order for spec in members[1:]) > spec_of(made, "trainer").stop_order, "rank 0 ends the others"
 
 

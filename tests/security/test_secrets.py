@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from pipelinerl.roles.role import RoleOptions, without_password
 from pipelinerl.streams.redis_stream import open_stream
 from tests.patience import PATIENCE_S
 
+ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "hunter2"
 URLS = [
     f"redis://:{PASSWORD}@db.lab:6379/0",
@@ -160,3 +162,27 @@ def test_operating_systems_process_list_omits_the_redis_password(tmp_path: Path)
     finally:
         role.kill()
         role.wait()
+
+
+def test_processes_of_a_run_import_no_library_from_the_current_directory(tmp_path: Path) -> None:
+    """They hold the run's token; a user may stand in a folder with a `redis.py` of any origin."""
+    for name in ("redis", "torch", "uvloop", "msgspec", "numpy", "typer", "pydantic", "httpx", "json"):
+        (tmp_path / f"{name}.py").write_text("open('executed', 'w').close()")
+    (tmp_path / "rewards.py").write_text("import json\ndef score(completion, answer):\n    return 1.0\n")
+    command = [sys.executable, "-P", "-m", "pipelinerl.cli", "actor", "--set", "run.steps=-1"]
+    role = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert role.returncode == 2 and not (tmp_path / "executed").exists(), role.stderr
+    load_it = "from pipelinerl.system.references import load_reference as load; print(load('rewards:score')(1, 2))"
+    command = [sys.executable, "-P", "-c", load_it]
+    used = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert used.stdout == "1.0\n" and not (tmp_path / "executed").exists(), used.stderr
+
+
+def test_every_command_that_starts_a_python_module_ignores_the_current_directory() -> None:
+    commands = [
+        f"{path}: {found}"
+        for folder in ("pipelinerl", "launch")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for found in re.findall(r"(?:executable|python|\"python3?\"),\s*\"-m\".*", path.read_text())
+    ]
+    assert [each for each in commands if "conformance.py" not in each] == []  # it runs the checkout's own modules

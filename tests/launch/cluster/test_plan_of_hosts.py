@@ -69,7 +69,7 @@ def test_each_process_in_a_launch_plan_listens_at_the_address_of_its_host() -> N
     shares = [plan.of_host("a"), plan.of_host("b")]
     assert sorted(spec.name for share in shares for spec in share.specs) == sorted(spec.name for spec in plan.specs)
     engine = next(spec for spec in plan.specs if spec.name == "engine-0")
-    words = dict(zip(engine.argv[4::2], engine.argv[5::2], strict=True))
+    words = dict(zip(engine.argv[5::2], engine.argv[6::2], strict=True))
     assert words["--host"] == "10.0.0.2" and words["--controller-url"] == "http://10.0.0.1:20000"
     assert words["--redis-url"] == "redis://10.0.0.1:20004/0"
     assert engine.health == "http://10.0.0.2:20001/health"

@@ -226,7 +226,7 @@ class OwnProcess:
     def _nursery(self) -> tuple[socket.socket, Callable[[], object]]:
         ours, theirs = socket.socketpair()
         inherited = (theirs.fileno(), self._memory)
-        command = [sys.executable, "-m", _NURSERY, *map(str, inherited)]
+        command = [sys.executable, "-P", "-m", _NURSERY, *map(str, inherited)]
         with theirs:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
         return ours, weakref.finalize(self, _end, ours, process)

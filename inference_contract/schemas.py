@@ -188,9 +188,9 @@ class Continuation(StrEnum):
 class ChatCompletionRequest(Wire):
     """OpenAI's chat completion request, plus token ids in and out.
 
-    Log-probs are those of the distribution sampled from, after temperature, top-k and top-p. The noise of sample i at
-    position t depends only on (`seed`, i, t). No engine can force a tool call. An engine whose template does not
-    support tools, calls or thinking rejects them by name.
+    Log-probs are those of the distribution sampled from, after temperature, top-k and top-p, unless `policy_logprobs`
+    requests the policy's. The noise of sample i at position t depends only on (`seed`, i, t). No engine can force a
+    tool call. An engine whose template does not support tools, calls or thinking rejects them by name.
 
     Attributes:
         model: the id of /v1/models, or the last part of the model's directory; None accepts any model.
@@ -214,6 +214,9 @@ class ChatCompletionRequest(Wire):
             string (vLLM's name). The tokens up to the first end-of-turn token are unchanged.
         seed: seed of the sampling noise; None lets the engine choose.
         logprobs: return OpenAI's record of each token, with the `top_logprobs` likeliest tokens.
+        policy_logprobs: report log-probs under the policy, softmax(logits / temperature) over the whole vocabulary,
+            which a trainer recomputes; `top_p`, `top_k` and `min_p` then only decide which tokens can be sampled.
+            Excludes `logit_bias`, penalties and `response_format`. Engines may reject it together with a truncation.
         stream: answer with server-sent events; see `stream_options`.
         return_token_ids: return `prompt_token_ids`, and each choice's `token_ids`, `token_logprobs`, `version_spans`.
         return_routed_experts: return the experts that a mixture-of-experts model chose for each token (vLLM's name).
@@ -261,6 +264,7 @@ class ChatCompletionRequest(Wire):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
+    policy_logprobs: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -346,6 +350,14 @@ class ChatCompletionRequest(Wire):
             raise ValueError("return_prompt_logprobs needs a temperature above 0 and stream=false")
         return self
 
+    @field_validator("policy_logprobs")
+    @classmethod
+    def _of_unchanged_logits(cls, requested: bool, info: ValidationInfo) -> bool:
+        changing = ("logit_bias", "frequency_penalty", "presence_penalty", "response_format")
+        if requested and (used := [name for name in changing if info.data.get(name)]):
+            raise ValueError(f"the policy knows no {used[0]}; leave {used[0]} or policy_logprobs out")
+        return requested
+
     @model_validator(mode="after")
     def _prefixes_of_n_samples(self) -> Self:
         if self.prefixes is None:
@@ -424,7 +436,8 @@ class Choice(Wire):
         finish_reason: the reason that the sample ended.
         logprobs: OpenAI's records, if the request sets `logprobs`.
         token_ids: the sampled tokens. This field and the next two are set if the request sets `return_token_ids`.
-        token_logprobs: log-prob of each token under the distribution it was sampled from.
+        token_logprobs: log-prob of each token under the distribution it was sampled from, or with `policy_logprobs`
+            under the policy.
         version_spans: pairs (version of the weights, number of consecutive tokens that this version sampled), in order.
         routed_experts: the experts of each token, if the request sets `return_routed_experts`.
     """

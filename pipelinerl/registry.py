@@ -75,6 +75,10 @@ TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {
 TELLS_ROUTING: Final = frozenset({"torch"})
 REPLAYS_ROUTING: Final = frozenset({"torch"})
 
+#: Engine types that report log-probs from before top-k and top-p (`policy_logprobs`). vLLM reports log-probs either
+#: after top-k and top-p or before the temperature.
+TELLS_POLICY: Final = frozenset({"torch", "jax", "bigram", "sglang_server"})
+
 #: Problem sources by name: functions `(SourceRequest) -> ProblemSource`. In the recipe, the text after the colon
 #: becomes the request's argument.
 SOURCES: Final[Mapping[str, RegistryEntry]] = {

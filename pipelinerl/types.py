@@ -91,6 +91,11 @@ class Sampling:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
 
+    @property
+    def truncates(self) -> bool:
+        """True if tokens that the policy may choose could be dropped before sampling."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainSampling:
@@ -131,6 +136,11 @@ class PromptOrder:
     engine: str = ""
     chat_template_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     issued_at: IssuedAt = _NOWHERE
+
+    @property
+    def needs_policy_logprobs(self) -> bool:
+        """True if the log-probs of the distribution sampled from would not be those that the trainer recomputes."""
+        return self.purpose is Purpose.TRAINING and self.sampling.truncates
 
 
 @dataclass(frozen=True, slots=True)

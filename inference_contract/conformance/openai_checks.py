@@ -142,6 +142,30 @@ def min_p_is_applied_or_refused(session: Session) -> None:
         assert abs(worst) < _APART, f"with min_p=1 every log-prob must be 0, got {worst}"
 
 
+def policy_logprobs_are_returned_or_refused(session: Session) -> None:
+    """With `policy_logprobs`, top_k=1 leaves one token to sample, whose log-prob is that of the whole distribution at
+    the temperature; or the field is rejected by name.
+    """
+    likeliest = session.chat(temperature=0.0, max_tokens=1, ignore_eos=True).choices[0]
+    fields: dict[str, Any] = {"policy_logprobs": True, "max_tokens": 1, "ignore_eos": True}
+    reported = []
+    for temperature in (1.0, 2.0):
+        completion = answered(session, "policy_logprobs", temperature=temperature, top_k=1, **fields)
+        if completion is None:
+            return
+        choice = completion.choices[0]
+        assert ids_of(choice) == ids_of(likeliest), "with policy_logprobs, top_k must still drop tokens"
+        reported += choice.token_logprobs or []
+    expected = (likeliest.token_logprobs or [0.0])[0]  # greedy sampling reports temperature 1
+    assert abs(reported[0] - expected) < _APART, (
+        f"with policy_logprobs and top_k=1, the likeliest token must have the log-prob of the whole distribution, "
+        f"{expected:.4f}, got {reported[0]:.4f}"
+    )
+    assert reported[1] < reported[0], "with policy_logprobs, log-probs must be those at the request's temperature"
+    error = refused(session.completed(policy_logprobs=True, logit_bias={"0": 1.0}), 400, 422)
+    assert str(error["param"]).startswith(("policy_logprobs", "logit_bias")), f"param names {error['param']!r}"
+
+
 def logit_bias_is_applied_or_refused(session: Session) -> None:
     """A bias of 100 forces a token, and log-probs include the bias; or the field is rejected by name."""
     token = ids_of(session.chat(temperature=0.0, max_tokens=1, ignore_eos=True).choices[0])[0]
@@ -213,6 +237,7 @@ CHECKS = (
     response_format_is_enforced_or_refused,
     top_logprobs_are_returned_or_refused,
     min_p_is_applied_or_refused,
+    policy_logprobs_are_returned_or_refused,
     logit_bias_is_applied_or_refused,
     penalties_are_applied_or_refused,
     short_model_name_is_accepted,

@@ -89,6 +89,7 @@ def chat_request(
         stop=list(sampling.stop) or None,
         seed=(order.seed + attempt) % 2**63,
         return_token_ids=True,
+        policy_logprobs=order.needs_policy_logprobs,
         return_routed_experts=replay is RoutingReplay.ROLLOUT and order.purpose is Purpose.TRAINING,
         priority=Priority.TRAINING if order.purpose is Purpose.TRAINING else Priority.EVALUATION,
         chat_template_kwargs=dict(order.chat_template_kwargs),

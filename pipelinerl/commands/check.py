@@ -53,6 +53,7 @@ from pipelinerl.roles.episodes import check_environment
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
 from pipelinerl.roles.wiring import (
     check_engine_options,
+    check_truncation,
     demonstrated_problems,
     elastic_of,
     held_out_problems,
@@ -85,6 +86,7 @@ def refuse(config: RunConfig) -> None:
     servers_of(config)
     check_engine_options(config)
     elastic_of(config)
+    check_truncation(config)
     registry.find("trainer.type", registry.TRAINERS, config.trainer.type)
     takes_options = registry.TRAINERS_WITH_OPTIONS | {name for _, name in user_code(config)}
     if config.trainer.options and config.trainer.type not in takes_options:

@@ -55,8 +55,11 @@ _SAMPLING: Final = frozenset(
 _NO_TOKENS: Final = np.zeros(0, np.int32)
 #: Fields of an engine's request that only the gateway may set.
 _GATEWAY_FIELDS: Final = frozenset(
-    {"prompt_token_ids", "prefixes", "return_token_ids", "return_routed_experts", "continue_token_ids", "continue_from"}
-)
+    {
+        "prompt_token_ids", "prefixes", "return_token_ids", "return_routed_experts", "policy_logprobs",
+        "continue_token_ids", "continue_from",
+    }
+)  # fmt: skip
 
 
 class NewSegment(StrEnum):
@@ -237,6 +240,13 @@ class Episode:
             self.was_refused = True
             raise EpisodeOver(f"this episode is over: {self.over}")
         from_agent = self._validated(body)
+        is_trained = trains and self.order.purpose is Purpose.TRAINING
+        if is_trained and from_agent.response_format is not None:
+            raise InvalidRequest(
+                "response_format: a grammar changes which tokens are sampled, and the trainer does not know it; leave "
+                "it out while training, and check the answer's form in the reward",
+                param="response_format",
+            )
         tools_key = _key_of_tools(from_agent)
         hasher, known, first_new = hashlib.blake2b(agent.encode() + tools_key, digest_size=16), None, 0
         messages = list(from_agent.messages or ())
@@ -256,7 +266,12 @@ class Episode:
         if known is not None and self.limits.history is History.EXACT:
             continues = {"continue_token_ids": tokens.tolist(), "continue_from": first_new}
         request = from_agent.model_copy(
-            update={"messages": messages, **self._sampling(from_agent, agent, number), **continues}
+            update={
+                "messages": messages,
+                **self._sampling(from_agent, agent, number),
+                "policy_logprobs": trains and self.order.needs_policy_logprobs,
+                **continues,
+            }
         )
         return PlannedTurn(
             agent=agent,

@@ -96,6 +96,24 @@ def routing_of(config: RunConfig) -> RoutingShape | None:
         raise RecipeError(f"{setting}: {error}") from None
 
 
+def check_truncation(config: RunConfig) -> None:
+    """Raise `RecipeError` if training rollouts are truncated and an engine cannot report the policy's log-probs.
+
+    Log-probs of the truncated distribution would make every ratio over them too small, by the probability of the tokens
+    that are kept.
+    """
+    sampling = config.sampling
+    if not (config.trained_domains and sampling.of_an_order.truncates):
+        return
+    for key, type in (("engine.type", config.engine.type), *(("elastic.types", each) for each in config.elastic.types)):
+        if type not in registry.TELLS_POLICY and not is_reference(type):
+            raise RecipeError(
+                f"sampling.top_p = {sampling.top_p:g} and top_k = {sampling.top_k} need an engine that reports "
+                f"log-probs from before this truncation, as the trainer computes them, and {key} {type!r} cannot; use "
+                f"{', '.join(sorted(registry.TELLS_POLICY))}, or set top_p = 1 and top_k = 0"
+            )
+
+
 def mini_batching_of(config: RunConfig) -> MiniBatching:
     """Return how batches are divided into optimizer steps."""
     return MiniBatching(**shared_values(config.training, MiniBatching), seed=config.run.seed)

@@ -310,7 +310,8 @@ class ScriptedEngine:
         weights = self._buffers[0].view(np.float32)
         logits = weights[: VOCAB * VOCAB].reshape(VOCAB, VOCAB)[sample.last] + weights[VOCAB * VOCAB :]
         scaled = self._changed(request, sample, logits.astype(np.float64)) / (request.temperature or 1.0)
-        if request.top_k:
+        policy = scaled - np.logaddexp.reduce(scaled)
+        if request.top_k and not (request.policy_logprobs and self._fault is Fault.KEEPS_EVERY_TOKEN):
             scaled[np.argsort(-scaled, kind="stable")[request.top_k :]] = -np.inf
         if request.min_p and self._fault is not Fault.IGNORES_MIN_P:
             scaled[scaled < scaled.max() + np.log(request.min_p)] = -np.inf
@@ -322,6 +323,8 @@ class ScriptedEngine:
         token = int(np.argmax(logp) if greedy else np.searchsorted(np.cumsum(np.exp(logp)), noise).clip(0, VOCAB - 1))
         raw = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
         logprob = float(raw[token] if self._fault is Fault.RAW_LOGPROBS else logp[token])
+        if request.policy_logprobs and self._fault is not Fault.IGNORES_POLICY_LOGPROBS:
+            logprob = float(policy[token])
         shown = raw if self._fault is Fault.RAW_TOP_LOGPROBS else logp
         likeliest = [int(each) for each in np.argsort(-shown, kind="stable")[: request.top_logprobs or 0]]
         sample.top.append([(each, float(shown[each])) for each in likeliest if shown[each] > -np.inf])

@@ -61,6 +61,8 @@ class Fault(StrEnum):
     ANSWERS_FREELY = "answers_freely"
     RAW_TOP_LOGPROBS = "raw_top_logprobs"
     IGNORES_MIN_P = "ignores_min_p"
+    IGNORES_POLICY_LOGPROBS = "ignores_policy_logprobs"
+    KEEPS_EVERY_TOKEN = "keeps_every_token"
     IGNORES_BIAS = "ignores_bias"
     COUNTS_NO_REPEATS = "counts_no_repeats"
     WANTS_WHOLE_NAME = "wants_whole_name"

@@ -35,6 +35,7 @@ class SamplingParams(Closed):
     temperature: float = Field(default=1.0, ge=0.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=-1, ge=-1)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     max_new_tokens: int = Field(default=128, ge=0)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
@@ -85,6 +86,16 @@ class UpdateWeightsFromDistributedReqInput(Closed):
 class UpdateWeightVersionReqInput(Closed):
     new_version: str
     abort_all_requests: bool = True
+
+
+def _kept(logprobs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Return log-probs [V] with -inf for the tokens that top-k, top-p and min-p drop; the others stay as they are."""
+    ordered, order = logprobs.sort(descending=True, stable=True)
+    before = ordered.exp().cumsum(-1) - ordered.exp()
+    dropped = (before > params.top_p) | (ordered.exp() < ordered[0].exp() * params.min_p)
+    if params.top_k > 0:
+        dropped[params.top_k :] = True
+    return logprobs.index_fill(0, order[dropped], -torch.inf)
 
 
 @dataclass
@@ -169,7 +180,8 @@ class SglangServer:
         logprobs = torch.log_softmax(logits / (params.temperature or 1.0), -1)
         position = len(sample.parameters.input_ids) + len(sample.tokens)
         noise = rng.generator(params.sampling_seed or 0, "fake sglang", position).gumbel(size=len(logits))
-        token = int((logprobs + (torch.from_numpy(noise) if params.temperature else 0)).argmax())
+        kept = _kept(logprobs, params) if params.temperature else logprobs
+        token = int((kept + (torch.from_numpy(noise) if params.temperature else 0)).argmax())
         sample.tokens.append(token)
         sample.logprobs.append(float(logprobs[token]))
         if not params.ignore_eos and token in (params.stop_token_ids or ()):

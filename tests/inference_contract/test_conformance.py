@@ -68,6 +68,8 @@ CAUGHT_BY = {
     Fault.ANSWERS_FREELY: "response_format_is_enforced_or_refused",
     Fault.RAW_TOP_LOGPROBS: "top_logprobs_are_returned_or_refused",
     Fault.IGNORES_MIN_P: "min_p_is_applied_or_refused",
+    Fault.IGNORES_POLICY_LOGPROBS: "policy_logprobs_are_returned_or_refused",
+    Fault.KEEPS_EVERY_TOKEN: "policy_logprobs_are_returned_or_refused",
     Fault.IGNORES_BIAS: "logit_bias_is_applied_or_refused",
     Fault.COUNTS_NO_REPEATS: "penalties_are_applied_or_refused",
     Fault.WANTS_WHOLE_NAME: "short_model_name_is_accepted",

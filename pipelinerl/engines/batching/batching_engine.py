@@ -248,6 +248,7 @@ class BatchingEngine:
             response_format=chat.response_format,
             tells_routing=chat.return_routed_experts,
             scores_prompt=chat.return_prompt_logprobs,
+            policy_logprobs=chat.policy_logprobs,
         )
         seed = chat.seed if chat.seed is not None else rng.key(self._options.seed, "request", number)
         stops = chat.stop_strings

@@ -482,6 +482,7 @@ def _row_states(admission: Admission) -> Iterable[RowState]:
             top_k=request.top_k,
             num_sampled=len(sequence.prefix) + len(sequence.token_ids),
             min_p=request.min_p,
+            policy_logprobs=request.policy_logprobs,
             num_top=request.num_top,
             change=request.change,
             sampled=sequence.prefix + sequence.token_ids,

@@ -56,6 +56,7 @@ class RowState:
         noise_key: u64 key of the row's noise; `pipelinerl.rng.uniform(noise_key, t)` samples token t of the answer.
         num_sampled: the number of tokens of the answer that are already sampled: the t of the next token.
         temperature: 0 is greedy. 0 in top_k, 1 in top_p and 0 in min_p keep every token.
+        policy_logprobs: report log-probs from before top_k, top_p and min_p.
         num_top: the number of likeliest tokens to report.
         sampled: the tokens of the answer that are already sampled.
     """
@@ -69,6 +70,7 @@ class RowState:
     top_k: int
     num_sampled: int = 0
     min_p: float = 0.0
+    policy_logprobs: bool = False
     num_top: int = 0
     change: LogitChange | None = None
     sampled: Items[int] = ()
@@ -200,6 +202,7 @@ class RowTable:
         self.top_p = np.ones(rows, dtype=np.float32)
         self.top_k: NDArray[Any] = np.zeros(rows, dtype=ids)
         self.min_p = np.zeros(rows, dtype=np.float32)
+        self.policy_logprobs = np.zeros(rows, dtype=bool)
         self.num_top = np.zeros(rows, dtype=np.int64)
         self.changes = LogitChanges()
         self._has_extras = False
@@ -222,6 +225,7 @@ class RowTable:
         self.top_k[rows] = [state.top_k for state in states]
         self._num_sampled[rows] = [state.num_sampled for state in states]
         self._noise_keys[rows] = [state.noise_key for state in states]
+        self.policy_logprobs[rows] = [state.policy_logprobs for state in states]
         if self._has_extras or any(state.min_p or state.num_top or state.change for state in states):
             self._place_extras(rows, states)
 
@@ -237,7 +241,7 @@ class RowTable:
     def move(self, sources: Items[int], targets: Items[int]) -> int:
         """Move rows `sources` to rows `targets`, pairwise; return the longest cache length among the moved rows."""
         taken, put = list(sources), list(targets)
-        for column in (self.feeds, self.positions, self.temperature, self.top_p, self.top_k):
+        for column in (self.feeds, self.positions, self.temperature, self.top_p, self.top_k, self.policy_logprobs):
             column[put] = column[taken]
         for column in (self._num_sampled, self._noise_keys):
             column[put] = column[taken]

@@ -170,7 +170,7 @@ class Request:
 
     With `tells_routing`, `prompt_routed` [tokens - 1, layers, top_k] has the experts of all prompt tokens but the last,
     as first computed. With `scores_prompt`, `prompt_logprobs` [tokens] are computed with the weights with which the
-    request began.
+    request began. With `policy_logprobs`, log-probs are those before top-k, top-p and min-p.
     """
 
     request_id: str
@@ -194,6 +194,12 @@ class Request:
     prompt_routed: Experts | None = None
     scores_prompt: bool = False
     prompt_logprobs: list[float] | None = None
+    policy_logprobs: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """True if a token that the policy may choose could be dropped before sampling."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def add_sequence(
         self, noise_key: int, text: TextWindow | None = None, *, prefix: AnswerPrefix | None = None

@@ -141,10 +141,11 @@ def sample_rows(
 
     Temperature applies first. Then tokens are dropped that are not among the `top_k` likeliest, or are less likely than
     `min_p` times the likeliest. Of the rest, renormalised, the smallest set of likeliest tokens is kept whose
-    probabilities sum to at least `top_p`. The log-probs are those of the resulting distribution; greedy rows report the
-    distribution at temperature 1. The sampled token is the inverse of the cumulative distribution, evaluated at the
-    row's noise. A row whose logits contain NaN or +inf, or nothing above -inf, gets a NaN log-prob. `top` receives the
-    likeliest tokens of the rows that report any.
+    probabilities sum to at least `top_p`. The log-probs are those of the resulting distribution, or with
+    `policy_logprobs` those from before tokens were dropped; greedy rows report the distribution at temperature 1. The
+    sampled token is the inverse of the cumulative distribution, evaluated at the row's noise. A row whose logits
+    contain NaN or +inf, or nothing above -inf, gets a NaN log-prob. `top` receives the likeliest tokens of the rows
+    that report any.
     """
     token_ids, logprobs = [], []
     for row, state in enumerate(states):
@@ -158,7 +159,7 @@ def sample_rows(
         if greedy:
             token_id = int(np.argmax(logp))
         else:
-            logp = _truncated(logp, state.top_k, state.top_p, state.min_p)
+            logp = _truncated(logp, state)
             cumulative = np.cumsum(np.exp(logp))
             token_id = int(np.searchsorted(cumulative, noise[row] * cumulative[-1], side="right"))
         token_ids.append(token_id)
@@ -169,7 +170,9 @@ def sample_rows(
     return token_ids, logprobs
 
 
-def _truncated(logp: NDArray[np.float64], top_k: int, top_p: float, min_p: float) -> NDArray[np.float64]:
+def _truncated(logp: NDArray[np.float64], state: RowState) -> NDArray[np.float64]:
+    """Return `logp` [V] with -inf for dropped tokens; the others are renormalised, unless for `policy_logprobs`."""
+    top_k, top_p, min_p = state.top_k, state.top_p, state.min_p
     if top_k == 0 and top_p >= 1.0 and min_p == 0.0:
         return logp
     order = np.argsort(-logp, kind="stable")
@@ -181,7 +184,7 @@ def _truncated(logp: NDArray[np.float64], top_k: int, top_p: float, min_p: float
     before = np.cumsum(kept) - kept
     order = order[before < top_p * kept.sum()]
     out = np.full_like(logp, -np.inf)
-    out[order] = _log_softmax(logp[order])
+    out[order] = logp[order] if state.policy_logprobs else _log_softmax(logp[order])
     return out
 
 

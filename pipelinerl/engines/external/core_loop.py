@@ -149,7 +149,10 @@ class EngineCore(Protocol):
 
 
 def refuse_beyond(request: Request, offered: frozenset[str], engine: str) -> None:
-    """Raise `InvalidRequest` if the request uses a sampling field outside `offered`; the error names `engine`."""
+    """Raise `InvalidRequest` if the request uses a sampling field outside `offered`; the error names `engine`.
+
+    `policy_logprobs` differ from other log-probs only if the request truncates.
+    """
     change = request.change
     used = {
         "min_p": request.min_p > 0,
@@ -159,6 +162,12 @@ def refuse_beyond(request: Request, offered: frozenset[str], engine: str) -> Non
         "presence_penalty": change is not None and change.presence_penalty != 0,
         "response_format": request.response_format is not None,
     }
+    if request.policy_logprobs and request.truncates and "policy_logprobs" not in offered:
+        raise InvalidRequest(
+            f"policy_logprobs: {engine} reports log-probs after top_p, top_k and min_p; leave out these fields, or "
+            "policy_logprobs",
+            param="policy_logprobs",
+        )
     for name, is_used in used.items():
         if is_used and name not in offered:
             raise InvalidRequest(f"{name}: {engine} does not offer it; leave it out", param=name)

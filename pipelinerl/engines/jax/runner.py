@@ -255,6 +255,7 @@ class JaxRunner:
             noise=rows.noise(run, skipped=skipped),
             truncates=bool(truncates.any()),
             min_p=rows.min_p[run].copy(),
+            policy_logprobs=rows.policy_logprobs[run].copy(),
             num_top=MOST_TOP_LOGPROBS if rows.most_top else 0,
         )
 
@@ -322,6 +323,7 @@ def sample(
     noise: Any,
     truncates: bool,
     min_p: Any = 0.0,
+    policy_logprobs: Any = False,
     num_top: int = 0,
 ) -> SampledBatch:
     """Sample a token of each row, with the filters of `bigram.engine.sample_rows`.
@@ -332,10 +334,12 @@ def sample(
         top_k, top_p, min_p: i32, f32, f32 [B]; 0, 1 and 0 keep every token.
         noise: f64 [B] in [0, 1).
         truncates: True if any row has a top-k, top-p or min-p that could drop a token.
+        policy_logprobs: bool [B], True in rows that report log-probs from before truncation.
         num_top: the number of likeliest tokens to report; each number compiles a separate program.
     """
     with jax.enable_x64(True):  # enabled only for this call; JAX otherwise converts fp64 to fp32
-        return _sample(logits, temperature, top_k, top_p, min_p, noise, truncates=truncates, num_top=num_top)
+        filters = (top_k, top_p, min_p, policy_logprobs)
+        return _sample(logits, temperature, *filters, noise, truncates=truncates, num_top=num_top)
 
 
 def add_to_logits(logits: Array, changes: LogitChanges, num_rows: int) -> Array:
@@ -360,6 +364,7 @@ def _sample(
     top_k: Array,
     top_p: Array,
     min_p: Array,
+    policy_logprobs: Array,
     noise: Array,
     *,
     truncates: bool,
@@ -371,7 +376,7 @@ def _sample(
     logprobs = scaled - jnp.log(jnp.exp(scaled).sum(axis=-1, keepdims=True))
     if truncates:
         drops = ((top_k > 0) | (top_p < 1) | (min_p > 0)) & ~greedy
-        logprobs = jnp.where(drops[:, None], _truncated(logprobs, top_k, top_p, min_p), logprobs)
+        logprobs = jnp.where(drops[:, None], _truncated(logprobs, top_k, top_p, min_p, policy_logprobs), logprobs)
     # In a row with a NaN the search may end beyond the vocabulary.
     sampled = jnp.minimum(_inverse_cdf(logprobs, noise), logprobs.shape[1] - 1)
     token_ids = jnp.where(greedy, logprobs.argmax(axis=-1), sampled)
@@ -382,9 +387,10 @@ def _sample(
     return SampledBatch(token_ids.astype(jnp.int32), chosen, top_ids, top)
 
 
-def _truncated(logprobs: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Apply top-k, min-p and top-p to log-probs [B, V] and renormalise. Dropped tokens get -inf; among equally likely
-    tokens, those with the lower ids are kept.
+def _truncated(logprobs: Array, top_k: Array, top_p: Array, min_p: Array, policy_logprobs: Array) -> Array:
+    """Apply top-k, min-p and top-p to log-probs [B, V], and renormalise rows without `policy_logprobs`.
+
+    Dropped tokens get -inf; among equally likely tokens, those with the lower ids are kept.
     """
     order = jnp.argsort(logprobs, axis=-1, descending=True, stable=True)
     ordered = jnp.take_along_axis(logprobs, order, axis=1)
@@ -395,7 +401,8 @@ def _truncated(logprobs: Array, top_k: Array, top_p: Array, min_p: Array) -> Arr
     # A top-p of 1 keeps all tokens, even if rounding lets the mass before the last tokens reach 1.
     kept &= (before < top_p.astype(jnp.float64)[:, None] * mass.sum(axis=-1, keepdims=True)) | (top_p >= 1)[:, None]
     ordered = jnp.where(kept, ordered, -jnp.inf)
-    ordered = ordered - jax.nn.logsumexp(ordered, axis=-1, keepdims=True)
+    renormalised = ~jnp.broadcast_to(policy_logprobs, top_p.shape)[:, None]
+    ordered = ordered - jnp.where(renormalised, jax.nn.logsumexp(ordered, axis=-1, keepdims=True), 0.0)
     return jnp.put_along_axis(logprobs, order, ordered, axis=1, inplace=False)
 
 

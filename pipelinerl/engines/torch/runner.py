@@ -319,6 +319,7 @@ class TorchRunner:
             top_p=torch.from_numpy(rows.top_p[used]),
             noise=torch.from_numpy(noise),
             min_p=torch.from_numpy(rows.min_p[used]) if rows.any_min_p else None,
+            policy_logprobs=torch.from_numpy(rows.policy_logprobs[used]),
             most_top=rows.most_top,
         )
         if drawn.top_ids is not None and drawn.top_logprobs is not None:

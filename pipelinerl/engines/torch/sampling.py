@@ -1,8 +1,9 @@
 """Sampling of a batch of logits in torch: temperature, top-k, top-p, inverse CDF, and the log-probs of sampled tokens.
 
 A row's token depends only on its logits, parameters and noise. Its log-prob is fp32 and that of the distribution
-sampled from. Rows that keep every token cost nothing extra if others truncate. A row whose logits contain NaN or +inf,
-or nothing above -inf, gets a NaN log-prob and an arbitrary token; the other rows are unaffected.
+sampled from, or of the policy before truncation if the row requests it. Rows that keep every token cost nothing extra
+if others truncate. A row whose logits contain NaN or +inf, or nothing above -inf, gets a NaN log-prob and an arbitrary
+token; the other rows are unaffected.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def sample(
     top_p: Tensor,
     noise: Tensor,
     min_p: Tensor | None = None,
+    policy_logprobs: Tensor | None = None,
     most_top: int = 0,
 ) -> Sample:
     """Sample a token of each row, with the filters of `bigram.engine.sample_rows`.
@@ -57,6 +59,7 @@ def sample(
         temperature: f32 [B]; 0 is greedy, which reports the whole distribution at temperature 1.
         top_k, top_p, min_p: i64, f32, f32 [B]; 0, 1 and 0 keep every token, as does None for `min_p`.
         noise: f64 [B] in [0, 1).
+        policy_logprobs: bool [B], True in rows that report log-probs from before truncation; None means no row does.
         most_top: the number of likeliest tokens to report.
     """
     greedy = temperature == 0
@@ -78,6 +81,7 @@ def sample(
             top_k[rows].to(logits.device),
             top_p[rows].to(logits.device),
             None if min_p is None else min_p[rows].to(logits.device),
+            None if policy_logprobs is None else policy_logprobs[rows].to(logits.device),
         )
     drawn = _draw(logprobs, noise.to(logits.device), greedy.to(logits.device) if any_greedy else None)
     if not most_top:
@@ -107,9 +111,12 @@ def add_to_logits(logits: Tensor, changes: LogitChanges) -> Tensor:
     return logits.float().index_put((rows, token_ids), values, accumulate=True)
 
 
-def _truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Tensor:
-    """Apply top-k, min-p and top-p to log-probs [R, V] and renormalise. Dropped tokens get -inf; among equally likely
-    tokens, those with the lower ids are kept.
+def _truncate(
+    logprobs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None, policy_logprobs: Tensor | None
+) -> Tensor:
+    """Apply top-k, min-p and top-p to log-probs [R, V], and renormalise rows without `policy_logprobs`.
+
+    Dropped tokens get -inf; among equally likely tokens, those with the lower ids are kept.
     """
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logprobs.shape[1], device=logprobs.device)
@@ -121,7 +128,10 @@ def _truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | No
     # A top-p of 1 keeps all tokens, even if rounding lets the mass before the last tokens reach 1.
     kept &= (before < top_p.double()[:, None] * mass.sum(dim=-1, keepdim=True)) | (top_p >= 1)[:, None]
     ordered = ordered.masked_fill(~kept, -torch.inf)
-    ordered = ordered - ordered.logsumexp(dim=-1, keepdim=True)
+    log_mass = ordered.logsumexp(dim=-1, keepdim=True)
+    if policy_logprobs is not None:
+        log_mass = log_mass.masked_fill(policy_logprobs[:, None], 0.0)
+    ordered = ordered - log_mass
     return torch.empty_like(logprobs).scatter_(1, order, ordered)
 
 

@@ -91,12 +91,12 @@ class SglangServerApi:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` if top-k or top-p apply, because SGLang reports log-probs from before truncation."""
-        refuse_beyond(request, frozenset(), "this engine's server")
-        if request.temperature > 0 and (request.top_k or request.top_p < 1):
+        """Raise `InvalidRequest` for log-probs after top-k or top-p: SGLang reports those from before truncation."""
+        refuse_beyond(request, frozenset({"policy_logprobs"}), "this engine's server")
+        if request.truncates and not request.policy_logprobs:
             raise InvalidRequest(
-                "this engine's server reports log-probs of the distribution before top-k and top-p; set top_k=0 and "
-                "top_p=1",
+                "this engine's server reports log-probs of the distribution before top-k and top-p; set "
+                "policy_logprobs=true, or top_k=0 and top_p=1",
                 param="top_k" if request.top_k else "top_p",
             )
 
@@ -111,6 +111,10 @@ class SglangServerApi:
             "cache_salt": salt,
             "sampling_params": {
                 "temperature": request.temperature,
+                # Values that keep every token are sent too: the server may have defaults of its own.
+                "top_p": request.top_p,
+                "top_k": request.top_k or -1,
+                "min_p": 0.0,
                 "max_new_tokens": sequence.token_limit,
                 "stop_token_ids": sorted(request.stop_ids),
                 "ignore_eos": not request.stop_ids,  # without stop ids, SGLang must ignore all end tokens

@@ -58,6 +58,9 @@ def sampling_of(sequence: Sequence) -> dict[str, Any]:
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
+        # Values without effect are sent too: a server may take its defaults from the model's generation_config.json.
+        "min_p": request.min_p,
+        "repetition_penalty": 1.0,
         # vLLM reads a generator from its beginning, so a continued sample with the same seed would repeat its noise.
         "seed": rng.key(sequence.noise_key, "continued", begun) if begun else sequence.noise_key,
         "max_tokens": sequence.token_limit,
@@ -65,8 +68,6 @@ def sampling_of(sequence: Sequence) -> dict[str, Any]:
         "logprobs": request.num_top,  # the sampled token is reported in addition to these likeliest ones
         "detokenize": False,
     }
-    if request.min_p:
-        parameters["min_p"] = request.min_p
     if request.change is not None:
         parameters["frequency_penalty"] = request.change.frequency_penalty
         parameters["presence_penalty"] = request.change.presence_penalty

@@ -49,11 +49,12 @@ FP32_MAX, BF16_P95, BF16_GOAL = 1e-5, 0.01, 0.002
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A variant to compare: the precision and kernels of both engine and trainer."""
+    """A variant to compare: the precision and kernels of both engine and trainer, and the engine's truncation."""
 
     precision: Precision
     head: HeadPrecision
     kernels: Kernels = Kernels.FAST
+    top_p: float = 1.0
 
     @property
     def name(self) -> str:
@@ -130,7 +131,7 @@ async def _sample(model: Path, arm: Arm, *, prompts: int, seed: int) -> list[Rol
     engine.staging()[:] = torch.cat(staged)
     engine.finish_staging()
     trainer.close()
-    requests = list(_requests(model, seed, prompts))
+    requests = list(_requests(model, seed, prompts, arm.top_p))
     answers = [asyncio.create_task(engine.complete(request)) for request in requests]
     await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
     await engine.commit(version=1, epoch=1, on_update=OnUpdate.RECOMPUTE_KV)
@@ -139,7 +140,7 @@ async def _sample(model: Path, arm: Arm, *, prompts: int, seed: int) -> list[Rol
     return [rollout for pair in zip(requests, done, strict=True) for rollout in _rollouts(*pair)]
 
 
-def _requests(model: Path, seed: int, count: int) -> Iterator[ChatCompletionRequest]:
+def _requests(model: Path, seed: int, count: int, top_p: float) -> Iterator[ChatCompletionRequest]:
     vocab = ChatTokenizer.load(model).vocab_size
     for number in range(count):
         draw = generator(seed, "parity", number)
@@ -148,6 +149,8 @@ def _requests(model: Path, seed: int, count: int) -> Iterator[ChatCompletionRequ
             n=GROUP,
             max_tokens=36,
             temperature=TEMPERATURES[number % len(TEMPERATURES)],
+            top_p=top_p,
+            policy_logprobs=top_p < 1,
             seed=number,
             return_token_ids=True,
         )

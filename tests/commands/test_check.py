@@ -22,7 +22,7 @@ from pipelinerl.errors import ModelError, RecipeError, UserError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.registry import ENGINES
-from pipelinerl.roles.wiring import check_engine_options, objective_of, training_problems
+from pipelinerl.roles.wiring import check_engine_options, check_truncation, objective_of, training_problems
 from pipelinerl.types import Message
 from tests.patience import PATIENCE_S
 
@@ -109,6 +109,26 @@ def test_check_accepts_every_shipped_recipe(recipe: Path) -> None:
 def test_check_rejects_a_recipe_with_unknown_paths_types_or_options(override: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         refuse(load("tiny", [override]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["sampling.top_p=0.9", "engine.type=vllm"], "engine.type 'vllm'"),
+        (
+            ["sampling.top_k=20", "engine.type=vllm_server", "engine.servers=['http://h:1']"],
+            "engine.type 'vllm_server'",
+        ),
+        (["sampling.top_p=0.9", "elastic.types.vllm.max=1"], "elastic.types 'vllm'"),
+    ],
+)
+def test_truncated_training_samples_need_engines_that_report_the_policys_logprobs(
+    overrides: list[str], key: str
+) -> None:
+    with pytest.raises(RecipeError, match=rf"from before this truncation, .*{key} cannot; use .*sglang_server.* torch"):
+        check_truncation(load("tiny", overrides))
+    check_truncation(load("tiny", overrides[1:]))
+    check_truncation(load("tiny", ["sampling.top_p=0.9", "sampling.top_k=20", "elastic.types.torch.max=2"]))
 
 
 def test_check_shows_the_file_of_a_user_reward_and_its_verdicts_on_trial_answers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from inference_contract.tools import FunctionCall, ToolCall
 from pipelinerl import rng
 from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.environments.episode import Episode, EpisodeOver, NewSegment, RecordedTurn
-from pipelinerl.types import ROOT, Outcome, Rollout, Verdict
+from pipelinerl.types import ROOT, Outcome, Purpose, Rollout, Sampling, Verdict
 from tests.fakes.talking_sampler import completion, order
 
 HELLO = {"role": "user", "content": "hello"}
@@ -225,6 +226,24 @@ def test_agent_cannot_override_sampling_parameters_but_can_lower_the_token_limit
     assert of.plan("main", {"messages": [HELLO], "max_completion_tokens": 2}).request.token_limit == 2
 
 
+def test_turns_that_are_trained_report_the_policys_logprobs_if_sampling_is_truncated() -> None:
+    asked = replace(order(), sampling=Sampling(num_samples=1, top_p=0.9))
+    evaluated = replace(asked, purpose=Purpose.EVALUATION)
+    body = {"messages": [HELLO]}
+    assert Episode(asked, 0, EpisodeLimits()).plan("main", body).request.policy_logprobs
+    for given, trains in ((asked, False), (evaluated, True), (order(), True)):
+        assert not Episode(given, 0, EpisodeLimits()).plan("main", body, trains=trains).request.policy_logprobs
+
+
+def test_grammar_of_an_agent_is_rejected_for_turns_that_are_trained() -> None:
+    body = {"messages": [HELLO], "response_format": {"type": "json_object"}}
+    with pytest.raises(InvalidRequest, match="response_format: a grammar changes which tokens are sampled"):
+        episode().plan("main", body)
+    assert episode().plan("main", body, trains=False).request.response_format is not None
+    evaluated = Episode(replace(order(), purpose=Purpose.EVALUATION), 0, EpisodeLimits())
+    assert evaluated.plan("main", body).request.response_format is not None
+
+
 def test_sampling_seed_of_an_episode_is_reproducible_and_differs_between_samples_and_agents() -> None:
     def seed(sample: int, agent: str) -> int | None:
         return Episode(order(), sample, EpisodeLimits()).plan(agent, {"messages": [HELLO]}).request.seed
@@ -253,6 +272,7 @@ def test_episode_ends_if_an_answer_is_cut_at_the_recipes_token_limit_but_not_at_
     [
         ({"n": 2}, "n: an agent reads one answer"),
         ({"continue_token_ids": [1]}, "continue_token_ids: the gateway sets it"),
+        ({"policy_logprobs": False}, "policy_logprobs: the gateway sets it"),
         ({"logprobs": True}, "logprobs: must be false"),
         ({"web_search_options": {"a": "b"}}, "web_search_options"),
         ({"messages": []}, "messages"),

@@ -218,6 +218,17 @@ def test_unusable_sampling_values_are_rejected_by_name(name: str, value: object,
     assert [error["loc"] for error in refused.value.errors()] == [(name,)]
 
 
+@pytest.mark.parametrize(
+    "changed", [{"logit_bias": {"1": 2.0}}, {"presence_penalty": 1.0}, {"frequency_penalty": -1.0}]
+)
+def test_policy_logprobs_of_changed_logits_are_rejected(changed: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=f"the policy knows no {next(iter(changed))}; leave") as refused:
+        ChatCompletionRequest.model_validate({"prompt_token_ids": [1], "policy_logprobs": True, **changed})
+    assert [error["loc"] for error in refused.value.errors()] == [("policy_logprobs",)]
+    truncated = {"top_p": 0.9, "top_k": 3, "min_p": 0.1, "policy_logprobs": True}
+    assert ChatCompletionRequest.model_validate({"prompt_token_ids": [1], **truncated}).policy_logprobs
+
+
 def test_extreme_valid_sampling_values_are_accepted() -> None:
     for temperature in (0.0, 1e-5, 100.0):
         ChatCompletionRequest(prompt_token_ids=[1], temperature=temperature, top_p=1e-6, top_k=2**31 - 1, stop=[])

@@ -10,8 +10,10 @@ from benchmarks.parity import BF16_P95, FP32_MAX, Arm, Parity, measure, model_in
 from trainer_contract.types import HeadPrecision, Kernels, Precision
 
 
-def measured_parity(folder: Path, precision: Precision, head: HeadPrecision, kernels: Kernels = Kernels.FAST) -> Parity:
-    arm = Arm(precision=precision, head=head, kernels=kernels)
+def measured_parity(
+    folder: Path, precision: Precision, head: HeadPrecision, kernels: Kernels = Kernels.FAST, *, top_p: float = 1.0
+) -> Parity:
+    arm = Arm(precision=precision, head=head, kernels=kernels, top_p=top_p)
     parity = measure(model_in(folder, arm.dtype), arm, prompts=9)
     assert parity.switched > 0, "no sample was in flight when the weights changed"
     assert min(each.num_tokens for each in parity.versions.values()) > 100
@@ -31,6 +33,15 @@ def test_engine_and_trainer_logprobs_in_bf16_agree_for_95_percent_of_the_tokens(
 ) -> None:
     """The bound is the same for both precisions of the output layer, as the error may arise in the hidden states."""
     assert measured_parity(tmp_path, Precision.BF16, head).all_tokens.p95 <= BF16_P95
+
+
+@pytest.mark.parametrize("kernels", Kernels)
+def test_engine_and_trainer_logprobs_agree_as_closely_if_top_p_truncates_sampling(
+    tmp_path: Path, kernels: Kernels
+) -> None:
+    parity = measured_parity(tmp_path, Precision.FP32, HeadPrecision.MODEL, kernels, top_p=0.8)
+    assert parity.all_tokens.max <= FP32_MAX
+    assert kernels is Kernels.FAST or parity.bit_equal == 1.0
 
 
 @pytest.mark.parametrize("head", HeadPrecision)

@@ -62,9 +62,9 @@ def test_bigram_engine_rejects_unsupported_options(options: EngineOptions, wrong
         from_options(replace(options, memory_share=0.5))
 
 
-def _sampled(noise: float, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> tuple[int, float]:
+def _sampled(noise: float, **options_: Any) -> tuple[int, float]:
     logits = np.log(np.array([[4.0, 2.0, 1.0, 1.0]]))
-    state = RowState(0, 0, 0, 0, temperature=temperature, top_p=top_p, top_k=top_k)
+    state = RowState(0, 0, 0, 0, **{"temperature": 1.0, "top_p": 1.0, "top_k": 0} | options_)
     token_ids, logprobs = sample_rows(logits, [state], np.array([noise]))
     return token_ids[0], math.exp(logprobs[0])
 
@@ -82,6 +82,10 @@ def _sampled(noise: float, *, temperature: float = 1.0, top_p: float = 1.0, top_
         (0.99, {"top_p": 0.4}, 0, 1.0),
         # top-k leaves the probabilities 4/7, 2/7, 1/7; top-p keeps the first two, which reach 0.8.
         (0.99, {"top_k": 3, "top_p": 0.8}, 1, 1 / 3),
+        # The policy's log-probs are those of all four tokens, and the dropped ones are still not sampled.
+        (0.99, {"top_k": 2, "policy_logprobs": True}, 1, 1 / 4),
+        (0.66, {"top_p": 0.6, "policy_logprobs": True}, 0, 1 / 2),
+        (0.99, {"min_p": 0.5, "policy_logprobs": True}, 1, 1 / 4),
         # Temperature 1/2 squares the relative probabilities 4, 2, 1, 1 to 16, 4, 1, 1.
         (0.9, {"temperature": 0.5}, 1, 4 / 22),
         # Greedy sampling reports temperature 1, independent of the other parameters.
@@ -89,9 +93,9 @@ def _sampled(noise: float, *, temperature: float = 1.0, top_p: float = 1.0, top_
     ],
 )
 def test_sampled_token_and_probability_match_precomputed_values(
-    noise: float, options_: dict[str, float], token: int, probability: float
+    noise: float, options_: dict[str, Any], token: int, probability: float
 ) -> None:
-    assert _sampled(noise, **options_) == (token, pytest.approx(probability))  # type: ignore[arg-type]
+    assert _sampled(noise, **options_) == (token, pytest.approx(probability))
 
 
 @pytest.mark.parametrize("wrong", [[math.nan] * 3, [0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])

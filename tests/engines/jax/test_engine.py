@@ -237,6 +237,7 @@ def test_jax_sampler_agrees_with_the_numpy_sampler(vocab: int) -> None:
                 top_k=(0, 4, 0, 9, 1)[row % 5] if truncates else 0,
                 top_p=(1.0, 0.9, 0.3)[row % 3] if truncates else 1.0,
                 min_p=(0.0, 0.2, 1.0, 0.01)[row % 7 % 4] if truncates else 0.0,
+                policy_logprobs=row % 8 < 4,
                 num_top=row % 4,
             )
             for row in range(rows)
@@ -249,6 +250,7 @@ def test_jax_sampler_agrees_with_the_numpy_sampler(vocab: int) -> None:
             noise=noise,
             truncates=truncates,
             min_p=np.array([state.min_p for state in states], np.float32),
+            policy_logprobs=np.array([state.policy_logprobs for state in states]),
             num_top=3,
         )
         top: dict[int, TopTokens] = {}

@@ -24,6 +24,7 @@ def _both(
     min_p: list[float] | None = None,
 ) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
     rows = len(temperature)
+    policy = [row % 8 < 4 for row in range(rows)]
     states = [
         RowState(
             row,
@@ -34,12 +35,14 @@ def _both(
             top_p=top_p[row],
             top_k=top_k[row],
             min_p=min_p[row] if min_p else 0.0,
+            policy_logprobs=policy[row],
         )
         for row in range(rows)
     ]
     token_ids, logprobs, _, _ = sample(
         torch.from_numpy(logits).float(),
         min_p=torch.tensor(min_p) if min_p else None,
+        policy_logprobs=torch.tensor(policy),
         temperature=torch.tensor(temperature),
         top_k=torch.tensor(top_k),
         top_p=torch.tensor(top_p),

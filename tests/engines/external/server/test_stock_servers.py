@@ -345,6 +345,27 @@ def test_fake_sglang_server_rejects_invalid_requests(sglang: Stock) -> None:
         assert "weight_versions" not in metas[0] and [span["end"] for span in metas[1]["weight_versions"]] == [2]
 
 
+def test_policy_logprobs_of_an_sglang_server_equal_transformers_while_top_k_and_top_p_truncate(sglang: Stock) -> None:
+    with sglang.engine() as url, opened(url) as session:
+        layout = trainer_of(session).layout
+        data = weights(layout, 1)
+        publish(session, data)
+        model = reference(random_decoder_like(sglang.model), layout, data)
+        for truncation in ({"top_k": 2}, {"top_p": 0.2}):
+            fields = {"n": 4, "seed": 3, "max_tokens": 12, "prompt_token_ids": PROMPT, "ignore_eos": True}
+            for choice in session.chat(**fields, **truncation, policy_logprobs=True).choices:
+                tokens = choice.token_ids or []
+                expected = logprobs_of(model, PROMPT, tokens)
+                assert torch.allclose(torch.tensor(choice.token_logprobs), expected, atol=2e-4)
+                with torch.inference_mode():
+                    after = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+                likelier = after > after.gather(1, torch.tensor(tokens)[:, None])
+                assert int(likelier.sum(1).max()) < truncation.get("top_k", len(after[0]))
+                assert float((after.exp() * likelier).sum(1).max()) < truncation.get("top_p", 1.0) + 1e-4
+            error = refused(session.completed(**fields, **truncation), 400)
+            assert "policy_logprobs=true" in error["message"]
+
+
 async def test_sglang_server_ends_samples_at_their_stop_tokens(sglang: Stock) -> None:
     """If the adapter sent `ignore_eos`, a sample would not end at its stop token but at its token limit."""
 

@@ -1,0 +1,157 @@
+"""Top-p and top-k while training: engine, actor, packing, objective and trainer agree with an oracle in float64.
+
+The data are on-policy: the same weights sample and train.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from inference_contract.schemas import ChatCompletion
+from pipelinerl.actor.rollouts import Answer, rollouts_of
+from pipelinerl.actor.single_turn import chat_request
+from pipelinerl.engines.bigram.engine import from_options
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.statistics import statistics, trained_tokens
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.rollouts.packing import WeightedRollout, pack
+from pipelinerl.types import Outcome, PromptOrder, Sampling, Verdict
+from tests.fakes.engine_options import engine_options
+from tests.fakes.talking_sampler import order
+from trainer_contract.types import MicroBatch, OptimizerSpec, TrainerSpec
+
+SAMPLES = 64
+TRUNCATED = {
+    "top_p": Sampling(num_samples=SAMPLES, max_tokens=12, top_p=0.9),
+    "half": Sampling(num_samples=SAMPLES, max_tokens=12, top_p=0.5, temperature=0.7),
+    "top_k": Sampling(num_samples=SAMPLES, max_tokens=12, top_k=3, temperature=1.3),
+    "both": Sampling(num_samples=SAMPLES, max_tokens=12, top_k=20, top_p=0.8),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, tokenizer = tmp_path_factory.mktemp("truncated"), char_tokenizer()
+    tokenizer.save_pretrained(path)
+    BigramModel.random(len(tokenizer), seed=3, scale=1.5, context_length=256).save(path)
+    return path
+
+
+async def _answered(model: Path, asked: PromptOrder, *, of_policy: bool = True) -> ChatCompletion:
+    engine = from_options(engine_options(model_path=model, slots=SAMPLES, context_length=256))
+    await engine.start()
+    request = chat_request(asked)
+    assert request.policy_logprobs == asked.sampling.truncates
+    answer = await engine.complete(request if of_policy else request.model_copy(update={"policy_logprobs": False}))
+    await engine.close()
+    return answer
+
+
+def packed(model: Path, sampling: Sampling, *, of_policy: bool = True) -> MicroBatch:
+    """Return the sampled answers as one micro-batch; the advantages alternate between 1 and -1."""
+    asked = replace(order(samples=SAMPLES), sampling=sampling)
+    answer = asyncio.run(_answered(model, asked, of_policy=of_policy))
+    verdict = Verdict(outcome=Outcome.CORRECT, reward=1.0)
+    rollouts = [made.rollout for made in rollouts_of(asked, [Answer(answer, each, verdict) for each in answer.choices])]
+    weighted = [
+        WeightedRollout(
+            rollout=rollout, advantages=np.full(rollout.num_sampled_tokens, (-1.0) ** number), token_weight=0.01
+        )
+        for number, rollout in enumerate(rollouts)
+    ]
+    (only,) = pack(weighted, token_budget=1 << 20)
+    return only.micro_batch
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """The distributions from which each trained token was drawn, by the definitions of top-k and top-p, in float64.
+
+    `policy` [N, V] is before truncation, `sampled_from` [N, V] after it, and `kept_mass` [N] the sum of the kept
+    tokens' probabilities.
+    """
+
+    previous: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    policy: NDArray[np.float64]
+    sampled_from: NDArray[np.float64]
+    kept_mass: NDArray[np.float64]
+
+
+def oracle_of(model: Path, batch: MicroBatch, sampling: Sampling) -> Oracle:
+    where = np.flatnonzero(batch.loss_mask)
+    previous, tokens = batch.token_ids[where - 1], batch.token_ids[where]
+    logits = BigramModel.load(model).logits.astype(np.float64)[previous] / sampling.temperature
+    policy = np.exp(logits - logits.max(1, keepdims=True))
+    policy /= policy.sum(1, keepdims=True)
+    kept = np.zeros(policy.shape, bool)
+    for row, probabilities in enumerate(policy):
+        likeliest = np.argsort(-probabilities, kind="stable")[: sampling.top_k or None]
+        share = np.cumsum(probabilities[likeliest]) / probabilities[likeliest].sum()
+        kept[row, likeliest[: int(np.searchsorted(share, sampling.top_p)) + 1]] = True
+    mass = (policy * kept).sum(1)
+    return Oracle(previous, tokens, policy, policy * kept / mass[:, None], mass)
+
+
+def gradient_of(model: Path, batch: MicroBatch, folder: Path) -> NDArray[np.float64]:
+    """Return d loss / d table of GRPO, which the optimizer's first moment equals if it forgets the past."""
+    trainer = BigramTrainer()
+    trainer.init_worker(TrainerSpec(model_path=model, optimizer=OptimizerSpec(betas=(0.0, 0.9), grad_clip=0.0)))
+    trainer.backward([batch], resolve("grpo"))
+    trainer.optimizer_step(learning_rate=0.0)
+    trainer.save_state(folder)
+    (state,) = folder.glob("*.safetensors")
+    gradient: NDArray[np.float64] = load_file(state)["exp_avg"]
+    return gradient
+
+
+def figures_of(model: Path, batch: MicroBatch) -> dict[str, float]:
+    trainer = BigramTrainer()
+    trainer.init_worker(TrainerSpec(model_path=model))
+    return statistics(resolve("grpo"), trained_tokens([batch], trainer.forward([batch])))
+
+
+@pytest.mark.parametrize("sampling", TRUNCATED.values(), ids=TRUNCATED)
+def test_ratio_of_truncated_on_policy_samples_is_one_and_nothing_is_clipped(model: Path, sampling: Sampling) -> None:
+    figures = figures_of(model, packed(model, sampling))
+    assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert figures["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert figures["clip_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("sampling", TRUNCATED.values(), ids=TRUNCATED)
+def test_gradient_on_truncated_samples_is_that_of_an_oracle_which_knows_the_truncated_distribution(
+    model: Path, sampling: Sampling, tmp_path: Path
+) -> None:
+    batch = packed(model, sampling)
+    oracle, rows = oracle_of(model, batch, sampling), np.arange(int(batch.loss_mask.sum()))
+    drawn = oracle.sampled_from[rows, oracle.tokens]
+    assert drawn.min() > 0, "a dropped token was sampled"
+    assert oracle.kept_mass.min() < 0.95, "nothing was truncated"
+    behavior = np.log(drawn) + np.log(oracle.kept_mass)
+    np.testing.assert_allclose(batch.behavior_logprobs[batch.loss_mask], behavior, atol=1e-6)
+    # d loss / d log π_θ of GRPO is −w·A·r where PPO does not clip, and r is the oracle's policy over the behavior.
+    ratio = oracle.policy[rows, oracle.tokens] / np.exp(behavior)
+    outer = -(batch.weights * batch.advantages)[batch.loss_mask].astype(np.float64) * ratio / sampling.temperature
+    by_token = -oracle.policy * outer[:, None]
+    by_token[rows, oracle.tokens] += outer
+    expected = np.zeros((oracle.policy.shape[1],) * 2)
+    np.add.at(expected, oracle.previous, by_token)
+    np.testing.assert_allclose(gradient_of(model, batch, tmp_path), expected, atol=1e-6 * np.abs(expected).max())
+
+
+def test_logprobs_after_truncation_would_clip_negative_advantages_and_make_every_ratio_too_small(model: Path) -> None:
+    sampling = TRUNCATED["half"]
+    batch = packed(model, sampling, of_policy=False)
+    figures, oracle = figures_of(model, batch), oracle_of(model, batch, sampling)
+    assert figures["ratio_mean"] == pytest.approx(oracle.kept_mass.mean(), abs=1e-5)
+    assert figures["clip_fraction"] > 0.3

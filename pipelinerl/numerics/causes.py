@@ -4,11 +4,16 @@ Two weight versions are known for each token: the one that sampled it, and the o
 turn. They tell why the trainer's log-prob of the token differs from the sampler's:
 
     numerics    the trainer's version sampled the turn up to this token: only kernels and dtypes differ
+    truncation  as numerics, in a step in which nearly all differences have the sign of a truncated distribution
     cache       the trainer's version sampled the token, but an older version wrote part of the KV cache
                 (an in-flight update in the mode `continue`)
     staleness   an older version sampled the token
 
 Other tools call numerics and cache together "same version".
+
+A sampler that reports log-probs after top-p, top-k or a grammar divides each probability by the mass M that it keeps,
+so log π_trainer − log π_sampler = log M ≤ 0 for every token. Rounding gives differences of both signs: their mean, the
+estimate K1, is small against the mean of their absolute values.
 """
 
 from __future__ import annotations
@@ -80,6 +85,12 @@ def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]])
 
 Integers = NDArray[np.integer[Any]]
 
+#: A step's own-version tokens differ by truncation if at least this many of them have a mean |difference| of
+#: `_TRUNCATES` nats, of which the share `_ONE_SIDED` does not cancel in the mean difference.
+_ENOUGH: Final = 32
+_TRUNCATES: Final = 1e-3
+_ONE_SIDED: Final = 0.9
+
 #: If a token's probabilities by trainer and sampler differ by more than this, that is a contradiction (TIS note,
 #: figures 7 and 8).
 CONTRADICTION: Final = 0.5
@@ -91,6 +102,7 @@ class Cause(StrEnum):
     """Reason why the trainer's log-prob of a sampled token differs from the sampler's."""
 
     NUMERICS = "numerics"
+    TRUNCATION = "truncation"
     CACHE = "cache"
     STALENESS = "staleness"
 
@@ -117,8 +129,20 @@ class SampledTokens:
     def causes(self, held_version: int) -> dict[Cause, Bool]:
         """Return for each cause the mask of its tokens, bool [N]; the trainer's weights have version `held_version`."""
         same = self.versions == held_version
-        whole = self.turn_versions == held_version
-        return {Cause.NUMERICS: same & whole, Cause.CACHE: same & ~whole, Cause.STALENESS: ~same}
+        own = same & (self.turn_versions == held_version)
+        own_cause = (
+            Cause.TRUNCATION if _is_truncated(self.logprobs[own], self.behavior_logprobs[own]) else Cause.NUMERICS
+        )
+        return {own_cause: own, Cause.CACHE: same & ~own, Cause.STALENESS: ~same}
+
+
+def _is_truncated(ours: Float32, theirs: Float32) -> bool:
+    """Return True if the sampler's log-probs [N] exceed the trainer's as those of a truncated distribution do."""
+    if ours.size < _ENOUGH:
+        return False
+    difference = theirs.astype(np.float64) - ours
+    mean = float(np.abs(difference).mean())
+    return mean > _TRUNCATES and float(difference.mean()) > _ONE_SIDED * mean
 
 
 def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> SampledTokens | None:

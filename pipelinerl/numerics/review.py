@@ -193,10 +193,13 @@ class Advice:
 def advise(review: Review) -> list[Advice]:
     """Return the advice of all rules for a run, most important first; [] if there is none."""
     by_weight = sorted(review.current.values(), key=lambda each: each.share * each.median("mean"), reverse=True)
+    truncated, numerics = (review.current.get(cause) for cause in (Cause.TRUNCATION, Cause.NUMERICS))
+    if truncated is not None and (numerics is None or numerics.share < truncated.share):
+        return [_truncation(truncated)]  # all other figures contain it, too
     rules = {Cause.NUMERICS: _numerics, Cause.CACHE: _cache, Cause.STALENESS: _staleness}
     return [
         *_on_rounding(review),
-        *(advice for each in by_weight for advice in rules[each.cause](each, review)),
+        *(advice for each in by_weight if each.cause in rules for advice in rules[each.cause](each, review)),
         *_on_ages(review),
         *_ess(review),
     ]
@@ -215,6 +218,18 @@ def _on_rounding(review: Review) -> Iterator[Advice]:
             "an update smaller than half the spacing of bfloat16 is rounded away, so the sampler is older than its "
             "version says (docs/understand/mismatch.md)",
         )
+
+
+def _truncation(cause: CauseReview) -> Advice:
+    mean = cause.median("mean")
+    return Advice(
+        f"on nearly every token of the same version, the sampler's log-prob exceeds the trainer's, by {mean:.2g} nats "
+        "on average: they are those of a truncated distribution",
+        "sampling.top_p = 1 and sampling.top_k = 0, or an engine that reports policy_logprobs (pipelinerl conformance "
+        "engine URL); no server default of min_p, and no grammar",
+        "probabilities after a truncation are divided by the mass that it keeps, which makes every ratio too small and "
+        "clips tokens of negative advantage (docs/understand/mismatch.md)",
+    )
 
 
 def _numerics(cause: CauseReview, review: Review) -> Iterator[Advice]:

@@ -196,7 +196,7 @@ def draw(history: RunHistory, path: Path) -> Path:
 
 def draw_mismatch(history: RunHistory, path: Path) -> Path:
     """Draw the trainer-sampler mismatch by cause, as recorded in step events, and save the picture to `path`."""
-    colours = {"numerics": _BLUE, "cache": _GREEN, "staleness": _ORANGE}
+    colours = {"numerics": _BLUE, "cache": _GREEN, "staleness": _ORANGE, "truncation": _INK}
     panels = (
         ("p95", "P95 |Δ log-prob|, nats"),
         ("response_max", "Max |Δp| of a response, mean over responses"),

@@ -211,7 +211,8 @@ def _by_update(history: RunHistory, name: str) -> Series:
 
 
 def _by_cause(history: RunHistory, figure: str) -> dict[str, Series]:
-    return {cause: history.by_step(f"mismatch_{cause}_{figure}") for cause in ("numerics", "staleness", "cache")}
+    causes = ("numerics", "staleness", "cache", "truncation")
+    return {cause: history.by_step(f"mismatch_{cause}_{figure}") for cause in causes}
 
 
 def _figure(title: str, chart: Chart) -> str:

@@ -20,6 +20,7 @@ from pipelinerl.actor.single_turn import chat_request
 from pipelinerl.engines.bigram.engine import from_options
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.numerics.causes import figures, sampled_tokens
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.statistics import statistics, trained_tokens
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
@@ -27,7 +28,7 @@ from pipelinerl.training.rollouts.packing import WeightedRollout, pack
 from pipelinerl.types import Outcome, PromptOrder, Sampling, Verdict
 from tests.fakes.engine_options import engine_options
 from tests.fakes.talking_sampler import order
-from trainer_contract.types import MicroBatch, OptimizerSpec, TrainerSpec
+from trainer_contract.types import Float32, MicroBatch, OptimizerSpec, TrainerSpec
 
 SAMPLES = 64
 TRUNCATED = {
@@ -114,18 +115,30 @@ def gradient_of(model: Path, batch: MicroBatch, folder: Path) -> NDArray[np.floa
     return gradient
 
 
-def figures_of(model: Path, batch: MicroBatch) -> dict[str, float]:
+def forward(model: Path, batch: MicroBatch) -> Float32:
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=model))
-    return statistics(resolve("grpo"), trained_tokens([batch], trainer.forward([batch])))
+    return trainer.forward([batch])[0]
+
+
+def statistics_of(model: Path, batch: MicroBatch, preset: str = "grpo") -> dict[str, float]:
+    logprobs = forward(model, batch)
+    return statistics(resolve(preset), trained_tokens([replace(batch, old_logprobs=logprobs)], [logprobs]))
+
+
+#: Presets by the policies that their ratios compare: π_θ/μ per token and per sequence, π_θ/π_old and π_old/μ.
+RATIOS = ("grpo", "gspo", "cispo", "topr", "ppo_recomputed", "ppo_tis", "icepop", "dppo_tv")
 
 
 @pytest.mark.parametrize("sampling", TRUNCATED.values(), ids=TRUNCATED)
 def test_ratio_of_truncated_on_policy_samples_is_one_and_nothing_is_clipped(model: Path, sampling: Sampling) -> None:
-    figures = figures_of(model, packed(model, sampling))
-    assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-    assert figures["ratio_max"] == pytest.approx(1.0, abs=1e-5)
-    assert figures["clip_fraction"] == 0.0
+    batch = packed(model, sampling)
+    for preset in RATIOS:
+        step = statistics_of(model, batch, preset)
+        assert step["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+        assert step["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+        assert step["clip_fraction"] == 0.0, preset
+    assert statistics_of(model, batch, "ppo_tis")["truncated_fraction"] == 0.0
 
 
 @pytest.mark.parametrize("sampling", TRUNCATED.values(), ids=TRUNCATED)
@@ -149,9 +162,19 @@ def test_gradient_on_truncated_samples_is_that_of_an_oracle_which_knows_the_trun
     np.testing.assert_allclose(gradient_of(model, batch, tmp_path), expected, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("sampling", TRUNCATED.values(), ids=TRUNCATED)
+def test_mismatch_of_logprobs_after_truncation_has_the_cause_truncation(model: Path, sampling: Sampling) -> None:
+    for of_policy, cause, other in ((True, "numerics", "truncation"), (False, "truncation", "numerics")):
+        batch = packed(model, sampling, of_policy=of_policy)
+        step = figures(sampled_tokens([batch], [forward(model, batch)]), held_version=0, cuts={})
+        expected = 0.0 if of_policy else -float(np.log(oracle_of(model, batch, sampling).kept_mass).mean())
+        assert step[f"mismatch_{cause}_mean"] == pytest.approx(expected, abs=1e-5)
+        assert not any(other in name for name in step)
+
+
 def test_logprobs_after_truncation_would_clip_negative_advantages_and_make_every_ratio_too_small(model: Path) -> None:
     sampling = TRUNCATED["half"]
     batch = packed(model, sampling, of_policy=False)
-    figures, oracle = figures_of(model, batch), oracle_of(model, batch, sampling)
-    assert figures["ratio_mean"] == pytest.approx(oracle.kept_mass.mean(), abs=1e-5)
-    assert figures["clip_fraction"] > 0.3
+    step, oracle = statistics_of(model, batch), oracle_of(model, batch, sampling)
+    assert step["ratio_mean"] == pytest.approx(oracle.kept_mass.mean(), abs=1e-5)
+    assert step["clip_fraction"] > 0.3

@@ -74,6 +74,11 @@ def test_run_with_mismatch_within_bounds_gets_no_advice() -> None:
     [
         ({"numerics": {"p95": 0.02}}, "own version differ by 0.02 at P95", "head_precision"),
         ({"numerics": {"contradictions": 0.01}}, "1.0% of the responses", "token_ratio"),
+        (
+            {"truncation": {"p95": 0.1, "mean": 0.04}, "staleness": {"p95": 0.3}, "ess": 0.1},
+            "by 0.04 nats on average: they are those of a truncated distribution",
+            "sampling.top_p = 1",
+        ),
         ({"staleness": {"p95": 0.2}}, "older versions differ by 0.2 at P95", "staleness.k below"),
         ({"cache": {"p95": 0.2}, "numerics": {"p95": 1e-6}}, "keys and values", "recompute_kv"),
         ({"ess": 0.4, "staleness": {}}, "effective sample size is 40%", "lower learning rate"),
@@ -89,6 +94,11 @@ def test_each_mismatch_finding_gets_only_the_advice_for_that_finding(
 ) -> None:
     (only,) = advice_on(**fields)
     assert finding in only.finding and do in only.do and only.because
+
+
+def test_single_step_that_looks_truncated_gets_no_advice_on_truncation() -> None:
+    steps = [step(1, truncation={"mean": 0.04}), *(step(number, numerics={}) for number in (2, 3))]
+    assert advise(reviewed(*steps)) == []
 
 
 @pytest.mark.parametrize(("shares", "behind"), [([0.0, 0.0, 0.0, 4.0], 3.0), ([1.02, 0.97, 1.0, 1.01], 0.01)])

@@ -30,7 +30,7 @@ _SUMS: Final = (
     "calls_malformed",
     "tool_errors",
 )
-_CAUSES: Final = ("numerics", "cache", "staleness")
+_CAUSES: Final = ("numerics", "cache", "staleness", "truncation")
 _OF_CAUSE: Final = ("share", "mean", "p95", "max", "k3", "ess")
 _AGE: Final = "age_"
 

@@ -20,7 +20,10 @@ const CHARTS = [
   ["Tokens per step", ["sampled_tokens", "tokens"], ""],
   ["Share of tokens clipped", ["clip_fraction"]],
   ["Effective sample size", ["ess"], "of the batch"],
-  ["Trainer − sampler, P95 |Δ log-prob|", ["mismatch_numerics_p95", "mismatch_staleness_p95", "mismatch_cache_p95"]],
+  [
+    "Trainer − sampler, P95 |Δ log-prob|",
+    ["mismatch_numerics_p95", "mismatch_staleness_p95", "mismatch_cache_p95", "mismatch_truncation_p95"],
+  ],
   ["Learning rate", ["learning_rate"]],
 ];
 

@@ -149,9 +149,9 @@ class SamplingSection(Section):
     temperature: float = Field(default=1.0, ge=COLDEST, le=HOTTEST)
     """Sampling temperature; a knob while the run is live."""
     top_p: float = Field(default=1.0, ge=1e-6, le=1)
-    """Nucleus sampling; 1 keeps the whole distribution."""
+    """Nucleus sampling; 1 keeps the whole distribution. Engines report log-probs from before it (not vLLM)."""
     top_k: int = Field(default=0, ge=0, lt=2**31)
-    """Sample from the k most probable tokens; 0 for all."""
+    """Sample from the k most probable tokens; 0 for all. Engines report log-probs from before it (not vLLM)."""
     max_tokens: int = Field(default=256, ge=1)
     """The most tokens of one answer."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()

@@ -39,6 +39,13 @@ TRUNCATED = {
 }
 
 
+#: Sampling that keeps every token: its log-probs are the policy's without a correction.
+WHOLE = {
+    "cold": Sampling(num_samples=SAMPLES, max_tokens=12, temperature=0.3),
+    "hot": Sampling(num_samples=SAMPLES, max_tokens=3, temperature=2.0, stop=("e", "ab")),
+}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, tokenizer = tmp_path_factory.mktemp("truncated"), char_tokenizer()
@@ -130,8 +137,8 @@ def statistics_of(model: Path, batch: MicroBatch, preset: str = "grpo") -> dict[
 RATIOS = ("grpo", "gspo", "cispo", "topr", "ppo_recomputed", "ppo_tis", "icepop", "dppo_tv")
 
 
-@pytest.mark.parametrize("sampling", TRUNCATED.values(), ids=TRUNCATED)
-def test_ratio_of_truncated_on_policy_samples_is_one_and_nothing_is_clipped(model: Path, sampling: Sampling) -> None:
+@pytest.mark.parametrize("sampling", (TRUNCATED | WHOLE).values(), ids=TRUNCATED | WHOLE)
+def test_ratio_of_on_policy_samples_is_one_and_nothing_is_clipped(model: Path, sampling: Sampling) -> None:
     batch = packed(model, sampling)
     for preset in RATIOS:
         step = statistics_of(model, batch, preset)

@@ -1,8 +1,7 @@
 """Wire types of chat completions and of engine state; `weights` has those of weight updates.
 
-All types are immutable and validated. Clients send some fields by default; such a field is dropped if its value would
-not change the answer. Any other field that an engine would ignore is rejected by name. Times are in seconds, sizes in
-bytes.
+All types are immutable and validated. A field that an engine would ignore is dropped if its value would not change the
+answer (`without_idle`), and otherwise rejected by name. Times are in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -16,60 +15,21 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from inference_contract.routed_experts import RoutedExperts
 from inference_contract.tools import ResponseFormat, ToolCall, ToolCallDelta, ToolDefinition
 from inference_contract.weights import DType, WeightLayout
-from inference_contract.wire import Wire
-
-# --- fields that do not change the answer -----------------------------------------------------------------------------
-#
-# Clients of OpenAI and vLLM fill in optional fields. Each field below is accepted and dropped at `null` and at the
-# listed values. Any other value is rejected by name, because the engine would ignore it.
-
-#: Fields for OpenAI's bookkeeping, accepted at any value: they never change the answer.
-_TAGS: Final = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
-
-#: Fields of a chat request that are dropped at `null` and at these values.
-_IDLE_IN_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
-    # fields of OpenAI's API
-    "audio": (), "function_call": ("none", "auto"), "functions": ([],), "modalities": (["text"],), "prediction": (),
-    "reasoning_effort": (), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
-    "store": (False,), "tools": ([],), "verbosity": (), "web_search_options": (),
-    # fields of vLLM's API
-    "add_generation_prompt": (True,), "add_special_tokens": (False,), "allowed_token_ids": (), "bad_words": ([],),
-    "chat_template": (), "continue_final_message": (False,), "documents": ([],), "echo": (False,),
-    "include_stop_str_in_output": (False,), "length_penalty": (1,), "logprob_token_ids": (), "min_tokens": (0,),
-    "prompt_logprobs": (), "repetition_penalty": (1,), "stop_token_ids": ([],), "structured_outputs": (),
-    "thinking_token_budget": (), "truncate_prompt_tokens": (), "use_beam_search": (False,),
-}  # fmt: skip
-
-#: Fields of a message that are dropped at `null` and at these values; clients copy them from earlier answers.
-_IDLE_IN_MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "provider_specific_fields": ({}, {"refusal": None}),  # litellm sends this field
-    "reasoning": (),
-    "refusal": (),
-    "tool_calls": ([],),
-}
-
-#: Fields of `stream_options` that are dropped at `null` and at these values.
-_IDLE_IN_STREAM: Final[Mapping[str, tuple[Any, ...]]] = {
-    "continuous_usage_stats": (False,),
-    "include_obfuscation": (False,),
-}
+from inference_contract.wire import IN_MESSAGE, IN_REQUEST, IN_STREAM, TAGS, Wire
 
 
 def without_idle(fields: Any, known: Container[str], idle: Mapping[str, tuple[Any, ...]]) -> Any:
     """Return `fields` without those that change nothing.
 
     A field is dropped if it is null and named in `known` or `idle`, if `idle` lists its value or, in a request, if it
-    is OpenAI's bookkeeping (`_TAGS`). If `fields` is not a mapping, return it unchanged, for the schema to reject.
+    is OpenAI's bookkeeping (`TAGS`). If `fields` is not a mapping, return it unchanged, for the schema to reject.
     """
     if not isinstance(fields, dict):
         return fields
     return {
         name: value
         for name, value in fields.items()
-        if not (name in _TAGS and idle is _IDLE_IN_REQUEST)
+        if not (name in TAGS and idle is IN_REQUEST)
         and not (value is None and (name in known or name in idle))
         and not (name in idle and value in idle[name])
     }
@@ -113,7 +73,7 @@ class ChatMessage(Wire):
     @model_validator(mode="before")
     @classmethod
     def _without_idle(cls, fields: Any) -> Any:
-        fields = without_idle(fields, _MAY_BE_NULL, _IDLE_IN_MESSAGE)
+        fields = without_idle(fields, _MAY_BE_NULL, IN_MESSAGE)
         if isinstance(fields, dict) and fields.get("tool_calls") and fields.get("content") is None:
             return fields | {"content": ""}
         return fields
@@ -164,7 +124,7 @@ class StreamOptions(Wire):
     @model_validator(mode="before")
     @classmethod
     def _without_idle(cls, fields: Any) -> Any:
-        return without_idle(fields, cls.model_fields, _IDLE_IN_STREAM)
+        return without_idle(fields, cls.model_fields, IN_STREAM)
 
 
 class AnswerPrefix(Wire):
@@ -280,7 +240,7 @@ class ChatCompletionRequest(Wire):
     @model_validator(mode="before")
     @classmethod
     def _without_idle(cls, fields: Any) -> Any:
-        return without_idle(fields, cls.model_fields, _IDLE_IN_REQUEST)
+        return without_idle(fields, cls.model_fields, IN_REQUEST)
 
     @field_validator("top_k", mode="before")
     @classmethod

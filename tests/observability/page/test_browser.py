@@ -36,7 +36,7 @@ ROWS: Final = 1000
 CHARTED: Final = (
     "reward", "accuracy", "staleness_mean", "staleness_max", "entropy", "grad_norm", "loss", "step_s", "wait_s",
     "sampled_tokens", "tokens", "clip_fraction", "ess", "mismatch_numerics_p95", "mismatch_staleness_p95",
-    "mismatch_cache_p95", "learning_rate",
+    "mismatch_cache_p95", "mismatch_truncation_p95", "learning_rate",
 )  # fmt: skip
 
 #: JavaScript that counts the visible texts and controls, and finds those with a contrast below 4.5 (WCAG 2, relative

@@ -36,6 +36,9 @@ class SamplingParams(Closed):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=-1, ge=-1)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.0, le=2.0)
     max_new_tokens: int = Field(default=128, ge=0)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False

@@ -111,10 +111,13 @@ class SglangServerApi:
             "cache_salt": salt,
             "sampling_params": {
                 "temperature": request.temperature,
-                # Values that keep every token are sent too: the server may have defaults of its own.
+                # Values without effect are sent too, because the server may have defaults of its own.
                 "top_p": request.top_p,
                 "top_k": request.top_k or -1,
                 "min_p": 0.0,
+                "frequency_penalty": 0.0,
+                "presence_penalty": 0.0,
+                "repetition_penalty": 1.0,
                 "max_new_tokens": sequence.token_limit,
                 "stop_token_ids": sorted(request.stop_ids),
                 "ignore_eos": not request.stop_ids,  # without stop ids, SGLang must ignore all end tokens

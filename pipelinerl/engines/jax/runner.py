@@ -401,8 +401,10 @@ def _truncated(logprobs: Array, top_k: Array, top_p: Array, min_p: Array, policy
     # A top-p of 1 keeps all tokens, even if rounding lets the mass before the last tokens reach 1.
     kept &= (before < top_p.astype(jnp.float64)[:, None] * mass.sum(axis=-1, keepdims=True)) | (top_p >= 1)[:, None]
     ordered = jnp.where(kept, ordered, -jnp.inf)
-    renormalised = ~jnp.broadcast_to(policy_logprobs, top_p.shape)[:, None]
-    ordered = ordered - jnp.where(renormalised, jax.nn.logsumexp(ordered, axis=-1, keepdims=True), 0.0)
+    log_mass = jax.nn.logsumexp(ordered, axis=-1, keepdims=True)
+    # A row whose mass is not finite gets NaN in either case.
+    whole = jnp.broadcast_to(policy_logprobs, top_p.shape)[:, None] & jnp.isfinite(log_mass)
+    ordered = ordered - jnp.where(whole, 0.0, log_mass)
     return jnp.put_along_axis(logprobs, order, ordered, axis=1, inplace=False)
 
 

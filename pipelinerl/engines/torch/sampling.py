@@ -130,7 +130,8 @@ def _truncate(
     ordered = ordered.masked_fill(~kept, -torch.inf)
     log_mass = ordered.logsumexp(dim=-1, keepdim=True)
     if policy_logprobs is not None:
-        log_mass = log_mass.masked_fill(policy_logprobs[:, None], 0.0)
+        # A row whose mass is not finite gets NaN in either case.
+        log_mass = log_mass.masked_fill(policy_logprobs[:, None] & log_mass.isfinite(), 0.0)
     ordered = ordered - log_mass
     return torch.empty_like(logprobs).scatter_(1, order, ordered)
 

@@ -288,8 +288,9 @@ def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled
     spoiled = logits.copy()
     for at, value in wrong.items():
         spoiled[1:3, slice(None) if at == "all" else at] = value
-    for truncates in (False, True):
+    for truncates, of_policy in ((False, False), (True, False), (True, True)):
         options: dict[str, Any] = {
+            "policy_logprobs": np.full(4, of_policy),
             "temperature": np.array([1.0, 1.0, 0.0, 0.7], np.float32),
             "top_k": np.full(4, 5 * truncates, np.int32),
             "top_p": np.full(4, 0.9 if truncates else 1.0, np.float32),

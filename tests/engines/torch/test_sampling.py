@@ -181,13 +181,13 @@ def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled
         "top_p": torch.full((3,), top_p),
         "noise": torch.from_numpy(random.random(3)),
     }
-    (token_ids, logprobs), (healthy_ids, healthy_logprobs) = (
-        sample(spoiled, **options)[:2],
-        sample(logits, **options)[:2],
-    )
-    assert token_ids[1] in range(vocab) and logprobs[1].isnan()
-    assert token_ids[::2].tolist() == healthy_ids[::2].tolist()
-    assert logprobs[::2].tolist() == healthy_logprobs[::2].tolist() and logprobs[::2].isfinite().all()
+    for of_policy in (False, True):
+        flags = torch.full((3,), of_policy)
+        token_ids, logprobs = sample(spoiled, policy_logprobs=flags, **options)[:2]
+        healthy_ids, healthy_logprobs = sample(logits, policy_logprobs=flags, **options)[:2]
+        assert token_ids[1] in range(vocab) and logprobs[1].isnan()
+        assert token_ids[::2].tolist() == healthy_ids[::2].tolist()
+        assert logprobs[::2].tolist() == healthy_logprobs[::2].tolist() and logprobs[::2].isfinite().all()
 
 
 @pytest.mark.parametrize("vocab", [50, 5000])

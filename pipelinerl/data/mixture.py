@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from pipelinerl import rng
+from pipelinerl.data.files.source import RowSource
 from pipelinerl.data.source import ProblemSource
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem, Quota
@@ -84,6 +85,11 @@ class Mixture:
     ) -> Problem:
         """Return the run's problem `index` ≥ 0: problem `index + ahead` of its domain's source, after `ahead` skips."""
         return self.domain(index, weights, quota).source.problem(index + ahead)
+
+    def row_counts(self) -> list[str]:
+        """Return a sentence for each domain that reads rows: how many it read and dropped, and why."""
+        sources = ((domain.name, domain.source) for domain in self._domains)
+        return [f"domains.{name}: {source.summary}" for name, source in sources if isinstance(source, RowSource)]
 
     def _places(self, quota: Quota, block: int) -> list[int]:
         """Return which of the block's points each problem of the block gets: a permutation of 0..size-1, by seed."""

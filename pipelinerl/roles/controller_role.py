@@ -72,6 +72,8 @@ log = logging.getLogger("pipelinerl")
 def build_controller(config: RunConfig, restored: TrainingState | None) -> Controller:
     """Return the controller of a run, which continues from a checkpoint if there is one."""
     training: Mixture = training_problems(config)
+    for sentence in training.row_counts():
+        log.info("%s", sentence)
     held_out = held_out_problems(config)
     knobs = knobs_of(config)
     state = RunState(knobs=knobs, first_domain_weights=knobs.domain_weights)

@@ -501,9 +501,13 @@ def test_check_warns_of_a_few_prompts_that_exceed_the_context_and_rejects_many_s
 
 def test_check_rejects_more_evaluation_problems_than_the_data_holds(tmp_path: Path) -> None:
     file = tmp_path / "problems.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(100)))
+    file.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in (*range(100), 7)))
     table = to_table(with_domain(source="files", parameters={"path": str(file)}))
-    assert dict(findings(parse(table | {"evaluation": {"problems": 2}})))["held out"]
+    results = list(findings(parse(table | {"evaluation": {"problems": 2}})))
+    assert dict(results)["held out"]
+    rows = [text for part, text in results if part == "rows"]
+    assert rows[0].startswith("training, domains.d: 101 rows read: ") and "1 dropped as duplicates" in rows[0]
+    assert rows[1].startswith("held out, domains.d: 101 rows read: ")
     with pytest.raises(
         RecipeError,
         match=r"holds \d+ problems; lower evaluation.problems, or add rows to held_out_path",

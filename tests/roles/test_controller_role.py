@@ -432,3 +432,16 @@ def test_resume_is_rejected_if_run_directory_and_checkpoint_location_both_hold_c
 def test_resume_from_a_url_that_holds_no_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no run; expected <checkpoint\.location>/<run\.name>"):
         controller_role.directory_of(f"file://{tmp_path}/nothing")
+
+
+def test_log_of_a_run_says_how_many_rows_of_its_data_were_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [json.dumps({"prompt": f"say {n % 50}", "answer": "x"}) + "\n" for n in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    config = config_in(tmp_path)
+    domain = {"name": "d", "source": "files", "parameters": {"path": str(tmp_path / "a.jsonl")}}
+    with caplog.at_level(logging.INFO, logger="pipelinerl"):
+        controller_role.build_controller(parse(to_table(config) | {"domains": [domain]}), None)
+    (record,) = (record for record in caplog.records if "rows read" in record.message)
+    assert record.message.startswith("domains.d: 60 rows read: ") and "10 dropped as duplicates" in record.message

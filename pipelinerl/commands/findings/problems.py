@@ -49,7 +49,7 @@ class _Prompts:
 def prompt_findings(
     config: RunConfig, tokenizer: ChatTokenizer, *, training: Mixture, held_out: Mapping[str, Mixture]
 ) -> Iterator[tuple[str, str]]:
-    """Yield findings: a rendered prompt per domain, and the prompt lengths in training and in each evaluation set.
+    """Yield findings: a rendered prompt per domain; prompt lengths and rows in training and in each evaluation set.
 
     Raises:
         RecipeError: a problem cannot be made, an evaluation set has too few problems, or too many prompts leave no room
@@ -74,6 +74,7 @@ def prompt_findings(
         longest = max(max(prompts.lengths) for prompts in measured.values())
         first = problems[0]
         yield name, f"{first.messages[-1].content!r} → {first.ground_truth!r}; prompts of up to {longest} tokens"
+        yield from (("rows", f"{name}, {sentence}") for sentence in mixture.row_counts())
         yield from (("warning", f"{name}: {sentence}") for sentence in _without_room(measured))
 
 

@@ -1,20 +1,21 @@
 """`FieldMap`: maps the fields of a row to a problem's prompt, answer, metadata, tags and id.
 
 Errors name the field; the caller adds the row's location. A digest of the row's question decides its split; the
-template's own wording is left out of the digest, so rewording it moves no row to another split.
+template's own wording is left out of the digest, so rewording it moves no row to another split. A row's task is its
+question, answer and metadata, or the field `id_field`; it gives the problem's id, and rows of one task are duplicates.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-import orjson
-
 from pipelinerl.data.files.rows import Row
+from pipelinerl.data.files.values import as_text, plain, valid_text
 from pipelinerl.data.prompts import Template, apply_template, has_no_question, question
-from pipelinerl.data.source import Draft, text_of, to_problem
+from pipelinerl.data.source import Draft, digest_of, text_of, to_problem
 from pipelinerl.errors import MissingFieldError, RecipeError
 from pipelinerl.types import Message, Problem
 
@@ -36,7 +37,7 @@ class FieldMap:
         metadata_fields: fields passed to the verifier; by default the contents of the object `metadata`.
         tag_fields: fields that each become a tag of the problem, `field=value`.
         tags_field: a list of tags.
-        id_field: the problem's name; by default the digest of its question.
+        id_field: the problem's name; by default the digest of its question, answer and metadata.
         rate_field: pass rate, the share of a model's answers that solved the row; a curriculum orders rows by it.
         template: template of the last user message, over the row's fields.
     """
@@ -101,7 +102,23 @@ class FieldMap:
         more = sorted(self._of_template - {_PROMPT, self.prompt_field})
         if not more:
             return text_of(messages)
-        return "\x1e".join([text_of(messages), *(f"{name}\x1f{_as_text(row.get(name))}" for name in more)])
+        return "\x1e".join([text_of(messages), *(f"{name}\x1f{as_text(row.get(name), name)}" for name in more)])
+
+    def task(self, row: Row) -> bytes:
+        """Return the digest, eight bytes, of what tells the row's task from others; it needs the whole row."""
+        if self.id_field:
+            return digest_of(self._name(row))
+        return self._task(row, self.answer(row), self._metadata(row))
+
+    def _task(self, row: Row, answer: str, metadata: Mapping[str, Any]) -> bytes:
+        return digest_of(f"{with_answer(self.text(row), answer)}\x1d{json.dumps(metadata, sort_keys=True)}")
+
+    def answer(self, row: Row) -> str:
+        """Return the ground truth as text."""
+        return as_text(_value_of(row, self.answer_field), self.answer_field)
+
+    def _name(self, row: Row) -> str:
+        return as_text(_value_of(row, self.id_field), self.id_field)
 
     def rate(self, row: Row) -> float:
         """Return the row's pass rate. Raises `RecipeError` if there is none."""
@@ -118,22 +135,25 @@ class FieldMap:
         self.check(row)
         messages = self._messages(row)
         if self.template is not None:
-            messages = apply_template(messages, self.template, {_PROMPT: question(messages), **row})
+            shown = {name: plain(row[name], name) for name in self._of_template if name in row}
+            messages = apply_template(messages, self.template, {_PROMPT: question(messages), **row, **shown})
             if has_no_question(messages):
                 raise RecipeError(
                     f"prompt_template gives an empty prompt from the fields {', '.join(sorted(self._of_template))}"
                 )
         return Draft(
             messages=messages,
-            ground_truth=_as_text(_value_of(row, self.answer_field)),
+            ground_truth=self.answer(row),
             metadata=self._metadata(row),
             tags=self._tags(row),
         )
 
-    def problem(self, row: Row, digest: bytes, *, domain: str) -> Problem:
-        """Convert the row to a problem of the domain; `digest` is the digest of `text(row)`."""
-        name = _as_text(_value_of(row, self.id_field)) if self.id_field else digest.hex()
-        return to_problem(self.draft(row), domain, name=name)
+    def problem(self, row: Row, *, domain: str) -> Problem:
+        """Convert the row to a problem of the domain."""
+        draft = self.draft(row)
+        if self.id_field:
+            return to_problem(draft, domain, name=self._name(row))
+        return to_problem(draft, domain, name=self._task(row, draft.ground_truth, draft.metadata).hex())
 
     def _messages(self, row: Row) -> tuple[Message, ...]:
         """Return the conversation; it may be empty only if there is a template."""
@@ -154,18 +174,19 @@ class FieldMap:
         own = row.get(self.tags_field) or ()
         if not (isinstance(own, list | tuple) and all(isinstance(tag, str) for tag in own)):
             raise RecipeError(f"field {self.tags_field!r} must be a list of texts, got {own!r:.80}")
-        return (*own, *(f"{field}={_as_text(value)}" for field, value in values if value is not None))
+        named = (f"{field}={as_text(value, field)}" for field, value in values if value is not None)
+        return (*(valid_text(tag, self.tags_field) for tag in own), *named)
 
     def _metadata(self, row: Row) -> Mapping[str, Any]:
         if self.metadata_fields is not None:
             values = {field: _value_of(row, field) for field in self.metadata_fields}
-            return {field: value for field, value in values.items() if value is not None}
+            return {field: plain(value, field) for field, value in values.items() if value is not None}
         own = row.get(_METADATA)
         if own is None:
             return {}
         if not isinstance(own, dict):
             raise RecipeError(f"field {_METADATA!r} must be an object, got {own!r:.80}; name metadata_fields")
-        return own
+        return dict(plain(own, _METADATA))
 
 
 def _value_of(row: Row, field: str) -> Any:
@@ -179,9 +200,9 @@ def _value_of(row: Row, field: str) -> Any:
 
 def _conversation(value: Any, field: str) -> tuple[Message, ...]:
     if isinstance(value, str):
-        return (Message("user", value),)
+        return (Message("user", valid_text(value, field)),)
     turns = value if isinstance(value, list) else []
-    messages = tuple(Message(turn["role"], turn["content"]) for turn in turns if _is_message(turn))
+    messages = tuple(Message(turn["role"], valid_text(turn["content"], field)) for turn in turns if _is_message(turn))
     if not messages or len(messages) < len(turns):
         raise RecipeError(
             f"field {field!r} must be a text, or messages with role ({', '.join(_ROLES)}) and content, got "
@@ -196,10 +217,9 @@ def _is_message(turn: Any) -> bool:
     return isinstance(turn, dict) and turn.get("role") in _ROLES and isinstance(turn.get("content"), str)
 
 
-def _as_text(value: Any) -> str:
-    if isinstance(value, list | dict):
-        return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
-    return str(value)
+def with_answer(text: str, answer: str) -> str:
+    """Join the text that identifies a row's question and its answer."""
+    return f"{text}\x1d{answer}"
 
 
 def _missing(field: str, row: Row) -> MissingFieldError:

@@ -21,7 +21,7 @@ from pipelinerl.data.files.source import (
     prompts_of_rows,
     read_rows,
 )
-from pipelinerl.data.source import SourceRequest, Split, digest_of
+from pipelinerl.data.source import SourceRequest, Split
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem
 
@@ -98,7 +98,7 @@ def look_at_files(request: SourceRequest, head: FirstRows, check: Callable[[Prob
 
     Raises `RecipeError`, which names file, row and problem, if a problem is invalid or `check` raises one.
     """
-    files, field_map, curriculum = parse_files_request(request)
+    files, field_map, curriculum, _ = parse_files_request(request)
     prompts, first = prompts_of_rows(request), None
     ranked = files[Split.TRAIN] if curriculum.order is not ProblemOrder.SHUFFLED else ()
     for path in dict.fromkeys(chain.from_iterable(files.values())):
@@ -106,7 +106,7 @@ def look_at_files(request: SourceRequest, head: FirstRows, check: Callable[[Prob
         for number in range(len(rows)):
             with placed(rows, number):
                 row = rows.row(number)
-                problem = prompts.dress(field_map.problem(row, digest_of(field_map.text(row)), domain=request.domain))
+                problem = prompts.dress(field_map.problem(row, domain=request.domain))
                 check(problem)
                 if path in ranked:
                     field_map.rate(row)

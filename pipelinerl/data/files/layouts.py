@@ -5,6 +5,8 @@ dataset_dict.json                      a `DatasetDict` saved by `datasets`: a fo
 state.json, dataset_info.json          a `Dataset` saved by `datasets`
 README.md with `configs: data_files`   the hub's layout: files by configuration and split
 any other folder                       its data files; folder or file names give the split
+
+A description may name only files within its folder.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ def _named(path: str, where: str) -> list[Path]:
 
 def _of_folder(folder: Path, config: str) -> Layout:
     if (folder / "dataset_dict.json").is_file():
-        splits = _described(folder / "dataset_dict.json", "splits")
-        return {str(split): _saved(folder / str(split)) for split in splits}
+        description = folder / "dataset_dict.json"
+        return {str(split): _saved(_within(folder, split, description)) for split in _described(description, "splits")}
     if (folder / "state.json").is_file():
         return {"": _saved(folder)}
     configs = _configs(folder / "README.md")
@@ -77,17 +79,28 @@ def _of_folder(folder: Path, config: str) -> Layout:
 
 
 def _saved(folder: Path) -> tuple[Path, ...]:
-    files = _described(folder / "state.json", "_data_files")
+    description = folder / "state.json"
+    files = _described(description, "_data_files")
     try:
-        return tuple(folder / file["filename"] for file in files)
+        paths = tuple(_within(folder, file["filename"], description) for file in files)
     except (TypeError, KeyError):
-        raise RecipeError(f"{folder / 'state.json'}: expected _data_files with filename, got {files!r:.120}") from None
+        raise RecipeError(f"{description}: expected _data_files with filename, got {files!r:.120}") from None
+    if missing := [path for path in paths if not path.is_file()]:
+        raise RecipeError(f"{description} names {missing[0].name}, and there is no such file; copy it, too")
+    return paths
+
+
+def _within(folder: Path, name: Any, description: Path) -> Path:
+    """Return the path `name` in the folder. Raises `RecipeError` if it is no relative path, or leads out of it."""
+    if not isinstance(name, str) or "\0" in name or ".." in Path(name).parts or Path(name).is_absolute():
+        raise RecipeError(f"{description} must name only files of its folder, got {name!r:.120}")
+    return folder / name
 
 
 def _described(path: Path, key: str) -> list[Any]:
     try:
         value = orjson.loads(path.read_bytes())[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise RecipeError(f"{path}: expected an object with {key}: {type(error).__name__}: {error}") from None
     if not isinstance(value, list):
         raise RecipeError(f"{path}: {key} must be a list, got {value!r:.120}")
@@ -133,7 +146,7 @@ def _configs(readme: Path) -> dict[str, Any]:
         front_matter = yaml.safe_load(match[1])
         configs = front_matter.get("configs") or []
         return {str(config["config_name"]): config for config in configs if config.get("data_files")}
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecipeError(f"{readme}: its front matter is not the hub's: {type(error).__name__}: {error}") from None
 
 
@@ -146,21 +159,25 @@ def _of_config(folder: Path, configs: Mapping[str, Any], config: str) -> Layout:
         known = ", ".join(configs) or "none"
         wrong = f"has no configuration {config!r}" if config else "has several configurations; name one as config"
         raise RecipeError(f"{folder} {wrong}: {known}")
-    data_files = configs[chosen]["data_files"]
-    base = folder / str(configs[chosen].get("data_dir") or "")
+    readme, data_files = folder / "README.md", configs[chosen]["data_files"]
+    base = _within(folder, configs[chosen].get("data_dir") or "", readme)
     if isinstance(data_files, list) and all(isinstance(entry, dict) for entry in data_files):
+        if any("split" not in entry for entry in data_files):
+            raise RecipeError(f"{readme}: each entry of data_files must have split and path, got {data_files!r:.120}")
         return {str(entry["split"]): _matching(base, entry.get("path"), folder) for entry in data_files}
     return _by_name(folder, _matching(base, data_files, folder))
 
 
 def _matching(base: Path, patterns: Any, folder: Path) -> tuple[Path, ...]:
-    listed = patterns if isinstance(patterns, list) else [patterns]
+    readme, listed = folder / "README.md", patterns if isinstance(patterns, list) else [patterns]
     files: list[Path] = []
     for pattern in listed:
-        if not isinstance(pattern, str) or ".." in Path(pattern).parts or Path(pattern).is_absolute():
-            raise RecipeError(f"{folder / 'README.md'}: data_files must name files of the folder, got {pattern!r}")
-        matching = sorted(path for path in base.glob(pattern) if _is_data(path, folder))
+        _within(folder, pattern, readme)
+        try:
+            matching = sorted(path for path in base.glob(pattern) if _is_data(path, folder))
+        except (ValueError, OSError, IndexError) as error:
+            raise RecipeError(f"{readme}: data_files has the invalid pattern {pattern!r:.120}: {error}") from None
         if not matching:
-            raise RecipeError(f"{folder / 'README.md'}: data_files names {pattern!r}, and there is no such file")
+            raise RecipeError(f"{readme}: data_files names {pattern!r}, and there is no such file")
         files += matching
     return tuple(dict.fromkeys(files))

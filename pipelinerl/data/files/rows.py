@@ -1,7 +1,7 @@
 """`DataRows`: the rows of a data set, from JSON lines, JSON arrays, CSV, Parquet or Arrow files.
 
-JSON rows are parsed on demand: only the text and the offset of each row are kept in memory. Only `ArrowRows` imports
-pyarrow.
+JSON rows are parsed on demand: only the text and the offset of each row are kept in memory. `files/values.py` says what
+a value becomes. Only `ArrowRows` imports pyarrow.
 """
 
 from __future__ import annotations
@@ -11,23 +11,36 @@ import csv
 import gzip
 import io
 import itertools
+import json
+import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import numpy as np
-import orjson
+from numpy.typing import NDArray
 
+from pipelinerl.data.files.values import DECODER, decode
 from pipelinerl.errors import RecipeError
 
 Row = dict[str, Any]
+#: Start and end offset of each row in a text, i64 [N] each.
+_Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 _NEWLINE: Final = 10
 #: UTF-8 byte order mark.
 _MARK: Final = b"\xef\xbb\xbf"
 #: Number of bytes scanned for newlines at a time; numpy needs as much memory for the mask.
-_CHUNK_BYTES: Final = 1 << 26
+_CHUNK_BYTES: Final = 1 << 24
+_IS_SPACE: Final = np.isin(np.arange(256), list(b" \t\r\v\f"))
+#: The white space around the elements of a JSON array.
+_SEPARATED: Final = re.compile(r"[ \t\r\n]*")
+#: A compressed file may unpack to this number of bytes, or to this multiple of its size. Text is seldom packed better
+#: than 1 : 50; a file that unpacks without end is packed 1 : 1000.
+_UNPACKED_BYTES: Final = 1 << 28
+_UNPACKED_RATIO: Final = 200
 
 
 class FirstRows(NamedTuple):
@@ -63,13 +76,13 @@ class DataRows(Protocol):
 
 @final
 class JsonRows:
-    """Rows kept as one JSON object per line; JSON arrays and CSV are converted to this form."""
+    """Rows kept as the text of their JSON objects; CSV is converted to this form."""
 
-    def __init__(self, text: bytes, name: str, *, numbered: str = "row", most: int | None = None) -> None:
+    def __init__(self, text: bytes, bounds: _Bounds, name: str, *, numbered: str = "row") -> None:
         self._text = text
         self._name = name
         self._numbered = numbered
-        self._starts, self._ends = (each[:most] for each in _lines(text))
+        self._starts, self._ends = bounds
 
     @classmethod
     def read(cls, path: Path, head: FirstRows | None = None) -> JsonRows:
@@ -79,27 +92,16 @@ class JsonRows:
         """
         suffix, most = suffix_of(path), None if head is None else head.rows
         if suffix == ".csv":
-            return cls.of(itertools.islice(_csv_rows(_unpacked(path), path), most), str(path))
+            rows = itertools.islice(_csv_rows(_unpacked(path), path), most)
+            text = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+            return cls(text, _lines(text), str(path))
         if suffix == ".json" and _unpacked(path, 1 << 10).lstrip()[:1] == b"[":
-            try:
-                return cls.of(orjson.loads(_unpacked(path))[:most], str(path))
-            except orjson.JSONDecodeError as error:
-                raise RecipeError(f"{path} is not valid JSON: {error}") from None
+            return cls(*_elements(_unpacked(path), path, most), str(path))
         text = _unpacked(path, None if head is None else head.bytes)
         if head is not None and len(text) == head.bytes:
             text = text[: text.rfind(b"\n") + 1]  # drop the last line, which may be incomplete
-        return cls(text, str(path), numbered="line", most=most)
-
-    @classmethod
-    def of(cls, rows: Iterable[Any], name: str) -> JsonRows:
-        """Build `JsonRows` from Python values. Raises `RecipeError` for a row that cannot be written as JSON."""
-        text = bytearray()
-        for number, row in enumerate(rows):
-            try:
-                text += orjson.dumps(row) + b"\n"
-            except TypeError as error:
-                raise RecipeError(f"{name} row {number}: {error}") from None
-        return cls(bytes(text), name)
+        starts, ends = _lines(text)
+        return cls(text, (starts[:most], ends[:most]), str(path), numbered="line")
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -108,11 +110,12 @@ class JsonRows:
         """Return one row."""
         line = self._text[self._starts[index] : self._ends[index]]
         try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
+            row = decode(line)
+        except ValueError as error:
             raise RecipeError(f"{self.place(index)}: expected a JSON object, got invalid JSON: {error}") from None
         if not isinstance(row, dict):
-            raise RecipeError(f"{self.place(index)}: expected an object with fields, got {line[:80].decode()!r}")
+            shown = line[:80].decode(errors="replace")
+            raise RecipeError(f"{self.place(index)}: expected an object with fields, got {shown!r}")
         return row
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
@@ -202,32 +205,75 @@ def suffix_of(path: Path) -> str:
     return Path(path.stem).suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
 
 
-def _lines(text: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return the start and end offset of each non-blank line, i64 [N] each."""
-    view = np.frombuffer(text, np.uint8)
-    newlines = [
-        np.flatnonzero(view[at : at + _CHUNK_BYTES] == _NEWLINE).astype(np.int64) + at
-        for at in range(0, len(view), _CHUNK_BYTES)
-    ]
-    ends = np.concatenate([*newlines, np.array([len(text)], np.int64)])
-    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
-    # For speed, only lines of up to two bytes are removed if blank; longer blank lines fail later, as invalid JSON.
-    short = np.flatnonzero(ends - starts < 3)
-    blank = [at for at in short.tolist() if not text[starts[at] : ends[at]].strip()]
-    return np.delete(starts, blank), np.delete(ends, blank)
+def _lines(text: bytes) -> _Bounds:
+    """Return the start and end offset of each line that is not blank, i64 [N] each."""
+    view, start = np.frombuffer(text, np.uint8), 0
+    kept: list[_Bounds] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    for at in range(0, len(view), _CHUNK_BYTES):
+        ends = np.flatnonzero(view[at : at + _CHUNK_BYTES] == _NEWLINE).astype(np.int64) + at
+        if at + _CHUNK_BYTES >= len(view):
+            ends = np.append(ends, len(view))
+        if len(ends):
+            starts = np.concatenate([np.array([start], np.int64), ends[:-1] + 1])
+            start = int(ends[-1]) + 1
+            filled = starts < ends
+            starts, ends = starts[filled], ends[filled]
+            # For speed, only lines of up to two bytes are removed if blank; longer ones fail later, as invalid JSON.
+            filled = (ends - starts > 2) | ~(_IS_SPACE[view[starts]] & _IS_SPACE[view[ends - 1]])
+            kept.append((starts[filled], ends[filled]))
+    starts, ends = (np.concatenate(parts) for parts in zip(*kept, strict=True))
+    return starts, ends
+
+
+def _elements(content: bytes, path: Path, most: int | None) -> tuple[bytes, _Bounds]:
+    """Return the text of a JSON array's elements, at most `most`, with the start and end offset of each, i64 [N]."""
+    joined, ends = bytearray(), [0]
+    try:
+        text = content.decode()
+        at = _SEPARATED.match(text, text.index("[") + 1).end()  # type: ignore[union-attr]
+        is_over = text[at : at + 1] == "]"
+        while not is_over and (most is None or len(ends) <= most):
+            first, (_, at) = at, DECODER.raw_decode(text, at)
+            joined += text[first:at].encode()
+            ends.append(len(joined))
+            at = _SEPARATED.match(text, at).end()  # type: ignore[union-attr]
+            is_over = text[at : at + 1] == "]"
+            if not is_over:
+                if text[at : at + 1] != ",":
+                    raise ValueError(f"expected a comma or the array's end at character {at}")
+                at = _SEPARATED.match(text, at + 1).end()  # type: ignore[union-attr]
+        if is_over and text[at + 1 :].strip():
+            raise ValueError(f"text follows the array's end at character {at}")
+    except RecursionError:
+        raise RecipeError(f"{path} row {len(ends) - 1}: its values are nested too deeply") from None
+    except ValueError as error:  # raised for invalid UTF-8, too
+        raise RecipeError(f"{path} is not valid JSON: row {len(ends) - 1}: {error}") from None
+    offsets = np.array(ends, np.int64)
+    return bytes(joined), (offsets[:-1], offsets[1:])
 
 
 def _unpacked(path: Path, most: int | None = None) -> bytes:
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            return file.read(-1 if most is None else most).removeprefix(_MARK)
+        if path.suffix != ".gz":
+            with path.open("rb") as file:
+                return file.read(-1 if most is None else most).removeprefix(_MARK)
+        limit = max(_UNPACKED_BYTES, _UNPACKED_RATIO * path.stat().st_size)
+        with gzip.open(path) as packed:
+            content = packed.read(limit + 1 if most is None else min(most, limit + 1))
     except (OSError, EOFError, zlib.error) as error:
         raise RecipeError(f"{path} cannot be read: {error}") from None
+    if len(content) > limit:
+        raise RecipeError(
+            f"{path} unpacks to more than {_UNPACKED_RATIO} times its size, as damaged or hostile files do; if it is "
+            "right, unpack it"
+        )
+    return content.removeprefix(_MARK)
 
 
 def _csv_rows(text: bytes, path: Path) -> Iterator[Row]:
     try:
         reader = csv.DictReader(io.StringIO(text.decode(), newline=""), strict=True)
+        refuse_repeated(reader.fieldnames or (), str(path))
         for number, row in enumerate(reader):
             if None in row or None in row.values():
                 raise RecipeError(
@@ -239,6 +285,14 @@ def _csv_rows(text: bytes, path: Path) -> Iterator[Row]:
         raise RecipeError(f"{path} is not valid CSV: {error}") from None
 
 
+def refuse_repeated(columns: Iterable[str], name: str) -> None:
+    """Raise `RecipeError` if two columns of a file have the same name."""
+    if twice := [column for column, count in Counter(columns).items() if count > 1]:
+        raise RecipeError(f"{name} has several columns {twice[0]!r}; rename all but one")
+
+
+#: Errors of pyarrow for a value that Python cannot hold, such as a date after the year 9999 or invalid UTF-8.
+_UNCONVERTED: Final = (ValueError, OverflowError, LookupError, NotImplementedError)
 #: Number of rows that `scan` converts to Python values at a time.
 _AT_A_TIME: Final = 4096
 #: Number of rows per batch when only the first rows of a file are read; a row may be large.
@@ -286,10 +340,12 @@ class ArrowRows:
                 with pa.memory_map(str(path)) as source:
                     table = _ipc_reader(source).read_all()
                 names = table.column_names
+                refuse_repeated(names, str(path))
                 table = table.select([name for name in names if fields is None or name in fields])
                 table = table if head is None else table.slice(0, head.rows)
         except (pa.ArrowException, OSError) as error:
             raise RecipeError(f"{path} cannot be read: {error}") from None
+        refuse_repeated(table.column_names, str(path))
         return cls(table, str(path), also=tuple(name for name in names if name not in table.column_names))
 
     def __len__(self) -> int:
@@ -299,16 +355,24 @@ class ArrowRows:
         """Return one row, with None for columns that were not read."""
         number = bisect.bisect_right(self._ends, index)
         within = index - (self._ends[number - 1] if number else 0)
-        (row,) = self._batches[number].slice(within, 1).to_pylist()
+        try:
+            (row,) = self._batches[number].slice(within, 1).to_pylist()
+        except _UNCONVERTED as error:
+            raise RecipeError(f"{self.place(index)} cannot be converted: {error}") from None
         return {**dict.fromkeys(self._also), **{name: without_nulls(value) for name, value in row.items()}}
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
         """Yield all rows, with only those `fields` that the file has."""
-        for batch in self._batches:
+        for batch, end in zip(self._batches, self._ends, strict=True):
             names = [name for name in batch.schema.names if name in fields]
             for first in range(0, batch.num_rows, _AT_A_TIME):
                 part = batch.slice(first, _AT_A_TIME)
-                columns = [part.column(name).to_pylist() for name in names]
+                try:
+                    columns = [part.column(name).to_pylist() for name in names]
+                except _UNCONVERTED:
+                    begin = end - batch.num_rows + first
+                    yield from map(self.row, range(begin, begin + part.num_rows))  # the error names the row
+                    continue
                 if not columns:
                     yield from ({} for _ in range(part.num_rows))
                 for at in [at for at, name in enumerate(names) if name in self._nested]:

@@ -1,8 +1,10 @@
 """`RowSource`: problems made from rows, and the source `files`, which reads rows from files of many formats.
 
 A data set's own splits are used where it has them; other splits are taken from the training rows, by the hash of each
-row's question. Validation and held-out problems are never trained on: a training row with the same question as a row of
-another split's files is dropped. Duplicate rows are dropped, too.
+row's question. Rows of one task (equal question, answer and metadata, or equal `id_field`) become one problem.
+Validation and held-out problems are never trained on: a training row with the same question as a row of another split's
+files is dropped. With `split_by = "task"`, splits are made and kept apart by task instead of question. `RowCounts` says
+how many rows each rule dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl import rng
-from pipelinerl.data.files.field_map import FieldMap
+from pipelinerl.data.files.field_map import FieldMap, with_answer
 from pipelinerl.data.files.layouts import NAMES, Layout, layout_of
 from pipelinerl.data.files.rows import ArrowRows, ChainedRows, DataRows, FirstRows, JsonRows
 from pipelinerl.data.prompts import Prompts
@@ -34,6 +36,13 @@ ORDER: Final = ("order", "order_band", "order_over")
 #: Default width of a curriculum's band, as a share of the problems.
 _BAND: Final = 0.2
 _MOST: Final = 10**8
+
+
+class SplitBy(StrEnum):
+    """What must differ between splits: prompts, or only tasks, for data whose tasks share a prompt."""
+
+    PROMPT = "prompt"
+    TASK = "task"
 
 
 class ProblemOrder(StrEnum):
@@ -97,6 +106,7 @@ class Curriculum:
 
 #: Recipe parameters for each split: the path of its files (`_PATHS`), and its name in the data set (`_SPLITS`).
 _PATHS = {Split.TRAIN: "path", Split.VALIDATION: "validation_path", Split.HELD_OUT: "held_out_path"}
+_SPLIT_BY: Final = "split_by"
 _SPLITS = {Split.TRAIN: "split", Split.VALIDATION: "validation_split", Split.HELD_OUT: "held_out_split"}
 #: Number of file sets whose rows are cached, because a run, or a check of a recipe, opens the same files once per
 #: split.
@@ -108,10 +118,39 @@ Files = tuple[Path, ...]
 
 
 class Indexed(NamedTuple):
-    """All N rows of some files, and the digests of their questions, u64 [N]."""
+    """All N rows of some files, with two digests of each row, u64 [N].
+
+    `tasks` tells tasks apart; `digests`, of the question or of the task (`SplitBy`), decide the split.
+    """
 
     rows: DataRows
     digests: NDArray[np.uint64]
+    tasks: NDArray[np.uint64]
+
+
+class RowCounts(NamedTuple):
+    """What became of the rows that were read for a split.
+
+    `repeated` rows have the task of an earlier row. `in_other_files` have the prompt (or task) of a row in another
+    split's files. `set_apart` belong to another split by their hash. `problems` are left.
+    """
+
+    read: int
+    repeated: int
+    in_other_files: int
+    set_apart: int
+    problems: int
+
+    def sentence(self, split: Split, by: SplitBy) -> str:
+        """Return the counts in words."""
+        others = "validation or held-out" if split is Split.TRAIN else "another split's"
+        dropped = (
+            (self.repeated, "dropped as duplicates of another row"),
+            (self.in_other_files, f"dropped because a row of {others} files has their {by}"),
+            (self.set_apart, f"left to other splits by the hash of their {by}"),
+        )
+        parts = [f"{self.problems:,} {split} problems", *(f"{count:,} {words}" for count, words in dropped if count)]
+        return f"{self.read:,} rows read: {', '.join(parts)}"
 
 
 @final
@@ -131,8 +170,10 @@ class RowSource:
         request: SourceRequest,
         *,
         sweep: NDArray[np.int64],
+        summary: str,
     ) -> None:
-        self._rows, self._digests = indexed
+        self.summary: Final = summary
+        self._rows = indexed.rows
         self._columns = field_map
         self._prompts = prompts_of_rows(request)
         self._domain = request.domain
@@ -147,8 +188,7 @@ class RowSource:
         """Return problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
         row = self._row(index)
         with placed(self._rows, row):
-            fields, digest = self._rows.row(row), self._digests[row].tobytes()
-            return self._prompts.dress(self._columns.problem(fields, digest, domain=self._domain))
+            return self._prompts.dress(self._columns.problem(self._rows.row(row), domain=self._domain))
 
     def place(self, index: int) -> str:
         """Return the location of problem `index`'s row, for messages."""
@@ -166,13 +206,14 @@ class FilesRequest(NamedTuple):
     files: Mapping[Split, Files]
     field_map: FieldMap
     curriculum: Curriculum
+    split_by: SplitBy
 
 
 def open_files(request: SourceRequest) -> RowSource:
     """Open the source `files`. Raises `RecipeError`, which names file, row and field."""
-    files, field_map, curriculum = parse_files_request(request)
-    indexed = {split: _indexed(_stamped(paths), field_map) for split, paths in files.items()}
-    return source_of_rows(indexed, field_map, request, curriculum)
+    files, field_map, curriculum, by = parse_files_request(request)
+    indexed = {split: _indexed(_stamped(paths), field_map, by) for split, paths in files.items()}
+    return source_of_rows(indexed, field_map, request, curriculum, by=by)
 
 
 def parse_files_request(request: SourceRequest) -> FilesRequest:
@@ -190,13 +231,18 @@ def parse_files_request(request: SourceRequest) -> FilesRequest:
         raise RecipeError(
             f"{request.where}.parameters.{wrong[0]} must be the name of a split, got a value of another type"
         )
+    by = parameters.pop(_SPLIT_BY, SplitBy.PROMPT)
+    if by not in list(SplitBy):
+        raise RecipeError(f"{request.where}.parameters.{_SPLIT_BY} must be {' or '.join(SplitBy)}, got {by!r}")
     unknown = set(parameters) - {*_PATHS.values(), "config"}
     if unknown:
-        known = ", ".join((*_PATHS.values(), *_SPLITS.values(), "config", *FieldMap.__dataclass_fields__, *ORDER))
+        known = ", ".join(
+            (*_PATHS.values(), *_SPLITS.values(), "config", _SPLIT_BY, *FieldMap.__dataclass_fields__, *ORDER)
+        )
         raise RecipeError(f"{request.where}.parameters: unknown {', '.join(sorted(unknown))}; known: {known}")
     if Split.TRAIN not in layouts:
         raise RecipeError(f"{request.where}.parameters.path must be the path of a file or folder, got None")
-    return FilesRequest(files_of_splits(layouts, named, where=request.where), field_map, curriculum)
+    return FilesRequest(files_of_splits(layouts, named, where=request.where), field_map, curriculum, SplitBy(by))
 
 
 def source_of_rows(
@@ -204,31 +250,45 @@ def source_of_rows(
     field_map: FieldMap,
     request: SourceRequest,
     curriculum: Curriculum = _NO_CURRICULUM,
+    *,
+    by: SplitBy = SplitBy.PROMPT,
 ) -> RowSource:
     """Build the source of the requested split, taken from the training rows if `indexed` lacks the split.
 
-    Raises `RecipeError` if the split is empty.
+    `by` is what the digests of `indexed` identify. Raises `RecipeError` if the split is empty.
     """
     split = request.split
-    apart = [own.digests for other, own in indexed.items() if other not in (split, Split.TRAIN)]
-    if split is Split.HELD_OUT and split in indexed:
-        apart = []  # drop no question here: a question in several splits is dropped by the others
     own = indexed.get(split, indexed[Split.TRAIN])
-    _, first = np.unique(own.digests, return_index=True)
-    chosen = np.sort(first).astype(np.int64)
-    if apart:
-        chosen = chosen[~np.isin(own.digests[chosen], np.concatenate(apart))]
-    if split not in indexed or split is Split.TRAIN:
-        # Training rows that the hash assigns to another split are trained on if that split has its own files.
-        wanted = {split} if split is not Split.TRAIN else {split, *indexed}
-        chosen = chosen[are_of(own.digests[chosen], wanted)]
+    chosen, counts = _chosen_rows(indexed, split)
+    summary = counts.sentence(split, by)
     if not len(chosen):
-        raise RecipeError(f"{request.where}: the {split} split of its files is empty; add rows or name files for it")
+        remedy = "add rows or name files for it"
+        if by is SplitBy.PROMPT and counts.read:
+            remedy += f', or set {_SPLIT_BY} = "{SplitBy.TASK}" if rows with one prompt are different tasks'
+        raise RecipeError(f"{request.where}: the {split} split of its files is empty ({summary}); {remedy}")
     sweep = chosen[:0]
     if split is Split.TRAIN and curriculum.order is not ProblemOrder.SHUFFLED:
         rates = _rates(own.rows, field_map)
         sweep = chosen[curriculum.sweep(rates[chosen], seed=request.seed)]
-    return RowSource(own, chosen, field_map, request, sweep=sweep)
+    return RowSource(own, chosen, field_map, request, sweep=sweep, summary=summary)
+
+
+def _chosen_rows(indexed: Mapping[Split, Indexed], split: Split) -> tuple[NDArray[np.int64], RowCounts]:
+    """Return the numbers of the split's rows, i64 [M], and what became of the others."""
+    own = indexed.get(split, indexed[Split.TRAIN])
+    apart = [rows.digests for other, rows in indexed.items() if other not in (split, Split.TRAIN)]
+    if split is Split.HELD_OUT and split in indexed:
+        apart = []  # drop no question here: a question in several splits is dropped by the others
+    _, first = np.unique(own.tasks, return_index=True)
+    unique = np.sort(first).astype(np.int64)
+    separate = unique[~np.isin(own.digests[unique], np.concatenate(apart))] if apart else unique
+    chosen = separate
+    if split not in indexed or split is Split.TRAIN:
+        # Training rows that the hash assigns to another split are trained on if that split has its own files.
+        wanted = {split} if split is not Split.TRAIN else {split, *indexed}
+        chosen = separate[are_of(own.digests[separate], wanted)]
+    dropped = (len(own.rows) - len(unique), len(unique) - len(separate), len(separate) - len(chosen))
+    return chosen, RowCounts(len(own.rows), *dropped, len(chosen))
 
 
 def prompts_of_rows(request: SourceRequest) -> Prompts:
@@ -244,25 +304,42 @@ def _rates(rows: DataRows, field_map: FieldMap) -> NDArray[np.float64]:
     return rates
 
 
-def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:
-    """Compute the digest of every row's question. Raises `RecipeError` for a row without question or answer."""
-    digests = bytearray()
+def index_of(rows: DataRows, field_map: FieldMap, by: SplitBy = SplitBy.PROMPT) -> Indexed:
+    """Compute the digests of all rows. Raises `RecipeError` for a row without question or answer."""
+    questions, pairs = bytearray(), bytearray()
     plain, answer = field_map.plain_prompt, field_map.answer_field
     for number, row in enumerate(rows.scan(field_map.fields_of_text)):
-        question = row.get(plain)
+        question, truth = row.get(plain), row.get(answer)
         try:
-            if type(question) is str and not (question == "" or question.isspace()) and row.get(answer) is not None:
-                # Fast path for rows whose question is plain text: it takes a third of the time.
-                digests += digest_of(f"user\x1f{question}")
+            if type(question) is str and not (question == "" or question.isspace()) and type(truth) is str:
+                text = f"user\x1f{question}"  # fast path for rows of plain texts: it takes a third of the time
             else:
                 field_map.check(row)
-                digests += digest_of(field_map.text(row))
+                text, truth = field_map.text(row), field_map.answer(row)
+            questions += digest_of(text)
+            pairs += digest_of(with_answer(text, truth))
         except RecipeError:
             with placed(rows, number):  # read the whole row, so that the error lists all fields
-                field_map.check(rows.row(number))
-                field_map.text(rows.row(number))
+                field_map.draft(rows.row(number))
             raise
-    return Indexed(rows, np.frombuffer(bytes(digests), "<u8"))
+    digests = np.frombuffer(bytes(questions), "<u8")
+    tasks = _tasks(rows, field_map, np.frombuffer(bytes(pairs), "<u8").copy(), every=by is SplitBy.TASK)
+    return Indexed(rows, tasks if by is SplitBy.TASK else digests, tasks)
+
+
+def _tasks(rows: DataRows, field_map: FieldMap, pairs: NDArray[np.uint64], *, every: bool) -> NDArray[np.uint64]:
+    """Return the digests of the rows' tasks, u64 [N], given those of their questions with answers.
+
+    Only rows whose question and answer occur again are read whole, unless `every` task or an id is needed.
+    """
+    needed = np.ones(len(pairs), bool)
+    if not every and not field_map.id_field:
+        _, place, count = np.unique(pairs, return_inverse=True, return_counts=True)
+        needed = count[place] > 1
+    for number in np.flatnonzero(needed).tolist():
+        with placed(rows, number):
+            pairs[number] = int.from_bytes(field_map.task(rows.row(number)), "little")
+    return pairs
 
 
 @contextmanager
@@ -329,9 +406,9 @@ def _stamped(paths: Files) -> tuple[tuple[Path, int, int], ...]:
 
 
 @lru_cache(maxsize=_KEPT)
-def _indexed(stamped: tuple[tuple[Path, int, int], ...], field_map: FieldMap) -> Indexed:
+def _indexed(stamped: tuple[tuple[Path, int, int], ...], field_map: FieldMap, by: SplitBy) -> Indexed:
     parts = [read_rows(path, field_map) for path, _, _ in stamped]
-    return index_of(parts[0] if len(parts) == 1 else ChainedRows(parts), field_map)
+    return index_of(parts[0] if len(parts) == 1 else ChainedRows(parts), field_map, by)
 
 
 def read_rows(path: Path, field_map: FieldMap, head: FirstRows | None = None) -> DataRows:

@@ -213,13 +213,74 @@ def test_recipe_must_name_one_of_several_configurations_of_a_hub_data_set_withou
     (folder / "README.md").write_text(README.replace("config_name: hard", "config_name: hard\n  default: true"))
     assert questions(opened(folder)) <= {row["prompt"] for row in ROWS[50:]}
     (folder / "README.md").write_text(README.replace("main/train-*.parquet", "../secret.parquet"))
-    with pytest.raises(RecipeError, match=r"data_files must name files of the folder, got '\.\./secret\.parquet'"):
+    with pytest.raises(RecipeError, match=r"README\.md must name only files of its folder, got '\.\./secret\.parquet'"):
         opened(folder, config="main")
 
 
 def test_duplicate_data_rows_become_one_problem(tmp_path: Path) -> None:
     source = opened(jsonl(tmp_path / "a.jsonl", [*ROWS, *ROWS[:30]]))
     assert len(questions(source)) == len(source) == len(opened(jsonl(tmp_path / "b.jsonl")))
+
+
+def game(count: int, *, first: int = 0, prompt: str = "Play the game.") -> Rows:
+    """Return rows of tasks that share their prompt and answer."""
+    numbers = range(first, first + count)
+    return [{"prompt": prompt, "answer": "x", "uid": f"u{n}", "metadata": {"seed": n}} for n in numbers]
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+@pytest.mark.parametrize("parameters", [{}, {"id_field": "uid", "metadata_fields": []}])
+def test_tasks_that_share_a_prompt_are_different_problems(
+    write: Callable[[Path, Rows], Path], parameters: dict[str, Any], tmp_path: Path
+) -> None:
+    held_out = jsonl(tmp_path / "held.jsonl", game(2, prompt="Another game."))
+    path = write(tmp_path / ("a.jsonl" if write is jsonl else "a.parquet"), [*game(300), *game(3)])
+    files = {"held_out_path": str(held_out), "validation_path": str(held_out), **parameters}
+    source = opened(path, **files)
+    assert len(source) == len({problem.problem_id for problem in problems(source)}) == 300
+    assert source.summary == "303 rows read: 300 train problems, 3 dropped as duplicates of another row"
+    again = opened(path, **files)
+    assert problems(again) == problems(source)
+
+
+def test_rows_with_one_prompt_and_several_answers_are_different_problems(tmp_path: Path) -> None:
+    rows = [{"prompt": row["prompt"], "answer": f"{row['answer']}.{n}"} for n in range(3) for row in ROWS]
+    splits = {split: opened(jsonl(tmp_path / "a.jsonl", rows), split) for split in Split}
+    assert sum(map(len, splits.values())) == 180
+    by_split(tmp_path / "a.jsonl")
+
+
+def test_training_row_with_the_prompt_of_a_held_out_row_is_dropped_and_counted(tmp_path: Path) -> None:
+    train, held_out = jsonl(tmp_path / "a.jsonl", ROWS), jsonl(tmp_path / "b.jsonl", [{**ROWS[3], "answer": "other"}])
+    source = opened(train, held_out_path=str(held_out), validation_path=str(held_out))
+    assert ROWS[3]["prompt"] not in questions(source)
+    assert source.summary == (
+        "60 rows read: 59 train problems, 1 dropped because a row of validation or held-out files has their prompt"
+    )
+    assert opened(train, held_out_path=str(held_out)).summary.endswith(
+        "left to other splits by the hash of their prompt"
+    )
+
+
+def test_tasks_are_separated_instead_of_prompts_if_the_recipe_says_so(tmp_path: Path) -> None:
+    train, held_out = jsonl(tmp_path / "a.jsonl", game(300)), parquet(tmp_path / "b.parquet", game(20, first=290))
+    with pytest.raises(
+        RecipeError, match=r'is empty \(300 rows read: 0 train .*\); .*or set split_by = "task" if rows'
+    ):
+        opened(train, held_out_path=str(held_out))
+    seeds = {
+        split: {problem.metadata["seed"] for problem in problems(opened(train, split, split_by="task"))}
+        for split in Split
+    }
+    assert sorted(itertools.chain(*seeds.values())) == list(range(300)) and min(map(len, seeds.values())) > 10
+    files = {"held_out_path": str(held_out), "validation_path": str(held_out), "split_by": "task"}
+    seeds = {
+        split: {each.metadata["seed"] for each in problems(opened(train, split, **files))}
+        for split in (Split.TRAIN, Split.HELD_OUT)
+    }
+    assert (seeds[Split.TRAIN], seeds[Split.HELD_OUT]) == (set(range(290)), set(range(290, 310)))
+    with pytest.raises(RecipeError, match="split_by must be prompt or task, got 'x'"):
+        opened(train, split_by="x")
 
 
 # --- columns ---------------------------------------------------------------------------------------------------------

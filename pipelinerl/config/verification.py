@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from typing import Annotated, Final, Self
+from typing import Annotated, Final, Literal, Self, get_args
 
 from pydantic import Field, SecretStr, StringConstraints, field_validator, model_validator
 
@@ -89,6 +89,9 @@ RUBRICS: Final = {
     ),
 }
 _MENTIONS_THE_ANSWER: Final = "answer"
+RequestField = Literal["max_tokens", "temperature", "top_p", "seed"]
+#: Fields of a judge's request that cannot be renamed.
+_OTHER_FIELDS: Final = ("model", "messages", "stop")
 
 
 class InstructionsSection(Section):
@@ -117,6 +120,11 @@ class JudgeSection(Section):
     """The range of the judge's scores, `low` to `high`; the reward is the score scaled to 0…1."""
     pattern: str | None = None
     """A regular expression with one group, the score; by default the judge replies with JSON."""
+
+    request_fields: dict[RequestField, Annotated[str, StringConstraints(pattern=r"^\w*$", max_length=64)]] = Field(
+        default_factory=dict
+    )
+    """Other names of the request's fields, for servers that reject the usual ones; "" leaves a field out."""
 
     votes: int = Field(default=1, ge=1, le=64)
     """Judge replies per answer; several need a temperature above 0."""
@@ -173,6 +181,12 @@ class JudgeSection(Section):
     def _makes_sense(self) -> Self:
         if self.low >= self.high:
             raise ValueError(f"judge.low must be below judge.high, got {self.low:g} and {self.high:g}")
+        names = [
+            *_OTHER_FIELDS,
+            *filter(None, (self.request_fields.get(each, each) for each in get_args(RequestField))),
+        ]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"judge.request_fields must give each field a name of its own, got {twice[0]!r} twice")
         if self.votes > 1 and self.temperature == 0:
             raise ValueError("judge.temperature must be above 0 with several votes, which would all be equal")
         return self

@@ -30,7 +30,8 @@ from pipelinerl import rng
 from pipelinerl.environments.client import ChatAnswer, EpisodeClient
 from pipelinerl.environments.environment import OPENENV, Task
 from pipelinerl.errors import AddressError, ReferenceFailed, UserError
-from pipelinerl.system.http_client import call_timeout, hot_session
+from pipelinerl.system.http_client import hot_session
+from pipelinerl.system.outside import OutsideClient, OutsideUnreachable, ResponseRejected, proxy_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -103,7 +104,7 @@ class OpenEnv:
         """
         async with hot_session(token=None, keep_alive_s=_KEEP_ALIVE_S) as http:
             if self._actions is None:
-                self._actions = await self._described(http)
+                self._actions = await self._described()
             actions = self._actions
             data = {"seed": rng.key(0, "openenv", task.problem_id) % _SEEDS, **self._options.reset, **task.metadata}
             session, observed = await self._begun(http, data)
@@ -172,19 +173,21 @@ class OpenEnv:
         shown = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
         return _plain(next(iter(shown.values()))) if len(shown) == 1 else _plain(shown)
 
-    async def _described(self, http: aiohttp.ClientSession) -> Actions:
-        import aiohttp
-
+    async def _described(self) -> Actions:
+        client = OutsideClient()
         try:
-            async with http.get(f"{self._url}/schema", timeout=call_timeout(_SCHEMA_S)) as response:
-                if response.status != 200:
-                    raise self._no_server(f"GET /schema answered {response.status}")
-                schema = (await response.json(content_type=None))["action"]
-                return Actions(schema, self._options.action)
-        except (aiohttp.ClientError, TimeoutError) as error:
+            response = await client.get(f"{self._url}/schema", timeout_s=_SCHEMA_S)
+            if response.status != 200:
+                raise self._no_server(f"GET /schema answered {response.status}")
+            return Actions(response.json()["action"], self._options.action)
+        except (OutsideUnreachable, TimeoutError) as error:
             raise self._unreachable(error) from None
-        except (ValueError, TypeError, KeyError):
+        except ResponseRejected as error:
+            raise self._no_server(str(error)) from None
+        except (ValueError, TypeError, KeyError, AttributeError):
             raise self._no_server("GET /schema did not describe actions") from None
+        finally:
+            await client.close()
 
     async def _begun(self, http: aiohttp.ClientSession, data: Mapping[str, Any]) -> tuple[OpenEnvSession, Observed]:
         """Open a session and reset it; retry while all sessions are taken, or for `_RESTART_S` if unreachable."""
@@ -205,7 +208,8 @@ class OpenEnv:
         import aiohttp
 
         try:
-            return OpenEnvSession(await http.ws_connect(f"{self._url}/ws", max_msg_size=_LARGEST), self._url)
+            socket = await http.ws_connect(f"{self._url}/ws", max_msg_size=_LARGEST, proxy=proxy_of(self._url))
+            return OpenEnvSession(socket, self._url)
         except aiohttp.WSServerHandshakeError as error:
             raise self._no_server(f"a WebSocket at /ws was answered by {error.status}") from None
         except (aiohttp.ClientError, TimeoutError) as error:

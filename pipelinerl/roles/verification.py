@@ -225,4 +225,5 @@ async def _open_server(section: JudgeSection, token: str | None) -> JudgeServer:
                 raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    return OpenAIServer(section.url, model=model, token=token, deadline_s=section.timeout_s)
+    fields = {str(field): name for field, name in section.request_fields.items()}
+    return OpenAIServer(section.url, model=model, token=token, deadline_s=section.timeout_s, fields=fields)

@@ -57,6 +57,9 @@ class Reply(Protocol):
 class JudgeServer(Protocol):
     """Client of the model server that answers a judge's prompts; one deadline covers all attempts of a call."""
 
+    url: str
+    """The server's address, for messages."""
+
     async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Reply:
         """Return one reply. Raises `PipelineError` if the server gives none."""
         ...
@@ -163,9 +166,12 @@ class Judge:
                 self._spending.begin_call()
                 reply = await server.sample(messages, sampling, seed=seed)
                 self._spending.note_tokens(_tokens_of(messages, reply))
-                return _Vote(*settings.format.read(reply.text))
-            except (PipelineError, Spent, Unreadable) as error:
+            except (PipelineError, Spent) as error:
                 return str(error)
+        try:
+            return _Vote(*settings.format.read(reply.text))
+        except Unreadable as error:
+            return f"{error} (the judge at {server.url})"
 
     async def _opened(self) -> JudgeServer:
         """Return the judge server; the first vote connects to it.
@@ -292,6 +298,8 @@ def _mark_of(texts: Mapping[str, str]) -> str:
 #: Number of characters of a reply that are parsed; the rest is ignored.
 _MOST_READ: Final = 50_000
 _MOST_OBJECTS: Final = 200
+#: A number as text, such as "8" or "7.5".
+_NUMBER: Final = re.compile(r"[+-]?[0-9]{1,20}(\.[0-9]{1,20})?")
 
 
 class Unreadable(Exception):
@@ -367,9 +375,16 @@ def _in_json(reply: str) -> list[tuple[float, str]]:
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """Return a score, a number or a text that is one; None for anything else."""
+    if isinstance(value, bool) or not (
+        isinstance(value, int | float) or (isinstance(value, str) and _NUMBER.fullmatch(value.strip()))
+    ):
         return None
-    return float(value)
+    try:
+        score = float(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return None
+    return score if math.isfinite(score) else None
 
 
 log = logging.getLogger("pipelinerl")

@@ -204,6 +204,8 @@ class Said:
 class CountingServer:
     """A fake server of the judge that counts concurrent calls, and answers only while `free` is set."""
 
+    url = "http://judge"
+
     def __init__(self) -> None:
         self.now = self.most = self.calls = 0
         self.free = asyncio.Event()
@@ -334,6 +336,7 @@ PATTERN = ScoreFormat(low=0, high=5, pattern=re.compile(r"Score: (\S+)"))
         ('Let me think {well}.\n```json\n{"reason": "a } b", "score": 1.5}\n```', 1.5, "a } b"),
         ('{"score": 3} So I say {"score": 3.0, "reason": "r"}', 3, "r"),
         ('{"reason": 5, "score": 10}', 10, ""),
+        ('{"score": " 7.5 "}', 7.5, ""),
     ],
 )
 def test_single_score_in_a_judges_reply_is_read(reply: str, score: float, reason: str) -> None:
@@ -345,7 +348,10 @@ def test_single_score_in_a_judges_reply_is_read(reply: str, score: float, reason
     [
         ("", "has no score"),
         ("seven", "has no score: 'seven'"),
-        ('{"score": "7"}', "no score"),
+        ('{"score": "8/10"}', "no score"),
+        ('{"score": "١"}', "no score"),
+        ('{"score": 1' + "0" * 400 + "}", "no score"),
+        ('{"score": [7]}', "no score"),
         ('{"score": true}', "no score"),
         ('{"score": NaN}', "no score"),
         ('{"score": 1e999}', "no score"),

@@ -15,11 +15,13 @@ from itertools import pairwise
 from typing import Final, final
 
 import numpy as np
+from pydantic import ValidationError
 
-from inference_contract.errors import ContractError, Overloaded
-from inference_contract.schemas import ChatCompletionRequest
-from pipelinerl.engines.http.client import EngineClient
+from inference_contract import routes
+from inference_contract.errors import Overloaded, from_wire
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from pipelinerl.errors import EngineUnreachable
+from pipelinerl.system.outside import OutsideClient, OutsideResponse, OutsideUnreachable, ResponseRejected
 from trainer_contract.types import Float32, MicroBatch
 
 #: Environment variable for the bearer token of teacher engines.
@@ -27,6 +29,12 @@ TEACHER_TOKEN: Final = "PIPELINERL_TEACHER_TOKEN"
 #: The maximum number of requests in flight.
 _AT_ONCE: Final = 64
 _RETRY_S: Final = 1.0
+_OK: Final = 200
+#: Maximum length of the quoted part of an engine's error.
+_QUOTED: Final = 300
+#: Range of log-probs: rounding may lift one above 0 by a little, and none is below that of a 16-bit logit's range.
+_MOST_LOGPROB: Final = 1e-3
+_LEAST_LOGPROB: Final = -1e6
 
 
 @final
@@ -37,7 +45,7 @@ class EngineTeacher:
         self.url = url
         self._timeout_s = timeout_s
         self._runner = asyncio.Runner()
-        self._client = EngineClient(token=token, chat_timeout_s=timeout_s)
+        self._client = OutsideClient(token=token)
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
         """Return the log-probs f32 [T] of each micro-batch's tokens, 0 at segment starts; raise `EngineUnreachable`."""
@@ -77,19 +85,56 @@ class EngineTeacher:
             max_tokens=1,
             return_prompt_logprobs=True,
         )
+        body = request.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
         async with free:
-            logprobs = await self._logprobs(request)
-        if len(logprobs) != end - start:
-            raise EngineUnreachable(f"{self.url} must give {end - start} prompt_logprobs, got {len(logprobs)}")
-        column[start:end] = logprobs
+            column[start:end] = self._checked(await self._answered(body), end - start)
 
-    async def _logprobs(self, request: ChatCompletionRequest) -> list[float]:
-        deadline = time.monotonic() + self._timeout_s
+    async def _answered(self, body: bytes) -> bytes:
+        """Return the engine's response to a request, with retries; raise `EngineUnreachable` if it sends none."""
+        deadline, url = time.monotonic() + self._timeout_s, self.url + routes.CHAT_COMPLETIONS
         while True:
+            pause_s = _RETRY_S
             try:
-                return (await self._client.chat(self.url, request)).prompt_logprobs or []
-            except (ContractError, EngineUnreachable) as error:
-                busy = isinstance(error, EngineUnreachable | Overloaded) or error.status >= 500
-                if not busy or time.monotonic() + _RETRY_S > deadline:
-                    raise EngineUnreachable(f"the teacher {self.url} gives no log-probs: {error}") from error
-                await asyncio.sleep(_RETRY_S)
+                response = await self._client.post(url, body, timeout_s=max(deadline - time.monotonic(), _RETRY_S))
+                if response.status == _OK:
+                    return response.content
+                reason, is_busy = self._refusal(response)
+                pause_s = max(pause_s, response.retry_after_s)
+            except (OutsideUnreachable, TimeoutError) as error:
+                reason, is_busy = f"{error}; is the engine running?", True
+            except ResponseRejected as error:
+                reason, is_busy = str(error), False
+            if not is_busy or time.monotonic() + pause_s > deadline:
+                raise EngineUnreachable(f"the teacher {self.url} gives no log-probs: {reason}")
+            await asyncio.sleep(pause_s)
+
+    @staticmethod
+    def _refusal(response: OutsideResponse) -> tuple[str, bool]:
+        """Return why the engine rejected a request, and whether a retry may succeed."""
+        try:
+            error = from_wire(response.status, response.json())
+            reason = str(error)[:_QUOTED]
+        except (ValueError, RecursionError):
+            error, reason = None, response.content[:_QUOTED].decode(errors="replace")
+        return f"HTTP {response.status}: {reason}", isinstance(error, Overloaded) or response.may_be_retried
+
+    def _checked(self, content: bytes, count: int) -> Float32:
+        """Return the `count` log-probs of a response, f32; raise `EngineUnreachable` unless each is one."""
+        try:
+            logprobs = ChatCompletion.model_validate_json(content).prompt_logprobs or []
+        except ValidationError as error:
+            first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise EngineUnreachable(
+                f"the teacher {self.url} must answer with a ChatCompletion; {where}: {first['msg']}"
+            ) from None
+        if len(logprobs) != count:
+            raise EngineUnreachable(f"the teacher {self.url} must give {count} prompt_logprobs, got {len(logprobs)}")
+        values = np.array(logprobs, np.float64)
+        wrong = ~((values >= _LEAST_LOGPROB) & (values <= _MOST_LOGPROB))
+        if wrong.any():
+            place = int(wrong.argmax())
+            raise EngineUnreachable(
+                f"the teacher {self.url} must give finite log-probs of at most 0, got {values[place]} for token {place}"
+            )
+        return values.astype(np.float32)

@@ -1,8 +1,8 @@
 """`OpenAIServer`: a client for text answers from any server that offers OpenAI's chat completions API.
 
 It sends only OpenAI's own fields, and requests one sample at a time, since not all servers support `n`. If the server
-is busy or unreachable, a call is retried with the same seed until its deadline. The error for a rejected request names
-the URL and quotes the server.
+is busy or unreachable, a call is retried with the same seed until its deadline, after the pause that the server
+requests. The error for a rejected request or a response in another form names the URL and quotes the server.
 """
 
 from __future__ import annotations
@@ -10,25 +10,30 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from types import TracebackType
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
 from typing import Any, Final, NamedTuple, Self, final
-
-import httpx
 
 from inference_contract import routes
 from inference_contract.schemas import FinishReason
 from pipelinerl.errors import AddressError, DeadlineError, EngineUnreachable
-from pipelinerl.system.http_client import async_session
+from pipelinerl.system.outside import OutsideClient, OutsideResponse, OutsideUnreachable, ResponseRejected
 from pipelinerl.types import Message, Sampling
 
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
-#: HTTP statuses after which the request is retried, because the server's state causes them, not the request.
-_RETRIED: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_LIST_S: Final = 10.0
+_OK: Final = 200
+#: Statuses with which servers reject a field of the request.
+_FIELD_REJECTED: Final = (400, 422)
 #: Maximum number of characters to quote of a server's error text.
 _QUOTED_CHARS: Final = 300
+_READ_BYTES: Final = 10_000
+#: Maximum number of tokens that a server can report.
+_MOST_TOKENS: Final = 2**40
 #: Bound on seeds, because some servers keep a seed in a signed 32-bit integer.
 SEEDS: Final = 2**31
+_SAME: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class TextAnswer(NamedTuple):
@@ -42,14 +47,22 @@ class TextAnswer(NamedTuple):
 
 @final
 class OpenAIServer:
-    """Client of one server, used from one event loop."""
+    """Client of one server, used from one event loop.
 
-    def __init__(self, url: str, *, model: str, token: str | None, deadline_s: float) -> None:
-        """Create a client for the base `url` without `/v1`; `deadline_s` limits one sample, including its retries."""
+    Args:
+        url: base URL without `/v1`.
+        deadline_s: limit on one sample, including its retries.
+        fields: other names of request fields (`max_tokens`, `temperature`, `top_p`, `seed`); "" leaves a field out.
+    """
+
+    def __init__(
+        self, url: str, *, model: str, token: str | None, deadline_s: float, fields: Mapping[str, str] = _SAME
+    ) -> None:
         self.url = url
         self.model = model
         self._deadline_s = deadline_s
-        self._session = async_session(url, token=token, timeout_s=deadline_s)
+        self._fields = fields
+        self._client = OutsideClient(token=token)
 
     async def __aenter__(self) -> Self:
         return self
@@ -61,60 +74,74 @@ class OpenAIServer:
 
     async def close(self) -> None:
         """Close all connections to the server."""
-        await self._session.aclose()
+        await self._client.close()
 
     async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> TextAnswer:
         """Return one sample. Raises `EngineUnreachable` if the server rejects the request, `DeadlineError` if late."""
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": [{"role": each.role, "content": each.content} for each in messages],
+        options = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_tokens,
             "seed": seed % SEEDS,
         }
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [{"role": each.role, "content": each.content} for each in messages],
+            **{name: value for field, value in options.items() if (name := self._fields.get(field, field))},
+        }
         if sampling.stop:
             body["stop"] = list(sampling.stop)
-        return _answer_of(await self._posted(body), self.url)
+        return _answer_of(await self._posted(json.dumps(body).encode()), self.url)
 
-    async def _posted(self, body: dict[str, Any]) -> Any:
+    async def _posted(self, body: bytes) -> Any:
         deadline, pause_s, last = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S, ""
         while (remaining := deadline - time.monotonic()) > 0:
+            wait_s = pause_s
             try:
-                response = await self._session.post(routes.CHAT_COMPLETIONS, json=body, timeout=remaining)
-                if response.status_code == httpx.codes.OK:
+                response = await self._client.post(self.url + routes.CHAT_COMPLETIONS, body, timeout_s=remaining)
+                if response.status == _OK:
                     return response.json()
-            except httpx.TimeoutException:
+            except TimeoutError:
                 last = f"it had not answered after {remaining:.1f} s"
                 break
-            except httpx.HTTPError as error:
-                last = str(error) or type(error).__name__
+            except OutsideUnreachable as error:
+                last = str(error)
+            except ResponseRejected as error:
+                raise EngineUnreachable(f"the response of {self.url} is rejected: {error}") from None
             except ValueError as error:
                 raise EngineUnreachable(f"{self.url} must answer in JSON: {error}") from None
             else:
-                last = f"HTTP {response.status_code}: {_quoted(response)}"
-                if response.status_code not in _RETRIED:
-                    raise EngineUnreachable(f"{self.url} refused the request: {last}")
-            await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+                last = f"HTTP {response.status}: {_quoted(response)}"
+                if not response.may_be_retried:
+                    raise EngineUnreachable(f"{self.url} refused the request: {last}{self._remedy(response)}")
+                wait_s = max(pause_s, response.retry_after_s)
+            await asyncio.sleep(min(wait_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise DeadlineError(f"{self.url} had no answer within {self._deadline_s:g} s; last: {last}")
+
+    def _remedy(self, response: OutsideResponse) -> str:
+        refused = (name for name in ("max_tokens", "temperature", "top_p", "seed") if name in _quoted(response))
+        if response.status in _FIELD_REJECTED and (name := next(refused, None)):
+            return f"; a judge's request_fields can rename {name}, or leave it out"
+        return ""
 
 
 async def models_at(url: str, *, token: str | None) -> list[dict[str, Any]]:
     """Return the cards of the models that the server at `url` lists. Raises `AddressError` if it sends no list."""
-    call = f"GET {url}{routes.MODELS}"
+    call, client = f"GET {url}{routes.MODELS}", OutsideClient(token=token)
     try:
-        async with async_session(url, token=token) as session:
-            response = await session.get(routes.MODELS)
-        if response.status_code != httpx.codes.OK:
-            raise AddressError(f"{call} failed: HTTP {response.status_code}: {_quoted(response)}")
+        response = await client.get(url + routes.MODELS, timeout_s=_LIST_S)
+        if response.status != _OK:
+            raise AddressError(f"{call} failed: HTTP {response.status}: {_quoted(response)}")
         cards = [dict(card) for card in response.json()["data"]]
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise AddressError(f"{call} failed: {str(error) or type(error).__name__}; is the server running?") from None
+    except (OutsideUnreachable, ResponseRejected, TimeoutError) as error:
+        raise AddressError(f"{call} failed: {error}; is the server running?") from None
     except (ValueError, LookupError, TypeError):
         raise AddressError(
             f"{call} must list models as OpenAI's API does; is this a server of language models?"
         ) from None
+    finally:
+        await client.close()
     if not cards or not all(isinstance(card.get("id"), str) for card in cards):
         raise AddressError(f"{call} must name at least one model")
     return cards
@@ -124,23 +151,38 @@ def _answer_of(answer: Any, url: str) -> TextAnswer:
     try:
         choice = answer["choices"][0]
         usage = answer.get("usage") or {}
-        tokens, prompt_tokens = (usage.get(name) for name in ("completion_tokens", "prompt_tokens"))
-        reason = choice.get("finish_reason") or FinishReason.STOP
         return TextAnswer(
-            choice["message"]["content"] or "",
-            str(reason),
-            None if tokens is None else int(tokens),
-            None if prompt_tokens is None else int(prompt_tokens),
+            _text_of(choice["message"]["content"]),
+            _text_of(choice.get("finish_reason")) or FinishReason.STOP,
+            _count(usage.get("completion_tokens")),
+            _count(usage.get("prompt_tokens")),
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise EngineUnreachable(
-            f"{url} must answer with a chat completion in OpenAI's shape; {type(error).__name__}: {error}"
-        ) from None
+        reason = f"{type(error).__name__}: {error}"[:_QUOTED_CHARS]
+        raise EngineUnreachable(f"{url} must answer with a chat completion in OpenAI's shape; {reason}") from None
 
 
-def _quoted(response: httpx.Response) -> str:
+def _text_of(content: Any) -> str:
+    """Return a content, which is a text, null or a list of parts, as text without lone surrogates."""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part.get("type") in ("text", "output_text"))
+    if content is not None and not isinstance(content, str):
+        raise ValueError(f"it must be a text or a list of parts, got a value of type {type(content).__name__}")
+    return (content or "").encode("utf-8", "replace").decode()
+
+
+def _count(tokens: Any) -> int | None:
+    """Return a reported number of tokens; None if the server does not report it."""
+    if tokens is None:
+        return None
+    if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not 0 <= tokens <= _MOST_TOKENS:
+        raise ValueError(f"usage must hold numbers of tokens, got {str(tokens)[:40]}")
+    return int(tokens)
+
+
+def _quoted(response: OutsideResponse) -> str:
     try:
-        message = response.json()["error"]["message"]
-    except (json.JSONDecodeError, LookupError, TypeError):
-        message = response.text
-    return " ".join(str(message).split())[:_QUOTED_CHARS]
+        text = _text_of(response.json()["error"]["message"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        text = response.content[:_READ_BYTES].decode(errors="replace")
+    return " ".join(text[:_READ_BYTES].split())[:_QUOTED_CHARS]

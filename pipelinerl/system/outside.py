@@ -1,0 +1,194 @@
+"""`OutsideClient`: HTTP requests to servers outside the run, such as judges, teachers and OpenEnv servers.
+
+Such a server may be broken or hostile, so each request is bounded:
+
+- One deadline covers the whole request, however slowly its response arrives.
+- A response has at most `MOST_BYTES`. Compressed responses are rejected, since a few bytes may unpack to gigabytes.
+- Redirects are not followed, since they would send the bearer key to another address.
+
+`PIPELINERL_PROXY` names a proxy for these requests: `http://[user:password@]host:port`. Loopback addresses and hosts in
+`NO_PROXY` are requested directly. The usual proxy variables are ignored, as for connections within the run
+(`system/http_client.py`).
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| a response | the server | the request's deadline |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import ipaddress
+import json
+import os
+import ssl
+import time
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from urllib.parse import urlsplit
+
+from pipelinerl.system.http_client import CONNECT_S, hot_session
+
+if TYPE_CHECKING:
+    import aiohttp
+
+#: Environment variable with the proxy for servers outside the run.
+PROXY: Final = "PIPELINERL_PROXY"
+#: Maximum size of a response: several times that of the log-probs of a million tokens.
+MOST_BYTES: Final = 2**26
+_KEEP_ALIVE_S: Final = 15.0
+#: Least HTTP status of a failure of the server, and lower statuses that its state may cause: timeouts and overload.
+_FAILS: Final = 500
+_RETRIED: Final = frozenset({408, 409, 425, 429})
+#: Maximum length of a `Retry-After` header that is read as a number of seconds.
+_MOST_DIGITS: Final = 9
+
+
+class OutsideResponse(NamedTuple):
+    """A response; `retry_after_s` is the pause that the server requests before a retry, or 0."""
+
+    status: int
+    content: bytes
+    retry_after_s: float = 0.0
+
+    @property
+    def may_be_retried(self) -> bool:
+        """Whether the server's state causes the status, such as an overload, and not the request."""
+        return self.status >= _FAILS or self.status in _RETRIED
+
+    def json(self) -> Any:
+        """Decode the body. Raises `ValueError`, with one sentence, if it is not valid JSON."""
+        try:
+            return json.loads(self.content)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+
+
+class ResponseRejected(Exception):
+    """A response is too large or compressed, or the address is invalid: a retry does not help."""
+
+
+class OutsideUnreachable(Exception):
+    """The server cannot be reached, or has broken off; a retry may succeed."""
+
+
+@final
+class OutsideClient:
+    """Client of servers outside the run, in one event loop; `token` is sent as a bearer key."""
+
+    def __init__(self, *, token: str | None = None) -> None:
+        self._token = token
+        self._session: aiohttp.ClientSession | None = None
+
+    async def get(self, url: str, *, timeout_s: float) -> OutsideResponse:
+        """Send a GET; raises like `post`."""
+        return await self._response("GET", url, None, timeout_s)
+
+    async def post(self, url: str, body: bytes, *, timeout_s: float) -> OutsideResponse:
+        """Send a POST of a JSON body, and return the response, whatever its status.
+
+        Raises:
+            TimeoutError: no complete response within `timeout_s`.
+            OutsideUnreachable: the connection cannot be made, or ends before the response does.
+            ResponseRejected: the response or the URL is not acceptable.
+        """
+        return await self._response("POST", url, body, timeout_s)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _response(self, method: str, url: str, body: bytes | None, timeout_s: float) -> OutsideResponse:
+        import aiohttp
+
+        if self._session is None:
+            self._session = hot_session(token=self._token, keep_alive_s=_KEEP_ALIVE_S)
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
+        headers = {"accept-encoding": "identity"} | ({"content-type": "application/json"} if body is not None else {})
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(
+                    method,
+                    url,
+                    data=body,
+                    headers=headers,
+                    proxy=proxy_of(url),
+                    ssl=_trusted() if url.startswith("https:") else True,
+                    timeout=limits,
+                    allow_redirects=False,
+                    auto_decompress=False,
+                ) as response,
+            ):
+                return await _read(response)
+        except (aiohttp.InvalidURL, UnicodeError) as error:
+            raise ResponseRejected(f"{url} is no valid address: {error}") from None
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise OutsideUnreachable(_words(error)) from None
+        except TimeoutError:
+            raise TimeoutError(f"{url} had no complete response within {timeout_s:.1f} s") from None
+        except (OSError, ValueError) as error:
+            raise OutsideUnreachable(_words(error)) from None
+
+
+async def _read(response: aiohttp.ClientResponse) -> OutsideResponse:
+    packed = response.headers.get("content-encoding", "identity")
+    if packed != "identity":
+        raise ResponseRejected(f"{response.url} sends a compressed response ({packed[:40]}), which was not requested")
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.content.iter_any():
+        size += len(part)
+        if size > MOST_BYTES:
+            response.close()
+            raise ResponseRejected(f"{response.url} sends more than {MOST_BYTES >> 20} MiB")
+        parts.append(part)
+    content = b"".join(parts)
+    if 300 <= response.status < 400:
+        place = response.headers.get("location", "another address")[:200]
+        content = f"it redirects to {place}, and redirects are not followed; give that address".encode()
+    return OutsideResponse(response.status, content, _seconds(response.headers.get("retry-after", "")))
+
+
+def _seconds(retry_after: str) -> float:
+    """Convert a `Retry-After` header, a number of seconds or a date, to seconds from now; 0 if it is invalid."""
+    if retry_after.isascii() and retry_after.isdecimal() and len(retry_after) <= _MOST_DIGITS:
+        return float(retry_after)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return 0.0
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the proxy for a URL; None if it is requested directly."""
+    proxy, host = os.environ.get(PROXY), urlsplit(url).hostname or ""
+    if not proxy or _is_loopback(host):
+        return None
+    direct = (each.strip().lstrip("*").lstrip(".") for each in os.environ.get("NO_PROXY", "").split(","))
+    return None if any(name and f".{host}".endswith(f".{name}") for name in direct) else proxy
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@cache
+def _trusted() -> ssl.SSLContext:
+    """Return the certificates of certifi, and those of the system or of `SSL_CERT_FILE`, such as a proxy's own."""
+    import httpx
+
+    context = httpx.create_ssl_context(trust_env=False)
+    context.load_default_certs()
+    return context
+
+
+def _words(error: BaseException) -> str:
+    # The system's message is preferred, since aiohttp's repeats the address.
+    system = getattr(error, "os_error", None)
+    return os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__

@@ -35,3 +35,12 @@ def response(body: bytes, *, status: int = 200, **headers: str) -> bytes:
     fields = {"content-length": str(len(body)), **{name.replace("_", "-"): value for name, value in headers.items()}}
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"HTTP/1.1 {status} x\r\n{lines}\r\n".encode() + body
+
+
+def sending(content: bytes) -> Handler:
+    """Return a handler that answers every request with these bytes."""
+
+    async def send(head: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(content)
+
+    return send

@@ -20,7 +20,7 @@ from pipelinerl.system.outside import (
     ResponseRejected,
     proxy_of,
 )
-from tests.fakes.raw_server import Handler, raw_server, response
+from tests.fakes.raw_server import Handler, raw_server, response, sending
 from tests.patience import PATIENCE_S
 
 
@@ -31,13 +31,6 @@ async def answer_of(handler: Handler, *, timeout_s: float = PATIENCE_S) -> Outsi
             return await client.post(f"{url}/v1/x", b"{}", timeout_s=timeout_s)
         finally:
             await client.close()
-
-
-def sending(content: bytes) -> Handler:
-    async def send(head: bytes, writer: asyncio.StreamWriter) -> None:
-        writer.write(content)
-
-    return send
 
 
 def forever(first: bytes, part: bytes, pause_s: float) -> Handler:
@@ -156,7 +149,7 @@ async def test_outside_requests_go_through_the_named_proxy_and_loopback_does_not
 
     async def note(head: bytes, writer: asyncio.StreamWriter) -> None:
         heads.append(head)
-        writer.write(response(b"ok"))
+        writer.write(response(b"ok", status=403 if head.startswith(b"CONNECT") else 200))
 
     client = OutsideClient(token="key")
     async with raw_server(note) as proxy:

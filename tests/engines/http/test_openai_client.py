@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +14,15 @@ from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
 from pipelinerl.errors import AddressError, DeadlineError, EngineUnreachable
 from pipelinerl.types import Message, Sampling
 from tests.fakes.openai_server import OpenAIFake
+from tests.fakes.raw_server import raw_server, response, sending
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
 ASKED = (Message("user", "1 + 1?"),)
 SAMPLING = Sampling(num_samples=1, temperature=0.5, max_tokens=8, stop=("\n",))
+
+
+COMPLETION = b'{"choices": [{"message": {"content": "2"}}]}'
 
 
 def says(text: str) -> Callable[[dict[str, Any]], str]:
@@ -40,6 +47,57 @@ async def test_busy_openai_server_is_retried_with_the_same_seed() -> None:
         async with OpenAIServer(url, model="small", token=None, deadline_s=PATIENCE_S) as server:
             assert (await server.sample(ASKED, SAMPLING, seed=7)).text == "2"
     assert [body["seed"] for body in fake.bodies] == [7, 7, 7]
+
+
+@pytest.mark.parametrize("status", [520, 524, 529])
+async def test_failure_of_an_openai_server_is_retried_whatever_its_status(status: int) -> None:
+    fake = OpenAIFake(says("2"), failures=(status,))
+    with in_thread(fake.app) as url:
+        async with OpenAIServer(url, model="small", token=None, deadline_s=PATIENCE_S) as server:
+            assert (await server.sample(ASKED, SAMPLING, seed=7)).text == "2"
+
+
+async def test_openai_server_is_retried_only_after_the_pause_that_it_requests() -> None:
+    async def busy(head: bytes, writer: asyncio.StreamWriter) -> None:
+        times.append(time.monotonic())
+        writer.write(response(COMPLETION) if times[1:] else response(b"", status=429, retry_after="1"))
+
+    times: list[float] = []
+    async with raw_server(busy) as url, OpenAIServer(url, model="m", token=None, deadline_s=PATIENCE_S) as server:
+        assert (await server.sample(ASKED, SAMPLING, seed=7)).text == "2"
+    assert times[1] - times[0] >= 1.0
+
+
+async def test_fields_that_a_server_rejects_can_be_renamed_or_left_out() -> None:
+    fake = OpenAIFake(says("2"))
+    renamed = {"max_tokens": "max_completion_tokens", "temperature": "", "top_p": "", "seed": ""}
+    with in_thread(fake.app) as url:
+        async with OpenAIServer(url, model="o", token=None, deadline_s=PATIENCE_S, fields=renamed) as server:
+            with pytest.raises(EngineUnreachable, match="unknown field max_completion_tokens"):
+                await server.sample(ASKED, SAMPLING, seed=0)
+    assert fake.bodies[0].keys() == {"model", "messages", "max_completion_tokens", "stop"}
+    refusing = response(b'{"error": {"message": "Unsupported parameter: max_tokens"}}', status=400)
+    async with raw_server(sending(refusing)) as url, OpenAIServer(url, model="o", token=None, deadline_s=9) as server:
+        with pytest.raises(EngineUnreachable, match=r"request_fields can rename max_tokens, or leave it out$"):
+            await server.sample(ASKED, SAMPLING, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
+        ("a\ud800", "a?"),
+        (None, ""),
+        ([], ""),
+    ],
+)
+async def test_content_of_an_openai_server_may_be_parts(content: Any, text: str) -> None:
+    body = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+    async with (
+        raw_server(sending(response(body))) as url,
+        OpenAIServer(url, model="o", token=None, deadline_s=PATIENCE_S) as server,
+    ):
+        assert await server.sample(ASKED, SAMPLING, seed=0) == (text, "stop", None, None)
 
 
 async def test_request_that_an_openai_server_rejects_is_not_retried() -> None:

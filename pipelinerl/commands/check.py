@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from inference_contract.errors import ContractError
 from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.commands.findings.model import (
@@ -28,10 +27,10 @@ from pipelinerl.config.sections import ModelSection
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.data.problems import Split, check_source
-from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.engine_teacher import TEACHER_TOKEN
+from pipelinerl.engines.http.openai_client import models_at
 from pipelinerl.enums import OldLogprobs, Overdue
-from pipelinerl.errors import EngineUnreachable, ModelError, RecipeError
+from pipelinerl.errors import AddressError, ModelError, RecipeError
 from pipelinerl.models import bigram
 from pipelinerl.models.checkpoint import (
     check_directory,
@@ -221,17 +220,19 @@ def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 async def _teacher_tried(url: str, *, longest: int) -> tuple[str, str]:
-    async with EngineClient(token=os.environ.get(TEACHER_TOKEN)) as client:
-        try:
-            card = (await client.models(url)).data[0]
-        except (ContractError, EngineUnreachable) as error:
-            return "warning", f"the teacher {url} does not answer now, and the trainer will need it: {error}"
-    if card.context_length <= longest:
+    try:
+        card = (await models_at(url, token=os.environ.get(TEACHER_TOKEN)))[0]
+    except AddressError as error:
+        return "warning", f"the teacher {url} does not answer now, and the trainer will need it: {error}"
+    most = card.get("context_length")
+    if not isinstance(most, int):
+        return "warning", f"the teacher {url} gives no context_length; it must be an engine of the inference contract"
+    if most <= longest:
         return "warning", (
-            f"the teacher {url} reads at most {card.context_length} tokens, and prompt and answer may have {longest}; "
+            f"the teacher {url} reads at most {most} tokens, and prompt and answer may have {longest}; "
             f"start it with engine.context_length={longest + 1}"
         )
-    return "teacher", f"{url} serves {card.id}, up to {card.context_length} tokens"
+    return "teacher", f"{url} serves {card['id']}, up to {most} tokens"
 
 
 def _loss(domain: DomainSection, config: RunConfig) -> str:

@@ -7,7 +7,8 @@
     renew XCLAIM JUSTID   acknowledge XACK   length XLEN   trim XTRIM MINID (in EVAL)   last_id XINFO STREAM
 
 A server that has not answered yet gets `timeout_s`; then an `AddressError` names it. Later, commands are retried with
-exponential backoff for at most `outage_s` while it is unreachable, silent, or without disk space or memory. All
+exponential backoff for at most `outage_s` while it is unreachable, silent or without disk space or memory, or its state
+admits no commands (`_STATES`): it loads its data, is a replica during a failover, or lacks a part of its cluster. All
 commands are safe to repeat: an append with chosen ids skips entries that it already appended. A stream `s` is the key
 `<namespace>:s`; an entry has the single field `p`.
 
@@ -15,7 +16,7 @@ commands are safe to repeat: an append with chosen ids skips entries that it alr
 |---|---|---|
 | an entry (`read`, `claim`) | `block_s` | a producer |
 | the server's first answer | `timeout_s` | the server |
-| the end of an outage | `outage_s` | the server, its restart, freed disk space, or a higher `maxmemory` |
+| the end of an outage | `outage_s` | the server, its restart or promotion, freed disk space, or a higher `maxmemory` |
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -34,10 +36,16 @@ from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
+    BusyLoadingError,
+    ClusterDownError,
     ConnectionError as RedisConnectionError,
+    MasterDownError,
     OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
     ResponseError,
     TimeoutError as RedisTimeoutError,
+    TryAgainError,
 )
 
 from pipelinerl.errors import AddressError, PipelineError
@@ -75,6 +83,19 @@ return redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1])
 _MAX_APPEND_BYTES: Final = 1 << 20
 #: Bound on ids: Lua's numbers are doubles, so above it neighbouring ids would become equal.
 _MAX_NUMBER: Final = 1 << 53
+#: Codes of errors that the server's state causes. redis-py removes the code from a message that has a class of its own.
+_STATES: Final[Mapping[str, type[RedisError] | None]] = {
+    "LOADING": BusyLoadingError,  # it reads its data after a restart
+    "READONLY": ReadOnlyError,  # it is a replica, for example during a failover
+    "MASTERDOWN": MasterDownError,
+    "CLUSTERDOWN": ClusterDownError,
+    "TRYAGAIN": TryAgainError,
+    "NOREPLICAS": None,  # fewer replicas than it needs for writes
+    "UNBLOCKED": None,  # it became a replica during a blocking command
+    "BUSY": None,  # a script of another client runs
+}
+#: An error's code at the message's beginning, or after a hyphen in errors of scripts.
+_STATE: Final = re.compile(rf"(?:^|-)({'|'.join(_STATES)})\b")
 _RAW_ANSWERS: Final = ("XREAD", "XREADGROUP", "XAUTOCLAIM", "XCLAIM", "SCAN")
 
 #: A function that builds a command, given the milliseconds for which the command may still block.
@@ -90,8 +111,8 @@ class RedisStream:
         namespace: prefix of all keys, so that several runs can share a server.
         timeout_s: longest wait for the server's first answer, before an `AddressError`. Later, a server that does not
             answer for as long is asked again.
-        outage_s: longest outage of a server that has answered, before an `AddressError`, or a `PipelineError` if its
-            disk or memory is full. The default equals `training.deadline_s`.
+        outage_s: longest outage of a server that has answered, before an `AddressError`, or a `PipelineError` if it
+            rejects commands. The default equals `training.deadline_s`.
         max_length: number of entries from which a stream counts as full; see `Stream.room`.
     """
 
@@ -128,18 +149,31 @@ class RedisStream:
             self._client.set_response_callback(command, _as_it_came)
 
     async def connect(self) -> Self:
-        """Check that the server answers.
+        """Check that the server answers, and evicts no entries.
 
         Raises:
-            AddressError: no server answers, or the password is rejected.
-            PipelineError: the server is full.
+            AddressError: no server answers, it rejects the password, or it evicts entries if its memory is full.
+            PipelineError: the server is full, or its state does not admit commands.
         """
         try:
             await self._call("PING")
+            await self._refuse_eviction()
         except PipelineError:
             await self.close()
             raise
         return self
+
+    async def _refuse_eviction(self) -> None:
+        """Raise `AddressError` if the server evicts keys; policies `volatile-…` evict only keys that expire."""
+        try:
+            policy = str((await self._call("INFO", "memory")).get("maxmemory_policy", ""))
+        except _RefusedError:  # the user may not read the server's settings
+            return
+        if policy.startswith("allkeys"):
+            raise AddressError(
+                f"the stream server at {self._address} has the maxmemory-policy {policy}, which deletes rollouts when "
+                "its memory is full; set maxmemory-policy to noeviction"
+            )
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
         """Append as `Stream.append` does, but in one round trip per MiB."""
@@ -299,9 +333,9 @@ class RedisStream:
                     f"the stream server at {self._address} rejected the user or password ({error}); "
                     "put the correct ones into the address"
                 ) from error
-            except ResponseError as error:
-                failure, outage = _RefusedError(str(error), self._address), f"is full ({error})"
-                if not _is_full_error(error):
+            except (ResponseError, BusyLoadingError) as error:
+                failure, outage = _RefusedError(str(error), self._address), _outage_of(error)
+                if not outage:
                     raise failure from error
                 self._has_answered = True
             except TimeoutError:
@@ -354,9 +388,14 @@ class _RefusedError(PipelineError):
         super().__init__(f"{answer} (answer of the stream server at {address})")
 
 
-def _is_full_error(error: ResponseError) -> bool:
-    """Return True for a full disk or full memory; redis-py has no class for a full disk."""
-    return isinstance(error, OutOfMemoryError) or str(error).startswith("MISCONF")
+def _outage_of(error: RedisError) -> str:
+    """Return which outage an error answer reports, for messages; "" if a repeated command would be rejected, too."""
+    if isinstance(error, OutOfMemoryError) or str(error).startswith("MISCONF"):  # memory or disk
+        return f"is full ({error})"
+    found = _STATE.search(str(error))
+    states = [code for code, kind in _STATES.items() if kind is not None and isinstance(error, kind)]
+    code = states[0] if states else found[1] if found else ""
+    return f"rejects commands in its state {code} ({error})" if code else ""
 
 
 def _as_it_came(response: Any, **_: Any) -> Any:

@@ -22,7 +22,7 @@ from pipelinerl.rng import generator
 from pipelinerl.streams import redis_stream
 from pipelinerl.streams.embedded_redis import EmbeddedRedis, Fsync
 from pipelinerl.streams.redis_stream import RedisStream
-from pipelinerl.streams.stream import START
+from pipelinerl.streams.stream import START, Fence
 from pipelinerl.system.machine import free_ports
 from tests.fakes import small_disk
 from tests.patience import PATIENCE_S, SOON_S
@@ -305,3 +305,115 @@ async def test_streams_of_one_namespace_are_not_visible_in_another(server: Embed
         assert await two.length("s") == 0
         assert await two.streams("") == []
         assert await one.streams("") == ["s"]
+
+
+async def test_commands_wait_while_the_redis_server_is_a_replica(
+    mortal: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failover makes the server a replica for a while: it rejects writes and ends blocking commands."""
+    async with connected(mortal) as streams, connected(mortal) as reading:
+        admin = Redis.from_url(mortal.url, protocol=2)
+        await streams.append("s", [b"1"], first_id=1)
+        read = asyncio.create_task(reading.read({"s": "1-0"}, count=1, block_s=PATIENCE_S))
+        options = {"group": "g", "consumer": "c", "count": 9, "block_s": PATIENCE_S, "reclaim_idle_s": 60.0}
+        assert len(await streams.claim("s", **options)) == 1  # type: ignore[arg-type]
+        claim = asyncio.create_task(reading.claim("s", **options))  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        await admin.execute_command("REPLICAOF", "127.0.0.1", free_ports(1)[0])
+        with caplog.at_level(logging.WARNING, logger="pipelinerl"):
+            writes = [
+                asyncio.create_task(streams.append("s", [b"2", b"3"], first_id=2)),
+                asyncio.create_task(streams.trim("t", before="1-0", fence=Fence(stream="f", number=1))),
+            ]
+            async with asyncio.timeout(PATIENCE_S):
+                while "READONLY" not in streams.outage:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            assert not writes[0].done() and not claim.done()
+            await admin.execute_command("REPLICAOF", "NO", "ONE")
+            await asyncio.gather(*writes)
+        assert [entry.payload for entry in await read] == [b"2"]
+        assert [entry.payload for entry in await claim] == [b"2", b"3"]
+        assert streams.outage == "" and await streams.length("s") == 3
+        assert "rejects commands in its state READONLY" in caplog.text
+        await admin.aclose()
+
+
+async def test_write_waits_until_the_redis_server_has_enough_replicas(mortal: EmbeddedRedis) -> None:
+    async with connected(mortal) as streams, connected(mortal, outage_s=0.3) as impatient:
+        admin = Redis.from_url(mortal.url, protocol=2)
+        await admin.config_set("min-replicas-to-write", 1)
+        with pytest.raises(PipelineError, match="NOREPLICAS"):
+            await impatient.append("s", [b"1"], first_id=1)
+        append = asyncio.create_task(streams.append("s", [b"1"], first_id=1))
+        await asyncio.sleep(0.2)
+        assert not append.done() and "NOREPLICAS" in streams.outage
+        await admin.config_set("min-replicas-to-write", 0)
+        assert await append == 1
+        await admin.aclose()
+
+
+@pytest.mark.parametrize(
+    ("answer", "times"),
+    [
+        ("LOADING Redis is loading the dataset in memory", 8),  # for longer than `timeout_s`
+        ("READONLY You can't write against a read only replica.", 1),
+        ("MASTERDOWN Link with MASTER is down", 1),
+        ("CLUSTERDOWN Hash slot not served", 1),
+        ("TRYAGAIN Multiple keys request", 1),
+        ("NOREPLICAS Not enough good replicas to write.", 1),
+        ("UNBLOCKED force unblock from blocking operation", 1),
+        ("BUSY Redis is busy running a script", 1),
+        ("ERR Error running script: @user_script:4: -READONLY You can't write against a read only replica.", 1),
+    ],
+)
+async def test_error_that_the_state_of_a_redis_server_causes_is_waited_for_when_connecting(
+    answer: str, times: int
+) -> None:
+    left = times
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the first PINGs by the error, then as a server does."""
+        nonlocal left
+        while line := await reader.readline():
+            name, *_ = [await _bulk(reader) for _ in range(int(line[1:]))]
+            right = {b"PING": b"+PONG\r\n", b"INFO": b"$0\r\n\r\n"}.get(name, b"+OK\r\n")
+            fails = name == b"PING" and left > 0
+            left -= fails
+            writer.write(f"-{answer}\r\n".encode() if fails else right)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        timeout_s = 0.5 if times > 1 else PATIENCE_S
+        streams = await RedisStream(url, namespace="n", timeout_s=timeout_s, outage_s=PATIENCE_S).connect()
+        assert left == 0 and streams.outage == ""
+        await streams.close()
+
+
+async def _bulk(reader: asyncio.StreamReader) -> bytes:
+    size = int((await reader.readline())[1:])
+    return (await reader.readexactly(size + 2))[:-2]
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_refused"),
+    [("allkeys-lru", True), ("allkeys-random", True), ("volatile-lru", False), ("noeviction", False)],
+)
+async def test_redis_server_that_evicts_entries_is_refused_when_connecting(
+    policy: str, is_refused: bool, server: EmbeddedRedis
+) -> None:
+    admin = Redis.from_url(server.url, protocol=2)
+    await admin.config_set("maxmemory-policy", policy)
+    try:
+        streams = RedisStream(server.url, namespace="n", timeout_s=PATIENCE_S)
+        if is_refused:
+            with pytest.raises(
+                AddressError, match=f"has the maxmemory-policy {policy}, which deletes .* to noeviction$"
+            ):
+                await streams.connect()
+        else:
+            await (await streams.connect()).close()
+    finally:
+        await admin.config_set("maxmemory-policy", "noeviction")
+        await admin.aclose()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final, Self
 
 from pipelinerl.data.files.rows import Row
@@ -108,7 +109,7 @@ class FieldMap:
         """Return the digest, eight bytes, of what tells the row's task from others; it needs the whole row."""
         if self.id_field:
             return digest_of(self._name(row))
-        return self._task(row, self.answer(row), self._metadata(row))
+        return self._task(row, self.answer(row), self.metadata(row))
 
     def _task(self, row: Row, answer: str, metadata: Mapping[str, Any]) -> bytes:
         return digest_of(f"{with_answer(self.text(row), answer)}\x1d{json.dumps(metadata, sort_keys=True)}")
@@ -123,6 +124,7 @@ class FieldMap:
     def rate(self, row: Row) -> float:
         """Return the row's pass rate. Raises `RecipeError` if there is none."""
         value = _value_of(row, self.rate_field)
+        value = float(value) if isinstance(value, Decimal) else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise RecipeError(
                 f"field {self.rate_field!r} must be a pass rate from 0 to 1, for parameters.order, got "
@@ -144,7 +146,7 @@ class FieldMap:
         return Draft(
             messages=messages,
             ground_truth=self.answer(row),
-            metadata=self._metadata(row),
+            metadata=self.metadata(row),
             tags=self._tags(row),
         )
 
@@ -177,7 +179,8 @@ class FieldMap:
         named = (f"{field}={as_text(value, field)}" for field, value in values if value is not None)
         return (*(valid_text(tag, self.tags_field) for tag in own), *named)
 
-    def _metadata(self, row: Row) -> Mapping[str, Any]:
+    def metadata(self, row: Row) -> Mapping[str, Any]:
+        """Return the fields for the verifier. Raises `RecipeError` if a value has no exact form."""
         if self.metadata_fields is not None:
             values = {field: _value_of(row, field) for field in self.metadata_fields}
             return {field: plain(value, field) for field, value in values.items() if value is not None}

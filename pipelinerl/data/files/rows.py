@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.data.files.values import DECODER, decode
+from pipelinerl.data.files.values import DECODER, decode, plain
 from pipelinerl.errors import RecipeError
 
 Row = dict[str, Any]
@@ -346,6 +346,8 @@ class ArrowRows:
         except (pa.ArrowException, OSError) as error:
             raise RecipeError(f"{path} cannot be read: {error}") from None
         refuse_repeated(table.column_names, str(path))
+        if fields is not None:
+            _refuse_not_finite(table, str(path))
         return cls(table, str(path), also=tuple(name for name in names if name not in table.column_names))
 
     def __len__(self) -> int:
@@ -394,6 +396,39 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _refuse_not_finite(table: Any, name: str) -> None:
+    """Raise `RecipeError`, which names the row, if a column holds NaN or infinity at any depth."""
+    import pyarrow.compute as pc
+
+    for field in table.column_names:
+        leaves = itertools.chain.from_iterable(map(_floats, table.column(field).chunks))
+        if any(pc.all(pc.is_finite(leaf)).as_py() is False for leaf in leaves):
+            for number, value in enumerate(table.column(field).to_pylist()):
+                try:
+                    plain(value, field)
+                except RecipeError as error:
+                    raise RecipeError(f"{name} row {number}: {error}") from None
+
+
+def _floats(array: Any) -> Iterator[Any]:
+    """Yield the arrays of floating numbers within an Arrow array, at any depth."""
+    import pyarrow as pa
+
+    kind = array.type
+    if pa.types.is_float16(kind):
+        yield array.cast(pa.float32())
+    elif pa.types.is_floating(kind):
+        yield array
+    elif pa.types.is_struct(kind):
+        yield from itertools.chain.from_iterable(_floats(array.field(number)) for number in range(kind.num_fields))
+    elif pa.types.is_map(kind):
+        yield from itertools.chain(_floats(array.keys), _floats(array.items))
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        yield from _floats(array.flatten())
+    elif pa.types.is_dictionary(kind):
+        yield from _floats(array.dictionary)
 
 
 def _beginning(file: Any, columns: list[str], head: FirstRows) -> Any:

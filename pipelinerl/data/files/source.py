@@ -305,7 +305,7 @@ def _rates(rows: DataRows, field_map: FieldMap) -> NDArray[np.float64]:
 
 
 def index_of(rows: DataRows, field_map: FieldMap, by: SplitBy = SplitBy.PROMPT) -> Indexed:
-    """Compute the digests of all rows. Raises `RecipeError` for a row without question or answer."""
+    """Compute the digests of all rows. Raises `RecipeError` for a row that gives no problem."""
     questions, pairs = bytearray(), bytearray()
     plain, answer = field_map.plain_prompt, field_map.answer_field
     for number, row in enumerate(rows.scan(field_map.fields_of_text)):
@@ -316,6 +316,7 @@ def index_of(rows: DataRows, field_map: FieldMap, by: SplitBy = SplitBy.PROMPT) 
             else:
                 field_map.check(row)
                 text, truth = field_map.text(row), field_map.answer(row)
+            field_map.metadata(row)  # only to reject invalid values; the columns of Arrow files are checked when read
             questions += digest_of(text)
             pairs += digest_of(with_answer(text, truth))
         except RecipeError:

@@ -168,8 +168,8 @@ def test_file_of_newlines_is_empty_and_a_bomb_of_them_is_refused(
         one_split(tmp_path / "a.jsonl.gz")
 
 
-def one_split(path: Path) -> None:
-    open_source("files", domain="d", split=Split.TRAIN, seed=0, parameters={"path": str(path)})
+def one_split(path: Path, **parameters: Any) -> None:
+    open_source("files", domain="d", split=Split.TRAIN, seed=0, parameters={"path": str(path), **parameters})
 
 
 # --- CSV -------------------------------------------------------------------------------------------------------------
@@ -264,6 +264,31 @@ def test_arrow_value_without_an_exact_form_is_refused_with_its_row(
     path = write(tmp_path, pa.table({**columns, field: column}))
     with pytest.raises(RecipeError, match=rf"a\.\w+ row {0 if field == 'answer' else 1}\b.* {reason}"):
         problems_of(path, metadata_fields=["x"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"metadata": {"a": [{"b": [0.5, math.nan]}]}},
+        {"metadata": {"a": math.inf}},
+        {"x": [math.nan]},
+        {"x": {"k": {"y": -math.inf}}},
+    ],
+)
+@pytest.mark.parametrize("write", [as_parquet, as_arrow])
+def test_arrow_row_that_is_not_finite_is_refused_before_the_run_wherever_it_is(
+    value: dict[str, Any], write: Callable[[Path, pa.Table], Path], tmp_path: Path
+) -> None:
+    filled = [{"prompt": f"p{n}", "answer": "1", **(value if n == 70 else {})} for n in range(100)]
+    path = write(tmp_path, pa.Table.from_pylist([*filled[70:71], *filled]).slice(1))
+    with pytest.raises(RecipeError, match=r"a\.\w+ row 70: field '\w+' holds (nan|-?inf)"):
+        one_split(path, **({"metadata_fields": ["x"]} if "x" in value else {}))
+
+
+def test_long_fraction_may_be_a_pass_rate_of_a_curriculum(tmp_path: Path) -> None:
+    rows = "".join(f'{{"prompt": "p{n}", "answer": "1", "r": 0.{n}3333333333333333333333}}\n' for n in range(10))
+    path = written(tmp_path / "a.jsonl", rows)
+    one_split(path, order="easy_first", rate_field="r")
 
 
 def test_arrow_file_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Final, final
 from pipelinerl import registry
 from pipelinerl.data.files.field_map import FieldMap
 from pipelinerl.data.files.rows import FirstRows, RowSequence
-from pipelinerl.data.files.source import Indexed, RowSource, index_of, source_of_rows
+from pipelinerl.data.files.source import SPLIT_BY, Indexed, RowSource, SplitBy, index_of, source_of_rows
 from pipelinerl.data.prompts import NO_PROMPTS, Prompts
 from pipelinerl.data.source import ProblemSource, SourceRequest, Split
 from pipelinerl.errors import RecipeError
@@ -120,18 +120,21 @@ def open_users(function: Any, request: SourceRequest) -> ProblemSource:
     """Call a user's function and open the source that it returns. Raises `RecipeError` if that is invalid or empty."""
     if not callable(function):
         raise RecipeError(f"{request.where}.source must name a function, got {function!r:.80}")
-    wanted = inspect.signature(function).parameters.keys() - request.parameters.keys()
-    given = dict(request.parameters) | ({"seed": request.seed} if "seed" in wanted else {})
+    accepted, given, by = inspect.signature(function).parameters.keys(), dict(request.parameters), SplitBy.PROMPT
+    if SPLIT_BY not in accepted:
+        by = SplitBy.taken_from(given, where=request.where)
+    wanted = accepted - given.keys()
+    given |= {"seed": request.seed} if "seed" in wanted else {}
     by_split = "split" in wanted
     made = _called(function, given | ({"split": request.split.value} if by_split else {}), request)
     if callable(getattr(made, "problem", None)):
         return UserSource(made, request)
     field_map = FieldMap(tags_field="tags", template=request.prompts.template)
-    indexed = {request.split if by_split else Split.TRAIN: _indexed(made, field_map, function, request)}
+    indexed = {request.split if by_split else Split.TRAIN: _indexed(made, field_map, function, request, by)}
     for split in set(Split) - {request.split} if by_split else ():
         made = _called(function, given | {"split": split.value}, request)
-        indexed[split] = _indexed(made, field_map, function, request)
-    return source_of_rows(indexed, field_map, request)
+        indexed[split] = _indexed(made, field_map, function, request, by)
+    return source_of_rows(indexed, field_map, request, by=by)
 
 
 def _called(function: Callable[..., Any], given: dict[str, Any], request: SourceRequest) -> Any:
@@ -142,7 +145,9 @@ def _called(function: Callable[..., Any], given: dict[str, Any], request: Source
     return function(**given)
 
 
-def _indexed(made: Any, field_map: FieldMap, function: Callable[..., Any], request: SourceRequest) -> Indexed:
+def _indexed(
+    made: Any, field_map: FieldMap, function: Callable[..., Any], request: SourceRequest, by: SplitBy
+) -> Indexed:
     if not isinstance(made, Iterable) or isinstance(made, str | bytes | dict):
         raise RecipeError(
             f"{request.where}.source: {_name(function)} must return problems, as dicts with prompt and answer, or an "
@@ -156,7 +161,7 @@ def _indexed(made: Any, field_map: FieldMap, function: Callable[..., Any], reque
             f"{request.where}.source: {_name(function)} returns more than {MOST_ROWS:,} problems; return an object "
             "with a method problem(index) for an endless source"
         )
-    return index_of(RowSequence(rows, _name(function)), field_map)
+    return index_of(RowSequence(rows, _name(function)), field_map, by)
 
 
 def _name(function: Callable[..., Any]) -> str:

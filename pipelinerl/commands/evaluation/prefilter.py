@@ -202,6 +202,7 @@ def _write(out: Path, domain: str, kept: list[Problem], rates: Mapping[str, Pass
 
 def _row(problem: Problem, rate: PassRate) -> dict[str, Any]:
     return {
+        "id": problem.problem_id.removeprefix(f"{problem.domain}:"),
         "messages": [{"role": message.role, "content": message.content} for message in problem.messages],
         "answer": problem.ground_truth,
         "metadata": {**problem.metadata, "pass_rate": rate.value, "pass_rate_samples": rate.judged},

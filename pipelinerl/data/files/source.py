@@ -36,6 +36,8 @@ ORDER: Final = ("order", "order_band", "order_over")
 #: Default width of a curriculum's band, as a share of the problems.
 _BAND: Final = 0.2
 _MOST: Final = 10**8
+#: Recipe parameter of a `SplitBy`.
+SPLIT_BY: Final = "split_by"
 
 
 class SplitBy(StrEnum):
@@ -43,6 +45,14 @@ class SplitBy(StrEnum):
 
     PROMPT = "prompt"
     TASK = "task"
+
+    @classmethod
+    def taken_from(cls, parameters: dict[str, Any], *, where: str) -> Self:
+        """Remove `split_by` from a recipe's `parameters`, and return it. Raises `RecipeError` if it is invalid."""
+        by = parameters.pop(SPLIT_BY, SplitBy.PROMPT)
+        if by not in list(cls):
+            raise RecipeError(f"{where}.parameters.{SPLIT_BY} must be {' or '.join(cls)}, got {by!r}")
+        return cls(by)
 
 
 class ProblemOrder(StrEnum):
@@ -106,7 +116,6 @@ class Curriculum:
 
 #: Recipe parameters for each split: the path of its files (`_PATHS`), and its name in the data set (`_SPLITS`).
 _PATHS = {Split.TRAIN: "path", Split.VALIDATION: "validation_path", Split.HELD_OUT: "held_out_path"}
-_SPLIT_BY: Final = "split_by"
 _SPLITS = {Split.TRAIN: "split", Split.VALIDATION: "validation_split", Split.HELD_OUT: "held_out_split"}
 #: Number of file sets whose rows are cached, because a run, or a check of a recipe, opens the same files once per
 #: split.
@@ -231,18 +240,16 @@ def parse_files_request(request: SourceRequest) -> FilesRequest:
         raise RecipeError(
             f"{request.where}.parameters.{wrong[0]} must be the name of a split, got a value of another type"
         )
-    by = parameters.pop(_SPLIT_BY, SplitBy.PROMPT)
-    if by not in list(SplitBy):
-        raise RecipeError(f"{request.where}.parameters.{_SPLIT_BY} must be {' or '.join(SplitBy)}, got {by!r}")
+    by = SplitBy.taken_from(parameters, where=request.where)
     unknown = set(parameters) - {*_PATHS.values(), "config"}
     if unknown:
         known = ", ".join(
-            (*_PATHS.values(), *_SPLITS.values(), "config", _SPLIT_BY, *FieldMap.__dataclass_fields__, *ORDER)
+            (*_PATHS.values(), *_SPLITS.values(), "config", SPLIT_BY, *FieldMap.__dataclass_fields__, *ORDER)
         )
         raise RecipeError(f"{request.where}.parameters: unknown {', '.join(sorted(unknown))}; known: {known}")
     if Split.TRAIN not in layouts:
         raise RecipeError(f"{request.where}.parameters.path must be the path of a file or folder, got None")
-    return FilesRequest(files_of_splits(layouts, named, where=request.where), field_map, curriculum, SplitBy(by))
+    return FilesRequest(files_of_splits(layouts, named, where=request.where), field_map, curriculum, by)
 
 
 def source_of_rows(
@@ -264,7 +271,7 @@ def source_of_rows(
     if not len(chosen):
         remedy = "add rows or name files for it"
         if by is SplitBy.PROMPT and counts.read:
-            remedy += f', or set {_SPLIT_BY} = "{SplitBy.TASK}" if rows with one prompt are different tasks'
+            remedy += f', or set {SPLIT_BY} = "{SplitBy.TASK}" if rows with one prompt are different tasks'
         raise RecipeError(f"{request.where}: the {split} split of its files is empty ({summary}); {remedy}")
     sweep = chosen[:0]
     if split is Split.TRAIN and curriculum.order is not ProblemOrder.SHUFFLED:

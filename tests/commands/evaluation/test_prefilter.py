@@ -52,6 +52,7 @@ def test_prefilter_writes_the_kept_problems_as_a_data_set_with_pass_rates(tmp_pa
     assert (report.unanswered, everything.asked) == (0, 0), "another band needs no answers"
     rows = [json.loads(line) for line in report.files["sevens"].read_text().splitlines()]
     assert len(rows) == everything.problems
+    assert len({row["id"] for row in rows}) == len(rows)
     by_number = {row["metadata"]["n"]: row for row in rows}
     assert all(by_number[n]["metadata"]["pass_rate"] == 1.0 for n in by_number if n % 10 == 0)
     assert all(by_number[n]["tags"] == ["pass_rate=0"] for n in by_number if n % 10 == 1)

@@ -18,7 +18,8 @@ import orjson
 
 from pipelinerl.data.files.layouts import SUFFIXES
 from pipelinerl.data.files.rows import ArrowRows, DataRows, JsonRows, Row, suffix_of
-from pipelinerl.errors import UserError
+from pipelinerl.data.files.values import plain
+from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.oubliette import probe
 from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CodeRules, CustomChecker
@@ -151,9 +152,11 @@ async def upload(files: Sequence[Path], out: Path, rules: CodeRules, *, answer_f
 
 
 async def _tried(uploader: RowLinker, rows: DataRows, number: int, answer_field: str) -> Row | str:
+    row = rows.row(number)
     try:
-        return await uploader.row(rows.row(number), answer_field=answer_field)
-    except (TestsMalformed, CheckerFailed, ToolchainMissing) as error:
+        linked = await uploader.row(row, answer_field=answer_field)
+        return {name: plain(value, name) for name, value in linked.items()}
+    except (TestsMalformed, CheckerFailed, ToolchainMissing, RecipeError) as error:
         return f"{rows.place(number)}: {error}"
 
 

@@ -38,6 +38,8 @@ PROXY: Final = "PIPELINERL_PROXY"
 #: Maximum size of a response: several times that of the log-probs of a million tokens.
 MOST_BYTES: Final = 2**26
 _KEEP_ALIVE_S: Final = 15.0
+#: Maximum length of an error's text, which may quote the server.
+_SHOWN_CHARS: Final = 300
 #: Least HTTP status of a failure of the server, and lower statuses that its state may cause: timeouts and overload.
 _FAILS: Final = 500
 _RETRIED: Final = frozenset({408, 409, 425, 429})
@@ -191,4 +193,5 @@ def _trusted() -> ssl.SSLContext:
 def _words(error: BaseException) -> str:
     # The system's message is preferred, since aiohttp's repeats the address.
     system = getattr(error, "os_error", None)
-    return os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__
+    text = os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__
+    return " ".join(text.split())[:_SHOWN_CHARS]

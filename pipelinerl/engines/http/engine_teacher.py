@@ -119,7 +119,7 @@ class EngineTeacher:
         return f"HTTP {response.status}: {reason}", isinstance(error, Overloaded) or response.may_be_retried
 
     def _checked(self, content: bytes, count: int) -> Float32:
-        """Return the `count` log-probs of a response, f32; raise `EngineUnreachable` unless each is one."""
+        """Return the `count` log-probs of a response, f32; raise `EngineUnreachable` unless all are valid."""
         try:
             logprobs = ChatCompletion.model_validate_json(content).prompt_logprobs or []
         except ValidationError as error:

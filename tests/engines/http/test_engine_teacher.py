@@ -81,7 +81,7 @@ def test_log_probs_of_a_teacher_are_returned_as_they_are() -> None:
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "1e308", "-1e308", "0.5", "1e999", "null", '"x"', "[]"]
 )
-def test_teachers_log_prob_that_is_none_is_refused_and_the_error_names_the_teacher(value: str) -> None:
+def test_invalid_log_prob_of_a_teacher_is_refused_and_the_error_names_the_teacher(value: str) -> None:
     body = json.dumps(VALID).replace("-2.5", value)
     with teaching() as (url, replies), closing(EngineTeacher(url, timeout_s=PATIENCE_S)) as teacher:
         replies.append(response(body.encode()))

@@ -33,6 +33,10 @@ def refused(**domain: Any) -> str:
         ({"url": "http://user:pass@host"}, "url: String should match pattern"),
         ({"url": URL, "low": 5, "high": 5}, "judge.low must be below judge.high, got 5 and 5"),
         ({"url": URL, "votes": 3}, "judge.temperature must be above 0"),
+        ({"url": URL, "request_fields": {"top_p": "seed"}}, "each field a name of its own, got 'seed' twice"),
+        ({"url": URL, "request_fields": {"seed": "model"}}, "each field a name of its own, got 'model' twice"),
+        ({"url": URL, "request_fields": {"seed": "a b"}}, "request_fields"),
+        ({"url": URL, "request_fields": {"stop": ""}}, "request_fields"),
         ({"url": URL, "pattern": "("}, "pattern: must be a regular expression"),
         ({"url": URL, "pattern": r"\d+"}, "pattern: must have one group, the score, got 0 groups"),
         (

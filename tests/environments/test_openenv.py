@@ -25,11 +25,12 @@ from pipelinerl.commands.findings.trials import ScriptedAnswers
 from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.gateway import Gateway
 from pipelinerl.environments.host_pool import EpisodeHosts
-from pipelinerl.environments.openenv import Actions
+from pipelinerl.environments.openenv import Actions, OpenEnv
 from pipelinerl.environments.user_code import load_play
-from pipelinerl.errors import ReferenceFailed
+from pipelinerl.errors import AddressError, ReferenceFailed
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.types import Outcome
+from tests.fakes.raw_server import raw_server, response, sending
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.fakes.tool_model import tool_tokenizer
 from tests.patience import PATIENCE_S
@@ -357,3 +358,22 @@ async def test_game_server_of_the_openenv_package_behaves_like_the_fake_server(
         described = json.loads(urllib.request.urlopen(f"{url}/schema", timeout=10).read())["action"]
     assert described["properties"].keys() == SCHEMA["properties"].keys()
     assert described["required"] == SCHEMA["required"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(
+            response(body)
+            for body in (b"[" * 200_000, b"\xff", b"[]", b"{}", b'{"action": 3}', b'{"action": {"required": 3}}')
+        ),
+        response(b'{"action": {"properties": [1]}}'),
+        response(b"", status=307, location="http://other.example/schema"),
+        response(b"x", content_encoding="gzip"),
+        response(b"busy", status=529),
+    ],
+)
+async def test_schema_of_a_server_that_describes_no_actions_is_an_error_that_names_the_server(content: bytes) -> None:
+    async with raw_server(sending(content)) as url:
+        with pytest.raises(AddressError, match=f"{url} is no OpenEnv server: "):
+            await OpenEnv(url, {})._described()

@@ -170,7 +170,7 @@ class MeshLeader:
             self._ranks.together(lambda _: command, own, lane=Lane.READS)
             write_index(path, worker.mesh.shards, worker.model.shapes)
         moments: dict[str, dict[str, Tensor]] = {}
-        for name in worker.model.trained if worker.has_moments else ():
+        for name in filter(worker.has_moments, worker.model.trained):
             moments[name] = {"step": worker.steps_of(name)}
             if adapters is not None:
                 for kind in (GatheredKind.MEAN, GatheredKind.SQUARE):

@@ -232,10 +232,9 @@ class MeshWorker:
         """Return the position by which `received` and `deliver` identify a parameter."""
         return list(self.model.shapes).index(name)
 
-    @property
-    def has_moments(self) -> bool:
-        """True if the optimizer has moments, which it creates in the first step with a gradient."""
-        return bool(self.optimizer.state)
+    def has_moments(self, name: str) -> bool:
+        """Return True if the optimizer has moments of a parameter, which its first step with a gradient creates."""
+        return self.model.shards[name] in self.optimizer.state
 
     def steps_of(self, name: str) -> Tensor:
         """Return AdamW's step count of a parameter; call this on rank 0, which has rows of every parameter."""
@@ -317,7 +316,7 @@ class MeshWorker:
             return
         tensors: dict[str, Tensor] = {}
         for name, shard in self.model.trained.items():
-            kinds = [GatheredKind.MEAN, GatheredKind.SQUARE] if self.has_moments and shard.numel() else []
+            kinds = [GatheredKind.MEAN, GatheredKind.SQUARE] if self.has_moments(name) and shard.numel() else []
             tensors |= {key_of(name, kind): self._rows(name, kind) for kind in kinds}
             tensors[key_of(name, VALUE)] = self._rows(name, GatheredKind.MASTER)
         write_shard(path, self.rank, self.mesh.shards, tensors)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -217,7 +219,7 @@ def hold(parameter: nn.Parameter, values: Tensor) -> None:
 def load_for_training(
     path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm"
 ) -> tuple[PreTrainedModel, WeightReader | None]:
-    """Load a directory's model, or only the `part` "trunk", for training: in fp32, no dropout. Raises SpecError.
+    """Load a directory's model, or only the `part` "trunk", for training: in fp32 and eval mode. Raises SpecError.
 
     Returns a model on the meta device and the reader of its parameters, or a loaded model and None.
     """
@@ -232,24 +234,23 @@ def load_for_training(
         raise SpecError(f"model_path: {error}") from error
     follow_autocast(model)
     if gradient_checkpointing:
-        _checkpoint_layers(model)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if hasattr(module, "jitter_noise"):
-                # Mixtral adds noise to its routers' inputs in train mode; turn it off.
-                setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs allow only parameters and modules
-    # Gradient checkpointing needs train mode. Without checkpointing, eval mode disables dropout.
-    model.train(gradient_checkpointing)
+        _recompute_layers(model)
     return model, reader
 
 
-def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make the backward pass recompute each layer, by whichever of two method names this transformers version has."""
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def _recompute_layers(model: PreTrainedModel) -> None:
+    """Make the backward pass recompute each layer. Raises SpecError if transformers marks no layer for this.
+
+    transformers' own switch needs train mode, which also turns on dropout and routers' noise; eval mode has neither.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise SpecError(
+            f"{type(model).__name__} has no layers that the backward pass can recompute; set "
+            "trainer.gradient_checkpointing=false"
+        )
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def _read_buffers(model: PreTrainedModel, reader: WeightReader) -> None:

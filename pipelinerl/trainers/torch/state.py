@@ -80,6 +80,8 @@ class TorchSavedState:
     tensors: Mapping[str, Tensor]
     lora: Mapping[str, Any] | None
     shards: ShardFiles | None
+    #: Number of parameters that the optimizer had stepped. Others have no moments, because no pass uses them.
+    stepped: int
 
     def check_kind(self, *, has_adapters: bool) -> None:
         """Raise StateError if a state with adapters would resume as a trainer without adapters, or vice versa."""
@@ -132,8 +134,11 @@ class TorchSavedState:
             else:
                 moments = {kind: each[rows] if each.ndim else each for kind, each in moments.items()}
             restored[name] = moments
-        if len(restored) not in (0, len(shapes)):
-            raise StateError(f"{self.path} has optimizer state for {len(restored)} of {len(shapes)} parameters")
+        if len(restored) != self.stepped:
+            raise StateError(
+                f"{self.path} has optimizer state for {len(restored)} of {self.stepped} parameters; restore another "
+                "checkpoint"
+            )
         return restored
 
 
@@ -155,7 +160,7 @@ def save(
     for name, kinds in moments.items():
         tensors |= {f"{name}.{kind}": tensor.contiguous() for kind, tensor in kinds.items()}
     save_file(tensors, path / "optimizer.safetensors")
-    further: dict[str, Any] = {"head": head} | ({} if lora is None else {"lora": lora})
+    further: dict[str, Any] = {"head": head, "stepped": len(moments)} | ({} if lora is None else {"lora": lora})
     write_record(path, model_version=model_version, architecture=_architecture(config), **further)
 
 
@@ -174,7 +179,8 @@ def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedSta
         raise StateError(f"the trainer state in {path} lacks {folder}/{VALUE_HEAD_FILE}; restore another checkpoint")
     if "rng.cpu" not in tensors:
         raise StateError(f"the trainer state in {path} has no random state; restore another checkpoint")
-    return TorchSavedState(path, record["model_version"], tensors, lora, shards)
+    stepped = record.get("stepped", sum(name.endswith(".step") for name in tensors))
+    return TorchSavedState(path, record["model_version"], tensors, lora, shards, stepped)
 
 
 @contextmanager

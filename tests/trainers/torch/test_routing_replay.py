@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.trainers.ranks.commands import decode_batch, encode_batch
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from tests.fakes.mixtures import save_mixture
 from trainer_contract.errors import BatchError
 from trainer_contract.types import Device, Head, MicroBatch, TrainerSpec
 
@@ -120,16 +117,6 @@ def test_routing_that_cannot_be_replayed_is_rejected(model_path: Any, micro_batc
     ):
         with pytest.raises(BatchError, match=message):
             trainer.backward([replace(batch, routed_experts=wrong)], OBJECTIVE)
-
-
-def test_gradient_checkpointing_adds_no_noise_to_expert_routers(tmp_path: Path) -> None:
-    """Checkpointing uses train mode, in which Mixtral's routers add noise to their input."""
-    path = save_mixture(tmp_path, "mixtral")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "router_jitter_noise": 0.5}))
-    model = started(path, gradient_checkpointing=True)._worker.loaded.model
-    assert model.training
-    assert [module.jitter_noise for module in model.modules() if hasattr(module, "jitter_noise")] == [0.0, 0.0]
 
 
 def test_routed_experts_are_unchanged_after_encoding_for_other_ranks_and_decoding(micro_batch: Any) -> None:

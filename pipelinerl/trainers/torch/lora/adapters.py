@@ -12,8 +12,9 @@ share its weights on a device (`SharedBase`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast, final
@@ -23,6 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
@@ -34,6 +36,8 @@ from trainer_contract.errors import SpecError, StateError
 
 #: peft's name for an adapter; a model has only this one.
 _ADAPTER: Final = "default"
+#: Name of the model inside the module that hides its type from peft.
+_SHELL: Final = "shell"
 #: Prefix that peft puts before the names of a model's modules in peft's files.
 _PEFT_PREFIX: Final = "base_model.model."
 ADAPTER_FILE: Final = "adapter_model.safetensors"
@@ -58,7 +62,7 @@ class Adapters:
             r=options.rank,
             lora_alpha=cast(Any, options.alpha),
             lora_dropout=options.dropout,
-            target_modules=last_names(modules) if options.targets is None else list(options.targets),
+            target_modules=[f"{_SHELL}.{name}" for name in modules],
             fan_in_fan_out=all(isinstance(module, Conv1D) for module in modules.values()),
             task_type="CAUSAL_LM" if isinstance(packed, PackedModel) else "FEATURE_EXTRACTION",
         )
@@ -66,7 +70,8 @@ class Adapters:
         with warnings.catch_warnings():
             # peft's warnings concern models that peft wraps itself; it does not wrap this model.
             warnings.simplefilter("ignore")
-            inject_adapter_in_model(self._config, packed.model, adapter_name=_ADAPTER)
+            # If peft saw the type of a mixture, it would redirect targets such as `mlp.up_proj` to the fused experts.
+            inject_adapter_in_model(self._config, nn.ModuleDict({_SHELL: packed.model}), adapter_name=_ADAPTER)
         self._layers = {name: cast(Any, packed.model.get_submodule(name)) for name in modules}
         if is_meta:
             torch.set_rng_state(random)
@@ -160,10 +165,8 @@ class Adapters:
     def save(self, path: Path, *, base: Path, values: Mapping[str, Tensor]) -> None:
         """Write the `values` of the trained parameters into a new directory, which peft can load over `base`."""
         path.mkdir()
-        self._config.base_model_name_or_path = str(base)
-        self._config.inference_mode = True
-        self._config.save_pretrained(str(path))
-        tensors = {f"{_PEFT_PREFIX}{name}": values[name].detach().contiguous() for name in self._pairs}
+        self._exported(base).save_pretrained(str(path))
+        tensors = {stored: values[name].detach().contiguous() for name, stored in self._stored_names().items()}
         save_file(tensors, path / ADAPTER_FILE, metadata={"format": "pt"})
         if self._value_head:
             head = {name.rpartition(".")[2]: values[name].detach() for name in self._value_head}
@@ -173,7 +176,8 @@ class Adapters:
     def restore(self, path: Path) -> None:
         """Load the values that `save` wrote. Raises StateError if they are missing, damaged or of other adapters."""
         try:
-            saved = {name.removeprefix(_PEFT_PREFIX): each for name, each in load_file(path / ADAPTER_FILE).items()}
+            names = {stored: name for name, stored in self._stored_names().items()}
+            saved = {names.get(stored, stored): each for stored, each in load_file(path / ADAPTER_FILE).items()}
             if self._value_head:
                 prefix = next(iter(self._value_head)).rpartition(".")[0]
                 saved |= {f"{prefix}.{name}": each for name, each in load_file(path / VALUE_HEAD_FILE).items()}
@@ -189,8 +193,38 @@ class Adapters:
 
     def record(self, *, digest: str) -> dict[str, Any]:
         """Return the settings that must not change when training resumes; dropout may change."""
-        names = sorted(self._config.target_modules or ())
+        names = last_names(self._layers) if self.options.targets is None else list(self.options.targets)
         return {"rank": self.options.rank, "alpha": self.options.alpha, "targets": names, "base": digest}
+
+    def _stored_names(self) -> dict[str, str]:
+        """Return the names of A and B in peft's file: their layers are named as in the base's weight files.
+
+        While peft loads an adapter, it renames layers as transformers renames weights while it loads a model.
+        """
+        model, names = self._packed.model, {}
+        for layer in self._layers:
+            weight = torch.empty(0)
+            (on_disk,) = revert_weight_conversion(model, {f"{layer}.weight": weight})
+            for half in ("lora_A", "lora_B"):
+                names[f"{layer}.{half}.weight"] = f"{_PEFT_PREFIX}{on_disk.removesuffix('weight')}{half}.weight"
+        return names
+
+    def _exported(self, base: Path) -> Any:
+        """Return peft's configuration for these adapters over the model directory `base`.
+
+        While peft loads an adapter for a mixture of experts, it redirects some names of modules to the fused experts.
+        It leaves names of parameters alone, so a layer with such a name is listed by its `weight`. For one matrix,
+        peft's tensors are the same in both forms.
+        """
+        redirected = _redirected(self._config, self._packed.model, last_names(self._layers))
+        by_weight = [name for name in self._layers if name.rpartition(".")[2] in redirected]
+        exported = copy(self._config)
+        exported.target_modules = set(self._layers).difference(by_weight)
+        exported.base_model_name_or_path, exported.inference_mode = str(base), True
+        if by_weight:
+            exported.target_parameters = [f"{name}.weight" for name in by_weight]
+            exported.lora_dropout = 0.0  # peft supports none on parameters
+        return exported
 
     @property
     def _value_head(self) -> dict[str, nn.Parameter]:
@@ -207,6 +241,23 @@ class Adapters:
     def _set_dropout(self, *, active: bool) -> None:
         for layer in self._layers.values():
             layer.lora_dropout.train(active)
+
+
+def _redirected(config: Any, model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return those of modules' last `names` that peft redirects to other targets in this type of model."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    found = set()
+    for name in names:
+        converted = copy(config)
+        converted.target_modules = {name}
+        try:
+            convert_peft_config_for_transformers(converted, model=model, conversions=None)
+        except ValueError:  # raised for a name that peft redirects only together with other names
+            found.add(name)
+        else:
+            found |= {name} - set(converted.target_modules)
+    return found
 
 
 @final

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -13,11 +13,20 @@ from pipelinerl.models.checkpoint import check_weights
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, share_of
 from trainer_contract.errors import SpecError
 
+#: Forward methods of linear layers. A subclass with another one, such as Phi-MoE's router, does not return a product.
+_PRODUCTS: Final = (nn.Linear.forward, Conv1D.forward)
+
 
 def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
-    """Return the model's linear layers that the options select, by name. Raises SpecError for an impossible target."""
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    """Return the linear layers that the options select in the part of the model that reads text, by name.
+
+    Raises SpecError for an impossible target.
+    """
     head = model.get_output_embeddings()
+    text = {head, *model.get_decoder().modules()}
+    linear = {
+        name: module for name, module in model.named_modules() if module in text and type(module).forward in _PRODUCTS
+    }
     inner = {name: module for name, module in linear.items() if module is not head}
     if options.targets is None:
         return inner
@@ -26,9 +35,9 @@ def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
     return {name: module for name, module in linear.items() if any(_is_named(name, each) for each in options.targets)}
 
 
-def last_names(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the targets as peft's configuration lists them: the distinct last components of their names."""
-    return sorted({name.rpartition(".")[2] for name in modules})
+def last_names(names: Iterable[str]) -> list[str]:
+    """Return the distinct last components of modules' names, sorted."""
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _refuse(model: Any, target: str, linear: Mapping[str, nn.Module], *, offered: Mapping[str, nn.Module]) -> None:

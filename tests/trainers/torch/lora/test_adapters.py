@@ -1,7 +1,9 @@
 """Tests of LoRA in the torch trainer: conformance, equality with peft, merged weights, shared memory, resuming."""
 
+import copy
 import gc
 import json
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.lora import adapters
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from tests.fakes.families import FAMILIES, family_config, save_family
 from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import Learns, TrainerUnderTest
 from trainer_contract.errors import SpecError, StateError
@@ -25,6 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:Fu
 VOCAB = 48
 OBJECTIVE = resolve("pipelinerl")
 LORA = {"rank": 4, "alpha": 8}
+#: Mixtures with a dense layer, with shared experts, with a router that is no plain matrix, with renamed layers.
+MIXTURES = ("glm4_moe", "phimoe", "laguna")
 ARCHITECTURES = (
     ("qwen2", Head.VALUE),
     *(
@@ -92,6 +97,42 @@ def test_twenty_lora_steps_match_a_plain_peft_loop(name, model_path, micro_batch
         got = trained(trainer, batch, steps=1, rate=3e-4)[0]
         assert abs(got - loss.item()) <= 1e-6, step
     assert any(value.abs().max() > 0 for n, value in trainer._worker.trained.items() if "lora_B" in n)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each in MIXTURES else pytest.mark.slow) for each in FAMILIES]
+)
+def test_adapters_train_in_every_family_and_give_the_same_results_merged_and_in_peft(name, micro_batch, tmp_path):
+    from peft import PeftModel
+
+    path, batch = save_family(tmp_path / name, name), micro_batch((9, 4, 12), tempered=False)
+    trainer = started(path)
+    before = trainer.forward([batch])[0]
+    trained(trainer, batch, rate=3e-2)
+    after = trainer.forward([batch])[0]
+    assert np.abs(after - before).max() > 0.1
+    model, state = AutoModelForCausalLM.from_pretrained(path).eval(), saved(trainer, tmp_path / "state")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        loaded = PeftModel.from_pretrained(copy.deepcopy(model), state / "adapter").eval()
+    with torch.no_grad():
+        for parameter, value in trainer.gather_weights():
+            model.get_parameter(parameter).copy_(torch.as_tensor(value))
+    for other in (model, loaded):
+        np.testing.assert_allclose(plain_logprobs(other, batch), after, atol=1e-4)
+    assert started(path, restore_from=state).forward([batch])[0].tobytes() == after.tobytes()
+
+
+@torch.no_grad()
+def plain_logprobs(model, batch):
+    """Compute log-probs at temperature 1 rollout by rollout; 0 at segment starts."""
+    logprobs = np.zeros(batch.num_tokens, np.float32)
+    for segment in range(batch.num_segments):
+        row = np.flatnonzero(batch.segment_ids == segment)
+        tokens = torch.from_numpy(batch.token_ids[row]).long()
+        every = torch.log_softmax(model(input_ids=tokens[None], use_cache=False).logits[0, :-1], -1)
+        logprobs[row[1:]] = every.gather(1, tokens[1:, None])[:, 0]
+    return logprobs
 
 
 def plain_loss(model, batch):
@@ -219,6 +260,29 @@ def test_invalid_lora_options_are_rejected(lora, sentence, model_path):
         TorchTrainer().init_worker(
             TrainerSpec(model_path=model_path("qwen2"), device=Device.CPU, options={"lora": lora})
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "offered"),
+    [
+        ("qwen3_moe", "up_proj", "k_proj, o_proj, q_proj, v_proj"),
+        ("phimoe", "router", "k_proj, o_proj, q_proj, v_proj"),
+        ("gemma3", "out_proj", "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
+    ],
+)
+def test_layers_that_are_no_plain_matrices_or_read_no_text_are_rejected_as_lora_targets(
+    name, target, offered, tmp_path
+):
+    """Fused experts have no linear layers, Phi-MoE's router has another result, and a vision tower gets no gradient."""
+    changes = {}
+    if name == "gemma3":
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+        vision = {**sizes, "image_size": 28, "patch_size": 14}
+        changes = {"text_config": family_config("gemma3_text").to_dict(), "vision_config": vision}
+    path = save_family(tmp_path / name, name, **changes)
+    with pytest.raises(SpecError, match=f"'{target}' matches no linear layer; .* are {offered}$"):
+        started(path, lora={"targets": [target]})
+    assert started(path)._worker.loaded.adapters.record(digest="")["targets"] == offered.split(", ")
 
 
 def test_fp32_output_layer_is_rejected_as_a_lora_target(model_path):

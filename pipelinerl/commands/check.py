@@ -41,6 +41,8 @@ from pipelinerl.models.checkpoint import (
     vocab_size,
     weight_files,
 )
+from pipelinerl.models.context_limit import context_problem
+from pipelinerl.models.directory_files import text_config
 from pipelinerl.models.tokenizer import ChatTokenizer, check_chat_template
 from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.explain import differing, slot_lines
@@ -317,9 +319,7 @@ def _check_model(config: RunConfig) -> None:
     if is_bigram:
         bigram.BigramModel.load(path)
         return
-    longest = getattr(check_weights(path).config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and config.engine.context_length > longest:
-        raise RecipeError(
-            f"engine.context_length must be at most the {longest} positions of {path}, got "
-            f"{config.engine.context_length}"
-        )
+    configs = {each: text_config(each) for each in _other_models(config).values()}
+    for each, table in {**configs, path: check_weights(path).config}.items():
+        if problem := context_problem(table, each, config.engine.context_length):
+            raise RecipeError(f"engine.{problem}; lower it")

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipelinerl.enums import Receiver, WeightFormat
 from pipelinerl.errors import ModelError
+from pipelinerl.models.context_limit import context_problem
 from pipelinerl.weights.pull import PullSource
 from trainer_contract.types import Device, HeadPrecision, Kernels, WeightDType
 
@@ -55,13 +56,10 @@ class EngineOptions:
     receiver: Receiver = Receiver.IN_PROCESS
     server: str | None = None
 
-    def check_context(self, longest: int | None) -> None:
-        """Raise `ModelError` if `context_length` exceeds `longest`, the number of positions that the model supports."""
-        if longest is not None and self.context_length > longest:
-            raise ModelError(
-                f"context_length must be at most the {longest} positions of {self.model_path}, got "
-                f"{self.context_length}"
-            )
+    def check_context(self, config: Any) -> None:
+        """Raise `ModelError` if `context_length` is too long for the model; for `config` see `context_problem`."""
+        if problem := context_problem(config, self.model_path, self.context_length):
+            raise ModelError(f"{problem}; lower it")
 
     def cache_blocks(self, size: int, num_bytes: int, *, allowed: int | None) -> int:
         """Return the number of KV cache blocks to allocate; each holds `size` tokens in `num_bytes` bytes.

@@ -6,7 +6,6 @@ layout is that of all trainers. It has run on CPUs, including several simulated 
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any, Final
 
@@ -24,6 +23,7 @@ from pipelinerl.engines.jax.runner import JaxRunner, JaxWeights
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import DecoderConfig, Parameter, read_config
+from pipelinerl.models.directory_files import text_config
 from pipelinerl.models.jax_decoder import bound_memory, load_weights
 from pipelinerl.models.tokenizer import ChatTokenizer
 from trainer_contract.types import Device
@@ -60,7 +60,7 @@ def assembled(options: EngineOptions, *, cache_bytes: int | None = None, starts_
     `starts_early` is passed to `JaxRunner`; None means True except on a CPU, whose cores are both device and host.
     """
     config = read_config(options.model_path)
-    options.check_context(json.loads((options.model_path / "config.json").read_text()).get("max_position_embeddings"))
+    options.check_context(text_config(options.model_path))
     dtype: Any = jnp.dtype(options.dtype)
     entries = config.layers * options.slots * options.context_length * config.kv_heads * config.head_dim
     options.check_cache(2 * entries * dtype.itemsize, allowed=cache_bytes)

@@ -27,8 +27,9 @@ from pipelinerl.numerics.torch_logprobs import Fp32Head
 from trainer_contract.types import Kernels
 
 _FAMILY: Final = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-#: Types of rotary embeddings that depend on the position alone, so that a table can hold their values.
-_STATIC_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn"})
+#: Types of rotary embeddings whose angles depend on the position alone, so that a table can hold their values; those of
+#: "dynamic" do within `context_limit`.
+_STATIC_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn", "dynamic"})
 
 
 class _Linear(NamedTuple):

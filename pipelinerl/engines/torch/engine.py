@@ -60,8 +60,7 @@ def load_runner(
     torch_attention.avoid_cudnn()
     model = load_for_decoding(options.model_path, dtype=options.dtype, device=device)
     config: Any = model.config
-    text = config.get_text_config()
-    options.check_context(getattr(text, "max_position_embeddings", None))
+    options.check_context(config)
     if options.head_precision is HeadPrecision.FP32:
         torch_logprobs.to_fp32(model, served=dtype, kernels=options.kernels)
     if options.kernels is Kernels.BATCH_INVARIANT:

@@ -13,11 +13,12 @@ from typing import cast, final
 
 from torch import Tensor
 
+from pipelinerl.models.context_limit import rotary_limit
 from pipelinerl.trainers.torch.leader import MeshLeader
 from pipelinerl.trainers.torch.options import distributed_of, options_of
 from pipelinerl.trainers.torch.worker import TorchWorker
 from trainer_contract.batch import check, check_measures
-from trainer_contract.errors import ProtocolError, SpecError
+from trainer_contract.errors import BatchError, ProtocolError, SpecError
 from trainer_contract.host_weights import check_weights
 from trainer_contract.trainer import started
 from trainer_contract.types import (
@@ -56,8 +57,14 @@ class TorchTrainer:
 
     def _check(self, micro_batches: Sequence[MicroBatch], needs: Iterable[str] = ()) -> None:
         vocab_size, routing = self._worker.loaded.vocab_size, self._worker.loaded.model.routing
+        limit = rotary_limit(self._worker.loaded.config.get_text_config().to_dict())
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=vocab_size, needs=needs, routing=routing)
+            if limit is not None and (longest := int(micro_batch.position_ids.max()) + 1) > limit:
+                raise BatchError(
+                    f"a segment must have at most {limit} tokens, got {longest}: in longer ones, this model's rotary "
+                    "embeddings depend on the longest segment of a batch"
+                )
 
     def init_worker(self, spec: TrainerSpec) -> None:
         """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""

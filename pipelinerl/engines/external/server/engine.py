@@ -73,6 +73,7 @@ async def _started(options: EngineOptions, new_api: ApiFactory) -> tuple[EngineC
 
     assert options.server is not None
     model = load_skeleton(options.model_path, dtype=options.dtype)
+    options.check_context(model.config)
     layout, text = layout_of(model), model.config.get_text_config()
     http = ServerHttp(options.server, token=os.environ.get(KEY_VARIABLE))
     opened = False

@@ -142,6 +142,7 @@ def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBui
         model = load_skeleton(options.model_path, dtype=options.dtype)
         layout = layout_of(model)
         text: Any = model.config.get_text_config()
+        options.check_context(model.config)
         # Fail before vLLM's start, which takes minutes.
         check_room(layout.num_bytes + (_QUEUE_BYTES if options.devices > 1 else 0))
         _prepare_environment(options)

@@ -144,6 +144,7 @@ def canary_of(config: RunConfig) -> Canary:
     routed_apart = replay is RoutingReplay.OFF and mixture_of(config.model.resolved) is not None
     return Canary(
         messages=tuple(ChatMessage.model_construct(role=m.role, content=m.content) for m in problem.messages),
+        context_length=config.engine.context_length,
         tolerance=ROUTED_APART if routed_apart and coarsest == "float32" else TOLERANCES[coarsest],
         routing_replay=replay,
     )

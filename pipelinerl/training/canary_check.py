@@ -5,6 +5,9 @@ of the same tokens; its weights do not change during the check. Only log-probs a
 different tokens. A digest only proves that the bytes arrived, not that they are loaded under the right names or
 quantised correctly.
 
+Then the engine answers longer prompts, made of the tokens of its answers, up to the run's context: positional
+embeddings, windows and caches may be wrong at some lengths only.
+
 | waits for | unblocked by | at the latest |
 |---|---|---|
 | the canary's answer | the engine, which may have a queue | `deadline_s` |
@@ -15,8 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, cycle, islice
 from typing import Final, Protocol
 
 import numpy as np
@@ -72,22 +76,30 @@ Forward = Callable[[MicroBatch], Awaitable[Float32]]
 class Canary:
     """The prompt that an engine must answer, and the tolerance for its log-probs.
 
+    `context_length` is the most tokens of a sequence in the run, which the longest prompt reaches with its answer.
+    `deadline_s` bounds the wait for each answer.
+
     With `routing_replay` the trainer uses the experts that the engine chose. A near tie between experts, which engine
     and trainer would resolve differently, then causes no difference.
     """
 
     messages: tuple[ChatMessage, ...]
     tolerance: Tolerance
+    context_length: int
     samples: int = 8
     tokens: int = 32
     deadline_s: float = 60.0
     routing_replay: RoutingReplay = RoutingReplay.OFF
 
-    def request(self, version: int) -> ChatCompletionRequest:
-        """Return the request for an answer sampled at temperature 1, with the version as seed."""
+    def request(self, version: int, prompt: list[int] | None = None) -> ChatCompletionRequest:
+        """Return the request for answers sampled at temperature 1, with the version as seed.
+
+        With `prompt`, request one answer to these tokens instead of several to the messages.
+        """
         return ChatCompletionRequest(
-            messages=list(self.messages),
-            n=self.samples,
+            messages=list(self.messages) if prompt is None else None,
+            prompt_token_ids=prompt,
+            n=self.samples if prompt is None else 1,
             max_tokens=self.tokens,
             temperature=1.0,
             seed=version,
@@ -95,6 +107,15 @@ class Canary:
             return_routed_experts=self.routing_replay is RoutingReplay.ROLLOUT,
             priority=Priority.PROOF,
         )
+
+    def longer_prompts(self, completion: ChatCompletion, context: int) -> Iterator[list[int]]:
+        """Yield prompts that fill a quarter, half and all of a context, made of the tokens of a valid answer."""
+        prompt = completion.prompt_token_ids or []
+        tokens = [*prompt, *chain.from_iterable(choice.token_ids or () for choice in completion.choices)]
+        longest = context - self.tokens
+        for length in sorted({context // 4, context // 2, longest}):
+            if len(prompt) < length <= longest:
+                yield list(islice(cycle(tokens), length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +162,23 @@ async def check_canary(
     async def check_one(url: str) -> None:
         try:
             async with asyncio.timeout(canary.deadline_s):
-                served = {card.digest for card in (await engines.models(url)).data}
+                cards = (await engines.models(url)).data
+                served = {card.digest for card in cards}
                 if published.digest and served != {published.digest}:
                     raise _Mismatched(
                         f"the digest of its weights must be {published.digest}, it reports "
                         f"{', '.join(map(str, served))}"
                     )
-                completion = await _answer(canary, engines, url, published.version)
-            findings.worst[url] = await _worst_difference(canary.tolerance, completion, published, forward)
+            short = await _answer(canary, engines, url, published.version)
+            worst = await _worst_difference(canary.tolerance, [short], published, forward)
+            context = min([canary.context_length, *(card.context_length for card in cards)])
+            longer = [
+                await _answer(canary, engines, url, published.version, prompt)
+                for prompt in canary.longer_prompts(short, context)
+            ]
+            if longer:
+                worst = max(worst, await _worst_difference(canary.tolerance, longer, published, forward))
+            findings.worst[url] = worst
         except _Mismatched as error:
             findings.mismatched[url] = str(error)
         except TimeoutError:
@@ -162,17 +192,34 @@ async def check_canary(
     return findings
 
 
-async def _answer(canary: Canary, engines: CanaryEngines, url: str, version: int) -> ChatCompletion:
-    while True:
-        try:
-            return await engines.chat(url, canary.request(version))
-        except Overloaded:
-            await asyncio.sleep(_PAUSE_S)
+async def _answer(
+    canary: Canary, engines: CanaryEngines, url: str, version: int, prompt: list[int] | None = None
+) -> ChatCompletion:
+    async with asyncio.timeout(canary.deadline_s):
+        while True:
+            try:
+                return await engines.chat(url, canary.request(version, prompt))
+            except Overloaded:
+                await asyncio.sleep(_PAUSE_S)
 
 
 async def _worst_difference(
-    allowed: Tolerance, completion: ChatCompletion, published: PublishReport, forward: Forward
+    allowed: Tolerance, completions: Sequence[ChatCompletion], published: PublishReport, forward: Forward
 ) -> float:
+    """Return the largest difference of all answers' tokens. Raises `_Mismatched` if the tokens exceed the tolerance."""
+    differences = np.concatenate([await _differences(each, published, forward) for each in completions])
+    worst, mean = float(differences.max()), float(differences.mean())
+    if not (worst <= allowed.worst and mean <= allowed.mean):
+        longest = max(len(each.prompt_token_ids or ()) for each in completions)
+        raise _Mismatched(
+            f"log-probs of {differences.size} canary tokens must be within {allowed} of the trainer's; after prompts "
+            f"of up to {longest} tokens, the worst is {worst:.3g} off, the mean {mean:.3g}"
+        )
+    return worst
+
+
+async def _differences(completion: ChatCompletion, published: PublishReport, forward: Forward) -> Float32:
+    """Return the absolute differences of one answer's sampled tokens, in nats."""
     if completion.epoch != published.epoch:
         raise _Mismatched(f"the canary must be sampled in epoch {published.epoch}, its answer is of {completion.epoch}")
     batch = micro_batch_of(completion, version=published.version)
@@ -182,14 +229,8 @@ async def _worst_difference(
         raise _Mismatched(f"the trainer cannot compute its answer: {error}") from error
     except NonFiniteError as error:
         raise _Mismatched(f"the trainer has no log-probs to compare with: {error}") from error
-    differences = np.abs(batch.behavior_logprobs - expected)[batch.loss_mask]
-    worst, mean = float(differences.max()), float(differences.mean())
-    if not (worst <= allowed.worst and mean <= allowed.mean):
-        raise _Mismatched(
-            f"log-probs of {differences.size} canary tokens must be within {allowed} of the trainer's; the worst "
-            f"is {worst:.3g} off, the mean {mean:.3g}"
-        )
-    return worst
+    differences: Float32 = np.abs(batch.behavior_logprobs - expected)[batch.loss_mask]
+    return differences
 
 
 def micro_batch_of(completion: ChatCompletion, *, version: int) -> MicroBatch:

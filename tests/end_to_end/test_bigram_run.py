@@ -162,7 +162,11 @@ async def run(
         publisher=BroadcastPublisher(client),
         check_canary=partial(
             check_canary,
-            Canary(messages=(ChatMessage(role="user", content="say b"),), tolerance=TOLERANCES["float32"]),
+            Canary(
+                messages=(ChatMessage(role="user", content="say b"),),
+                tolerance=TOLERANCES["float32"],
+                context_length=64,
+            ),
             client,
         ),
         checkpoints=CheckpointStore(directory / "checkpoints", keep=2, model_directory=model),

@@ -1,4 +1,4 @@
-"""Scaled rotary embeddings: engine and trainer equal transformers up to the limit, and longer sequences are rejected."""
+"""Scaled rotary embeddings: engine and trainer equal transformers up to a limit; longer sequences are rejected."""
 
 from __future__ import annotations
 

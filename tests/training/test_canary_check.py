@@ -28,7 +28,12 @@ from tests.fakes.served import in_thread
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import Float32, MicroBatch, TrainerSpec
 
-CANARY = Canary(messages=(ChatMessage(role="user", content="abc"),), tolerance=TOLERANCES["float32"], deadline_s=10.0)
+CANARY = Canary(
+    messages=(ChatMessage(role="user", content="abc"),),
+    tolerance=TOLERANCES["float32"],
+    context_length=64,
+    deadline_s=10.0,
+)
 
 
 def published(*, version: int = 0, epoch: int = 0, digest: str = "") -> PublishReport:
@@ -207,13 +212,38 @@ class Reluctant:
 async def test_unanswered_canary_request_counts_as_a_failure_and_not_as_a_mismatch(
     outcomes: tuple[Exception | float, ...], sentence: str
 ) -> None:
-    canary = Canary(messages=CANARY.messages, tolerance=TOLERANCES["float32"], deadline_s=0.5)
+    canary = replace(CANARY, deadline_s=0.5)
 
     async def never(batch: MicroBatch) -> Float32:
         raise AssertionError
 
     findings = await check_canary(canary, Reluctant(*outcomes), ["http://a"], published(), never)
     assert findings == CanaryFindings(failed={"http://a": sentence})
+
+
+async def test_canary_check_reaches_the_context_and_detects_deviations_that_only_long_sequences_have(
+    tmp_path: Path,
+) -> None:
+    lengths = list[int]()
+
+    def twist(completion: ChatCompletion) -> ChatCompletion:
+        lengths.append(len(completion.prompt_token_ids or ()))
+        return completion if lengths[-1] < 40 else _choices(token_logprobs=[-9.0] * 4)(completion)
+
+    async with world(tmp_path) as made:
+        canary = replace(CANARY, tokens=4)
+        findings = await made.findings(twist=twist, canary=canary)
+        assert lengths[1:] == [16, 32, 60] and lengths[0] < 16
+        reason = findings.mismatched[made.url]
+        assert "after prompts of up to 60 tokens, the worst is" in reason and not findings.worst
+        assert made.url in (await made.findings(canary=canary)).worst
+
+
+@pytest.mark.parametrize("context_length", [2, 20, 35])
+async def test_canary_check_needs_no_long_prompt_in_a_short_context(tmp_path: Path, context_length: int) -> None:
+    async with world(tmp_path) as made:
+        findings = await made.findings(canary=replace(CANARY, context_length=context_length))
+        assert made.url in findings.worst
 
 
 def test_canary_request_has_a_different_seed_for_every_version() -> None:

@@ -218,7 +218,7 @@ class Adapters:
         """
         redirected = _redirected(self._config, self._packed.model, last_names(self._layers))
         by_weight = [name for name in self._layers if name.rpartition(".")[2] in redirected]
-        exported = copy(self._config)
+        exported: Any = copy(self._config)
         exported.target_modules = set(self._layers).difference(by_weight)
         exported.base_model_name_or_path, exported.inference_mode = str(base), True
         if by_weight:

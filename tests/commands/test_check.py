@@ -404,6 +404,19 @@ def test_check_rejects_prompts_and_answers_that_exceed_the_context(overrides: li
         list(findings(load("tiny", [*QUICK, *overrides])))
 
 
+def test_check_rejects_a_context_in_which_rotary_angles_depend_on_the_texts_length(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(SHIPPED, path)
+    config = json.loads((path / "config.json").read_text())
+    factors = [2.0] * (config["head_dim"] // 2)
+    scaled = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": factors, "long_factor": factors}
+    config["rope_parameters"] = {**scaled, "original_max_position_embeddings": 16}
+    (path / "config.json").write_text(json.dumps(config))
+    for changed in ([f"model.path={path}"], [f"reference.path={path}", "objective.grad2=kl"]):
+        with pytest.raises(RecipeError, match=r"engine\.context_length must be at most 16, got \d+: .* \(longrope\)"):
+            list(findings(load("tiny", [*QUICK, *changed])))
+
+
 @pytest.mark.parametrize(
     ("domain", "sentence"),
     [

@@ -77,5 +77,6 @@ def save_family(path: Path, name: str, **changes: Any) -> Path:
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+        model.get_input_embeddings().weight[0] = 0.0  # transformers' Youtu zeroes this row at each load
     model.save_pretrained(path)
     return path

@@ -187,7 +187,7 @@ class TemplateModel:
         self, prompt: Sequence[int], sampled: Sequence[int], tools: Sequence[ToolDefinition], number: int
     ) -> ChatCompletion:
         text = self.tokenizer.decode(sampled[:-1])
-        answer = self.tokenizer.parse_answer(text, tools, key=bytes([number]))
+        answer = self.tokenizer.parse_answer(text, tools, prompt_token_ids=prompt, key=bytes([number]))
         return completion(prompt, answer.content, sampled, answer.calls) if tools else completion(prompt, text, sampled)
 
     def _halves(self, token: int) -> list[int]:

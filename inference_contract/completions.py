@@ -6,6 +6,7 @@ Each prompt becomes one `ChatCompletionRequest`; fields that `CompletionRequest`
 
 from __future__ import annotations
 
+import codecs
 import itertools
 from collections.abc import Sequence
 from typing import Any, Final, Literal
@@ -23,6 +24,8 @@ from inference_contract.schemas import (
     ChunkChoice,
     FinishReason,
     Span,
+    TokenLogprob,
+    TopLogprob,
     Usage,
 )
 from inference_contract.wire import Wire
@@ -176,11 +179,18 @@ def _text_choice(part: Choice | ChunkChoice, text: str, *, index: int, prompt: l
 
 
 def _columns(logprobs: ChoiceLogprobs) -> TextLogprobs:
-    records = logprobs.content
-    tokens = [record.token for record in records]
+    records, decoder = logprobs.content, codecs.getincrementaldecoder("utf-8")("replace")
+    lengths = [len(record.token if record.bytes is None else decoder.decode(bytes(record.bytes))) for record in records]
     return TextLogprobs(
-        tokens=tokens,
+        tokens=[_spelled(record) for record in records],
         token_logprobs=[record.logprob for record in records],
-        top_logprobs=[{each.token: each.logprob for each in record.top_logprobs} for record in records],
-        text_offset=[0, *itertools.accumulate(map(len, tokens))][: len(tokens)],
+        top_logprobs=[{_spelled(each): each.logprob for each in record.top_logprobs} for record in records],
+        text_offset=[0, *itertools.accumulate(lengths)][: len(records)],
     )
+
+
+def _spelled(record: TokenLogprob | TopLogprob) -> str:
+    r"""Return a token's text, or as OpenAI does for part of a character, its bytes: `bytes:\xe2\x82`."""
+    if record.bytes is None or record.token.encode() == bytes(record.bytes):
+        return record.token
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in record.bytes)

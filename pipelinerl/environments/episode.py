@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,13 +37,12 @@ from inference_contract.schemas import (
     FinishReason,
 )
 from pipelinerl import rng
+from pipelinerl.answers.thinking import split
+from pipelinerl.answers.tool_calls import num_unparsed
 from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecordError
 from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn, TurnNote, Verdict, VersionSpan
 
-#: Matches the beginning of a tool call in any format. A match in an answer's text is a malformed call, since the
-#: engine removes the calls that it can parse from the text.
-_CALL: Final = re.compile(r'<tool_call>|<\|python_tag\|>|\A\s*\{\s*"name"\s*:')
 #: Parameters of an agent's request that the `PromptOrder` overrides; they are dropped and counted.
 _SAMPLING: Final = frozenset(
     {
@@ -320,7 +318,7 @@ class Episode:
         if planned.tools_key:
             self.calls.offered = True
             self.calls.parsed += len(message.tool_calls or ())
-            self.calls.malformed += len(_CALL.findall(message.content))
+            self.calls.malformed += num_unparsed(message.content)
         if planned.trains:
             self._note_abandoned(turn, planned)
             self._turns.append(turn)
@@ -408,9 +406,8 @@ def _hash_message(hasher: Any, message: ChatMessage) -> None:
     """
     parts = [message.role, message.content]
     if message.role == "assistant":
-        _, tag, rest = message.content.partition("</think>")  # some templates put the opening tag into the prompt
         calls = [call.id for call in message.tool_calls or ()]
-        parts = [message.role, *(calls or [(rest if tag else message.content).strip()])]
+        parts = [message.role, *(calls or [split(message.content)[1].strip()])]
     elif message.tool_call_id is not None:
         parts.append(message.tool_call_id)
     for part in parts:

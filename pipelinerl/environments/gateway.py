@@ -34,6 +34,7 @@ from inference_contract import routes
 from inference_contract.errors import ContextExceeded, ContractError, InvalidRequest
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage
 from inference_contract.tools import ToolCall
+from pipelinerl.answers.thinking import split
 from pipelinerl.environments.environment import UNTRAINED
 from pipelinerl.environments.episode import Episode, PlannedTurn, RecordedTurn
 from pipelinerl.environments.tool_loop import Toolbox, names_of
@@ -49,8 +50,6 @@ _LOOPBACK: Final = "127.0.0.1"
 _NO_ENGINE: Final = 424
 _MODEL: Final = "policy"
 _MAIN: Final = "main"
-#: Closing tag of an answer's thinking; the opening tag may be missing, since some templates put it into the prompt.
-_END_OF_THINKING: Final = "</think>"
 _ENDED: Final = "there is no such episode, or it has ended"
 
 log = logging.getLogger("pipelinerl")
@@ -258,9 +257,9 @@ def _openai(completion: ChatCompletion, kind: str, part: str) -> dict[str, Any]:
     """
     choice = completion.choices[0]
     message = choice.message.model_dump(exclude_none=True)
-    thinking, mark, rest = message["content"].rpartition(_END_OF_THINKING)
-    if mark:
-        message |= {"content": rest.lstrip(), "reasoning_content": thinking.removeprefix("<think>").strip()}
+    thinking, message["content"] = split(message["content"])
+    if thinking:
+        message["reasoning_content"] = thinking
     if calls := message.get("tool_calls"):
         message["content"] = message["content"] or None
         if part == "delta":

@@ -416,13 +416,21 @@ class ConversationTail:
     render earlier messages differently once later ones follow. There is no tail if a template omits the mark or rejects
     the short conversation.
 
-    `ends` has the spelling of each token that ends a sample, by id.
+    `ends` has the spelling of each token that ends a sample, by id. `in_style` brings the calls of messages into the
+    form that the template takes.
     """
 
-    def __init__(self, guard: ContentGuard, render: Render, ends: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        guard: ContentGuard,
+        render: Render,
+        ends: Mapping[int, str],
+        in_style: Callable[[Sequence[Turn]], list[Turn]] = list,
+    ) -> None:
         self._guard = guard
         self._render = render
         self._ends = dict(ends)
+        self._in_style = in_style
         self._closing = cache(self._closing_after)
 
     def encode(self, chat: Chat, first_new: int, *, last_id: int) -> list[int] | None:
@@ -458,11 +466,12 @@ class ConversationTail:
 
         The test conversation has an answer with `calls` tool calls and their results, or a text if `calls` is 0.
         """
-        answer = _answer(calls)
-        replies: list[Turn] = [
+        plain = _answer(calls)
+        results: list[Turn] = [
             {"role": "tool", "content": "c", "name": "f", "tool_call_id": call["id"]}
-            for call in answer.get("tool_calls", ())
-        ] or [{"role": "user", "content": "c"}]
+            for call in plain.get("tool_calls", ())
+        ]
+        answer, *replies = self._in_style([plain, *(results or [{"role": "user", "content": "c"}])])
         try:
             opened = self._render(Chat(turns=[_ASKS, answer]), False)
             whole = self._render(Chat(turns=[_ASKS, answer, *replies]), True)
@@ -483,7 +492,8 @@ class ConversationTail:
         The answer has `calls` tool calls, or a text if `calls` is 0. Returns ("", 0) if there is no such token.
         """
         try:
-            text = self._render(Chat(turns=[_ASKS, _with_mark(_answer(calls), _MARK)]), False)
+            (answer,) = self._in_style([_answer(calls)])
+            text = self._render(Chat(turns=[_ASKS, _with_mark(answer, _MARK)]), False)
         except ModelError:
             return "", 0
         closing = text[text.rfind(_MARK) + len(_MARK) :] if _MARK in text else ""

@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from inference_contract.schemas import ChatMessage
 from inference_contract.tools import ToolDefinition
+from pipelinerl.answers.thinking import opened_by, openings_in
+from pipelinerl.answers.tool_calls import FORMATS, ParsedAnswer, parsed
 from pipelinerl.errors import ModelError, TemplateNameError, UnshownFieldError
+from pipelinerl.models.call_style import CallStyle, find_style, written_call
 from pipelinerl.models.control_tokens import Chat, ContentGuard, ConversationTail, Turn
 from pipelinerl.models.directory_files import foreign_failures, json_object, one_line
-from pipelinerl.models.tool_calls import CallFormat, ParsedAnswer, format_of, parsed
+from pipelinerl.models.token_bytes import byte_reader
 from pipelinerl.types import Message
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ _TAKEN_AT_THEIR_WORD: Final = frozenset({"bigram", "gpt2", "llama", "qwen3", "qw
 #: Characters that most vocabularies lack; encoding them tests whether the tokenizer has a token for unknown characters.
 _UNUSUAL: Final = "a\U000f0000\u0378"
 _MOST_TOKENS: Final = 1 << 24
+#: Number of a prompt's last tokens that may spell the opening of thinking.
+_OPENING_TOKENS: Final = 32
 _PLAIN_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 _NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 #: Exceptions that templates raise for a message of an unexpected shape.
@@ -101,13 +106,10 @@ class ChatTokenizer:
             ModelError: the model has no chat template, the template rejects the messages, a name is not allowed in
                 `template_kwargs`, or the template changes the text of a message that spells a control token, so that
                 the spelling cannot be located in the rendered text.
-            UnshownFieldError: the template ignores the tools, or a field of a message.
+            UnshownFieldError: the template ignores the tools or a field of a message, or writes calls of the tools in
+                no format that is parsed.
         """
-        turns = [self._turn(row, message) for row, message in enumerate(messages)]
-        if tools:
-            self._check_shown("tools", "tools")
-        offered = [tool.for_template() for tool in tools]
-        return self._contents.encode_chat(Chat(turns=turns, tools=offered, also=template_kwargs))
+        return self._contents.encode_chat(self._chat(messages, template_kwargs, tools))
 
     def encode_continuation(
         self,
@@ -123,27 +125,71 @@ class ChatTokenizer:
         (`ConversationTail`). If those tokens cannot be separated from the rest, return the result of `encode_chat`.
         Raises the errors of `encode_chat`.
         """
-        turns = [self._turn(row, message) for row, message in enumerate(messages)]
-        chat = Chat(turns=turns, tools=[tool.for_template() for tool in tools], also=template_kwargs)
+        chat = self._chat(messages, template_kwargs, tools)
         tail = self.tail.encode(chat, first_new, last_id=token_ids[-1])
         return self._contents.encode_chat(chat) if tail is None else [*token_ids, *tail]
 
     @cached_property
     def tail(self) -> ConversationTail:
         """The encoder of the text that this model's template writes after an answer."""
+        style = self.call_style
+        return ConversationTail(self._contents, self._render, self._ends, style.turns if style else list)
+
+    @cached_property
+    def call_style(self) -> CallStyle | None:
+        """How the chat template writes tool calls; None if its calls cannot be parsed back."""
+        return find_style(self._render, self._ends.values()) if "tool_calls" in self._template_source else None
+
+    def check_calls(self) -> CallStyle:
+        """Return how the chat template writes tool calls. Raises UnshownFieldError if its calls cannot be parsed."""
+        self._check_shown("tools", "tools")
+        if self.call_style is None:
+            raise UnshownFieldError(
+                "tools: the calls that this model's chat template writes cannot be parsed back, so no call would ever "
+                "run; serve a model whose template writes calls in a known format "
+                f"({', '.join(form.name for form in FORMATS)}), or leave the tools out",
+                "tools",
+            )
+        return self.call_style
+
+    def parse_answer(
+        self, text: str, tools: Sequence[ToolDefinition], *, prompt_token_ids: Sequence[int], key: bytes
+    ) -> ParsedAnswer:
+        """Return an answer's text and its calls of `tools`, in this template's format; call ids depend on `key`.
+
+        Calls in the answer's thinking, which the prompt may have opened, are drafts and stay text.
+        """
+        if self.call_style is None:
+            return ParsedAnswer(text)
+        opened = opened_by(self.decode(prompt_token_ids[-_OPENING_TOKENS:]))
+        return parsed(text, self.call_style.form, tools, key=key, opened_by=opened, openings=self._openings)
+
+    def written_call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return a call as the model would write it as its answer. Raises UnshownFieldError, as `check_calls` does."""
+        return written_call(self.check_calls(), name, arguments, self._render, self._ends.values())
+
+    @cached_property
+    def _openings(self) -> tuple[str, ...]:
+        return openings_in(self._template_source)
+
+    @cached_property
+    def _ends(self) -> Mapping[int, str]:
+        """The spelling of each token that ends a sample, by id."""
         decoded = {index: self._tokenizer.backend_tokenizer.id_to_token(index) for index in self.eos_token_ids}
-        ends = {index: text for index, text in decoded.items() if text}
-        return ConversationTail(self._contents, self._render, ends)
+        return {index: text for index, text in decoded.items() if text}
 
-    @property
-    def call_format(self) -> CallFormat | None:
-        """The format in which the chat template writes tool calls; None if it writes none or the format is unknown."""
-        return format_of(self._template_source)
-
-    def parse_answer(self, text: str, tools: Sequence[ToolDefinition], *, key: bytes) -> ParsedAnswer:
-        """Return an answer's text and its calls of `tools`, in this template's format; call ids depend on `key`."""
-        form = self.call_format
-        return ParsedAnswer(text) if form is None else parsed(text, form, tools, key=key)
+    def _chat(
+        self,
+        messages: Sequence[Message | ChatMessage],
+        template_kwargs: Mapping[str, Any],
+        tools: Sequence[ToolDefinition],
+    ) -> Chat:
+        turns = [self._turn(row, message) for row, message in enumerate(messages)]
+        if tools:
+            self.check_calls()
+        if any("tool_calls" in turn for turn in turns) and self.call_style is not None:
+            turns = self.call_style.turns(turns)
+        return Chat(turns=turns, tools=[tool.for_template() for tool in tools], also=template_kwargs)
 
     def _turn(self, row: int, message: Message | ChatMessage) -> Turn:
         """Return message number `row` as the template expects it; an unknown role `developer` becomes `system`."""
@@ -248,6 +294,11 @@ class ChatTokenizer:
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
+
+    @cached_property
+    def bytes_of(self) -> Callable[[int], bytes]:
+        """The function from a token's id to its bytes, which may be part of a character."""
+        return byte_reader(self._tokenizer.backend_tokenizer, self.decode)
 
     def detokenizer(self) -> IncrementalDetokenizer:
         """Return a fresh detokenizer for one sample."""

@@ -18,6 +18,7 @@ FLOORS: dict[str, float] = {
     "trainer_contract": 0,
     "values": 1,
     "observability": 1,
+    "answers": 2,
     "system": 2,
     "instructions": 2,
     "objective": 2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import openai
 import pytest
@@ -16,14 +17,29 @@ from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.episode import Episode
 from pipelinerl.environments.gateway import Gateway, OpenEpisode
 from pipelinerl.errors import DeadlineError
+from pipelinerl.types import Answered
 from tests.fakes.talking_sampler import TalkingSampler, order
 from tests.patience import PATIENCE_S
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
+@dataclass(frozen=True)
+class _Fixed:
+    """Answers every request with `text`, whatever its tokens."""
+
+    text: str
+
+    async def complete(self, request: ChatCompletionRequest) -> Answered:
+        completion = (await TalkingSampler().complete(request)).completion
+        (choice,) = completion.choices
+        message = choice.message.model_copy(update={"content": self.text})
+        choices = [choice.model_copy(update={"message": message})]
+        return Answered(completion.model_copy(update={"choices": choices}), url="")
+
+
 @asynccontextmanager
-async def opened(sampler: TalkingSampler, **limits: int) -> AsyncIterator[OpenEpisode]:
+async def opened(sampler: TalkingSampler | _Fixed, **limits: int) -> AsyncIterator[OpenEpisode]:
     async def sample(request: ChatCompletionRequest) -> ChatCompletion:
         return (await sampler.complete(request)).completion
 
@@ -60,6 +76,18 @@ async def test_streaming_client_of_the_gateway_gets_the_answer() -> None:
     ):
         stream = await client.chat.completions.create(model="any", messages=HELLO, stream=True)  # type: ignore[arg-type]
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
+
+
+async def test_gateway_shows_a_call_drafted_in_thinking_as_thinking_and_the_answer_as_the_answer() -> None:
+    draft = '<tool_call>{"name": "python", "arguments": {"code": "print(1)"}}</tool_call>'
+    for text in (f"<think>I could run {draft} but</think>4", f"[THINK]I could run {draft} but[/THINK]4"):
+        async with opened(_Fixed(text)) as episode:
+            message = await reply(episode.base_url())
+            assert message.content == "4" and not message.tool_calls
+            assert message.reasoning_content == f"I could run {draft} but"  # type: ignore[attr-defined]
+            again = [*HELLO, {"role": "assistant", "content": "4"}, {"role": "user", "content": "more"}]
+            await reply(episode.base_url(), again)
+            assert [turn.parent for turn in episode.episode.turns] == [None, episode.episode.turns[0]]
 
 
 async def test_request_to_the_gateway_after_its_episode_has_ended_gets_status_404() -> None:

@@ -103,7 +103,12 @@ def test_assistants_thinking_may_contain_the_tool_call_token_but_no_token_that_e
     assert control_tokens(ids) == expected
 
 
-@pytest.mark.parametrize("arguments", ["", "{", "[1]", '{"a": ' * 5000 + "1" + "}" * 5000])
+def test_empty_tool_arguments_are_rendered_as_an_empty_object() -> None:
+    shown = RAW.decode(TOKENIZER.encode_chat(conversation(arguments=" "), tools=[tool()]))
+    assert '"arguments": {}}\n</tool_call>' in shown
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", '{"a": ' * 5000 + "1" + "}" * 5000])
 def test_tool_arguments_that_are_not_an_object_are_rendered_unchanged(arguments: str) -> None:
     shown = RAW.decode(TOKENIZER.encode_chat(conversation(arguments=arguments), tools=[tool()]))
     assert f'"arguments": {arguments}}}\n</tool_call>' in shown

@@ -22,13 +22,13 @@ from inference_contract.schemas import (
 from pipelinerl import registry
 from pipelinerl.actor.episodes import Episodes, PlayedEpisode
 from pipelinerl.actor.group_maker import GroupProgress
+from pipelinerl.answers.tool_calls import ParsedAnswer
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.environments.gateway import Gateway
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import RecipeError, UnshownFieldError
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.models.tool_calls import ParsedAnswer, written
 from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.verification import names_of, open_verifier
 from pipelinerl.types import Answered, Outcome, Problem, PromptOrder, Purpose, Sampling
@@ -79,12 +79,10 @@ async def episode_tried(
 
 
 def _first_call(domain: DomainSection, tokenizer: ChatTokenizer) -> str:
-    if tokenizer.call_format is None:
-        raise RecipeError(
-            f"domains.{domain.name}.episode.tools: the model's chat template must write calls in a format that is "
-            "parsed (Hermes, Qwen3-Coder, Llama 3); choose such a model, or leave tools out"
-        )
-    return written(tokenizer.call_format, "python", {"code": "print(6 * 7)"})
+    try:
+        return tokenizer.written_call("python", {"code": "print(6 * 7)"})
+    except UnshownFieldError as error:
+        raise RecipeError(f"domains.{domain.name}.episode.{error}") from error
 
 
 def _turns(played: PlayedEpisode, tokenizer: ChatTokenizer) -> Iterator[str]:
@@ -150,7 +148,9 @@ class ScriptedAnswers:
         self.longest = max(self.longest, len(prompt))
         text = next(self._texts)
         sampled = [*self._tokenizer.encode(text), min(self._tokenizer.eos_token_ids)]
-        answer = self._tokenizer.parse_answer(text, tools, key=b"check") if tools else ParsedAnswer(text)
+        answer = ParsedAnswer(text)
+        if tools:
+            answer = self._tokenizer.parse_answer(text, tools, prompt_token_ids=prompt, key=b"check")
         choice = Choice(
             index=0,
             message=AssistantMessage(content=answer.content, tool_calls=list(answer.calls) or None),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence as Items
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 
@@ -35,9 +35,9 @@ from inference_contract.schemas import (
     Usage,
 )
 from inference_contract.tools import FunctionCallDelta, ResponseFormat, ToolCallDelta, ToolDefinition
+from pipelinerl.answers.tool_calls import ParsedAnswer
 from pipelinerl.engines.batching.logit_changes import LogitChange
 from pipelinerl.models.tokenizer import ChatTokenizer, IncrementalDetokenizer
-from pipelinerl.models.tool_calls import ParsedAnswer
 from pipelinerl.numerics.routed_experts import on_the_wire
 from trainer_contract.types import Experts
 
@@ -401,23 +401,23 @@ class ResponseWriter:
         text, tools = _text(sequence, self._tokenizer), offered_tools(self._chat)
         if not tools:
             return ParsedAnswer(text)
-        token_ids = [len(sequence.request.prompt_token_ids), *sequence.prefix, *sequence.token_ids]
-        return self._tokenizer.parse_answer(text, tools, key=np.asarray(token_ids, np.int64).tobytes())
+        prompt = sequence.request.prompt_token_ids
+        token_ids = np.asarray([len(prompt), *sequence.prefix, *sequence.token_ids], np.int64)
+        return self._tokenizer.parse_answer(text, tools, prompt_token_ids=prompt, key=token_ids.tobytes())
 
     def _logprobs(self, token_ids: Items[int], logprobs: Items[float], top: Items[TopTokens]) -> ChoiceLogprobs | None:
         if not self._chat.logprobs:
             return None
         content = []
         for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-            token = self._tokenizer.decode([token_id])
-            likeliest = [self._top_logprob(*pair) for pair in top[place]] if top else []
-            spelled = list(token.encode())
-            content.append(TokenLogprob(token=token, logprob=logprob, bytes=spelled, top_logprobs=likeliest))
+            likeliest = [TopLogprob(logprob=each, **self._spelling(other)) for other, each in top[place]] if top else []
+            content.append(TokenLogprob(logprob=logprob, top_logprobs=likeliest, **self._spelling(token_id)))
         return ChoiceLogprobs(content=content)
 
-    def _top_logprob(self, token_id: int, logprob: float) -> TopLogprob:
-        token = self._tokenizer.decode([token_id])
-        return TopLogprob(token=token, logprob=logprob, bytes=list(token.encode()))
+    def _spelling(self, token_id: int) -> dict[str, Any]:
+        """Return a token's bytes, and their text, in which an incomplete character is U+FFFD."""
+        spelled = self._tokenizer.bytes_of(token_id)
+        return {"token": spelled.decode(errors="replace"), "bytes": list(spelled)}
 
     def _chunk(
         self, version: int, choices: list[ChunkChoice], *, used: Usage | None = None, opens: bool = False

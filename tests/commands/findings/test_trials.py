@@ -20,7 +20,7 @@ from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.scripted_judge import scripted_judge
 from tests.fakes.served import in_thread
 from tests.fakes.talking_sampler import tokenizer as without_tools
-from tests.fakes.tool_model import tool_tokenizer
+from tests.fakes.tool_model import TOOL_TEMPLATE, tool_tokenizer
 
 RECIPE: dict[str, Any] = {
     "model": {"path": "m"},
@@ -85,8 +85,14 @@ async def test_check_warns_of_a_request_that_a_run_refuses_because_it_fills_the_
 
 
 async def test_chat_template_without_tool_calls_is_rejected() -> None:
-    with pytest.raises(RecipeError, match="chat template must write calls"):
+    with pytest.raises(RecipeError, match=r"domains\.sums\.episode\.tools: the chat template .* does not use tools"):
         await lines(without_tools())
+
+
+async def test_chat_template_whose_tool_calls_cannot_be_parsed_back_is_rejected() -> None:
+    template = TOOL_TEMPLATE.replace("<tool_call>", "<do>").replace("</tool_call>", "</do>")
+    with pytest.raises(RecipeError, match=r"episode\.tools: the calls .* cannot be parsed back.*Hermes, Qwen3-Coder"):
+        await lines(ChatTokenizer(tool_tokenizer(template=template), {1}))
 
 
 async def trial(**domain: Any) -> str:

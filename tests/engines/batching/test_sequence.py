@@ -5,13 +5,20 @@ the version that sampled its newest token.
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from inference_contract.completions import whole_text
+from inference_contract.conformance.stream_checks import check_streamed, gathered
 from inference_contract.schemas import ChatCompletionRequest
-from pipelinerl.engines.batching.sequence import ResponseWriter, TextWindow, extend
+from pipelinerl import rng
+from pipelinerl.engines.batching.sequence import ResponseWriter, TextWindow, extend, sampled
 from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.call_templates import ALL_TEMPLATES, TOOLS, answers
 from tests.fakes.sample_request import sample_request
+from tests.fakes.tool_model import tool_tokenizer
 
 
 def _window(tokenizer: ChatTokenizer, *stops: str) -> TextWindow:
@@ -88,3 +95,56 @@ def test_chunk_sent_after_a_swap_names_the_version_that_sampled_its_tokens(token
         extend([sequence], [8], [-1.0])
         extend([sequence], [9], [-1.0])
     assert versions == [(4, [(4, 1)], 4), (5, [(4, 1), (5, 1)], 5)]
+
+
+@cache
+def _tool_tokenizer() -> PreTrainedTokenizerFast:
+    return tool_tokenizer()
+
+
+@pytest.mark.parametrize("name", ALL_TEMPLATES)
+def test_streamed_answer_has_the_same_calls_as_the_whole_wherever_tokens_begin(name: str) -> None:
+    made = _tool_tokenizer()
+    made.chat_template = ALL_TEMPLATES[name].source
+    tokenizer = ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
+    for number, answer in enumerate(answers(name, rng.generator(7, name), 2)):
+        prompt = [*tokenizer.encode("hello"), *tokenizer.encode(answer.opened_by)]
+        parts = answer.text if number % 2 else [answer.text]  # a token for each letter, or tokens of several letters
+        ids = [*(token for part in parts for token in tokenizer.encode(part)), *tokenizer.eos_token_ids]
+        fields = {"prompt_token_ids": prompt, "max_tokens": len(ids), "tools": TOOLS, "return_token_ids": True}
+        chat = ChatCompletionRequest.model_validate(fields | {"stream": True})
+        request = sample_request(prompt, token_limit=len(ids), streams=True, stop_ids=tokenizer.eos_token_ids)
+        request.add_sequence(number, TextWindow(tokenizer.detokenizer(), ()))
+        (sequence,) = request.sequences
+        sequence.mark_version(1)
+        writer = ResponseWriter(chat, request, model="tiny", tokenizer=tokenizer)
+        chunks = [writer.first_chunk(1)]
+        for token_id in ids:
+            extend([sequence], [token_id], [-1.0])
+            chunks.append(writer.token_chunk(sampled(sequence)[1]))
+        whole = writer.completion().choices
+        check_streamed(gathered(chunks), whole)
+        calls = whole[0].message.tool_calls or []
+        got = [call.for_template()["function"] for call in calls]
+        assert got == [{"name": name, "arguments": arguments} for name, arguments in answer.calls]
+
+
+def test_log_prob_record_of_a_token_that_is_part_of_a_character_has_its_byte() -> None:
+    made = tool_tokenizer()
+    tokenizer = ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
+    ids = tokenizer.encode("😀")
+    chat = ChatCompletionRequest(prompt_token_ids=[7], max_tokens=9, logprobs=True, top_logprobs=1)
+    request = sample_request([7], token_limit=len(ids))
+    request.add_sequence(noise_key=0)
+    (sequence,) = request.sequences
+    sequence.mark_version(1)
+    for token_id in ids:
+        extend([sequence], [token_id], [-1.0])
+        sequence.top.append([(token_id, -1.0)])
+    answer = ResponseWriter(chat, request, model="tiny", tokenizer=tokenizer).completion()
+    records = answer.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert [record.bytes for record in records] == [[0xF0], [0x9F], [0x98], [0x80]]
+    assert [record.top_logprobs[0].bytes for record in records] == [record.bytes for record in records]
+    text = whole_text([answer]).choices[0].logprobs
+    assert text is not None and text.tokens == ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\x98", "bytes:\\x80"]
+    assert text.text_offset == [0, 0, 0, 0] and text.top_logprobs[0] == {"bytes:\\xf0": -1.0}

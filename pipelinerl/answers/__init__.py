@@ -1,0 +1,1 @@
+"""Readers of an answer's text: its thinking, and its tool calls."""

@@ -32,6 +32,7 @@ from pipelinerl.engines.http.openai_client import models_at
 from pipelinerl.enums import OldLogprobs, Overdue
 from pipelinerl.errors import AddressError, ModelError, RecipeError
 from pipelinerl.models import bigram
+from pipelinerl.models.chat_template import check_chat_template
 from pipelinerl.models.checkpoint import (
     check_directory,
     check_values,
@@ -43,7 +44,7 @@ from pipelinerl.models.checkpoint import (
 )
 from pipelinerl.models.context_limit import context_problem
 from pipelinerl.models.directory_files import text_config
-from pipelinerl.models.tokenizer import ChatTokenizer, check_chat_template
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.explain import differing, slot_lines
 from pipelinerl.objective.presets import preset_of, resolve

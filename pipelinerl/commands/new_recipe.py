@@ -20,10 +20,11 @@ from pipelinerl.data.files.rows import ArrowRows, FirstRows, JsonRows, suffix_of
 from pipelinerl.data.files.source import open_files
 from pipelinerl.data.source import SourceRequest, Split
 from pipelinerl.errors import RecipeError, UserError
+from pipelinerl.models.chat_template import check_chat_template
 from pipelinerl.models.checkpoint import check_directory, model_dtype
 from pipelinerl.models.directory_files import text_config
 from pipelinerl.models.model_shape import read_shape
-from pipelinerl.models.tokenizer import ChatTokenizer, check_chat_template
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.system.machine import has_accelerator
 
 _PROMPTS: Final = ("prompt", "messages", "question", "problem", "instruction", "query", "input")

@@ -2,7 +2,7 @@
 
 Templates may write control tokens, the contents of messages may not (`control_tokens`). A chat whose contents spell no
 control token is encoded as by the tokenizer's own `apply_chat_template`. Decoding is exact: it keeps special tokens and
-spaces. The pieces from the incremental detokenizer add up to the text that `decode` returns for all tokens.
+spaces.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pipelinerl.answers.tool_calls import FORMATS, ParsedAnswer, parsed
 from pipelinerl.errors import ModelError, TemplateNameError, UnshownFieldError
 from pipelinerl.models.call_style import CallStyle, find_style, written_call
 from pipelinerl.models.control_tokens import Chat, ContentGuard, ConversationTail, Turn
+from pipelinerl.models.detokenizer import IncrementalDetokenizer
 from pipelinerl.models.directory_files import foreign_failures, json_object, one_line
-from pipelinerl.models.token_bytes import byte_reader
 from pipelinerl.types import Message
 
 if TYPE_CHECKING:
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-#: The decoder's output for bytes that do not form a character (yet).
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: Maximum number of tokens to wait for a complete character, more than any character has bytes. After that, the
-#: undecided bytes are emitted as they are.
-_MAX_UNDECIDED = 16
 #: Model types whose tokenizer is loaded with the class that tokenizer_config.json names. `AutoTokenizer` would load the
 #: same class, but takes two seconds of CPU time in each process and imports torch. Other types need `AutoTokenizer`,
 #: because their tokenizer_config.json may name a wrong class.
@@ -52,7 +47,8 @@ _PLAIN_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend
 _NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 #: Exceptions that templates raise for a message of an unexpected shape.
 FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
-_WITHOUT_TEMPLATE: Final = (
+#: Error message about a model without a chat template.
+WITHOUT_TEMPLATE: Final = (
     "{} has no chat template, as a base model may; write one into chat_template.jinja of its directory, such as "
     "{{% for message in messages %}}{{{{ message.content }}}}{{{{ '\\n' }}}}{{% endfor %}}"
 )
@@ -261,7 +257,7 @@ class ChatTokenizer:
                 f"chat_template_kwargs must not set {', '.join(taken)}, which the engine decides; remove it"
             )
         if tokenizer.chat_template is None:
-            raise ModelError(_WITHOUT_TEMPLATE.format(tokenizer.name_or_path or "the model"))
+            raise ModelError(WITHOUT_TEMPLATE.format(tokenizer.name_or_path or "the model"))
         try:
             if isinstance(tokenizer, PlainTokenizer) and not template_kwargs:
                 text = tokenizer.rendered(chat.turns, opens=opens, tools=tools)
@@ -298,68 +294,15 @@ class ChatTokenizer:
     @cached_property
     def bytes_of(self) -> Callable[[int], bytes]:
         """The function from a token's id to its bytes, which may be part of a character."""
-        return byte_reader(self._tokenizer.backend_tokenizer, self.decode)
+        return _byte_reader(self._tokenizer.backend_tokenizer, self.decode)
 
     def detokenizer(self) -> IncrementalDetokenizer:
         """Return a fresh detokenizer for one sample."""
-        return IncrementalDetokenizer(self)
+        return IncrementalDetokenizer(self.decode)
 
     def save(self, path: Path) -> None:
         """Write the tokenizer files into the existing directory `path`, with the template in tokenizer_config.json."""
         self._whole.save_pretrained(str(path), save_jinja_files=False)
-
-
-@final
-class IncrementalDetokenizer:
-    """Converter of one sample's tokens to text, token by token.
-
-    For each new token, it decodes a window of recent tokens twice, without and with the new token; the new text is what
-    the second result adds. The window includes the tokens of the previous emission, since some decoders treat the first
-    token specially.
-    """
-
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._read = 0  # number of tokens in the window whose text was emitted
-        self._emitted = ""  # the text that the tokens counted by `_read` decode to
-
-    def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes; empty while a character is incomplete."""
-        self._window.append(token_id)
-        text = self._tokenizer.decode(self._window)
-        undecided = len(self._window) - self._read
-        if text.endswith(_REPLACEMENT) and undecided < _MAX_UNDECIDED:
-            return ""
-        return self._emit(text)
-
-    def flush(self) -> str:
-        """Return the text not emitted yet; bytes that form no character become U+FFFD."""
-        if self._read == len(self._window):
-            return ""
-        return self._emit(self._tokenizer.decode(self._window))
-
-    def _emit(self, text: str) -> str:
-        new = text[len(self._emitted) :]
-        self._window = self._window[self._read :]
-        self._emitted = self._tokenizer.decode(self._window)
-        self._read = len(self._window)
-        return new
-
-
-def check_chat_template(path: Path) -> None:
-    """Raise ModelError if the directory has no chat template, or its tokenizer configuration is damaged."""
-    declared = _named(path / "tokenizer_config.json", "chat_template")
-    if declared is not None and not isinstance(declared, str | list | dict):
-        raise ModelError(
-            f"chat_template in {path / 'tokenizer_config.json'} must be a text, got {declared!r:.40}; copy it again"
-        )
-    if not (
-        declared is not None
-        or (path / "chat_template.jinja").is_file()
-        or (path / "additional_chat_templates").is_dir()
-    ):
-        raise ModelError(_WITHOUT_TEMPLATE.format(path))
 
 
 def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
@@ -385,8 +328,8 @@ def _read(path: Path) -> PreTrainedTokenizerFast | PlainTokenizer:
 
 
 def _is_plain(path: Path) -> bool:
-    plain = _named(path / "tokenizer_config.json", "tokenizer_class") in _PLAIN_CLASSES
-    return plain and _named(path / "config.json", "model_type") in _TAKEN_AT_THEIR_WORD
+    plain = entry_of(path / "tokenizer_config.json", "tokenizer_class") in _PLAIN_CLASSES
+    return plain and entry_of(path / "config.json", "model_type") in _TAKEN_AT_THEIR_WORD
 
 
 def _reader(path: Path) -> Any:
@@ -395,13 +338,14 @@ def _reader(path: Path) -> Any:
     return transformers.PreTrainedTokenizerFast if _is_plain(path) else transformers.AutoTokenizer
 
 
-def _named(file: Path, name: str) -> Any:
+def entry_of(file: Path, name: str) -> Any:
+    """Return an entry of a JSON file of a model directory; None if there is no such entry or file."""
     return json_object(file).get(name) if file.is_file() else None
 
 
 def _declared_eos(path: Path) -> set[int]:
     for name in ("generation_config.json", "config.json"):
-        declared = _named(path / name, "eos_token_id")
+        declared = entry_of(path / name, "eos_token_id")
         if declared is None:
             continue
         ids = declared if isinstance(declared, list) else [declared]
@@ -411,35 +355,72 @@ def _declared_eos(path: Path) -> set[int]:
     return set()
 
 
-#: Suffix of the entries of tokenizer_config.json that templates can read, such as `bos_token`.
-_TOKEN: Final = "_token"
+# --- bytes of a token -------------------------------------------------------------------------------------------------
+#
+# The bytes of an answer's tokens, joined, are the answer's text in UTF-8, apart from a first space that some decoders
+# strip. A decoded token would not do: half a character decodes to U+FFFD, and a leading space may be lost.
+
+_BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+#: Decoders that leave the bytes of a single token as they are.
+_NEUTRAL: Final = frozenset({"Fuse", "Strip"})
+_KNOWN: Final = _NEUTRAL | {"ByteLevel", "ByteFallback", "Replace", "Metaspace"}
 
 
-def refuse_unrenderable(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> None:
-    """Raise ModelError if the template of the directory `path` cannot render the conversation, or is damaged.
+def _byte_reader(backend: Tokenizer, decode: Callable[[Sequence[int]], str]) -> Callable[[int], bytes]:
+    """Return a function from a token's id to its bytes, which remembers its results.
 
-    Plain Jinja renders the template in milliseconds. Only if this fails, the tokenizer is loaded to decide.
+    It follows the tokenizer's decoder, if that is byte-level or SentencePiece's. Tokens of other decoders have the
+    bytes of the text that `decode` returns.
     """
-    if not messages or not _renders(path, messages, template_kwargs):
-        ChatTokenizer.load(path).encode_chat(messages, template_kwargs)
+    steps = _steps(backend)
+    if steps is None:
+        return cache(lambda token_id: decode([token_id]).encode())
+
+    @cache
+    def read(token_id: int) -> bytes:
+        piece = backend.id_to_token(token_id)
+        if piece is None:
+            return decode([token_id]).encode()
+        for step in steps:
+            match step["type"]:
+                case "ByteLevel":
+                    return _of_byte_level(piece)
+                case "ByteFallback" if (byte := _BYTE.fullmatch(piece)) is not None:
+                    return bytes.fromhex(byte[1])
+                case "Replace":
+                    piece = piece.replace(step["pattern"]["String"], step["content"])
+                case "Metaspace":
+                    piece = piece.replace(step["replacement"], " ")
+        return piece.encode()
+
+    return read
 
 
-def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> bool:
-    """Return True if plain Jinja renders the template; False means unknown, so the caller must ask the tokenizer."""
-    from jinja2 import TemplateError
+def _steps(backend: Tokenizer) -> Sequence[Mapping[str, Any]] | None:
+    """Return the steps of the tokenizer's decoder; None if there are none, or others than `_KNOWN`."""
+    if backend.decoder is None:
+        return None
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    is_known = all(step["type"] in _KNOWN and "Regex" not in step.get("pattern", {}) for step in steps)
+    return steps if is_known else None
 
-    try:
-        settings = json_object(path / "tokenizer_config.json")
-        own = path / "chat_template.jinja"
-        template = own.read_text() if own.is_file() else settings["chat_template"]
-        if not isinstance(template, str) or (path / "additional_chat_templates").exists():
-            return False
-        tokens = {name: value for name, value in settings.items() if name.endswith(_TOKEN) and isinstance(value, str)}
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        compiled(template).render(messages=turns, add_generation_prompt=True, **tokens, **template_kwargs)
-    except (OSError, ModelError, TemplateError, RecursionError, *FAILURES):
-        return False
-    return True
+
+@cache
+def _byte_of_char() -> dict[str, int]:
+    """Return the byte of each character of byte-level BPE (GPT-2): printable Latin-1 characters are their own bytes,
+    and the others, in order, are the characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+def _of_byte_level(piece: str) -> bytes:
+    table = _byte_of_char()
+    if all(char in table for char in piece):
+        return bytes(table[char] for char in piece)
+    return piece.encode()  # an added token that is no text of byte-level characters
 
 
 # --- without transformers ---------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import pytest
 
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.errors import ModelError
-from pipelinerl.models.tokenizer import ChatTokenizer, refuse_unrenderable
+from pipelinerl.models.chat_template import refuse_unrenderable
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.types import Message
 from tests.patience import PATIENCE_S
 
@@ -78,7 +79,7 @@ def test_chat_template_in_a_separate_file_takes_precedence_over_the_one_in_the_t
 
 def test_quick_check_of_a_chat_template_imports_no_heavy_library(tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom pathlib import Path\nfrom pipelinerl.models.tokenizer import refuse_unrenderable\n"
+        "import sys\nfrom pathlib import Path\nfrom pipelinerl.models.chat_template import refuse_unrenderable\n"
         "from pipelinerl.types import Message\n"
         "refuse_unrenderable(Path(sys.argv[1]), [Message('user', 'ab')], {'deep': False})\n"
         "print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"

@@ -14,6 +14,7 @@ import pytest
 
 import pipelinerl.models
 from pipelinerl.errors import ModelError, UserError
+from pipelinerl.models.chat_template import check_chat_template
 from pipelinerl.models.checkpoint import (
     check_directory,
     check_values,
@@ -25,7 +26,7 @@ from pipelinerl.models.checkpoint import (
 )
 from pipelinerl.models.decoder_config import read_config
 from pipelinerl.models.model_shape import mixture_of, read_shape
-from pipelinerl.models.tokenizer import ChatTokenizer, check_chat_template
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.trainers.torch.packed_model import load_config
 from pipelinerl.types import Message
 from tests.security.model_mutants import mutant

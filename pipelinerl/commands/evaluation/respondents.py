@@ -31,8 +31,8 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.openai_client import OpenAIServer, TextAnswer, models_at
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import UserError
+from pipelinerl.models.chat_template import check_chat_template
 from pipelinerl.models.checkpoint import check_directory
-from pipelinerl.models.tokenizer import check_chat_template
 from pipelinerl.roles.engine_role import build_engine
 from pipelinerl.roles.process import Identity
 from pipelinerl.system.background import to_its_end

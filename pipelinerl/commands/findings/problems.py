@@ -21,7 +21,8 @@ from pipelinerl.data.mixture import Mixture
 from pipelinerl.data.problems import Split, look_at, open_source
 from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import ModelError, RecipeError
-from pipelinerl.models.tokenizer import ChatTokenizer, refuse_unrenderable
+from pipelinerl.models.chat_template import refuse_unrenderable
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.roles.verification import names_of
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.instruction_following import instructions_of_problem

@@ -37,7 +37,8 @@ from inference_contract.schemas import (
 from inference_contract.tools import FunctionCallDelta, ResponseFormat, ToolCallDelta, ToolDefinition
 from pipelinerl.answers.tool_calls import ParsedAnswer
 from pipelinerl.engines.batching.logit_changes import LogitChange
-from pipelinerl.models.tokenizer import ChatTokenizer, IncrementalDetokenizer
+from pipelinerl.models.detokenizer import IncrementalDetokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.routed_experts import on_the_wire
 from trainer_contract.types import Experts
 

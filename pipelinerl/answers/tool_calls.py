@@ -356,7 +356,7 @@ FORMATS: Final = (
         _braced_arguments("<escape>"),
         "<end_function_call>",
     ),
-    CallFormat("Phi, Granite 3", r"<\|tool_call\|>\s*(?=[\[{])", _json_calls, r"<\|/tool_call\|>|\Z"),
+    CallFormat("Phi and Granite 3", r"<\|tool_call\|>\s*(?=[\[{])", _json_calls, r"<\|/tool_call\|>|\Z"),
     CallFormat("Cohere", r"<\|START_ACTION\|>", _json_calls, r"<\|END_ACTION\|>|\Z"),
     CallFormat("Nemotron", "<TOOLCALL>", _json_calls, "</TOOLCALL>"),
     CallFormat("LFM2 in JSON", r"<\|tool_call_start\|>\s*(?=\[\s*\{)", _json_calls, r"<\|tool_call_end\|>|\Z"),

@@ -20,7 +20,13 @@ from pipelinerl.commands.findings.model import (
 )
 from pipelinerl.commands.findings.problems import MOST, instruction_findings, prompt_findings, refuse_problems
 from pipelinerl.commands.findings.schedule import mini_batch_finding, stale_share
-from pipelinerl.commands.findings.trials import called_by_place, episode_tried, filter_tried, verifier_tried
+from pipelinerl.commands.findings.trials import (
+    called_by_place,
+    episode_tried,
+    filter_tried,
+    tool_format,
+    verifier_tried,
+)
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
@@ -191,15 +197,8 @@ def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) 
         kinds = {"text": 0, "a call": 1, "two calls": 2}
         kept = [kind for kind, calls in kinds.items() if tokenizer.tail.reproduces_deployment(calls=calls)]
         yield "template", f"continues {', '.join(kept) or 'nothing'} exactly as it renders a whole conversation"
-        yield "template", _calls_of(tokenizer)
+        yield "template", tool_format(tokenizer)
         yield from asyncio.run(episode_tried(config, domain, problems.problem(0), tokenizer))
-
-
-def _calls_of(tokenizer: ChatTokenizer) -> str:
-    """Describe the format in which the chat template writes tool calls."""
-    if tokenizer.call_style is None:
-        return "writes no tool calls that can be parsed back, so requests with tools are rejected"
-    return f"writes tool calls in the format of {tokenizer.call_style.form.name}, which is parsed"
 
 
 def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:

@@ -140,9 +140,10 @@ class ChatTokenizer:
         """Return how the chat template writes tool calls. Raises UnshownFieldError if its calls cannot be parsed."""
         self._check_shown("tools", "tools")
         if self.call_style is None:
+            name = self._tokenizer.name_or_path or "this model"
             raise UnshownFieldError(
-                "tools: the calls that this model's chat template writes cannot be parsed back, so no call would ever "
-                "run; serve a model whose template writes calls in a known format "
+                f"tools: the calls that the chat template of {name} writes cannot be parsed back, so no call would "
+                "ever run; serve a model whose template writes calls in a known format "
                 f"({', '.join(form.name for form in FORMATS)}), or leave the tools out",
                 "tools",
             )

@@ -167,7 +167,7 @@ TEMPLATES: Final[Mapping[str, CallTemplate]] = {
         thinking=("<|channel>thought\n", "<channel|>"),
         quote='<|"|>',
     ),
-    "Phi, Granite 3": CallTemplate(
+    "Phi and Granite 3": CallTemplate(
         _json_object(), begin="{{- '<|tool_call|>[' }}", between=", ", end="{{- ']<|/tool_call|>' }}"
     ),
     "Cohere": CallTemplate(

@@ -78,6 +78,13 @@ async def episode_tried(
     return [*lines, *(("warning", line) for line in _too_long(config, domain, played, answerer.longest))]
 
 
+def tool_format(tokenizer: ChatTokenizer) -> str:
+    """Describe the format in which the chat template writes tool calls."""
+    if tokenizer.call_style is None:
+        return "writes no tool calls that can be parsed back, so requests with tools are rejected"
+    return f"writes tool calls in the format of {tokenizer.call_style.form.name}, which is parsed"
+
+
 def _first_call(domain: DomainSection, tokenizer: ChatTokenizer) -> str:
     try:
         return tokenizer.written_call("python", {"code": "print(6 * 7)"})

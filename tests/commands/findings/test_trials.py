@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.commands.findings.trials import called_by_place, episode_tried, verifier_tried
+from pipelinerl.commands.findings.trials import called_by_place, episode_tried, tool_format, verifier_tried
 from pipelinerl.config.recipe import load, parse, to_table
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -91,8 +91,15 @@ async def test_chat_template_without_tool_calls_is_rejected() -> None:
 
 async def test_chat_template_whose_tool_calls_cannot_be_parsed_back_is_rejected() -> None:
     template = TOOL_TEMPLATE.replace("<tool_call>", "<do>").replace("</tool_call>", "</do>")
+    tokenizer = ChatTokenizer(tool_tokenizer(template=template), {1})
     with pytest.raises(RecipeError, match=r"episode\.tools: the calls .* cannot be parsed back.*Hermes, Qwen3-Coder"):
-        await lines(ChatTokenizer(tool_tokenizer(template=template), {1}))
+        await lines(tokenizer)
+    assert tool_format(tokenizer).startswith("writes no tool calls that can be parsed back")
+
+
+def test_check_names_the_format_of_tool_calls() -> None:
+    tokenizer = ChatTokenizer(tool_tokenizer(), {1})
+    assert tool_format(tokenizer) == "writes tool calls in the format of Hermes, which is parsed"
 
 
 async def trial(**domain: Any) -> str:

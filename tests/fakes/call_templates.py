@@ -263,7 +263,7 @@ def answers(name: str, rng: np.random.Generator, count: int) -> Iterator[Written
 def _answer(form: CallTemplate, write: Callable[[list[Call]], str], rng: np.random.Generator) -> WrittenAnswer:
     calls = [_call(rng, form.quote) for _ in range(rng.integers(0, form.most + 1))]
     before, opens = rng.random() < 0.6, rng.random() < 0.5
-    text = str(rng.choice(["", "So: ", "I look. \n"])) if form.has_text or not calls else ""
+    text = ("", "So: ", "I look. \n")[rng.integers(3)] if form.has_text or not calls else ""
     opening, closing = form.thinking
     thinking, opened_by = "", ""
     if before:
@@ -305,7 +305,7 @@ def _call(rng: np.random.Generator, *without: str) -> Call:
         "items": lambda: [_value(rng, without, 1) for _ in range(rng.integers(3))],
         "nested": lambda: _value(rng, without, 2, only_object=True),
     }
-    return str(rng.choice(_NAMES)), {name: make[name]() for name in names}
+    return _NAMES[rng.integers(len(_NAMES))], {name: make[name]() for name in names}
 
 
 def _value(rng: np.random.Generator, without: tuple[str, ...], depth: int, *, only_object: bool = False) -> Any:
@@ -319,5 +319,5 @@ def _value(rng: np.random.Generator, without: tuple[str, ...], depth: int, *, on
 
 def _text(rng: np.random.Generator, without: tuple[str, ...]) -> str:
     """Return random pieces, with a letter between two of them: a text of closing tags alone is ambiguous in XML."""
-    pieces = [piece for piece in rng.choice(_PIECES, size=rng.integers(0, 5)) if piece not in without]
-    return "x".join(map(str, pieces))
+    pieces = (_PIECES[at] for at in rng.integers(len(_PIECES), size=rng.integers(5)))
+    return "x".join(piece for piece in pieces if piece not in without)

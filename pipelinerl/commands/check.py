@@ -17,6 +17,7 @@ from pipelinerl.commands.findings.model import (
     expert_findings,
     mesh_findings,
     refuse_experts,
+    trial_findings,
 )
 from pipelinerl.commands.findings.problems import MOST, instruction_findings, prompt_findings, refuse_problems
 from pipelinerl.commands.findings.schedule import mini_batch_finding, stale_share
@@ -153,6 +154,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     slow = _slow(config, dtypes)
     yield "engine", f"{engines}; {slow}" if slow else engines
     yield "trainer", f"{config.trainer.type}, {config.trainer.passes_in}, sends {dtypes.wire}"
+    yield from trial_findings(config, _other_models(config))
     yield from adapter_findings(config)
     yield from attention_findings(config)
     yield from mesh_findings(config)

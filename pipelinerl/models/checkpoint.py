@@ -250,24 +250,29 @@ def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
     return named
 
 
-def load_model(
-    path: Path, *, dtype: WeightDType = WeightDType.FLOAT32, attention: str | None = None, part: Part = "causal_lm"
-) -> PreTrainedModel:
+def load_model(path: Path, *, dtype: WeightDType = WeightDType.FLOAT32, part: Part = "causal_lm") -> PreTrainedModel:
     """Return the causal LM of a local directory, on CPU, in eval mode. Raises ModelError.
 
-    With `part` "trunk", return only its layers, which output the last hidden states. `attention` names a function in
-    transformers' `AttentionInterface`; None keeps the model's own.
+    With `part` "trunk", return only its layers, which output the last hidden states.
     """
     import torch
 
-    return _attending(_load(path, part=part, dtype=getattr(torch, dtype)), attention)
+    return _load(path, part=part, dtype=getattr(torch, dtype)).eval()
 
 
-def load_structure(path: Path, *, attention: str | None = None, part: Part = "causal_lm") -> PreTrainedModel:
+def load_structure(path: Path, *, part: Part = "causal_lm") -> PreTrainedModel:
     """Return the model of `load_model` in fp32, with its weights on the meta device, unread. Raises ModelError."""
     import torch
 
-    model: Any = _load(path, part=part, device_map="meta", dtype=torch.float32)
+    model = _load(path, part=part, device_map="meta", dtype=torch.float32)
+    make_buffers(model)
+    return model.eval()
+
+
+def make_buffers(model: Any) -> None:
+    """Compute the buffers of a model on the meta device that no file stores, such as rotary frequencies, on the CPU."""
+    import torch
+
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta and name in module._non_persistent_buffers_set:
@@ -276,15 +281,12 @@ def load_structure(path: Path, *, attention: str | None = None, part: Part = "ca
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # so `initialize_weights` skips this parameter
     model.initialize_weights()  # creates the buffers, as transformers' own loading does
-    return _attending(model, attention)
 
 
-def _attending(model: PreTrainedModel, attention: str | None) -> PreTrainedModel:
-    if attention is not None:
-        if not getattr(model, "_supports_attention_backend", False):
-            raise ModelError(f"{type(model).__name__} does not use transformers' attention interface")
-        model.set_attn_implementation(attention)
-    return model.eval()
+def replace_attention(model: PreTrainedModel, name: str) -> None:
+    """Let a model attend by the function `name` in transformers' `AttentionInterface`. Raises ModelError."""
+    with foreign_failures(f"the attention of {type(model).__name__} cannot be replaced", "use another model"):
+        model.set_attn_implementation(name)
 
 
 def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrainedModel:

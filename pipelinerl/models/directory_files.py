@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.errors import ModelError
+from trainer_contract.errors import SpecError
 
 #: Maximum size in bytes of a JSON file; larger than any known tokenizer.json.
 _LONGEST_JSON: Final = 256 << 20
@@ -74,12 +75,14 @@ def text_config(path: Path) -> dict[str, Any]:
 def foreign_failures(problem: str, remedy: str = "copy it again") -> Iterator[None]:
     """Convert exceptions that libraries raise on untrusted files to `ModelError`: "problem: library's message; remedy".
 
+    `ModelError` and `SpecError`, which have a remedy already, pass unchanged.
+
     transformers raises many kinds of exceptions on a damaged config.json. `tokenizers` raises `Exception` itself, or a
     `BaseException` when it panics.
     """
     try:
         yield
-    except (ModelError, KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (ModelError, SpecError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
         raise ModelError(f"{problem}: {one_line(error)}; {remedy}") from error

@@ -19,8 +19,9 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models import torch_routers
-from pipelinerl.models.checkpoint import Part, load_model, load_structure
+from pipelinerl.models import torch_miniature, torch_routers
+from pipelinerl.models.checkpoint import Part, load_model, load_structure, replace_attention
+from pipelinerl.models.torch_miniature import TEXTS, Computed
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics import torch_batch_invariant
 from pipelinerl.numerics.torch_logprobs import token_predictions
@@ -166,7 +167,10 @@ def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: AttentionPlan) 
     tokens, positions = token_ids
     plan = OpaquePlan(segments)
     output = trunk(input_ids=tokens[None], position_ids=positions[None], segments=plan, use_cache=False)
-    return cast(Tensor, output.last_hidden_state.squeeze(0))
+    hidden: Tensor | None = getattr(output, "last_hidden_state", None)
+    if hidden is None:
+        raise SpecError(f"{type(trunk).__name__} has no layers that transformers runs without its output layer")
+    return hidden.squeeze(0)
 
 
 def computing_in(products: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
@@ -224,10 +228,13 @@ def load_for_training(
     Returns a model on the meta device and the reader of its parameters, or a loaded model and None.
     """
     try:
-        model = load_structure(path, attention=IMPLEMENTATION, part=part)
+        model = load_structure(path, part=part)
+        refuse_different(model)
+        replace_attention(model, IMPLEMENTATION)
         reader = WeightReader.of(path, model)
         if reader is None:
-            model = load_model(path, attention=IMPLEMENTATION, part=part)
+            model = load_model(path, part=part)
+            replace_attention(model, IMPLEMENTATION)
         else:
             _read_buffers(model, reader)
     except (ModelError, ValueError, KeyError) as error:
@@ -236,6 +243,37 @@ def load_for_training(
     if gradient_checkpointing:
         _recompute_layers(model)
     return model, reader
+
+
+def refuse_different(skeleton: PreTrainedModel) -> bool:
+    """Raise ModelError or SpecError if the trainer would not compute this model as transformers does.
+
+    The weights of `skeleton` are not used. Return False if this could not be tried, as `torch_miniature` explains.
+    """
+    return torch_miniature.refuse_different(skeleton, {"the torch trainer": _computed})
+
+
+def _computed(model: PreTrainedModel) -> list[Computed]:
+    """Compute the miniature's texts in one packed row, after the probes that name what is not supported."""
+    replace_attention(model, IMPLEMENTATION)
+    follow_autocast(model)
+    device, packed = torch.device("cpu"), None if model.get_output_embeddings() is None else PackedModel(model)
+    if packed is None:
+        probe_packing(model, device)
+    else:
+        packed.probe(device)
+    lengths = np.array([len(text) for text in TEXTS])
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    tokens = np.concatenate(TEXTS).astype(np.int64)
+    token_ids = torch.from_numpy(np.stack((tokens, positions.astype(np.int64))))
+    segments = SegmentPlan.of(positions, device)
+    if packed is None:
+        values, sizes = hidden_states(model, token_ids, segments), lengths
+    else:
+        (chosen,) = np.nonzero(positions)
+        before = Reading.of(chosen - 1, len(tokens), device)
+        values, sizes = packed(token_ids, segments, before, torch.from_numpy(tokens[chosen]), None)[0], lengths - 1
+    return [Computed(text, part) for text, part in zip(TEXTS, values.split(sizes.tolist()), strict=True)]
 
 
 def _recompute_layers(model: PreTrainedModel) -> None:

@@ -104,12 +104,12 @@ def run(
             raise UserError(f"--resume uses the recipe in {resume}; give only changes, such as run.steps=200")
         refuse_hosts(resume, on, host, hosts)
         path = controller_role.directory_of(resume)
-        config = change_recipe(path, changes) if changes else open_run(path).config
+        open_run(path)
+        config = change_recipe(path, changes)
         _refuse(config)
         refuse_full_disk(config, _predicted(config), path)
-        if changes:
-            for change in record_change(path, config, step=controller_role.newest_step(config, path)):
-                typer.echo(change)
+        for change in record_change(path, config, step=controller_role.newest_step(config, path)):
+            typer.echo(change)
         raise typer.Exit(launching.resume(path, connect=_connect))
     config = recipes.load(recipe or "tiny", overrides or [])
     if not new and on is None:

@@ -43,12 +43,12 @@ _WINDOWS: Final = frozenset({"sliding_window", "attention_chunk_size", "window_s
 #: Numbers of first layers that differ from later ones, and the number of last layers that share keys and values.
 _FIRST_LAYERS: Final = frozenset({"first_k_dense_replace", "num_dense_layers", "max_window_layers"})
 _SHARING_LAYERS: Final = "num_kv_shared_layers"
-#: Token ids, which must lie within the vocabulary.
+#: Token ids, which must lie within the vocabulary if there are any.
 _TOKENS: Final = frozenset({"pad_token_id", "bos_token_id", "eos_token_id"})
 
 #: Texts that trainer and engine compute. They are longer than a window, and two of them share their beginning.
 TEXTS: Final[Sequence[Sequence[int]]] = (
-    (11, 42, 7, 99, 180, 3, 64, 201, 33, 18, 77, 150, 5),
+    (11, 42, 7, 99, 180, 3, 64, 201, 33, 18, 77, 150),
     (11, 42, 7, 99, 23, 250, 61, 8),
     (140, 9, 9, 212, 71),
 )
@@ -190,7 +190,7 @@ def _shrink(config: Any) -> None:
         elif name in _WINDOWS:
             setattr(config, name, _at_most(value, _WINDOW))
         elif name in _TOKENS:
-            setattr(config, name, None)
+            setattr(config, name, 0 if _is_number(value) else None)
 
 
 def _kept(lists: Sequence[Sequence[Any]], depth: int, sharing: int) -> list[int]:

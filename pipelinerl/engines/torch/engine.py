@@ -30,7 +30,7 @@ from pipelinerl.numerics import torch_attention as kernels_of_torch, torch_batch
 from trainer_contract.types import Device, HeadPrecision, Kernels
 
 #: Number of tokens that a trial of the engine decodes.
-_DECODED: Final = 8
+_DECODED: Final = 4
 
 
 def from_options(options: EngineOptions) -> Engine:

@@ -95,9 +95,7 @@ def attend(
     if segments is None:
         raise SpecError(f"{name} does not receive the arguments of its model's forward; use another model")
     if attention_mask is not None:
-        raise SpecError(
-            f"{name} needs a mask of its own, which packed segments do not support; use another model"
-        )
+        raise SpecError(f"{name} needs a mask of its own, which packed segments do not support; use another model")
     for argument in _UNSUPPORTED:
         if others.get(argument) is not None:
             raise SpecError(f"attention with {argument!r} is not supported over packed segments; use another model")

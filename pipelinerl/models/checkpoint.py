@@ -264,15 +264,7 @@ def load_structure(path: Path, *, part: Part = "causal_lm") -> PreTrainedModel:
     """Return the model of `load_model` in fp32, with its weights on the meta device, unread. Raises ModelError."""
     import torch
 
-    model = _load(path, part=part, device_map="meta", dtype=torch.float32)
-    make_buffers(model)
-    return model.eval()
-
-
-def make_buffers(model: Any) -> None:
-    """Compute the buffers of a model on the meta device that no file stores, such as rotary frequencies, on the CPU."""
-    import torch
-
+    model: Any = _load(path, part=part, device_map="meta", dtype=torch.float32)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta and name in module._non_persistent_buffers_set:
@@ -281,6 +273,8 @@ def make_buffers(model: Any) -> None:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # so `initialize_weights` skips this parameter
     model.initialize_weights()  # creates the buffers, as transformers' own loading does
+    structure: PreTrainedModel = model.eval()
+    return structure
 
 
 def replace_attention(model: PreTrainedModel, name: str) -> None:
@@ -327,7 +321,7 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
         names = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
         raise ModelError(
             f"{path}: weights do not fit config.json: {len(names)} absent or of another shape, first {names[0]}; copy "
-            "it again"
+            "all files again, from one model"
         )
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:

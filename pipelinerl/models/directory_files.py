@@ -64,10 +64,12 @@ def text_config(path: Path) -> dict[str, Any]:
         value = text.get(name, most)
         if not value and not isinstance(value, bool) and name in _MAY_BE_ABSENT:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise ModelError(
-                f"{name} in {file} must be a whole number from 1 to {most:,}, got {value!r:.40}; copy it again"
-            )
+        # Some models list a size for each layer.
+        for size in value if isinstance(value, list) and value else [value]:
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
+                raise ModelError(
+                    f"{name} in {file} must be a whole number from 1 to {most:,}, got {value!r:.40}; copy it again"
+                )
     return text
 
 

@@ -16,12 +16,11 @@ from itertools import count
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipelinerl import rng
 from pipelinerl.errors import ModelError
-from pipelinerl.models.checkpoint import make_buffers
 from pipelinerl.models.directory_files import foreign_failures
 
 _VOCAB: Final = 256
@@ -87,6 +86,8 @@ def refuse_different(skeleton: PreTrainedModel, trials: Mapping[str, Trial]) -> 
     key = (*trials, name, skeleton.config.to_json_string(use_diff=False))
     if key not in _TRIED:
         model = miniature(skeleton)
+        if model is None and not getattr(skeleton, "_supports_attention_backend", False):
+            raise ModelError(f"transformers does not let {name}'s attention be replaced; use another model")
         if model is None:
             return False
         _TRIED[key] = ""
@@ -102,8 +103,15 @@ def refuse_different(skeleton: PreTrainedModel, trials: Mapping[str, Trial]) -> 
 
 def _compare(model: PreTrainedModel, part: str, compute: Trial) -> None:
     name = type(model).__name__
-    with foreign_failures(f"{part} cannot compute {name}", "use another model"), torch.no_grad():
-        computed = compute(model)
+    try:
+        with foreign_failures(f"{part} cannot compute {name}", "use another model"), torch.no_grad():
+            computed = compute(model)
+    except ModelError as error:
+        if error.__cause__ is None or getattr(model, "_supports_attention_backend", False):
+            raise
+        raise ModelError(
+            f"{part} cannot compute {name}, whose attention transformers does not let it replace; use another model"
+        ) from error
     worst, largest = 0.0, 1.0
     for text, values in computed:
         expected = reference(model, text)[-len(values) :]
@@ -125,11 +133,12 @@ def miniature(skeleton: PreTrainedModel) -> PreTrainedModel | None:
     try:
         with foreign_failures(f"no miniature of {cls.__name__} runs"):
             with torch.device("meta"):
-                model: PreTrainedModel = cls._from_config(shrunk(skeleton.config), dtype=torch.float32)
-            if sum(each.numel() for each in model.parameters()) > _MOST_PARAMETERS:
+                sizes: PreTrainedModel = cls._from_config(shrunk(skeleton.config), dtype=torch.float32)
+            if sum(each.numel() for each in sizes.parameters()) > _MOST_PARAMETERS:
                 return None
-            make_buffers(model)
-            _fill(model.eval())
+            with torch.random.fork_rng(devices=[]):
+                model: PreTrainedModel = cls._from_config(shrunk(skeleton.config), dtype=torch.float32)
+            _fill(model.eval().requires_grad_(False))
             reference(model, TEXTS[0])
     except ModelError:
         return None
@@ -218,7 +227,7 @@ def _at_most(value: Any, most: int) -> Any:
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel) -> None:
-    """Give parameters and stored buffers values at which each part of the model changes the output.
+    """Give parameters, and stored buffers of zeros, values at which each part of the model changes the output.
 
     transformers' initial weights are so small that attention is nearly uniform. Values repeat with a period that
     divides no row, which is much faster than drawing each of them.
@@ -236,10 +245,8 @@ def _fill(model: PreTrainedModel) -> None:
             values *= 1.0 if "embed" in name or "wte" in name else 1.2 * parameter.shape[-1] ** -0.5
         else:
             values = 0.1 * values + (1.0 if name.endswith("weight") else 0.0)
-        torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=False))
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:
-                floats = buffer.is_floating_point()
-                values = 0.1 * noise(buffer.shape) if floats else torch.zeros(buffer.shape)
-                setattr(module, name, values.to(buffer.dtype))
+        parameter.copy_(values)
+    stored = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in stored and buffer.is_floating_point() and not buffer.any():
+            buffer.copy_(0.1 * noise(buffer.shape))

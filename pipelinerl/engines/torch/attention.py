@@ -59,9 +59,9 @@ def attend(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(plan, DecodePlan):
-        return attend_decode(query, key, value, plan, sliding_window, scale, softcap), None
+        return attend_decode(query, key, value, plan, sliding_window, scale, softcap).contiguous(), None
     reading = plan.reading if plan is not None else CacheReading.GATHERED
-    return attend_prefill(query, key, value, reading, sliding_window, scale, softcap), None
+    return attend_prefill(query, key, value, reading, sliding_window, scale, softcap).contiguous(), None
 
 
 def attend_decode(

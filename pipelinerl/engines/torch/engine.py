@@ -29,8 +29,9 @@ from pipelinerl.models.torch_miniature import TEXTS, Computed
 from pipelinerl.numerics import torch_attention as kernels_of_torch, torch_batch_invariant, torch_logprobs
 from trainer_contract.types import Device, HeadPrecision, Kernels
 
-#: Number of tokens that a trial of the engine decodes.
+#: Number of tokens that a trial of the engine decodes, and its longest sequence, more than a block of the cache.
 _DECODED: Final = 4
+_LONGEST: Final = 44
 
 
 def from_options(options: EngineOptions) -> Engine:
@@ -105,24 +106,29 @@ def refuse_different(skeleton: PreTrainedModel) -> bool:
 
 
 def _decoded(model: PreTrainedModel) -> list[Computed]:
-    """Decode tokens after each of the miniature's texts, in one batch."""
+    """Decode tokens after prompts of several lengths in one batch, two of which share a full block of the cache."""
     replace_attention(model, torch_attention.NAME)
-    rows, context = range(len(TEXTS)), _DECODED + max(map(len, TEXTS))
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+    context = min(_LONGEST, positions)
+    shared = [token % 200 for token in range(3, 3 + 7 * (context - _DECODED), 7)]
+    prompts = [*TEXTS, shared, shared]
     options = EngineOptions(
-        model_path=Path(), model_id="", slots=len(rows), max_waiting=0, context_length=context, device=Device.CPU
+        model_path=Path(), model_id="", slots=len(prompts), max_waiting=0, context_length=context, device=Device.CPU
     )
     runner = TorchRunner(model, options)
-    runner.prefill([Prefill(text[:-1], [row]) for row, text in zip(rows, TEXTS, strict=True)])
+    runner.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts)])
     runner.place(
         [
-            RowState(row, text[-1], len(text) - 1, noise_key=row, temperature=1.0, top_p=1.0, top_k=0)
-            for row, text in zip(rows, TEXTS, strict=True)
+            RowState(row, prompt[-1], len(prompt) - 1, noise_key=row, temperature=1.0, top_p=1.0, top_k=0)
+            for row, prompt in enumerate(prompts)
         ]
     )
-    steps = [runner.decode(len(rows)) for _ in range(_DECODED)]
+    steps = [runner.decode(len(prompts)) for _ in range(_DECODED)]
     return [
-        Computed([*text, *(tokens[row] for tokens, _ in steps)], torch.tensor([logprobs[row] for _, logprobs in steps]))
-        for row, text in zip(rows, TEXTS, strict=True)
+        Computed(
+            [*prompt, *(tokens[row] for tokens, _ in steps)], torch.tensor([logprobs[row] for _, logprobs in steps])
+        )
+        for row, prompt in enumerate(prompts)
     ]
 
 

@@ -15,6 +15,7 @@ from pipelinerl.engines.http.engine_teacher import TEACHER_TOKEN, EngineTeacher
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.checkpoint import model_dtype
+from pipelinerl.models.vocabulary import refuse_other_vocabulary
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
@@ -141,7 +142,11 @@ def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None, versio
 
 
 def _model(config: RunConfig, path: str | None) -> Path:
-    return config.model.resolved if path is None else ModelSection(path=path).resolved
+    """Return a model's directory; raise ModelError if its tokens are not the policy's."""
+    policy = config.model.resolved
+    model = policy if path is None else ModelSection(path=path).resolved
+    refuse_other_vocabulary(policy, model)
+    return model
 
 
 def _worker(config: RunConfig, name: str, spec: TrainerSpec) -> Trainer:

@@ -195,9 +195,9 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) -> Iterator[tuple[str, str]]:
-    problems, where = _problems_of(domain, config), f"domains.{domain.name}"
+    problems = _problems_of(domain, config)
     if domain.has_verifier:
-        yield "verifier", f"{where}: {asyncio.run(verifier_tried(domain, problems))}"
+        yield from asyncio.run(verifier_tried(domain, problems))
     if domain.has_environment:
         kinds = {"text": 0, "a call": 1, "two calls": 2}
         kept = [kind for kind, calls in kinds.items() if tokenizer.tail.reproduces_deployment(calls=calls)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast, final
@@ -28,7 +29,8 @@ from pipelinerl.numerics.torch_logprobs import token_predictions
 from pipelinerl.trainers.torch.experts import follow_autocast
 from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, AttentionPlan, OpaquePlan, attend
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
-from pipelinerl.trainers.torch.packed.shared_beginnings import Reading
+from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
+from pipelinerl.trainers.torch.passes import PassSetting, made_up_batch, predict
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure, Kernels
 
@@ -254,7 +256,7 @@ def refuse_different(skeleton: PreTrainedModel) -> bool:
 
 
 def _computed(model: PreTrainedModel) -> list[Computed]:
-    """Compute the miniature's texts in one packed row, after the probes that name what is not supported."""
+    """Compute the miniature's texts in one packed row, shared beginnings once; first probe what has its own message."""
     replace_attention(model, IMPLEMENTATION)
     follow_autocast(model)
     device, packed = torch.device("cpu"), None if model.get_output_embeddings() is None else PackedModel(model)
@@ -263,17 +265,16 @@ def _computed(model: PreTrainedModel) -> list[Computed]:
     else:
         packed.probe(device)
     lengths = np.array([len(text) for text in TEXTS])
-    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    tokens = np.concatenate(TEXTS).astype(np.int64)
-    token_ids = torch.from_numpy(np.stack((tokens, positions.astype(np.int64))))
-    segments = SegmentPlan.of(positions, device)
-    if packed is None:
-        values, sizes = hidden_states(model, token_ids, segments), lengths
-    else:
-        (chosen,) = np.nonzero(positions)
-        before = Reading.of(chosen - 1, len(tokens), device)
-        values, sizes = packed(token_ids, segments, before, torch.from_numpy(tokens[chosen]), None)[0], lengths - 1
-    return [Computed(text, part) for text, part in zip(TEXTS, values.split(sizes.tolist()), strict=True)]
+    batch = made_up_batch(lengths, vocab_size=1)
+    batch = replace(batch, token_ids=np.concatenate(TEXTS).astype(np.int32))
+    if packed is not None:
+        values = predict(packed, PassSetting(device), batch, batch.loss_mask)[0]
+        return [Computed(text, part) for text, part in zip(TEXTS, values.split((lengths - 1).tolist()), strict=True)]
+    distinct = Distinct.of(batch)
+    tokens = np.stack((batch.token_ids, batch.position_ids))[:, distinct.kept].astype(np.int64)
+    segments = SegmentPlan.of(batch.position_ids, device, distinct)
+    hidden = hidden_states(model, torch.from_numpy(tokens), segments)[torch.from_numpy(distinct.place)]
+    return [Computed(text, part) for text, part in zip(TEXTS, hidden.split(lengths.tolist()), strict=True)]
 
 
 def _recompute_layers(model: PreTrainedModel) -> None:

@@ -169,8 +169,8 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from attention_findings(config)
     yield from mesh_findings(config)
     yield from expert_findings(config)
-    if lacking := list(_not_here(config)):
-        yield "elsewhere", f"this machine has no GPU, but the recipe requires one: {', '.join(lacking)}"
+    if keys := keys_without_gpu(config):
+        yield "warning", f"{', '.join(keys)} need a GPU, and this machine has none; a run here would end at its start"
     yield from _objective_findings(config, tokenizer)
     knobs = knobs_of(config)
     yield "step", _step(config)
@@ -321,18 +321,18 @@ def _staleness(config: RunConfig, knobs: Knobs) -> str:
     )
 
 
-def _not_here(config: RunConfig) -> Iterator[str]:
-    # Report only findings, no errors: the recipe may be meant for another machine.
+def keys_without_gpu(config: RunConfig) -> list[str]:
+    """Return the keys of the recipe that need a GPU if this machine has none; the recipe may be for another machine."""
     from pipelinerl.weights.broadcast.collective import offers
 
-    if offers(Backend.NCCL):
-        return
-    if config.engine.device == "cuda":
-        yield "engine.device"
-    if config.trainer.device == "cuda":
-        yield "trainer.device"
-    if config.weights.backend is Backend.NCCL:
-        yield "weights.backend"
+    needs = {
+        "engine.device": config.engine.device == "cuda",
+        "trainer.device": config.trainer.device == "cuda",
+        "weights.backend": config.weights.backend is Backend.NCCL,
+        "launch.engine_devices": bool(config.launch.engine_devices),
+        "launch.trainer_devices": bool(config.launch.trainer_devices),
+    }
+    return [] if offers(Backend.NCCL) else [key for key, is_needed in needs.items() if is_needed]
 
 
 def _step(config: RunConfig) -> str:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from pipelinerl import rng
 from pipelinerl.errors import ModelError
 from pipelinerl.models.directory_files import foreign_failures
+from trainer_contract.errors import SpecError
 
 _VOCAB: Final = 256
 _WIDTH: Final = 16
@@ -33,7 +34,7 @@ _UNLISTED_LAYERS: Final = 2
 _MOST_PARAMETERS: Final = 10**9
 
 #: Number of random values, a prime.
-_PERIOD: Final = 1_000_003
+_PERIOD: Final = 100_003
 
 _DEPTHS: Final = frozenset({"num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"})
 _VOCABULARIES: Final = frozenset({"vocab_size", "vocab_size_per_layer_input"})
@@ -94,7 +95,7 @@ def refuse_different(skeleton: PreTrainedModel, trials: Mapping[str, Trial]) -> 
         try:
             for part, compute in trials.items():
                 _compare(model, part, compute)
-        except ModelError as error:
+        except (ModelError, SpecError) as error:
             _TRIED[key] = str(error)
     if _TRIED[key]:
         raise ModelError(_TRIED[key])

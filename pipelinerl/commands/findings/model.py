@@ -11,7 +11,7 @@ from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.enums import RoutingReplay
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.checkpoint import load_structure, model_type
 from pipelinerl.models.decoder_config import read_config
 from pipelinerl.models.directory_files import text_config
@@ -73,8 +73,8 @@ def trial_findings(config: RunConfig, others: Mapping[str, Path]) -> Iterator[tu
                 tried = engine.refuse_different(skeleton)
             if key in trained:
                 tried = packed_model.refuse_different(skeleton) and tried
-        except SpecError as error:
-            raise RecipeError(f"{key}: {error}") from error
+        except ModelError as error:
+            raise ModelError(f"{key}: {error}") from error
         if not tried:
             yield (
                 "warning",

@@ -248,7 +248,7 @@ def load_for_training(
 
 
 def refuse_different(skeleton: PreTrainedModel) -> bool:
-    """Raise ModelError or SpecError if the trainer would not compute this model as transformers does.
+    """Raise ModelError if the trainer would not compute this model as transformers does.
 
     The weights of `skeleton` are not used. Return False if this could not be tried, as `torch_miniature` explains.
     """

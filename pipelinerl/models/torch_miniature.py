@@ -46,8 +46,7 @@ _SHARING_LAYERS: Final = "num_kv_shared_layers"
 #: Token ids, which must lie within the vocabulary if there are any.
 _TOKENS: Final = frozenset({"pad_token_id", "bos_token_id", "eos_token_id"})
 
-#: Texts that trainer and engine compute. They are longer than a window, and two of them share their beginning.
-TEXTS: Final[Sequence[Sequence[int]]] = (
+_TEXTS: Final[Sequence[Sequence[int]]] = (
     (11, 42, 7, 99, 180, 3, 64, 201, 33, 18, 77, 150),
     (11, 42, 7, 99, 23, 250, 61, 8),
     (140, 9, 9, 212, 71),
@@ -66,7 +65,7 @@ class Computed(NamedTuple):
     values: Tensor
 
 
-#: A computation on a miniature, which belongs to it alone.
+#: A computation on a miniature that it may change, such as of `texts_of` it.
 Trial = Callable[[PreTrainedModel], Sequence[Computed]]
 
 
@@ -140,10 +139,16 @@ def miniature(skeleton: PreTrainedModel) -> PreTrainedModel | None:
             with torch.random.fork_rng(devices=[]):
                 model: PreTrainedModel = cls._from_config(shrunk(skeleton.config), dtype=torch.float32)
             _fill(model.eval().requires_grad_(False))
-            reference(model, TEXTS[0])
+            reference(model, texts_of(model)[0])
     except ModelError:
         return None
     return model
+
+
+def texts_of(model: PreTrainedModel) -> list[list[int]]:
+    """Return texts to compute, in the model's vocabulary: longer than a window, and two with the same beginning."""
+    vocab = int(model.config.get_text_config().vocab_size)
+    return [[token % vocab for token in text] for text in _TEXTS]
 
 
 def reference(model: PreTrainedModel, text: Sequence[int]) -> Tensor:

@@ -142,18 +142,15 @@ def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None, versio
 
 
 def _model(config: RunConfig, path: str | None) -> Path:
-    """Return a model's directory; raise ModelError if its tokens are not the policy's."""
-    policy = config.model.resolved
-    model = policy if path is None else ModelSection(path=path).resolved
-    refuse_other_vocabulary(policy, model)
-    return model
+    return config.model.resolved if path is None else ModelSection(path=path).resolved
 
 
 def _worker(config: RunConfig, name: str, spec: TrainerSpec) -> Trainer:
     worker: Trainer = registry.load("trainer.type", registry.TRAINERS, config.trainer.type)()
     try:
         worker.init_worker(spec)
-    except SpecError as error:
+        refuse_other_vocabulary(config.model.resolved, spec.model_path)
+    except (SpecError, ModelError) as error:
         raise ModelError(f"{name}: {error}") from error
     except StateError as error:
         # The checkpoint's files are undamaged, since their digests match, so the recipe does not fit the checkpoint.

@@ -26,7 +26,7 @@ from transformers import (
 
 from pipelinerl.engines.torch import engine
 from pipelinerl.errors import ModelError
-from pipelinerl.models.torch_miniature import TEXTS, Computed, miniature, reference, refuse_different, shrunk
+from pipelinerl.models.torch_miniature import Computed, miniature, reference, refuse_different, shrunk, texts_of
 from pipelinerl.trainers.torch import packed_model
 
 SIZES: dict[str, Any] = {
@@ -76,7 +76,7 @@ def test_miniature_is_the_same_each_time_and_leaves_torchs_random_state_alone() 
     state = torch.get_rng_state()
     one, other = (miniature(skeleton(LlamaConfig(**SIZES))) for _ in range(2))
     assert one is not None and other is not None and torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(reference(one, TEXTS[0]), reference(other, TEXTS[0]))
+    assert torch.equal(reference(one, texts_of(one)[0]), reference(other, texts_of(other)[0]))
     assert one.config.pad_token_id == 0 and len(one.model.layers) == 2
 
 
@@ -89,7 +89,7 @@ def test_miniature_is_the_same_each_time_and_leaves_torchs_random_state_alone() 
         ),
         MixtralConfig(**EXPERTS, num_local_experts=4, sliding_window=16),
         Qwen2MoeConfig(**EXPERTS, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16),
-        GPT2Config(vocab_size=300, n_embd=32, n_layer=3, n_head=4, n_positions=64),
+        GPT2Config(vocab_size=3, n_embd=32, n_layer=3, n_head=4, n_positions=16),
     ],
     ids=lambda config: config.model_type,
 )
@@ -143,7 +143,7 @@ def test_model_that_would_be_computed_otherwise_is_rejected_with_the_reason(
 def test_model_is_compared_with_the_right_tokens_and_within_rounding() -> None:
     def off_by(error: float) -> Callable[[PreTrainedModel], list[Computed]]:
         def compute(model: PreTrainedModel) -> list[Computed]:
-            return [Computed(text, reference(model, text)[-3:] + error) for text in TEXTS]
+            return [Computed(text, reference(model, text)[-3:] + error) for text in texts_of(model)]
 
         return compute
 

@@ -25,7 +25,7 @@ from pipelinerl.models import torch_miniature
 from pipelinerl.models.checkpoint import replace_attention
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.models.torch_miniature import TEXTS, Computed
+from pipelinerl.models.torch_miniature import Computed, texts_of
 from pipelinerl.numerics import torch_attention as kernels_of_torch, torch_batch_invariant, torch_logprobs
 from trainer_contract.types import Device, HeadPrecision, Kernels
 
@@ -110,8 +110,9 @@ def _decoded(model: PreTrainedModel) -> list[Computed]:
     replace_attention(model, torch_attention.NAME)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
     context = min(_LONGEST, positions)
-    shared = [token % 200 for token in range(3, 3 + 7 * (context - _DECODED), 7)]
-    prompts = [*TEXTS, shared, shared]
+    vocab = model.config.get_text_config().vocab_size
+    shared = [token % vocab for token in range(3, 3 + 7 * (context - _DECODED), 7)]
+    prompts = [*texts_of(model), shared, shared]
     options = EngineOptions(
         model_path=Path(), model_id="", slots=len(prompts), max_waiting=0, context_length=context, device=Device.CPU
     )

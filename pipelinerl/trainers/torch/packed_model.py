@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pipelinerl.errors import ModelError
 from pipelinerl.models import torch_miniature, torch_routers
 from pipelinerl.models.checkpoint import Part, load_model, load_structure, replace_attention
-from pipelinerl.models.torch_miniature import TEXTS, Computed
+from pipelinerl.models.torch_miniature import Computed, texts_of
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics import torch_batch_invariant
 from pipelinerl.numerics.torch_logprobs import token_predictions
@@ -264,17 +264,18 @@ def _computed(model: PreTrainedModel) -> list[Computed]:
         probe_packing(model, device)
     else:
         packed.probe(device)
-    lengths = np.array([len(text) for text in TEXTS])
+    texts = texts_of(model)
+    lengths = np.array([len(text) for text in texts])
     batch = made_up_batch(lengths, vocab_size=1)
-    batch = replace(batch, token_ids=np.concatenate(TEXTS).astype(np.int32))
+    batch = replace(batch, token_ids=np.concatenate(texts).astype(np.int32))
     if packed is not None:
         values = predict(packed, PassSetting(device), batch, batch.loss_mask)[0]
-        return [Computed(text, part) for text, part in zip(TEXTS, values.split((lengths - 1).tolist()), strict=True)]
+        return [Computed(text, part) for text, part in zip(texts, values.split((lengths - 1).tolist()), strict=True)]
     distinct = Distinct.of(batch)
     tokens = np.stack((batch.token_ids, batch.position_ids))[:, distinct.kept].astype(np.int64)
     segments = SegmentPlan.of(batch.position_ids, device, distinct)
     hidden = hidden_states(model, torch.from_numpy(tokens), segments)[torch.from_numpy(distinct.place)]
-    return [Computed(text, part) for text, part in zip(TEXTS, hidden.split(lengths.tolist()), strict=True)]
+    return [Computed(text, part) for text, part in zip(texts, hidden.split(lengths.tolist()), strict=True)]
 
 
 def _recompute_layers(model: PreTrainedModel) -> None:

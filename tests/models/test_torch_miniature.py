@@ -148,11 +148,11 @@ def test_model_is_compared_with_the_right_tokens_and_within_rounding() -> None:
         return compute
 
     model = skeleton(LlamaConfig(**SIZES))
-    assert refuse_different(model, {"exact": off_by(0.0)}) and refuse_different(model, {"rounded": off_by(1e-5)})
+    assert refuse_different(model, "exact", off_by(0.0)) and refuse_different(model, "rounded", off_by(1e-5))
     with pytest.raises(ModelError, match=r"wrong computes LlamaForCausalLM otherwise .* by up to 0\.5; use another"):
-        refuse_different(model, {"wrong": off_by(0.5)})
+        refuse_different(model, "wrong", off_by(0.5))
     with pytest.raises(ModelError, match=r"broken cannot compute LlamaForCausalLM: .* by zero; use another model"):
-        refuse_different(model, {"broken": lambda model: [Computed((), torch.zeros(1 // 0))]})
+        refuse_different(model, "broken", lambda model: [Computed((), torch.zeros(1 // 0))])
 
 
 def test_configuration_whose_miniature_does_not_run_or_is_too_large_is_not_tried() -> None:

@@ -102,7 +102,7 @@ def refuse_different(skeleton: PreTrainedModel) -> bool:
     Return False if this could not be tried, as `torch_miniature` explains.
     """
     refuse_undecodable(skeleton)
-    return torch_miniature.refuse_different(skeleton, {"the torch engine": _decoded})
+    return torch_miniature.refuse_different(skeleton, "the torch engine", _decoded)
 
 
 def _decoded(model: PreTrainedModel) -> list[Computed]:

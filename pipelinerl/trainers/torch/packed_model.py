@@ -252,7 +252,7 @@ def refuse_different(skeleton: PreTrainedModel) -> bool:
 
     The weights of `skeleton` are not used. Return False if this could not be tried, as `torch_miniature` explains.
     """
-    return torch_miniature.refuse_different(skeleton, {"the torch trainer": _computed})
+    return torch_miniature.refuse_different(skeleton, "the torch trainer", _computed)
 
 
 def _computed(model: PreTrainedModel) -> list[Computed]:

@@ -301,7 +301,9 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
     transformers_logging.set_verbosity_error()  # hides tables of mismatched weights; the error below names the first
     factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
     advice = (
-        "copy it again" if kind in CONFIG_MAPPING else "use another model, or a transformers version that supports it"
+        "copy it again, or use another model"
+        if kind in CONFIG_MAPPING
+        else "use another model, or a transformers version that supports it"
     )
     with foreign_failures(f"the model in {path} cannot be loaded", advice):
         loaded: Any = factory.from_pretrained(

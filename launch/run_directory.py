@@ -2,6 +2,7 @@
 
 runs/tiny/
   recipe.toml      the resolved recipe, complete, readable by its owner only, since it may hold a secret
+  recipe.started.toml  the recipe of the last launch; what differs from it in recipe.toml was edited
   layout           number of the directory's layout; a run of another layout is refused
   tokens.json      bearer token of this launch, readable by its owner only
   events.jsonl     the run's events (written by the controller)
@@ -26,13 +27,14 @@ from typing import Any, Final
 from filelock import BaseFileLock, FileLock, Timeout
 
 from launch.cluster.membership import read_members
-from pipelinerl.config.recipe import RunConfig, check_layout, load_run, save, to_table, write_layout
+from pipelinerl.config.recipe import RunConfig, check_layout, load, load_run, save, to_table, write_layout
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import read_events
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.system.files import system_words, write_private
 
-_LOCK = ".lock"
+_LOCK: Final = ".lock"
+_STARTED: Final = "recipe.started.toml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,11 @@ class RunDirectory:
     def recipe(self) -> Path:
         """The path of the resolved recipe."""
         return self.path / "recipe.toml"
+
+    @property
+    def started(self) -> Path:
+        """The path of the recipe of the last launch."""
+        return self.path / _STARTED
 
     @property
     def tokens(self) -> Path:
@@ -135,6 +142,7 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
             try:
                 write_layout(directory.path)
                 save(chosen, directory.recipe)
+                save(chosen, directory.started)
             except OSError as error:
                 raise UserError(f"run.directory: {directory.path} cannot be written: {system_words(error)}") from None
             undoing.pop_all()
@@ -176,6 +184,14 @@ BOUND: Final[Mapping[str, str]] = {
     "trainer.type": _MADE_WITH,
     "trainer.precision": _MADE_WITH,
     "trainer.options": _MADE_WITH,
+    "trainer.options.mesh": _MAY_CHANGE,
+    "trainer.options.gradients": _MAY_CHANGE,
+    "trainer.options.experts": _MAY_CHANGE,
+    "trainer.options.attention": _MAY_CHANGE,
+    "trainer.options.compile": _MAY_CHANGE,
+    "trainer.options.distributed": _MAY_CHANGE,
+    "trainer.options.optimizer": _MAY_CHANGE,
+    "trainer.options.lora.dropout": _MAY_CHANGE,
     "training": _STEPS,
     "training.rollouts_per_step": _MAY_CHANGE,
     "training.no_signal": _MAY_CHANGE,
@@ -212,23 +228,24 @@ _KEY_OF_KNOB: Final[Mapping[str, str]] = {
     "evaluation_interval_steps": "evaluation.interval_steps",
     "groups_in_flight": "actor.groups_in_flight",
 }
+_EMPTY: Final = "{}"
 _LISTS_BY_NAME: Final = ("domains", "evaluations")
 
 
 def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
-    """Return the recipe of the run in `run_dir` with these overrides; write nothing.
+    """Return the recipe of the run in `run_dir`, as edited since its last launch, with these overrides; write nothing.
 
     Raises:
-        UserError: a key must not change on a resumed run, or was changed while the run was live, or the run has
-            several hosts; the message gives the reasons.
+        UserError: a key must not change on a resumed run, or was changed while the run was live, or there are overrides
+            and the run has several hosts; the message gives the reasons.
     """
-    before, after = load_run(run_dir), load_run(run_dir, overrides)
-    changed = differences(before, after)
+    edited, after = load_run(run_dir), load_run(run_dir, overrides)
     members = read_members(run_dir)
-    if changed and members is not None and len(members.hosts) > 1:
+    if differences(edited, after) and members is not None and len(members.hosts) > 1:
         raise UserError(
             f"this run is on several hosts, each with a recipe of its own: change {run_dir}/recipe.toml there"
         )
+    changed = differences(_started(run_dir), after)
     refused = [f"{key} cannot change on a resumed run: {reason}" for key in changed if (reason := _reason(key))]
     refused += [
         f"{key} was changed while the run was live, which takes precedence; set it once the run is live again: "
@@ -237,7 +254,7 @@ def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
         if key in changed
     ]
     if refused:
-        raise RecipeError("; ".join(refused) + "; remove it, or start another run")
+        raise RecipeError("; ".join(refused) + "; undo the change, or start another run")
     return after
 
 
@@ -247,18 +264,29 @@ def record_change(run_dir: Path, after: RunConfig, *, step: int) -> list[str]:
     Raises `UserError` if the run is live.
     """
     directory = open_run(run_dir)
-    changed = differences(directory.config, after)
+    changed = differences(_started(run_dir), after)
     if not changed:
         return []
     with directory.locked():
         made = [f"resumed at step {step}: {key} = {new} (was {old})" for key, (old, new) in changed.items()]
         save(after, directory.recipe, notes=[*_notes(directory.recipe), *made])
+        save(after, directory.started)
     return made
+
+
+def _started(run_dir: Path) -> RunConfig:
+    """Return the recipe of the last launch; for a run that was begun elsewhere, its recipe.toml."""
+    started = run_dir / _STARTED
+    return load(started) if started.is_file() else load_run(run_dir)
 
 
 def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[str, str]]:
     """Return the keys whose values differ, each with both values as text; `-` for a missing value."""
     old, new = dict(_flat(to_table(before))), dict(_flat(to_table(after)))
+    for one, other in ((old, new), (new, old)):
+        for empty in [key for key, value in one.items() if value == _EMPTY]:
+            if any(key.startswith(f"{empty}.") for key in other):
+                del one[empty]  # the keys inside say what differs
     return {
         key: (old.get(key, "-"), new.get(key, "-"))
         for key in sorted(old.keys() | new.keys())

@@ -104,12 +104,12 @@ def run(
             raise UserError(f"--resume uses the recipe in {resume}; give only changes, such as run.steps=200")
         refuse_hosts(resume, on, host, hosts)
         path = controller_role.directory_of(resume)
-        config = change_recipe(path, changes) if changes else open_run(path).config
+        open_run(path)
+        config = change_recipe(path, changes)
         _refuse(config)
         refuse_full_disk(config, _predicted(config), path)
-        if changes:
-            for change in record_change(path, config, step=controller_role.newest_step(config, path)):
-                typer.echo(change)
+        for change in record_change(path, config, step=controller_role.newest_step(config, path)):
+            typer.echo(change)
         raise typer.Exit(launching.resume(path, connect=_connect))
     config = recipes.load(recipe or "tiny", overrides or [])
     if not new and on is None:
@@ -158,10 +158,11 @@ def check(
 ) -> None:
     """Check a recipe without training: reject every mistake that would stop the run.
 
-    Exit status 1: the recipe is valid, but does not fit into this machine's memory or disk.
+    Exit status 1: the recipe is valid, but needs more memory or disk than this machine has, or a GPU that it lacks.
+    With --device-gib, the recipe is for another machine, and a missing GPU is only a warning.
     """
     from launch.run import describe_placement, memory_limits
-    from pipelinerl.commands.check import findings
+    from pipelinerl.commands.check import findings, keys_without_gpu
     from pipelinerl.roles.memory import disk, prediction as memory
     from pipelinerl.roles.memory.disk import settled
 
@@ -177,6 +178,8 @@ def check(
         typer.echo(f"{'memory':<12} {line}")
     typer.echo(f"{'disk':<12} {disk.disk_line(config, predicted)}")
     lacking = [] if memory.fits(predicted, limits=limits) else ["memory"]
+    if limit is None and keys_without_gpu(config):
+        lacking.append("GPUs")
     for sentence in disk.disk_faults(config, predicted):
         typer.echo(f"{'disk':<12} {sentence}")
         lacking.append("disk")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from inference_contract.weights import Backend
 from pipelinerl import registry
@@ -17,6 +17,7 @@ from pipelinerl.commands.findings.model import (
     expert_findings,
     mesh_findings,
     refuse_experts,
+    trial_findings,
 )
 from pipelinerl.commands.findings.problems import MOST, instruction_findings, prompt_findings, refuse_problems
 from pipelinerl.commands.findings.schedule import mini_batch_finding, stale_share
@@ -33,10 +34,10 @@ from pipelinerl.config.sections import ModelSection
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.data.problems import Split, check_source
-from pipelinerl.engines.http.engine_teacher import TEACHER_TOKEN
+from pipelinerl.engines.http.engine_teacher import TEACHER_TOKEN, EngineTeacher
 from pipelinerl.engines.http.openai_client import models_at
 from pipelinerl.enums import OldLogprobs, Overdue
-from pipelinerl.errors import AddressError, ModelError, RecipeError
+from pipelinerl.errors import AddressError, EngineUnreachable, ModelError, RecipeError
 from pipelinerl.models import bigram
 from pipelinerl.models.chat_template import check_chat_template
 from pipelinerl.models.checkpoint import (
@@ -51,6 +52,7 @@ from pipelinerl.models.checkpoint import (
 from pipelinerl.models.context_limit import context_problem
 from pipelinerl.models.directory_files import text_config
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.vocabulary import refuse_other_vocabulary
 from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.explain import differing, slot_lines
 from pipelinerl.objective.presets import preset_of, resolve
@@ -76,10 +78,15 @@ from pipelinerl.roles.wiring import (
 )
 from pipelinerl.system.references import is_reference, place_of
 from pipelinerl.system.storage import Storage
+from pipelinerl.types import Problem
 from trainer_contract.errors import SpecError
 
 #: At most this many bytes of a model's weights are checked for non-finite numbers, so that the check takes seconds.
 _MOST_READ: Final = 8 * 2**30
+#: Timeout in seconds of a request to a teacher.
+_TEACHER_S: Final = 10.0
+#: Ends of the names of parameters with a row for each token.
+_EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "lm_head.weight")
 
 
 def refuse(config: RunConfig) -> None:
@@ -114,6 +121,7 @@ def refuse(config: RunConfig) -> None:
     for key, path in _other_models(config).items():
         try:
             check_directory(path)
+            refuse_other_vocabulary(config.model.resolved, path)
         except ModelError as error:
             raise ModelError(f"{key}: {error}") from None
     knobs_of(config)
@@ -160,13 +168,17 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     slow = _slow(config, dtypes)
     yield "engine", f"{engines}; {slow}" if slow else engines
     yield "trainer", f"{config.trainer.type}, {config.trainer.passes_in}, sends {dtypes.wire}"
+    for key, path in _other_models(config).items():
+        if sentence := refuse_other_vocabulary(model, path):
+            yield "warning", f"{key}: {sentence}"
+    yield from trial_findings(config, _other_models(config))
     yield from adapter_findings(config)
     yield from attention_findings(config)
     yield from mesh_findings(config)
     yield from expert_findings(config)
-    if lacking := list(_not_here(config)):
-        yield "elsewhere", f"this machine has no GPU, but the recipe requires one: {', '.join(lacking)}"
-    yield from _objective_findings(config)
+    if keys := keys_without_gpu(config):
+        yield "warning", f"{', '.join(keys)} need a GPU, and this machine has none; a run here would end at its start"
+    yield from _objective_findings(config, tokenizer)
     knobs = knobs_of(config)
     yield "step", _step(config)
     if several := mini_batch_finding(config):
@@ -190,9 +202,9 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) -> Iterator[tuple[str, str]]:
-    problems, where = _problems_of(domain, config), f"domains.{domain.name}"
+    problems = _problems_of(domain, config)
     if domain.has_verifier:
-        yield "verifier", f"{where}: {asyncio.run(verifier_tried(domain, problems))}"
+        yield from asyncio.run(verifier_tried(domain, problems))
     if domain.has_environment:
         kinds = {"text": 0, "a call": 1, "two calls": 2}
         kept = [kind for kind, calls in kinds.items() if tokenizer.tail.reproduces_deployment(calls=calls)]
@@ -211,7 +223,7 @@ def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:
     return held_out_problems(config, evaluation)[evaluation.name]
 
 
-def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _objective_findings(config: RunConfig, tokenizer: ChatTokenizer) -> Iterator[tuple[str, str]]:
     objective, name = objective_of(config), preset_of(config.objective)
     needs = ", ".join(sorted(objective.passes | objective.needs)) or "nothing beyond the rollouts"
     others = differing(objective, resolve(name, max_tokens=config.sampling.max_tokens))
@@ -224,25 +236,64 @@ def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "loss", f"{domain.name}: {_loss(domain, config)}"
     for place in dict.fromkeys(references_of(config, objective).values()):
         if is_url(place):
-            yield asyncio.run(_teacher_tried(place, longest=config.engine.context_length))
+            problem = _problems_of(config.trained_domains[0], config).problem(0)
+            yield from _teacher_tried(place, config, problem, tokenizer)
     for sentence in doubts(objective, setting_of(config)):
         yield "warning", f"objective.{sentence}"
 
 
-async def _teacher_tried(url: str, *, longest: int) -> tuple[str, str]:
+def _teacher_tried(
+    url: str, config: RunConfig, problem: Problem, tokenizer: ChatTokenizer
+) -> Iterator[tuple[str, str]]:
+    """Yield findings on a teacher's engine; raise `RecipeError` if it has too few tokens."""
+    longest, text, token = config.engine.context_length, problem.messages[-1].content, os.environ.get(TEACHER_TOKEN)
     try:
-        card = (await models_at(url, token=os.environ.get(TEACHER_TOKEN)))[0]
+        card = asyncio.run(models_at(url, token=token))[0]
     except AddressError as error:
-        return "warning", f"the teacher {url} does not answer now, and the trainer will need it: {error}"
+        yield "warning", f"the teacher {url} does not answer now, and the trainer will need it: {error}"
+        return
     most = card.get("context_length")
     if not isinstance(most, int):
-        return "warning", f"the teacher {url} gives no context_length; it must be an engine of the inference contract"
-    if most <= longest:
-        return "warning", (
-            f"the teacher {url} reads at most {most} tokens, and prompt and answer may have {longest}; "
-            f"start it with engine.context_length={longest + 1}"
+        yield "warning", f"the teacher {url} gives no context_length; it must be an engine of the inference contract"
+        return
+    if (rows := _rows_of(card)) is not None and rows < tokenizer.vocab_size:
+        raise RecipeError(
+            f"the teacher {url} has a vocabulary of {rows} tokens, and the policy's tokenizer makes "
+            f"{tokenizer.vocab_size}; use a teacher with the same tokenizer"
         )
-    return "teacher", f"{url} serves {card['id']}, up to {most} tokens"
+    if most <= longest:
+        yield (
+            "warning",
+            f"the teacher {url} reads at most {most} tokens, and prompt and answer may have {longest}; "
+            f"start it with engine.context_length={longest + 1}",
+        )
+    else:
+        yield "teacher", f"{url} serves {card['id']}, up to {most} tokens"
+    teacher = EngineTeacher(url, token=token, timeout_s=_TEACHER_S)
+    try:
+        prompt = teacher.tokens_of(text)
+    except EngineUnreachable as error:
+        yield "warning", f"the tokens of the teacher {url} are not compared with the policy's: {error}"
+        return
+    finally:
+        teacher.close()
+    # The chat template may join its own characters to the first and the last token of the text.
+    inner = tokenizer.encode(text)[1:-1]
+    if not any(prompt[start : start + len(inner)] == inner for start in range(len(prompt))):
+        yield (
+            "warning",
+            f"the teacher {url} seems to have another tokenizer: its tokens for {text!r:.60} are not the policy's; "
+            "its log-probs would then be of another text",
+        )
+
+
+def _rows_of(card: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens of a served model from the layout in its card; None if it has no usable layout."""
+    try:
+        shapes = {str(each["name"]): each["shape"] for each in card["layout"]["parameters"]}
+        return max((int(shape[0]) for name, shape in shapes.items() if name.endswith(_EMBEDDINGS)), default=None)
+    except (LookupError, TypeError, ValueError):
+        return None
 
 
 def _loss(domain: DomainSection, config: RunConfig) -> str:
@@ -278,18 +329,18 @@ def _staleness(config: RunConfig, knobs: Knobs) -> str:
     )
 
 
-def _not_here(config: RunConfig) -> Iterator[str]:
-    # Report only findings, no errors: the recipe may be meant for another machine.
+def keys_without_gpu(config: RunConfig) -> list[str]:
+    """Return the keys of the recipe that need a GPU if this machine has none; the recipe may be for another machine."""
     from pipelinerl.weights.broadcast.collective import offers
 
-    if offers(Backend.NCCL):
-        return
-    if config.engine.device == "cuda":
-        yield "engine.device"
-    if config.trainer.device == "cuda":
-        yield "trainer.device"
-    if config.weights.backend is Backend.NCCL:
-        yield "weights.backend"
+    needs = {
+        "engine.device": config.engine.device == "cuda",
+        "trainer.device": config.trainer.device == "cuda",
+        "weights.backend": config.weights.backend is Backend.NCCL,
+        "launch.engine_devices": bool(config.launch.engine_devices),
+        "launch.trainer_devices": bool(config.launch.trainer_devices),
+    }
+    return [] if offers(Backend.NCCL) else [key for key, is_needed in needs.items() if is_needed]
 
 
 def _step(config: RunConfig) -> str:

@@ -250,20 +250,17 @@ def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
     return named
 
 
-def load_model(
-    path: Path, *, dtype: WeightDType = WeightDType.FLOAT32, attention: str | None = None, part: Part = "causal_lm"
-) -> PreTrainedModel:
+def load_model(path: Path, *, dtype: WeightDType = WeightDType.FLOAT32, part: Part = "causal_lm") -> PreTrainedModel:
     """Return the causal LM of a local directory, on CPU, in eval mode. Raises ModelError.
 
-    With `part` "trunk", return only its layers, which output the last hidden states. `attention` names a function in
-    transformers' `AttentionInterface`; None keeps the model's own.
+    With `part` "trunk", return only its layers, which output the last hidden states.
     """
     import torch
 
-    return _attending(_load(path, part=part, dtype=getattr(torch, dtype)), attention)
+    return _load(path, part=part, dtype=getattr(torch, dtype)).eval()
 
 
-def load_structure(path: Path, *, attention: str | None = None, part: Part = "causal_lm") -> PreTrainedModel:
+def load_structure(path: Path, *, part: Part = "causal_lm") -> PreTrainedModel:
     """Return the model of `load_model` in fp32, with its weights on the meta device, unread. Raises ModelError."""
     import torch
 
@@ -276,15 +273,14 @@ def load_structure(path: Path, *, attention: str | None = None, part: Part = "ca
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # so `initialize_weights` skips this parameter
     model.initialize_weights()  # creates the buffers, as transformers' own loading does
-    return _attending(model, attention)
+    structure: PreTrainedModel = model.eval()
+    return structure
 
 
-def _attending(model: PreTrainedModel, attention: str | None) -> PreTrainedModel:
-    if attention is not None:
-        if not getattr(model, "_supports_attention_backend", False):
-            raise ModelError(f"{type(model).__name__} does not use transformers' attention interface")
-        model.set_attn_implementation(attention)
-    return model.eval()
+def replace_attention(model: PreTrainedModel, name: str) -> None:
+    """Let a model attend by the function `name` in transformers' `AttentionInterface`. Raises ModelError."""
+    with foreign_failures(f"the attention of {type(model).__name__} cannot be replaced", "use another model"):
+        model.set_attn_implementation(name)
 
 
 def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrainedModel:
@@ -305,7 +301,9 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
     transformers_logging.set_verbosity_error()  # hides tables of mismatched weights; the error below names the first
     factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
     advice = (
-        "copy it again" if kind in CONFIG_MAPPING else "use another model, or a transformers version that supports it"
+        "copy it again, or use another model"
+        if kind in CONFIG_MAPPING
+        else "use another model, or a transformers version that supports it"
     )
     with foreign_failures(f"the model in {path} cannot be loaded", advice):
         loaded: Any = factory.from_pretrained(
@@ -325,7 +323,7 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
         names = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
         raise ModelError(
             f"{path}: weights do not fit config.json: {len(names)} absent or of another shape, first {names[0]}; copy "
-            "it again"
+            "all files again, from one model"
         )
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:

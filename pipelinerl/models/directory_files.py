@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.errors import ModelError
+from trainer_contract.errors import SpecError
 
 #: Maximum size in bytes of a JSON file; larger than any known tokenizer.json.
 _LONGEST_JSON: Final = 256 << 20
@@ -63,10 +64,12 @@ def text_config(path: Path) -> dict[str, Any]:
         value = text.get(name, most)
         if not value and not isinstance(value, bool) and name in _MAY_BE_ABSENT:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise ModelError(
-                f"{name} in {file} must be a whole number from 1 to {most:,}, got {value!r:.40}; copy it again"
-            )
+        # Some models list a size for each layer.
+        for size in value if isinstance(value, list) and value else [value]:
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
+                raise ModelError(
+                    f"{name} in {file} must be a whole number from 1 to {most:,}, got {value!r:.40}; copy it again"
+                )
     return text
 
 
@@ -74,12 +77,14 @@ def text_config(path: Path) -> dict[str, Any]:
 def foreign_failures(problem: str, remedy: str = "copy it again") -> Iterator[None]:
     """Convert exceptions that libraries raise on untrusted files to `ModelError`: "problem: library's message; remedy".
 
+    `ModelError` and `SpecError`, which have a remedy already, pass unchanged.
+
     transformers raises many kinds of exceptions on a damaged config.json. `tokenizers` raises `Exception` itself, or a
     `BaseException` when it panics.
     """
     try:
         yield
-    except (ModelError, KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (ModelError, SpecError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
         raise ModelError(f"{problem}: {one_line(error)}; {remedy}") from error

@@ -117,7 +117,7 @@ def read_shape(path: Path) -> ModelShape:
             head_dim=int(text.get("head_dim") or hidden // heads),
             intermediate=_mlp_width(text, hidden),
         )
-    except (OSError, ValueError, ArithmeticError, LookupError, StopIteration, TypeError, AttributeError) as error:
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"the sizes of the model in {path} cannot be read: {error}; copy it again") from error
     return shape
 
@@ -134,14 +134,28 @@ def _parameters(path: Path, *, tied: bool) -> dict[str, tuple[int, ...]]:
 
 def _mlp_width(text: Mapping[str, Any], hidden: int) -> int:
     """Return the width of the MLP for one token; in a mixture of experts, summed over the active experts."""
-    one, count = text.get("moe_intermediate_size"), text.get("num_experts_per_tok")
+    one, count = _widest(text.get("moe_intermediate_size")), _chosen_experts(text)
     if one and count:
         return int(one) * int(count) + int(text.get("shared_expert_intermediate_size") or 0)
-    return int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden) * int(count or 1)
+    return int(_widest(text.get("intermediate_size")) or text.get("n_inner") or 4 * hidden) * int(count or 1)
+
+
+def _widest(size: Any) -> Any:
+    """Return a size, or the largest one if there is one for each layer."""
+    return max(size) if isinstance(size, list) else size
+
+
+def _chosen_experts(text: Mapping[str, Any]) -> Any:
+    """Return the number of experts that compute a token; None if the configuration names none."""
+    value = next((text[name] for name in _CHOSEN if text.get(name)), None)
+    return _widest(value)
 
 
 def _first(table: Mapping[str, Any], *names: str) -> int:
-    return int(next(table[name] for name in names if table.get(name) is not None))
+    value = next((table[name] for name in names if table.get(name) is not None), None)
+    if value is None:
+        raise ModelError(f"the model's config.json names no {' or '.join(names)}; use another model")
+    return int(value)
 
 
 def _module(name: str) -> str:
@@ -163,13 +177,22 @@ _DOWN: Final = ("down_proj", "w2")
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
+#: Names in configurations for the number of experts that compute a token.
+_CHOSEN: Final = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts")
+
+
 def mixture_of(path: Path) -> RoutingShape | None:
     """Return the mixture-of-experts sizes in config.json; None for a dense model. Raises ModelError if unreadable."""
     try:
         text = text_config(path)
         experts = next((int(text[name]) for name in _EXPERTS if text.get(name)), 0)
         layers = _layers(text) if experts > 1 else 0
-        return RoutingShape(layers, experts, int(text["num_experts_per_tok"])) if layers else None
+        chosen = _chosen_experts(text)
+        if layers and chosen is None:
+            raise ModelError(
+                f"{path / 'config.json'} names {experts} experts, and none of {', '.join(_CHOSEN)}; use another model"
+            )
+        return RoutingShape(layers, experts, int(chosen)) if layers else None
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(
             f"the experts of the model in {path} cannot be read from config.json: {error!r}; copy it again"

@@ -31,6 +31,7 @@ from pipelinerl.observability.status import (
     format_duration,
     format_milliseconds,
     restarts_line,
+    reward_words,
 )
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -123,7 +124,7 @@ def line(status: RunStatus) -> str:
     """Return the status as one line of plain text."""
     parts = [
         f"[{status.run}] {status.phase.value} {status.step}/{status.total_steps}",
-        f"reward {_share(status.last_step.reward)}",
+        f"reward {reward_words(status.last_step.reward, status.last_step.unjudged)}",
         f"held-out {_accuracy(status.held_out)}",
         *(f"{each.name} {_accuracy(each)}" for each in status.other_sets),
         f"{status.fleet.tokens_per_s:,.0f} tok/s",
@@ -190,7 +191,7 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
     ledger, step = status.ledger, status.last_step
     entropy = "–" if step.entropy is None else f"{step.entropy:.3f}"
     rows: tuple[tuple[str, Text | str], ...] = (
-        ("reward", Text(_share(status.last_step.reward), style="bold")),
+        ("reward", Text(reward_words(status.last_step.reward, status.last_step.unjudged), style="bold")),
         ("held-out", held_out),
         ("tokens/s", f"{status.fleet.tokens_per_s:,.0f}"),
         ("staleness", f"{status.last_step.staleness_mean:.1f}, max {status.last_step.staleness_max}"),

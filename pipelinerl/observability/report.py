@@ -44,7 +44,7 @@ from pipelinerl.observability.samples.record import (
     shortened,
     visible,
 )
-from pipelinerl.observability.status import format_duration, format_milliseconds
+from pipelinerl.observability.status import format_duration, format_milliseconds, reward_words
 
 _PAGE = Path(__file__).with_name("report_page.html")
 
@@ -114,7 +114,8 @@ def _tiles(history: RunHistory) -> list[tuple[str, str, str]]:
         for name, first_of, last_of in history.other_accuracies:
             tiles.append((name, f"{last_of:.1%}", f"from {first_of:.1%}"))
     if history.last_reward is not None and history.first_reward is not None:
-        tiles.append(("reward", f"{history.last_reward:.3f}", f"from {history.first_reward:.3f}"))
+        left_out = f", {history.unjudged:.1%} unjudged" if history.unjudged else ""
+        tiles.append(("reward", f"{history.last_reward:.3f}", f"from {history.first_reward:.3f}{left_out}"))
     if history.steps:
         tiles.append(("steps", f"{len(history.steps):,}", f"in {format_duration(history.duration_s)}"))
     speed, busy = history.median(history.engines, "tokens_per_s"), history.median(history.engines, "occupancy")
@@ -294,7 +295,9 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
             rows.append(("last evaluation", shown))
     rows += [(name, f"{begun:.1%} → {ended:.1%}") for name, begun, ended in history.other_accuracies]
     if history.first_reward is not None and history.last_reward is not None:
-        rows.append(("mean reward", f"{history.first_reward:.3f} → {history.last_reward:.3f}"))
+        rows.append(
+            ("mean reward", f"{history.first_reward:.3f} → {reward_words(history.last_reward, history.unjudged)}")
+        )
     if history.steps and history.duration_s > 0:
         pace = f"{len(history.steps) / history.duration_s * 60:.1f} a minute"
         rows.append(("steps", f"{len(history.steps):,} in {format_duration(history.duration_s)}, {pace}"))

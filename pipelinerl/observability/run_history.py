@@ -6,6 +6,7 @@ step or model version.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -109,6 +110,17 @@ class RunHistory:
     def last_reward(self) -> float | None:
         """Mean reward over the last tenth of the steps."""
         return self._mean_reward(slice(-max(1, len(self.steps) // 10), None))
+
+    @property
+    def unjudged(self) -> float | None:
+        """Share of the answers without a verdict over the last tenth of the steps, which `last_reward` leaves out."""
+        last = self.steps[-max(1, len(self.steps) // 10) :]
+        tables = [step["by_domain"] for step in last if isinstance(step.get("by_domain"), dict)]
+        figures = [each for table in tables for each in table.values() if isinstance(each, dict)]
+        rollouts = [number(each, "rollouts") or 0.0 for each in figures]
+        shares = [number(each, "unjudged") or 0.0 for each in figures]
+        total = sum(rollouts)
+        return sum(map(operator.mul, rollouts, shares)) / total if total else None
 
     def median(self, events: Sequence[Event], field: str) -> float | None:
         """Return the median of a field over the events; None if no event has the field."""

@@ -195,6 +195,9 @@ class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics of the last step, over its rollouts; None or 0 before the first step."""
 
     reward: float | None = None
+    """Mean over the answers that have a verdict."""
+    unjudged: float | None = None
+    """Share of the answers without a verdict among those that arrived since the previous step."""
     rollouts_per_s: float = 0.0
     """Rollouts trained on per second, including the wait for them."""
     staleness_mean: float = 0.0
@@ -217,6 +220,19 @@ class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
     by_domain: dict[str, dict[str, float]] = {}
     """Figures by domain of all groups that arrived since the previous step; docs/use/watching.md lists them."""
     by_tag: dict[str, dict[str, float]] = {}
+
+
+def unjudged_share(by_domain: Mapping[str, Mapping[str, float]]) -> float | None:
+    """Return the share of answers without a verdict over all domains; None if no answer arrived."""
+    rollouts = sum(each.get("rollouts", 0.0) for each in by_domain.values())
+    unjudged = sum(each.get("unjudged", 0.0) * each.get("rollouts", 0.0) for each in by_domain.values())
+    return unjudged / rollouts if rollouts else None
+
+
+def reward_words(reward: float | None, unjudged: float | None) -> str:
+    """Return a reward as text, with the share of answers that it leaves out: `0.750 (12.5% unjudged)`."""
+    shown = "–" if reward is None else f"{reward:.3f}"
+    return f"{shown} ({unjudged:.1%} unjudged)" if unjudged else shown
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):

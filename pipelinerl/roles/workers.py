@@ -15,6 +15,7 @@ from pipelinerl.engines.http.engine_teacher import TEACHER_TOKEN, EngineTeacher
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.checkpoint import model_dtype
+from pipelinerl.models.vocabulary import refuse_other_vocabulary
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
@@ -148,7 +149,8 @@ def _worker(config: RunConfig, name: str, spec: TrainerSpec) -> Trainer:
     worker: Trainer = registry.load("trainer.type", registry.TRAINERS, config.trainer.type)()
     try:
         worker.init_worker(spec)
-    except SpecError as error:
+        refuse_other_vocabulary(config.model.resolved, spec.model_path)
+    except (SpecError, ModelError) as error:
         raise ModelError(f"{name}: {error}") from error
     except StateError as error:
         # The checkpoint's files are undamaged, since their digests match, so the recipe does not fit the checkpoint.

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from pipelinerl.cli import app
 from pipelinerl.commands.check import findings, refuse
 from pipelinerl.config.learning import CurationSection
 from pipelinerl.config.recipe import MODELS, RECIPES, RunConfig, load, parse, to_table
@@ -242,13 +244,16 @@ def test_check_rejects_settings_that_the_engine_would_reject() -> None:
         list(findings(load("tiny", [*QUICK, "engine.devices=4"])))
 
 
-def test_check_accepts_a_gpu_recipe_on_a_machine_without_a_gpu() -> None:
+def test_check_of_a_gpu_recipe_fails_here_and_passes_for_another_machine() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
-    results = dict(findings(load("tiny", [*QUICK, "trainer.device=cuda", "weights.backend=nccl"])))
-    assert (
-        results["elsewhere"] == "this machine has no GPU, but the recipe requires one: trainer.device, weights.backend"
-    )
+    overrides = ["trainer.device=cuda", "weights.backend=nccl"]
+    (warning,) = [text for part, text in findings(load("tiny", [*QUICK, *overrides])) if part == "warning"]
+    assert warning.startswith("trainer.device, weights.backend need a GPU, and this machine has none; a run here would")
+    here = CliRunner().invoke(app, ["check", "tiny", *QUICK, *overrides])
+    assert here.exit_code == 1 and "the recipe needs more GPUs than this machine has" in here.output
+    there = CliRunner().invoke(app, ["check", "tiny", *QUICK, *overrides, "--device-gib", "80"])
+    assert there.exit_code == 0 and "the recipe can run" in there.output
 
 
 def test_check_rejects_behavior_logprobs_as_old_logprobs_if_the_objective_uses_their_ratio() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import resource
 import stat
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,48 @@ def test_recipe_of_a_live_run_cannot_be_changed(run_dir: Path) -> None:
     with open_run(run_dir).locked(), pytest.raises(UserError, match="is being run by process"):
         changed(run_dir, "run.steps=45")
     assert open_run(run_dir).config.run.steps == 30
+
+
+FOUR = 'trainer.options={mesh={dp_shard=2},experts="parallel",attention="buckets",optimizer={moments="bf16"}}'
+
+
+@pytest.mark.parametrize("key", ["mesh.dp_shard=2", "attention=buckets", "optimizer.moments=bf16", "compile=false"])
+def test_trainer_options_that_the_checkpoint_does_not_bind_may_change_on_resume(run_dir: Path, key: str) -> None:
+    (line,) = changed(run_dir, f"trainer.options.{key}")
+    assert line.startswith(f"resumed at step 3: trainer.options.{key.partition('=')[0]} = ")
+
+
+def test_trainer_options_may_be_set_and_removed_on_resume(run_dir: Path) -> None:
+    assert len(changed(run_dir, FOUR)) == 4
+    assert len(changed(run_dir, "trainer.options={}")) == 4
+    for bound in ("lora={}", "lora.rank=8", "mine=3"):
+        with pytest.raises(RecipeError, match=r"trainer.options.\w.* cannot change .* trainer's state"):
+            changed(run_dir, f"trainer.options.{bound}")
+
+
+@pytest.mark.parametrize(("key", "old", "new"), [("steps", "30", "45"), ("seed", "0", "7")])
+def test_edited_recipe_obeys_the_same_table_as_overrides(run_dir: Path, key: str, old: str, new: str) -> None:
+    recipe = run_dir / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace(f"\n{key} = {old}\n", f"\n{key} = {new}\n", 1))
+    if BOUND.get(f"run.{key}"):
+        with pytest.raises(RecipeError, match=f"run.{key} cannot change on a resumed run"):
+            changed(run_dir)
+        return
+    assert changed(run_dir) == [f"resumed at step 3: run.{key} = {new} (was {old})"]
+    assert changed(run_dir) == [], "an edit is recorded once"
+
+
+def test_docs_name_every_key_that_a_checkpoint_binds_with_its_reason_and_exceptions() -> None:
+    lines = (Path(__file__).parents[2] / "docs/use/checkpoints.md").read_text().splitlines()
+    first = lines.index("| key | may not change on a resumed run, because | except |") + 2
+    rows = list(takewhile(lambda line: line.startswith("|"), lines[first:]))
+    expected = []
+    for key, reason in BOUND.items():
+        inner = [each for each, its in BOUND.items() if each.startswith(f"{key}.") and not its]
+        if reason:
+            exceptions = ", ".join(f"`{each.removeprefix(f'{key}.')}`" for each in inner)
+            expected.append(f"| `{key}` | {reason} | {exceptions} |")
+    assert rows == expected
 
 
 def test_every_recipe_section_states_which_keys_may_change_on_resume() -> None:

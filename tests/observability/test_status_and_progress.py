@@ -21,6 +21,8 @@ from pipelinerl.observability.status import (
     RunStatus,
     StatusPhase,
     format_duration,
+    reward_words,
+    unjudged_share,
 )
 
 STATUS = RunStatus(
@@ -134,6 +136,13 @@ def test_status_without_metrics_can_be_rendered() -> None:
     console.print(render(empty, width=100))
     assert "starting" in console.export_text()
     assert "reward –" in line(empty)
+
+
+def test_reward_is_shown_with_the_share_of_answers_that_it_leaves_out() -> None:
+    share = unjudged_share({"a": {"rollouts": 6.0, "unjudged": 0.5}, "b": {"rollouts": 2.0}, "c": {}})
+    status = RunStatus(run="r", last_step=LastStepStatus(reward=1.0, unjudged=share))
+    assert "reward 1.000 (37.5% unjudged)" in line(status)
+    assert unjudged_share({}) is None and reward_words(0.5, 0.0) == "0.500"
 
 
 def test_terminal_shows_the_status_block_and_restores_the_cursor() -> None:

@@ -4,14 +4,16 @@ The functions yield pairs (part of the recipe, finding)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.enums import RoutingReplay
-from pipelinerl.errors import RecipeError
-from pipelinerl.models.checkpoint import model_type
+from pipelinerl.errors import ModelError, RecipeError
+from pipelinerl.models.checkpoint import load_structure, model_type
+from pipelinerl.models.decoder_config import read_config
 from pipelinerl.models.directory_files import text_config
 from pipelinerl.models.model_shape import REPLAYED, mixture_of, read_shape
 from pipelinerl.roles.wiring import routing_of
@@ -47,6 +49,38 @@ def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
             'with trainer.routing_replay = "off" engine and trainer choose experts independently and may differ: '
             '"rollout" replays the engine\'s choice (docs/understand/mixtures.md)',
         )
+
+
+def trial_findings(config: RunConfig, others: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
+    """Let engine and trainer compute small random models of the same configurations; yield what could not be tried.
+
+    `others` maps keys of the recipe to directories of critic, reference and teachers, which the trainer computes.
+    Raises `UserError` with the sentence with which the run would end at its start.
+    """
+    model = config.model.resolved
+    if "jax" in (config.engine.type, config.trainer.type):
+        read_config(model)
+    trained = {"model.path": model, **others} if config.trainer.type == "torch" else {}
+    served = {"model.path": model} if config.engine.type == "torch" else {}
+    for key, path in (trained | served).items():
+        from pipelinerl.engines.torch import engine
+        from pipelinerl.trainers.torch import packed_model
+
+        skeleton = load_structure(path, part="trunk" if key == "critic.path" else "causal_lm")
+        tried = True
+        try:
+            if key in served:
+                tried = engine.refuse_different(skeleton)
+            if key in trained:
+                tried = packed_model.refuse_different(skeleton) and tried
+        except ModelError as error:
+            raise ModelError(f"{key}: {error}") from error
+        if not tried:
+            yield (
+                "warning",
+                f"{key}: no small model of the configuration of {type(skeleton).__name__} runs in transformers, so "
+                "engine and trainer are first tried when the run starts",
+            )
 
 
 def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -186,10 +186,16 @@ class ScriptedAnswers:
 
 #: A registered verifier is refused if it rejects the reference answers of this many problems.
 _TRIED: Final = 16
+_LEFT_OUT: Final = (
+    "answers without a verdict are left out of the reward, which then looks better than it is; a reward function must "
+    "return 0.0 for a wrong answer, not None"
+)
 
 
-async def verifier_tried(domain: DomainSection, problems: Mixture) -> str:
-    """Describe the verdicts on the reference answer and on an empty answer.
+async def verifier_tried(domain: DomainSection, problems: Mixture) -> list[tuple[str, str]]:
+    """Return findings: the verdicts on the reference answer and on an empty answer, and warnings of missing verdicts.
+
+    A function of the user's is also called on a wrong answer, the reference answer of another problem.
 
     Raises:
         RecipeError: neither answer can be judged, or verifiers that compare answers with the reference accept none of
@@ -197,8 +203,8 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> str:
     """
     where = f"domains.{domain.name}"
     if domain.judge is not None:
-        return await _tried_once(domain, problems, where=where)
-    verifier = open_verifier(domain)
+        return [("verifier", await _tried_once(domain, problems, where=where))]
+    verifier, unjudged = open_verifier(domain), list[tuple[str, str]]()
     try:
         truth, empty = [await _judged(verifier, problems.problem(0), text) for text in (None, "")]
         if not (truth.verdict.outcome.is_judgement or empty.verdict.outcome.is_judgement):
@@ -206,9 +212,25 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> str:
         names = {name for _, name in names_of(domain)}
         if names <= registry.VERIFIERS.keys() - registry.WITHOUT_REFERENCE:
             await _find_one_right(verifier, problems, truth, where=where)
+        tried = {"the reference answer": truth, "an empty answer": empty}
+        is_user_code = any(registry.is_user_code(registry.VERIFIERS, name) for name in names)
+        if is_user_code and (other := _other_answer(problems)) is not None:
+            tried["a wrong answer"] = await _judged(verifier, problems.problem(0), other)
+        for what, judgement in tried.items():
+            if not judgement.verdict.outcome.is_judgement:
+                sentence = f"{where}: {what} got no verdict ({judgement.verdict.reason})"
+                unjudged.append(("warning", f"{sentence}; {_LEFT_OUT}"))
     finally:
         await verifier.close()
-    return f"of the reference answer {_summary(truth)}; of an empty answer {_summary(empty)}"
+    verdicts = f"of the reference answer {_summary(truth)}; of an empty answer {_summary(empty)}"
+    return [("verifier", f"{where}: {verdicts}"), *unjudged]
+
+
+def _other_answer(problems: Mixture) -> str | None:
+    """Return a reference answer that differs from the first problem's; None if the first problems have no other."""
+    first = problems.problem(0).ground_truth
+    others = (problems.problem(index).ground_truth for index in range(1, _TRIED))
+    return next((each for each in others if each and each != first), None)
 
 
 def called_by_place(domain: DomainSection) -> Iterator[str]:
@@ -239,7 +261,7 @@ async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -
         await verifier.close()
     if not judgement.verdict.outcome.is_judgement:
         raise RecipeError(f"{where}.judge cannot judge: {judgement.verdict.reason}")
-    return f"of the reference answer, by one vote, {_summary(judgement)}"
+    return f"{where}: of the reference answer, by one vote, {_summary(judgement)}"
 
 
 async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) -> str:

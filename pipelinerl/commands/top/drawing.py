@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pipelinerl.commands.top.run_follower import RunSnapshot
 from pipelinerl.observability.samples.record import one_line
-from pipelinerl.observability.status import HeldOutStatus, format_duration
+from pipelinerl.observability.status import HeldOutStatus, format_duration, reward_words
 
 _STATE_STYLES: Final = {"live": "bold green", "finished": "bold cyan", "starting": "bold yellow", "suspended": "bold"}
 _LABEL: Final = 10
@@ -53,7 +53,7 @@ def _head(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
 def _pairs(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
     status, step = snapshot.status, snapshot.status.last_step
     pairs = {
-        "reward": _figure(step.reward, ".3f"),
+        "reward": reward_words(step.reward, step.unjudged),
         "held out": _held_out(status.held_out),
         "version": f"{status.model_version:,}",
         "staleness": f"{step.staleness_mean:.1f}, max {step.staleness_max}",

@@ -30,6 +30,7 @@ from pipelinerl.observability.status import (
     LastStepStatus,
     LedgerStatus,
     RunStatus,
+    unjudged_share,
 )
 
 #: Seconds between two polls of the controller and the files.
@@ -213,6 +214,11 @@ def status_of(view: RunView, *, name: str, total_steps: int) -> RunStatus:
     step = view.recent[-1] if view.recent else {}
     by_domain = step.get("by_domain")
     domains = by_domain if isinstance(by_domain, dict) else {}
+    figures = {
+        str(domain): {figure: value for figure in each if (value := number(each, figure)) is not None}
+        for domain, each in domains.items()
+        if isinstance(each, dict)
+    }
     return RunStatus(
         run=str(view.started.get("run") or name),
         step=view.step,
@@ -220,17 +226,14 @@ def status_of(view: RunView, *, name: str, total_steps: int) -> RunStatus:
         model_version=whole(step, "model_version") or view.step,
         last_step=LastStepStatus(
             reward=number(step, "reward"),
+            unjudged=unjudged_share(figures),
             staleness_mean=number(step, "staleness_mean") or 0.0,
             staleness_max=int(number(step, "staleness_max") or 0.0),
             entropy=number(step, "entropy"),
             exact_entropy=number(step, "exact_entropy"),
             length_mean=number(step, "length_mean"),
             truncated=number(step, "truncated"),
-            by_domain={
-                str(domain): {figure: value for figure in each if (value := number(each, figure)) is not None}
-                for domain, each in domains.items()
-                if isinstance(each, dict)
-            },
+            by_domain=figures,
         ),
         held_out=_held_out(view),
         fleet=FleetStatus(

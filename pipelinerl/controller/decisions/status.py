@@ -80,6 +80,7 @@ def _last_step(state: RunState) -> status.LastStepStatus:
     seconds = figures.get("step_s", 0.0) + figures.get("wait_s", 0.0)
     return status.LastStepStatus(
         reward=figures.get("reward"),
+        unjudged=status.unjudged_share(state.watched.by_domain),
         rollouts_per_s=figures.get("rollouts", 0.0) / seconds if seconds else 0.0,
         staleness_mean=figures.get("staleness_mean", 0.0),
         staleness_max=int(figures.get("staleness_max", 0)),

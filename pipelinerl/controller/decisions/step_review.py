@@ -134,6 +134,7 @@ def _remember(state: RunState, report: StepDone) -> None:
             truncated=figures.get("truncated", 0.0) * figures.get("rollouts", 0.0),
             groups=figures.get("groups", 0.0),
             stale=figures.get("stale_groups", 0.0),
+            unjudged=figures.get("unjudged", 0.0) * figures.get("rollouts", 0.0),
         )
         for domain, figures in watched.by_domain.items()
     }
@@ -156,6 +157,7 @@ class AlarmKind(StrEnum):
     LENGTH = "length"
     TRUNCATED = "truncated"
     STALE = "stale"
+    UNJUDGED = "unjudged"
     NO_SIGNAL = "no_signal"
 
 
@@ -171,6 +173,8 @@ _EARLIER_STEPS: Final = 20
 #: An alarm is raised if more than this share of a domain's rollouts is truncated, or of its groups is stale.
 TRUNCATED_SHARE: Final = 0.2
 STALE_SHARE: Final = 0.1
+#: An alarm is raised if more than this share of a domain's rollouts has no verdict; the reward leaves these out.
+UNJUDGED_SHARE: Final = 0.05
 #: A domain with fewer rollouts (or groups, for stale groups) than this raises no alarm.
 _ENOUGH: Final = 20
 #: An alarm is cleared when its metric is better than the threshold by this share of the threshold.
@@ -240,6 +244,7 @@ def _shares(steps: Sequence[WatchedStep], raised: Mapping[str, str]) -> Iterator
         counts = [step.domains.get(domain, DomainCounts()) for step in recent]
         rollouts, groups = sum(each.rollouts for each in counts), sum(each.groups + each.stale for each in counts)
         truncated, stale = sum(each.truncated for each in counts), sum(each.stale for each in counts)
+        unjudged = sum(each.unjudged for each in counts)
         most = TRUNCATED_SHARE * (1 - _clearance(AlarmKind.TRUNCATED, raised, domain))
         if rollouts >= _ENOUGH and truncated / rollouts > most:
             yield Alarm(
@@ -247,6 +252,15 @@ def _shares(steps: Sequence[WatchedStep], raised: Mapping[str, str]) -> Iterator
                 domain=domain,
                 what=f"{truncated / rollouts:.0%} of the answers of {domain} hit the token limit; raise "
                 'max_tokens, or keep them out of the loss: training.truncated = "mask"',
+            )
+        most = UNJUDGED_SHARE * (1 - _clearance(AlarmKind.UNJUDGED, raised, domain))
+        if rollouts >= _ENOUGH and unjudged / rollouts > most:
+            yield Alarm(
+                kind=AlarmKind.UNJUDGED,
+                domain=domain,
+                what=f"{unjudged / rollouts:.0%} of the answers of {domain} have no verdict and are left out of its "
+                "reward; look at the reasons with `pipelinerl samples`, and let a reward function return 0.0 for a "
+                "wrong answer, not None",
             )
         most = STALE_SHARE * (1 - _clearance(AlarmKind.STALE, raised, domain))
         if groups >= _ENOUGH and stale / groups > most:

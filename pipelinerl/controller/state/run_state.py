@@ -417,12 +417,13 @@ FIRST_STEPS: Final = 10
 
 
 class DomainCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Counts of one domain in one step: rollouts, truncated rollouts, groups that arrived, and stale groups."""
+    """Counts of one domain in one step: rollouts, truncated ones, groups, stale groups, unjudged rollouts."""
 
     rollouts: float = 0
     truncated: float = 0
     groups: float = 0
     stale: float = 0
+    unjudged: float = 0
 
 
 class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from inference_contract import routes
 from inference_contract.errors import Overloaded, from_wire
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.system.outside import OutsideClient, OutsideResponse, OutsideUnreachable, ResponseRejected
 from trainer_contract.types import Float32, MicroBatch
@@ -50,6 +50,12 @@ class EngineTeacher:
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
         """Return the log-probs f32 [T] of each micro-batch's tokens, 0 at segment starts; raise `EngineUnreachable`."""
         return self._runner.run(self._forward(micro_batches))
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Return the tokens of the prompt that the engine makes of a user's message; raise `EngineUnreachable`."""
+        messages = [ChatMessage(role="user", content=text)]
+        body = _body(ChatCompletionRequest(messages=messages, max_tokens=1, return_token_ids=True))
+        return self._parsed(self._runner.run(self._answered(body))).prompt_token_ids or []
 
     def close(self) -> None:
         """Close the connections."""
@@ -85,9 +91,8 @@ class EngineTeacher:
             max_tokens=1,
             return_prompt_logprobs=True,
         )
-        body = request.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
         async with free:
-            column[start:end] = self._checked(await self._answered(body), end - start)
+            column[start:end] = self._checked(await self._answered(_body(request)), end - start)
 
     async def _answered(self, body: bytes) -> bytes:
         """Return the engine's response to a request, with retries; raise `EngineUnreachable` if it sends none."""
@@ -118,16 +123,19 @@ class EngineTeacher:
             error, reason = None, response.content[:_QUOTED].decode(errors="replace")
         return f"HTTP {response.status}: {reason}", isinstance(error, Overloaded) or response.may_be_retried
 
-    def _checked(self, content: bytes, count: int) -> Float32:
-        """Return the `count` log-probs of a response, f32; raise `EngineUnreachable` unless all are valid."""
+    def _parsed(self, content: bytes) -> ChatCompletion:
         try:
-            logprobs = ChatCompletion.model_validate_json(content).prompt_logprobs or []
+            return ChatCompletion.model_validate_json(content)
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False, include_context=False)[0]
             where = ".".join(str(part) for part in first["loc"])
             raise EngineUnreachable(
                 f"the teacher {self.url} must answer with a ChatCompletion; {where}: {first['msg']}"
             ) from None
+
+    def _checked(self, content: bytes, count: int) -> Float32:
+        """Return the `count` log-probs of a response, f32; raise `EngineUnreachable` unless all are valid."""
+        logprobs = self._parsed(content).prompt_logprobs or []
         if len(logprobs) != count:
             raise EngineUnreachable(f"the teacher {self.url} must give {count} prompt_logprobs, got {len(logprobs)}")
         values = np.array(logprobs, np.float64)
@@ -138,3 +146,7 @@ class EngineTeacher:
                 f"the teacher {self.url} must give finite log-probs of at most 0, got {values[place]} for token {place}"
             )
         return values.astype(np.float32)
+
+
+def _body(request: ChatCompletionRequest) -> bytes:
+    return request.model_dump_json(exclude_none=True, exclude_defaults=True).encode()

@@ -35,7 +35,6 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    plan: PrefillPlan | DecodePlan | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -44,19 +43,25 @@ def attend(
     """Compute attention by transformers' interface: query [B, Hq, T, D], key and value [B, H, L, D] → [B, T, Hq, D].
     Raises `ModelError` if the architecture needs a term that is not implemented here.
     """
+    if "plan" not in kwargs:
+        raise ModelError(
+            f"{type(module).__name__} does not receive the arguments of its model's forward, so this engine cannot run "
+            "it; use another engine"
+        )
+    plan: PrefillPlan | DecodePlan | None = kwargs["plan"]
     unsupported = [name for name in _REFUSED if kwargs.get(name) is not None]
     if sliding_window is None and getattr(module, "layer_type", None) == "sliding_attention":
         unsupported.append("a sliding window given by its mask alone")
     if unsupported or attention_mask is not None:
         raise ModelError(
             f"{type(module).__name__} needs {', '.join(unsupported) or 'a mask of its own'}, which this engine does "
-            "not support"
+            "not support; use another engine"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(plan, DecodePlan):
-        return attend_decode(query, key, value, plan, sliding_window, scale, softcap), None
+        return attend_decode(query, key, value, plan, sliding_window, scale, softcap).contiguous(), None
     reading = plan.reading if plan is not None else CacheReading.GATHERED
-    return attend_prefill(query, key, value, reading, sliding_window, scale, softcap), None
+    return attend_prefill(query, key, value, reading, sliding_window, scale, softcap).contiguous(), None
 
 
 def attend_decode(

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
+from transformers import PreTrainedModel
 
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.memory_budget import DeviceMemory, EngineBudget, budget_of
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch import attention as torch_attention
 from pipelinerl.engines.torch.decoder import LlamaForward
-from pipelinerl.engines.torch.forward import load_for_decoding
+from pipelinerl.engines.torch.forward import load_for_decoding, refuse_undecodable
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.runner import TorchRunner, served_weights
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.errors import ModelError
+from pipelinerl.models import torch_miniature
+from pipelinerl.models.checkpoint import replace_attention
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.numerics import torch_attention, torch_batch_invariant, torch_logprobs
+from pipelinerl.models.torch_miniature import Computed, texts_of
+from pipelinerl.numerics import torch_attention as kernels_of_torch, torch_batch_invariant, torch_logprobs
 from trainer_contract.types import Device, HeadPrecision, Kernels
+
+#: Number of tokens that a trial of the engine decodes, and its longest sequence, more than a block of the cache.
+_DECODED: Final = 4
+_LONGEST: Final = 44
 
 
 def from_options(options: EngineOptions) -> Engine:
@@ -57,8 +68,9 @@ def load_runner(
     share = options.memory_share if device.type == "cuda" else None
     if share is not None:  # fail in this process before other processes run out of GPU memory
         torch.cuda.set_per_process_memory_fraction(share)
-    torch_attention.avoid_cudnn()
+    kernels_of_torch.avoid_cudnn()
     model = load_for_decoding(options.model_path, dtype=options.dtype, device=device)
+    refuse_different(model)
     config: Any = model.config
     options.check_context(config)
     if options.head_precision is HeadPrecision.FP32:
@@ -82,6 +94,43 @@ def load_runner(
             "out model.kernels"
         )
     return runner
+
+
+def refuse_different(skeleton: PreTrainedModel) -> bool:
+    """Raise `ModelError` if the engine would not compute this model as transformers does; its weights are not used.
+
+    Return False if this could not be tried, as `torch_miniature` explains.
+    """
+    refuse_undecodable(skeleton)
+    return torch_miniature.refuse_different(skeleton, "the torch engine", _decoded)
+
+
+def _decoded(model: PreTrainedModel) -> list[Computed]:
+    """Decode tokens after prompts of several lengths in one batch, two of which share a full block of the cache."""
+    replace_attention(model, torch_attention.NAME)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+    context = min(_LONGEST, positions)
+    vocab = model.config.get_text_config().vocab_size
+    shared = [token % vocab for token in range(3, 3 + 7 * (context - _DECODED), 7)]
+    prompts = [*texts_of(model), shared, shared]
+    options = EngineOptions(
+        model_path=Path(), model_id="", slots=len(prompts), max_waiting=0, context_length=context, device=Device.CPU
+    )
+    runner = TorchRunner(model, options)
+    runner.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts)])
+    runner.place(
+        [
+            RowState(row, prompt[-1], len(prompt) - 1, noise_key=row, temperature=1.0, top_p=1.0, top_k=0)
+            for row, prompt in enumerate(prompts)
+        ]
+    )
+    steps = [runner.decode(len(prompts)) for _ in range(_DECODED)]
+    return [
+        Computed(
+            [*prompt, *(tokens[row] for tokens, _ in steps)], torch.tensor([logprobs[row] for _, logprobs in steps])
+        )
+        for row, prompt in enumerate(prompts)
+    ]
 
 
 def _device(device: Device) -> torch.device:

@@ -10,11 +10,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pipelinerl.engines.torch import attention as torch_attention
 from pipelinerl.engines.torch.page_cache import DecodePlan, PageCache, PrefillPlan
 from pipelinerl.errors import ModelError
-from pipelinerl.models.checkpoint import load_model
+from pipelinerl.models.checkpoint import load_model, replace_attention
 from trainer_contract.types import WeightDType
 
 
@@ -38,20 +39,26 @@ class ModuleForward:
         return output.logits[:, -1]
 
 
-def load_for_decoding(path: Path, *, dtype: WeightDType, device: torch.device) -> nn.Module:
+def load_for_decoding(path: Path, *, dtype: WeightDType, device: torch.device) -> PreTrainedModel:
     """Load the causal language model in `path` for `TorchRunner`. Raises `ModelError` for unsupported attention."""
-    try:
-        model = load_model(path, dtype=dtype, attention=torch_attention.NAME)
-    except KeyError as error:  # transformers raises this for models whose attention cannot be replaced
-        raise _unsupported(f"the attention of the model in {path} cannot be replaced") from error
-    text = model.config.get_text_config()
+    model = load_model(path, dtype=dtype)
+    refuse_undecodable(model)
+    replace_attention(model, torch_attention.NAME)
+    model.requires_grad_(False)
+    module: Any = model
+    on_device: PreTrainedModel = module.to(device)
+    return on_device
+
+
+def refuse_undecodable(skeleton: PreTrainedModel) -> None:
+    """Raise `ModelError` if `PageCache` cannot keep the keys and values of a model; its weights are not used."""
+    text = skeleton.config.get_text_config()
+    name = type(skeleton).__name__
     if getattr(text, "kv_lora_rank", None):
-        raise _unsupported(f"{type(model).__name__} has latent attention, whose keys and values are of other widths")
+        raise _unsupported(f"{name} has latent attention, whose keys and values are of other widths")
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds := kinds - {"full_attention", "sliding_attention"}:
-        raise _unsupported(f"{type(model).__name__} has layers of type {sorted(kinds)}, not full or sliding attention")
-    module: nn.Module = model.requires_grad_(False)
-    return module.to(device)
+        raise _unsupported(f"{name} has layers of type {sorted(kinds)}, not full or sliding attention")
 
 
 def _unsupported(reason: str) -> ModelError:

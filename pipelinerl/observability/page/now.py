@@ -71,6 +71,7 @@ def _overall(steps: Sequence[Event]) -> dict[str, Any]:
     tokens = sum(amount(step, "sampled_tokens") for step in steps)
     return {
         "reward": estimate(steps, "reward"),
+        "unjudged": mean_of(_by_domain(steps), "unjudged"),
         "accuracy": estimate(steps, "accuracy", share=True) or estimate(_by_domain(steps), "accuracy", share=True),
         "length": mean_of(steps, "length_mean"),
         "truncated": mean_of(steps, "truncated"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast, final
@@ -19,15 +20,17 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models import torch_routers
-from pipelinerl.models.checkpoint import Part, load_model, load_structure
+from pipelinerl.models import torch_miniature, torch_routers
+from pipelinerl.models.checkpoint import Part, load_model, load_structure, replace_attention
+from pipelinerl.models.torch_miniature import Computed, texts_of
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics import torch_batch_invariant
 from pipelinerl.numerics.torch_logprobs import token_predictions
 from pipelinerl.trainers.torch.experts import follow_autocast
 from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, AttentionPlan, OpaquePlan, attend
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
-from pipelinerl.trainers.torch.packed.shared_beginnings import Reading
+from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
+from pipelinerl.trainers.torch.passes import PassSetting, made_up_batch, predict
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure, Kernels
 
@@ -166,7 +169,10 @@ def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: AttentionPlan) 
     tokens, positions = token_ids
     plan = OpaquePlan(segments)
     output = trunk(input_ids=tokens[None], position_ids=positions[None], segments=plan, use_cache=False)
-    return cast(Tensor, output.last_hidden_state.squeeze(0))
+    hidden: Tensor | None = getattr(output, "last_hidden_state", None)
+    if hidden is None:
+        raise SpecError(f"{type(trunk).__name__} has no layers that transformers runs without its output layer")
+    return hidden.squeeze(0)
 
 
 def computing_in(products: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
@@ -224,10 +230,13 @@ def load_for_training(
     Returns a model on the meta device and the reader of its parameters, or a loaded model and None.
     """
     try:
-        model = load_structure(path, attention=IMPLEMENTATION, part=part)
+        model = load_structure(path, part=part)
+        refuse_different(model)
+        replace_attention(model, IMPLEMENTATION)
         reader = WeightReader.of(path, model)
         if reader is None:
-            model = load_model(path, attention=IMPLEMENTATION, part=part)
+            model = load_model(path, part=part)
+            replace_attention(model, IMPLEMENTATION)
         else:
             _read_buffers(model, reader)
     except (ModelError, ValueError, KeyError) as error:
@@ -236,6 +245,37 @@ def load_for_training(
     if gradient_checkpointing:
         _recompute_layers(model)
     return model, reader
+
+
+def refuse_different(skeleton: PreTrainedModel) -> bool:
+    """Raise ModelError if the trainer would not compute this model as transformers does.
+
+    The weights of `skeleton` are not used. Return False if this could not be tried, as `torch_miniature` explains.
+    """
+    return torch_miniature.refuse_different(skeleton, "the torch trainer", _computed)
+
+
+def _computed(model: PreTrainedModel) -> list[Computed]:
+    """Compute the miniature's texts in one packed row, shared beginnings once; first probe what has its own message."""
+    replace_attention(model, IMPLEMENTATION)
+    follow_autocast(model)
+    device, packed = torch.device("cpu"), None if model.get_output_embeddings() is None else PackedModel(model)
+    if packed is None:
+        probe_packing(model, device)
+    else:
+        packed.probe(device)
+    texts = texts_of(model)
+    lengths = np.array([len(text) for text in texts])
+    batch = made_up_batch(lengths, vocab_size=1)
+    batch = replace(batch, token_ids=np.concatenate(texts).astype(np.int32))
+    if packed is not None:
+        values = predict(packed, PassSetting(device), batch, batch.loss_mask)[0]
+        return [Computed(text, part) for text, part in zip(texts, values.split((lengths - 1).tolist()), strict=True)]
+    distinct = Distinct.of(batch)
+    tokens = np.stack((batch.token_ids, batch.position_ids))[:, distinct.kept].astype(np.int64)
+    segments = SegmentPlan.of(batch.position_ids, device, distinct)
+    hidden = hidden_states(model, torch.from_numpy(tokens), segments)[torch.from_numpy(distinct.place)]
+    return [Computed(text, part) for text, part in zip(texts, hidden.split(lengths.tolist()), strict=True)]
 
 
 def _recompute_layers(model: PreTrainedModel) -> None:

@@ -102,9 +102,36 @@ def test_check_names_the_format_of_tool_calls() -> None:
     assert tool_format(tokenizer) == "writes tool calls in the format of Hermes, which is parsed"
 
 
-async def trial(**domain: Any) -> str:
+async def trials(**domain: Any) -> list[tuple[str, str]]:
     config = parse(to_table(load("tiny")) | {"domains": [{"name": "d", "source": "instructions", **domain}]})
     return await verifier_tried(config.domains[0], training_problems(config))
+
+
+async def trial(**domain: Any) -> str:
+    ((kind, text),) = await trials(**domain)
+    assert kind == "verifier"
+    return text.removeprefix("domains.d: ")
+
+
+async def test_check_warns_of_a_reward_function_that_returns_none_for_a_wrong_or_an_empty_answer(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "r.py").write_text(
+        "def forgets(completion, answer):\n    if completion == answer:\n        return 1.0\n"
+        "def half(completion, answer):\n    if not completion:\n        return 0.0\n    if completion == answer:\n"
+        "        return 1.0\n"
+        "def whole(completion, answer):\n    return float(completion == answer)\n"
+    )
+
+    async def warnings_for(name: str) -> list[str]:
+        found = await trials(source="addition", verifier=f"{tmp_path}/r.py:{name}")
+        return [text for kind, text in found if kind == "warning"]
+
+    empty, wrong = await warnings_for("forgets")
+    assert empty.startswith("domains.d: an empty answer got no verdict (the function judged nothing: it returned None)")
+    assert "must return 0.0 for a wrong answer, not None" in wrong
+    assert wrong.startswith("domains.d: a wrong answer got no verdict") and await warnings_for("half") == [wrong]
+    assert await warnings_for("whole") == []
 
 
 async def test_check_asks_a_judge_for_one_vote_and_shows_its_reply() -> None:

@@ -13,6 +13,7 @@ from pipelinerl.controller.decisions.step_review import (
     RECENT_STEPS,
     STALE_SHARE,
     TRUNCATED_SHARE,
+    UNJUDGED_SHARE,
     AlarmKind,
     alarms_of,
     note_outdated,
@@ -130,7 +131,7 @@ def raised(made: list[WatchedStep], *, before: tuple[str, ...] = (), first: list
 
 def test_alarm_thresholds_match_the_documentation() -> None:
     assert (LOW_ENTROPY, MOSTLY_RIGHT, LENGTH_GROWTH) == (0.1, 0.9, 2.0)
-    assert (TRUNCATED_SHARE, STALE_SHARE, RECENT_STEPS) == (0.2, 0.1, 5)
+    assert (TRUNCATED_SHARE, STALE_SHARE, UNJUDGED_SHARE, RECENT_STEPS) == (0.2, 0.1, 0.05, 5)
 
 
 def test_run_that_learns_raises_no_alarm() -> None:
@@ -176,15 +177,20 @@ def test_length_alarm_is_raised_at_its_threshold(length: float, before: bool, st
         (AlarmKind.STALE, 1000, 81, True, True),
         (AlarmKind.STALE, 1000, 80, True, False),
         (AlarmKind.STALE, 3, 3, False, False),
+        (AlarmKind.UNJUDGED, 100, 5, False, False),
+        (AlarmKind.UNJUDGED, 100, 6, False, True),
+        (AlarmKind.UNJUDGED, 1000, 41, True, True),
+        (AlarmKind.UNJUDGED, 1000, 40, True, False),
+        (AlarmKind.UNJUDGED, 3, 3, False, False),
     ],
 )
 def test_truncation_and_staleness_alarms_are_raised_at_their_thresholds(
     kind: AlarmKind, seen: int, bad: int, before: bool, stands: bool
 ) -> None:
     counts = (
-        DomainCounts(rollouts=seen, truncated=bad)
-        if kind is AlarmKind.TRUNCATED
-        else DomainCounts(groups=seen - bad, stale=bad)
+        DomainCounts(groups=seen - bad, stale=bad)
+        if kind is AlarmKind.STALE
+        else DomainCounts(rollouts=seen, **{kind.value: bad})
     )
     key = f"{kind}:sums"
     made = steps(domains={"sums": counts, "words": DomainCounts(rollouts=1000, groups=1000)})

@@ -77,7 +77,11 @@ function interval(value, format = number) {
 function Tiles({ state, wide }) {
   const { overall = {}, fleet = {}, step_time: time = {}, ledger = {} } = state;
   const tiles = [
-    ["reward", number(overall.reward?.mean), interval(overall.reward)],
+    [
+      "reward",
+      number(overall.reward?.mean),
+      interval(overall.reward) + (overall.unjudged > 0 ? `, ${percent(overall.unjudged)} unjudged` : ""),
+    ],
     ["training accuracy", percent(overall.accuracy?.mean), interval(overall.accuracy, percent)],
     ...(state.held_out ?? []).map((each) => [
       words(each.name),

@@ -72,7 +72,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    segments: AttentionPlan,
+    segments: AttentionPlan | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: Any,
@@ -81,16 +81,24 @@ def attend(
 
     Args:
         query: [1, H, K, d]; key and value: [1, H_kv, K, d]. With n processes, each has K / n of the K tokens.
-        attention_mask: None, since transformers creates no mask for this implementation.
+        attention_mask: None, since transformers creates no mask for this implementation; a few models bring their own.
         segments: where the packed segments lie and how to compute their attention. The caller passes this plan to the
             model's forward as a keyword, and transformers passes it on.
 
     Returns:
         [1, K, H, d], and no attention weights.
+
+    Raises:
+        SpecError: the architecture needs what packed segments do not support.
     """
-    for name in _UNSUPPORTED:
-        if others.get(name) is not None:
-            raise SpecError(f"attention with {name!r} is not supported over packed segments; use another architecture")
+    name = type(module).__name__
+    if segments is None:
+        raise SpecError(f"{name} does not receive the arguments of its model's forward; use another model")
+    if attention_mask is not None:
+        raise SpecError(f"{name} needs a mask of its own, which packed segments do not support; use another model")
+    for argument in _UNSUPPORTED:
+        if others.get(argument) is not None:
+            raise SpecError(f"attention with {argument!r} is not supported over packed segments; use another model")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if segments.group is not None:
         q, k, v = segments.group.to_heads(q, k, v)

@@ -170,12 +170,15 @@ def _undone(
 
 def _aliases(model: PreTrainedModel, layout: Mapping[str, ParameterInfo]) -> dict[str, str]:
     """Map each name of a parameter to its name in the layout, which has shared parameters once."""
-    shared: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
-    for name, each in state.items():
-        if name in layout:
-            shared.setdefault(id(each), name)
-    return {name: name if name in layout else shared[id(each)] for name, each in state.items() if id(each) in shared}
+    shared = {id(state[name]): name for name in layout if name in state}
+    aliases = {name: shared[id(each)] for name, each in state.items() if id(each) in shared}
+    # On the meta device, transformers does not tie parameters that are stored twice, because it cannot compare them.
+    for one, other in (model.all_tied_weights_keys or {}).items():
+        for name, source in ((one, other), (other, one)):
+            if name not in layout and source in aliases:
+                aliases[name] = aliases[source]
+    return aliases
 
 
 def _conversion(

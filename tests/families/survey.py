@@ -1,23 +1,18 @@
 """What the product makes of each family of the zoo, measured against transformers on one CPU in float32.
 
-    python -m tests.families.survey [FAMILY …]     measure all families, or some; write the records and docs/reference/models.md
+    python -m tests.families.survey [FAMILY …]     measure all families, or some; write records, page and README
 
-A record has a verdict for each use: `yes`, the sentence with which the product refuses, or what went wrong.
-
-| use | what a `yes` has shown |
-|---|---|
-| trains | log-probs and the gradient's norm equal transformers'; one optimizer step |
-| checkpoint | names, shapes and dtypes of the model directory; after a step, transformers computes the trainer's log-probs |
-| serves | the torch engine's log-probs of sampled tokens equal transformers', also after an update from the trainer |
-| lora | one step of adapters; transformers computes the trainer's log-probs from the merged checkpoint |
+A record has a verdict for each use: `yes`, the sentence with which the product refuses, or what went wrong. The page
+(`models_page`) says what each `yes` has shown.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -35,15 +30,16 @@ from pipelinerl.errors import PipelineError
 from pipelinerl.models.checkpoint import stored_tensors, weight_files
 from pipelinerl.models.directory_copy import copy_model_files
 from pipelinerl.models.weight_writer import WeightWriter
+from pipelinerl.trainers.jax.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from tests.families import models_page, zoo
+from tests.families import zoo
+from tests.families.models_page import Records
 from trainer_contract.conformance.probes import LINEAR
 from trainer_contract.errors import TrainerError
 from trainer_contract.types import Device, MicroBatch, OptimizerSpec, TrainerSpec
 
 #: Largest difference of two log-probs, in nats, and relative difference of two gradient norms, that rounding explains.
 TOLERANCE: Final = 1e-3
-USES: Final = ("trains", "checkpoint", "serves", "lora")
 _LENGTHS: Final = (30, 5, 18, 30, 2)
 
 
@@ -149,7 +145,13 @@ def _check_checkpoint(trainer: TorchTrainer, model: Path, rows: list[list[int]],
     if tensors_in(saved) != tensors_in(model):
         names = {*tensors_in(saved).items()} ^ {*tensors_in(model).items()}
         raise WrongError(f"{len(names)} tensors have another name, shape or dtype, first {min(names)[0]}")
-    same("log-probs of the checkpoint", expected(loaded(saved), rows), trainer.forward([batch_of(rows)])[0])
+    own = trainer.forward([batch_of(rows)])[0]
+    same("log-probs of the checkpoint", expected(loaded(saved), rows), own)
+    (state := path.with_name("state")).mkdir()
+    trainer.save_state(state)
+    resumed = TorchTrainer()
+    resumed.init_worker(TrainerSpec(model_path=model, device=Device.CPU, restore_from=state))
+    same("log-probs of a resumed trainer", resumed.forward([batch_of(rows)])[0], own)
 
 
 def _sampled(runner: TorchRunner, rows: list[list[int]]) -> list[tuple[list[int], list[float]]]:
@@ -199,6 +201,13 @@ def _check_lora(path: Path, rows: list[list[int]], target: Path) -> None:
     same("log-probs of the merged checkpoint", expected(loaded(merged), rows), adapted.forward([batch_of(rows)])[0])
 
 
+def _check_jax(path: Path, model: Any, rows: list[list[int]]) -> None:
+    trainer = JaxTrainer()
+    trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU))
+    same("log-probs", trainer.forward([batch_of(rows)])[0], expected(model, rows))
+    trainer.close()
+
+
 def survey(path: Path, place: Path) -> dict[str, str]:
     """Return the record of the model in `path`; checkpoints are written below the directory `place`."""
     rows, model = sequences(), loaded(path)
@@ -218,16 +227,17 @@ def survey(path: Path, place: Path) -> dict[str, str]:
         except WrongError as error:
             record[use] = f"wrong: {error}"
         except Exception as error:  # a traceback for the user, whatever its class
-            record[use] = f"fails: {type(error).__name__}: {error}".splitlines()[0][:200]
+            record[use] = f"fails: {type(error).__name__}: {error}".splitlines()[0][:160]
         else:
             record[use] = "yes"
 
     attempt("trains", train)
-    trainer = trainers[0] if trainers else None
+    trainer = trainers[0] if record["trains"] == "yes" else None
     if trainer is not None:
         attempt("checkpoint", lambda: _check_checkpoint(trainer, path, rows, place / "checkpoint"))
         attempt("lora", lambda: _check_lora(path, rows, place / "merged"))
     attempt("serves", lambda: _check_engine(path, model, trainer, rows))
+    attempt("jax", lambda: _check_jax(path, model, rows))
     return record
 
 
@@ -248,12 +258,13 @@ def measured(name: str) -> dict[str, str]:
 
 
 def main(names: list[str]) -> None:
-    """Measure families, and update records and page."""
-    records: dict[str, Mapping[str, str]] = {} if not names else models_page.read()
+    """Measure families, and write records, page and README."""
+    families = dict(Records.read().families) if names else {}
     for name in names or zoo.FAMILIES:
-        records[name] = measured(name)
-        print(name, json.dumps(records[name]), flush=True)
-    models_page.write({name: records[name] for name in zoo.FAMILIES if name in records})
+        families[name] = measured(name)
+        print(name, json.dumps(families[name]), flush=True)
+    ordered = {name: families[name] for name in zoo.FAMILIES if name in families}
+    Records({name: version(name).partition("+")[0] for name in ("transformers", "torch")}, ordered).write()
 
 
 if __name__ == "__main__":

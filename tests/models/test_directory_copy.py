@@ -16,8 +16,9 @@ LEFT = (
     "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "value_head.safetensors",
     "pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack", "rust_model.ot",
     "model.onnx", "model.onnx_data", "model-q4.gguf", "model.ckpt", "weights.npz", "consolidated.00.pth",
-    "model.pdparams", "optimizer.pt", "scheduler.pt", "training_args.bin", "trainer_state.json", "manifest.json", ".gitattributes",
-    "original/params.json", "onnx/config.json", "trainer/trainer.json", ".cache/huggingface/config.json",
+    "model.pdparams", "optimizer.pt", "scheduler.pt", "training_args.bin", "trainer_state.json", "manifest.json",
+    ".gitattributes", "original/params.json", "onnx/config.json", "trainer/trainer.json",
+    ".cache/huggingface/config.json",
 )  # fmt: skip
 
 

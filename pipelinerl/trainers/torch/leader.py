@@ -39,6 +39,7 @@ from pipelinerl.trainers.torch.joining import join
 from pipelinerl.trainers.torch.loading import LoadedModel
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.mesh_worker import MeshWorker
+from pipelinerl.trainers.torch.optimizer.adamw import STEP
 from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.passes import require_finite
 from pipelinerl.trainers.torch.shard_files import write_index
@@ -171,8 +172,8 @@ class MeshLeader:
             write_index(path, worker.mesh.shards, worker.model.shapes)
         moments: dict[str, dict[str, Tensor]] = {}
         for name in worker.model.trained if worker.has_moments else ():
-            moments[name] = {"step": worker.steps_of(name)}
-            if adapters is not None:
+            moments[name] = {STEP: worker.steps_of(name)}
+            if adapters is not None and moments[name][STEP]:
                 for kind in (GatheredKind.MEAN, GatheredKind.SQUARE):
                     moments[name][str(kind)] = self._gathered([name], kind)[0]
         torch_state.save(

@@ -47,7 +47,14 @@ from pipelinerl.trainers.torch.joining import in_agreement, world
 from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device
 from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh, device_index, refuse_heads
-from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, dtype_of, restored_state
+from pipelinerl.trainers.torch.optimizer.adamw import (
+    STEP,
+    ParameterOptimizer,
+    adamw,
+    dtype_of,
+    never_stepped,
+    restored_state,
+)
 from pipelinerl.trainers.torch.options import TorchOptions, options_of
 from pipelinerl.trainers.torch.packed.planner import planning
 from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, made_up_batch, predict, predicted
@@ -239,8 +246,8 @@ class MeshWorker:
 
     def steps_of(self, name: str) -> Tensor:
         """Return AdamW's step count of a parameter; call this on rank 0, which has rows of every parameter."""
-        count: Tensor = self.optimizer.state[self.model.shards[name]]["step"]
-        return count
+        state: dict[str, Tensor] = self.optimizer.state.get(self.model.shards[name]) or never_stepped()
+        return state[STEP]
 
     def bytes_of(self, places: range, kind: GatheredKind) -> int:
         """Return the size in bytes of the block that `received` needs for the parameters at these positions."""
@@ -317,7 +324,7 @@ class MeshWorker:
             return
         tensors: dict[str, Tensor] = {}
         for name, shard in self.model.trained.items():
-            kinds = [GatheredKind.MEAN, GatheredKind.SQUARE] if self.has_moments and shard.numel() else []
+            kinds = [GatheredKind.MEAN, GatheredKind.SQUARE] if shard in self.optimizer.state else []
             tensors |= {key_of(name, kind): self._rows(name, kind) for kind in kinds}
             tensors[key_of(name, VALUE)] = self._rows(name, GatheredKind.MASTER)
         write_shard(path, self.rank, self.mesh.shards, tensors)

@@ -30,11 +30,12 @@ from transformers import PreTrainedConfig
 
 from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
 from pipelinerl.trainers.option_table import architecture_of, damaged, read_record, write_record
+from pipelinerl.trainers.torch.optimizer.adamw import STEP
 from pipelinerl.trainers.torch.shard_files import ShardFiles
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.types import Head
 
-MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
+MOMENTS: Final = (STEP, "exp_avg", "exp_avg_sq")
 #: Names of the directories of a whole model and of adapters inside a state.
 MODEL: Final = "model"
 ADAPTER: Final = "adapter"
@@ -115,16 +116,20 @@ class TorchSavedState:
     def moments(self, shapes: Mapping[str, torch.Size], rows_of: RowsOf = _all_rows) -> dict[str, dict[str, Tensor]]:
         """Return AdamW's state by parameter, only the rows that `rows_of` selects; {} before the first step.
 
-        Raises StateError if the file is damaged.
+        Parameters that never had a gradient are left out. Raises StateError if the file is damaged.
         """
         if self.shards is not None:
             self.shards.check(shapes)
         restored: dict[str, dict[str, Tensor]] = {}
+        never = set[str]()
         for name, shape in shapes.items():
             rows = rows_of(shape[0])
             moments = {kind: self.tensors[f"{name}.{kind}"] for kind in MOMENTS if f"{name}.{kind}" in self.tensors}
             if not moments:
-                continue  # the optimizer never stepped this parameter
+                continue
+            if moments.keys() == {STEP} and not moments[STEP]:
+                never.add(name)
+                continue
             if self.shards is not None:
                 moments |= {kind: self.shards.rows(name, kind, rows) for kind in MOMENTS[1:]}
             elif len(moments) < len(MOMENTS) or any(m.ndim and m.shape != shape for m in moments.values()):
@@ -132,8 +137,10 @@ class TorchSavedState:
             else:
                 moments = {kind: each[rows] if each.ndim else each for kind, each in moments.items()}
             restored[name] = moments
-        if len(restored) not in (0, len(shapes)):
-            raise StateError(f"{self.path} has optimizer state for {len(restored)} of {len(shapes)} parameters")
+        if (count := len(restored) + len(never)) not in (0, len(shapes)):
+            raise StateError(
+                f"{self.path} has optimizer state for {count} of {len(shapes)} parameters; restore another checkpoint"
+            )
         return restored
 
 

@@ -21,7 +21,7 @@ from pipelinerl.numerics.dither_torch import UpdateProbe, rounded
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device
 from pipelinerl.trainers.torch.lora.lora_options import share_of
-from pipelinerl.trainers.torch.optimizer.adamw import Master, ParameterOptimizer, adamw, restored_state
+from pipelinerl.trainers.torch.optimizer.adamw import Master, ParameterOptimizer, adamw, never_stepped, restored_state
 from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace
 from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.packed.planner import planning
@@ -265,17 +265,17 @@ class TorchWorker:
 
     def save_state(self, path: Path) -> None:
         """Write the model (or adapters), optimizer and random state into the directory `path`."""
-        names, adapters = {id(parameter): name for name, parameter in self.trained.items()}, self.loaded.adapters
+        adapters, stepped = self.loaded.adapters, self.optimizer.state
         if adapters is None:
             self.loaded.model.save(path / torch_state.MODEL, {**self.own, **self.masters})
         else:
             adapters.save(path / torch_state.ADAPTER, base=self.spec.model_path, values={**self.trained, **self.own})
         torch_state.save(
             path,
-            config=self.loaded.model.model.config,
+            config=self.loaded.config,
             random=self.random,
             head=self.spec.head,
-            moments={names[id(parameter)]: moments for parameter, moments in self.optimizer.state.items()},
+            moments={name: stepped.get(each) or never_stepped() for name, each in self.trained.items() if stepped},
             model_version=self.model_version,
             lora=adapters and adapters.record(digest=self.loaded.base_digest),
         )

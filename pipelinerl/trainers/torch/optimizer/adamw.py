@@ -61,6 +61,11 @@ def adamw(
     return PiecewiseAdamW(groups, spec, options, seed=rng.key(seed, "moments", shard), masters=masters or {})
 
 
+def never_stepped() -> dict[str, Tensor]:
+    """Return the saved state of a parameter that never had a gradient, such as a bias that only selects experts."""
+    return {STEP: torch.zeros(())}
+
+
 def restored_state(
     moments: Mapping[str, Tensor], parameter: Tensor, options: OptimizerOptions = OptimizerOptions()
 ) -> dict[str, Tensor]:

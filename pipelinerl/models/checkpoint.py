@@ -245,6 +245,20 @@ def check_values(path: Path, *, most_bytes: int) -> int:
     return left
 
 
+def empty_model(path: Path) -> PreTrainedModel:
+    """Return a directory's causal LM on the meta device, by config.json alone; weights may not fit. Raises ModelError.
+
+    It reads no weight file, which takes long if the experts of a mixture are stored one by one.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with foreign_failures(f"the model in {path} cannot be built"), torch.device("meta"):
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return model
+
+
 def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
     """Return a directory's causal LM in `dtype`, on the meta device, with parameters in the order trainers use."""
     import torch

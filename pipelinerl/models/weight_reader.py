@@ -61,7 +61,7 @@ class ConversionTable:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
-        """Return the table for a model of `checkpoint.load_structure` or `checkpoint.check_weights`."""
+        """Return the table for a model of `checkpoint.load_structure` or `checkpoint.empty_model`."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 

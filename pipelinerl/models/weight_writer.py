@@ -26,7 +26,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import MODEL_TYPE
 from pipelinerl.models.checkpoint import (
     StoredTensor,
-    check_weights,
+    empty_model,
     model_dtype,
     model_type,
     stored_tensors,
@@ -82,7 +82,7 @@ class WeightWriter:
         if _is_plain(path, infos, files):
             named, conversions = {name: name for name in infos if name in files}, list[_Conversion]()
         else:
-            named, conversions = _undone(path, check_weights(path), infos)
+            named, conversions = _undone(path, empty_model(path), infos)
         written = {*named.values(), *(name for each in conversions for name in each.names)}
         if lacking := sorted(infos.keys() - written):
             raise ModelError(
@@ -172,13 +172,8 @@ def _aliases(model: PreTrainedModel, layout: Mapping[str, ParameterInfo]) -> dic
     """Map each name of a parameter to its name in the layout, which has shared parameters once."""
     state = model.state_dict(keep_vars=True)
     shared = {id(state[name]): name for name in layout if name in state}
-    aliases = {name: shared[id(each)] for name, each in state.items() if id(each) in shared}
-    # On the meta device, transformers does not tie parameters that are stored twice, because it cannot compare them.
-    for one, other in (model.all_tied_weights_keys or {}).items():
-        for name, source in ((one, other), (other, one)):
-            if name not in layout and source in aliases:
-                aliases[name] = aliases[source]
-    return aliases
+    # transformers does not tie parameters that are stored twice with different values; then the layout has both.
+    return {name: name if name in layout else shared[id(each)] for name, each in state.items() if id(each) in shared}
 
 
 def _conversion(

@@ -112,6 +112,13 @@ def test_tied_weights_that_are_stored_twice_are_both_written(family: Any, tmp_pa
     assert torch.equal(new["model.embed_tokens.weight"], new["lm_head.weight"])
 
 
+def test_weights_that_are_stored_twice_with_different_values_stay_different(family: Any, tmp_path: Path) -> None:
+    tensors = stored(family("llama_tied"))
+    untied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 2}
+    model = resaved(family("llama_tied"), tmp_path / "untied", untied)
+    assert alike(stored(written(model, tmp_path / "new")), untied)
+
+
 def test_tensors_that_transformers_does_not_load_are_copied(family: Any, tmp_path: Path) -> None:
     further = {
         "model.layers.3.eh_proj.weight": torch.randn(4, 8).bfloat16(),

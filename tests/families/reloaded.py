@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 
 def reloaded(path: Path) -> dict[str, Any]:
     """Return the result for one directory."""
     try:
-        # Some families of transformers 4 load only half of an image model as their causal language model.
-        config = AutoConfig.from_pretrained(path)
-        model, report = AutoModelForCausalLM.from_pretrained(path, config=config, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
         tokens = torch.arange(20, 40)[None]
         with torch.no_grad():
             predicted = model.float().eval()(input_ids=tokens, use_cache=False).logits[0, :-1].log_softmax(-1)

@@ -112,7 +112,12 @@ class Trainer(Protocol):
         ...
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Return name, shape and dtype of every parameter, in the order of `gather_weights`; tied ones appear once."""
+        """Return name, shape and dtype of every parameter, in the order of `gather_weights`; tied ones appear once.
+
+        Names are those of the model in memory. Buffers are not included: no trainer changes them, and every engine has
+        them from its model directory. A checkpoint has all tensors of the model directory under their stored names: the
+        values of parameters come from the trainer, and those of buffers from the directory.
+        """
         ...
 
     def gather_weights(self) -> Iterator[tuple[str, Any]]:

@@ -31,6 +31,7 @@ from pipelinerl.data.problems import Split
 from pipelinerl.enums import Skill
 from pipelinerl.errors import UserError
 from pipelinerl.models.checkpoint import save_model
+from pipelinerl.models.directory_copy import copy_model_files
 from pipelinerl.models.tiny_decoder import (
     SPELL_BACKWARD_PHRASE,
     DecoderShape,
@@ -45,6 +46,7 @@ from pipelinerl.models.tiny_decoder import (
     word_tokenizer,
 )
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.weight_writer import WeightWriter
 from pipelinerl.objective.streams import CROSS_ENTROPY
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import demonstrated_problems, problems_of
@@ -52,8 +54,6 @@ from pipelinerl.roles.workers import opened_policy
 from pipelinerl.system import tied_process
 from pipelinerl.system.files import sync
 from pipelinerl.system.machine import free_ports
-from pipelinerl.training.checkpoints.checkpoint import copy_model_files
-from pipelinerl.training.checkpoints.manifest import write_weights
 from pipelinerl.training.rollouts.demonstrations import demonstration, imitated
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Problem, RolloutGroup
@@ -125,6 +125,7 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
     )
     trainer = opened_policy(_with_ranks(config))
     try:
+        writer = WeightWriter.of(config.model.resolved, trainer.weight_layout())
         before = _loss(trainer, held_out, config.trainer.token_budget)
         say(f"validation loss {before:.4f} nats per token before the first step")
         for step in range(options.steps):
@@ -139,7 +140,7 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
                 loss = sum(each.loss for each in losses)
                 say(f"step {step + 1}: loss {loss:.4f}, gradient norm {norm:.3g}, learning rate {rate:.3g}")
         after = _loss(trainer, held_out, config.trainer.token_budget)
-        _save(trainer, config.model.resolved, output)
+        _save(trainer, writer, config.model.resolved, output)
     finally:
         trainer.close()
     say(f"{output}: validation loss {before:.4f} before, {after:.4f} after {options.steps} steps")
@@ -179,15 +180,15 @@ def _loss(trainer: Trainer, groups: Sequence[RolloutGroup], token_budget: int) -
     return -total / sum(int(each.loss_mask.sum()) for each in batch)
 
 
-def _save(trainer: Trainer, model: Path, output: Path) -> None:
+def _save(trainer: Trainer, writer: WeightWriter, model: Path, output: Path) -> None:
     staging = output.with_name(f".{output.name}.part")
     try:
         with ExitStack() as undone:
             staging.mkdir(parents=True)
             undone.callback(shutil.rmtree, staging, ignore_errors=True)
             copy_model_files(model, staging)
-            write_weights(staging / "model.safetensors", trainer.weight_layout(), trainer.gather_weights())
-            for file in staging.iterdir():
+            writer.write(staging / "model.safetensors", trainer.gather_weights())
+            for file in (each for each in staging.rglob("*") if each.is_file()):
                 file.chmod(0o644)  # make the file readable for all: safetensors lets only the owner read it
                 sync(file)
             staging.rename(output)

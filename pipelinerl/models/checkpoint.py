@@ -40,8 +40,12 @@ _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SLOW_TOKENIZERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 #: Number of bytes per read when files are hashed.
 _BLOCK_BYTES: Final = 2**20
-#: Supported dtypes: safetensors' name for each, mapped to its name in torch and NumPy.
-_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+#: Dtypes: safetensors' name for each, mapped to its name in torch and NumPy.
+_DTYPES: Final = {
+    "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    **{f"{kind[0].upper()}{size}": f"{kind}{size}" for kind in ("int", "uint") for size in (8, 16, 32, 64)},
+}  # fmt: skip
 #: Size in bytes of one value, by safetensors' dtype name.
 _WIDTHS: Final = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 #: The part of a model to load: the whole causal language model, or only its layers, which output the last hidden
@@ -239,6 +243,20 @@ def check_values(path: Path, *, most_bytes: int) -> int:
                 words = np.memmap(file, f"u{width}", "r", offset=tensor.start, shape=tensor.shape or (1,))
                 refuse_not_finite(path, name, words, tensor.dtype)
     return left
+
+
+def empty_model(path: Path) -> PreTrainedModel:
+    """Return a directory's causal LM on the meta device, by config.json alone; weights may not fit. Raises ModelError.
+
+    It reads no weight file, which takes long if the experts of a mixture are stored one by one.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with foreign_failures(f"the model in {path} cannot be built"), torch.device("meta"):
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return model
 
 
 def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:

@@ -27,9 +27,9 @@ HEAD: Final = "lm_head.weight"
 VALUE_WEIGHT: Final = "value_head.weight"
 VALUE_BIAS: Final = "value_head.bias"
 
-#: For each model_type: whether queries, keys and values have biases (None: as `attention_bias` in config.json says),
-#: and whether queries and keys have norms.
-_FAMILY: Final[Mapping[str, tuple[bool | None, bool]]] = {
+#: For each model_type, whether queries, keys and values have biases (None: as `attention_bias` in config.json says),
+#: and whether queries and keys have norms. These families have the same names of parameters in memory as in files.
+FAMILIES: Final[Mapping[str, tuple[bool | None, bool]]] = {
     "llama": (None, False),
     "mistral": (False, False),
     "qwen2": (True, False),
@@ -166,13 +166,13 @@ def read_config(path: Path) -> DecoderConfig:
 
 def _parsed(table: Mapping[str, Any], *, where: Path) -> DecoderConfig:
     model_type = table.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _FAMILY:
-        known = ", ".join(_FAMILY)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise ModelError(
             f"{where}: the architecture {model_type!r} is not supported by the JAX decoder; it supports {known}"
         )
     _refuse_unsupported(table, where)
-    always_bias, qk_norm = _FAMILY[model_type]
+    always_bias, qk_norm = FAMILIES[model_type]
     heads, hidden = int(table["num_attention_heads"]), int(table["hidden_size"])
     attention_bias = bool(table.get("attention_bias", False)) if always_bias is None else False
     return DecoderConfig(

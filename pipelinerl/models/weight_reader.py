@@ -11,7 +11,7 @@ infinity are rejected.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class _StoredTensor(NamedTuple):
+class StoredPart(NamedTuple):
+    """A stored tensor that is a parameter, or a part of one."""
+
     file: Path
     key: str
     shape: tuple[int, ...]
@@ -34,6 +36,7 @@ class _StoredTensor(NamedTuple):
     pattern: str | None
 
     def read(self, rows: slice | None = None) -> Tensor:
+        """Return the tensor, or some of its rows. Raises ModelError if it is damaged or not finite."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -48,12 +51,79 @@ class _StoredTensor(NamedTuple):
 
 @final
 @dataclass(frozen=True, slots=True)
+class ConversionTable:
+    """transformers' conversions from the stored tensors of a model to the tensors of its `state_dict`."""
+
+    model: PreTrainedModel
+    renamings: list[Any]
+    #: Converters by the pattern that selects their stored tensors.
+    converters: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Self:
+        """Return the table for a model of `checkpoint.load_structure` or `checkpoint.empty_model`."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        table = get_model_conversion_mapping(model)
+        converters = {
+            pattern: each for each in table if isinstance(each, WeightConverter) for pattern in each.source_patterns
+        }
+        return cls(model, [each for each in table if isinstance(each, WeightRenaming)], converters)
+
+    def stored_parts(self, path: Path) -> dict[str, tuple[StoredPart, ...]]:
+        """Map each name in the model to its stored tensors, in the order in which transformers joins them.
+
+        If a conversion makes several tensors of the model, they appear under the name of the first.
+        """
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+        prefix, expected = self.model.base_model_prefix, self.model.state_dict()
+        distinct = list({id(each): each for each in self.converters.values()}.values())
+        found: dict[str, list[StoredPart]] = defaultdict(list)
+        keys = {
+            key: (file, tensor.shape) for file in weight_files(path) for key, tensor in stored_tensors(file).items()
+        }
+        for key in sorted(keys, key=dot_natural_key):
+            name, pattern = rename_source_key(key, self.renamings, distinct, prefix, expected)
+            if name not in expected and key in expected:
+                name, pattern = rename_source_key(key, [], [], prefix, expected)
+            if name in expected:
+                file, shape = keys[key]
+                found[name].append(StoredPart(file, key, shape, pattern))
+        return {name: tuple(parts) for name, parts in found.items()}
+
+    def converted(self, name: str, parts: Iterable[tuple[StoredPart, Any]]) -> dict[str, Tensor]:
+        """Return the tensors that a conversion makes, given its parts and for each a tensor or a function to read it.
+
+        `name` is the name under which `stored_parts` lists the parts.
+        """
+        given = list(parts)
+        converter = deepcopy(self.converters[str(given[0][0].pattern)])
+        for part, values in given:
+            converter.add_tensor(name, part.key, part.pattern, values)
+        made: dict[str, Any] = converter.convert(name, model=self.model, config=self.model.config)
+        return {target: each[0] if isinstance(each, list) else each for target, each in made.items()}
+
+    def reverse_of(self, part: StoredPart) -> Any:
+        """Return the reverse of the converter of a part."""
+        return self.converters[str(part.pattern)].reverse_transform()
+
+    def names_before(self, key: str) -> tuple[str, ...]:
+        """Return the names that a stored tensor may have when its converter gets it: with and without the prefix."""
+        from transformers.core_model_loading import apply_renamings
+
+        renamed, prefix = apply_renamings(key, self.renamings), f"{self.model.base_model_prefix}."
+        return renamed, renamed.removeprefix(prefix), f"{prefix}{renamed}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class WeightReader:
     """Reader of one model's parameters and buffers, by their names in the model."""
 
-    _model: PreTrainedModel
-    _stored: Mapping[str, tuple[_StoredTensor, ...]]
-    _converters: Mapping[str, Any]
+    _table: ConversionTable
+    _stored: Mapping[str, tuple[StoredPart, ...]]
 
     @classmethod
     def of(cls, path: Path, model: PreTrainedModel) -> Self | None:
@@ -62,14 +132,8 @@ class WeightReader:
         Return None if transformers must load the whole model at once: its conversion table turns one set of stored
         tensors into several parameters, the files store tied parameters twice, or a tensor is missing or misshapen.
         """
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-        table = get_model_conversion_mapping(model)
-        converters = {
-            pattern: each for each in table if isinstance(each, WeightConverter) for pattern in each.source_patterns
-        }
-        stored = _stored_by_name(path, model, [each for each in table if isinstance(each, WeightRenaming)], converters)
+        table = ConversionTable.of(model)
+        stored = table.stored_parts(path)
         tied = model.all_tied_weights_keys or {}
         if any(target in stored and source in stored for target, source in tied.items()):
             return None
@@ -79,11 +143,11 @@ class WeightReader:
             first = parts[0]
             if first.pattern is None and (len(parts) > 1 or first.shape != tuple(expected[name].shape)):
                 return None
-            if first.pattern is not None and len(converters[first.pattern].target_patterns) > 1:
+            if first.pattern is not None and len(table.converters[first.pattern].target_patterns) > 1:
                 return None
         if any(name not in wanted for name, each in expected.items() if each.is_meta):
             return None
-        return cls(model, wanted, converters)
+        return cls(table, wanted)
 
     def rows(self, name: str, wanted: slice) -> Tensor:
         """Return the `wanted` rows of a parameter or buffer, read-only. Raises ModelError if damaged or not finite."""
@@ -95,44 +159,18 @@ class WeightReader:
         parts = self._stored[name]
         return parts[0].read() if parts[0].pattern is None else self._converted(name, parts)
 
-    def _converted(self, name: str, parts: tuple[_StoredTensor, ...]) -> Tensor:
-        converter = deepcopy(self._converters[str(parts[0].pattern)])
-        for part in parts:
-            converter.add_tensor(name, part.key, part.pattern, partial(part.read))
-        found: dict[str, Any] = converter.convert(name, model=self._model, config=self._model.config)
-        made: Any = found[name]
-        whole: Tensor = made[0] if isinstance(made, list) else made
-        return whole
-
-
-def _stored_by_name(
-    path: Path, model: PreTrainedModel, renamings: list[Any], converters: Mapping[str, Any]
-) -> dict[str, tuple[_StoredTensor, ...]]:
-    """Map each name in the model to its stored tensors, in the order in which transformers joins them."""
-    from transformers.core_model_loading import dot_natural_key, rename_source_key
-
-    prefix, expected = model.base_model_prefix, model.state_dict()
-    distinct = list({id(each): each for each in converters.values()}.values())
-    found: dict[str, list[_StoredTensor]] = defaultdict(list)
-    keys = {key: (file, tensor.shape) for file in weight_files(path) for key, tensor in stored_tensors(file).items()}
-    for key in sorted(keys, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, distinct, prefix, expected)
-        if name not in expected and key in expected:
-            name, pattern = rename_source_key(key, [], [], prefix, expected)
-        if name in expected:
-            file, shape = keys[key]
-            found[name].append(_StoredTensor(file, key, shape, pattern))
-    return {name: tuple(parts) for name, parts in found.items()}
+    def _converted(self, name: str, parts: tuple[StoredPart, ...]) -> Tensor:
+        return self._table.converted(name, [(part, partial(part.read)) for part in parts])[name]
 
 
 def _with_aliases(
-    model: PreTrainedModel, stored: Mapping[str, tuple[_StoredTensor, ...]]
-) -> dict[str, tuple[_StoredTensor, ...]]:
+    model: PreTrainedModel, stored: Mapping[str, tuple[StoredPart, ...]]
+) -> dict[str, tuple[StoredPart, ...]]:
     """Add entries for all names of shared parameters, since files store these under one name only."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, each in model.state_dict(keep_vars=True).items():
         names[id(each)].append(name)
-    found: dict[str, tuple[_StoredTensor, ...]] = {}
+    found: dict[str, tuple[StoredPart, ...]] = {}
     for shared in names.values():
         there = next((name for name in shared if name in stored), None)
         if there is not None:

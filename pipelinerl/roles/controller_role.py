@@ -36,6 +36,8 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.enums import NoSignal
 from pipelinerl.errors import CheckpointError, RecipeError, UserError
 from pipelinerl.messages import REPORTS, ROLLOUTS
+from pipelinerl.models.checkpoint import weight_files
+from pipelinerl.models.directory_copy import copy_model_files
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.observability.status import read_restarts
@@ -54,7 +56,7 @@ from pipelinerl.system.files import write_private
 from pipelinerl.system.http_service import listen, serve_until, url_of
 from pipelinerl.system.storage import Storage
 from pipelinerl.training.checkpoints.copies import RUN, CheckpointCopies
-from pipelinerl.training.checkpoints.manifest import MANIFEST, Retention, TrainingState
+from pipelinerl.training.checkpoints.manifest import Retention, TrainingState
 
 #: Seconds to look for signs of another live controller or of its actors: longer than the actors' heartbeat interval.
 _LOOK_S: Final = 5.0
@@ -408,9 +410,9 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
             f"{config.model.resolved} is not on this machine, and is the base of this run's LoRA; copy it here"
         )
     (draft / "model").mkdir()
-    for file in checkpoint.iterdir():
-        if file.is_file() and file.name != MANIFEST:
-            shutil.copyfile(file, draft / "model" / file.name)
+    copy_model_files(checkpoint, draft / "model")
+    for file in weight_files(checkpoint):
+        shutil.copyfile(file, draft / "model" / file.name)
     save(config.changed("model", path=str(run_dir / "model")), draft / _RECIPE)
 
 

@@ -56,6 +56,7 @@ async def run(identity: Identity) -> None:
     latest = checkpoints.latest()
     version = latest[1].model_version if latest else 0
     step = started(config, objective, checkpoint=latest[0] if latest else None, version=version)
+    checkpoints.prepare(step.passes.policy.weight_layout())
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
     samples = samples_of(identity)

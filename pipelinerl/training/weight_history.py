@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from pipelinerl.errors import CheckpointError, RecordError
-from pipelinerl.training.checkpoints.manifest import write_weights
+from pipelinerl.models.weight_writer import write_weights
 from pipelinerl.types import RolloutGroup
 from trainer_contract.errors import StateError
 from trainer_contract.host_weights import check_weights, copied

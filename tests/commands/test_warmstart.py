@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from pipelinerl.commands.warmstart import FineTuneOptions, WarmStartOptions, fine_tune, make
 from pipelinerl.config.recipe import RunConfig, load, parse, to_table
@@ -17,6 +21,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.losses import policy_loss
 from pipelinerl.objective.streams import CROSS_ENTROPY
 from tests.fakes.live_run import CLI
+from tests.families import zoo
 
 
 def options(**changes: object) -> WarmStartOptions:
@@ -46,6 +51,24 @@ def test_fine_tuning_lowers_the_loss_of_demonstrations(trainer: str, tmp_path: P
     assert f"{after:.4f} before" in messages[-1], "the saved model is the trained one"
     names = {file.name for file in config.model.resolved.iterdir()}
     assert {file.name for file in (tmp_path / "new").iterdir()} == names
+
+
+def test_fine_tuned_mixture_keeps_buffers_experts_and_chat_templates(tmp_path: Path) -> None:
+    model, new, tiny = zoo.save(tmp_path / "model", "glm4_moe"), tmp_path / "new", load("tiny").model.resolved
+    for file in tiny.glob("*token*.json"):
+        shutil.copy(file, model)
+    settings = json.loads((tiny / "tokenizer_config.json").read_text())
+    (model / "chat_template.jinja").write_text(settings["chat_template"])
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    config = load("tiny", [f"model.path={model}", "optimizer.learning_rate=1e-2", "optimizer.warmup_steps=0"])
+    fine_tune(config, FineTuneOptions(steps=1, demonstrations=4, validation=4), output=new, say=print)
+    before, after = (load_file(path / "model.safetensors") for path in (model, new))
+    same = {name for name, each in after.items() if torch.equal(each, before[name])}
+    assert after.keys() == before.keys() and any("experts.3.gate_proj" in name for name in before)
+    assert {name for name in before if name.endswith("e_score_correction_bias")} <= same and len(same) < len(before) / 2
+    template = new / "additional_chat_templates" / "tool_use.jinja"
+    assert template.read_text() == "{{ messages }}" and template.stat().st_mode & 0o777 == 0o644
 
 
 @pytest.mark.slow  # three processes import torch; tests/trainers/torch/test_mesh.py tests such trainers faster

@@ -14,6 +14,12 @@ from pipelinerl.training.checkpoints.manifest import TrainingState
 from trainer_contract.types import ParameterInfo
 
 SIZE = 5
+LAYOUT = [ParameterInfo("bigram.logits", (SIZE, SIZE), "float32")]
+
+
+def weights_of(version: int) -> list[tuple[str, Any]]:
+    """Return weights whose values are the version number."""
+    return [("bigram.logits", np.full((SIZE, SIZE), version, np.float32))]
 
 
 def model_directory(path: Path) -> Path:
@@ -42,8 +48,8 @@ def capture(store: CheckpointStore, state: TrainingState, *, padding: int = 0) -
     record = number.to_bytes(8, "little") * (2 + padding // 8)
     return store.capture(
         state,
-        layout=[ParameterInfo("bigram.logits", (SIZE, SIZE), "float32")],
-        weights=[("bigram.logits", np.full((SIZE, SIZE), number, np.float32))],
+        layout=LAYOUT,
+        weights=weights_of(number),
         parts={"trainer": lambda path: (path / "optimizer").write_bytes(record) and None},
     )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelinerl import rng
+from pipelinerl.models.weight_writer import WeightWriter
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.forward_passes import ForwardPasses
@@ -223,6 +224,8 @@ def mixture(directory, *, model, options, count=2):
     found["free"] = np.concatenate(trainer.forward(plain))
     np.savez(directory / "mixture.npz", **{name: np.array(values) for name, values in found.items()})
     np.savez(directory / "weights.npz", **weights_of(trainer))
+    writer = WeightWriter.of(Path(model), trainer.weight_layout())
+    writer.write(directory / "model.safetensors", trainer.gather_weights())
     trainer.close()
     return {}
 

@@ -272,7 +272,7 @@ class TorchWorker:
             adapters.save(path / torch_state.ADAPTER, base=self.spec.model_path, values={**self.trained, **self.own})
         torch_state.save(
             path,
-            config=self.loaded.model.model.config,
+            config=self.loaded.config,
             random=self.random,
             head=self.spec.head,
             moments={names[id(parameter)]: moments for parameter, moments in self.optimizer.state.items()},

@@ -2,7 +2,7 @@
 
     runs/<name>/checkpoints/step-000100/
         config.json, tokenizer.json, …   copied from the model that the run started from
-        model.safetensors                the weights under their Hugging Face names
+        model.safetensors                the tensors of that model, with the same names, shapes and dtypes
         trainer/                         the backend's exact state
         critic/                          the critic's exact state, if there is a critic
         history/                         weights of earlier versions, if old_logprobs are computed with them
@@ -36,6 +36,8 @@ from filelock import FileLock, Timeout
 
 from pipelinerl.errors import CheckpointError, DeadlineError, FencedError, RunFailed
 from pipelinerl.messages import CheckpointDelayed, Checkpointed, ControlMessage
+from pipelinerl.models.directory_copy import copy_model_files
+from pipelinerl.models.weight_writer import WeightWriter
 from pipelinerl.system.background import in_background, settled
 from pipelinerl.system.files import sync, system_words
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
@@ -45,7 +47,6 @@ from pipelinerl.training.checkpoints.manifest import (
     Retention,
     TrainingState,
     digest_of,
-    write_weights,
 )
 from trainer_contract.types import ParameterInfo
 
@@ -82,6 +83,7 @@ class CheckpointStore:
         self._model_directory = model_directory
         self._copies = copies
         self._fence = CheckpointFence(directory)
+        self._writer: WeightWriter | None = None
         self._listed: int | None = None
         self._found = _NONE
 
@@ -111,6 +113,15 @@ class CheckpointStore:
                 aside = path.rename(self.directory / f"damaged-e{epoch}-{path.name}")
                 log.error("a damaged checkpoint was moved to %s; inspect it, then remove it", aside)
 
+    def prepare(self, layout: Iterable[ParameterInfo]) -> WeightWriter:
+        """Return the writer of the weights in this layout. Raises ModelError if the model directory cannot hold them.
+
+        The trainer calls this when it starts, so that a run does not fail at its first checkpoint.
+        """
+        if self._writer is None:
+            self._writer = WeightWriter.of(self._model_directory, layout)
+        return self._writer
+
     def capture(
         self,
         state: TrainingState,
@@ -130,7 +141,7 @@ class CheckpointStore:
             # After an error, such as a full disk, free the space.
             undone.callback(shutil.rmtree, temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            write_weights(temporary / "model.safetensors", layout, weights)
+            self.prepare(layout).write(temporary / "model.safetensors", weights)
             for name, save in parts.items():
                 (temporary / name).mkdir()
                 save(temporary / name)
@@ -234,14 +245,6 @@ class CheckpointStore:
             removed = self.directory / f".removed-{path.name}"  # a partly removed checkpoint must not count as one
             with _log_failed_removal(path):
                 shutil.rmtree(path.rename(removed))
-
-
-def copy_model_files(model: Path, target: Path) -> None:
-    """Copy all files of a model directory except its weights. Raises OSError."""
-    for source in sorted(model.iterdir()):
-        weights = source.suffix in {".safetensors", ".bin", ".pt", ".pth"} or source.name.endswith(".index.json")
-        if source.is_file() and not weights and source.name != MANIFEST:
-            shutil.copyfile(source, target / source.name)
 
 
 def load(path: Path) -> TrainingState:

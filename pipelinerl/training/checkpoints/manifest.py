@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any, Final, Self, cast
 
 import xxhash
-from safetensors import TensorSpec, serialize_file
 
 from pipelinerl.errors import CheckpointError
-from trainer_contract.host_weights import bytes_of
-from trainer_contract.types import ParameterInfo
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 2
@@ -131,20 +128,6 @@ def digest_of(path: Path) -> str:
     """Return the XXH3-128 digest of a file as 32 hexadecimal digits. Raises OSError."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-
-
-def write_weights(path: Path, layout: Iterable[ParameterInfo], weights: Iterable[tuple[str, Any]]) -> None:
-    """Write weights (arrays of any library, or raw bytes) with the dtypes and shapes of `layout`. Raises OSError."""
-    infos = {info.name: info for info in layout}
-    # Buffers must stay alive, because `serialize_file` reads from their addresses.
-    buffers = {name: bytes_of(array) for name, array in weights}
-    specs = {
-        name: TensorSpec(
-            dtype=infos[name].dtype, shape=infos[name].shape, data_ptr=buffer.ctypes.data, data_len=buffer.nbytes
-        )
-        for name, buffer in buffers.items()
-    }
-    serialize_file(specs, path, metadata={"format": "pt"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from pipelinerl.trainers.torch.options import distributed_of, options_of
 from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, key_of
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.fakes import torch_rank0
+from tests.families import zoo
 from tests.patience import PATIENCE_S
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS
 from trainer_contract.errors import SpecError
@@ -220,6 +221,7 @@ def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
     One process resumes their state and takes 5 steps, and two processes resume that state and take 5 more.
     """
     directory = tmp_path_factory.mktemp("two")
+    unstepped = str(zoo.save(directory / "laguna", "laguna"))
     after = {"model": model, "restore_from": str(directory / "alone" / "state")}
     jobs: list[Job] = [
         (directory, "train", {"model": model}),
@@ -269,6 +271,12 @@ def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
             directory / "mixture_parallel",
             "mixture",
             {"model": str(model_path("qwen3_moe")), "options": PARALLEL},
+        ),
+        (directory / "unstepped", "train", {"model": unstepped, "count": 2}),
+        (
+            directory / "unstepped_back",
+            "train",
+            {"model": unstepped, "first": 2, "count": 1, "restore_from": str(directory / "unstepped" / "state")},
         ),
         (directory / "lost", "until_lost", {"model": model}),
     ]
@@ -442,6 +450,31 @@ def test_sharded_experts_with_given_routing_match_one_process(one, two, part):
         assert np.abs(ours[f"mixture.{name}"] - theirs[f"mixture.{name}"]).max() <= 1e-5, name
     assert np.abs(theirs["mixture.free"] - theirs["mixture.predictions"][-1]).max() > 1e-3, "the routing is obeyed"
     assert distance(ours, theirs, "weights") <= 1e-4
+
+
+@pytest.mark.timeout(600)
+def test_sharded_trainer_with_parameters_that_have_no_gradient_resumes_bit_for_bit(two):
+    """The bias that only selects experts has no optimizer state."""
+    before, after = (arrays(two[0] / name) for name in ("unstepped", "unstepped_back"))
+    assert before["steps.next"].sum() == pytest.approx(after["steps.losses"][0], abs=1e-7)
+    stepped = load_file(two[0] / "unstepped_back" / "state" / "optimizer.safetensors")
+    counts = {name: float(each) for name, each in stepped.items() if name.endswith(".step")}
+    assert {count for name, count in counts.items() if "e_score_correction_bias" in name} == {0.0}
+    assert {count for name, count in counts.items() if "e_score_correction_bias" not in name} == {3.0}
+
+
+@pytest.mark.timeout(600)
+def test_checkpoint_of_sharded_experts_has_the_tensors_of_the_model_directory(one, two, model_path):
+    """Each expert has its own matrices there, as in the directory that the trainers loaded."""
+    original, theirs = (load_file(path / "model.safetensors") for path in (model_path("qwen3_moe"), one / "mixture"))
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in original
+    for part in ("mixture", "mixture_parallel"):
+        ours = load_file(two[0] / part / "model.safetensors")
+        assert {name: each.shape for name, each in ours.items()} == {
+            name: each.shape for name, each in original.items()
+        }
+        assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) <= 1e-4
+    assert not torch.equal(theirs["lm_head.weight"], original["lm_head.weight"])
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from pipelinerl.models.bigram import BigramModel
 from pipelinerl.training.checkpoints import checkpoint
 from pipelinerl.training.checkpoints.checkpoint import CheckpointFence, CheckpointStore, load
 from pipelinerl.training.checkpoints.manifest import Retention, TrainingState
-from tests.fakes.checkpoints import capture, model_directory, save, state_of
+from tests.fakes.checkpoints import LAYOUT, capture, model_directory, save, state_of, weights_of
 from tests.patience import PATIENCE_S
 from trainer_contract.types import TrainerSpec
 
@@ -202,7 +202,7 @@ def test_full_disk_during_a_save_leaves_existing_checkpoints_intact(store: Check
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        store.capture(state_of(4), layout=[], weights=[], parts={"trainer": full})
+        store.capture(state_of(4), layout=LAYOUT, weights=weights_of(4), parts={"trainer": full})
     assert latest(store) == state_of(2)
     assert latest(store) is not None and save(store, 4).name == "step-000004"
 

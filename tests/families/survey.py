@@ -1,0 +1,272 @@
+"""What the product makes of each family of the zoo, measured against transformers on one CPU in float32.
+
+    python -m tests.families.survey [FAMILY …]     measure all families, or some; write records, page and README
+
+A record has a verdict for each use: `yes`, the sentence with which the product refuses, or what went wrong. The page
+(`models_page`) says what each `yes` has shown.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch.engine import load_runner
+from pipelinerl.engines.torch.runner import TorchRunner
+from pipelinerl.errors import PipelineError
+from pipelinerl.models.checkpoint import stored_tensors, weight_files
+from pipelinerl.models.directory_copy import copy_model_files
+from pipelinerl.models.weight_writer import WeightWriter
+from pipelinerl.trainers.jax.trainer import JaxTrainer
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from tests.families import zoo
+from tests.families.models_page import Records
+from trainer_contract.conformance.probes import LINEAR
+from trainer_contract.errors import TrainerError
+from trainer_contract.types import Device, MicroBatch, OptimizerSpec, TrainerSpec
+
+#: Largest difference of two log-probs, in nats, and relative difference of two gradient norms, that rounding explains.
+TOLERANCE: Final = 1e-3
+_LENGTHS: Final = (30, 5, 18, 30, 2)
+
+
+class WrongError(AssertionError):
+    """A result that is not transformers'."""
+
+
+def sequences() -> list[list[int]]:
+    """Return token sequences; the last but one shares its beginning with the first."""
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(12, zoo.VOCAB - 4, length).tolist() for length in _LENGTHS]
+    rows[3][:12] = rows[0][:12]
+    return rows
+
+
+def batch_of(rows: list[list[int]]) -> MicroBatch:
+    """Pack sequences into one micro-batch with random advantages from the fourth token of each on."""
+    positions = np.concatenate([np.arange(len(row), dtype=np.int32) for row in rows])
+    mask, draw = positions >= 3, np.random.default_rng(1)
+
+    def inside(values: Any) -> Any:
+        return np.where(mask, values, 0).astype(np.float32)
+
+    return MicroBatch(
+        token_ids=np.concatenate(rows).astype(np.int32),
+        position_ids=positions,
+        segment_ids=np.repeat(np.arange(len(rows)), [len(row) for row in rows]).astype(np.int32),
+        loss_mask=mask,
+        advantages=inside(draw.normal(size=len(mask))),
+        weights=inside(0.05),
+        behavior_logprobs=inside(-5.0),
+        temperatures=np.ones(len(mask), np.float32),
+        num_segments=len(rows),
+    )
+
+
+def logprobs(model: Any, row: list[int]) -> torch.Tensor:
+    """Return f32 [tokens − 1] by transformers: the log-probs of all tokens of a sequence but its first."""
+    tokens = torch.tensor([row])
+    predicted = model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    return predicted.gather(1, tokens[0, 1:, None])[:, 0]
+
+
+def expected(model: Any, rows: list[list[int]]) -> np.ndarray:
+    """Return what a trainer must predict for the packed rows: log-probs, and 0 at the start of each."""
+    with torch.no_grad():
+        return np.concatenate([np.append(0.0, logprobs(model, row).numpy()) for row in rows])
+
+
+def same(what: str, got: Any, wanted: Any) -> None:
+    """Raise WrongError unless two arrays of log-probs agree."""
+    difference = float(np.abs(np.asarray(got, np.float64) - np.asarray(wanted, np.float64)).max())
+    if not difference <= TOLERANCE:
+        raise WrongError(f"{what} differ by {difference:.1g} nats")
+
+
+def trainer_of(path: Path, **options: Any) -> TorchTrainer:
+    trainer = TorchTrainer()
+    trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, optimizer=OptimizerSpec(), options=options))
+    return trainer
+
+
+def step(trainer: TorchTrainer, batch: MicroBatch) -> float:
+    """Take one optimizer step, large enough to change log-probs, and return the gradient's norm."""
+    trainer.backward([batch], LINEAR)
+    return trainer.optimizer_step(learning_rate=3e-2).grad_norm
+
+
+def save(trainer: TorchTrainer, model: Path, path: Path) -> Path:
+    """Write a checkpoint's model files as `CheckpointStore` does."""
+    path.mkdir()
+    copy_model_files(model, path)
+    WeightWriter.of(model, trainer.weight_layout()).write(path / "model.safetensors", trainer.gather_weights())
+    return path
+
+
+def tensors_in(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of each tensor in a model directory, by name."""
+    files = map(stored_tensors, weight_files(path))
+    return {name: (tensor.dtype, tensor.shape) for file in files for name, tensor in file.items()}
+
+
+def loaded(path: Path) -> Any:
+    """Return transformers' model; raise WrongError if it misses a tensor or fills one in."""
+    model, report = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    if report["missing_keys"] or report["mismatched_keys"]:
+        raise WrongError(f"transformers finds no value for {sorted(report['missing_keys'])[:1]}")
+    return model.eval()
+
+
+def _check_gradient(model: Any, rows: list[list[int]], batch: MicroBatch, norm: float) -> None:
+    factors = torch.from_numpy(batch.weights * batch.advantages).split([len(row) for row in rows])
+    loss = -sum((logprobs(model, row) * each[1:]).sum() for row, each in zip(rows, factors, strict=True))
+    loss.backward()
+    squares = [parameter.grad.double().square().sum() for parameter in model.parameters() if parameter.grad is not None]
+    wanted = float(torch.stack(squares).sum().sqrt())
+    if abs(norm - wanted) > TOLERANCE * wanted:
+        raise WrongError(f"the gradient's norm is {norm:.4g}, and transformers' is {wanted:.4g}")
+
+
+def _check_checkpoint(trainer: TorchTrainer, model: Path, rows: list[list[int]], path: Path) -> None:
+    saved = save(trainer, model, path)
+    if tensors_in(saved) != tensors_in(model):
+        names = {*tensors_in(saved).items()} ^ {*tensors_in(model).items()}
+        raise WrongError(f"{len(names)} tensors have another name, shape or dtype, first {min(names)[0]}")
+    own = trainer.forward([batch_of(rows)])[0]
+    same("log-probs of the checkpoint", expected(loaded(saved), rows), own)
+    (state := path.with_name("state")).mkdir()
+    trainer.save_state(state)
+    resumed = TorchTrainer()
+    resumed.init_worker(TrainerSpec(model_path=model, device=Device.CPU, restore_from=state))
+    same("log-probs of a resumed trainer", resumed.forward([batch_of(rows)])[0], own)
+
+
+def _sampled(runner: TorchRunner, rows: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    """Sample six tokens after each row; return the whole sequences, and the new tokens' log-probs."""
+    runner.prefill([Prefill(row[:-1], [slot]) for slot, row in enumerate(rows)])
+    runner.place(
+        [
+            RowState(slot, row[-1], len(row) - 1, 5 + slot, temperature=1.0, top_p=1.0, top_k=0)
+            for slot, row in enumerate(rows)
+        ]
+    )
+    answers = [(list(row), list[float]()) for row in rows]
+    for _ in range(6):
+        tokens, values = runner.decode(len(rows))
+        for (answer, of_answer), token, value in zip(answers, tokens, values, strict=True):
+            answer.append(int(token))
+            of_answer.append(float(value))
+    return answers
+
+
+def _check_engine(path: Path, model: Any, trainer: TorchTrainer | None, rows: list[list[int]]) -> None:
+    options = EngineOptions(
+        model_path=path, model_id="m", slots=8, max_waiting=8, context_length=64, device=Device.CPU, threads=1
+    )
+    runner = load_runner(options)
+    for answer, values in _sampled(runner, rows):
+        same("log-probs of sampled tokens", values, expected(model, [answer])[-6:])
+    if trainer is None:
+        return
+    layouts = [
+        [(each.name, tuple(each.shape)) for each in its] for its in (runner.layout.parameters, trainer.weight_layout())
+    ]
+    if layouts[0] != layouts[1]:
+        raise WrongError("the engine rejects the trainer's updates: their layouts differ")
+    sent = [weight.detach().contiguous().view(-1).view(torch.uint8) for _, weight in trainer.gather_weights()]
+    runner.staging().copy_(torch.cat(sent))
+    runner.finish_staging()
+    runner.swap()
+    after = trainer.forward([batch_of(rows)])[0]
+    same("log-probs after an update", np.concatenate([runner.scorer(row, 1.0) for row in rows]), after)
+
+
+def _check_lora(path: Path, rows: list[list[int]], target: Path) -> None:
+    adapted = trainer_of(path, lora={"rank": 4})
+    step(adapted, batch_of(rows))
+    merged = save(adapted, path, target)
+    same("log-probs of the merged checkpoint", expected(loaded(merged), rows), adapted.forward([batch_of(rows)])[0])
+
+
+def _check_jax(path: Path, model: Any, rows: list[list[int]]) -> None:
+    trainer = JaxTrainer()
+    trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU))
+    same("log-probs", trainer.forward([batch_of(rows)])[0], expected(model, rows))
+    trainer.close()
+
+
+def survey(path: Path, place: Path) -> dict[str, str]:
+    """Return the record of the model in `path`; checkpoints are written below the directory `place`."""
+    rows, model = sequences(), loaded(path)
+    batch, record, trainers = batch_of(rows), dict[str, str](), list[TorchTrainer]()
+
+    def train() -> None:
+        trainer = trainer_of(path)
+        trainers.append(trainer)
+        same("log-probs", trainer.forward([batch])[0], expected(model, rows))
+        _check_gradient(model, rows, batch, step(trainer, batch))
+
+    def attempt(use: str, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except (PipelineError, TrainerError) as error:
+            record[use] = f"refused: {error}".replace(f"{path}", "the model")
+        except WrongError as error:
+            record[use] = f"wrong: {error}"
+        except Exception as error:  # a traceback for the user, whatever its class
+            record[use] = f"fails: {type(error).__name__}: {error}".splitlines()[0][:160]
+        else:
+            record[use] = "yes"
+
+    attempt("trains", train)
+    trainer = trainers[0] if record["trains"] == "yes" else None
+    if trainer is not None:
+        attempt("checkpoint", lambda: _check_checkpoint(trainer, path, rows, place / "checkpoint"))
+        attempt("lora", lambda: _check_lora(path, rows, place / "merged"))
+    attempt("serves", lambda: _check_engine(path, model, trainer, rows))
+    attempt("jax", lambda: _check_jax(path, model, rows))
+    return record
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide transformers' warnings, such as those about kernels that are not installed."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    yield
+    logging.set_verbosity(level)
+
+
+def measured(name: str) -> dict[str, str]:
+    """Return the record of one family."""
+    with TemporaryDirectory() as folder, quiet():
+        return survey(zoo.save(Path(folder) / "model", name), Path(folder))
+
+
+def main(names: list[str]) -> None:
+    """Measure families, and write records, page and README."""
+    families = dict(Records.read().families) if names else {}
+    for name in names or zoo.FAMILIES:
+        families[name] = measured(name)
+        print(name, json.dumps(families[name]), flush=True)
+    ordered = {name: families[name] for name in zoo.FAMILIES if name in families}
+    Records({name: version(name).partition("+")[0] for name in ("transformers", "torch")}, ordered).write()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1:])

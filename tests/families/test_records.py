@@ -1,0 +1,36 @@
+"""The page of models says what a measurement of each family shows."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from tests.families import zoo
+from tests.families.models_page import COMMAND, PAGE, README, Records, cell, page, sentence
+from tests.families.survey import measured
+
+#: Families that the fast suite measures: with buffers, with buffers and experts, and with parameters that have no
+#: gradient.
+MEASURED: Final = ("apertus", "glm4_moe", "laguna")
+
+
+def test_records_have_every_family_of_the_zoo() -> None:
+    assert Records.read().families.keys() == zoo.FAMILIES.keys(), f"run {COMMAND}"
+
+
+def test_page_of_models_and_readme_say_what_the_records_say() -> None:
+    records = Records.read()
+    assert PAGE.read_text() == page(records), f"run {COMMAND}"
+    assert sentence(records) in README.read_text(), f"run {COMMAND}"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "name", [*MEASURED, *(pytest.param(each, marks=pytest.mark.slow) for each in zoo.FAMILIES if each not in MEASURED)]
+)
+def test_record_of_each_family_is_what_the_product_makes_of_it(name: str) -> None:
+    record = Records.read().families[name]
+    assert {use: cell(verdict) for use, verdict in measured(name).items()} == {
+        use: cell(verdict) for use, verdict in record.items()
+    }, f"run {COMMAND} {name}"

@@ -194,8 +194,7 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> str:
     verifier = open_verifier(domain)
     try:
         truth, empty = [
-            await _judged(verifier, problems.problem(0), text)
-            for text in (_reference(domain, problems.problem(0)), "")
+            await _judged(verifier, problems.problem(0), text) for text in (_reference(domain, problems.problem(0)), "")
         ]
         if not (truth.verdict.outcome.is_judgement or empty.verdict.outcome.is_judgement):
             raise RecipeError(f"{where}.verifier cannot judge its problems: {truth.verdict.reason}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -70,8 +69,8 @@ def _of(table: list[Pair], part: str) -> list[int]:
 async def _rewarded(table: list[Pair]) -> tuple[list[bool], list[bool]]:
     """Judge all pairs with both arms; return for each whether the answer is rewarded."""
     ours = MathAnswer(deadline_s=_DEADLINE_S)
-    theirs = WorkerPool("benchmarks.math_answers:open_math_verify", deadline_s=_DEADLINE_S)
-    turns = asyncio.Semaphore(8)
+    theirs = WorkerPool("benchmarks.math_verify_arm:open_math_verify", deadline_s=_DEADLINE_S)
+    turns = asyncio.Semaphore(4)
 
     async def judge(pair: Pair) -> tuple[bool, bool]:
         problem = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth=pair.gold)
@@ -89,16 +88,3 @@ async def _rewarded(table: list[Pair]) -> tuple[list[bool], list[bool]]:
         await ours.close()
         await theirs.close()
     return [first for first, _ in judged], [second for _, second in judged]
-
-
-def open_math_verify(_: str) -> Callable[[list[str]], bool]:
-    """Return the function of a worker that judges `[gold, answer]` with math-verify alone."""
-    from math_verify import parse, verify
-
-    def equal(question: list[str]) -> bool:
-        gold, answer = question
-        marked = any(mark in gold for mark in ("$", r"\boxed", "####"))
-        wanted = parse(gold if marked else f"${gold}$", parsing_timeout=None)
-        return bool(verify(wanted, parse(answer, parsing_timeout=None), timeout_seconds=None))
-
-    return equal

@@ -144,7 +144,7 @@ def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
     The result is None if the ground truth cannot be compared even with itself. If only `given` breaks the comparison,
     the result is False; otherwise a model could learn to break it.
     """
-    from pipelinerl.verifiers.equality.expressions import FAILURES, WARM_UP, Unreadable, equal_expressions
+    from pipelinerl.verifiers.equality.expressions import FAILURES, WARM_UP, UnreadableReference, equal_expressions
 
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
@@ -153,7 +153,7 @@ def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
         gold, given = question
         try:
             return equal(gold, given, equal_expressions)
-        except Unreadable:
+        except UnreadableReference:
             return None
         except FAILURES:
             return False if given != gold and compared([gold, gold]) else None

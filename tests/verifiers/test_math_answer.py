@@ -36,7 +36,7 @@ def problem(ground_truth: str) -> Problem:
 def judged(gold: str, answer: str) -> bool:
     try:
         return equal(reference_answer(gold), final_answer(answer), expressions.equal_expressions)
-    except expressions.Unreadable:
+    except expressions.UnreadableReference:
         return False
 
 

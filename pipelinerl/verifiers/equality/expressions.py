@@ -48,7 +48,7 @@ _CAPITAL: Final = re.compile(
 )
 
 
-class Unreadable(ValueError):
+class UnreadableReference(ValueError):
     """The parser cannot read the ground truth, or its value has too many digits."""
 
 
@@ -57,7 +57,7 @@ class _TooLarge(ValueError):
 
 
 def equal_expressions(gold: str, given: str) -> bool:
-    """Return whether two expressions are equal. Raises `Unreadable` if the ground truth cannot be compared."""
+    """Return whether two expressions are equal. Raises `UnreadableReference` if the ground truth cannot be compared."""
     try:
         wanted = _parsed(gold)
         if wanted is not None:
@@ -65,7 +65,7 @@ def equal_expressions(gold: str, given: str) -> bool:
     except FAILURES:
         wanted = None
     if wanted is None:
-        raise Unreadable(f"math-verify cannot read {gold[:80]!r}")
+        raise UnreadableReference(f"math-verify cannot read {gold[:80]!r}")
     try:
         stated = _parsed(given)
         return stated is not None and _equal(wanted, stated, gold, given)

@@ -71,7 +71,8 @@ def _final(text: str) -> str:
     box, tag = _last_boxes(text), text.rfind("</answer>")
     tagged = last_tagged(text)
     if tagged is not None and (box is None or box[0] < tag):
-        return _final(tagged) or _unmarked(tagged)
+        marked = "\\boxed" in tagged or _stated(tagged) is not None
+        return _final(tagged) if marked else tagged.strip()
     if box is not None:
         return box[1]
     hashes = _HASHES.fullmatch(_last_line(text))

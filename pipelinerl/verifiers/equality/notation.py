@@ -44,7 +44,7 @@ _ALL_OF_NUMBER: Final = re.compile(r"[-+]?[\d,]+(?:\.\d+)?")
 
 def canonical(answer: str) -> str:
     r"""Return an answer as LaTeX in one spelling: without layout, `\left`, delimiters and a final full stop."""
-    text = _without_delimiters(answer.translate(_SIGNS).strip())
+    text = _without_delimiters(answer.translate(_SIGNS).strip().strip("*"))
     text = text.replace(r"\%", "%").replace("{,}", ",").replace("{:}", ":").replace("~", " ").replace("**", "^")
     text = re.sub(r"(\d)\\[,!](\d{3})(?!\d)", r"\1,\2", text)
     text = re.sub(r"\\!", "", re.sub(r"(?<!\\)\\[,;: ]|\s+", " ", text))

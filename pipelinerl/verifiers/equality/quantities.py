@@ -60,6 +60,8 @@ class Number(NamedTuple):
 
 def number(text: str) -> Number | None:
     """Return the rational number that a canonical text writes, None if it writes none, or one of too many digits."""
+    if re.search(r"\d, \d", text):
+        return None
     text = plain(text)
     if text[:1] == "(" and text[-1:] == ")" and "," not in text and text.count("(") == 1:
         text = text[1:-1].strip()

@@ -26,7 +26,8 @@ _SYNONYMS: Final = {
     "quad": " ", "qquad": " ", "thinspace": " ", "infin": r"\infty", "dollar": r"\$", "displaystyle": "",
     "textstyle": "", "limits": "", "left": "", "right": "", "big": "", "Big": "", "bigg": "", "Bigg": "", "bigl": "",
     "bigr": "", "Bigl": "", "Bigr": "", "ast": r"\cdot ", "bmod": r"\mod", "to": r"\rightarrow", "arcsin": r"\arcsin",
-    "lt": "<", "gt": ">", "rm": "", "boldsymbol": "", "mathbf": "", "bf": "", "bold": "", "mathit": "", "it": "",
+    "lt": "<", "gt": ">", "langle": "(", "rangle": ")",
+    "rm": "", "boldsymbol": "", "mathbf": "", "bf": "", "bold": "", "mathit": "", "it": "",
 }  # fmt: skip
 _COMMAND: Final = re.compile(r"\\([A-Za-z]+)(?: (?![A-Za-z0-9]))?")
 _TEXT: Final = re.compile(
@@ -40,6 +41,8 @@ _PLAIN_WORDS: Final = {"pi": r"\pi ", "infinity": r"\infty ", "inf": r"\infty ",
 _PLAIN_WORD: Final = re.compile(rf"(?<![A-Za-z\\])(?:{'|'.join(_PLAIN_WORDS)})(?![A-Za-z])")
 _NUMBER: Final = re.compile(r"([-+]?)(\d+)((?:\.\d+)?)")
 _ALL_OF_NUMBER: Final = re.compile(r"[-+]?[\d,]+(?:\.\d+)?")
+#: A matrix written as an array, with its brackets.
+_ARRAY: Final = re.compile(r"[(\[]? ?\\begin\{array\}\{[^{}]*\}(.*?)\\end\{array\} ?[)\]]?", re.DOTALL)
 
 
 def canonical(answer: str) -> str:
@@ -50,6 +53,7 @@ def canonical(answer: str) -> str:
     text = re.sub(r"\\!", "", re.sub(r"(?<!\\)\\[,;: ]|\s+", " ", text))
     text = _TEXT.sub(_text, _TEXT.sub(_text, text))
     text = _COMMAND.sub(lambda match: _SYNONYMS.get(match[1], match[0]), text)
+    text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
     text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
     text = _PLAIN_WORD.sub(lambda match: _PLAIN_WORDS[match[0]], text).replace("*", r"\cdot ")
     text = re.sub(r"\\frac ?(\d) ?(\d)", r"\\frac{\1}{\2}", text)

@@ -107,7 +107,7 @@ def _text(text: str) -> str:
 
 def _choice(text: str) -> re.Match[str] | None:
     """Match a choice with what follows it, unless that is a further choice."""
-    match = _CHOICE.fullmatch(text)
+    match = _CHOICE.fullmatch(re.sub(r"^(?:option|choice) ?(?=\(?[A-J]\b)", "", text, flags=re.IGNORECASE))
     return None if match is None or _FURTHER_CHOICE.search(_rest(match)) else match
 
 
@@ -266,9 +266,9 @@ def _equal_values(gold: str, given: str, expressions: Expressions) -> bool:
     if _RELATION.search(gold) or _RELATION.search(given):
         both = bool(_RELATION.search(gold) and _RELATION.search(given))
         return both and _equal_expressions(gold, given, expressions)
-    (name, wanted), sides = _named(gold), split_top(given, _EQUALS)
-    if len(sides) == 1:
-        return _equal_scalars(wanted, given, expressions)
+    (name, wanted), sides = _named(gold), [side for side in split_top(given, _EQUALS) if side]
+    if len(sides) < 2:
+        return bool(sides) and _equal_scalars(wanted, sides[0], expressions)
     names = [plain(side) for side in sides if _NAME.fullmatch(side)]
     if "=" in gold and names[:1] != [name]:
         return _equal_expressions(gold, given, expressions)
@@ -316,7 +316,7 @@ def _times(text: str, size: Fraction) -> str:
 
 
 def _equal_ratios(gold: str, given: str) -> bool:
-    parts = [re.split(r" ?: ?", text) for text in (gold, given)]
+    parts = [re.split(r" ?: ?| to ", text) for text in (gold, given)]
     if sorted(map(len, parts)) not in ([1, 2], [2, 2]):
         return False
     numbers: list[list[Number | None]] = [[number(part) for part in each] for each in parts]

@@ -63,7 +63,7 @@ def canonical(answer: str) -> str:
     text = re.sub(r"\^ ?(-\d+)", r"^{\1}", text)
     text = re.sub(r"([_^]) ?\{([A-Za-z0-9]|\\circ)\}", r"\1\2", text)
     text = _NEEDLESS_SPACE.sub("", re.sub(r" +", " ", text)).strip()
-    return _without_braces(text.rstrip(".,;: "))
+    return _without_braces(text if text.endswith("..") else text.rstrip(".,;: "))
 
 
 def normal_form(answer: str) -> str:
@@ -74,7 +74,9 @@ def normal_form(answer: str) -> str:
 def plain(text: str) -> str:
     r"""Return a canonical answer without `\text`, thousands separators and needless zeros."""
     text = _KEPT_TEXT.sub(r" \1 ", text)
-    text = _NEEDLESS_SPACE.sub("", re.sub(r" +", " ", text)).strip().rstrip(".,;: ")
+    text = _NEEDLESS_SPACE.sub("", re.sub(r" +", " ", text)).strip()
+    if not text.endswith(".."):
+        text = text.rstrip(".,;: ")
     if _ALL_OF_NUMBER.fullmatch(text):
         text = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", text)
     number = _NUMBER.fullmatch(text)

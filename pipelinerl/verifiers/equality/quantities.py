@@ -160,6 +160,7 @@ _UNITS: Final = {
 _SYMBOLS: Final = {r"^\circ C": r"celsius", r"^\circ F": "fahrenheit", "mph": "mile/hour", "kph": "km/hour"}
 #: Words after a number that change what it says, and are no unit.
 _NO_UNIT: Final = frozenset({
+    "hundred", "thousand", "million", "billion", "trillion",
     "a", "above", "an", "and", "are", "as", "at", "be", "below", "between", "by", "choose", "eighth", "eighths",
     "factorial", "fifth", "fifths", "for", "fourth", "fourths", "from", "half", "halves", "hundredth",
     "hundredths", "if", "in", "is", "it", "least", "less", "minus", "mod", "modulo", "more", "most", "negative",

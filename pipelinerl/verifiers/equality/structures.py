@@ -74,7 +74,7 @@ _WORDS: Final = frozenset({
     "no", "not", "or", "and", "is", "are", "of", "to", "in", "if", "the", "all", "any", "odd", "for", "at", "by",
     "yes", "dne", "nor", "but", "one", "two", "six", "ten", "per", "mod",
 })  # fmt: skip
-_MISREAD: Final = re.compile(r"\d_|(?:^|[^_\d])\d+ \d|[?$]|\\\\")
+_MISREAD: Final = re.compile(r"\d_|(?:^|[^_\d])\d+ \d|[?$]|\\\\|\\[lcd]?dots|\.\.")
 _RUN: Final = re.compile(r"[A-Za-z]+")
 
 

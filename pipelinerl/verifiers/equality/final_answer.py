@@ -38,10 +38,14 @@ _STATES: Final = re.compile(
 _DISPLAY: Final = re.compile(r"\$\$(.{0,4000}?)\$\$|\\\[(.{0,4000}?)\\\]", re.DOTALL)
 _INLINE: Final = re.compile(r"\$((?:[^$\n\\]|\\.){1,2000})\$|\\\(((?:[^\\\n]|\\(?!\))){1,2000})\\\)")
 _END_OF_CLAUSE: Final = re.compile(
-    r"(?<![ap]\.m)[.!?](?=\s+[A-Z$*\\(])|,?\s(?:because|since|which|where|as)\s|,\s(?:so|but|not|and\sso)\s", re.DOTALL
+    r"(?<![ap]\.m)[.?](?=\s+[A-Z$*\\(])|,?\s(?:because|since|which|where|as)\s|,\s(?:so|but|not|and\sso)\s", re.DOTALL
 )
 _SENTENCE: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z$*\\(])")
-_VALUE: Final = re.compile(r"[$€£]?[-+−]?\d[\d,]*(?:\.\d+)?(?:\s?/\s?\d+|\s?(?:%|\\%|percent))?")
+_VALUE: Final = re.compile(
+    r"\d{1,2}:\d\d(?:\s?[AaPp]\.?[Mm]\.?)?|[$€£]?[-+−]?\d[\d,]*(?:\.\d+)?(?:\s?/\s?\d+|\s?(?:%|\\%|percent))?"
+)
+_LAST_INLINE: Final = re.compile(r"(?:\b(?:is|are|equals|get|gives|so)|=)[\s:]{1,3}$")
+_LEAD: Final = re.compile(r"(?:therefore|thus|then|simply|just|exactly|equal to|given by)\b[,:]?\s*", re.IGNORECASE)
 #: Words of a sentence that keep its only number from being an answer.
 _HEDGES: Final = re.compile(
     r"\b(?:not|no|never|cannot|can't|isn't|wrong|or|either|about|around|nearly|approximately|between|less|fewer|more|"
@@ -146,7 +150,8 @@ def _stated(text: str) -> str | None:
 def _plain(line: str) -> str:
     """Return the value that a line begins with, without emphasis, later clauses and a final full stop."""
     line = re.sub(r"\*\*|__", "", line).strip().strip("*").strip()
-    return _END_OF_CLAUSE.split(line, maxsplit=1)[0].strip().rstrip(".,;:!").strip()
+    line = _LEAD.sub("", line, count=1) if _LEAD.match(line) else line
+    return _END_OF_CLAUSE.split(line, maxsplit=1)[0].strip().rstrip(".,;:").strip()
 
 
 def _last_value(text: str) -> str:
@@ -164,9 +169,11 @@ def _unmarked(text: str) -> str:
         return line
     if _HEDGES.search(line):
         return "" if len(line.split()) > _MOST_WORDS else line
-    inline = _INLINE.findall(line)
+    inline = list(_INLINE.finditer(line))
     if inline:
-        return (inline[0][0] or inline[0][1]) if len(inline) == 1 else ""
+        last = inline[-1]
+        concludes = not line[last.end() :].strip(" .") and _LAST_INLINE.search(line[: last.start()])
+        return (last[1] or last[2]) if len(inline) == 1 or concludes else ""
     values = _VALUE.findall(line.rpartition("=")[2])
     if values:
         return values[0] if len(values) == 1 else ""

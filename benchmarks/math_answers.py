@@ -69,7 +69,7 @@ def _of(table: list[Pair], part: str) -> list[int]:
 async def _rewarded(table: list[Pair]) -> tuple[list[bool], list[bool]]:
     """Judge all pairs with both arms; return for each whether the answer is rewarded."""
     ours = MathAnswer(deadline_s=_DEADLINE_S)
-    theirs = WorkerPool("benchmarks.math_verify_arm:open_math_verify", deadline_s=_DEADLINE_S)
+    theirs = WorkerPool(f"{Path(__file__).with_name('math_verify_arm.py')}:open_math_verify", deadline_s=_DEADLINE_S)
     turns = asyncio.Semaphore(4)
 
     async def judge(pair: Pair) -> tuple[bool, bool]:
@@ -83,6 +83,7 @@ async def _rewarded(table: list[Pair]) -> tuple[list[bool], list[bool]]:
             return verdict.reward == 1.0, other
 
     try:
+        await theirs.ask(["1", "$1$"])  # raises an error if the library cannot be started
         judged = await asyncio.gather(*(judge(pair) for pair in table))
     finally:
         await ours.close()

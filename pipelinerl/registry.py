@@ -114,6 +114,9 @@ PROBLEM_CHECKS: Final[Mapping[str, str]] = {
     "oubliette": "pipelinerl.verifiers.oubliette.verifier:refuse_unreadable",
 }
 
+#: For some verifiers, a function from a problem to a right answer as a model writes it; else that is the ground truth.
+REFERENCE_ANSWERS: Final[Mapping[str, str]] = {"math_answer": "pipelinerl.verifiers.math_answer:boxed_reference"}
+
 #: Verifiers that need no reference answer, so their problems may lack one.
 WITHOUT_REFERENCE: Final = frozenset({"instruction_following", "judge", "oubliette"})
 

@@ -14,7 +14,7 @@ from pipelinerl.data.problems import Split
 from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem
-from pipelinerl.verifiers.oubliette.code_problem import CodeProblem, last_block
+from pipelinerl.verifiers.oubliette.code_problem import CodeProblem, program_block
 
 
 def source(split: Split = Split.TRAIN, **parameters: Any) -> Any:
@@ -30,9 +30,9 @@ def printed(program: str, given: bytes) -> bytes:
 
 
 def program_of(problem: Problem) -> str:
-    block = last_block(problem.ground_truth)
+    block = program_block(problem.ground_truth, ["python"])
     assert block is not None
-    return block[1]
+    return block.code
 
 
 def test_reference_program_of_a_problem_passes_its_tests_and_a_program_that_prints_its_input_fails() -> None:

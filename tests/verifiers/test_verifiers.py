@@ -12,11 +12,10 @@ import pytest
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.system import gym_tasks
 from pipelinerl.types import Message, Outcome, Problem
-from pipelinerl.verifiers import math_answer, math_answer as math_answers, reasoning_gym
-from pipelinerl.verifiers.math_answer import MathAnswer, final_answer, normalise
+from pipelinerl.verifiers import reasoning_gym
 from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extract_answer
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer
-from tests.patience import PATIENCE_S, SOON_S
+from tests.patience import PATIENCE_S
 
 #: Mark of tests that share the math verifier: they must run on the verifier's event loop.
 shared_loop = pytest.mark.asyncio(loop_scope="module")
@@ -83,7 +82,7 @@ async def test_verdicts_of_the_fast_path_without_a_worker_equal_those_from_a_wor
     judged = await PerAnswerVerifier(gym).judge(first, answers)
     assert [each.verdict for each in judged] == waited == [gym.at_once(first, text) for text in texts]
     assert judged[0] is judged[2]  # one verdict for equal answers
-    mixed = [SampledAnswer(text) for text in ("7", "6/3", "8/4", "2")]  # "6/3" and "8/4" need a symbolic comparison
+    mixed = [SampledAnswer(text) for text in ("7", "\\sqrt{4}", "\\log_2 4", "2")]  # two need a symbolic comparison
     judgements = await PerAnswerVerifier(math_answer).judge(problem("2"), mixed)
     assert [each.verdict.reward for each in judgements] == [0.0, 1.0, 1.0, 1.0]
 
@@ -104,159 +103,12 @@ def test_reasoning_gym_tasks_whose_scorer_executes_the_answer_are_rejected():
     assert unsafe
 
 
-@pytest.mark.parametrize(
-    ("gold", "text"),
-    [
-        ("42", "42"),
-        ("42", "The answer is 42."),
-        ("1234", "so \\boxed{1,234}"),
-        ("7", "<answer> 07 </answer>"),
-        ("0.5", "\\boxed{\\frac{1}{2}}"),
-        ("\\frac{1}{2}", "2/4"),
-        ("x^2+2x+1", "\\boxed{(x+1)^2}"),
-        ("\\{1,2,3\\}", "\\boxed{\\{3,1,2\\}}"),
-        ("-3", "it is \\boxed{-3}"),
-        ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}"),
-    ],
-)
-@shared_loop
-async def test_mathematically_equal_answers_are_correct(gold, text, math_answer):
-    assert (await math_answer.verify(problem(gold), text)).outcome is Outcome.CORRECT
-
-
-@pytest.mark.parametrize(
-    ("gold", "text"),
-    [
-        ("42", "24"),
-        ("42", ""),
-        ("x+1", "\\boxed{x+2}"),
-        ("1/2", "\\boxed{1/3}"),
-        ("42", "the answer is cat"),
-        ("1", "-1"),
-    ],
-)
-@shared_loop
-async def test_mathematically_unequal_answers_are_wrong(gold, text, math_answer):
-    verdict = await math_answer.verify(problem(gold), text)
-    assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
-
-
-async def test_math_verifier_times_out_on_an_endless_expression_and_judges_the_next_answer():
-    verifier = MathAnswer(deadline_s=4.0)
-    try:
-        assert (
-            await verifier.verify(problem("x+1"), "\\boxed{1+x}")
-        ).outcome is Outcome.CORRECT  # makes the verifier start a worker
-        ticks, ticking = 0, True
-
-        async def tick():
-            nonlocal ticks
-            while ticking:
-                ticks += 1
-                await asyncio.sleep(0.02)
-
-        ticker = asyncio.create_task(tick())
-        began = time.monotonic()
-        verdict = await verifier.verify(problem("x+1"), "\\boxed{9^{9^{9^{9^{9}}}} - 1}")
-        ticking = False
-        await ticker
-        assert verdict.outcome in (Outcome.TIMEOUT, Outcome.WRONG, Outcome.VERIFIER_ERROR)
-        assert time.monotonic() - began < SOON_S
-        assert ticks > 1 or verdict.outcome is not Outcome.TIMEOUT  # the event loop was not blocked
-        assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT
-    finally:
-        await verifier.close()
-
-
-@pytest.mark.parametrize(("share", "outcome"), [(0.001, Outcome.WRONG), (10.0, Outcome.TIMEOUT)])
-async def test_math_answer_over_the_deadline_is_wrong_if_it_used_enough_cpu_time_and_otherwise_a_timeout(
-    share: float, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(math_answers, "_SHARE_SPENT", share)
-    verifier = MathAnswer(deadline_s=1.5)
-    try:
-        verdict = await verifier.verify(problem("x+1"), "\\boxed{10^9!}")
-        assert verdict.outcome is outcome, verdict.reason
-    finally:
-        await verifier.close()
-
-
-def test_answer_that_crashes_the_math_comparison_is_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import math_verify
-
-    verify = math_verify.verify
-
-    def fails(gold: object, given: object, **options: object) -> bool:
-        if "41" in str(given):
-            raise ValueError("no answer of its kind was expected")
-        return bool(verify(gold, given, **options))
-
-    monkeypatch.setattr(math_verify, "verify", fails)
-    monkeypatch.setattr(math_answer.resource, "setrlimit", lambda *_: None)
-    monkeypatch.setattr(math_answer.logging, "disable", lambda *_: None)
-    equal = math_answer.open_comparison("")
-    assert equal(["x+1", "41"]) is False
-    assert equal(["41", "41"]) is None
-    assert equal(["x+1", "1+x"]) is True
-
-
 async def test_answer_that_crashes_a_scorer_is_wrong_unless_the_ground_truth_also_crashes_the_scorer() -> None:
     def scorer(index: int, answer: str) -> float:
         return float(answer.encode("ascii") == b"truth")
 
     assert reasoning_gym._scored(scorer, 0, "\u0663", "truth") == 0.0
     assert "UnicodeEncodeError" in str(reasoning_gym._scored(scorer, 0, "\u0663", "\u0664"))
-
-
-@shared_loop
-async def test_concurrent_math_answers_get_their_own_verdicts(math_answer):
-    pairs = [("x+1", "1+x"), ("x+1", "x+2")] * 5
-    verdicts = await asyncio.gather(*(math_answer.verify(problem(gold), text) for gold, text in pairs))
-    assert [v.outcome for v in verdicts] == [Outcome.CORRECT, Outcome.WRONG] * 5
-
-
-def test_math_verifier_takes_the_last_answer_in_a_text_as_the_final_answer():
-    assert final_answer("\\boxed{1} then \\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
-    assert final_answer("answer: 3\nthe answer is 4") == "4"
-    assert final_answer(" 5 ") == " 5 "
-    assert final_answer("\\boxed{1") == "\\boxed{1"
-
-
-@pytest.mark.parametrize(
-    ("raw", "normal"),
-    [
-        (" $1,234$ ", "1234"),
-        ("007", "7"),
-        ("+3.50", "3.5"),
-        ("-0.0", "-0"),
-        ("(1,234)", "(1,234)"),
-        ("5 \\text{ cm}", "5cm"),
-    ],
-)
-def test_normalisation_of_an_answer_removes_meaningless_characters(raw, normal):
-    assert normalise(raw) == normal
-
-
-@shared_loop
-async def test_verdicts_on_mathematically_equal_answers_contain_the_same_normalised_answer(math_answer):
-    texts = ["\\boxed{0.50}", "\\boxed{\\frac{1}{2}}", "it is \\boxed{1/3}", ""]
-    verdicts = [await math_answer.verify(problem("1/2"), text) for text in texts]
-    assert [v.answer for v in verdicts] == ["1/2", "1/2", "1/3", ""]
-    given = spelling()
-    assert (await ReasoningGym().verify(given, f" {given.ground_truth} ")).answer == given.ground_truth
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["<answer>" * 120_000, "answer" + "\n" * 10**6, "answer " * 150_000, "\\boxed{" + "{" * 10**6, "0" * 10**6 + "x"],
-    ids=["tags", "newlines", "answers", "braces", "zeros"],
-)
-def test_parsing_an_answer_of_a_million_characters_is_fast(text):
-    began = time.thread_time()
-    final_answer(text)
-    assert time.thread_time() - began < 2.0
 
 
 async def test_unusually_long_answer_is_scored_in_a_worker_process():

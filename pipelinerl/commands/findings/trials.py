@@ -47,7 +47,7 @@ async def episode_tried(
             chat template cannot render.
     """
     first = _first_call(domain, tokenizer) if domain.episode.tools else ""
-    answerer = ScriptedAnswers(tokenizer, [first, *[problem.ground_truth] * 1000])
+    answerer = ScriptedAnswers(tokenizer, [first, *[_reference(domain, problem)] * 1000])
     verifiers = {domain.name: open_verifier(domain)} if domain.has_verifier else {}
     alone = config.model_copy(update={"domains": (domain,)})
     domains, gateway = open_episodes(alone, verifiers), Gateway()
@@ -206,12 +206,14 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> list[tuple
         return [("verifier", await _tried_once(domain, problems, where=where))]
     verifier, unjudged = open_verifier(domain), list[tuple[str, str]]()
     try:
-        truth, empty = [await _judged(verifier, problems.problem(0), text) for text in (None, "")]
+        truth, empty = [
+            await _judged(verifier, problems.problem(0), text) for text in (_reference(domain, problems.problem(0)), "")
+        ]
         if not (truth.verdict.outcome.is_judgement or empty.verdict.outcome.is_judgement):
             raise RecipeError(f"{where}.verifier cannot judge its problems: {truth.verdict.reason}")
         names = {name for _, name in names_of(domain)}
         if names <= registry.VERIFIERS.keys() - registry.WITHOUT_REFERENCE:
-            await _find_one_right(verifier, problems, truth, where=where)
+            await _find_one_right(verifier, domain, problems, truth, where=where)
         tried = {"the reference answer": truth, "an empty answer": empty}
         is_user_code = any(registry.is_user_code(registry.VERIFIERS, name) for name in names)
         if is_user_code and (other := _other_answer(problems)) is not None:
@@ -256,7 +258,7 @@ async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -
     once = domain.model_copy(update={"judge": domain.judge and domain.judge.model_copy(update={"votes": 1})})
     verifier = open_verifier(once)
     try:
-        judgement = await _judged(verifier, problems.problem(0), None)
+        judgement = await _judged(verifier, problems.problem(0), problems.problem(0).ground_truth)
     finally:
         await verifier.close()
     if not judgement.verdict.outcome.is_judgement:
@@ -280,12 +282,15 @@ async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) ->
     return f"curation.filter, of a made-up group of {problem.domain}, {half}: {decision}, in {seconds:.3f} s"
 
 
-async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Judgement, *, where: str) -> None:
+async def _find_one_right(
+    verifier: GroupVerifier, domain: DomainSection, problems: Mixture, first: Judgement, *, where: str
+) -> None:
     """Raise `RecipeError` if none of the first `_TRIED` reference answers is correct; `first` judges the first one."""
     if first.verdict.outcome is Outcome.CORRECT:
         return
-    for index in range(1, _TRIED):
-        if (await _judged(verifier, problems.problem(index), None)).verdict.outcome is Outcome.CORRECT:
+    for problem in map(problems.problem, range(1, _TRIED)):
+        judged = await _judged(verifier, problem, _reference(domain, problem))
+        if judged.verdict.outcome is Outcome.CORRECT:
             return
     problem = problems.problem(0)
     raise RecipeError(
@@ -294,8 +299,17 @@ async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Jud
     )
 
 
-async def _judged(verifier: GroupVerifier, problem: Problem, text: str | None) -> Judgement:
-    (judgement,) = await verifier.judge(problem, [SampledAnswer(problem.ground_truth if text is None else text)])
+def _reference(domain: DomainSection, problem: Problem) -> str:
+    """Return a right answer as a model would write it."""
+    names = [name for _, name in names_of(domain)]
+    if len(names) == 1 and names[0] in registry.REFERENCE_ANSWERS:
+        answer: str = registry.resolve(registry.REFERENCE_ANSWERS[names[0]])(problem)
+        return answer
+    return problem.ground_truth
+
+
+async def _judged(verifier: GroupVerifier, problem: Problem, text: str) -> Judgement:
+    (judgement,) = await verifier.judge(problem, [SampledAnswer(text)])
     return judgement
 
 

@@ -2,7 +2,7 @@
 
     exact    the same lines, apart from spaces at their ends and empty lines at the end
     tokens   the same words
-    float    the same words, where numbers may differ by `tolerance`, absolute or relative
+    float    the same words, where numbers may differ by `tolerance`, absolute or relative, but two integers may not
     custom   the problem's own program, in its own guest
 
 A custom checker uses one of two protocols. `testlib`: the checker gets the files of input, output and answer, and exits
@@ -172,6 +172,8 @@ def _lines(text: bytes) -> list[bytes]:
 
 def _close(output: bytes, answer: bytes, tolerance: float) -> bool:
     """Return whether two numbers differ by at most `tolerance`, absolute or relative; False for NaN."""
+    if _INTEGER.fullmatch(output) and _INTEGER.fullmatch(answer):
+        return _integer(output) == _integer(answer)
     if len(output) > _LONGEST_NUMBER or b"_" in output + answer:
         return False
     try:
@@ -184,5 +186,12 @@ def _close(output: bytes, answer: bytes, tolerance: float) -> bool:
     return abs(ours - theirs) <= tolerance * max(1.0, abs(theirs))
 
 
+def _integer(digits: bytes) -> bytes:
+    # Not `int`, which rejects more than 4300 digits.
+    size = digits.lstrip(b"+-").lstrip(b"0")
+    return b"-" + size if digits.startswith(b"-") and size else size
+
+
+_INTEGER: Final = re.compile(rb"[+-]?[0-9]+")
 _LONGEST_NUMBER: Final = 400
 _DIGIT: Final = re.compile(rb"[0-9]")

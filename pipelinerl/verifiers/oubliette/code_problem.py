@@ -1,27 +1,34 @@
 """`CodeProblem`: the tests in a problem's metadata; and extraction of code from answers.
 
-The metadata has the layout of one of these data sets:
+Any of these fields of the metadata may hold tests, and all that do are used; docs/use/verification.md names the data
+sets that have them:
 
-    {"tests": [{"input", "output"}, …]}                                    ours; open-r1/codeforces as `official_tests`
-    {"public_tests": {"input": […], "output": […]}, "private_tests": …}    deepmind/code_contests, `generated_tests` too
-    {"input_output": {"inputs": […], "outputs": […]}}                      APPS and TACO, also as JSON in a text
-    {"public_test_cases": [{"input", "output", "testtype": "stdin"}]}      LiveCodeBench, also as JSON in a text
+    tests, test_cases, official_tests, public_tests, private_tests, generated_tests, input_output, public_test_cases,
+    private_test_cases, verification_info
 
-If it has no tests, the ground truth may hold tests as JSON, as a list of pairs or as two lists. An input or output may
-be a link into a repository: {"link": "oub:…"}. `time_limit` is in seconds (or code_contests' {"seconds", "nanos"}),
-`memory_limit` in MB (`memory_limit_bytes` in bytes). `checker` names a built-in rule or holds a program;
-open-r1/codeforces has a `generated_checker`, in Python.
+The value's form decides how it is read, whatever the field: a list of pairs [{"input", "output"}, …], two lists
+{"inputs": […], "outputs": […]} (or "input", "output"), or an object that holds one of these as "test_cases" or "tests".
+Each may also be JSON in a text, or packed as LiveCodeBench packs its private tests.
+
+If it has no tests, the ground truth may hold tests as JSON. An input or output may be a link into a repository:
+{"link": "oub:…"}. `time_limit` is in seconds (or code_contests' {"seconds", "nanos"}), `memory_limit` in MB
+(`memory_limit_bytes` in bytes). `checker` names a built-in rule or holds a program; open-r1/codeforces has a
+`generated_checker`, in Python.
 
 Tests that call a function are rejected: programs read standard input and write standard output.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+import pickletools
 import re
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.oubliette import toolchains
@@ -66,7 +73,7 @@ class CodeProblem:
         tests = tuple(_tests(metadata)) or tuple(_of_ground_truth(problem.ground_truth))
         if not tests:
             raise TestsMalformed(
-                f"{problem.problem_id} has no tests: its metadata must have one of {', '.join(_READERS)}, it has "
+                f"{problem.problem_id} has no tests: its metadata must have one of {', '.join(TEST_FIELDS)}, it has "
                 f"{', '.join(metadata) or 'nothing'}; name the field in metadata_fields"
             )
         return cls(
@@ -77,51 +84,142 @@ class CodeProblem:
         )
 
 
-_FENCE: Final = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n]*")
+#: An opening or closing fence, after list markers and quotes; they count as its indentation.
+_FENCE: Final = re.compile(
+    r"(?P<indent>[ \t]*(?:>[ \t]?)*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)(?P<fence>`{3,}|~{3,})[ \t]*(?P<info>[^\n`]*)"
+)
+_LANGUAGE: Final = re.compile(r"[{.\s]*([A-Za-z][A-Za-z0-9+#_.-]*)")
+#: Words before a block without a language that make it an illustration, if they end the line before it.
+_ILLUSTRATES: Final = re.compile(
+    r"\b(?:outputs?|inputs?|results?|prints?|examples?|usage|stdin|stdout|run|runs|tests?|explanation)\b[^.\n]{0,40}$",
+    re.IGNORECASE,
+)
 _LONGEST_CODE: Final = 1 << 20
 
 
-def last_block(text: str) -> tuple[str, str] | None:
-    """Return (language or "", code) of the last closed fenced block, or None; takes linear time."""
-    last: tuple[str, str] | None = None
-    fence, name, lines = "", "", list[str]()
+class CodeBlock(NamedTuple):
+    """A closed fenced block: its language ("" if it names none), its code, and the line of text before it."""
+
+    language: str
+    code: str
+    before: str = ""
+
+
+def program_block(text: str, languages: Collection[str]) -> CodeBlock | None:
+    """Return the block that is the program of an answer, None if the answer has no closed block.
+
+    It is the last block in an accepted language; else the last that names no language, preferably one that is not
+    announced as an output or an example; else the last block. Takes linear time.
+    """
+    blocks = list(_blocks(text))
+    named = [block for block in blocks if (one := toolchains.named(block.language)) and one.name in languages]
+    unnamed = [block for block in blocks if not block.language]
+    programs = [block for block in unnamed if not _ILLUSTRATES.search(block.before)]
+    chosen = named or programs or unnamed or blocks
+    return chosen[-1] if chosen and len(chosen[-1].code) <= _LONGEST_CODE else None
+
+
+def _blocks(text: str) -> Iterator[CodeBlock]:
+    """Yield the closed fenced blocks of a text, without the indentation of their fences."""
+    fence, opened, before, lines = "", "", "", list[str]()
+    indent, quotes = 0, 0
     for line in text.splitlines(keepends=True):
         match = _FENCE.fullmatch(line.rstrip("\r\n"))
         if not fence:
             if match is not None:
-                fence, name, lines = match[1], match[2], []
-        elif match is not None and match[1].startswith(fence) and not match[2]:
-            last, fence = (name, "".join(lines)), ""
+                fence, opened, lines = match["fence"], match["info"], []
+                indent, quotes = len(match["indent"].expandtabs(4)), match["indent"].count(">")
+            elif line.strip():
+                before = line.strip().strip("*_: ")
+        elif match is not None and match["fence"].startswith(fence) and not match["info"].strip():
+            language = _LANGUAGE.match(opened)
+            yield CodeBlock(language[1] if language else "", "".join(lines), before)
+            fence = before = ""
         else:
-            lines.append(line)
-    return None if last is None or len(last[1]) > _LONGEST_CODE else last
+            lines.append(_dedented(line, indent, quotes))
+
+
+def _dedented(line: str, indent: int, quotes: int) -> str:
+    """Remove the marks of quotes, and at most the indentation of the fence, as CommonMark does."""
+    for _ in range(quotes):
+        line = re.sub(r"^[ \t]*>[ \t]?", "", line)
+    if quotes or not indent:
+        return line
+    blank = len(line) - len(line.lstrip(" \t"))
+    if "\t" in line[:blank]:
+        line = line[:blank].expandtabs(4) + line[blank:]
+        blank = len(line) - len(line.lstrip(" "))
+    return line[min(blank, indent) :]
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
+#: Metadata fields that may hold tests.
+TEST_FIELDS: Final = (
+    "tests", "test_cases", "official_tests", "public_tests", "private_tests", "generated_tests", "input_output",
+    "public_test_cases", "private_test_cases", "verification_info",
+)  # fmt: skip
+#: Type names of tests that read standard input, in public data sets.
+_STDIN: Final = (None, "stdin", "stdin_stdout", "stdio", "")
+#: Largest number of characters of unpacked tests.
+_MOST_UNPACKED: Final = 1 << 30
+
+
 def _tests(metadata: Mapping[str, Any]) -> Iterator[CodeTest]:
-    for field, reader in _READERS.items():
-        if field == "generated_tests" and isinstance(metadata.get(field), int):
+    for field in TEST_FIELDS:
+        value = metadata.get(field)
+        if field == "generated_tests" and isinstance(value, int):
             # In open-r1/codeforces, this field is only the number of tests, which are stored elsewhere.
             continue
-        if metadata.get(field):
-            yield from reader(field, _parsed(field, metadata[field]))
+        if value:
+            yield from _read(field, _parsed(field, value))
 
 
 def _of_ground_truth(text: str) -> Iterator[CodeTest]:
     if text.lstrip()[:1] in ("[", "{"):
-        parsed = _parsed("the answer", text)
-        yield from (_pairs if isinstance(parsed, list) else _columns)("the answer", parsed)
+        yield from _read("the answer", _parsed("the answer", text))
 
 
 def _parsed(field: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        parsed = json.loads(value if value.lstrip()[:1] in ("[", "{", '"') else _unpacked(value))
+        return json.loads(parsed) if isinstance(parsed, str) else parsed
     except ValueError as error:
         raise TestsMalformed(f"{field} must be tests, or tests as JSON: {error}") from None
+
+
+def _unpacked(value: str) -> str:
+    """Unpack a text that LiveCodeBench packed: base64 of a zlib stream of a pickled text, which is only scanned.
+
+    Raises ValueError, also for a pickle of anything but one text.
+    """
+    try:
+        stream = zlib.decompressobj()
+        packed = stream.decompress(base64.b64decode(value, validate=True), _MOST_UNPACKED)
+        if not stream.eof:
+            raise ValueError
+        operations = [(code.name, argument) for code, argument, _ in pickletools.genops(packed)]
+    except (zlib.error, binascii.Error, ValueError):
+        raise ValueError(f"got {value!r:.40}") from None
+    texts = [argument for name, argument in operations if "UNICODE" in name]
+    others = {name for name, _ in operations if "UNICODE" not in name}
+    if len(texts) != 1 or not others <= {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}:
+        raise ValueError("the packed tests are no text")
+    return str(texts[0])
+
+
+def _read(field: str, value: Any) -> Iterator[CodeTest]:
+    if isinstance(value, Mapping):
+        for inner in ("test_cases", "tests"):
+            if value.get(inner):
+                yield from _read(f"{field}.{inner}", _parsed(f"{field}.{inner}", value[inner]))
+                return
+        yield from _columns(field, value)
+    else:
+        yield from _pairs(field, value)
 
 
 def _pairs(field: str, value: Any) -> Iterator[CodeTest]:
@@ -130,16 +228,14 @@ def _pairs(field: str, value: Any) -> Iterator[CodeTest]:
     for number, each in enumerate(value):
         if not isinstance(each, Mapping) or not {"input", "output"} <= each.keys():
             raise TestsMalformed(f"{field}[{number}] must have input and output, got {_shown(each)}")
-        if each.get("testtype", "stdin") != "stdin":
+        if each.get("testtype", each.get("type")) not in _STDIN or each.get("fn_name"):
             raise TestsMalformed(f"{field}[{number}] calls a function; only standard input and output can be tested")
         yield CodeTest(
             _content(f"{field}[{number}].input", each["input"]), _content(f"{field}[{number}].output", each["output"])
         )
 
 
-def _columns(field: str, value: Any) -> Iterator[CodeTest]:
-    if not isinstance(value, Mapping):
-        raise TestsMalformed(f"{field} must be an object of two lists, got {_shown(value)}")
+def _columns(field: str, value: Mapping[str, Any]) -> Iterator[CodeTest]:
     if value.get("fn_name"):
         raise TestsMalformed(
             f"{field} calls the function {value['fn_name']}; only standard input and output can be tested"
@@ -149,20 +245,6 @@ def _columns(field: str, value: Any) -> Iterator[CodeTest]:
         raise TestsMalformed(f"{field} must have as many inputs as outputs, in two lists, got {_shown(value)}")
     for number, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
         yield CodeTest(_content(f"{field}.input[{number}]", given), _content(f"{field}.output[{number}]", wanted))
-
-
-_READERS: Final = {
-    "tests": _pairs,
-    "official_tests": _pairs,
-    "public_tests": _columns,
-    "private_tests": _columns,
-    "generated_tests": _columns,
-    "input_output": _columns,
-    "public_test_cases": _pairs,
-}
-
-#: Metadata fields that may hold tests.
-TEST_FIELDS: Final = tuple(_READERS)
 
 
 def _content(where: str, value: Any) -> Content:

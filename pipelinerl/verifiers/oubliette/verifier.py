@@ -1,6 +1,6 @@
 """`Oubliette`: judges the program in an answer by running it on a problem's tests, in a sandbox.
 
-The program is the last fenced block of the answer. It is compiled once and run on the tests in order, several at once.
+`program_block` chooses the program in the answer. It is compiled once and run on the tests in order, several at once.
 It is correct if it passes all tests. Testing stops at the first failure, unless the reward is the share of tests
 passed. Expected answers are never in the program's guest. `PythonTool` runs programs for a model in the same sandbox.
 
@@ -25,7 +25,7 @@ from pipelinerl.system.files import from_home
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.oubliette import probe, toolchains
 from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CodeRules, CustomChecker, Scoring
-from pipelinerl.verifiers.oubliette.code_problem import CodeProblem, CodeTest, TestsMalformed, last_block
+from pipelinerl.verifiers.oubliette.code_problem import CodeProblem, CodeTest, TestsMalformed, program_block
 from pipelinerl.verifiers.oubliette.remote.client import RemoteRunner
 from pipelinerl.verifiers.oubliette.repository import Content, ContentMissing, PersistentRepository, size_of
 from pipelinerl.verifiers.oubliette.runner import Check, CodeRunner, Executed, LocalRunner, Program
@@ -175,13 +175,13 @@ class _Judged:
 
     async def verdict(self, text: str) -> Verdict:
         """Compile and test the program in `text`. Raises `TimeoutError` if the verifier's time runs out."""
-        block = last_block(text)
+        block = program_block(text, self._rules.languages)
         if block is None:
             return wrong("the answer has no closed fenced block of code")
-        named = toolchains.named(block[0] or self._rules.language)
+        named = toolchains.named(block.language or self._rules.language)
         if named is None or named.name not in self._rules.languages:
-            return wrong(f"the code is in {block[0]!r}; accepted are {', '.join(self._rules.languages)}")
-        program = await self._runner.compile(named.name, block[1], wall_s=self._left_s)
+            return wrong(f"the code is in {block.language!r}; accepted are {', '.join(self._rules.languages)}")
+        program = await self._runner.compile(named.name, block.code, wall_s=self._left_s)
         if not isinstance(program, Program):
             if program.ending is Ending.DEADLINE and self._left_s < COMPILING.wall_s:
                 raise TimeoutError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def test_check_names_the_format_of_tool_calls() -> None:
 
 
 async def trials(**domain: Any) -> list[tuple[str, str]]:
-    config = parse(to_table(load("tiny")) | {"domains": [{"name": "d", "source": "instructions", **domain}]})
+    config = parse(to_table(load("tiny")) | {"domains": [{"name": "d", "source": "instructions"} | domain]})
     return await verifier_tried(config.domains[0], training_problems(config))
 
 
@@ -152,6 +153,16 @@ async def test_check_rejects_a_judge_whose_reply_has_no_score() -> None:
 
 async def test_check_tries_the_instruction_verifier_without_a_reference_answer() -> None:
     report = await trial(verifier="instruction_following")
+    assert report.startswith("of the reference answer correct, reward 1")
+    assert "of an empty answer wrong, reward 0" in report
+
+
+async def test_check_judges_a_math_reference_as_a_model_would_write_it_in_a_box(tmp_path: Path) -> None:
+    # Without the box, so many words are no answer.
+    truth = "all positive integers that are divisible by six or by seven"
+    rows = [{"prompt": f"{n}?", "answer": truth} for n in range(40)]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    report = await trial(source="files", parameters={"path": f"{tmp_path}/p.jsonl"}, verifier="math_answer")
     assert report.startswith("of the reference answer correct, reward 1")
     assert "of an empty answer wrong, reward 0" in report
 

@@ -9,10 +9,12 @@ import pytest
 
 from pipelinerl.types import Message, Problem
 from pipelinerl.verifiers.oubliette.checkers import Checker, CustomChecker, Protocol
-from pipelinerl.verifiers.oubliette.code_problem import CodeProblem, CodeTest, TestsMalformed, last_block
+from pipelinerl.verifiers.oubliette.code_problem import CodeProblem, CodeTest, TestsMalformed, program_block
 from pipelinerl.verifiers.oubliette.repository import Link
 
 PAIRS = [{"input": "1\n", "output": "2\n"}, {"input": "3\n", "output": "6\n"}]
+#: The second pair, as LiveCodeBench packs private tests: base64 of a zlib stream of a pickled JSON text.
+PACKED = "eJxrYJmqzgABPcrR1UqZeQWlJUpWCkrGMXlKOgpK+aUlUAEzoEBt7BQ9ADC5DVA="
 WANTED = (CodeTest(b"1\n", b"2\n"), CodeTest(b"3\n", b"6\n"))
 
 
@@ -38,6 +40,14 @@ def read(ground_truth: str = "", **metadata: Any) -> CodeProblem:
         {"input_output": {"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]}},
         {"input_output": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]})},
         {"public_test_cases": json.dumps([{**pair, "testtype": "stdin"} for pair in PAIRS])},
+        {"public_test_cases": PAIRS[:1], "private_test_cases": json.dumps(PAIRS[1:])},
+        {"public_test_cases": json.dumps(PAIRS[:1]), "private_test_cases": PACKED},
+        {"public_tests": PAIRS[:1], "private_tests": PAIRS[1:]},
+        {"tests": {"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]}},
+        {"tests": json.dumps([{**pair, "type": "stdin_stdout", "fn_name": None} for pair in PAIRS])},
+        {"verification_info": {"language": "python", "test_cases": [{**p, "type": "stdin_stdout"} for p in PAIRS]}},
+        {"verification_info": json.dumps({"language": "python", "test_cases": json.dumps(PAIRS)})},
+        {"test_cases": json.dumps(json.dumps(PAIRS))},
         {"ground_truth": json.dumps(PAIRS)},
         {"ground_truth": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]})},
     ],
@@ -49,11 +59,17 @@ def test_cases_are_read_in_the_layouts_of_public_data_sets(metadata: dict[str, A
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({}, "has no tests: its metadata must have one of tests, official_tests"),
+        ({}, "has no tests: its metadata must have one of tests, test_cases, official_tests"),
         ({"tests": []}, "has no tests"),
         ({"tests": 5}, "tests must be a list of objects"),
         ({"tests": "{"}, "tests must be tests, or tests as JSON"),
         ({"tests": [{"input": "1"}]}, r"tests\[0\] must have input and output"),
+        ({"private_test_cases": PACKED[:-4]}, "private_test_cases must be tests, or tests as JSON"),
+        (
+            {"private_test_cases": "eJxrYJnKzQABsVM0vBl7GCumpOoBAC1OBLY="},
+            "private_test_cases must be tests, or tests as JSON",
+        ),
+        ({"tests": [{"input": "1", "output": "2", "type": "function_call"}]}, "calls a function"),
         ({"tests": [{"input": 1, "output": "2"}]}, r"tests\[0\]\.input must be a text, got int 1"),
         ({"public_tests": {"input": ["1"], "output": []}}, "as many inputs as outputs"),
         ({"input_output": {"fn_name": "add", "inputs": [], "outputs": []}}, "calls the function add"),
@@ -101,17 +117,37 @@ def test_inputs_and_outputs_of_test_cases_may_be_links_to_stored_data() -> None:
     assert problem.checker.program == link
 
 
+PROGRAM = "print(1)\n"
+
+
 @pytest.mark.parametrize(
     ("text", "block"),
     [
-        ("```python\nprint(1)\n```", ("python", "print(1)\n")),
+        ("```python\nprint(1)\n```", ("python", PROGRAM)),
         ("a\n```\nx\n```\nb\n```cpp\ny\n```\nc", ("cpp", "y\n")),
         ("```py title=x\nx\n```", ("py", "x\n")),
+        ("```{python}\nx\n```", ("python", "x\n")),
+        ("```python:main.py\nx\n```", ("python", "x\n")),
+        ("```C++\nx\n```", ("C++", "x\n")),
         ("  ~~~\nx\n  ~~~", ("", "x\n")),
+        ("~~~python\nx\n```\n~~~~", ("python", "x\n```\n")),
         ("````md\n```python\nx\n```\n````", ("md", "```python\nx\n```\n")),
         ("```python\nprint('```')\n```", ("python", "print('```')\n")),
         ("```python\nx\n```\n```python\nnever closed", ("python", "x\n")),
         ("```python\r\nx\r\n```\r\n", ("python", "x\r\n")),
+        ("1. So:\n\n   ```python\n   if 1:\n       x\n   ```\n", ("python", "if 1:\n    x\n")),
+        ("1. ```python\n   if 1:\n       x\n   ```\n", ("python", "if 1:\n    x\n")),
+        ("- So:\n\t```python\n\tif 1:\n\t\tx\n\t```\n", ("python", "if 1:\n    x\n")),
+        ("   ```python\nx\n    y\n   ```\n", ("python", "x\n y\n")),
+        ("> ```python\n> if 1:\n>     x\n>\n> ```\n", ("python", "if 1:\n    x\n\n")),
+        (f"```python\n{PROGRAM}```\nOutput:\n```\n1\n```", ("python", PROGRAM)),
+        (f"```python\n{PROGRAM}```\n```text\n1\n```", ("python", PROGRAM)),
+        (f"```python\nx\n```\nBetter:\n```python\n{PROGRAM}```\n```bash\npython a.py\n```", ("python", PROGRAM)),
+        (f"```\n{PROGRAM}```\n**Output:**\n```\n1\n```", ("", PROGRAM)),
+        (f"Example input:\n```\n1\n```\nSo:\n```\n{PROGRAM}```", ("", PROGRAM)),
+        ("Output:\n```\n1\n```", ("", "1\n")),
+        ("```ruby\nx\n```", ("ruby", "x\n")),
+        ("```ruby\nx\n```\n```\ny\n```", ("", "y\n")),
         ("```python\nnever closed", None),
         ("no code", None),
         ("", None),
@@ -119,5 +155,8 @@ def test_inputs_and_outputs_of_test_cases_may_be_links_to_stored_data() -> None:
         ("```x\n" + "y" * (2 << 20) + "\n```", None),
     ],
 )
-def test_last_closed_code_block_of_an_answer_is_the_program(text: str, block: tuple[str, str] | None) -> None:
-    assert last_block(text) == block
+def test_program_of_an_answer_is_its_last_closed_block_in_an_accepted_language(
+    text: str, block: tuple[str, str] | None
+) -> None:
+    chosen = program_block(text, ["python", "cpp"])
+    assert (chosen and chosen[:2]) == block

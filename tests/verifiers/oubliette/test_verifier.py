@@ -70,6 +70,12 @@ async def test_correct_and_wrong_programs_are_judged_correct_and_wrong(oubliette
     assert "does not compile" in verdict.reason
 
 
+async def test_program_may_print_integers_of_any_length(oubliette: Oubliette) -> None:
+    tests = [{"input": "", "output": "1" + "0" * 5000}]
+    assert (await judged(oubliette, "print(10**5000)", tests=tests)).outcome is Outcome.CORRECT
+    assert (await judged(oubliette, "print(len(str(10**5000)) and 10**5001)", tests=tests)).outcome is Outcome.WRONG
+
+
 async def test_answer_without_a_program_is_wrong_with_a_reason(oubliette: Oubliette) -> None:
     assert "no closed fenced block" in (await oubliette.verify(problem(), RIGHT)).reason
     verdict = await judged(oubliette, "puts 1", "ruby")

@@ -90,6 +90,7 @@ def _copy(source: int, target: int) -> None:
 def be_ready() -> None:
     """Prepare everything that forks need, and run a sample program, so that forks need no first-time work."""
     os.environ.pop("LD_BIND_NOW", None)  # was set for the server, not for programs
+    sys.set_int_max_str_digits(0)  # the limit protects servers; a program's processor time is limited anyway
     for name in _OFTEN_IMPORTED:
         __import__(name)
     _make_site()

@@ -42,7 +42,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.episode import Episode
-from pipelinerl.environments.gateway import Gateway, OpenEpisode, SampleTurn
+from pipelinerl.environments.gateway import Gateway, OnText, OpenEpisode, SampleTurn
 from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
 from pipelinerl.system.http_client import call_timeout, hot_session
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
@@ -120,7 +120,7 @@ class _Sampler:
         self.gate.set()
         self.waiting = 0
 
-    async def __call__(self, request: ChatCompletionRequest) -> ChatCompletion:
+    async def __call__(self, request: ChatCompletionRequest, on_text: OnText | None = None) -> ChatCompletion:
         self.waiting += 1
         await self.gate.wait()
         self.waiting -= 1
@@ -191,8 +191,8 @@ async def _compared(agents: Child, url: str, rounds: int) -> Paired:
     async with EngineClient() as client, gateway.serve():
         pool = EnginePool(client, [url])
 
-        async def sample(request: ChatCompletionRequest) -> ChatCompletion:
-            return (await pool.complete(request)).completion
+        async def sample(request: ChatCompletionRequest, on_text: OnText | None = None) -> ChatCompletion:
+            return (await pool.complete(request, on_text=on_text)).completion
 
         played = await asyncio.gather(*(_played(number, sample) for number in range(EPISODES)))
 

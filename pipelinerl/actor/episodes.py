@@ -32,7 +32,7 @@ from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswe
 
 if TYPE_CHECKING:
     # imported for type checking only, because the import needs the server libraries
-    from pipelinerl.environments.gateway import Gateway, SampleTurn
+    from pipelinerl.environments.gateway import Gateway, OnText, SampleTurn
     from pipelinerl.environments.tool_loop import Toolbox
 
 log = logging.getLogger("pipelinerl")
@@ -159,8 +159,8 @@ class Episodes:
                 ended = None
         if opened.failure is not None:
             raise opened.failure
-        if opened.tool_failure:
-            return failed(opened.tool_failure)
+        if opened.fault:
+            return failed(opened.fault)
         self._warn_of_overridden(order.problem.domain, episode)
         self._warn_of_segments(order.problem.domain, episode)
         self._warn_of_abandoned(order.problem.domain, episode)
@@ -218,18 +218,20 @@ class Episodes:
     def _turn_of(self, order: PromptOrder, episode: Episode, progress: GroupProgress) -> SampleTurn:
         near = ""
 
-        async def sample(request: ChatCompletionRequest) -> ChatCompletion:
+        async def sample(request: ChatCompletionRequest, on_text: OnText | None = None) -> ChatCompletion:
             began = time.monotonic()
             try:
-                return await sampled(request)
+                return await sampled(request, on_text)
             finally:
                 episode.sampling_s += time.monotonic() - began
 
-        async def sampled(request: ChatCompletionRequest) -> ChatCompletion:
+        async def sampled(request: ChatCompletionRequest, on_text: OnText | None) -> ChatCompletion:
             nonlocal near
             for attempt in range(self._attempts):
                 again = request.model_copy(update={"seed": ((request.seed or 0) + attempt) % 2**63})
-                answered = await self._sampler.complete(again, begun=progress.begun, engine=order.engine, near=near)
+                answered = await self._sampler.complete(
+                    again, begun=progress.begun, engine=order.engine, near=near, on_text=on_text
+                )
                 progress.handed_over(answered)
                 near = answered.url
                 if answered.completion.choices[0].finish_reason is not FinishReason.ABORT:

@@ -16,12 +16,19 @@ class Sampler(Protocol):
     """Source of completions; the actor's is an `EnginePool`."""
 
     async def complete(
-        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
+        self,
+        request: ChatCompletionRequest,
+        *,
+        begun: Callable[[], None],
+        engine: str = "",
+        near: str = "",
+        on_text: Callable[[str], None] | None = None,
     ) -> Answered:
         """Return the answer of `engine` (if empty, of any engine), with retries; raise if all engines failed.
 
         The engine `near` is preferred unless it is much busier than others. `begun` is called before each request that
-        samples the answer from its first token, instead of continuing it.
+        samples the answer from its first token, instead of continuing it. `on_text` gets the text so far, as often as
+        the sampler knows more of it; it begins anew when another engine takes over.
         """
         ...
 

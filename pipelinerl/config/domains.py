@@ -107,7 +107,10 @@ class DomainSection(Section):
     environment_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment; for `openenv:` and `verifiers:` see docs/start/environments.md."""
     command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """A program that plays episodes through OPENAI_BASE_URL; `{task}` in an argument is the last user message."""
+    """A program that plays episodes through OPENAI_BASE_URL or ANTHROPIC_BASE_URL.
+
+    `{task}` in an argument is the last user message.
+    """
     episode: EpisodeSection = EpisodeSection()
     """Limits of episodes; only for domains with an environment or a command."""
 

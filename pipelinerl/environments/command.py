@@ -1,8 +1,8 @@
 """Episodes played by a program in a subprocess, such as an agent with a command line.
 
-The program finds the model at `OPENAI_BASE_URL` with the key `OPENAI_API_KEY`, as OpenAI's clients do. An exit status
-other than 0 is a failure of the environment. The program's output goes to the actor's output. The last line of its
-standard error becomes the reason of a failure.
+The program finds the model at `OPENAI_BASE_URL` with the key `OPENAI_API_KEY`, as OpenAI's clients do, or at
+`ANTHROPIC_BASE_URL` with `ANTHROPIC_API_KEY`. An exit status other than 0 is a failure of the environment. The
+program's output goes to the actor's output. The last line of its standard error becomes the reason of a failure.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -20,7 +20,7 @@ from asyncio.subprocess import Process
 from collections.abc import Sequence
 from typing import Final, final
 
-from pipelinerl.environments.environment import Task
+from pipelinerl.environments.environment import Task, variables_of_agents
 from pipelinerl.environments.host_pool import EpisodeEnd
 from pipelinerl.system import tied_process
 from pipelinerl.system.background import to_its_end
@@ -47,7 +47,13 @@ class Commands:
             *(sys.executable, "-S", "-E", *tie, *(part.replace(_TASK, text) for part in self._command)),
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
+            env=variables_of_agents(
+                os.environ,
+                OPENAI_BASE_URL=base_url,
+                OPENAI_API_KEY=api_key,
+                ANTHROPIC_BASE_URL=base_url.removesuffix("/v1"),
+                ANTHROPIC_API_KEY=api_key,
+            ),
             start_new_session=True,
         )
         errors = bytearray()

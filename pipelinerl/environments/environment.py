@@ -23,6 +23,8 @@ OPENENV: Final = "openenv:"
 VERIFIERS: Final = "verifiers:"
 #: Prefix of the names of agents whose turns are not trained on.
 UNTRAINED: Final = "untrained-"
+#: Hosts at which processes of this machine reach each other.
+_LOOPBACK: Final = ("127.0.0.1", "localhost")
 #: Type of a message from user code: a dict in OpenAI's format, or a `ChatAnswer`.
 ChatInput = Mapping[str, Any]
 
@@ -63,6 +65,16 @@ class Task:
             metadata=self.metadata,
             tags=self.tags,
         )
+
+
+def variables_of_agents(inherited: Mapping[str, str], **own: str) -> dict[str, str]:
+    """Return the environment variables of a process whose agents call the gateway: `inherited`, changed by `own`.
+
+    A proxy named in `HTTP_PROXY` cannot reach the gateway, which listens on loopback, so clients must not use it there.
+    """
+    direct = [value for name in ("NO_PROXY", "no_proxy") if (value := inherited.get(name))]
+    direct = list(dict.fromkeys([*direct, *_LOOPBACK]))
+    return {**inherited, "NO_PROXY": ",".join(direct), "no_proxy": ",".join(direct), **own}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

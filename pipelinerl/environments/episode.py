@@ -47,7 +47,7 @@ from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn
 _SAMPLING: Final = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
-        "repetition_penalty", "logit_bias", "priority", "ignore_eos",
+        "repetition_penalty", "logit_bias", "priority", "ignore_eos", "thinking", "reasoning_effort", "verbosity",
     }
 )  # fmt: skip
 _NO_TOKENS: Final = np.zeros(0, np.int32)
@@ -232,11 +232,21 @@ class Episode:
 
         Raises `EpisodeOver` at a limit, and `InvalidRequest` for an invalid body or fields that agents may not set.
         """
+        self._check_limits()
+        return self._planned(agent, body, trains=trains, within=within)
+
+    def measured(self, agent: str, body: Mapping[str, Any]) -> ChatCompletionRequest:
+        """Return the shortest request of which the engine's answer tells the size of the prompt; it is no turn."""
+        return self._planned(agent, body, trains=False, within=None).request.model_copy(update={"max_tokens": 1})
+
+    def _check_limits(self) -> None:
         if not self.over and self._numbers.total() + self._under_way.total() >= self.limits.max_turns:
             self.over = f"it has had its {self.limits.max_turns} turns (episode.max_turns)"
         if self.over:
             self.was_refused = True
             raise EpisodeOver(f"this episode is over: {self.over}")
+
+    def _planned(self, agent: str, body: Mapping[str, Any], *, trains: bool, within: PlannedTurn | None) -> PlannedTurn:
         from_agent = self._validated(body)
         is_trained = trains and self.order.purpose is Purpose.TRAINING
         if is_trained and from_agent.response_format is not None:
@@ -346,7 +356,7 @@ class Episode:
         if body.get("logprobs"):
             raise InvalidRequest("logprobs: must be false; the gateway records them itself", param="logprobs")
         self.overridden.update(name for name in body.keys() & _SAMPLING if body[name] is not None)
-        left_out = _SAMPLING | {"stream", "stream_options", "model"}
+        left_out = _SAMPLING | {"model"}
         try:
             from_agent = ChatCompletionRequest.model_validate({k: v for k, v in body.items() if k not in left_out})
         except ValidationError as error:
@@ -365,6 +375,8 @@ class Episode:
             "max_completion_tokens": None,
             "stop": [*sampling.stop, *from_agent.stop_strings] or None,
             "seed": rng.key(order.seed, "turn", self.sample, agent, number),
+            "stream": False,
+            "stream_options": None,
             "return_token_ids": True,
             "priority": Priority.TRAINING if order.purpose is Purpose.TRAINING else Priority.EVALUATION,
             "chat_template_kwargs": {**order.chat_template_kwargs, **from_agent.chat_template_kwargs},

@@ -1,10 +1,15 @@
-"""The gateway, which serves OpenAI's API on a loopback address of the actor's process to the agents of its episodes.
+"""The gateway, which serves the model on a loopback address of the actor's process to the agents of its episodes.
 
     agent ── POST /e/{secret}/{agent}/v1/chat/completions ──▶ `Episode` ──▶ engine ──▶ `Episode` ──▶ agent
 
-An episode's secret is part of the path, or the API key of a client that calls `/v1/chat/completions`. A wrong secret,
-and a request after the episode has ended, get status 404. Errors have statuses that OpenAI's client does not retry (it
-retries 408, 409, 429 and 5xx). A client that disconnects cancels its request.
+Agents speak OpenAI's chat API, its Responses API, or Anthropic's Messages API; `agent_api` translates the last two to
+the first. An episode's secret is part of the path, or the API key of a client that calls `/v1/…`. A wrong secret, and a
+request after the episode has ended, get status 404. Errors have statuses that these clients do not retry (they retry
+408, 409, 429 and 5xx). A client that disconnects cancels its request.
+
+An answer is streamed as the engine samples it. If its engine fails and another one samples other tokens, the stream
+breaks off, and the episode gets no verdict. With tools of the recipe, a stream begins when the answer is complete,
+since only then it is known whether the agent sees it.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -19,40 +24,61 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar, final
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeVar, final
 
+from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inference_contract import routes
 from inference_contract.errors import ContextExceeded, ContractError, InvalidRequest
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage
+from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, ChatMessage
 from inference_contract.tools import ToolCall
-from pipelinerl.answers.thinking import split
+from pipelinerl.environments.agent_api.answer import MODEL, AgentAnswer, AgentCall, AnswerChanged, AnswerReader
+from pipelinerl.environments.agent_api.chat import ChatCall
+from pipelinerl.environments.agent_api.messages import MessagesCall, error_body
+from pipelinerl.environments.agent_api.responses import History, ResponsesCall
 from pipelinerl.environments.environment import UNTRAINED
 from pipelinerl.environments.episode import Episode, PlannedTurn, RecordedTurn
 from pipelinerl.environments.tool_loop import Toolbox, names_of
 from pipelinerl.errors import PipelineError
 from pipelinerl.system.http_service import guard, listen, refused_body, serving, url_of
 
-#: Function that samples one turn. Raises `ContractError` or `PipelineError` if no engine can do it.
-SampleTurn = Callable[[ChatCompletionRequest], Awaitable[ChatCompletion]]
 T = TypeVar("T")
+#: Function that gets the whole text of an answer so far, again and again while it is sampled.
+OnText = Callable[[str], None]
+#: The plan of an agent's request, and the turn with its answer.
+Recorded = tuple[PlannedTurn, RecordedTurn]
 
 _LOOPBACK: Final = "127.0.0.1"
 #: HTTP status if no engine could answer: one that clients do not retry, since the engine pool has already retried.
 _NO_ENGINE: Final = 424
-_MODEL: Final = "policy"
 _MAIN: Final = "main"
 _ENDED: Final = "there is no such episode, or it has ended"
 
 log = logging.getLogger("pipelinerl")
+
+
+class SampleTurn(Protocol):
+    """Function that samples one turn. Raises `ContractError` or `PipelineError` if no engine can do it."""
+
+    async def __call__(self, request: ChatCompletionRequest, on_text: OnText | None = None, /) -> ChatCompletion:
+        """Return the answer. With `on_text`, also report its text while it is sampled."""
+        ...
+
+
+@final
+@dataclass(slots=True)
+class _Model:
+    """What the gateway has learned about the model: its answers begin with thinking without an opening tag."""
+
+    thinks: bool = False
 
 
 @final
@@ -63,14 +89,18 @@ class OpenEpisode:
     episode: Episode
     sample: SampleTurn
     base: str
+    model: _Model
     tools: Toolbox | None = None
     failure: Exception | None = None
     """The error if no engine could answer; the episode then gets no verdict."""
-    tool_failure: str = ""
-    """The reason if one of the recipe's tools failed without the model's fault; the episode is then not trained on."""
+    fault: str = ""
+    """The reason if a tool of the recipe or a stream failed without the model's fault; the episode then does not train.
+    """
+    responses: History = field(default_factory=dict)
+    """The messages of the answers that the Responses API has given."""
 
     def base_url(self, agent: str = _MAIN) -> str:
-        """Return the base URL for the agent's OpenAI client."""
+        """Return the base URL for the agent's OpenAI client; Anthropic's client takes it without `/v1`."""
         return f"{self.base}/e/{self.episode.secret}/{agent}/v1"
 
 
@@ -81,6 +111,7 @@ class Gateway:
     def __init__(self) -> None:
         self._episodes: dict[str, OpenEpisode] = {}
         self._base = ""
+        self._model = _Model()
         self._is_closing = False
 
     @asynccontextmanager
@@ -102,7 +133,7 @@ class Gateway:
         self, episode: Episode, sample: SampleTurn, tools: Toolbox | None = None
     ) -> AsyncIterator[OpenEpisode]:
         """Accept requests of the agents of `episode` until the `async with` block ends."""
-        opened = OpenEpisode(episode, sample, self._base, tools)
+        opened = OpenEpisode(episode, sample, self._base, self._model, tools)
         self._episodes[episode.secret] = opened
         try:
             yield opened
@@ -114,9 +145,9 @@ class Gateway:
             return
         try:
             try:
-                response = await self._response(Request(scope, receive))
+                response: ASGIApp = await self._response(Request(scope, receive))
             except ContractError as error:
-                response = _json(error.to_wire(), error.status if error.status < 500 else _NO_ENGINE)
+                response = _refused(error, error.status if error.status < 500 else _NO_ENGINE, str(scope["path"]))
             except HTTPException as error:
                 response = refused_body(error)
             await response(scope, receive, send)
@@ -126,52 +157,125 @@ class Gateway:
             if not self._is_closing:
                 raise
 
-    async def _response(self, request: Request) -> Response:
+    async def _response(self, request: Request) -> ASGIApp:
         opened, agent, path = self._addressee(request)
         match request.method, path:
             case "GET", routes.MODELS:
-                return _json({"object": "list", "data": [{"id": _MODEL, "object": "model"}]})
+                return _json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
             case "POST", routes.CHAT_COMPLETIONS:
-                body = await _body(request)
-                completion = await _unless_gone(_completed(opened, agent, body), request.receive)
-                if body.get("stream"):
-                    return _stream(completion, body)
-                return _json(_openai(completion, "chat.completion", "message"))
+                return await _answered(opened, agent, ChatCall(await _body(request)), request.receive)
+            case "POST", "/v1/messages":
+                return await _answered(opened, agent, MessagesCall(await _body(request)), request.receive)
+            case "POST", "/v1/responses":
+                call = ResponsesCall(await _body(request), opened.responses)
+                return await _answered(opened, agent, call, request.receive)
+            case "POST", "/v1/messages/count_tokens":
+                chat = MessagesCall(await _body(request)).chat
+                return _json({"input_tokens": await _unless_gone(_prompt_tokens(opened, agent, chat), request.receive)})
             case "POST", "/reward":
                 _reward(opened.episode, agent, await _body(request))
                 return _json({})
         raise _NotFound(f"{request.method} {path}")
 
     def _addressee(self, request: Request) -> tuple[OpenEpisode, str, str]:
-        """Return a request's episode, its agent's name, and its path in OpenAI's API."""
+        """Return a request's episode, its agent's name, and its path in the API."""
         path = str(request.scope["path"])
         if path.startswith("/e/"):
             secret, _, rest = path[3:].partition("/")
             agent, _, rest = rest.partition("/")
             path = f"/{rest}"
         else:
-            secret, agent = request.headers.get("authorization", "").rpartition(" ")[2], _MAIN
+            headers = request.headers
+            secret = headers.get("authorization", "").rpartition(" ")[2] or headers.get("x-api-key", "")
+            agent = _MAIN
         opened = self._episodes.get(secret)
         if opened is None or not hmac.compare_digest(opened.episode.secret, secret):
             raise _NotFound(_ENDED)
         return opened, agent or _MAIN, path
 
 
-async def _completed(opened: OpenEpisode, agent: str, body: Mapping[str, Any]) -> ChatCompletion:
+async def _answered(opened: OpenEpisode, agent: str, call: AgentCall, receive: Receive) -> ASGIApp:
+    """Return the response to an agent's request: a stream, or one body."""
+    if call.chat.get("stream") is True:
+        events = _events(opened, agent, call)
+        return _EventStream(await _unless_gone(anext(events), receive), events)
+    answer, _ = await _unless_gone(_completed(opened, agent, call.chat), receive)
+    return _json(call.whole(answer))
+
+
+async def _completed(
+    opened: OpenEpisode, agent: str, body: Mapping[str, Any], on_text: OnText | None = None
+) -> tuple[AgentAnswer, Recorded]:
     if opened.tools is not None and not agent.startswith(UNTRAINED):
-        return await _sampled_with_tools(opened, opened.tools, agent, body)
-    completion, _, _ = await _sampled(opened, agent, body)
-    return completion
+        completion, recorded = await _sampled_with_tools(opened, opened.tools, agent, body)
+    else:
+        completion, planned, turn = await _sampled(opened, agent, body, on_text=on_text)
+        recorded = planned, turn
+    answer = AgentAnswer.of(completion)
+    opened.model.thinks = opened.model.thinks or answer.thinks_without_tag
+    return answer, recorded
+
+
+async def _events(opened: OpenEpisode, agent: str, call: AgentCall) -> AsyncGenerator[bytes]:
+    """Yield the events of a streamed answer. An error is raised before the first event, and is an event after it."""
+    content, changed = "", asyncio.Event()
+
+    def on_text(text: str) -> None:
+        nonlocal content
+        content = text
+        changed.set()
+
+    work = asyncio.ensure_future(_completed(opened, agent, call.chat, on_text))
+    work.add_done_callback(lambda _: changed.set())
+    reader, has_begun = AnswerReader(thinks=opened.model.thinks), False
+    try:
+        while not work.done():
+            await changed.wait()
+            changed.clear()
+            for piece in reader.more(content):
+                has_begun = True
+                yield call.piece(piece)
+        answer, (planned, turn) = work.result()
+        for piece in reader.rest(answer.content):
+            yield call.piece(piece)
+        # The agent will repeat what it has read.
+        read = AssistantMessage(content=reader.shown(answer.content)[1], tool_calls=list(answer.calls) or None)
+        opened.episode.recognise(planned, read, turn)
+        yield call.end(answer)
+    except AnswerChanged:
+        opened.fault = "an engine failed while its answer was streamed, and another engine sampled other tokens"
+        yield call.broken(ContractError(opened.fault))
+    except ContractError as error:
+        if not has_begun:
+            raise
+        yield call.broken(error)
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+async def _prompt_tokens(opened: OpenEpisode, agent: str, body: Mapping[str, Any]) -> int:
+    """Return the number of tokens of a request's prompt, which only an engine knows: it samples one token after it."""
+    if opened.tools is not None and not agent.startswith(UNTRAINED):
+        body = {**body, "tools": opened.tools.offered_with(_tools_in(body))}
+    try:
+        return (await opened.sample(opened.episode.measured(agent, body))).usage.prompt_tokens
+    except PipelineError as error:
+        raise ContractError(f"no engine could answer: {error}") from error
 
 
 async def _sampled(
-    opened: OpenEpisode, agent: str, body: Mapping[str, Any], within: PlannedTurn | None = None
+    opened: OpenEpisode,
+    agent: str,
+    body: Mapping[str, Any],
+    within: PlannedTurn | None = None,
+    on_text: OnText | None = None,
 ) -> tuple[ChatCompletion, PlannedTurn, RecordedTurn]:
     episode = opened.episode
     planned = episode.plan(agent, body, trains=not agent.startswith(UNTRAINED), within=within)
     with episode.sampling(planned):
         try:
-            completion = await opened.sample(planned.request)
+            completion = await opened.sample(planned.request, on_text)
             return completion, planned, episode.record(planned, completion)
         except ContextExceeded as error:
             episode.over = f"the conversation has filled the context: {error.message}"
@@ -184,16 +288,23 @@ async def _sampled(
             raise ContractError(f"no engine could answer: {error}") from error
 
 
+def _tools_in(body: Mapping[str, Any]) -> list[Any]:
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise InvalidRequest("tools: must be a list", param="tools")
+    return tools
+
+
 async def _sampled_with_tools(
     opened: OpenEpisode, tools: Toolbox, agent: str, body: Mapping[str, Any]
-) -> ChatCompletion:
+) -> tuple[ChatCompletion, Recorded]:
     """Sample answers and run their calls of the recipe's tools, until an answer is meant for the agent; return it.
 
     An answer that calls only the recipe's tools is continued with their results. One that also calls the agent's tools
     is returned with the calls of the agent's tools alone. When the agent continues, the results of the recipe's tools
     are inserted before the agent's new messages.
     """
-    own = body.get("tools") or ()
+    own = _tools_in(body)
     names = names_of(own)
     request = {**body, "tools": tools.offered_with(own)}
     original: PlannedTurn | None = None
@@ -216,7 +327,7 @@ async def _sampled_with_tools(
         shown = message.model_copy(update={"tool_calls": left or None})
         opened.episode.recognise(original, shown, turn)
         choice = completion.choices[0].model_copy(update={"message": shown})
-        return completion.model_copy(update={"choices": [choice]})
+        return completion.model_copy(update={"choices": [choice]}), (original, turn)
 
 
 async def _results(opened: OpenEpisode, tools: Toolbox, calls: Sequence[ToolCall], known: str) -> list[ChatMessage]:
@@ -225,8 +336,8 @@ async def _results(opened: OpenEpisode, tools: Toolbox, calls: Sequence[ToolCall
         try:
             message, failed = await tools.result(call, known)
         except PipelineError as error:
-            opened.tool_failure = f"the tool {call.function.name} failed: {error}"
-            raise InvalidRequest(opened.tool_failure) from error
+            opened.fault = f"the tool {call.function.name} failed: {error}"
+            raise InvalidRequest(opened.fault) from error
         opened.episode.calls.failed += failed
         results.append(message)
     return results
@@ -250,50 +361,43 @@ class _NotFound(InvalidRequest):
     code = "episode_not_found"
 
 
-def _openai(completion: ChatCompletion, kind: str, part: str) -> dict[str, Any]:
-    """Convert an engine's answer to OpenAI's form, without token ids, log-probs and spans.
+@final
+class _EventStream:
+    """An ASGI response of server-sent events, `first` and then `events`; a client that disconnects ends them."""
 
-    `kind` is OpenAI's type of the object; `part` is the key of the message, `message` or `delta`.
-    """
-    choice = completion.choices[0]
-    message = choice.message.model_dump(exclude_none=True)
-    thinking, message["content"] = split(message["content"])
-    if thinking:
-        message["reasoning_content"] = thinking
-    if calls := message.get("tool_calls"):
-        message["content"] = message["content"] or None
-        if part == "delta":
-            message["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-    return {
-        "id": completion.id,
-        "object": kind,
-        "created": completion.created,
-        "model": completion.model,
-        "choices": [{"index": 0, part: message, "finish_reason": choice.finish_reason.value, "logprobs": None}],
-        "usage": completion.usage.model_dump(),
-    }
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await _unless_gone(self._sent(send), receive)
+
+    async def _sent(self, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for part in self._events:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _stream(completion: ChatCompletion, body: Mapping[str, Any]) -> Response:
-    chunk = _openai(completion, "chat.completion.chunk", "delta")
-    usage = chunk.pop("usage")
-    events = [chunk]
-    if (body.get("stream_options") or {}).get("include_usage"):
-        events.append({**chunk, "choices": [], "usage": usage})
-    data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
-    return Response(data, media_type="text/event-stream")
+def _refused(error: ContractError, status: int, path: str) -> Response:
+    """Return the response for an error, in the form of the API that the path belongs to."""
+    return _json(error_body(error, status) if "/v1/messages" in path else error.to_wire(), status)
 
 
 def _json(body: Mapping[str, Any], status: int = 200) -> Response:
-    # Unlike `JSONResponse`, `json.dumps` escapes lone surrogates, which an agent's request may contain.
+    # `json.dumps` escapes the lone surrogates that a model's tokens may decode to; `JSONResponse` raises.
     return Response(json.dumps(body), status, media_type="application/json")
 
 
 async def _body(request: Request) -> Mapping[str, Any]:
+    """Return the request's JSON object. Too deep nesting, lone surrogates, NaN and infinity are rejected too."""
     try:
-        body = json.loads(await request.body() or b"{}")
-    except ValueError:
-        body = None
+        body = from_json(await request.body() or b"{}", allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body must be a JSON object: {error}") from None
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     return body

@@ -30,7 +30,7 @@ from typing import Any, Final, final
 
 import msgspec
 
-from pipelinerl.environments.environment import VERIFIERS, Task
+from pipelinerl.environments.environment import VERIFIERS, Task, variables_of_agents
 from pipelinerl.environments.verifiers_host import LONGEST_LINE
 from pipelinerl.errors import ReferenceFailed
 from pipelinerl.system import tied_process
@@ -204,7 +204,10 @@ async def _started(command: Sequence[str]) -> _Host:
     with theirs, contextlib.ExitStack() as given_up:
         given_up.callback(ours.close)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-S", "-E", *tie, *command, stdin=theirs.fileno(), start_new_session=True
+            *(sys.executable, "-S", "-E", *tie, *command),
+            stdin=theirs.fileno(),
+            env=variables_of_agents(os.environ),
+            start_new_session=True,
         )
         given_up.pop_all()
     reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)

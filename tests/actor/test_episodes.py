@@ -24,7 +24,7 @@ from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.patience import PATIENCE_S
 
 CODE = """
-import asyncio, os, time
+import asyncio, json, os, time, urllib.request
 from pathlib import Path
 
 async def three(task, client):
@@ -119,6 +119,12 @@ class Texts:
     def step(self, answer):
         self.turns += 1
         return "again", 1, self.turns == 2
+
+async def asks_by_url(task, client):
+    body = json.dumps({"messages": list(task.messages)}).encode()
+    url, headers = client.base_url + "/chat/completions", {"content-type": "application/json"}
+    await asyncio.to_thread(urllib.request.urlopen, urllib.request.Request(url, body, headers))
+    return 1.0
 
 async def asks_a_text(task, client):
     await client.chat("hello")
@@ -299,6 +305,21 @@ async def test_group_fails_with_the_name_of_the_environment_that_cannot_be_loade
             await maker.make(order(), GroupProgress())
 
 
+@pytest.fixture
+def unreachable_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+
+
+@pytest.mark.usefixtures("unreachable_proxy")
+async def test_client_of_user_code_reaches_the_gateway_although_a_proxy_is_set(tmp_path: Path) -> None:
+    (made,) = await played(tmp_path, "asks_by_url")
+    assert made.rollout.verdict.outcome is Outcome.CORRECT
+
+
+@pytest.mark.usefixtures("unreachable_proxy")
 async def test_verifier_judges_the_last_model_answer_if_an_external_command_plays_the_episode(tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text(

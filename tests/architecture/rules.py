@@ -23,7 +23,7 @@ HEAVY_ALLOWED = {
     "pipelinerl/models/weight_writer.py": "how stored tensors become parameters is transformers' to undo",
     "pipelinerl/models/tiny_decoder.py": "makes and trains Hugging Face models of debug size",
     "pipelinerl/models/tokenizer.py": "chat templates are transformers'",
-    "pipelinerl/engines/external/vllm/worker.py": "a vLLM worker's model is torch's",
+    "pipelinerl/engines/external/vllm/transfer.py": "a vLLM worker's model is torch's",
     "pipelinerl/weights/broadcast/collective.py": "torch.distributed is the collective",
     "pipelinerl/weights/broadcast/sender.py": "puts parameters into the buffers that it sends",
 }

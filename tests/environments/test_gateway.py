@@ -15,7 +15,7 @@ from inference_contract.errors import ContextExceeded
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.episode import Episode
-from pipelinerl.environments.gateway import Gateway, OpenEpisode
+from pipelinerl.environments.gateway import Gateway, OnText, OpenEpisode
 from pipelinerl.errors import DeadlineError
 from pipelinerl.types import Answered
 from tests.fakes.talking_sampler import TalkingSampler, order
@@ -30,7 +30,7 @@ class _Fixed:
 
     text: str
 
-    async def complete(self, request: ChatCompletionRequest) -> Answered:
+    async def complete(self, request: ChatCompletionRequest, *, on_text: OnText | None = None) -> Answered:
         completion = (await TalkingSampler().complete(request)).completion
         (choice,) = completion.choices
         message = choice.message.model_copy(update={"content": self.text})
@@ -40,8 +40,8 @@ class _Fixed:
 
 @asynccontextmanager
 async def opened(sampler: TalkingSampler | _Fixed, **limits: int) -> AsyncIterator[OpenEpisode]:
-    async def sample(request: ChatCompletionRequest) -> ChatCompletion:
-        return (await sampler.complete(request)).completion
+    async def sample(request: ChatCompletionRequest, on_text: OnText | None = None) -> ChatCompletion:
+        return (await sampler.complete(request, on_text=on_text)).completion
 
     gateway = Gateway()
     one = Episode(order(), 0, EpisodeLimits(**limits))  # type: ignore[arg-type]
@@ -116,11 +116,12 @@ async def test_gateway_reports_errors_with_http_statuses_that_clients_do_not_ret
         assert (episode.failure is error) == (status == 424)
 
 
-async def test_turn_of_a_client_that_disconnects_is_cancelled_and_not_recorded() -> None:
+@pytest.mark.parametrize("streams", [False, True])
+async def test_turn_of_a_client_that_disconnects_is_cancelled_and_not_recorded(streams: bool) -> None:
     sampler = TalkingSampler()
     sampler.gate.clear()
     async with opened(sampler) as episode:
-        asking = asyncio.create_task(reply(episode.base_url()))
+        asking = asyncio.create_task(reply(episode.base_url(), stream=streams))
         while not sampler.requests:
             await asyncio.sleep(0.005)
         asking.cancel()

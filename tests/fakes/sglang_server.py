@@ -1,9 +1,10 @@
 """A verified fake of SGLang's server: its routes, request types and errors, with a Hugging Face model behind them.
 
-Written from SGLang's sources: `io_struct.py` (request types), `http_server.py` (routes and statuses),
-`weight_versions.py` (the weights of each token, reported at the end of a sample), `init_custom_process_group` (how a
-server's rank joins). Unlike SGLang it rejects unknown fields, has one rank, and recomputes every sample at each step,
-so that no cache outlives an update. `test_stock_servers` verifies it.
+Written from the sources of SGLang 0.5.19 to 0.5.23: `io_struct.py` (request types), `http_server.py` (routes and
+statuses), `weight_updater.py` (update sessions, since 0.5.21), `weight_versions.py` (the weights of each token,
+reported at the end of a sample), `init_custom_process_group` (how a server's rank joins). Unlike SGLang it rejects
+unknown fields, has one rank, and recomputes every sample at each step, so that no cache outlives an update.
+`test_stock_servers` verifies it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class SamplingParams(Closed):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(default=1.0, ge=0.0, le=2.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=2.0)
+    min_new_tokens: int = Field(default=0, ge=0)
     max_new_tokens: int = Field(default=128, ge=0)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
@@ -74,6 +76,14 @@ class InitWeightsUpdateGroupReqInput(Closed):
 
 class DestroyWeightsUpdateGroupReqInput(Closed):
     group_name: str = "weight_update_group"
+
+
+class BeginWeightUpdateReqInput(Closed):
+    selector: Literal["target", "draft", "all"] = "all"
+
+
+class EndWeightUpdateReqInput(Closed):
+    pass
 
 
 class UpdateWeightsFromDistributedReqInput(Closed):
@@ -144,7 +154,9 @@ class SglangServer:
         self.info = {
             "tp_size": 1, "pp_size": 1, "dp_size": 1, "dtype": str(model.dtype).removeprefix("torch."),
             "enable_deterministic_inference": deterministic, "incremental_streaming_output": False,
+            "version": "0.5.23", "preferred_sampling_params": None,
         }  # fmt: skip
+        self.session_open = False
         self.version = "default"
         self.running: dict[str, Sample] = {}
         self.retracted = False
@@ -207,6 +219,9 @@ class SglangServer:
     async def generate(self, parameters: GenerateReqInput, request: Request) -> Response:
         if not parameters.stream or not parameters.input_ids:
             raise HTTPException(400, "this fake streams, and input_ids cannot be empty")
+        given = parameters.sampling_params.model_dump(exclude_unset=True)
+        merged = SamplingParams(**(self.info["preferred_sampling_params"] or {}) | given)
+        parameters = parameters.model_copy(update={"sampling_params": merged})
         if len(parameters.input_ids) + parameters.sampling_params.max_new_tokens > self.context_length:
             raise HTTPException(400, "The requested tokens exceed the model's context length")
         if parameters.rid in self.running:
@@ -276,15 +291,42 @@ class SglangServer:
         dist.destroy_process_group(group)
         return _said(True, "Succeeded to destroy custom process group.")
 
+    @property
+    def _has_sessions(self) -> bool:
+        return [int(part) for part in self.info["version"].split(".")[:3]] >= [0, 5, 21]
+
+    async def begin(self, _: BeginWeightUpdateReqInput) -> Response:
+        return await self._session(True, "a weight-update session is already open; call end_weight_update() first")
+
+    async def end(self, _: EndWeightUpdateReqInput) -> Response:
+        return await self._session(False, "no weight-update session is open; call begin_weight_update() first")
+
+    async def _session(self, opens: bool, otherwise: str) -> Response:
+        if not self._has_sessions:
+            raise HTTPException(404, "Not Found")
+        await self._unless_sampling()
+        if self.session_open is opens:
+            return _said(False, otherwise)
+        self.session_open = opens
+        return _said(True, "Success")
+
+    async def _unless_sampling(self) -> None:
+        while self.continued.is_set() and self.running:  # wait for running samples, like SGLang's writer lock
+            await asyncio.sleep(0.01)
+
     async def update(self, parameters: UpdateWeightsFromDistributedReqInput) -> Response:
+        if self._has_sessions and not self.session_open:
+            return _said(
+                False,
+                "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()",
+            )
         if parameters.group_name not in self.groups:
             return _said(
                 False,
                 f"Group {parameters.group_name} not in {list(self.groups)}. "
                 "Please call `init_weights_update_group` first.",
             )
-        while self.continued.is_set() and self.running:  # wait for running samples, like SGLang's writer lock
-            await asyncio.sleep(0.01)
+        await self._unless_sampling()
         async with self.step_ended:
             try:
                 await asyncio.to_thread(self._received, parameters)
@@ -358,6 +400,8 @@ def _routed(server: SglangServer) -> FastAPI:
         "/flush_cache": server.flush,
         "/init_weights_update_group": server.join,
         "/destroy_weights_update_group": server.leave,
+        "/begin_weight_update": server.begin,
+        "/end_weight_update": server.end,
         "/update_weights_from_distributed": server.update,
         "/update_weight_version": server.name,
     }

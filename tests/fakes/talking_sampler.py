@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache, partial
 from typing import final
 
 from inference_contract.schemas import (
@@ -44,7 +44,10 @@ def order(index: int = 0, *, samples: int = 1, max_tokens: int = 16, truth: str 
 
 @final
 class TalkingSampler:
-    """Answers by a script; the model version rises by one with each answer. While `gate` is closed, answers wait."""
+    """Answers by a script; the model version rises by one with each answer. While `gate` is closed, answers wait.
+
+    Text is reported character by character; `between_pieces` is awaited after each.
+    """
 
     def __init__(self, script: Script = lambda messages: "a") -> None:
         self.script = script
@@ -52,6 +55,7 @@ class TalkingSampler:
         self.cancelled = 0
         self.gate = asyncio.Event()
         self.gate.set()
+        self.between_pieces: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
 
     async def complete(
         self,
@@ -60,6 +64,7 @@ class TalkingSampler:
         begun: Callable[[], None] = lambda: None,
         engine: str = "",
         near: str = "",
+        on_text: Callable[[str], None] | None = None,
     ) -> Answered:
         self.requests.append(request)
         version = len(self.requests)
@@ -69,7 +74,12 @@ class TalkingSampler:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return Answered(completion(request, self.script(request.messages or []), version=version), "http://a")
+        answer = completion(request, self.script(request.messages or []), version=version)
+        content = answer.choices[0].message.content
+        for end in range(len(content) if on_text else 0):
+            on_text(content[: end + 1])  # type: ignore[misc]
+            await self.between_pieces()
+        return Answered(answer, "http://a")
 
 
 def completion(request: ChatCompletionRequest, text: str, *, version: int = 0) -> ChatCompletion:

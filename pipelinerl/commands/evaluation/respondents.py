@@ -194,7 +194,13 @@ class _OfTheContract:
         return self
 
     async def complete(
-        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
+        self,
+        request: ChatCompletionRequest,
+        *,
+        begun: Callable[[], None],
+        engine: str = "",
+        near: str = "",
+        on_text: Callable[[str], None] | None = None,
     ) -> Answered:
         """Send one request of an episode to the engine; return the answer in the format that actors use."""
         answered = await self._complete(request)

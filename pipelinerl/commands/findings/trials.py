@@ -142,7 +142,13 @@ class ScriptedAnswers:
         self._texts = iter(texts)
 
     async def complete(
-        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
+        self,
+        request: ChatCompletionRequest,
+        *,
+        begun: Callable[[], None],
+        engine: str = "",
+        near: str = "",
+        on_text: Callable[[str], None] | None = None,
     ) -> Answered:
         """Return the next scripted answer."""
         began = time.monotonic()

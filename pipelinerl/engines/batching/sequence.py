@@ -9,10 +9,11 @@ string. Text that may begin a stop string is held back until later tokens show w
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence as Items
-from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, final
 
 import numpy as np
 
@@ -276,6 +277,43 @@ class Delivery:
     error: ContractError | None = None
 
 
+#: The first characters of tool calls in all formats, apart from the tags of thinking, which may still be incomplete.
+_MAY_CALL: Final = re.compile(r"[\[{]|<(?!/?think>)")
+_BEGUN_TAG: Final = re.compile(r"</?(?:t(?:h(?:i(?:n(?:k)?)?)?)?)?\Z")
+#: Text with which a call of gpt-oss may begin an answer.
+_RECIPIENT: Final = "to="
+
+
+@final
+@dataclass(slots=True)
+class ShownText:
+    """The part of a choice's text that has been sent although tools are offered: `sent` characters.
+
+    It neither begins nor ends with white space, which is no part of the answer's text if that has calls.
+    """
+
+    sent: int = 0
+    pending: str = ""
+    has_ended: bool = False
+
+    def more(self, text: str) -> str:
+        """Return what can be sent after `text` has been sampled."""
+        if self.has_ended:
+            return ""
+        self.pending += text
+        if not self.sent and _RECIPIENT.startswith(self.pending[: len(_RECIPIENT)]):
+            return ""
+        begun = _BEGUN_TAG.search(self.pending)
+        end = begun.start() if begun else len(self.pending)
+        if call := _MAY_CALL.search(self.pending, 0, end):
+            end, self.has_ended = call.start(), True
+        certain = self.pending[:end].rstrip()
+        if not self.sent and certain[:1].isspace():
+            certain, self.has_ended = "", True
+        self.sent, self.pending = self.sent + len(certain), self.pending[len(certain) :]
+        return certain
+
+
 @final
 class ResponseWriter:
     """Builder of the response to `request`, of the model named `model`.
@@ -293,6 +331,7 @@ class ResponseWriter:
         self._sent = [0] * len(request.sequences)
         self._ended = [False] * len(request.sequences)
         self._opened = False
+        self._shown: dict[int, ShownText] = {}
 
     def completion(self) -> ChatCompletion:
         """Return the whole response; its `model_version` is the newest version that sampled any of its tokens."""
@@ -323,12 +362,8 @@ class ResponseWriter:
         top = [] if token.top is None else [token.top]
         returned, reason = self._chat.return_token_ids, token.finish_reason
         delta = Delta(content=token.text or None)
-        if offered_tools(self._chat):  # the text may be part of a tool call, so it is sent only at the end
-            delta = Delta()
-            if reason is not None:
-                sequence = next(each for each in self._request.sequences if each.index == token.index)
-                answer = self._answer(sequence)
-                delta, reason = _delta(answer), _reason(reason, answer)
+        if offered_tools(self._chat):
+            delta, reason = self._outside_calls(token)
         choice = ChunkChoice(
             index=token.index,
             delta=delta,
@@ -340,6 +375,18 @@ class ResponseWriter:
             routed_experts=_routed([] if token.routed is None else [token.routed], self._request),
         )
         return self._chunk(token.version, [choice])
+
+    def _outside_calls(self, token: SampledToken) -> tuple[Delta, FinishReason | None]:
+        """Return the new text that can be part of no tool call; at a choice's end, the rest of its text and its calls.
+
+        Text after the first character that may begin a call is held back: a call, and its id, are known at the end.
+        """
+        shown = self._shown.setdefault(token.index, ShownText())
+        if token.finish_reason is None:
+            return Delta(content=shown.more(token.text) or None), None
+        answer = self._answer(next(each for each in self._request.sequences if each.index == token.index))
+        rest = replace(answer, content=answer.content[shown.sent :])
+        return _delta(rest), _reason(token.finish_reason, answer)
 
     def new_tokens(self, *, all_of_it: bool) -> ChatCompletionChunk | None:
         """Return the chunk of the tokens sampled since the last call, or None if there are none.

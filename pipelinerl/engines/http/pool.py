@@ -143,6 +143,11 @@ class PartialAnswer:
         return sum(len(sample.token_ids) for sample in self._samples.values())
 
     @property
+    def text(self) -> str:
+        """The received text of the first sample; an engine that takes over sends it from its beginning."""
+        return self._samples[0].text
+
+    @property
     def is_whole(self) -> bool:
         """True if every sample has ended."""
         return all(sample.finish_reason is not None for sample in self._samples.values())
@@ -365,12 +370,14 @@ class EnginePool:
         begun: Callable[[], None] = lambda: None,
         engine: str = "",
         near: str = "",
+        on_text: Callable[[str], None] | None = None,
     ) -> Answered:
         """Answer `request`. Without a seed in the request, each try draws its own noise.
 
         With `engine` (base URL), only this engine answers, and it gets no other requests meanwhile. With `near` (base
         URL), that engine answers, since it may have cached the prompt, unless it has over `NEAR_TOKENS` more
         outstanding tokens than the least busy engine. `begun` is called whenever a try starts without earlier tokens.
+        `on_text` gets the text of the first sample so far, token by token; it begins anew when another try takes over.
 
         Raises:
             ContractError: every serving engine has rejected the request; this is the last engine's error, which names
@@ -381,7 +388,7 @@ class EnginePool:
         deadline = time.monotonic() + self._deadline_s
         pause_s, last, engine_used = _FIRST_PAUSE_S, "no engine is known", ""
         refused, faults = dict[str, ContractError](), Counter[str]()
-        answer = PartialAnswer(request, interval_s=self._interval_s)
+        answer = PartialAnswer(request, interval_s=0.0 if on_text else self._interval_s)
         while (remaining := deadline - time.monotonic()) > 0:
             if answer.is_whole:  # all samples ended before the stream broke off
                 return Answered(answer.completion(), engine_used, answer.tokens_kept, answer.tokens_resampled)
@@ -394,7 +401,7 @@ class EnginePool:
             try:
                 self._named[engine] += 1
                 async with asyncio.timeout(remaining) as scope:
-                    completion = await self._attempt(url, request, answer, begun, scope)
+                    completion = await self._attempt(url, request, answer, begun, scope, on_text)
                     return Answered(completion, url, answer.tokens_kept, answer.tokens_resampled)
             except _RETRIED as error:
                 last = f"{url}: {error}"
@@ -455,13 +462,14 @@ class EnginePool:
         answer: PartialAnswer,
         begun: Callable[[], None],
         scope: asyncio.Timeout,
+        on_text: Callable[[str], None] | None,
     ) -> ChatCompletion:
         tokens = cost(request)
         self._load.add(url, tokens)
         self._running.setdefault(url, set()).add(scope)
         try:
             if await self._can_stream(url, request):
-                return await self._streamed(url, answer, begun)
+                return await self._streamed(url, answer, begun, on_text)
             answer.forget()
             begun()
             completion = await self._client.chat(url, request)
@@ -478,7 +486,9 @@ class EnginePool:
             self._offers[url] = (await self._client.health(url)).continuation
         return self._offers[url] is not Continuation.NONE
 
-    async def _streamed(self, url: str, answer: PartialAnswer, begun: Callable[[], None]) -> ChatCompletion:
+    async def _streamed(
+        self, url: str, answer: PartialAnswer, begun: Callable[[], None], on_text: Callable[[str], None] | None
+    ) -> ChatCompletion:
         while True:
             if not answer.num_tokens:
                 begun()
@@ -487,6 +497,8 @@ class EnginePool:
                     self._check_epoch(chunk.epoch)
                     if not answer.take(chunk, url=url):
                         break
+                    if on_text is not None:
+                        on_text(answer.text)
                 else:
                     if not answer.is_whole:
                         raise EngineUnreachable(f"{url} ended a stream before all of its choices had ended")

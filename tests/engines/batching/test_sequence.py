@@ -14,7 +14,7 @@ from inference_contract.completions import whole_text
 from inference_contract.conformance.stream_checks import check_streamed, gathered
 from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl import rng
-from pipelinerl.engines.batching.sequence import ResponseWriter, TextWindow, extend, sampled
+from pipelinerl.engines.batching.sequence import ResponseWriter, ShownText, TextWindow, extend, sampled
 from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.call_templates import ALL_TEMPLATES, TOOLS, answers
 from tests.fakes.sample_request import sample_request
@@ -95,6 +95,22 @@ def test_chunk_sent_after_a_swap_names_the_version_that_sampled_its_tokens(token
         extend([sequence], [8], [-1.0])
         extend([sequence], [9], [-1.0])
     assert versions == [(4, [(4, 1)], 4), (5, [(4, 1), (5, 1)], 5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "streamed"),
+    [
+        ("plain text", "plain text"),
+        ("<think>\nhm\n</think>\n\nSure.\n<tool_call>x", "<think>\nhm\n</think>\n\nSure."),
+        ("a [b", "a"),
+        (" begins with a space", ""),
+        ("to=functions.f", ""),
+    ],
+)
+def test_text_beside_offered_tools_is_streamed_while_it_can_be_part_of_no_call(text: str, streamed: str) -> None:
+    for size in (1, 2, 7):
+        shown = ShownText()
+        assert "".join(shown.more(text[at : at + size]) for at in range(0, len(text), size)) == streamed
 
 
 @cache

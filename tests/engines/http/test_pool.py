@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
@@ -256,6 +257,26 @@ async def test_prompt_too_long_for_one_engine_is_answered_by_an_engine_with_a_lo
             pool.update([one])
             with pytest.raises(InvalidRequest, match=f"^{one}: .*context of 32 tokens"):
                 await pool.complete(long)
+
+
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]], ids=["plain", "tools"])
+async def test_text_of_an_answer_is_reported_while_a_real_engine_samples_it(
+    tools: list[Any] | None, tokenizer: ChatTokenizer
+) -> None:
+    model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=64)
+    engine = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, rows=2), tokenizer=tokenizer)
+    request = ChatCompletionRequest(
+        prompt_token_ids=[7] * 4, seed=4, max_tokens=16, return_token_ids=True, tools=tools, ignore_eos=True
+    )
+    texts: list[str] = []
+    with in_thread(create_app(engine, token=None)) as url:
+        async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
+            pool = EnginePool(client, [url])
+            streamed = (await pool.complete(request, on_text=texts.append)).completion.choices[0]
+            whole = (await pool.complete(request)).completion.choices[0]
+    assert streamed == whole and texts[-1] == whole.message.content
+    assert all(later.startswith(before) for before, later in itertools.pairwise(texts))
+    assert len(set(texts)) > 8
 
 
 async def test_failed_request_is_retried_on_the_same_engine_if_no_other_engine_serves() -> None:

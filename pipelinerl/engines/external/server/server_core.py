@@ -68,6 +68,12 @@ class Chunk:
     spans: list[LabelSpan] = field(default_factory=list)
 
 
+def release_of(version: str) -> tuple[int, ...]:
+    """Return the numbers at the beginning of a version: (0, 5, 23) for `0.5.23.post1`, and () if there are none."""
+    numbers = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerModel:
     """The server's description of the model that it serves."""
@@ -107,6 +113,10 @@ class ServerApi(Protocol):
 
     async def resume(self) -> None:
         """Resume sampling after a pause."""
+        ...
+
+    async def stage(self) -> None:
+        """Bring the staged weights closer to the server's model while it samples, to make `load_staged` fast."""
         ...
 
     async def load_staged(self, label: str) -> None:
@@ -201,7 +211,7 @@ class ServerCore:
         await self._api.resume()
 
     async def stage(self) -> None:
-        """Do nothing: the server reads the shared memory when it loads the weights."""
+        await self._api.stage()
 
     async def load_staged(self, epoch: int, version: int) -> None:
         label = label_of(epoch, version)

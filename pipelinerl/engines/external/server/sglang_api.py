@@ -6,8 +6,11 @@ Weights are sent the way SGLang's users send them: this process is rank 0 of a g
 broadcasts the staged parameters one after another. The group uses gloo, whatever device the server runs on, so this
 process needs no GPU.
 
-This client is written from SGLang's published request types and tested against a fake server made from the same types.
-It has not been run against a real server.
+SGLang reports which weights sampled each token since 0.5.19. Since 0.5.21 it accepts weights only in a session, from
+`/begin_weight_update` to `/end_weight_update`.
+
+This client is written from the request types of SGLang 0.5.19 to 0.5.23 and tested against a fake server made from the
+same types. It has not been run against a real server.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, final
 from urllib.parse import urlsplit
@@ -24,7 +28,7 @@ from inference_contract.errors import InvalidRequest
 from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.core_loop import refuse_beyond, sample_id
-from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerHttp, ServerModel
+from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerHttp, ServerModel, release_of
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import EngineUnreachable, ModelError
 from pipelinerl.system.background import in_background
@@ -35,6 +39,19 @@ _PAUSES: Final = {
     OnUpdate.RECOMPUTE_KV: "retract",
     OnUpdate.ABORT: "abort",
     OnUpdate.DRAIN: "in_place",  # no sample is running after a drain, so any mode will do
+}
+#: The first release that reports which weights sampled which tokens.
+_FIRST: Final = (0, 5, 19)
+#: The first release that accepts weights only in an update session.
+_SESSIONS: Final = (0, 5, 21)
+#: Sampling parameters that are not supported, with their neutral values: a server started with
+#: `--preferred-sampling-params` uses its own value for each that a request leaves out.
+_NEUTRAL: Final = {
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
 }
 _LONG_S: Final = 600.0
 _JOIN_S: Final = 60.0
@@ -57,12 +74,28 @@ class SglangServerApi:
         self._layout = layout
         self._staged = staged.tensor
         self._ranks = 0
+        self._has_sessions = True
         self._group: _ServerGroup | None = None
         self._retracted = False
 
     async def open(self, label: str) -> ServerModel:
-        """Check the flags, form the weight group, label the weights. Raises `ModelError`, `EngineUnreachable`."""
+        """Check version and flags, form the weight group, label the weights.
+
+        Raises `ModelError`, `EngineUnreachable`.
+        """
         info = await self._http.get("/server_info")
+        release = release_of(str(info.get("version")))
+        if release < _FIRST:
+            raise ModelError(
+                f"the SGLang server at {self._http.url} must be of version 0.5.19 or later, got {info.get('version')}: "
+                "earlier ones do not report which weights sampled which tokens; install a later one"
+            )
+        self._has_sessions = release >= _SESSIONS
+        if preferred := info.get("preferred_sampling_params"):
+            raise ModelError(
+                f"the SGLang server at {self._http.url} would add its preferred_sampling_params {preferred} to "
+                "requests; start it without --preferred-sampling-params"
+            )
         if info["dp_size"] != 1 or info["pp_size"] != 1:
             raise ModelError(
                 f"the SGLang server at {self._http.url} must have dp_size and pp_size 1, got {info['dp_size']} and "
@@ -74,7 +107,10 @@ class SglangServerApi:
                 "--enable-deterministic-inference"
             )
         self._ranks = int(info["tp_size"])
-        await self.resume()  # end the pause that an earlier client may have left
+        # End the update session and the pause that an earlier client may have left: either would block this one. The
+        # session ends first, because without a pause SGLang would wait for running samples.
+        await self._end_session()
+        await self.resume()
         await self._form_group()
         await self._succeeds("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         models = await self._http.get("/v1/models")
@@ -110,14 +146,10 @@ class SglangServerApi:
             "return_logprob": True,
             "cache_salt": salt,
             "sampling_params": {
+                **_NEUTRAL,
                 "temperature": request.temperature,
-                # Values without effect are sent too, because the server may have defaults of its own.
                 "top_p": request.top_p,
                 "top_k": request.top_k or -1,
-                "min_p": 0.0,
-                "frequency_penalty": 0.0,
-                "presence_penalty": 0.0,
-                "repetition_penalty": 1.0,
                 "max_new_tokens": sequence.token_limit,
                 "stop_token_ids": sorted(request.stop_ids),
                 "ignore_eos": not request.stop_ids,  # without stop ids, SGLang must ignore all end tokens
@@ -163,6 +195,9 @@ class SglangServerApi:
         """Call `/continue_generation`."""
         await self._http.post("/continue_generation", {"torch_empty_cache": False})
 
+    async def stage(self) -> None:
+        """Do nothing: SGLang receives weights only in a pause."""
+
     async def load_staged(self, label: str) -> None:
         """Broadcast the staged parameters to the server, in the order announced to it; name the new weights `label`."""
         if self._group is None:
@@ -178,15 +213,26 @@ class SglangServerApi:
             "flush_cache": False,
             "weight_version": label,
         }
+        if self._has_sessions:
+            await self._end_session()  # a failed update has left its session open
+            await self._succeeds("/begin_weight_update", {})
         self._group = None  # a group whose broadcast fails is unusable
         sending = in_background("send-weights", lambda: self._send(group.collective))
         try:
             await self._succeeds("/update_weights_from_distributed", update)
             await asyncio.wrap_future(sending)
+            if self._has_sessions:
+                await self._succeeds("/end_weight_update", {})
             self._group = group
         finally:
             if self._group is None:
                 group.collective.close()
+
+    async def _end_session(self) -> None:
+        """End an open update session. Ignore the error if none is open."""
+        if self._has_sessions:
+            with suppress(EngineUnreachable):
+                await self._http.post("/end_weight_update", {}, timeout_s=_LONG_S, may_fail=True)
 
     def _send(self, collective: Any) -> None:
         from pipelinerl.engines.torch.weights import parameters_in

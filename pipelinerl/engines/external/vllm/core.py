@@ -1,7 +1,7 @@
 """`VllmCore`: an `EngineCore` over vLLM's engine core, for one release series of vLLM; no other file uses that core.
 
-vLLM's `AsyncLLM` is a client of the same core, but drops the version of the weights behind each step's tokens, which
-this project needs.
+vLLM's `AsyncLLM` is a client of the same core, but reports only at a sample's end which weights sampled which tokens.
+This engine delivers every token with its version as soon as it is sampled.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from pipelinerl.engines.batching.sample_loop import UNTRAINED
 from pipelinerl.engines.batching.sequence import Request, Sequence, TopTokens
 from pipelinerl.engines.external.core_loop import Sampled, Step, label_of, named_by, refuse_beyond, sample_id
 from pipelinerl.engines.external.vllm.limits import (
+    BACKEND,
+    COPY_POLL_S,
+    EXTENSION,
     check_continued,
     check_request,
     sampling_of,
@@ -50,8 +53,6 @@ log = logging.getLogger("pipelinerl")
 
 #: Seconds that the core's process has to end before it is killed; it has no state that must be saved.
 _CORE_ENDS_S: Final = 1.0
-#: Interval in seconds between polls whether the workers have copied the weights; 16 GB take 300 to 700 ms.
-_COPY_POLL_S: Final = 0.01
 
 #: The most tokens that vLLM processes in one step on a CPU, unless `context_length` is larger.
 _CPU_STEP: Final = 4096
@@ -121,9 +122,10 @@ class VllmCore:
         with SharedBytes(layout.num_bytes, further=widest) as staged, endpoints.accept_worker() as socket_path:
             core = cls(client, staged.tensor, endpoints)
             endpoints.lend(staged)
-            total = layout.num_bytes + widest
-            arguments = (str(staged.path), total, layout.model_dump_json(), os.getpid(), str(socket_path), may_copy)
-            workers = await core._in_workers("pipelinerl_attach", *arguments)
+            shared: dict[str, Any] = {"path": str(staged.path), "num_bytes": layout.num_bytes + widest}
+            shared |= {"layout": layout.model_dump_json(), "may_copy": may_copy}
+            await core._in_workers("init_weight_transfer_engine", shared)
+            workers = await core._in_workers("pipelinerl_attach", os.getpid(), str(socket_path))
         core.cache_bytes = sum(size for size, _ in workers)
         log.info("weight updates load from %s", workers[0][1])
         core._spells_json = _spells_json(options.model_path)
@@ -194,12 +196,14 @@ class VllmCore:
     async def stage(self) -> None:
         """Have every worker copy the staged weights to its GPU, where they fit, while the core samples."""
         self._commits += 1
-        while not all(await self._in_workers("pipelinerl_stage", self._commits)):
-            await asyncio.sleep(_COPY_POLL_S)
+        while not all(each["staged"] for each in await self._in_workers("pipelinerl_stage", self._commits)):
+            await asyncio.sleep(COPY_POLL_S)
 
     async def load_staged(self, epoch: int, version: int) -> None:
         """Have every worker load the staged weights, which sample from the next step on; the core must be paused."""
-        await self._in_workers("pipelinerl_commit")
+        await self._in_workers("start_weight_update")
+        await self._in_workers("update_weights", {})
+        await self._in_workers("finish_weight_update")
         await self._client.set_weight_version_async(label_of(epoch, version))
 
     async def forget_cache(self) -> None:
@@ -309,7 +313,8 @@ def _arguments(options: EngineOptions, cache_bytes: int | None = None) -> AsyncE
         logprobs_mode="processed_logprobs",  # report log-probs of the distribution sampled from
         async_scheduling=False,  # each step's outputs must carry the version of the weights
         enforce_eager=current_platform.is_cpu(),  # on a CPU, compiling needs a C++ compiler and half a minute
-        worker_extension_cls="pipelinerl.engines.external.vllm.worker.StagedWeights",
+        worker_extension_cls=EXTENSION,
+        weight_transfer_config={"backend": BACKEND},
         disable_log_stats=True,
     )
     return ours(**{**share, **options.options})

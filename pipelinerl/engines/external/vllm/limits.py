@@ -14,6 +14,11 @@ from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.model_shape import mixture_of
 
+#: The transfer backend in vLLM's workers, and the extension class that makes them import it (`transfer`).
+BACKEND: Final = "pipelinerl"
+EXTENSION: Final = "pipelinerl.engines.external.vllm.transfer.SharedWeights"
+#: Interval in seconds between polls whether the workers have copied the weights; 16 GB take 300 to 700 ms.
+COPY_POLL_S: Final = 0.01
 #: The only `moe_backend` of vLLM that keeps experts in the layout of the model's files.
 KEEPS_EXPERTS: Final = "triton"
 #: vLLM 0.32 raises temperatures between 0 and this value to this value (`SamplingParams.__post_init__`).
@@ -52,15 +57,22 @@ def check_continued(request: Request) -> None:
 
 
 def sampling_of(sequence: Sequence) -> dict[str, Any]:
-    """Return vLLM's sampling parameters of one sample, which ends only at the token limit or at `stop_ids`."""
-    request, begun = sequence.request, len(sequence.prefix)
-    parameters: dict[str, Any] = {
+    """Return vLLM's sampling parameters of one sample, which ends only at the token limit or at `stop_ids`.
+
+    Every parameter of the distribution is stated, because a server may have defaults of its own, such as those of the
+    model's `generation_config.json`.
+    """
+    request, begun, change = sequence.request, len(sequence.prefix), sequence.request.change
+    return {
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
-        # Values without effect are sent too: a server may take its defaults from the model's generation_config.json.
         "min_p": request.min_p,
+        "frequency_penalty": change.frequency_penalty if change else 0.0,
+        "presence_penalty": change.presence_penalty if change else 0.0,
         "repetition_penalty": 1.0,
+        "logit_bias": (dict(change.bias) or None) if change else None,
+        "min_tokens": 0,
         # vLLM reads a generator from its beginning, so a continued sample with the same seed would repeat its noise.
         "seed": rng.key(sequence.noise_key, "continued", begun) if begun else sequence.noise_key,
         "max_tokens": sequence.token_limit,
@@ -68,11 +80,6 @@ def sampling_of(sequence: Sequence) -> dict[str, Any]:
         "logprobs": request.num_top,  # the sampled token is reported in addition to these likeliest ones
         "detokenize": False,
     }
-    if request.change is not None:
-        parameters["frequency_penalty"] = request.change.frequency_penalty
-        parameters["presence_penalty"] = request.change.presence_penalty
-        parameters["logit_bias"] = dict(request.change.bias) or None
-    return parameters
 
 
 def structure_of(request: Request) -> dict[str, Any]:
@@ -150,6 +157,7 @@ _SET_BY: Final[Mapping[str, str]] = {
     "async_scheduling": "the engine, which records the weights of each step as it ends",
     "enable_prefix_caching": "the engine, which salts the cache with the weights' version",
     "worker_extension_cls": "the engine, which receives weights through it",
+    "weight_transfer_config": "the engine, which receives weights through it",
     "pipeline_parallel_size": "the engine, whose weights are divided by tensor parallelism alone",
     "disable_log_stats": "the engine, which has its own counters",
 }

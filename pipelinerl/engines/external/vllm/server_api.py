@@ -1,4 +1,4 @@
-"""`VllmServerApi`: the client of a stock `vllm serve` 0.32, over its RL routes and its token-in, token-out route.
+"""`VllmServerApi`: the client of a stock `vllm serve`, over its RL routes and its token-in, token-out route.
 
     VLLM_SERVER_DEV_MODE=1 … vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs
         --scheduling-policy priority --worker-extension-cls pipelinerl.engines.external.vllm.transfer.SharedWeights
@@ -10,6 +10,8 @@ loads the class by name, and it reads the weights from memory that this process 
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, final
@@ -17,20 +19,28 @@ from typing import Any, Final, final
 from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.core_loop import refuse_beyond, sample_id
-from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerHttp, ServerModel
-from pipelinerl.engines.external.vllm.engine import check_version
-from pipelinerl.engines.external.vllm.limits import check_continued, check_request, sampling_of, structure_of
+from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerHttp, ServerModel, release_of
+from pipelinerl.engines.external.vllm.limits import (
+    BACKEND,
+    COPY_POLL_S,
+    EXTENSION,
+    check_continued,
+    check_request,
+    sampling_of,
+    structure_of,
+)
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import EngineUnreachable, ModelError
 
-#: The backend's name on the server's command line.
-BACKEND: Final = "pipelinerl"
-EXTENSION: Final = "pipelinerl.engines.external.vllm.transfer.SharedWeights"
+#: The first release series with these routes, which is the one that the tests run.
+_TESTED: Final = (0, 32)
 _PROCESSED: Final = "--logprobs-mode processed_logprobs"
 
 #: The sampling fields that are supported besides temperature, top-k and top-p. `top_logprobs` is missing, because the
 #: route gives the likeliest tokens only as text.
 _OFFERED: Final = frozenset({"min_p", "logit_bias", "frequency_penalty", "presence_penalty", "response_format"})
+
+log = logging.getLogger("pipelinerl")
 
 _PAUSES: Final = {
     OnUpdate.CONTINUE: "keep",
@@ -52,6 +62,7 @@ class VllmServerApi:
         self._http = http
         self._layout = layout
         self._staged = staged
+        self._commits = 0
         self._orders = False  # True if the server schedules waiting requests by priority
 
     async def open(self, label: str) -> ServerModel:
@@ -59,7 +70,7 @@ class VllmServerApi:
 
         Return the model's dtype and context length. Raises `ModelError`, `EngineUnreachable`.
         """
-        check_version(str((await self._http.get("/version"))["version"]))
+        self._check_version(str((await self._http.get("/version"))["version"]))
         config = (await self._known("/server_info?config_format=json"))["vllm_config"]
         for wanted, flag in _lacking(config):
             raise ModelError(f"the vLLM server at {self._http.url} must {wanted}; start it with {flag}")
@@ -131,6 +142,13 @@ class VllmServerApi:
         """Call `/resume`."""
         await self._http.post("/resume")
 
+    async def stage(self) -> None:
+        """Have every worker copy the staged weights to its GPU, where they fit, while the server samples."""
+        self._commits += 1
+        call = {"method": "pipelinerl_stage", "args": [self._commits]}
+        while not all(each["staged"] for each in (await self._http.post("/collective_rpc", call))["results"]):
+            await asyncio.sleep(COPY_POLL_S)
+
     async def load_staged(self, label: str) -> None:
         """Load the staged weights in one update session of the server, which then reports them as version `label`."""
         await self._http.post("/start_weight_update")
@@ -150,6 +168,16 @@ class VllmServerApi:
             raise EngineUnreachable(f"the vLLM server at {self._http.url} did not reset its cache")
 
     # --- checks of the server's flags ----------------------------------------------------------------------------
+
+    def _check_version(self, version: str) -> None:
+        release = release_of(version)
+        if release < _TESTED:
+            raise ModelError(
+                f"the vLLM server at {self._http.url} must be of version 0.32 or later, got {version}; install a later "
+                "one"
+            )
+        if release[:2] != _TESTED:
+            log.warning("the vLLM server at %s has version %s; not run with this version", self._http.url, version)
 
     async def _known(self, path: str) -> Any:
         try:

@@ -29,6 +29,7 @@ class DeviceCopy:
 
     def __init__(self, host: Tensor, device: torch.device, *, allowed: bool = True) -> None:
         self._host = host
+        self._device = device
         self._copy: Tensor | None = None
         self._copied: Any = None  # the CUDA event after the latest copy
         self._commit: int | None = None  # the number of the commit that the latest copy is for
@@ -63,6 +64,13 @@ class DeviceCopy:
     def take(self) -> Tensor:
         """Return the staged weights, flat u8, after `advance` has returned True."""
         return self._host if self._copy is None else self._copy
+
+    def close(self) -> None:
+        """Release the memory of the GPU, and unpin that of the host; the object must not be used again."""
+        if self._device.type == "cuda":
+            self._copy = None
+            torch.cuda.empty_cache()  # torch would keep the memory, and the next copy would not find it free
+            unpin(self._host)
 
 
 def pin(host: Tensor) -> bool:

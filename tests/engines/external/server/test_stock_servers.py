@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from fastapi import FastAPI
 
 from inference_contract.conformance import CheckOutcome, pull_checks, run, weight_checks
 from inference_contract.conformance.session import Load, refused
@@ -32,6 +33,7 @@ from pipelinerl.engines.batching.sequence import Sequence
 from pipelinerl.engines.external.core_loop import CoreLoop, CoreModel, EngineCore
 from pipelinerl.engines.external.server.server_core import ServerCore, ServerHttp
 from pipelinerl.engines.external.server.sglang_api import SglangServerApi
+from pipelinerl.engines.external.vllm.server_api import VllmServerApi
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
@@ -133,7 +135,7 @@ def _written(folder: Path) -> Any:
 @contextmanager
 def _sglang(folder: Path, **facts: Any) -> Iterator[Stock]:
     model = _written(folder)
-    server = sglang_server.SglangServer(model, context_length=CONTEXT)
+    server = sglang_server.SglangServer(model, context_length=facts.pop("context_length", CONTEXT))
     server.info |= facts
     with in_thread(sglang_server.create_app(server)) as url:
         yield Stock("sglang_server", url, folder, model, server)
@@ -286,8 +288,12 @@ class TestRefusals:
         [
             ({"dp_size": 2}, {}, "one server for each replica"),
             ({"enable_deterministic_inference": False}, {}, "--enable-deterministic-inference"),
+            ({"version": "0.5.18"}, {}, r"0\.5\.19 or later, got 0\.5\.18"),
+            ({"version": "0.5.9.post1"}, {}, r"0\.5\.19 or later"),
+            ({"version": None}, {}, r"0\.5\.19 or later"),
+            ({"preferred_sampling_params": {"top_p": 0.9}}, {}, r"top_p.*without --preferred-sampling-params"),
             ({"dtype": "bfloat16"}, {}, "--dtype float32"),
-            ({}, {"context_length": 2 * CONTEXT}, "at most the server's"),
+            ({"context_length": CONTEXT // 2}, {}, "at most the server's"),
         ],
     )
     async def test_sglang_server_whose_settings_differ_from_the_engine_options_is_rejected(
@@ -324,6 +330,45 @@ class TestRefusals:
             httpx.post(vllm_server.url + order, trust_env=False).raise_for_status()
         with vllm_server.engine() as url, opened(url) as session:
             publish(session, weights(trainer_of(session).layout, 7))
+            # as a cancelled update leaves it
+            httpx.post(vllm_server.url + "/start_weight_update", trust_env=False).raise_for_status()
+            publish(session, weights(trainer_of(session).layout, 8))
+
+    @pytest.mark.parametrize(
+        ("version", "says", "warns"),
+        [
+            ("0.31.2", "0.32 or later, got 0.31.2", False),
+            ("dev", "0.32 or later, got dev", False),
+            ("0.32.1", "VLLM_SERVER_DEV_MODE", False),
+            ("0.33.0", "VLLM_SERVER_DEV_MODE", True),
+        ],
+    )
+    async def test_vllm_server_of_a_later_version_than_the_tested_one_is_accepted_with_a_warning(
+        self, version: str, says: str, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The server has no other routes, so the check that follows the version's fails."""
+        app = FastAPI()
+        app.get("/version")(lambda: {"version": version})
+        _written(tmp_path)
+        with in_thread(app) as url, pytest.raises(ModelError, match=says):
+            await Stock("vllm_server", url, tmp_path, None).starts()
+        assert ("not run with this version" in caplog.text) is warns
+
+    @pytest.mark.parametrize("version", ["0.5.19", "0.5.21", "0.5.23.post1"])
+    def test_adapter_updates_a_sglang_server_of_every_supported_version(self, version: str, tmp_path: Path) -> None:
+        with _sglang(tmp_path, version=version) as stock, stock.engine() as url, opened(url) as session:
+            for tag in (1, 2):
+                publish(session, weights(trainer_of(session).layout, tag))
+            assert not stock.server.session_open
+
+    def test_adapter_can_update_a_sglang_server_that_was_left_in_an_open_weight_update(self, sglang: Stock) -> None:
+        """An adapter killed during an update leaves its server paused in an open session."""
+        for path, body in (("/pause_generation", {"mode": "in_place"}), ("/begin_weight_update", {})):
+            httpx.post(sglang.url + path, json=body).raise_for_status()
+        with sglang.engine() as url, opened(url) as session:
+            publish(session, weights(trainer_of(session).layout, 7))
+            httpx.post(sglang.url + "/begin_weight_update", json={}).raise_for_status()  # as a failed update leaves it
+            publish(session, weights(trainer_of(session).layout, 8))
 
     async def test_engine_start_fails_if_its_server_is_unreachable(self, sglang: Stock) -> None:
         with pytest.raises(AddressError, match=r"127\.0\.0\.1:9.*is http://127\.0\.0\.1:9 running"):
@@ -336,13 +381,45 @@ def test_fake_sglang_server_rejects_invalid_requests(sglang: Stock) -> None:
         assert http.post("/generate", json=order | {"no_such_field": 1}).status_code == 422
         assert http.post("/generate", json=order | {"input_ids": [7] * CONTEXT}).status_code == 400
         update = {"names": ["w"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "never joined"}
-        assert http.post("/update_weights_from_distributed", json=update).json()["success"] is False
+        assert "must run between" in http.post("/update_weights_from_distributed", json=update).json()["message"]
+        assert http.post("/end_weight_update", json={}).status_code == 400
+        assert http.post("/begin_weight_update", json={}).status_code == 200
+        assert http.post("/begin_weight_update", json={}).status_code == 400
+        assert "not in" in http.post("/update_weights_from_distributed", json=update).json()["message"]
+        assert http.post("/end_weight_update", json={}).status_code == 200
         assert http.post("/destroy_weights_update_group", json={"group_name": "never joined"}).status_code == 400
         events = [line for line in http.post("/generate", json=order).text.splitlines() if line]
         assert events[-1] == "data: [DONE]"
         metas = [json.loads(line.removeprefix("data: "))["meta_info"] for line in events[:-1]]
         assert [meta["completion_tokens"] for meta in metas] == [1, 2]
         assert "weight_versions" not in metas[0] and [span["end"] for span in metas[1]["weight_versions"]] == [2]
+
+
+@pytest.mark.parametrize("new_api", [SglangServerApi, VllmServerApi])
+async def test_request_to_a_stock_server_states_every_parameter_of_the_distribution(new_api: Any) -> None:
+    """A server may have defaults of its own, such as the model's generation_config."""
+    request = sample_request([7], token_limit=8, temperature=0.7, streams=True)
+    request.add_sequence(0)
+    http = ServerHttp("http://127.0.0.1:9")
+    with SharedBytes(1) as nothing:
+        order = new_api(http, LAYOUT, nothing).order(request.sequences[0], salt="")
+    await http.close()
+    unbounded = {SglangServerApi: ("top_k", "min_new_tokens"), VllmServerApi: ("top_k", "min_tokens")}[new_api]
+    sampling = order["sampling_params"]
+    assert (sampling["temperature"], sampling["top_p"], sampling["repetition_penalty"]) == (0.7, 1.0, 1.0)
+    assert all(sampling[name] == 0.0 for name in ("min_p", "frequency_penalty", "presence_penalty"))
+    assert all(sampling[name] in (0, -1) for name in unbounded)
+
+
+def test_sampling_preferences_of_a_sglang_server_do_not_apply_to_requests_of_the_adapter(sglang: Stock) -> None:
+    with sglang.engine() as url, opened(url) as session:
+        fields: dict[str, Any] = {"n": 8, "seed": 3, "max_tokens": 12}
+        usual = [choice.token_ids for choice in session.chat(**fields).choices]
+        sglang.server.info["preferred_sampling_params"] = {"top_p": 0.1, "top_k": 2, "min_p": 0.5}
+        try:
+            assert [choice.token_ids for choice in session.chat(**fields).choices] == usual
+        finally:
+            sglang.server.info["preferred_sampling_params"] = None
 
 
 def test_policy_logprobs_of_an_sglang_server_equal_transformers_while_top_k_and_top_p_truncate(sglang: Stock) -> None:

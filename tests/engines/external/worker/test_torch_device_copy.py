@@ -66,6 +66,20 @@ def test_memory_pinned_or_unpinned_twice_leaves_no_error_for_the_next_kernel_on_
 
 
 @pytest.mark.gpu
+def test_closed_copy_leaves_its_memory_of_the_gpu_to_the_next() -> None:
+    """A stock server that gets a new adapter makes a new copy."""
+    device = torch.device("cuda")
+    with SharedBytes(2**28) as shared:
+        torch.ones(1, device=device)
+        free = torch.cuda.mem_get_info(device)[0]
+        for _ in range(2):
+            copy = DeviceCopy(shared.tensor, device)
+            assert copy.place == "memory of the GPU" and torch.cuda.mem_get_info(device)[0] <= free - 2**28
+            copy.close()
+            assert torch.cuda.mem_get_info(device)[0] > free - 2**28
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("allowed", [True, False])
 def test_each_commit_on_a_gpu_reads_the_bytes_that_were_staged_for_it(allowed: bool) -> None:
     """The second commit is cancelled after its copy; the third must not read this copy."""

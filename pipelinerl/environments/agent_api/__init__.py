@@ -1,0 +1,1 @@
+"""The APIs that agents speak to the gateway: one module for each, which translates requests and answers."""

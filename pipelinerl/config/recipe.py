@@ -97,6 +97,12 @@ class RunConfig(Section):
     trackers: TrackersSection = TrackersSection()
     launch: LaunchSection = LaunchSection()
 
+    @property
+    def key_variables(self) -> set[str]:
+        """The environment variables that hold keys of judges and of sandbox services."""
+        sections = [section for domain in self.domains for section in (domain.judge, domain.oubliette)]
+        return {section.key_variable for section in sections if section is not None and section.key_variable}
+
     @field_validator("objective", mode="before")
     @classmethod
     def _name_or_table(cls, objective: Any) -> Any:

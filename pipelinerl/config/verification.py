@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from typing import Annotated, Final, Literal, Self, get_args
@@ -15,6 +14,7 @@ from pipelinerl.enums import HOTTEST, VerifierLocation
 from pipelinerl.errors import RecipeError
 from pipelinerl.instructions.catalogue import Matching, Score
 from pipelinerl.system.references import is_reference
+from pipelinerl.system.secret_variables import read_secret
 from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.checkers import Checker, CodeRules, Scoring
 from pipelinerl.verifiers.oubliette.runs import Tier
@@ -201,7 +201,7 @@ class JudgeSection(Section):
         """The bearer key of the judge's server, or None; raises `RecipeError` if the variable for it is not set."""
         if self.key_variable is None:
             return None
-        key = os.environ.get(self.key_variable)
+        key = read_secret(self.key_variable)
         if not key:
             raise RecipeError(f"judge.key_variable names ${self.key_variable}, which is not set in this environment")
         return SecretStr(key)

@@ -119,8 +119,11 @@ def _run(
     options: RoleOptions, main: Callable[[Identity], Coroutine[Any, Any, None]], *, changes: Sequence[str] = ()
 ) -> None:
     from pipelinerl.roles.process import identity_of, run_until_signalled
+    from pipelinerl.system.secret_variables import withhold
 
-    run_until_signalled(main, identity_of(options, changes))
+    identity = identity_of(options, changes)
+    withhold(identity.config.key_variables)
+    run_until_signalled(main, identity)
 
 
 #: All roles, in the order in which `pipelinerl --help` lists them.

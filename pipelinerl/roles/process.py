@@ -12,7 +12,6 @@ import gc
 import hashlib
 import json
 import logging
-import os
 import secrets
 import signal
 import sys
@@ -37,6 +36,7 @@ from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import Stream
 from pipelinerl.system.files import make_private
 from pipelinerl.system.process import collect_as_usual
+from pipelinerl.system.secret_variables import read_secret
 
 log = logging.getLogger("pipelinerl")
 
@@ -98,7 +98,7 @@ def identity_of(options: RoleOptions, changes: Sequence[str] = ()) -> Identity:
 def read_token(token_file: Path | None) -> str | None:
     """Return the bearer token from the file, else from the environment, else None; raise `UserError` for a bad file."""
     if token_file is None:
-        return os.environ.get(TOKEN_VARIABLE) or None
+        return read_secret(TOKEN_VARIABLE) or None
     try:
         token = json.loads(token_file.read_text())["token"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -157,7 +157,7 @@ async def end(*tasks: asyncio.Task[Any] | None) -> None:
 
 def _with_password(redis_url: str, run_dir: Path) -> str:
     # Read the embedded server's password from the file next to its data, so that no command line contains it.
-    parts, named = urlsplit(redis_url), os.environ.get(REDIS_PASSWORD_VARIABLE)
+    parts, named = urlsplit(redis_url), read_secret(REDIS_PASSWORD_VARIABLE)
     password = Path(named) if named else run_dir / "redis" / "password"
     is_ours = named is not None or parts.hostname in ("127.0.0.1", "localhost")
     if parts.password is not None or not is_ours or not password.is_file():

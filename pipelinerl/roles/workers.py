@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
 from pipelinerl.roles.wiring import demonstrations_of, is_url, references_of
+from pipelinerl.system.secret_variables import read_secret
 from pipelinerl.training.forward_passes import EntropyMeter, ForwardPasses, Teacher
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.training.step_watch import drawn
@@ -92,7 +92,7 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
 
 def _frozen(config: RunConfig, place: str) -> Teacher:
     if is_url(place):
-        return EngineTeacher(place, token=os.environ.get(TEACHER_TOKEN))
+        return EngineTeacher(place, token=read_secret(TEACHER_TOKEN))
     spec = replace(spec_of(config, restore_from=None), model_path=_model(config, place or None))
     try:
         own = model_dtype(spec.model_path)

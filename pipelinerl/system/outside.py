@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 from urllib.parse import urlsplit
 
 from pipelinerl.system.http_client import CONNECT_S, hot_session
+from pipelinerl.system.secret_variables import read_secret
 
 if TYPE_CHECKING:
     import aiohttp
@@ -166,7 +167,7 @@ def _seconds(retry_after: str) -> float:
 
 def proxy_of(url: str) -> str | None:
     """Return the proxy for a URL; None if it is requested directly."""
-    proxy, host = os.environ.get(PROXY), urlsplit(url).hostname or ""
+    proxy, host = read_secret(PROXY), urlsplit(url).hostname or ""
     if not proxy or _is_loopback(host):
         return None
     direct = (each.strip().lstrip("*").lstrip(".") for each in os.environ.get("NO_PROXY", "").split(","))

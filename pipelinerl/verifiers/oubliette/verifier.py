@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import time
 from dataclasses import dataclass, replace
 from typing import Final, final
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.files import from_home
+from pipelinerl.system.secret_variables import read_secret
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.oubliette import probe, toolchains
 from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CodeRules, CustomChecker, Scoring
@@ -157,7 +157,7 @@ async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
         repository = PersistentRepository(from_home(rules.repository)) if rules.repository else None
         sandbox = await asyncio.to_thread(probe.opened, rules.tier, at_once=at_once)
         return LocalRunner(sandbox, tier=str(rules.tier), at_once=at_once, repository=repository)
-    token = os.environ.get(rules.key_variable) if rules.key_variable else None
+    token = read_secret(rules.key_variable) if rules.key_variable else None
     if rules.key_variable and not token:
         raise SandboxMissing(f"oubliette.key_variable names ${rules.key_variable}, which is not set here")
     return await RemoteRunner.open(rules.url, token=token, tier=rules.tier)

@@ -7,7 +7,6 @@ nothing else may update it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -23,6 +22,7 @@ from pipelinerl.engines.external.server.server_core import ServerApi, ServerCore
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import AddressError, EngineUnreachable, ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.system.secret_variables import read_secret
 
 #: Environment variable for the server's own API key, because a recipe should hold no secrets.
 KEY_VARIABLE: Final = "PIPELINERL_SERVER_KEY"
@@ -75,7 +75,7 @@ async def _started(options: EngineOptions, new_api: ApiFactory) -> tuple[EngineC
     model = load_skeleton(options.model_path, dtype=options.dtype)
     options.check_context(model.config)
     layout, text = layout_of(model), model.config.get_text_config()
-    http = ServerHttp(options.server, token=os.environ.get(KEY_VARIABLE))
+    http = ServerHttp(options.server, token=read_secret(KEY_VARIABLE))
     opened = False
     try:
         with SharedBytes(layout.num_bytes) as staged:

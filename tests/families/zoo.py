@@ -102,7 +102,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gemma3": Family("gemma3", {"mm_tokens_per_image": 4}, text="gemma3_text"),
     "gemma4_text": _same(
         "gemma4_text", **_GEMMA4, num_experts=None, top_k_experts=None, num_kv_shared_layers=2,
-        hidden_size_per_layer_input=8,
+        hidden_size_per_layer_input=8, pad_token_id=0,
     ),
     "gemma4_moe": _same(
         "gemma4_text", **_GEMMA4, enable_moe_block=True, num_kv_shared_layers=0, hidden_size_per_layer_input=0,

@@ -11,7 +11,8 @@ A prompt order (`PromptOrder`) is the controller's request for one group: G roll
 An order is acknowledged only after its group is appended, so another actor can claim the orders of a dead one. A group
 may therefore be appended twice; the trainer drops the duplicate by its group id. If two actors have the same name, the
 one that started earlier exits (`RolloutWriter`). Every order ends as a group, an evaluation answer, a failure with its
-reason, or a dropped group that would be stale (`freshness.py`). Unreadable orders go to the dead-letter stream.
+reason, or a dropped group that would be stale (`freshness.py`). An exception of user code is such a failure, so no
+order ends the actor. Unreadable orders, and those that fail by an exception, go to the dead-letter stream.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ from pipelinerl.messages import (
     VerifierFigures,
     encode,
 )
-from pipelinerl.streams.records import decode_order
+from pipelinerl.streams.records import decode_order, encode_group
 from pipelinerl.streams.stream import DeadLetters, Entry, Stream
+from pipelinerl.system.background import raise_if_cancelled
+from pipelinerl.system.references import last_line
 from pipelinerl.types import Answered, Outcome, PromptOrder, Purpose, RolloutGroup, Verdict
 from pipelinerl.verifiers.group_filter import GroupFilter, refusal_of
-from pipelinerl.verifiers.verifier import Judgement, SampledAnswer
+from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, failed, shown
 
 log = logging.getLogger("pipelinerl")
 
@@ -64,6 +67,8 @@ _FILTER: Final = "filter"
 _ONE_IN: Final = 4
 _MOST_STAGES: Final = 4
 _MOST_STAGE_SPANS: Final = 32
+#: An actor keeps at most this many orders that failed unexpectedly in the dead-letter stream.
+_MOST_BURIED: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +85,13 @@ class ActorSettings:
 @final
 @dataclass(slots=True)
 class _Outbox:
-    """Finished groups, reports and acknowledgements (entry ids), to be written to the streams in this order."""
+    """Finished groups, reports and acknowledgements (entry ids), to be written to the streams in this order.
 
-    groups: list[RolloutGroup] = field(default_factory=list)
-    reports: list[ControlMessage] = field(default_factory=list)
+    Groups and reports are encoded already: a value that cannot be encoded fails its order, and not the writing of all.
+    """
+
+    groups: list[bytes] = field(default_factory=list)
+    reports: list[bytes] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -286,7 +294,7 @@ class Actor:
 
     async def _work(self, entry: Entry) -> None:
         try:
-            await self._fulfil(decode_order(entry.payload))
+            await self._fulfil(entry, decode_order(entry.payload))
         except RecordError as error:
             # A retry cannot help. Acknowledge the order below, or actors would claim it forever.
             log.error("an order cannot be read: %s", error)
@@ -295,7 +303,7 @@ class Actor:
         self._outbox.ready.set()
         self._limiter.give_back()
 
-    async def _fulfil(self, order: PromptOrder) -> None:
+    async def _fulfil(self, entry: Entry, order: PromptOrder) -> None:
         try:
             with self._stages.claimed(order):
                 made = await self._made_in_time(order)
@@ -303,24 +311,44 @@ class Actor:
                 return
             refusal = await self._refusal(order, made)
             group = assemble(order, made, actor=self.settings.name, refusal=refusal)
+            if order.purpose is Purpose.TRAINING:
+                self._outbox.groups.append(encode_group(group))
+                self._groups_done += 1
+            else:
+                self._report(_evaluation(order, group, shown_problem(order, made)))
         except (ContractError, PipelineError) as error:
-            self._outbox.reports.append(
-                GroupFailed(
-                    order_id=order.order_id,
-                    index=order.index,
-                    purpose=order.purpose,
-                    reason=f"problem {order.problem.problem_id}: {error}",
-                    persistence=getattr(error, "persistence", Persistence.TRANSIENT),
-                    code=getattr(error, "code", ""),
-                    issued_at=order.issued_at,
-                )
+            self._fail(order, str(error), error)
+        except BaseException as error:  # user code may raise anything
+            raise_if_cancelled(error)
+            await self._fail_unexpectedly(entry, order, error)
+
+    def _fail(self, order: PromptOrder, reason: str, error: BaseException) -> None:
+        self._report(
+            GroupFailed(
+                order_id=order.order_id,
+                index=order.index,
+                purpose=order.purpose,
+                reason=shown(f"problem {order.problem.problem_id}: {reason}"),
+                persistence=error.persistence if isinstance(error, ContractError) else Persistence.TRANSIENT,
+                code=error.code if isinstance(error, ContractError) else "",
+                issued_at=order.issued_at,
             )
-            return
-        if order.purpose is Purpose.TRAINING:
-            self._outbox.groups.append(group)
-            self._groups_done += 1
-        else:
-            self._outbox.reports.append(_evaluation(order, group, shown_problem(order, made)))
+        )
+
+    async def _fail_unexpectedly(self, entry: Entry, order: PromptOrder, error: BaseException) -> None:
+        """Fail an order by an error that is not one of ours, and keep the order for a diagnosis.
+
+        The error counts as a failure of the domain's verifier: a domain in which nothing else happens ends the run.
+        """
+        reason = last_line(error)
+        log.error("order %s failed: %s", order.order_id, reason, exc_info=error)
+        self._tally.note(order.problem.domain, [Judgement(failed(reason), 0.0)])
+        self._fail(order, reason, error)
+        if self._dead_letters.counts[entry.stream] < _MOST_BURIED:
+            await self._dead_letters.bury(entry, RecordError(shown(reason)))
+
+    def _report(self, message: ControlMessage) -> None:
+        self._outbox.reports.append(encode(message))
 
     async def _made_in_time(self, order: PromptOrder) -> Sequence[MadeRollout] | None:
         """Return verified rollouts; if the group became too old to train, report this and return None.
@@ -339,7 +367,7 @@ class Actor:
             if held.given_up is None:
                 raise
         current = self._freshness.current
-        self._outbox.reports.append(
+        self._report(
             GroupOutdated(
                 order_id=order.order_id,
                 index=order.index,
@@ -374,7 +402,7 @@ class Actor:
 
         def handed_over(answered: Answered) -> None:
             if answered.tokens_kept or answered.tokens_resampled:
-                self._outbox.reports.append(
+                self._report(
                     GroupHandedOver(
                         order_id=order.order_id,
                         index=order.index,
@@ -410,13 +438,13 @@ class Actor:
             if groups:
                 await partition.append(groups)
             if reports:
-                await self._stream.append(REPORTS, [encode(report) for report in reports])
+                await self._stream.append(REPORTS, reports)
             if done:
                 await self._stream.acknowledge(PROMPTS, group=ACTORS_GROUP, entry_ids=done)
 
     async def _heartbeat(self) -> None:
         while True:
-            self._outbox.reports.append(
+            self._report(
                 ActorAlive(
                     name=self.settings.name,
                     groups_in_flight=len(self._tasks),

@@ -9,6 +9,8 @@ tokens, context) is judged as it stands. If no engine can answer a turn, the ord
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -27,8 +29,8 @@ from pipelinerl.environments.host_pool import EpisodeEnd, HostLost
 from pipelinerl.errors import PipelineError
 from pipelinerl.system.background import run_together
 from pipelinerl.types import PromptOrder, Verdict
-from pipelinerl.verifiers.user_code import verdict_of
-from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, failed, graded, timed_out
+from pipelinerl.verifiers.verdicts import checked, judged, verdict_of
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, failed, graded, shown, timed_out
 
 if TYPE_CHECKING:
     # imported for type checking only, because the import needs the server libraries
@@ -63,13 +65,17 @@ class Player(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeDomain:
-    """A domain's player, limits and verifier; with None as verifier, the environment's rewards give the verdict."""
+    """A domain's player, limits and verifier; with None as verifier, the environment's rewards give the verdict.
+
+    `places` limits the number of episodes at once. An episode's time starts when it has a place.
+    """
 
     player: Player
     limits: EpisodeLimits
     verifier: GroupVerifier | None
     correct_at: float
     tools: Toolbox | None = None
+    places: asyncio.Semaphore | None = None
 
     async def start(self) -> None:
         """Start the player and the tools before the first episode."""
@@ -134,8 +140,14 @@ class Episodes:
 
     async def play(self, order: PromptOrder, sample: int, progress: GroupProgress) -> PlayedEpisode:
         """Play one episode, and play it again if its host is lost; raise if no engine could answer one of its turns."""
-        domain, began = self.domains[order.problem.domain], time.monotonic()
-        episode, lost = Episode(order, sample, domain.limits), HostLost("")
+        domain = self.domains[order.problem.domain]
+        async with domain.places or contextlib.nullcontext():
+            return await self._played(order, sample, domain, progress)
+
+    async def _played(
+        self, order: PromptOrder, sample: int, domain: EpisodeDomain, progress: GroupProgress
+    ) -> PlayedEpisode:
+        began, episode, lost = time.monotonic(), Episode(order, sample, domain.limits), HostLost("")
         for _ in range(_LIVES):
             try:
                 verdict = await self._verdict_of(order, episode, domain, progress)
@@ -274,20 +286,20 @@ async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, doma
             ended.reason or "the environment never asked the model for an answer that trains; call client.chat"
         )
     if ended.other:
-        return failed(f"the environment must return a number, a bool, a Verdict or None, it returned {ended.other}")
+        return failed(ended.other)
     of_turns = sum(turn.reward for turn in episode.turns)
     if ended.verdict is not None:
-        verdict = verdict_of(msgspec.convert(ended.verdict, Verdict), correct_at=domain.correct_at)
+        verdict = checked(msgspec.convert(ended.verdict, Verdict), place="the environment")
         return _with_more(verdict, of_turns, domain)
     if ended.value is not None:
-        return verdict_of(float(ended.value) + of_turns, correct_at=domain.correct_at)
+        return verdict_of(ended.value + of_turns, correct_at=domain.correct_at, place="the environment")
     if domain.verifier is not None:
         last = episode.last
         answer = SampledAnswer(last.text, last.turn.token_ids.tolist(), last.finish_reason)
-        (judgement,) = await domain.verifier.judge(order.problem, [answer])
+        (judgement,) = await judged(domain.verifier, order.problem, [answer])
         return _with_more(judgement.verdict, of_turns, domain)
     if ended.how == "over" or of_turns:
-        return replace(verdict_of(of_turns, correct_at=domain.correct_at), reason=ended.reason)
+        return replace(verdict_of(of_turns, correct_at=domain.correct_at), reason=shown(ended.reason))
     return failed("the environment returned None, rewarded no turn, and its domain names no verifier")
 
 

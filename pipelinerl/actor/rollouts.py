@@ -23,7 +23,6 @@ from pipelinerl.errors import FencedError, RecordError
 from pipelinerl.messages import ROLLOUTS, ShownAnswer, ShownProblem
 from pipelinerl.numerics.routed_experts import of_context, off_the_wire
 from pipelinerl.observability.samples.record import MOST_CHARACTERS, shortened
-from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import Stream, fresh_number
 from pipelinerl.types import (
     MOST_SHOWN,
@@ -98,10 +97,9 @@ class RolloutWriter:
         """Return a writer whose entry ids follow those that earlier starts of this actor left in the partition."""
         return cls(stream, actor=actor, number=fresh_number(await stream.last_id(ROLLOUTS + actor)))
 
-    async def append(self, groups: Sequence[RolloutGroup]) -> None:
-        """Append the groups in order. Raises `FencedError` if another actor of this name writes here."""
-        payloads = [encode_group(group) for group in groups]
-        first, self.number = self.number, self.number + len(groups)
+    async def append(self, payloads: Sequence[bytes]) -> None:
+        """Append encoded groups in order. Raises `FencedError` if another actor of this name writes here."""
+        first, self.number = self.number, self.number + len(payloads)
         if await self._stream.append(self._name, payloads, first_id=first) < len(payloads):
             await self._check(first, payloads)
 

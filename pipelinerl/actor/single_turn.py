@@ -11,6 +11,7 @@ from pipelinerl.actor.rollouts import Answer, rollouts_of
 from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import PipelineError
 from pipelinerl.types import Priority, PromptOrder, Purpose
+from pipelinerl.verifiers.verdicts import judged
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 
 
@@ -58,14 +59,14 @@ class SingleTurn:
             SampledAnswer(choice.message.content, choice.token_ids or (), choice.finish_reason.value)
             for _, choice in sampled
         ]
-        judgements = await verifier.judge(order.problem, answers)
+        judgements = await judged(verifier, order.problem, answers)
         progress.judged(judgements, [choice.version_spans or () for _, choice in sampled])
-        judged = [
+        verified = [
             Answer(completion, choice, judgement.verdict)
             for (completion, choice), judgement in zip(sampled, judgements, strict=True)
         ]
         replay = self._replay if order.purpose is Purpose.TRAINING else RoutingReplay.OFF
-        return rollouts_of(order, judged, replay=replay)
+        return rollouts_of(order, verified, replay=replay)
 
 
 def chat_request(

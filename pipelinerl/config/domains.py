@@ -47,6 +47,8 @@ class EpisodeSection(Section):
     """The most tokens of one answer; by default the domain's `max_tokens`."""
     history: History = History.EXACT
     """The construction of the next prompt: from sampled tokens (`exact`), or by the chat template (`template`)."""
+    concurrent: int | None = Field(default=None, ge=1, le=10_000)
+    """The most episodes at once per actor; by default four per core for a `command`, otherwise unlimited."""
     tools: tuple[Literal["python"], ...] = ()
     """Tools that the model may call in each answer; `python` runs code in the sandbox of `[domains.oubliette]`."""
 
@@ -109,7 +111,7 @@ class DomainSection(Section):
     command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """A program that plays episodes through OPENAI_BASE_URL or ANTHROPIC_BASE_URL.
 
-    `{task}` in an argument is the last user message.
+    `{task}` in an argument is the last user message, and `{task_file}` the path of a file with it.
     """
     episode: EpisodeSection = EpisodeSection()
     """Limits of episodes; only for domains with an environment or a command."""

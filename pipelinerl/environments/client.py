@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from pipelinerl.environments.environment import UNTRAINED, ChatInput
 from pipelinerl.system.http_client import call_timeout
+from pipelinerl.system.returned_values import reward_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -78,8 +79,8 @@ class EpisodeClient:
         return EpisodeClient(self._session, base_url=f"{episode}/{prefix}{name}/v1", api_key=self.api_key)
 
     async def reward(self, value: float) -> None:
-        """Add `value` to the reward of this agent's latest turn."""
-        await self.post("/reward", {"reward": float(value)})
+        """Add `value` to the reward of this agent's latest turn. Raises `NotAReward` if it is no number within ±1e6."""
+        await self.post("/reward", {"reward": reward_of(value)})
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Send a request to the gateway and return the JSON of its response.

@@ -1,8 +1,10 @@
 """Episodes played by a program in a subprocess, such as an agent with a command line.
 
 The program finds the model at `OPENAI_BASE_URL` with the key `OPENAI_API_KEY`, as OpenAI's clients do, or at
-`ANTHROPIC_BASE_URL` with `ANTHROPIC_API_KEY`. An exit status other than 0 is a failure of the environment. The
-program's output goes to the actor's output. The last line of its standard error becomes the reason of a failure.
+`ANTHROPIC_BASE_URL` with `ANTHROPIC_API_KEY`. Its task is the last message of the problem: in an argument as `{task}`,
+or in a file whose path is `{task_file}`. An exit status other than 0 is a failure of the environment, as is a program
+that cannot be started. The program's output goes to the actor's output. The last line of its standard error becomes the
+reason of a failure. When the program ends, all processes that it has left are killed (`system/supervised_process.py`).
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -14,62 +16,88 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
+import tempfile
 from asyncio.subprocess import Process
 from collections.abc import Sequence
 from typing import Final, final
 
 from pipelinerl.environments.environment import Task, variables_of_agents
 from pipelinerl.environments.host_pool import EpisodeEnd
-from pipelinerl.system import tied_process
 from pipelinerl.system.background import to_its_end
+from pipelinerl.system.supervised_process import ending_of, supervised
 
 _TERMINATE_S: Final = 5.0
 _END_S: Final = 60.0
 _LAST_WORDS_S: Final = 1.0
 _TAIL_BYTES: Final = 4096
 _TASK: Final = "{task}"
+_TASK_FILE: Final = "{task_file}"
+_PLACEHOLDER: Final = re.compile(r"\{task(_file)?\}")
 
 
 @final
 class Commands:
-    """Player that runs one command line per episode; `{task}` in an argument becomes the task's last message."""
+    """Player that runs one command line per episode, with the task's text or file in place of the placeholders."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = tuple(command)
+        self._takes_file = any(_TASK_FILE in part for part in command)
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
         """Run the program until it ends. Raises TimeoutError after `timeout_s`."""
-        text = task.messages[-1]["content"] if task.messages else ""
-        tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-S", "-E", *tie, *(part.replace(_TASK, text) for part in self._command)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env=variables_of_agents(
-                os.environ,
-                OPENAI_BASE_URL=base_url,
-                OPENAI_API_KEY=api_key,
-                ANTHROPIC_BASE_URL=base_url.removesuffix("/v1"),
-                ANTHROPIC_API_KEY=api_key,
-            ),
-            start_new_session=True,
-        )
+        # Lone surrogates cannot be encoded, in an argument or in a file.
+        text = (task.messages[-1]["content"] if task.messages else "").encode("utf-8", "replace")
+        with contextlib.ExitStack() as kept:
+            file = kept.enter_context(tempfile.NamedTemporaryFile(prefix="task-")) if self._takes_file else None
+            if file is not None:
+                file.write(text)
+                file.flush()
+            parts = [self._filled(part, text, "" if file is None else file.name) for part in self._command]
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *supervised(parts, grace_s=_TERMINATE_S),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.PIPE,
+                    env=variables_of_agents(
+                        os.environ,
+                        OPENAI_BASE_URL=base_url,
+                        OPENAI_API_KEY=api_key,
+                        ANTHROPIC_BASE_URL=base_url.removesuffix("/v1"),
+                        ANTHROPIC_API_KEY=api_key,
+                    ),
+                    start_new_session=True,
+                )
+            except (OSError, ValueError) as error:
+                return EpisodeEnd(how="raised", reason=self._not_started(error, len(text)))
+            return await self._ended(process, timeout_s)
+
+    async def _ended(self, process: Process, timeout_s: float) -> EpisodeEnd:
         errors = bytearray()
         copying = asyncio.create_task(_copied(process, errors))
         try:
             async with asyncio.timeout(timeout_s):
                 status = await process.wait()
-                # Limit the wait: a child process of the program may keep stderr open.
                 await asyncio.wait({copying}, timeout=_LAST_WORDS_S)
         finally:
             copying.cancel()
             await to_its_end(_end(process))
         if status:
             last = next(iter(errors.decode("utf-8", "replace").strip().splitlines()[-1:]), "it wrote no errors")
-            return EpisodeEnd(how="raised", reason=f"{self._command[0]} ended with status {status}: {last}")
+            return EpisodeEnd(how="raised", reason=f"{self._command[0]} {ending_of(status)}: {last}")
         return EpisodeEnd(how="returned")
+
+    def _filled(self, part: str, text: bytes, file: str) -> str:
+        # One pass, since the task may contain a placeholder.
+        return _PLACEHOLDER.sub(lambda found: text.decode() if found[0] == _TASK else file, part)
+
+    def _not_started(self, error: OSError | ValueError, num_bytes: int) -> str:
+        reason = f"{self._command[0]} cannot be started: {getattr(error, 'strerror', None) or error}"
+        if any(_TASK in part for part in self._command):
+            return f"{reason}; its task has {num_bytes} bytes: pass a long one as {_TASK_FILE}, the path of a file"
+        return reason
 
     async def start(self) -> None:
         """Do nothing: each episode starts its own program."""
@@ -81,20 +109,17 @@ class Commands:
 async def _copied(process: Process, tail: bytearray) -> None:
     assert process.stderr is not None
     while some := await process.stderr.read(_TAIL_BYTES):
-        sys.stderr.buffer.write(some)
-        sys.stderr.buffer.flush()
+        with contextlib.suppress(OSError, ValueError):  # our own output may be closed
+            sys.stderr.buffer.write(some)
+            sys.stderr.buffer.flush()
         tail += some
         del tail[:-_TAIL_BYTES]
 
 
 async def _end(process: Process) -> None:
-    for number, timeout_s in ((signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _END_S)):
-        if process.returncode is not None:
-            break
+    if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+            os.kill(process.pid, signal.SIGTERM)  # its wrapper ends the program, by SIGKILL after `_TERMINATE_S`
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(_TERMINATE_S + _END_S):
                 await process.wait()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # also kills child processes that outlive the program

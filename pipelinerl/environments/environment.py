@@ -119,10 +119,12 @@ class EpisodeLimits:
     """Limits of one episode.
 
     `turn_tokens` is the most tokens of one answer. None means the limit `max_tokens` of the `PromptOrder`, the
-    controller's request for the group of episodes.
+    controller's request for the group of episodes. `concurrent` is the most episodes of a domain that an actor plays at
+    once; None means four per core if each episode starts a program, else no limit.
     """
 
     max_turns: int = 20
     timeout_s: float = 600.0
     turn_tokens: int | None = None
     history: History = History.EXACT
+    concurrent: int | None = None

@@ -13,9 +13,7 @@ Output of user code goes to the actor's output. The host exits with its actor, a
 
 from __future__ import annotations
 
-import asyncio
 import json
-import math
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -24,11 +22,13 @@ import msgspec
 
 from pipelinerl.environments.client import ConversationOver, EpisodeClient
 from pipelinerl.environments.environment import Task
-from pipelinerl.environments.user_code import Play, load_play
-from pipelinerl.environments.verifiers_host import serve, take_connection
+from pipelinerl.environments.user_code import Play, load_play, place_of_play
+from pipelinerl.environments.verifiers_host import run_to_its_end, serve, take_connection
 from pipelinerl.errors import UserError
+from pipelinerl.system.background import raise_if_cancelled
 from pipelinerl.system.http_client import hot_session
 from pipelinerl.system.references import last_line
+from pipelinerl.system.returned_values import EXPECTED, NotAReward, NotAVerdict, plain_verdict, reward_of
 from pipelinerl.types import Verdict
 
 if TYPE_CHECKING:
@@ -44,18 +44,19 @@ def main() -> None:
     connection = take_connection()
     try:
         play = load_play(sys.argv[1], json.loads(sys.argv[2]))
+        place = place_of_play(sys.argv[1])
     except UserError as error:
         connection.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
         return
-    asyncio.run(_serve(connection, play))
+    run_to_its_end(_serve(connection, play, place))
 
 
-async def _serve(connection: socket.socket, play: Play) -> None:
+async def _serve(connection: socket.socket, play: Play, place: str) -> None:
     async with hot_session(token=None, keep_alive_s=_KEEP_ALIVE_S) as session:
-        await serve(connection, partial(_played, play, session))
+        await serve(connection, partial(_played, play, place, session))
 
 
-async def _played(play: Play, session: aiohttp.ClientSession, order: dict[str, Any]) -> dict[str, Any]:
+async def _played(play: Play, place: str, session: aiohttp.ClientSession, order: dict[str, Any]) -> dict[str, Any]:
     client = EpisodeClient(session, base_url=order["base_url"], api_key=order["api_key"])
     try:
         value = await play(msgspec.convert(order["task"], Task), client)
@@ -63,22 +64,24 @@ async def _played(play: Play, session: aiohttp.ClientSession, order: dict[str, A
         return {"how": "over", "reason": str(error)}
     except UserError as error:
         return {"how": "raised", "reason": str(error)}
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        return {"how": "raised", "reason": last_line(error)}
-    return {"how": "returned", **_plain(value)}
+    except BaseException as error:  # user code may raise anything
+        raise_if_cancelled(error)
+        return {"how": "raised", "reason": last_line(error, place)}
+    return {"how": "returned", **_plain(value, place)}
 
 
-def _plain(value: Any) -> dict[str, Any]:
+def _plain(value: Any, place: str) -> dict[str, Any]:
     """Convert the result of user code to JSON types; a result that is not a reward is described under `other`."""
-    if isinstance(value, Verdict):
-        return {"verdict": msgspec.to_builtins(value)}
-    item = getattr(value, "item", None)
-    plain = item() if callable(item) else value
-    if plain is None or isinstance(plain, bool | int):
-        return {"value": plain}
-    if isinstance(plain, float):
-        return {"value": plain} if math.isfinite(plain) else {"other": repr(plain)}
-    return {"other": f"{type(value).__name__} {repr(value)[:80]}"}
+    if value is None:
+        return {}
+    try:
+        if isinstance(value, Verdict):
+            return {"verdict": msgspec.to_builtins(plain_verdict(value))}
+        return {"value": reward_of(value)}
+    except NotAVerdict as error:
+        return {"other": f"{place}: {error}"}
+    except NotAReward as error:
+        return {"other": f"{place} must return {EXPECTED}, it returned {error}"}
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ import msgspec
 from pipelinerl.environments.environment import VERIFIERS, Task, variables_of_agents
 from pipelinerl.environments.verifiers_host import LONGEST_LINE
 from pipelinerl.errors import ReferenceFailed
-from pipelinerl.system import tied_process
 from pipelinerl.system.background import to_its_end
+from pipelinerl.system.supervised_process import ending_of, supervised
 
 EPISODES_OF_A_HOST: Final = 128
 #: Time limit for importing user code, or for loading the data of a taskset.
@@ -42,6 +42,8 @@ _STARTUP_S: Final = 300.0
 _CANCEL_S: Final = 5.0
 _END_S: Final = 60.0
 _LOOK_S: Final = 60.0
+#: Longest wait for the status of a host that has closed its connection.
+_REPORT_S: Final = 5.0
 _NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -56,13 +58,20 @@ class HostLost(Exception):
         self.is_first = is_first
 
 
+class MessageTooLong(Exception):
+    """A message for an episode host is longer than `LONGEST_LINE`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnd:
-    """End of an episode's code; `how` is `returned`, `over`, `raised` or `cancelled`, as in `episode_host`."""
+    """End of an episode's code; `how` is `returned`, `over`, `raised` or `cancelled`, as in `episode_host`.
+
+    `other` says why what the code returned cannot be used.
+    """
 
     how: str
     reason: str = ""
-    value: bool | int | float | None = None
+    value: float | None = None
     verdict: Mapping[str, Any] | None = None
     other: str = ""
 
@@ -75,31 +84,57 @@ class _Host:
     reader: asyncio.StreamReader
     episodes: dict[str, asyncio.Future[EpisodeEnd]] = field(default_factory=dict)
     listening: asyncio.Task[None] | None = None
+    end: str = ""
+    """Why the host was killed or is no longer used; empty if it ended by itself."""
 
     @property
     def is_alive(self) -> bool:
         return self.listening is not None and not self.listening.done() and not self.writer.is_closing()
 
-    def tell(self, **fields: Any) -> None:
+    def send(self, **fields: Any) -> None:
+        """Send a message to the host. Raises `MessageTooLong`."""
+        line = json.dumps(fields).encode() + b"\n"
+        if len(line) > LONGEST_LINE:
+            raise MessageTooLong(f"the task has {len(line)} bytes as JSON, and may have {LONGEST_LINE}; shorten it")
         if not self.writer.is_closing():  # writing to a closing stream would raise RuntimeError under uvloop
-            self.writer.write(json.dumps(fields).encode() + b"\n")
+            self.writer.write(line)
 
     async def listen(self) -> None:
-        """Pass each episode's end to the waiting `play`. When the host process exits, fail all that still wait."""
-        with contextlib.suppress(OSError, ValueError):
+        """Pass each episode's end to the waiting `play`. If the host exits or sends nonsense, fail all that wait."""
+        try:
             while line := await self.reader.readline():
                 fields = json.loads(line)
                 ended = self.episodes.pop(fields.pop("ended"), None)
                 if ended is not None and not ended.done():
                     ended.set_result(msgspec.convert(fields, EpisodeEnd))
-        for place, ended in enumerate(each for each in self.episodes.values() if not each.done()):
-            reason = "the process that played this episode has ended; its output says why"
-            ended.set_exception(HostLost(reason, is_first=place == 0))
+        except OSError:
+            pass  # the connection broke because the process has ended
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # user code wrote to it
+            self.end = f"it sent a line that is no message of an episode host ({type(error).__name__}), and was killed"
+        finally:
+            await self._fail_all()
+
+    async def _fail_all(self) -> None:
+        waiting = [each for each in self.episodes.values() if not each.done()]
         self.episodes.clear()
+        if self.end:
+            self.kill()
+        try:
+            async with asyncio.timeout(_REPORT_S):
+                status = await self.process.wait()
+            self.end = self.end or f"it {ending_of(status)}; its output may say why"
+        except TimeoutError:
+            self.end = self.end or "it closed its connection, and was killed"
+        self.kill()
+        for place, ended in enumerate(each for each in waiting if not each.done()):
+            reason = f"the process that played this episode is gone: {self.end}"
+            ended.set_exception(HostLost(reason, is_first=place == 0))
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # also kills processes that user code has started
+        """Kill the host and all processes that user code has started, by the signal for which their wrapper waits."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGTERM)
 
     async def close(self) -> None:
         self.writer.close()
@@ -130,14 +165,17 @@ class EpisodeHosts:
         """Play one episode. Raises `TimeoutError`, or `HostLost` if the process exits before the episode's end."""
         host, number = await self._free(), str(next(self._numbers))
         ended: asyncio.Future[EpisodeEnd] = asyncio.get_running_loop().create_future()
+        try:
+            host.send(begin=number, task=msgspec.to_builtins(task), base_url=base_url, api_key=api_key)
+        except MessageTooLong as error:
+            return EpisodeEnd(how="raised", reason=str(error))
         host.episodes[number] = ended
-        host.tell(begin=number, task=msgspec.to_builtins(task), base_url=base_url, api_key=api_key)
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(ended)
         except (TimeoutError, asyncio.CancelledError):
             if not ended.done():
-                host.tell(cancel=number)
+                host.send(cancel=number)
                 end = asyncio.create_task(self._end(host, ended))
                 self._ends.add(end)
                 end.add_done_callback(self._ends.discard)
@@ -151,6 +189,7 @@ class EpisodeHosts:
     async def _end(self, host: _Host, ended: asyncio.Future[EpisodeEnd]) -> None:
         await asyncio.wait({ended}, timeout=_CANCEL_S)
         if not ended.done():
+            host.end = f"another of its episodes did not stop within {_CANCEL_S:g} s of its deadline, and it was killed"
             host.kill()
             await asyncio.wait({ended}, timeout=_END_S)
         if ended.done():
@@ -200,11 +239,10 @@ def _command(reference: str, options: Mapping[str, Any]) -> list[str]:
 
 async def _started(command: Sequence[str]) -> _Host:
     ours, theirs = socket.socketpair()
-    tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
     with theirs, contextlib.ExitStack() as given_up:
         given_up.callback(ours.close)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-S", "-E", *tie, *command),
+            *supervised(command),
             stdin=theirs.fileno(),
             env=variables_of_agents(os.environ),
             start_new_session=True,

@@ -4,6 +4,9 @@
     {"type": "step", "data": {"word": "crane"}}  ─▶  the same, or {"type": "error", "data": {"code", "message"}}
     {"type": "close"}
 
+Only an answer that is no action, or an action that the server calls invalid, is the model's fault. An error or a
+malformed message of the server ends the episode without a reward.
+
 Each connection is a session that plays one episode. Each answer of the model is one action. `GET /schema` describes
 actions: if an action has or requires exactly one field, the answer's text is that field's value. The actions of an MCP
 server are tool calls. Any other action is a JSON object that the model writes.
@@ -17,6 +20,7 @@ server are tool calls. Any other action is a JSON object that the model writes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
@@ -25,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
 
 from pipelinerl import rng
 from pipelinerl.environments.client import ChatAnswer, EpisodeClient
@@ -32,6 +37,8 @@ from pipelinerl.environments.environment import OPENENV, Task
 from pipelinerl.errors import AddressError, ReferenceFailed, UserError
 from pipelinerl.system.http_client import hot_session
 from pipelinerl.system.outside import OutsideClient, OutsideUnreachable, ResponseRejected, proxy_of
+from pipelinerl.system.references import last_line
+from pipelinerl.system.returned_values import described, reward_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -72,6 +79,14 @@ class ServerRefused(UserError):
         self.code = code
 
 
+class ServerMalformed(UserError):
+    """The server sent something that OpenEnv's protocol does not allow."""
+
+
+class InvalidAction(ValueError):
+    """The model's answer is no action of this server, or the server calls the action invalid: the model's own fault."""
+
+
 class Observed(msgspec.Struct, frozen=True):
     """The server's reaction to a reset or a step."""
 
@@ -101,6 +116,7 @@ class OpenEnv:
         Raises:
             AddressError: the server cannot be reached, is no OpenEnv server, or closes the connection.
             ServerRefused: the environment failed.
+            ServerMalformed: the server sent something that the protocol does not allow.
         """
         async with hot_session(token=None, keep_alive_s=_KEEP_ALIVE_S) as http:
             if self._actions is None:
@@ -130,7 +146,7 @@ class OpenEnv:
             return await self._called(session, answer, nothing)
         try:
             observed = await session.step(actions.of(answer.content))
-        except ValueError as error:
+        except InvalidAction as error:
             return [_user(f"error: {error}")], nothing
         return [_user(self._text(observed.observation))], observed
 
@@ -141,13 +157,13 @@ class OpenEnv:
         for call in answer.tool_calls:
             function = call["function"]
             try:
-                arguments = json.loads(function["arguments"] or "{}")
+                arguments = _json_of(function["arguments"] or "{}", "arguments")
                 observed = await session.step(
                     {"type": "call_tool", "tool_name": function["name"], "arguments": arguments}
                 )
                 content = _result_of(observed.observation) or self._text(observed.observation)
                 rewards += observed.reward or 0.0
-            except ValueError as error:
+            except InvalidAction as error:
                 content = f"error: {error}"
             replies.append({"role": "tool", "tool_call_id": call["id"], "content": content})
             if observed.done:
@@ -184,7 +200,7 @@ class OpenEnv:
             raise self._unreachable(error) from None
         except ResponseRejected as error:
             raise self._no_server(str(error)) from None
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise self._no_server("GET /schema did not describe actions") from None
         finally:
             await client.close()
@@ -238,13 +254,13 @@ class OpenEnvSession:
     async def step(self, action: Mapping[str, Any]) -> Observed:
         """Send an action and return the observation.
 
-        Raises `ValueError` for an action that the server calls invalid, and the other errors of `exchange`.
+        Raises `InvalidAction` for an action that the server calls invalid, and the other errors of `exchange`.
         """
         try:
             return await self.exchange("step", action)
         except ServerRefused as error:
             if error.code == _INVALID:
-                raise ValueError(str(error)) from None
+                raise InvalidAction(str(error)) from None
             raise
 
     async def tools(self) -> list[dict[str, Any]]:
@@ -263,7 +279,10 @@ class OpenEnvSession:
         ]
 
     async def exchange(self, kind: str, data: Mapping[str, Any]) -> Observed:
-        """Send a message and return the observation. Raises `ServerRefused`, or `AddressError` if disconnected."""
+        """Send a message and return the observation.
+
+        Raises `ServerRefused`, `ServerMalformed`, or `AddressError` if disconnected.
+        """
         import aiohttp
 
         try:
@@ -275,15 +294,25 @@ class OpenEnvSession:
             raise AddressError(
                 f"the OpenEnv server at {self._url} closed its connection in the middle of an episode; its log says why"
             )
-        answer = json.loads(message.data)
-        if answer.get("type") == "error":
-            error = answer.get("data") or {}
+        try:
+            return self._observed(kind, json.loads(message.data))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ServerMalformed(
+                f"the OpenEnv server at {self._url} answered a {kind} with {described(message.data)}, which is no "
+                f"observation ({last_line(error)}); see its log, and the version of its package"
+            ) from None
+
+    def _observed(self, kind: str, answer: Any) -> Observed:
+        if answer["type"] == "error":
+            error = answer["data"]
             raise ServerRefused(_sentence(kind, error), str(error.get("code", "")))
-        return msgspec.convert(answer["data"], Observed)
+        observed = msgspec.convert(answer["data"], Observed)
+        return observed if observed.reward is None else replace(observed, reward=reward_of(observed.reward))
 
     async def close(self) -> None:
-        """End the session."""
-        await self._socket.send_json({"type": "close"})
+        """End the session; the episode is complete, so a lost connection does not matter."""
+        with contextlib.suppress(ConnectionError):
+            await self._socket.send_json({"type": "close"})
 
 
 @final
@@ -316,12 +345,12 @@ class Actions:
         return f"Answer with one JSON object with these fields: {json.dumps(self._fields, separators=(',', ':'))}"
 
     def of(self, text: str) -> dict[str, Any]:
-        """Parse the model's answer `text` into an action. Raises `ValueError` with a message for the model."""
+        """Parse the model's answer `text` into an action. Raises `InvalidAction` with a message for the model."""
         if self._field is not None:
             return {self._field: text if self._is_text else _json_of(text, f"a value of {self._field}")}
         action = _json_of(text[text.find("{") : text.rfind("}") + 1], "one JSON object")
         if not isinstance(action, dict):
-            raise ValueError("the answer must be one JSON object")
+            raise InvalidAction("the answer must be one JSON object")
         return action
 
 
@@ -334,7 +363,7 @@ def _json_of(text: str, expected: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"the answer must be {expected} in JSON") from None
+        raise InvalidAction(f"the answer must be {expected} in JSON") from None
 
 
 def _sentence(kind: str, error: Mapping[str, Any]) -> str:

@@ -13,7 +13,8 @@ from pipelinerl.environments.client import EpisodeClient
 from pipelinerl.environments.environment import OPENENV, Environment, EnvironmentStep, Task
 from pipelinerl.environments.openenv import OpenEnv
 from pipelinerl.errors import ReferenceFailed
-from pipelinerl.system.references import load_reference
+from pipelinerl.system.references import load_reference, position_of
+from pipelinerl.system.returned_values import MOST_REWARD, NotAReward, described, reward_of
 
 #: Function that plays one episode, and returns a reward, a bool, a `Verdict`, or None.
 Play = Callable[[Task, EpisodeClient], Awaitable[Any]]
@@ -39,6 +40,11 @@ def load_play(reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> Play:
     _refuse_unknown(reference, thing, ("task", "client"), options)
     play: Play = partial(thing, **options)
     return play
+
+
+def place_of_play(reference: str) -> str:
+    """Return the place of an environment for error messages: file, line and name of user code, else its reference."""
+    return reference if reference.startswith(OPENENV) else position_of(load_reference(reference))
 
 
 def _refuse_unknown(reference: str, thing: Any, names: tuple[str, ...], options: Mapping[str, Any]) -> None:
@@ -74,7 +80,15 @@ async def _called(method: Callable[..., Any], *arguments: Any) -> Any:
     """Call a method; a method that is not async runs in a thread, so that it does not block the event loop."""
     if inspect.iscoroutinefunction(method):
         return await method(*arguments)
-    return await asyncio.to_thread(method, *arguments)
+    return await asyncio.to_thread(_without_stop_iteration, method, *arguments)
+
+
+def _without_stop_iteration(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method; a `StopIteration`, which no future can hold, becomes a `RuntimeError`, as in a coroutine."""
+    try:
+        return method(*arguments)
+    except StopIteration as error:
+        raise RuntimeError("the method raised StopIteration").with_traceback(error.__traceback__) from error
 
 
 def _messages(value: Any) -> list[Any]:
@@ -84,11 +98,28 @@ def _messages(value: Any) -> list[Any]:
 
 
 def _step(value: Any) -> EnvironmentStep:
+    messages: Any
+    reward: Any
+    done: Any
     if isinstance(value, EnvironmentStep):
-        return value
-    if isinstance(value, tuple) and len(value) == 3:
+        messages, reward, done = value.messages, value.reward, value.done
+    elif isinstance(value, tuple) and len(value) == 3:
         messages, reward, done = value
-        return EnvironmentStep(messages=_messages(messages), reward=float(reward or 0), done=bool(done))
-    raise TypeError(
-        f"step must return an EnvironmentStep, or (messages, reward, done), it returned {type(value).__name__}"
-    )
+    else:
+        raise TypeError(
+            f"step must return an EnvironmentStep, or (messages, reward, done), it returned {described(value)}"
+        )
+    try:
+        return EnvironmentStep(
+            messages=_messages(messages), reward=0.0 if reward is None else reward_of(reward), done=_is_done(done)
+        )
+    except NotAReward as error:
+        raise TypeError(f"step must return a finite number within ±{MOST_REWARD:g} as reward, it is {error}") from None
+
+
+def _is_done(value: Any) -> bool:
+    """Return a truth value; a text such as "False" would count as true, and is rejected."""
+    try:
+        return value is not None and bool(reward_of(value))
+    except NotAReward as error:
+        raise TypeError(f"step must return True or False as done, it is {error}") from None

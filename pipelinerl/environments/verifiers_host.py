@@ -25,11 +25,13 @@ import ssl
 import sys
 import traceback
 import types
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 #: Maximum size in bytes of a line on the socket.
 LONGEST_LINE = 2**26
+#: Maximum length in characters of a reason that is sent to the actor.
+LONGEST_REASON = 1000
 #: Timeout in seconds for one request; it is never reached, since the episode's deadline is earlier.
 _LONGEST_TURN_S = 86_400.0
 #: The name under which verifiers finds the harness of this file.
@@ -52,7 +54,7 @@ def main() -> None:
         reason = f"verifiers:{sys.argv[1]} cannot be loaded by {sys.executable}: {_described(error)}"
         connection.sendall(json.dumps({"error": reason}).encode() + b"\n")
         return
-    asyncio.run(_serve(connection, environment, tasks))
+    run_to_its_end(_serve(connection, environment, tasks))
 
 
 def _environment(taskset: str, options: dict[str, Any]) -> Any:
@@ -117,14 +119,8 @@ def _name_agents(environment: Any, trains: dict[str, bool]) -> None:
 
 
 async def _serve(connection: socket.socket, environment: Any, tasks: Any) -> None:
-    async def play(order: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return await _played(environment, tasks, order)
-        except Exception as error:  # the library and the taskset may raise anything
-            return {"how": "raised", "reason": _described(error)}
-
     async with environment.serving():
-        await serve(connection, play)
+        await serve(connection, functools.partial(_played, environment, tasks))
 
 
 def take_connection() -> socket.socket:
@@ -134,25 +130,45 @@ def take_connection() -> socket.socket:
     return connection
 
 
+def run_to_its_end(main: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine on a new event loop, even if a task of user code raises `SystemExit` or `KeyboardInterrupt`.
+
+    asyncio raises these two out of the event loop, which would end the episodes of all other tasks as well.
+    """
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        task = loop.create_task(main)
+        while not task.done():
+            try:
+                loop.run_until_complete(task)
+            except (SystemExit, KeyboardInterrupt):
+                traceback.print_exc()
+        task.result()
+
+
 async def serve(connection: socket.socket, play: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> None:
     """Report readiness, and play the episodes that are requested until the socket closes; cancel the rest.
 
-    `play` is called with the request, and returns the fields of the message about the episode's end.
+    `play` is called with the request, and returns the fields of the message about the episode's end. Whatever `play`
+    raises or returns, one end is sent for each episode.
     """
     reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
     running: dict[str, asyncio.Task[None]] = {}
-
-    def send(**fields: Any) -> None:
-        writer.write(json.dumps(fields).encode() + b"\n")
+    own = os.getpid()
 
     async def run(order: dict[str, Any]) -> None:
         try:
             ended = await play(order)
-        except asyncio.CancelledError:
-            ended = {"how": "cancelled", "reason": "cancelled"}
-        send(ended=order["begin"], **ended)
+        except BaseException as error:  # the code of an episode may raise anything
+            task = asyncio.current_task()
+            is_ours = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()
+            how, reason = ("cancelled", "cancelled") if is_ours else ("raised", _described(error))
+            ended = {"how": how, "reason": reason}
+        if os.getpid() != own:
+            os._exit(0)  # the code has forked, and only the original process may answer
+        writer.write(_end_line(order["begin"], ended))
 
-    send(ready=True)
+    writer.write(b'{"ready": true}\n')
     while line := await reader.readline():
         order = json.loads(line)
         if "cancel" in order:
@@ -163,6 +179,16 @@ async def serve(connection: socket.socket, play: Callable[[dict[str, Any]], Awai
         task.add_done_callback(lambda _, name=order["begin"]: running.pop(name))  # type: ignore[misc]
     for task in running.values():
         task.cancel()
+
+
+def _end_line(name: str, ended: dict[str, Any]) -> bytes:
+    """Encode an episode's end, with texts of at most `LONGEST_REASON` characters; always succeeds."""
+    try:
+        cut = {key: value[:LONGEST_REASON] if isinstance(value, str) else value for key, value in ended.items()}
+        return json.dumps({"ended": name, **cut}).encode() + b"\n"
+    except (ValueError, TypeError, RecursionError) as error:
+        reason = f"the end of the episode cannot be sent: {_described(error)}"
+        return json.dumps({"ended": name, "how": "raised", "reason": reason}).encode() + b"\n"
 
 
 async def _played(environment: Any, tasks: Any, order: dict[str, Any]) -> dict[str, Any]:
@@ -191,11 +217,14 @@ async def _played(environment: Any, tasks: Any, order: dict[str, Any]) -> dict[s
     return {"how": "returned", "value": float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))}
 
 
-def _described(error: Exception) -> str:
-    place, root = _place("".join(traceback.format_exception(error))), error
-    while place and isinstance(root.__cause__, Exception):
-        root = root.__cause__
-    return f"{place}{type(root).__name__}: {root}"
+def _described(error: BaseException) -> str:
+    try:
+        place, root = _place("".join(traceback.format_exception(error))), error
+        while place and isinstance(root.__cause__, Exception):
+            root = root.__cause__
+        return f"{place}{type(root).__name__}: {root}"[:LONGEST_REASON]
+    except BaseException:  # methods of an exception may raise anything
+        return f"{type(error).__name__}, whose message cannot be read"
 
 
 def _place(text: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from typing import Final
 
 from pipelinerl.actor.episodes import EpisodeDomain, Player
 from pipelinerl.config.domains import DomainSection
@@ -17,6 +19,10 @@ from pipelinerl.verifiers.oubliette.runs import SandboxMissing
 from pipelinerl.verifiers.oubliette.sandbox import isolation_of
 from pipelinerl.verifiers.oubliette.verifier import PythonTool
 from pipelinerl.verifiers.verifier import GroupVerifier
+from pipelinerl.verifiers.worker_pool import num_cores
+
+#: Programs of `command` wait for the model most of the time, so a core serves several.
+_PROGRAMS_PER_CORE: Final = 4
 
 
 def open_episodes(config: RunConfig, verifiers: Mapping[str, GroupVerifier]) -> dict[str, EpisodeDomain]:
@@ -25,6 +31,7 @@ def open_episodes(config: RunConfig, verifiers: Mapping[str, GroupVerifier]) -> 
         domain.name: EpisodeDomain(
             player=_player(domain),
             limits=domain.episode.limits,
+            places=places_of(domain),
             verifier=verifiers.get(domain.name),
             correct_at=domain.correct_at,
             tools=Toolbox(PythonTool(domain.oubliette.rules, workers=domain.verifier_workers))
@@ -56,6 +63,14 @@ def check_environment(domain: DomainSection) -> None:
             load_play(domain.environment, domain.environment_options)
     except ReferenceFailed as error:
         raise RecipeError(f"domains.{domain.name}.environment: {error}") from None
+
+
+def places_of(domain: DomainSection) -> asyncio.Semaphore | None:
+    """Return the limit on the domain's episodes at once; starting too many programs would silence the actor."""
+    most = domain.episode.concurrent
+    if most is None and domain.command:
+        most = _PROGRAMS_PER_CORE * num_cores()
+    return None if most is None else asyncio.Semaphore(most)
 
 
 def _player(domain: DomainSection) -> Player:

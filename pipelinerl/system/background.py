@@ -136,6 +136,13 @@ async def to_its_end(work: Awaitable[T]) -> T:
         raise
 
 
+def raise_if_cancelled(error: BaseException) -> None:
+    """Raise `error` if it is the cancellation of the current task, not a `CancelledError` that user code raised."""
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+
+
 async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results in order. The first failure cancels the rest and is raised alone, not in an ExceptionGroup."""
     tasks = [asyncio.create_task(each) for each in work]

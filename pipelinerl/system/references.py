@@ -28,6 +28,8 @@ from pipelinerl.system.files import from_home
 _IN_A_FILE: Final = re.compile(r"(?P<path>[^\n]*\.py):(?P<attribute>[A-Za-z_]\w*)")
 _IN_A_MODULE: Final = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<attribute>[A-Za-z_]\w*)")
 _PRIVATE: Final = "pipelinerl_user_"
+#: Maximum length of an exception's description.
+_LONGEST_LINE: Final = 1000
 
 
 def is_reference(text: str) -> bool:
@@ -65,13 +67,33 @@ def place_of(thing: Any) -> str:
         return repr(thing)
 
 
-def last_line(error: BaseException) -> str:
-    """Return an exception's class and message, after the file and line of the innermost frame of user code."""
-    text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}: {text}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {text}" if frames else text
+def position_of(thing: Any) -> str:
+    """Return `file:line: name` of a function or class of user code; its name alone if the file is unknown."""
+    name = str(getattr(thing, "__name__", type(thing).__name__))
+    try:
+        thing = inspect.unwrap(thing)
+        return f"{inspect.getsourcefile(thing)}:{inspect.getsourcelines(thing)[1]}: {name}"
+    except (OSError, TypeError, ValueError):
+        return name
+
+
+def last_line(error: BaseException, place: str = "") -> str:
+    """Return an exception's class and message, after the file and line of the innermost frame of user code.
+
+    Without such a frame, `place` comes first. The text is one line of at most `_LONGEST_LINE` characters without lone
+    surrogates. Never raises, even if the exception's own methods do.
+    """
+    try:
+        text = "".join(traceback.format_exception_only(error)).strip().rpartition("\n")[2]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+        if isinstance(error, SyntaxError) and error.filename:
+            place = f"{error.filename}:{error.lineno}"
+        elif frames:
+            place = f"{frames[-1].filename}:{frames[-1].lineno}"
+    except BaseException:  # methods of a user's exception may raise anything
+        text = f"{type(error).__name__}, whose message cannot be read"
+    text = f"{place}: {text}" if place else text
+    return " ".join(text[:_LONGEST_LINE].encode("utf-8", "replace").decode().splitlines())
 
 
 def _is_users(filename: str) -> bool:

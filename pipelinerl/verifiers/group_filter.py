@@ -20,8 +20,9 @@ from typing import Any, Final, final
 import msgspec
 
 from pipelinerl.errors import RecipeError, UserError
-from pipelinerl.system.references import last_line, load_reference
-from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.system.references import last_line, load_reference, position_of
+from pipelinerl.system.returned_values import described
+from pipelinerl.types import MOST_SHOWN, Outcome, Problem, Verdict
 from pipelinerl.verifiers.user_code import accepted_names, lacking, limit_memory, parameters_of
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, correct, failed, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
@@ -71,6 +72,7 @@ def filter_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 def open_filter_function(reference: str) -> Callable[[Any], Any]:
     """Load a filter; return the function that a worker runs: arguments by name → verdict. Raises `UserError`."""
     function = load_reference(reference)
+    place = position_of(function)
     limit_memory()
 
     def answering(values: dict[str, Any]) -> Any:
@@ -78,9 +80,10 @@ def open_filter_function(reference: str) -> Callable[[Any], Any]:
             values[name] = msgspec.convert(values[name], _TYPES[name])
         try:
             value = function(**values)
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            return msgspec.to_builtins(failed(last_line(error)))
-        return msgspec.to_builtins(verdict_on(value, name=getattr(function, "__name__", "the filter")))
+            verdict = verdict_on(value, name=getattr(function, "__name__", "the filter"))
+        except BaseException as error:  # user code may raise anything
+            verdict = failed(last_line(error, place))
+        return msgspec.to_builtins(verdict)
 
     return answering
 
@@ -91,13 +94,13 @@ def verdict_on(value: Any, *, name: str) -> Verdict:
     An invalid value gives a `verifier_error`.
     """
     if isinstance(value, str) and value.strip():
-        return wrong(" ".join(value.split())[:_MOST_REASON])
+        return wrong(" ".join(str.__str__(value)[:MOST_SHOWN].split())[:_MOST_REASON])
     plain = value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value
     if plain is True:
         return correct("")
     if plain is False:
         return wrong(name[:_MOST_REASON])
-    return failed(f"the filter must return True, False or a reason, it returned {type(value).__name__} {value!r:.80}")
+    return failed(f"the filter must return True, False or a reason, it returned {described(value)}")
 
 
 @final
@@ -125,7 +128,7 @@ class GroupFilter:
             verdict = msgspec.convert(answer, Verdict)
         except TimeoutError:
             verdict = timed_out(self._deadline_s)
-        except WorkerLost as error:
+        except (WorkerLost, msgspec.ValidationError) as error:
             verdict = failed(str(error))
         return Judgement(verdict, time.monotonic() - began)
 

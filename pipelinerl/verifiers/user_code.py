@@ -7,8 +7,8 @@
 
 Any other name is a column of the data, from the problem's metadata, as in TRL. `**kwargs` gets all columns.
 
-A function returns a number, a bool, a `Verdict`, or None for "not judged"; for a group, a list of them. An exception,
-None, or an invalid value (no number, not finite, or above `MOST_REWARD`) gives a `verifier_error`, not a reward of 0.
+A function returns a number, a bool, a `Verdict`, or None for "not judged"; for a group, a list of them
+(`verdicts.py`). An exception, None, or an invalid value gives a `verifier_error`, not a reward of 0.
 There is one special case, so that a model cannot learn to crash the function. If a synchronous function of one answer
 raises an error that a text can cause (`_OF_THE_TEXT`), raises one again in a second call, and finds the ground truth
 correct, the answer is wrong.
@@ -22,34 +22,24 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import re
 import resource
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from numbers import Real
 from pathlib import Path
 from typing import Any, Final, final
 
 import msgspec
 
 from pipelinerl.errors import RecipeError
-from pipelinerl.system.references import last_line, load_reference
+from pipelinerl.system.background import raise_if_cancelled
+from pipelinerl.system.references import last_line, load_reference, position_of
+from pipelinerl.system.returned_values import described
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.verifier import (
-    Judgement,
-    SampledAnswer,
-    Verifier,
-    close,
-    failed,
-    graded,
-    shown,
-    start,
-    timed_out,
-    wrong,
-)
+from pipelinerl.verifiers.verdicts import checked, verdict_of, verdicts_of
+from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, Verifier, close, failed, start, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 
@@ -80,8 +70,6 @@ def accepted_names(parameters: Sequence[inspect.Parameter], known: Iterable[str]
     return tuple(name for name in known if everything or name in names)
 
 
-#: Largest accepted reward; a larger number is a mistake that would dominate its batch.
-MOST_REWARD: Final = 1e6
 #: Memory that a worker may allocate beyond its imports.
 _MEMORY_BYTES: Final = 4 << 30
 
@@ -197,55 +185,6 @@ def _by_place(placed: Sequence[inspect.Parameter]) -> bool:
     return not mixed and not (first in OF_ONE and second in OF_ONE)
 
 
-# --- what comes back --------------------------------------------------------------------------------------------------
-
-
-def verdict_of(value: Any, *, correct_at: float) -> Verdict:
-    """Convert a function's return value to a verdict, which is `correct` if the reward is at least `correct_at`.
-
-    None or an invalid value gives a `verifier_error`.
-    """
-    if isinstance(value, Verdict):
-        if not (math.isfinite(value.reward) and abs(value.reward) <= MOST_REWARD):
-            sentence = f"the reward of a Verdict must be a finite number within ±{MOST_REWARD:g}"
-            return failed(f"{sentence}, the function returned {value.reward!r}")
-        return replace(value, reason=shown(value.reason), answer=shown(value.answer))
-    if value is None:
-        return failed("the function judged nothing: it returned None")
-    plain = _plain(value)
-    if not isinstance(plain, Real):
-        return failed(f"the function must return a number, a bool, a Verdict or None, it returned {_shown(value)}")
-    reward = float(plain)
-    if not math.isfinite(reward) or abs(reward) > MOST_REWARD:
-        return failed(f"the function must return a finite number within ±{MOST_REWARD:g}, it returned {reward:g}")
-    return Verdict(outcome=graded(reward, correct_at), reward=reward)
-
-
-def verdicts_of(value: Any, count: int, *, correct_at: float) -> list[Verdict]:
-    """Convert the return value of a function that judges a group to `count` verdicts, one for each answer."""
-    values = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, list | tuple) or len(values) != count:
-        came = f"{len(values)} of them" if isinstance(values, list | tuple) else _shown(value)
-        return [
-            failed(f"the function must return a list with one reward for each of {count} answers, it returned {came}")
-        ] * count
-    return [verdict_of(each, correct_at=correct_at) for each in values]
-
-
-def _plain(value: Any) -> Any:
-    item = getattr(value, "item", None)
-    if isinstance(value, Real) or not callable(item):
-        return value
-    try:
-        return item()
-    except (TypeError, ValueError, RuntimeError):
-        return value
-
-
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {repr(value)[:80]}"
-
-
 # --- where it runs ----------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +192,7 @@ def open_function(argument: str) -> Callable[[Any], Any]:
     """Load a function; return the function that a worker runs: `[problem, answers]` → verdicts. Raises `UserError`."""
     reference, correct_at = json.loads(argument)
     reward = RewardFunction.of_callable(load_reference(reference))
+    place = position_of(reward.function)
     limit_memory()
 
     def answering(question: Any) -> Any:
@@ -260,14 +200,14 @@ def open_function(argument: str) -> Callable[[Any], Any]:
         answers = [SampledAnswer(*answer) for answer in question[1]]
         try:
             values = reward.calls(problem, answers)
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            raised = failed(last_line(error))
+        except BaseException as error:  # user code may raise anything
+            raised = failed(last_line(error, place))
             if isinstance(error, _OF_THE_TEXT) and _refuses(reward, problem, answers, correct_at):
                 raised = wrong(f"the function fails on this answer and not on the ground truth: {raised.reason}")
             return msgspec.to_builtins([raised] * len(answers))
         if reward.of is Of.GROUP:
-            return msgspec.to_builtins(verdicts_of(values[0], len(answers), correct_at=correct_at))
-        return msgspec.to_builtins([verdict_of(value, correct_at=correct_at) for value in values])
+            return msgspec.to_builtins(verdicts_of(values[0], len(answers), correct_at=correct_at, place=place))
+        return msgspec.to_builtins([verdict_of(value, correct_at=correct_at, place=place) for value in values])
 
     return answering
 
@@ -289,13 +229,13 @@ def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[Sampled
         reward.calls(problem, answers)
     except _OF_THE_TEXT:
         pass
-    except (Exception, SystemExit):  # user code may raise anything
+    except BaseException:  # user code may raise anything
         return False
     else:
         return False
     try:
         value = reward.calls(problem, [SampledAnswer(problem.ground_truth)])[0]
-    except (Exception, SystemExit):  # user code may raise anything
+    except BaseException:  # user code may raise anything
         return False
     return verdict_of(value, correct_at=correct_at).outcome is Outcome.CORRECT
 
@@ -353,6 +293,7 @@ class AsyncReward:
 
     def __init__(self, reward: RewardFunction, *, correct_at: float, deadline_s: float) -> None:
         self._reward = reward
+        self._place = position_of(reward.function)
         self._correct_at = correct_at
         self._deadline_s = deadline_s
 
@@ -367,11 +308,12 @@ class AsyncReward:
         try:
             async with deadline:
                 value = await self._reward.calls(problem, answers)[0]
-        except Exception as error:  # user code may raise anything
+        except BaseException as error:  # user code may raise anything
+            raise_if_cancelled(error)
             late = isinstance(error, TimeoutError) and deadline.expired()
-            return [timed_out(self._deadline_s) if late else failed(last_line(error))] * len(answers)
+            return [timed_out(self._deadline_s) if late else failed(last_line(error, self._place))] * len(answers)
         values = value if self._reward.of is Of.GROUP else [value]
-        return verdicts_of(values, len(answers), correct_at=self._correct_at)
+        return verdicts_of(values, len(answers), correct_at=self._correct_at, place=self._place)
 
 
 async def _judged(
@@ -396,17 +338,17 @@ class Shielded:
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
+        self._place = position_of(type(verifier))
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         try:
             verdict = await self._verifier.verify(problem, completion_text)
-        except TimeoutError:
-            raise
-        except Exception as error:  # user code may raise anything
-            return failed(last_line(error))
+        except BaseException as error:  # user code may raise anything; a deadline comes as a cancellation
+            raise_if_cancelled(error)
+            return failed(last_line(error, self._place))
         if isinstance(verdict, Verdict):
-            return verdict_of(verdict, correct_at=1.0)
-        return failed(f"verify must return a Verdict, it returned {_shown(verdict)}")
+            return checked(verdict, place=self._place)
+        return failed(f"{self._place}: verify must return a Verdict, it returned {described(verdict)}")
 
     async def start(self) -> None:
         await start(self._verifier)

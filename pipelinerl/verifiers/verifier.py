@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, final
 
-from pipelinerl.types import MOST_SHOWN, Outcome, Problem, RewardPart, Verdict
+from pipelinerl.system.returned_values import shown as shown  # other verifiers import it from here
+from pipelinerl.types import Outcome, Problem, RewardPart, Verdict
 
 #: Tolerance for the comparison of rewards with thresholds.
 ROUNDING: Final = 1e-9
@@ -138,11 +139,6 @@ def graded(reward: float, correct_at: float) -> Outcome:
 def failed(reason: str) -> Verdict:
     """Return the verdict for a failure of the verifier itself."""
     return Verdict(outcome=Outcome.VERIFIER_ERROR, reward=0.0, reason=shown(reason))
-
-
-def shown(text: str) -> str:
-    """Cut a text for a verdict to `MOST_SHOWN` characters, and replace lone surrogates, which cannot be encoded."""
-    return text[:MOST_SHOWN].encode("utf-8", "replace").decode()
 
 
 def last_tagged(text: str) -> str | None:

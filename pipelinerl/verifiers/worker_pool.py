@@ -39,8 +39,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final, final
 
-from pipelinerl.system import tied_process
 from pipelinerl.system.background import to_its_end
+from pipelinerl.system.supervised_process import descendants, ending_of, kill_all, supervised
 
 _STARTUP_S: Final = 60.0
 #: Longest wait, in seconds, for the end of a killed process.
@@ -62,7 +62,10 @@ _LOW_PRIORITY: Final = 10
 _LONGEST_ANSWER: Final = 2**24
 #: Largest number of groups whose slow questions are counted; the counts are cleared when it is reached.
 _REMEMBERED: Final = 1024
-_ENDED: Final = "the verifier's process ended by itself, or was killed, before it answered"
+#: Longest wait, in seconds, for the return code of a worker that has ended.
+_REPORT_S: Final = 2.0
+#: Largest number of return codes that are kept.
+_MOST_CODES: Final = 256
 
 
 #: Result of `_answered_soon` if a question is not answered in time and therefore counts as slow.
@@ -84,8 +87,12 @@ class Overran(TimeoutError):
 
 def default_workers() -> int:
     """Return the default number of workers: one for each core that the process may use, at least two."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(2, cores)
+    return max(2, num_cores())
+
+
+def num_cores() -> int:
+    """Return the number of cores that the process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @final
@@ -256,21 +263,22 @@ class _Turn:
 
 @final
 class _Worker:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, forker: _Forker) -> None:
         self._reader = reader
         self._writer = writer
-        self._pid = pid
+        self._forker = forker
+        self._pid = 0
         self.cpu_s = 0.0
         """Processor seconds of the worker at its latest answer."""
 
     @classmethod
-    async def begin(cls, connection: socket.socket) -> _Worker:
+    async def begin(cls, connection: socket.socket, forker: _Forker) -> _Worker:
         try:
             reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_LONGEST_ANSWER)
         except BaseException:
             connection.close()
             raise
-        worker = cls(reader, writer, 0)
+        worker = cls(reader, writer, forker)
         try:
             async with asyncio.timeout(_STARTUP_S):
                 worker._pid = await worker.receive()
@@ -293,7 +301,7 @@ class _Worker:
             self._writer.write(json.dumps(question).encode() + b"\n")
             await self._writer.drain()
         except OSError as error:
-            raise WorkerLost(_ENDED) from error
+            raise WorkerLost(await self._forker.why_ended(self._pid)) from error
 
     async def receive(self) -> Any:
         try:
@@ -301,8 +309,14 @@ class _Worker:
         except (OSError, ValueError) as error:
             raise WorkerLost(f"the verifier's process answered with more than {_LONGEST_ANSWER} bytes") from error
         if not line.endswith(b"\n"):
-            raise WorkerLost(_ENDED)
-        answer, self.cpu_s = json.loads(line)
+            raise WorkerLost(await self._forker.why_ended(self._pid))
+        try:
+            received = json.loads(line)
+            if isinstance(received, dict):
+                raise WorkerLost(f"the verifier failed: {received['error']}")
+            answer, self.cpu_s = received
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise WorkerLost("the verifier's process sent a line that is no answer") from error
         return answer
 
     def cpu_now_s(self) -> float:
@@ -324,8 +338,10 @@ class _Worker:
     def kill(self) -> None:
         if self._pid and not self._reader.at_eof():
             # Only while the process lives, since another process may reuse the id of an ended one.
+            left = descendants(self._pid)
             with contextlib.suppress(OSError):
                 os.killpg(self._pid, signal.SIGKILL)
+            kill_all(left)  # those in process groups of their own
         self._writer.close()
 
 
@@ -333,24 +349,26 @@ class _Worker:
 class _Forker:
     """The process that imports the workers' dependencies and forks workers, or is the only worker if it cannot fork."""
 
-    def __init__(self, process: Process, control: socket.socket, *, forks: bool) -> None:
+    def __init__(self, process: Process, control: socket.socket) -> None:
         self._process = process
         self._control = control
-        self._forks = forks
+        self._forks = False
         self._has_worker = False
+        self._received = b""
+        self._codes: dict[int, int] = {}
+        """Return codes of workers that have ended, by process id."""
+        self._code_came = asyncio.Event()
 
     @classmethod
     async def start(cls, target: str, argument: str) -> _Forker:
         ours, theirs = socket.socketpair()
-        tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
-        main = [sys.executable, "-P", "-m", "pipelinerl.verifiers.worker_process", target, argument]
-        command = [sys.executable, "-S", "-E", *tie, *main]
+        command = [sys.executable, "-P", "-m", "pipelinerl.verifiers.worker_process", target, argument]
         with theirs, contextlib.ExitStack() as given_up:
             given_up.callback(ours.close)
-            process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno())
+            process = await asyncio.create_subprocess_exec(*supervised(command), stdin=theirs.fileno())
             given_up.pop_all()
         ours.setblocking(False)
-        forker = cls(process, ours, forks=False)
+        forker = cls(process, ours)
         try:
             async with asyncio.timeout(_STARTUP_S):
                 first = await _line(ours)
@@ -364,6 +382,7 @@ class _Forker:
             await forker.close()
             raise WorkerLost(first["error"])
         forker._forks = first["forks"]
+        asyncio.get_running_loop().add_reader(ours.fileno(), forker._note_codes)
         return forker
 
     @property
@@ -383,14 +402,46 @@ class _Forker:
             except OSError as error:
                 ours.close()
                 self.kill()
-                raise WorkerLost(_ENDED) from error
-        return await _Worker.begin(ours)
+                raise WorkerLost(await self.why_ended(0)) from error
+        return await _Worker.begin(ours, self)
+
+    async def why_ended(self, pid: int) -> str:
+        """Return a sentence about the end of the worker `pid`; of this process, if it is the only worker or ended."""
+        ending = "ended"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REPORT_S):
+                if pid == 0 or not self._forks:
+                    ending = ending_of(await self._process.wait())
+                while self._forks and pid and pid not in self._codes:
+                    self._code_came.clear()
+                    await self._code_came.wait()
+                if pid in self._codes:
+                    ending = ending_of(self._codes.pop(pid))
+        return f"the verifier's process {ending} before it answered"
+
+    def _note_codes(self) -> None:
+        try:
+            part = self._control.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        if not part:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            return
+        *lines, self._received = (self._received + part).split(b"\n")
+        self._codes.update(map(json.loads, lines))
+        while len(self._codes) > _MOST_CODES:
+            del self._codes[next(iter(self._codes))]
+        self._code_came.set()
 
     def kill(self) -> None:
         # `Process.kill` would reap a process that has just ended, which asyncio then reports as unknown.
         if not self.ended:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
+                os.kill(self._process.pid, signal.SIGTERM)  # its wrapper then kills all descendants
+        if (number := self._control.fileno()) >= 0:
+            asyncio.get_running_loop().remove_reader(number)
         self._control.close()
 
     async def close(self) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, final
 
 import msgspec
+import numpy as np
 import pytest
 
 from inference_contract.errors import ContextExceeded, InvalidRequest
 from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, Choice, Usage
 from pipelinerl.actor.actor import Actor, ActorSettings, StageLog, VerifierTally
-from pipelinerl.actor.group_maker import GroupMaker, Sampler
+from pipelinerl.actor.group_maker import GroupMaker, GroupProgress, MadeRollout, Sampler
 from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
@@ -53,7 +54,16 @@ from pipelinerl.types import (
     Verdict,
 )
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, PerAnswerVerifier, correct, failed, timed_out, wrong
+from pipelinerl.verifiers.verifier import (
+    GroupVerifier,
+    Judgement,
+    PerAnswerVerifier,
+    SampledAnswer,
+    correct,
+    failed,
+    timed_out,
+    wrong,
+)
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
@@ -399,6 +409,89 @@ async def test_group_requested_from_a_domain_that_is_not_in_the_recipe_fails() -
         )
         (report,) = await until(lambda: watched.reports(GroupFailed))
     assert "domain 'other' is not in this actor's recipe" in report.reason
+
+
+class OwnError(BaseException):
+    """An exception of user code that is no `Exception`."""
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no message")
+
+
+@final
+class Raising:
+    """A group maker that raises what its table says for the order's index; it makes all other groups."""
+
+    def __init__(self, errors: dict[int, BaseException]) -> None:
+        self._errors = errors
+        self._maker = SingleTurn(ScriptedSampler(), exact, attempts=1)
+
+    async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
+        if (error := self._errors.get(order.index)) is not None:
+            raise error
+        return await self._maker.make(order, progress)
+
+
+async def test_exception_of_a_maker_fails_its_order_once_and_the_actor_works_on() -> None:
+    errors = [RuntimeError("broken" * 10**6), SystemExit(3), OwnError("own"), asyncio.CancelledError(), Unreadable()]
+    watched, maker = Watched(), Raising(dict(enumerate(errors)))
+    settings = ActorSettings(name=NAME, groups_in_flight=2, heartbeat_s=0.02, block_s=0.02)
+    task = asyncio.create_task(Actor(settings, stream=watched.stream, maker_of=lambda _: maker).run())
+    await watched.order(*map(order, range(len(errors) + 1)))
+    await until(watched.groups)
+    await until(lambda: none_of(watched.unacknowledged()))
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    reports = await watched.reports(GroupFailed)
+    assert [each.index for each in reports] == [0, 1, 2, 3, 4]
+    expected = [
+        "RuntimeError: brokenbroken",
+        "SystemExit: 3",
+        "OwnError: own",
+        "CancelledError",
+        "Unreadable: <exception str",
+    ]
+    assert all(text in each.reason for text, each in zip(expected, reports, strict=True))
+    assert len(await watched.stream.read({DEAD_LETTERS: START}, count=10, block_s=0)) == len(errors)
+
+
+@final
+class BadVerifier:
+    """A `GroupVerifier` whose verdicts have fields of wrong types; it raises for the answer `?`."""
+
+    async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
+        if problem.ground_truth == "0":
+            raise OverflowError("too large")
+        reward: Any = np.float32(0.5) if problem.ground_truth == "1" else 10**400
+        return [Judgement(Verdict(outcome="partial", reward=reward, reason=None), 0)] * len(answers)  # type: ignore[arg-type]
+
+    async def close(self) -> None: ...
+
+
+async def appended(watched: Watched, count: int) -> bool:
+    return len(await watched.groups()) == count
+
+
+async def test_bad_verdicts_and_errors_of_a_verifier_mask_answers_and_reach_the_trainer() -> None:
+    watched = Watched()
+    maker = SingleTurn(ScriptedSampler(), lambda _: BadVerifier(), attempts=1)
+    settings = ActorSettings(name=NAME, groups_in_flight=2, heartbeat_s=0.02, block_s=0.02)
+    task = asyncio.create_task(Actor(settings, stream=watched.stream, maker_of=lambda _: maker).run())
+    await watched.order(*map(order, range(3)))
+    await until(lambda: appended(watched, 3))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    verdicts = {group.index: group.rollouts[0].verdict for group in await watched.groups()}
+    assert [verdicts[index].outcome for index in range(3)] == [
+        Outcome.VERIFIER_ERROR,
+        Outcome.PARTIAL,
+        Outcome.VERIFIER_ERROR,
+    ]
+    assert verdicts[1].reward == 0.5 and "BadVerifier failed: " in verdicts[0].reason
+    assert "reward of a Verdict must be a finite number" in verdicts[2].reason and "bits" in verdicts[2].reason
 
 
 @pytest.mark.parametrize("record", [b"", b"nonsense", encode_order(order(1))[:-1]])

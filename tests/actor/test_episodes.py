@@ -7,19 +7,23 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, final
 
 import pytest
 
 from inference_contract.schemas import ChatMessage
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
 from pipelinerl.actor.group_maker import GroupProgress, MadeRollout
+from pipelinerl.config.domains import DomainSection
 from pipelinerl.environments.command import Commands
 from pipelinerl.environments.environment import EpisodeLimits, Task
 from pipelinerl.environments.gateway import Gateway
-from pipelinerl.environments.host_pool import EpisodeHosts
+from pipelinerl.environments.host_pool import EpisodeEnd, EpisodeHosts
 from pipelinerl.errors import DeadlineError, PipelineError
+from pipelinerl.roles.episodes import places_of
 from pipelinerl.types import ROOT, Outcome, Problem, Verdict
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, PerAnswerVerifier, correct, wrong
+from pipelinerl.verifiers.worker_pool import num_cores
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.patience import PATIENCE_S
 
@@ -272,7 +276,7 @@ async def test_death_of_a_host_process_with_several_episodes_counts_as_one_verif
     judged: list[Judgement] = []
     progress = GroupProgress(judged=lambda judgements, spans: judged.extend(judgements))
     async with episodes(tmp_path, "all_die", TalkingSampler(second_is_right)) as maker:
-        with pytest.raises(PipelineError, match="the process that played this episode has ended"):
+        with pytest.raises(PipelineError, match="the process that played this episode is gone: it ended with status 1"):
             await maker.make(order(samples=4), progress)
     assert [each.verdict.outcome for each in judged] == [Outcome.VERIFIER_ERROR]
 
@@ -367,6 +371,49 @@ async def test_failed_episode_command_is_reported_with_the_last_line_of_its_stan
     task = Task(problem_id="p", domain="talk", messages=({"role": "user", "content": "x"},), ground_truth="")
     ended = await commands.play(task, base_url="http://nowhere", api_key="k", timeout_s=PATIENCE_S)
     assert ended.how == "raised" and ended.reason.endswith("ended with status 1: no model named x")
+
+
+@final
+class CountingPlayer:
+    """A player that counts how many of its episodes run at once."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.01)
+        self.now -= 1
+        return EpisodeEnd(how="returned")
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def test_no_more_episodes_than_the_recipes_limit_run_at_once() -> None:
+    player = CountingPlayer()
+    domain = EpisodeDomain(
+        player=player, limits=EpisodeLimits(), verifier=None, correct_at=1.0, places=asyncio.Semaphore(3)
+    )
+    gateway = Gateway()
+    async with asyncio.timeout(PATIENCE_S), gateway.serve():
+        with pytest.raises(PipelineError, match="never asked the model"):
+            await Episodes(gateway, TalkingSampler(), {"talk": domain}, attempts=1).make(
+                order(samples=10), GroupProgress()
+            )
+    assert player.most == 3
+
+
+def test_programs_are_limited_by_cores_and_episodes_in_hosts_are_not() -> None:
+    def places(**keys: Any) -> int | None:
+        found = places_of(DomainSection(name="d", source="addition", **keys))
+        return None if found is None else found._value
+
+    command = {"command": ("true",), "verifier": "math_answer"}
+    assert places(**command) == 4 * num_cores() and places(environment="game.py:play") is None
+    assert places(**command, episode={"concurrent": 5}) == 5
 
 
 async def test_environment_may_return_messages_as_text_and_invalid_messages_are_rejected(tmp_path: Path) -> None:

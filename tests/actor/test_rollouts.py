@@ -13,7 +13,7 @@ from pipelinerl.actor.rollouts import RolloutWriter
 from pipelinerl.errors import FencedError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
-from pipelinerl.streams.records import decode_group
+from pipelinerl.streams.records import decode_group, encode_group
 from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import START, Stream
 from tests.actor.test_actor import DEADLINE_S, NAME, ScriptedSampler, Watched, none_of, order, until, working
@@ -61,10 +61,10 @@ class Forgetful:
 
 async def test_restarted_rollout_writer_appends_after_the_earlier_groups(stream: Stream) -> None:
     first = await RolloutWriter.begin(stream, actor=NAME)
-    await first.append([group(1), group(2)])
-    await first.append([group(3)])
+    await first.append([encode_group(group(1)), encode_group(group(2))])
+    await first.append([encode_group(group(3))])
     second = await RolloutWriter.begin(stream, actor=NAME)
-    await second.append([group(4)])
+    await second.append([encode_group(group(4))])
     assert await indices(stream) == [1, 2, 3, 4]
 
 
@@ -74,8 +74,8 @@ async def test_append_repeated_after_a_lost_reply_is_not_mistaken_for_another_ac
 ) -> None:
     """A writer repeats an append whose reply was lost, even after the trainer has trimmed some of its groups."""
     partition = await RolloutWriter.begin(Forgetful(stream, trims=trims), actor=NAME)
-    await partition.append([group(1), group(2)])
-    await partition.append([group(3)])
+    await partition.append([encode_group(group(1)), encode_group(group(2))])
+    await partition.append([encode_group(group(3))])
     assert await indices(stream) == kept
 
 
@@ -83,29 +83,29 @@ async def test_replaced_actor_cannot_append_once_its_replacement_has_appended_a_
     """A suspended actor that resumes can append groups only until its replacement has appended one."""
     earlier = await RolloutWriter.begin(stream, actor=NAME)
     later = await RolloutWriter.begin(stream, actor=NAME)
-    await earlier.append([group(1)])
-    await later.append([group(2)])
+    await earlier.append([encode_group(group(1))])
+    await later.append([encode_group(group(2))])
     with pytest.raises(FencedError, match=ANOTHER):
-        await earlier.append([group(3)])
-    await later.append([group(4)])
+        await earlier.append([encode_group(group(3))])
+    await later.append([encode_group(group(4))])
     assert await indices(stream) == [1, 2, 4]
 
 
 async def test_replaced_actor_cannot_append_even_if_its_replacements_entries_were_trimmed(stream: Stream) -> None:
     earlier = await RolloutWriter.begin(stream, actor=NAME)
     later = await RolloutWriter.begin(stream, actor=NAME)
-    await later.append([group(2)])
+    await later.append([encode_group(group(2))])
     await stream.trim(ROLLOUTS + NAME, before=f"{later.number}-0")
     with pytest.raises(FencedError, match=ANOTHER):
-        await earlier.append([group(3)])
+        await earlier.append([encode_group(group(3))])
 
 
 async def test_second_actor_cannot_append_under_an_entry_number_that_the_first_has_used(stream: Stream) -> None:
     """Both actors may begin at the same entry number if the clock of the second one is behind."""
     first, second = (RolloutWriter(stream, actor=NAME, number=7) for _ in range(2))
-    await first.append([group(1)])
+    await first.append([encode_group(group(1))])
     with pytest.raises(FencedError, match=ANOTHER):
-        await second.append([group(2)])
+        await second.append([encode_group(group(2))])
 
 
 async def test_replaced_actor_does_not_acknowledge_a_prompt_order_whose_group_it_could_not_append() -> None:
@@ -120,7 +120,7 @@ async def test_replaced_actor_does_not_acknowledge_a_prompt_order_whose_group_it
     async with working(watched, sampler) as task:
         await until(request_sent)
         other = await RolloutWriter.begin(watched.stream, actor=NAME)
-        await other.append([group(0)])
+        await other.append([encode_group(group(0))])
         sampler.gate.set()
         with pytest.raises(ExceptionGroup) as ended:
             await asyncio.wait_for(task, DEADLINE_S)

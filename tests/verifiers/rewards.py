@@ -95,6 +95,42 @@ def whatever(completion):
     return values.get(completion, 0.0)
 
 
+class OwnError(BaseException):
+    """An exception that is no `Exception`."""
+
+
+def ends(completion):
+    """End this process, or try to, in the way that the completion's text names; `forks` leaves a second process."""
+    match completion:
+        case "exit":
+            sys.exit(7)
+        case "own":
+            raise OwnError("mine")
+        case "generator":
+            raise GeneratorExit
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "memory":
+            return bytearray(1 << 40)
+        case "os._exit":
+            os._exit(9)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segv":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "abort":
+            os.abort()
+        case "closes":
+            os.closerange(3, 256)
+        case "forks" if child := os.fork():
+            os.waitpid(child, 0)
+        case "session":
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            Path(os.environ["CHILD_FILE"]).write_text(str(child.pid))
+            time.sleep(600)
+    return 1.0
+
+
 class Judge:
     """A user's verifier class, with the same methods as the package's own verifiers."""
 

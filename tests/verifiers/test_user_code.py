@@ -57,10 +57,8 @@ async def test_group_reward_function_gets_a_list_of_answers_and_must_return_one_
     assert [verdict.reward for verdict in await verdicts("of_a_group", "a", "abc", "ab")] == [0.0, 2.0, 1.0]
     results = await verdicts("too_few", "a", "b")
     assert [verdict.outcome for verdict in results] == [Outcome.VERIFIER_ERROR] * 2
-    assert (
-        results[0].reason
-        == "the function must return a list with one reward for each of 2 answers, it returned 1 of them"
-    )
+    expected = "too_few must return a list with one reward for each of 2 answers, it returned 1 of them"
+    assert results[0].reason.endswith(expected) and f"{REWARDS}:" in results[0].reason
 
 
 async def test_reward_function_parameters_get_the_data_columns_of_the_same_name_as_in_trl() -> None:
@@ -92,8 +90,8 @@ async def test_invalid_value_returned_by_a_reward_function_gives_a_verifier_erro
     results = await verdicts("whatever", *texts)
     assert [verdict.outcome for verdict in results] == [Outcome.VERIFIER_ERROR] * len(texts)
     shown = [verdict.reason.rpartition("returned ")[2] for verdict in results]
-    assert shown[:4] == ["nan", "inf", "1e+09", "None"]
-    assert shown[4] == "str '0.5'" and shown[5].startswith("ndarray") and shown[6] == "nan"
+    assert shown[:4] == ["nan", "inf", "1000000000.0", "None"]
+    assert shown[4] == "str '0.5'" and shown[5].startswith("ndarray") and shown[6].endswith("it is nan")
 
 
 async def test_reward_function_may_return_a_bool_a_number_or_a_verdict() -> None:
@@ -108,8 +106,36 @@ async def test_failure_of_a_reward_function_affects_only_its_own_answer() -> Non
     assert [v.outcome.value for v in results] == [error, right, error, error, right, error, right]
     assert results[0].reason.endswith("KeyError: 'nothing'") and f"{REWARDS}:" in results[0].reason
     assert results[2].reason.endswith("SystemExit: enough")
-    assert "ended by itself" in results[3].reason
+    assert "the verifier's process was killed by SIGKILL" in results[3].reason
     assert "MemoryError" in results[5].reason
+
+
+async def test_end_of_a_reward_functions_process_is_reported_with_its_cause() -> None:
+    causes = {
+        "exit": "SystemExit: 7",
+        "own": "OwnError: mine",
+        "generator": "GeneratorExit",
+        "interrupt": "KeyboardInterrupt",
+        "memory": "MemoryError",
+        "os._exit": "the verifier's process ended with status 9",
+        "kill": "was killed by SIGKILL; the machine may be out of memory",
+        "segv": "was killed by SIGSEGV",
+        "abort": "was killed by SIGABRT",
+        "closes": "the verifier's process ended with status 1",
+    }
+    results = await verdicts("ends", *causes, "forks", "fine")
+    assert [verdict.outcome for verdict in results] == [Outcome.VERIFIER_ERROR] * len(causes) + [Outcome.CORRECT] * 2
+    for cause, verdict in zip(causes.values(), results, strict=False):
+        assert cause in verdict.reason
+
+
+async def test_child_in_a_session_of_its_own_ends_with_the_reward_function_that_started_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHILD_FILE", str(tmp_path / "pid"))
+    assert in_short(await verdicts("ends", "session", verifier_timeout_s=1.0)) == [("timeout", 0.0)]
+    child = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not is_running(child), "the child has ended")
 
 
 @pytest.mark.parametrize("how", ["hang", "spin"])
@@ -134,7 +160,7 @@ async def test_users_class_can_be_a_verifier_and_its_exceptions_give_verifier_er
     results = await verdicts("Judge", "right", "raise", "hang", "", verifier_timeout_s=1.5)
     assert [v.outcome.value for v in results] == ["correct", "verifier_error", "timeout", "verifier_error"]
     assert results[0].reward == 2.0 and "ValueError: not for me" in results[1].reason
-    assert results[3].reason == "verify must return a Verdict, it returned NoneType None"
+    assert results[3].reason.endswith("Judge: verify must return a Verdict, it returned None")
 
 
 async def test_reward_function_with_an_unknown_parameter_is_rejected() -> None:

@@ -39,6 +39,7 @@ from pipelinerl.messages import EvaluationDone
 from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Outcome, PromptOrder, Verdict
+from pipelinerl.verifiers.verdicts import judged
 from pipelinerl.verifiers.verifier import SampledAnswer
 
 #: If this many problems failed and none was answered, the respondent is assumed to be broken.
@@ -172,7 +173,7 @@ async def _answering(config: RunConfig, respondent: Respondent) -> AsyncIterator
             return texts, [each.rollout.verdict for each in made]
         samples = await respondent.samples(order)
         answers = [SampledAnswer(sample.text, finish_reason=sample.finish_reason) for sample in samples]
-        judgements = await verifiers[order.problem.domain].judge(order.problem, answers)
+        judgements = await judged(verifiers[order.problem.domain], order.problem, answers)
         return samples, [judgement.verdict for judgement in judgements]
 
     try:

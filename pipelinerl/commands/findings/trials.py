@@ -34,6 +34,7 @@ from pipelinerl.roles.verification import names_of, open_verifier
 from pipelinerl.types import Answered, Outcome, Problem, PromptOrder, Purpose, Sampling
 from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.user_code import RewardFunction, parameters_of
+from pipelinerl.verifiers.verdicts import judged
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, correct, wrong
 
 
@@ -295,8 +296,8 @@ async def _find_one_right(
     if first.verdict.outcome is Outcome.CORRECT:
         return
     for problem in map(problems.problem, range(1, _TRIED)):
-        judged = await _judged(verifier, problem, _reference(domain, problem))
-        if judged.verdict.outcome is Outcome.CORRECT:
+        reached = await _judged(verifier, problem, _reference(domain, problem))
+        if reached.verdict.outcome is Outcome.CORRECT:
             return
     problem = problems.problem(0)
     raise RecipeError(
@@ -315,7 +316,7 @@ def _reference(domain: DomainSection, problem: Problem) -> str:
 
 
 async def _judged(verifier: GroupVerifier, problem: Problem, text: str) -> Judgement:
-    (judgement,) = await verifier.judge(problem, [SampledAnswer(text)])
+    (judgement,) = await judged(verifier, problem, [SampledAnswer(text)])
     return judgement
 
 

@@ -1,0 +1,88 @@
+"""A supervised program leaves no process behind, whichever way it ends, and the wrapper ends with its status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.system import supervised_process
+from pipelinerl.system.supervised_process import ending_of
+from tests.patience import PATIENCE_S, SOON_S, is_running, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+
+#: A program that starts a child in a session of its own and an orphaned grandchild, prints their ids, and then ends.
+_PROGRAM = """
+import os, subprocess, sys, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in sys.argv else signal.SIG_DFL)
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+orphan = subprocess.check_output(["sh", "-c", "setsid sleep 600 >/dev/null & echo $!"], text=True)
+print(child.pid, orphan.strip(), flush=True)
+exec(sys.argv[1])
+"""
+#: A program that runs the command of its arguments, with its own process id in place of the argument 0.
+_PARENT = """
+import os, subprocess, sys
+subprocess.run([str(os.getpid()) if each == "0" else each for each in sys.argv[1:]])
+"""
+
+
+def command(parent: int, grace_s: float, *program: str) -> list[str]:
+    return [sys.executable, "-S", "-E", supervised_process.__file__, str(parent), str(grace_s), "--", *program]
+
+
+def started(last: str, *more: str, grace_s: float = 5.0) -> tuple[subprocess.Popen[str], list[int]]:
+    argv = command(os.getpid(), grace_s, sys.executable, "-S", "-c", _PROGRAM, last, *more)
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    process.stdout.close()
+    assert len(pids) == 2
+    return process, pids
+
+
+@pytest.mark.parametrize(
+    ("last", "status", "ending"),
+    [
+        ("sys.exit(3)", 3, "ended with status 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, "was killed by SIGKILL; the machine may be out of memory"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", -11, "was killed by SIGSEGV"),
+    ],
+)
+def test_descendants_in_sessions_of_their_own_end_with_a_supervised_program(
+    last: str, status: int, ending: str
+) -> None:
+    process, pids = started(last)
+    assert process.wait(PATIENCE_S) == status and ending_of(status) == ending
+    assert not any(map(is_running, pids))
+
+
+@pytest.mark.parametrize(("more", "grace_s"), [((), 60.0), (("deaf",), 0.1), (("deaf",), 0.0)])
+def test_sigterm_ends_a_supervised_program_and_its_descendants(more: tuple[str, ...], grace_s: float) -> None:
+    process, pids = started("time.sleep(600)", *more, grace_s=grace_s)
+    began = time.monotonic()
+    process.terminate()
+    assert process.wait(PATIENCE_S) == (-signal.SIGKILL if more else -signal.SIGTERM)
+    assert time.monotonic() - began < SOON_S and not any(map(is_running, pids))
+
+
+def test_supervised_program_and_its_descendants_end_when_the_parent_is_killed(tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    program = ["sh", "-c", f"setsid sleep 600 & echo $! $$ > {file}.new; mv {file}.new {file}; sleep 600"]
+    with subprocess.Popen([sys.executable, "-c", _PARENT, *command(0, 0.0, *program)]) as parent:
+        wait_until(file.exists, "the program has started")
+        pids = [int(word) for word in file.read_text().split()]
+        parent.kill()
+    wait_until(lambda: not any(map(is_running, pids)), "the program and its descendants have ended")
+
+
+def test_program_that_does_not_exist_is_named_by_the_supervisor() -> None:
+    argv = command(os.getpid(), 0.0, "/no/such/program")
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 1 and "/no/such/program cannot be started" in ended.stderr

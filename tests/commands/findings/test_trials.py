@@ -129,9 +129,11 @@ async def test_check_warns_of_a_reward_function_that_returns_none_for_a_wrong_or
         return [text for kind, text in found if kind == "warning"]
 
     empty, wrong = await warnings_for("forgets")
-    assert empty.startswith("domains.d: an empty answer got no verdict (the function judged nothing: it returned None)")
+    assert empty.startswith("domains.d: an empty answer got no verdict (")
+    assert "r.py:1: forgets judged nothing: it returned None)" in empty
     assert "must return 0.0 for a wrong answer, not None" in wrong
-    assert wrong.startswith("domains.d: a wrong answer got no verdict") and await warnings_for("half") == [wrong]
+    assert wrong.startswith("domains.d: a wrong answer got no verdict")
+    assert await warnings_for("half") == [wrong.replace("r.py:1: forgets", "r.py:4: half")]
     assert await warnings_for("whole") == []
 
 

@@ -123,7 +123,7 @@ def _tiles(history: RunHistory) -> list[tuple[str, str, str]]:
         tiles.append(("tokens/s", compact(speed), "" if busy is None else f"engines {busy:.0%} busy"))
     stale, most = history.median(history.steps, "staleness_mean"), history.max_of(history.steps, "staleness_max")
     if stale is not None and most is not None:
-        tiles.append(("staleness", f"{stale:.1f}", f"at most {most:.0f} versions"))
+        tiles.append(("staleness", f"{stale:.1f}", f"at most {most:.0f} versions; 1 = on policy"))
     pause, longest = history.median(history.publications, "pause_s"), history.max_of(history.publications, "pause_s")
     if pause is not None and longest is not None:
         tiles.append(("update pause", f"{pause * 1e3:.3g} ms", f"at most {longest * 1e3:.3g} ms"))
@@ -168,7 +168,7 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
             )
             for name, events in history.evaluation_sets.items()
         ),
-        _chart("Staleness, in versions", {"mean": steps("staleness_mean"), "max": steps("staleness_max")}),
+        _chart("Staleness, in versions (1 = on policy)", {"mean": steps("staleness_mean"), "max": steps("staleness_max")}),
         _chart("Tokens sampled per second", {"": engines("tokens_per_s")}, x_label="seconds"),
         _chart("Busy engine slots", {"": engines("occupancy")}, x_label="seconds", **of_share),
         _chart("Update pause, no token decoded", {"": history.update_ms("pause_s")}, **update),
@@ -305,7 +305,7 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
         rows.append(("tokens sampled", f"{history.sampled_tokens:,}, {rate:,.0f} a second"))
     mean, most = history.median(history.steps, "staleness_mean"), history.max_of(history.steps, "staleness_max")
     if mean is not None and most is not None:
-        rows.append(("staleness", f"{mean:.1f} versions typically, {most:.0f} at most"))
+        rows.append(("staleness", f"{mean:.1f} versions typically, {most:.0f} at most (1 = on policy)"))
     pause, longest = history.median(history.publications, "pause_s"), history.max_of(history.publications, "pause_s")
     if pause is not None and longest is not None:
         updates = f"{len(history.publications):,} weight updates"

@@ -225,8 +225,8 @@ def by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
     """Return the metrics `age_<ages>_<figure>` of tokens in buckets by age.
 
     `ages` [N] holds each token's age: the version that the step makes, minus the version that sampled the token; 1 is
-    on policy (as in `StalenessBounds`). The figure `share` is a bucket's share of all tokens. Each name in `cuts` is a figure, too: the share of the bucket's tokens that are in
-    that mask, bool [N].
+    on policy (as in `StalenessBounds`). The figure `share` is a bucket's share of all tokens. Each name in `cuts` is a
+    figure, too: the share of the bucket's tokens that are in that mask, bool [N].
     """
     buckets = np.searchsorted(_AGES, np.maximum(ages, 1))
     counts = np.bincount(buckets)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.commands.watch.read_routes import differences
+from pipelinerl.commands.compare import differences
 from pipelinerl.commands.watch.sample_routes import causes_of, differing_parts
 from pipelinerl.commands.watch.watched_run import watched_runs
 from pipelinerl.errors import UserError

@@ -131,7 +131,7 @@ def run(
         path = controller_role.directory_of(resume)
         open_run(path)
         config = change_recipe(path, made)
-        _refuse(config)
+        _refuse_here(config)
         refuse_full_disk(config, _predicted(config), path)
         for change in record_change(path, config, step=controller_role.newest_step(config, path)):
             typer.echo(change)
@@ -140,7 +140,7 @@ def run(
     if not new and on is None:
         refuse_namesake(config, by_hand=started_by_hand)
     members = members_of(config, host, hosts, gpus, first_port)
-    _refuse(config)
+    (_refuse_here if on is None else _refuse)(config)
     if on is not None:
         from launch.cluster.launchers import start_on
 
@@ -542,6 +542,14 @@ def _refuse(config: recipes.RunConfig) -> None:
 
     refuse(config)
     refuse_problems(config, FIRST)
+
+
+def _refuse_here(config: recipes.RunConfig) -> None:
+    """Reject a recipe of a run on this machine, after a trial episode of each agent."""
+    from pipelinerl.commands.check import refuse_episodes
+
+    _refuse(config)
+    refuse_episodes(config)
 
 
 add_cluster_commands(app, connect=_connect, claim=_claim, refuse=_refuse)

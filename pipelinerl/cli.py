@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,17 +30,19 @@ from launch.cluster.command_line import (
     members_of,
     refuse_hosts,
 )
-from pipelinerl.commands.conformance import bench, chaos, conformance_app
+from pipelinerl.commands.compare import compare
+from pipelinerl.commands.conformance import bench, chaos, conformance_app, in_checkout
 from pipelinerl.commands.engines import Overrides, Run, engines_app
 from pipelinerl.commands.evaluation.command_line import evaluate, prefilter
+from pipelinerl.commands.knobs import knobs_app
 from pipelinerl.commands.live_views import top, watch
 from pipelinerl.commands.oubliette import oubliette_app
 from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import Skill
-from pipelinerl.errors import PipelineError, RecipeError, UserError
+from pipelinerl.errors import PipelineError, UserError
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.roles.catalogue import ROLES
-from pipelinerl.roles.role import hide_password
+from pipelinerl.roles.role import Changes, hide_password, joined
 from pipelinerl.system.files import system_words, working_directory
 from pipelinerl.system.process import collect_rarely, run_process
 
@@ -53,25 +56,43 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-knobs_app = typer.Typer(help="Show or change the knobs of a live run.", no_args_is_help=True)
 app.add_typer(knobs_app, name="knobs")
 app.add_typer(engines_app, name="engines")
-app.add_typer(oubliette_app, name="oubliette")
+app.add_typer(oubliette_app, name="sandbox")
+app.add_typer(oubliette_app, name="oubliette", hidden=True)  # the earlier name
 app.add_typer(conformance_app, name="conformance")
 app.command("eval")(evaluate)
 app.command()(prefilter)
 app.command()(watch)
 app.command()(top)
+app.command()(compare)
 
 
 Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")]
 RunPath = Annotated[Path, typer.Argument(help="Directory of the run, such as runs/tiny.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pipelinerl {version('pipelinerl')}")
+        raise typer.Exit
+
+
+@app.callback(context_settings={"help_option_names": ["-h", "--help"]})
+def _common(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
+@app.command("train", hidden=True)
 def run(
     recipe: Annotated[str | None, typer.Argument(help="Recipe file, or name of a shipped one (default: tiny).")] = None,
     overrides: Overrides = None,
+    changes: Changes = None,
     resume: Annotated[
         str | None,
         typer.Option(help="Resume the run in this directory or at this URL; changes may follow: run.steps=200."),
@@ -89,6 +110,8 @@ def run(
 ) -> None:
     """Train: start every role on this machine, show progress, write the report. Ctrl-C saves and stops the run.
 
+    `pipelinerl train` is the same.
+
     With --host, this machine is the first of several that each run `pipelinerl node`. With --on, a cluster launcher
     starts them (docs/use/clusters.md).
     """
@@ -98,24 +121,27 @@ def run(
     from pipelinerl.roles import controller_role
     from pipelinerl.roles.memory.disk import refuse_full_disk, settled
 
+    made = joined(overrides, changes)
+    if recipe is not None and "=" in recipe and not Path(recipe).is_file():  # a change of the default recipe
+        made = [recipe, *made]
+        recipe = None
     if resume is not None:
-        changes = [*([] if recipe is None else [recipe]), *(overrides or [])]
-        if recipe is not None and "=" not in recipe:
+        if recipe is not None:
             raise UserError(f"--resume uses the recipe in {resume}; give only changes, such as run.steps=200")
         refuse_hosts(resume, on, host, hosts)
         path = controller_role.directory_of(resume)
         open_run(path)
-        config = change_recipe(path, changes)
-        _refuse(config)
+        config = change_recipe(path, made)
+        _refuse_here(config)
         refuse_full_disk(config, _predicted(config), path)
         for change in record_change(path, config, step=controller_role.newest_step(config, path)):
             typer.echo(change)
         raise typer.Exit(launching.resume(path, connect=_connect))
-    config = recipes.load(recipe or "tiny", overrides or [])
+    config = recipes.load(recipe or "tiny", made)
     if not new and on is None:
         refuse_namesake(config, by_hand=started_by_hand)
     members = members_of(config, host, hosts, gpus, first_port)
-    _refuse(config)
+    (_refuse_here if on is None else _refuse)(config)
     if on is not None:
         from launch.cluster.launchers import start_on
 
@@ -152,6 +178,7 @@ def new(
 def check(
     recipe: Recipe,
     overrides: Overrides = None,
+    changes: Changes = None,
     device_gib: Annotated[
         float | None, typer.Option(min=0, max=2**20, help="Device memory in GiB (default: this machine's).")
     ] = None,
@@ -166,7 +193,7 @@ def check(
     from pipelinerl.roles.memory import disk, prediction as memory
     from pipelinerl.roles.memory.disk import settled
 
-    config = recipes.load(recipe, overrides or [])
+    config = recipes.load(recipe, joined(overrides, changes))
     limit = None if device_gib is None else int(device_gib * 2**30)
     limits = memory_limits(config) if limit is None else {"trainer": limit, "engine": limit}
     config = settled(config, limits)
@@ -220,32 +247,6 @@ def status(
         return
     for line in (progress.line(state), *progress.domain_lines(state), access_line(run, state.fleet.engines)):
         typer.echo(line)
-
-
-@knobs_app.command("show")
-def knobs_show(run: Run) -> None:
-    """Show the knobs of a live run (settings that may change while it runs) and the log of their changes."""
-    from pipelinerl.commands.remote import controller_of
-
-    with controller_of(run) as controller:
-        answer = controller.knobs()
-    for line in _knob_lines(answer.knobs):
-        typer.echo(line)
-    for change in answer.log:
-        made = ", ".join(f"{name} = {value}" for name, value in change.changes.items())
-        typer.echo(f"step {change.step}: {made} by {change.who}")
-
-
-@knobs_app.command("set")
-def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=value …, e.g. k=4 j=2")]) -> None:
-    """Change knobs of a live run; changes take effect at the next step boundary."""
-    from pipelinerl.commands.remote import controller_of
-
-    with controller_of(run) as controller:
-        answer = controller.change_knobs(dict(_assignment(change) for change in changes))
-    for line in _knob_lines(answer.knobs):
-        typer.echo(line)
-    typer.echo(f"effective {answer.effective}")
 
 
 @app.command()
@@ -302,6 +303,7 @@ def sft(
     recipe: Annotated[str, typer.Argument(help="Recipe whose model is trained, on the right answers of its domains.")],
     output: Annotated[Path, typer.Argument(help="Directory to create for the trained model.")],
     overrides: Overrides = None,
+    changes: Changes = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     demonstrations: Annotated[int, typer.Option(min=1, help="Demonstrations of each step.")] = 64,
 ) -> None:
@@ -309,7 +311,7 @@ def sft(
     from pipelinerl.commands.warmstart import FineTuneOptions, fine_tune
 
     options = FineTuneOptions(steps=steps, demonstrations=demonstrations)
-    fine_tune(recipes.load(recipe, overrides or []), options, output=output, say=typer.echo)
+    fine_tune(recipes.load(recipe, joined(overrides, changes)), options, output=output, say=typer.echo)
 
 
 @app.command()
@@ -398,6 +400,7 @@ def explain(
         typer.Argument(metavar="PRESET|RECIPE", help="An algorithm or a recipe (default: list the algorithms)."),
     ] = None,
     overrides: Overrides = None,
+    changes: Changes = None,
     compare: Annotated[
         tuple[str, str] | None,
         typer.Option(metavar="A B", help="Two algorithms or recipes; shows what each makes of the same rollouts."),
@@ -429,13 +432,14 @@ def explain(
     if compare is not None:
         command.compare(*compare, rollout or [], Console(), of_run=of_run)
         return
-    command.show(choice or f"{run}/recipe.toml", overrides or [], rollout or [], Console(), of_run=of_run)
+    command.show(choice or f"{run}/recipe.toml", joined(overrides, changes), rollout or [], Console(), of_run=of_run)
 
 
 @app.command()
 def simulate(
     recipe: Recipe,
     overrides: Overrides = None,
+    changes: Changes = None,
     from_runs: Annotated[
         list[Path] | None,
         typer.Option(
@@ -476,7 +480,8 @@ def simulate(
         **{k: v for k, v in (("engine_hour", engine_hour), ("trainer_hour", trainer_hour)) if v is not None},
     )
     basis = replace(basis, hardware=replace(basis.hardware, prices=prices), length_words=lengths or basis.length_words)
-    trials = [tried(recipe, overrides or [], changes, basis, steps=steps) for changes in grid(sweep or [])]
+    made = joined(overrides, changes)
+    trials = [tried(recipe, made, swept, basis, steps=steps) for swept in grid(sweep or [])]
     best = recommended(trials) if sweep else None
     notes = [basis.verdict, *([f"recommended: {' '.join(best.changes)}"] if best is not None else [])]
     if html is not None:
@@ -527,8 +532,8 @@ def _claim(config: recipes.RunConfig) -> bool:
     return controller_role.claim(config)
 
 
-app.command()(bench)
-app.command()(chaos)
+app.command(hidden=not in_checkout())(bench)
+app.command(hidden=not in_checkout())(chaos)
 
 
 def _refuse(config: recipes.RunConfig) -> None:
@@ -540,25 +545,17 @@ def _refuse(config: recipes.RunConfig) -> None:
     refuse_problems(config, FIRST)
 
 
+def _refuse_here(config: recipes.RunConfig) -> None:
+    """Reject a recipe of a run on this machine, after a trial episode of each agent."""
+    from pipelinerl.commands.check import refuse_episodes
+
+    _refuse(config)
+    refuse_episodes(config)
+
+
 add_cluster_commands(app, connect=_connect, claim=_claim, refuse=_refuse)
 for _role in ROLES:
     app.command(_role.subcommand, rich_help_panel="Roles (each is one process; `run` starts them all)")(_role.command)
-
-
-def _knob_lines(knobs: Mapping[str, Any], within: str = "") -> Iterator[str]:
-    """Yield each knob in the form that `knobs set` accepts: domain_weights.math = 1.0."""
-    for name, value in knobs.items():
-        if isinstance(value, Mapping):
-            yield from _knob_lines(value, f"{within}{name}.")
-        else:
-            yield f"{within}{name} = {value}"
-
-
-def _assignment(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    if not (separator and name.strip()):
-        raise RecipeError(f"expected knob=value, got {text!r}")
-    return name.strip(), value.strip()
 
 
 def main() -> None:
@@ -578,7 +575,7 @@ def main() -> None:
         print(without_secrets(f"pipelinerl: {system_words(error)}"), file=sys.stderr)
         raise SystemExit(1) from None
     except PipelineError as error:
-        print(without_secrets(f"pipelinerl: {type(error).__name__}: {error}"), file=sys.stderr)
+        print(without_secrets(f"pipelinerl: {error}"), file=sys.stderr)
         raise SystemExit(1) from None
 
 

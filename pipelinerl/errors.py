@@ -5,7 +5,30 @@ To add an error, subclass the nearest parent. A message says what was expected, 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
+from typing import Final
+
+#: Names that other libraries give to keys of a recipe.
+HABITS: Final[Mapping[str, str]] = {
+    "lr": "optimizer.learning_rate",
+    "max_grad_norm": "optimizer.grad_clip",
+    "lr_scheduler_type": "optimizer.schedule",
+    "batch_size": "training.rollouts_per_step",
+    "train_batch_size": "training.rollouts_per_step",
+    "per_device_train_batch_size": "training.rollouts_per_step",
+    "num_generations": "sampling.group_size",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_completion_length": "sampling.max_tokens",
+    "max_model_len": "engine.context_length",
+    "max_seq_len": "engine.context_length",
+    "max_steps": "run.steps",
+    "save_steps": "checkpoint.interval_steps",
+    "eval_steps": "evaluation.interval_steps",
+    "model_name_or_path": "model.path",
+    "max_async_level": "staleness.k",
+    "algorithm": "objective",
+}
 
 
 class PipelineError(Exception):
@@ -121,3 +144,12 @@ class ReachedNoEngine(UpdateError):
 
 class ServerLost(UpdateError):
     """A parameter server is unreachable or dropped the connection; it may come back."""
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return the end of an error message, "; did you mean …?", with the known names closest to `word`; else ""."""
+    names = list(known)
+    usual = HABITS.get(str(word), "")
+    near = [name for name in (usual, usual.rpartition(".")[2]) if name in names]
+    near = near[:1] or difflib.get_close_matches(str(word), names, n=2, cutoff=0.7)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

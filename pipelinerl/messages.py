@@ -13,6 +13,7 @@ controller's request to sample one group of answers to a prompt (`PromptOrder`);
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from functools import partial
 from typing import Any, TypeVar
@@ -47,6 +48,11 @@ ACTORS_GROUP = "actors"
 
 class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
     """Base class of every message; msgspec tags it with the class's name."""
+
+
+def kind_of(message: ControlMessage) -> str:
+    """Return a message's kind in words for users, such as `step done`."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", " ", type(message).__name__).lower()
 
 
 def has_ended(index: int, frontier: int, beyond: Collection[int]) -> bool:

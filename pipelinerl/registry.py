@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pipelinerl.errors import RecipeError, ReferenceFailed
+from pipelinerl.errors import RecipeError, ReferenceFailed, did_you_mean
 from pipelinerl.system.references import is_reference, load_reference
 
 
@@ -29,7 +29,7 @@ class RegistryEntry:
         return all(importlib.util.find_spec(name) is not None for name in self.needs)
 
 
-_JAX: Final = "pip install 'pipelinerl[jax]'"
+_JAX: Final = "pip install -e '.[jax]'"
 _VLLM: Final = "its dependencies conflict with ours; make vllm builds an environment of its own, docs/use/vllm.md"
 
 #: Engines by name: functions `from_options(EngineOptions) -> Engine`.
@@ -88,7 +88,7 @@ SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "instructions": RegistryEntry("pipelinerl.data.instructed:open_instructions"),
     "programs": RegistryEntry("pipelinerl.data.generated:open_programs"),
     "numbered": RegistryEntry("pipelinerl.data.generated:open_numbered"),
-    "hub": RegistryEntry("pipelinerl.data.files.hub:open_hub", ("huggingface_hub",), "pip install 'pipelinerl[hub]'"),
+    "hub": RegistryEntry("pipelinerl.data.files.hub:open_hub", ("huggingface_hub",), "pip install -e '.[hub]'"),
 }
 
 #: For some sources, a function that inspects the first rows: `(SourceRequest, FirstRows, check) -> Problem | None`.
@@ -136,7 +136,7 @@ def known(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> Registr
     if name not in entries:
         raise RecipeError(
             f"{kind} must be one of {', '.join(entries)}, got {name!r}; name your own code as "
-            "package.module:attribute or path.py:attribute"
+            f"package.module:attribute or path.py:attribute{did_you_mean(name, entries)}"
         )
     return entries[name]
 

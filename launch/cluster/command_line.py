@@ -19,6 +19,7 @@ import typer
 
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import UserError
+from pipelinerl.roles.role import Changes, joined
 
 if TYPE_CHECKING:  # not imported at run time, so that `pipelinerl --help` starts quickly
     from launch.cluster.launchers import ClusterTarget
@@ -106,6 +107,7 @@ def _add_plan(app: typer.Typer) -> None:
     def plan(
         recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")],
         overrides: Annotated[list[str] | None, typer.Argument(help="Changes: section.key=value …")] = None,
+        changes: Changes = None,
         host: HostWords = None,
         hosts: HostCount = None,
         gpus: Gpus = None,
@@ -124,7 +126,7 @@ def _add_plan(app: typer.Typer) -> None:
         from launch.plan import Launch
         from launch.run import this_machine
 
-        config = load(recipe, overrides or [])
+        config = load(recipe, joined(overrides, changes))
         members = members_of(config, host, hosts, gpus, first_port)
         if members is not None:
             launch = members.launch(config, config.run_directory.resolve())

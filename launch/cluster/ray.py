@@ -270,5 +270,5 @@ def _ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError:
-        raise UserError("--on ray needs Ray: pip install 'pipelinerl[ray]', on every machine of the cluster") from None
+        raise UserError("--on ray needs Ray: pip install -e '.[ray]', on every machine of the cluster") from None
     return ray

@@ -213,6 +213,17 @@ def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) 
         yield from asyncio.run(episode_tried(config, domain, problems.problem(0), tokenizer))
 
 
+def refuse_episodes(config: RunConfig) -> None:
+    """Play an episode of each agent with a scripted model, as `check` does; raise `RecipeError` if it fails.
+
+    The message has the file and the line of the agent's code. Without agents, this takes no time.
+    """
+    for domain in config.domains:
+        if domain.has_environment:
+            tokenizer = ChatTokenizer.load(config.model.resolved)
+            asyncio.run(episode_tried(config, domain, _problems_of(domain, config).problem(0), tokenizer))
+
+
 def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:
     """Return the domain's own training problems, or its held-out problems if the domain is only evaluated."""
     if domain.weight and not domain.is_sampled:

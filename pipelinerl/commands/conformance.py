@@ -88,6 +88,15 @@ def _report(results: list[tuple[str, str, str, str]], say: Callable[[str], None]
 _CHECKOUT: Final = Path(__file__).resolve().parents[2]
 
 
+def in_checkout() -> bool:
+    """Return True if the package lies in a checkout, which alone has the benchmarks and the fault scenarios."""
+    return _has("benchmarks")
+
+
+def _has(module: str) -> bool:
+    return _CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file()
+
+
 def bench(
     name: Annotated[str, typer.Argument(help="A benchmark's name, or `all`.")] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes.")] = False,
@@ -112,7 +121,7 @@ def run_in_checkout(module: str, *words: str, what: str) -> int:
 
     `what` is the subject of the error message with its verb, such as "benchmarks are".
     """
-    if not _CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file():
+    if not _has(module):
         raise UserError(
             f"{what} part of a checkout, and {_CHECKOUT} is not one; clone the repository, run `make install` and "
             "use its command"

@@ -84,7 +84,7 @@ def _about_share(run_dir: Path, share: SharedLink, *, is_local: bool) -> Iterato
 def top(run: Run) -> None:
     """Show a run in the terminal and change its knobs while it is live; q quits."""
     if find_spec("textual") is None:
-        raise UserError("pipelinerl top needs textual, which is not installed; pip install 'pipelinerl[top]'")
+        raise UserError("pipelinerl top needs textual, which is not installed; pip install -e '.[top]'")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(f"pipelinerl top needs a terminal; try pipelinerl status {run}")
     from pipelinerl.commands.top.run_follower import RunFollower, source_of

@@ -159,6 +159,7 @@ def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory.absolute().name).lstrip("._-")[:64] or "mine"
     values = {
         "name": _text(name),
+        "domain": _text(re.sub(r"[^A-Za-z0-9_-]+", "_", data.stem).strip("_-")[:64] or "mine"),
         "model": _text(str(model.absolute())),
         "data": _text(os.path.relpath(data.absolute(), directory.absolute())),
         "prompt_key": "messages_field" if fields.messages_field else "prompt_field",
@@ -173,7 +174,6 @@ def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths:
         "context": str(lengths.context),
         "groups": "4" if on_cpu else "16",
         "rollouts": "32" if on_cpu else "128",
-        "in_flight": "8" if on_cpu else "32",
         "slots": "32" if on_cpu else "128",
         "k": "1" if on_cpu else "8",
         "thinking": _NO_THINKING_LINE if lengths.thinks else "",

@@ -1,4 +1,4 @@
-"""The commands `pipelinerl oubliette …`: test the sandbox, run programs in it, upload tests, serve it.
+"""The commands `pipelinerl sandbox …`: test the sandbox, run programs in it, upload tests, serve it.
 
 Each command imports the sandbox lazily, because every process of a run imports this file.
 """

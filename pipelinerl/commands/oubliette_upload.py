@@ -1,4 +1,4 @@
-"""`pipelinerl oubliette upload`: move the tests of a data set into a repository and replace them by links.
+"""`pipelinerl sandbox upload`: move the tests of a data set into a repository and replace them by links.
 
 A row's tests may have any layout that `code_problem.py` reads. They are stored in a folder or by a sandbox service,
 which also compiles the row's checker; the row then has links in `tests` and `checker`. Inputs and answers that are

@@ -21,7 +21,7 @@ from typing import Any, Final, get_args
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import HABITS, RecipeError
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.system.files import from_home
 from pipelinerl.system.references import anchored
@@ -309,10 +309,18 @@ def _meant(model: type[BaseModel], steps: list[int | str]) -> str:
     *above, key = steps
     section = _section_at(model, above)
     known = list(section.model_fields) if section is not None else []
+    if key in HABITS:
+        return f"did you mean {HABITS[str(key)]}?"
+    paths: dict[str, list[str]] = {}
+    for name, each in _sections(model):
+        for field in each.model_fields if each is not section else ():
+            paths.setdefault(field, []).append(f"{name}.{field}")
+    if key in paths:
+        return f"did you mean {' or '.join(paths[str(key)])}?"
     if near := difflib.get_close_matches(str(key), known, n=1):
         return f"did you mean {near[0]}?"
-    if elsewhere := [name for name, each in _sections(model) if key in each.model_fields and each is not section]:
-        return f"did you mean {' or '.join(f'{name}.{key}' for name in elsewhere)}?"
+    if near := difflib.get_close_matches(str(key), paths, n=1, cutoff=0.75):
+        return f"did you mean {' or '.join(paths[near[0]])}?"
     return f"known keys are {', '.join(known)}"
 
 

@@ -54,7 +54,7 @@ from pipelinerl.config.sections import (
 from pipelinerl.config.verification import VerificationSection
 from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.enums import RoutingReplay
-from pipelinerl.errors import RecipeError, UserError
+from pipelinerl.errors import RecipeError, UserError, did_you_mean
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.system.files import from_home, working_directory, write_private
@@ -356,8 +356,13 @@ def _locate(recipe: str, *, beside: Path | None) -> Path:
         candidates.insert(0, beside.parent / recipe)
     located = next((path for path in candidates if path.is_file()), None)
     if located is None:
-        shipped = ", ".join(sorted(path.stem for path in RECIPES.glob("*.toml")))
-        raise RecipeError(f"recipe {recipe!r} is neither a file nor a shipped recipe; shipped are: {shipped}")
+        shipped = sorted(path.stem for path in RECIPES.glob("*.toml"))
+        if "=" in recipe:
+            raise RecipeError(f"expected a recipe before the change {recipe}; for example: tiny {recipe}")
+        raise RecipeError(
+            f"recipe {recipe!r} is neither a file nor a shipped recipe; shipped are: {', '.join(shipped)}"
+            f"{did_you_mean(recipe, shipped)}"
+        )
     return located
 
 

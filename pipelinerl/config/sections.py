@@ -20,7 +20,7 @@ from pipelinerl.enums import (
     StalenessScope,
     WeightFormat,
 )
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import RecipeError, did_you_mean
 from pipelinerl.staleness import PRESETS, StalenessBounds
 from pipelinerl.system.files import from_home
 from pipelinerl.types import Sampling
@@ -267,7 +267,10 @@ class StalenessSection(Section):
     @model_validator(mode="after")
     def _resolvable(self) -> Self:
         if self.preset is not None and self.preset not in PRESETS:
-            raise ValueError(f"staleness.preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
+            raise ValueError(
+                f"staleness.preset must be one of {', '.join(PRESETS)}, got {self.preset!r}"
+                f"{did_you_mean(self.preset, PRESETS)}"
+            )
         try:
             _ = self.bounds
         except RecipeError as error:

@@ -228,11 +228,11 @@ class OublietteSection(Section):
     """Memory of one test, shared by all its processes."""
 
     url: Annotated[str, StringConstraints(pattern=r"^(https?://.+)?$")] = ""
-    """URL of an Oubliette service (`pipelinerl oubliette serve`); by default programs run on this machine."""
+    """URL of an Oubliette service (`pipelinerl sandbox serve`); by default programs run on this machine."""
     key_variable: Annotated[str, StringConstraints(pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")] = ""
     """Name of the environment variable with the service's token."""
     repository: str = ""
-    """Folder that holds the files that problems link to (`pipelinerl oubliette upload`), if there is no service."""
+    """Folder that holds the files that problems link to (`pipelinerl sandbox upload`), if there is no service."""
 
     @model_validator(mode="after")
     def _knows_languages(self) -> Self:

@@ -4,7 +4,7 @@ IFEval's case instructions require English. Here they check for Latin letters, s
 of a few words in capitals.
 
 A language is detected by its script. Among languages that share the script, `py3langid` decides (Barbaresi; the model
-of Lui and Baldwin 2012). This library is an extra, `pip install 'pipelinerl[languages]'`, and takes seconds to load.
+of Lui and Baldwin 2012). This library is an extra, `pip install -e '.[languages]'`, and takes seconds to load.
 Without it, languages that share a script are rejected. A text without letters matches no language.
 """
 
@@ -111,7 +111,7 @@ class ResponseLanguage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if is_slow_language(self.language) and importlib.util.find_spec(_LIBRARY) is None:
             raise ValueError(
                 f"language {self.language!r} shares its script with others and can be detected only by {_LIBRARY}, "
-                "which is not installed; pip install 'pipelinerl[languages]'"
+                "which is not installed; pip install -e '.[languages]'"
             )
 
     def follows(self, answer: str) -> bool:

@@ -94,8 +94,8 @@ _ONE_SIDED: Final = 0.9
 #: If a token's probabilities by trainer and sampler differ by more than this, that is a contradiction (TIS note,
 #: figures 7 and 8).
 CONTRADICTION: Final = 0.5
-#: Upper bounds of the buckets of tokens' ages in versions; the buckets are 0, 1, 2, 3–4, 5–8, …
-_AGES: Final = np.array([0, 1, 2, *(2**power for power in range(2, 31))])
+#: Upper bounds of the buckets of tokens' ages in versions; the buckets are 1 (on policy), 2, 3–4, 5–8, …
+_AGES: Final = 2 ** np.arange(31)
 
 
 class Cause(StrEnum):
@@ -204,7 +204,7 @@ def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[st
                 metrics[f"{prefix}_share"] = float(members.mean())
                 for figure, value in _compared(ours[members], behavior, responses).items():
                     metrics[f"{prefix}_{figure}"] = value
-    return metrics | by_age(held_version - tokens.versions, cuts)
+    return metrics | by_age(held_version + 1 - tokens.versions, cuts)
 
 
 def _compared(ours: Float32, theirs: Float32, responses: Integers) -> dict[str, float]:
@@ -224,11 +224,11 @@ def _compared(ours: Float32, theirs: Float32, responses: Integers) -> dict[str, 
 def by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
     """Return the metrics `age_<ages>_<figure>` of tokens in buckets by age.
 
-    `ages` [N] holds each token's age: the number of versions from the sampler's to the trainer's. The figure `share` is
-    a bucket's share of all tokens. Each name in `cuts` is a figure, too: the share of the bucket's tokens that are in
-    that mask, bool [N].
+    `ages` [N] holds each token's age: the version that the step makes, minus the version that sampled the token; 1 is
+    on policy (as in `StalenessBounds`). The figure `share` is a bucket's share of all tokens. Each name in `cuts` is a
+    figure, too: the share of the bucket's tokens that are in that mask, bool [N].
     """
-    buckets = np.searchsorted(_AGES, np.maximum(ages, 0))
+    buckets = np.searchsorted(_AGES, np.maximum(ages, 1))
     counts = np.bincount(buckets)
     shares = {"share": counts / len(ages)} | {
         name: np.bincount(buckets, weights=cut, minlength=len(counts)) / np.maximum(counts, 1)
@@ -243,5 +243,5 @@ def by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
 
 def _ages(bucket: int) -> str:
     last = int(_AGES[bucket])
-    first = int(_AGES[bucket - 1]) + 1 if bucket else 0
+    first = int(_AGES[bucket - 1]) + 1 if bucket else last
     return str(last) if first == last else f"{first}_{last}"

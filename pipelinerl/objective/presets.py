@@ -17,7 +17,7 @@ from types import UnionType
 from typing import Any, Final
 
 from pipelinerl.enums import NoSignal
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import RecipeError, did_you_mean
 from pipelinerl.objective import adv, agg, grad1, grad2, is_weight
 from pipelinerl.objective.catalogue import DEFAULT, PRESETS
 from pipelinerl.objective.contradictions import contradictions
@@ -108,7 +108,7 @@ def _convert(value: Any, wanted: Any, path: str) -> Any:
 
 def _entry(entries: Mapping[str, Any], name: Any, path: str) -> Any:
     if not isinstance(name, str) or name not in entries:
-        raise RecipeError(f"{path} must be one of {', '.join(entries)}; got {name!r}")
+        raise RecipeError(f"{path} must be one of {', '.join(entries)}; got {name!r}{did_you_mean(name, entries)}")
     return entries[name]
 
 

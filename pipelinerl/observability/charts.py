@@ -183,7 +183,7 @@ def draw(history: RunHistory, path: Path) -> Path:
         grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1.0))
         _learning(figure.add_subplot(grid[0, :]), history)
         staleness = figure.add_subplot(grid[1, 0])
-        _lines(staleness, "Staleness, versions", "step", [
+        _lines(staleness, "Staleness, versions (1 = on policy)", "step", [
             ("mean", history.by_step("staleness_mean"), _BLUE), ("max", history.by_step("staleness_max"), _ORANGE),
         ])  # fmt: skip
         speed = history.series(history.engines, "tokens_per_s")

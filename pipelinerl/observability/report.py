@@ -108,14 +108,14 @@ def render(history: RunHistory, recipe: str, *, samples: Sequence[SampleGroup] =
 def _tiles(history: RunHistory) -> list[tuple[str, str, str]]:
     tiles = []
     evaluation, first = history.last_evaluation, history.first_accuracy
-    if evaluation is not None and first is not None:
-        tiles.append(("held-out accuracy", f"{evaluation['accuracy']:.1%}", f"from {first:.1%}"))
+    if evaluation is not None:
+        tiles.append(("held-out accuracy", f"{evaluation['accuracy']:.1%}", _from(first, ".1%")))
         tiles += [(f"pass@{each['k']}", f"{each['value']:.1%}", "held out") for each in evaluation.get("pass_at") or ()]
         for name, first_of, last_of in history.other_accuracies:
-            tiles.append((name, f"{last_of:.1%}", f"from {first_of:.1%}"))
-    if history.last_reward is not None and history.first_reward is not None:
-        left_out = f", {history.unjudged:.1%} unjudged" if history.unjudged else ""
-        tiles.append(("reward", f"{history.last_reward:.3f}", f"from {history.first_reward:.3f}{left_out}"))
+            tiles.append((name, f"{last_of:.1%}", _from(first_of, ".1%")))
+    if history.last_reward is not None:
+        notes = (_from(history.first_reward, ".3f"), f"{history.unjudged:.1%} unjudged" if history.unjudged else "")
+        tiles.append(("reward", f"{history.last_reward:.3f}", ", ".join(filter(None, notes))))
     if history.steps:
         tiles.append(("steps", f"{len(history.steps):,}", f"in {format_duration(history.duration_s)}"))
     speed, busy = history.median(history.engines, "tokens_per_s"), history.median(history.engines, "occupancy")
@@ -123,7 +123,7 @@ def _tiles(history: RunHistory) -> list[tuple[str, str, str]]:
         tiles.append(("tokens/s", compact(speed), "" if busy is None else f"engines {busy:.0%} busy"))
     stale, most = history.median(history.steps, "staleness_mean"), history.max_of(history.steps, "staleness_max")
     if stale is not None and most is not None:
-        tiles.append(("staleness", f"{stale:.1f}", f"at most {most:.0f} versions"))
+        tiles.append(("staleness", f"{stale:.1f}", f"at most {most:.0f} versions; 1 = on policy"))
     pause, longest = history.median(history.publications, "pause_s"), history.max_of(history.publications, "pause_s")
     if pause is not None and longest is not None:
         tiles.append(("update pause", f"{pause * 1e3:.3g} ms", f"at most {longest * 1e3:.3g} ms"))
@@ -168,7 +168,9 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
             )
             for name, events in history.evaluation_sets.items()
         ),
-        _chart("Staleness, in versions", {"mean": steps("staleness_mean"), "max": steps("staleness_max")}),
+        _chart(
+            "Staleness, in versions (1 = on policy)", {"mean": steps("staleness_mean"), "max": steps("staleness_max")}
+        ),
         _chart("Tokens sampled per second", {"": engines("tokens_per_s")}, x_label="seconds"),
         _chart("Busy engine slots", {"": engines("occupancy")}, x_label="seconds", **of_share),
         _chart("Update pause, no token decoded", {"": history.update_ms("pause_s")}, **update),
@@ -281,23 +283,22 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
     """Return the run's summary as pairs (name, value), without values that were not measured."""
     rows = [("outcome", outcome(history))]
     evaluation, first = history.last_evaluation, history.first_accuracy
-    if evaluation is not None and first is not None:
+    if evaluation is not None:
         bounds = interval(evaluation.get("low"), evaluation.get("high"))
         problems = f" on {evaluation['problems']:,} problems" if evaluation.get("problems") else ""
         rows.append(
             (
                 "held-out accuracy",
-                f"{first:.1%} → {evaluation['accuracy']:.1%}{f' (95 %: {bounds})' if bounds else ''}{problems}",
+                f"{_change(first, evaluation['accuracy'], '.1%')}{f' (95 %: {bounds})' if bounds else ''}{problems}",
             )
         )
         details = (pass_at_words(evaluation), weights(evaluation), note(evaluation))
         if shown := "; ".join(detail for detail in details if detail):
             rows.append(("last evaluation", shown))
-    rows += [(name, f"{begun:.1%} → {ended:.1%}") for name, begun, ended in history.other_accuracies]
-    if history.first_reward is not None and history.last_reward is not None:
-        rows.append(
-            ("mean reward", f"{history.first_reward:.3f} → {reward_words(history.last_reward, history.unjudged)}")
-        )
+    rows += [(name, _change(begun, ended, ".1%")) for name, begun, ended in history.other_accuracies]
+    if history.last_reward is not None:
+        begun = "" if history.first_reward is None else f"{history.first_reward:.3f} → "
+        rows.append(("mean reward", begun + reward_words(history.last_reward, history.unjudged)))
     if history.steps and history.duration_s > 0:
         pace = f"{len(history.steps) / history.duration_s * 60:.1f} a minute"
         rows.append(("steps", f"{len(history.steps):,} in {format_duration(history.duration_s)}, {pace}"))
@@ -305,7 +306,7 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
         rows.append(("tokens sampled", f"{history.sampled_tokens:,}, {rate:,.0f} a second"))
     mean, most = history.median(history.steps, "staleness_mean"), history.max_of(history.steps, "staleness_max")
     if mean is not None and most is not None:
-        rows.append(("staleness", f"{mean:.1f} versions typically, {most:.0f} at most"))
+        rows.append(("staleness", f"{mean:.1f} versions typically, {most:.0f} at most (1 = on policy)"))
     pause, longest = history.median(history.publications, "pause_s"), history.max_of(history.publications, "pause_s")
     if pause is not None and longest is not None:
         updates = f"{len(history.publications):,} weight updates"
@@ -316,6 +317,14 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _change(first: float | None, last: float, form: str) -> str:
+    return format(last, form) if first is None else f"{first:{form}} → {last:{form}}"
+
+
+def _from(first: float | None, form: str) -> str:
+    return "" if first is None else f"from {first:{form}}"
 
 
 def summary(history: RunHistory, *, run_dir: Path, report: Path | None = None) -> Table:

@@ -85,9 +85,9 @@ class RunHistory:
 
     @property
     def first_accuracy(self) -> float | None:
-        """Held-out accuracy of the first evaluation that has one."""
-        known = (number(event, "accuracy") for event in self.evaluations)
-        return next((accuracy for accuracy in known if accuracy is not None), None)
+        """Held-out accuracy of the first evaluation that has one; None if no later evaluation does."""
+        known = self.series(self.evaluations, "accuracy", x="model_version").y
+        return known[0] if len(known) > 1 else None
 
     @property
     def last_evaluation(self) -> Event | None:
@@ -95,16 +95,19 @@ class RunHistory:
         return next((event for event in reversed(self.evaluations) if number(event, "accuracy") is not None), None)
 
     @property
-    def other_accuracies(self) -> list[tuple[str, float, float]]:
-        """Tuples (name, first accuracy, last accuracy) of each evaluation set except the recipe's first set."""
+    def other_accuracies(self) -> list[tuple[str, float | None, float]]:
+        """Tuples (name, first accuracy, last accuracy) of each evaluation set except the recipe's first set.
+
+        The first is None if there is only one.
+        """
         others = list(self.evaluation_sets.items())[1:]
         known = [(name, self.series(events, "accuracy", x="model_version").y) for name, events in others]
-        return [(name, values[0], values[-1]) for name, values in known if values]
+        return [(name, values[0] if len(values) > 1 else None, values[-1]) for name, values in known if values]
 
     @property
     def first_reward(self) -> float | None:
-        """Mean reward over the first tenth of the steps."""
-        return self._mean_reward(slice(0, max(1, len(self.steps) // 10)))
+        """Mean reward over the first tenth of the steps; None before the second step."""
+        return None if len(self.steps) < 2 else self._mean_reward(slice(0, max(1, len(self.steps) // 10)))
 
     @property
     def last_reward(self) -> float | None:

@@ -201,9 +201,9 @@ class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_per_s: float = 0.0
     """Rollouts trained on per second, including the wait for them."""
     staleness_mean: float = 0.0
-    """Mean age of the rollouts, in versions."""
+    """Mean staleness of the rollouts, in versions; 1 is on policy."""
     staleness_max: int = 0
-    """Maximum age of the rollouts, in versions."""
+    """Maximum staleness of the rollouts, in versions."""
     entropy: float | None = None
     """Entropy estimated from the sampled tokens, in nats per token."""
     exact_entropy: float | None = None

@@ -46,6 +46,11 @@ RoleRecipe = Annotated[str, typer.Option("--recipe", help="Recipe of the run; th
 Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the recipe: section.key=value.")]
 
 
+def joined(*changes: list[str] | None) -> list[str]:
+    """Return the changes of a command line as one list: those given as arguments, then those given with `--set`."""
+    return [change for part in changes for change in part or []]
+
+
 class OnExit(StrEnum):
     """The launcher's reaction to the end of a process. After exit status 2, a user error, nothing is restarted."""
 

@@ -20,7 +20,7 @@ from pipelinerl.config.sections import shared_values
 from pipelinerl.config.verification import DEFAULT_VERIFIER, JudgeSection
 from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
 from pipelinerl.errors import AddressError, RecipeError
-from pipelinerl.system.references import is_reference
+from pipelinerl.system.references import is_reference, last_line
 from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.judge import Judge, JudgeServer, JudgeSettings, ScoreFormat, Spending
 from pipelinerl.verifiers.service.wire import ServedDomain
@@ -174,7 +174,7 @@ def _instance_of(where: str, thing: Any) -> Any:
     try:
         return thing()
     except Exception as error:  # user code may raise any exception
-        raise RecipeError(f"{where}: {thing.__name__}() failed: {type(error).__name__}: {error}") from None
+        raise RecipeError(f"{where}: {thing.__name__}() failed: {last_line(error)}") from None
 
 
 def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:

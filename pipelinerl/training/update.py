@@ -119,7 +119,7 @@ def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_ve
         **causes.figures(compared, held_version=held_version, cuts=cuts(streamed, _tokens(updates[:1]))),
     }
     if len(updates) > 1 and (sampled := causes.sampled_tokens(_trained(updates), _logprobs(updates))) is not None:
-        metrics |= causes.by_age(held_version - sampled.versions, cuts(streamed, tokens))
+        metrics |= causes.by_age(held_version + 1 - sampled.versions, cuts(streamed, tokens))
     return {
         **metrics,
         **_of_critic(updates),

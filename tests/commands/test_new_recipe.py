@@ -37,6 +37,8 @@ def test_new_recipe_passes_check_unchanged(tmp_path: Path) -> None:
     assert "of the reference answer correct, reward 1" in result.output
     config = load(recipe)
     assert config.run.name == "mine" and config.domains[0].parameters["answer_field"] == "solution"
+    assert config.domains[0].name == "words", "of the data's file"
+    assert config.groups_in_flight == config.engine.slots, "an evaluation with one sample a problem fills all slots"
     assert config.engine.context_length > config.sampling.max_tokens >= 32
 
 

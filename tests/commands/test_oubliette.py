@@ -1,4 +1,4 @@
-"""`pipelinerl oubliette run` and `upload`, as a user calls them."""
+"""`pipelinerl sandbox run` and `upload`, as a user calls them."""
 
 from __future__ import annotations
 

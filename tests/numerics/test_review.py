@@ -52,11 +52,11 @@ def test_share_of_a_mismatch_cause_is_averaged_over_all_steps() -> None:
 
 def test_review_weights_the_clipped_share_of_each_token_age_by_the_number_of_its_tokens() -> None:
     result = reviewed(
-        step(1, {"age_0_share": 0.5, "age_0_clipped": 0.2, "age_3_4_share": 0.5, "age_3_4_clipped": 1.0}, numerics={}),
-        step(2, {"age_0_share": 1.0, "age_0_clipped": 0.5}, numerics={}),
+        step(1, {"age_1_share": 0.5, "age_1_clipped": 0.2, "age_3_4_share": 0.5, "age_3_4_clipped": 1.0}, numerics={}),
+        step(2, {"age_1_share": 1.0, "age_1_clipped": 0.5}, numerics={}),
     )
-    assert list(result.ages) == ["0", "3_4"]
-    assert result.ages["0"] == pytest.approx({"share": 0.75, "clipped": (0.1 + 0.5) / 1.5})
+    assert list(result.ages) == ["1", "3_4"]
+    assert result.ages["1"] == pytest.approx({"share": 0.75, "clipped": (0.1 + 0.5) / 1.5})
     assert result.ages["3_4"] == pytest.approx({"share": 0.25, "clipped": 1.0})
 
 

@@ -270,6 +270,13 @@ def test_evaluation_event_with_missing_fields_shows_only_known_fields() -> None:
     assert (weights, note) == ("v2 to v4", "7 unjudged; incomplete: no answer came")
 
 
+def test_report_of_a_single_step_and_evaluation_shows_no_change() -> None:
+    made = events(24)
+    kept = [next(event for event in made if event["kind"] == kind) for kind in ("run_started", "step", "evaluation")]
+    rows = dict(summary_rows(tell(kept)))
+    assert rows["held-out accuracy"].startswith("7.8%") and "→" not in "".join(rows.values())
+
+
 def of_two_sets() -> list[dict[str, Any]]:
     """Return a run's events with a second evaluation set, evaluated at the first set's steps and at one more step."""
     made = events(24)

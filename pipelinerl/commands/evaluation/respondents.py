@@ -34,6 +34,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.models.chat_template import check_chat_template
 from pipelinerl.models.checkpoint import check_directory
 from pipelinerl.roles.engine_role import build_engine
+from pipelinerl.roles.memory.disk import with_dtype
 from pipelinerl.roles.process import Identity
 from pipelinerl.system.background import to_its_end
 from pipelinerl.system.files import from_home
@@ -156,7 +157,8 @@ def _with_model(config: RunConfig, model: Path) -> RunConfig:
             f"engine.type {config.engine.type} is an external server, which cannot load {model}; "
             "name the server's URL instead of the model, or use --set engine.type=torch"
         )
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+    # A run serves a bfloat16 model on a CPU in float32; in bfloat16, greedy answers would differ.
+    return with_dtype(config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})}))
 
 
 def engine_outside_run(config: RunConfig) -> Engine:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
-import msgspec
 from fastapi import FastAPI, Query
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from pipelinerl.commands.compare import differences
 from pipelinerl.commands.watch.watched_run import (
     STATE_S,
     LooksOnly,
@@ -221,28 +221,3 @@ def _overlaid(watched: WatchedRun, metrics: Sequence[str], axis: Axis, points: i
         "y": {name: column["mean"] for name, column in columns.items()},
         **parts,
     }
-
-
-def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the keys whose values differ between recipes, each with its value in every recipe (None if missing).
-
-    `made` holds the non-default settings of each recipe; keys that have their default in all recipes are left out.
-    """
-    flat = [dict(_flat(recipe, "")) for recipe in recipes]
-    paths = sorted({path for each in made for path, _ in _flat(each, "")})
-    return [
-        {"path": path, "values": [each.get(path) for each in flat]}
-        for path in paths
-        if len({msgspec.json.encode(each.get(path)) for each in flat}) > 1
-    ]
-
-
-def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) for each value in nested tables and lists; a table in a list goes by its `name`."""
-    if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
-        value = {str(each["name"]): each for each in value}
-    if not isinstance(value, Mapping):
-        yield path, value
-        return
-    for name, each in value.items():
-        yield from _flat(each, f"{path}.{name}" if path else name)

@@ -65,6 +65,7 @@ from pipelinerl.messages import (
     Report,
     decode_report,
     encode,
+    kind_of,
 )
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.samples.sample_log import SampleLog
@@ -351,9 +352,10 @@ class ControllerService:
             await self._refuse(entry, report, str(error))
 
     async def _refuse(self, entry: Entry, report: Report, reason: str) -> None:
-        log.error("a report (%s) is rejected: %s", type(report).__name__, reason)
-        await self._dead_letters.bury(entry, RecordError(f"a {type(report).__name__} is rejected: {reason}"))
-        self._record("report_refused", {"report": type(report).__name__, "reason": reason})
+        kind = kind_of(report)
+        log.error("a report (%s) is rejected: %s", kind, reason)
+        await self._dead_letters.bury(entry, RecordError(f"a report ({kind}) is rejected: {reason}"))
+        self._record("report_refused", {"report": kind, "reason": reason})
 
     async def _restore_from_journal(self) -> bool:
         """Restore the state from the journal after a decision raised an error; return False if entries are missing."""

@@ -287,11 +287,11 @@ def _sample(report: EvaluationDone, version: int, name: str, time: float) -> Sam
         tags=tuple(report.tags),
         prompt=report.shown.prompt,
         ground_truth=report.shown.ground_truth,
-        answers=tuple(_answer(answer, version) for answer in report.shown.answers),
+        answers=tuple(_answer(answer) for answer in report.shown.answers),
     )
 
 
-def _answer(answer: ShownAnswer, version: int) -> AnswerRecord:
+def _answer(answer: ShownAnswer) -> AnswerRecord:
     judged = answer.outcome in _JUDGED
     return AnswerRecord(
         text=answer.text,
@@ -301,5 +301,4 @@ def _answer(answer: ShownAnswer, version: int) -> AnswerRecord:
         length=answer.num_tokens,
         finish_reason=answer.finish_reason,
         spans=tuple(answer.spans),
-        staleness=version - min((oldest for oldest, _ in answer.spans), default=version),
     )

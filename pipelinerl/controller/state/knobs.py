@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 
 from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.enums import COLDEST, HOTTEST
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import RecipeError, did_you_mean
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
 _FIXED: Final = frozenset({"group_sizes", "max_groups", "k_finite"})
@@ -175,7 +175,10 @@ class Knobs:
     def _converted(self, name: str, value: Any) -> Any:
         changeable = {name for name in (field.name for field in fields(self)) if name not in (*_FIXED, *_LIMITS)}
         if name not in changeable:
-            raise RecipeError(f"unknown knob {short(name)}; knobs are {', '.join(sorted(changeable))} and preset")
+            raise RecipeError(
+                f"unknown knob {short(name)}; knobs are {', '.join(sorted(changeable))} and preset"
+                f"{did_you_mean(name, changeable)}"
+            )
         number = _number(name, value, whole=name in _WHOLE)
         return int(number) if name in _WHOLE else number
 
@@ -194,7 +197,7 @@ def _number(name: str, value: Any, *, whole: bool = False) -> float:
 
 def _preset(name: Any) -> dict[str, Any]:
     if not isinstance(name, str) or name not in PRESETS:
-        raise RecipeError(f"preset must be one of {', '.join(PRESETS)}, got {short(name)}")
+        raise RecipeError(f"preset must be one of {', '.join(PRESETS)}, got {short(name)}{did_you_mean(name, PRESETS)}")
     return {"j": PRESETS[name].j, "k": PRESETS[name].k}
 
 

@@ -327,9 +327,7 @@ class ArrowRows:
             import pyarrow as pa
             import pyarrow.parquet as pq
         except ModuleNotFoundError:
-            raise RecipeError(
-                f"{path} is read by pyarrow, which is not installed; pip install 'pipelinerl[data]'"
-            ) from None
+            raise RecipeError(f"{path} is read by pyarrow, which is not installed; pip install -e '.[data]'") from None
         try:
             if path.suffix == ".parquet":
                 with pq.ParquetFile(path) as file:

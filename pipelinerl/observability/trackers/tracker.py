@@ -58,7 +58,7 @@ OpenTracker = Callable[[Bookmark | None], Tracker]
 
 #: By the tracker's key in `[trackers]`: the package that it needs, and how to install this package.
 PACKAGES: Final = {
-    "tensorboard": ("tensorboardX", "pip install 'pipelinerl[track]'"),
+    "tensorboard": ("tensorboardX", "pip install -e '.[track]'"),
     "wandb": ("wandb", "pip install wandb"),
     "trackio": ("trackio", "pip install trackio"),
 }

@@ -115,12 +115,13 @@ def settled(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunCo
     `pipelinerl check` would reject is returned unchanged, because `check` has the better error message.
     """
     try:
-        return _with_tokens(_with_precision(_with_dtype(config)), {"all": host_memory()} if limits is None else limits)
+        return _with_tokens(_with_precision(with_dtype(config)), {"all": host_memory()} if limits is None else limits)
     except (ModelError, RecipeError, SpecError):
         return config
 
 
-def _with_dtype(config: RunConfig) -> RunConfig:
+def with_dtype(config: RunConfig) -> RunConfig:
+    """Replace `engine.dtype = "auto"` by float32 for engines on a CPU; raise `ModelError` for an unreadable model."""
     section = config.engine
     if section.dtype != "auto" or section.type not in _CASTING:
         return config

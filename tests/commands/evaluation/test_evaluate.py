@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from pipelinerl.commands.evaluation.evaluate import (
     EvaluationReport,
@@ -24,17 +25,19 @@ from pipelinerl.commands.evaluation.evaluate import (
     with_one_evaluation,
 )
 from pipelinerl.commands.evaluation.evaluation_loop import MOST_FAILURES
-from pipelinerl.commands.evaluation.respondents import recipe_of, target_of
-from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table, write_layout
+from pipelinerl.commands.evaluation.respondents import _with_model, recipe_of, target_of
+from pipelinerl.config.recipe import MODELS, RunConfig, load, parse, save, to_table, write_layout
 from pipelinerl.engines.bigram import engine as bigram_engine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.roles.memory.disk import settled
 from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
+from trainer_contract.types import WeightDType
 
 QUIET = Console(quiet=True)
 
@@ -81,6 +84,18 @@ def test_model_directory_is_evaluated_by_its_own_engine(model: Path, recipe: Pat
     assert [each.k for each in report.figures.pass_at] == [1, 4, 8]
     assert list(report.by_domain) == ["says_1", "says_2"]
     assert report.figures.length_mean is not None and 0 < report.figures.length_mean <= 2
+
+
+def test_bfloat16_model_is_evaluated_in_float32_on_a_cpu_as_in_a_run(tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(MODELS / "tiny_speller", half)
+    weights = load_file(half / "model.safetensors")
+    save_file({name: value.bfloat16() for name, value in weights.items()}, half / "model.safetensors")
+    settings = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
+    config = load("tiny", ["engine.device=cpu"])
+    assert _with_model(config, half).engine.dtype is settled(config.changed("model", path=str(half))).engine.dtype
+    assert _with_model(config, half).engine.dtype is WeightDType.FLOAT32
 
 
 def test_engine_at_a_url_gives_the_same_answers_as_a_local_engine(model: Path, recipe: Path) -> None:

@@ -44,7 +44,7 @@ def write(log: EventLog, event: dict[str, Any]) -> None:
     """Write an event of `synthetic.events`; step events also get metrics by domain and by token age."""
     fields = {name: value for name, value in event.items() if name not in ("time", "kind")}
     if event["kind"] == "step":
-        fields |= {"by_domain": by_domain(event), "age_0_share": 0.75, "age_3_4_share": 0.25, "orders": [event["step"]]}
+        fields |= {"by_domain": by_domain(event), "age_1_share": 0.75, "age_3_4_share": 0.25, "orders": [event["step"]]}
     log.write(event["kind"], **fields)
 
 

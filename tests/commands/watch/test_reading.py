@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.commands.watch.read_routes import differences
+from pipelinerl.commands.compare import differences
 from pipelinerl.commands.watch.sample_routes import causes_of, differing_parts
 from pipelinerl.commands.watch.watched_run import watched_runs
 from pipelinerl.errors import UserError
@@ -85,7 +85,7 @@ def test_live_view_returns_confidence_intervals_token_ages_and_the_trainers_caus
     easy, hard = sorted(now["domains"], key=lambda each: each["name"], reverse=True)
     assert easy["reward"]["low"] < easy["reward"]["mean"] < easy["reward"]["high"]
     assert hard["accuracy"] == {"mean": 0.0, "low": 0.0, "high": 0.0} and easy["stale"] == pytest.approx(1 / 17)
-    assert now["staleness"] == [{"age": "0", "share": 0.75}, {"age": "3_4", "share": 0.25}]
+    assert now["staleness"] == [{"age": "1", "share": 0.75}, {"age": "3_4", "share": 0.25}]
     assert now["stale"]["groups"] == 40 and now["mismatch"][0]["cause"] == "numerics"
     assert sum(each["share"] for each in now["waits"][:2]) == pytest.approx(1.0)
     assert now["held_out"][0]["accuracy"] is not None and now["fleet"]["engines"][0]["state"] == "expelled"

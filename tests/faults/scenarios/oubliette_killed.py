@@ -1,6 +1,6 @@
 """An Oubliette service is killed with kill -9 during its work: every answer gets one verdict, the right one.
 
-A verifier calls `pipelinerl oubliette serve` as in an actor. The service dies at random moments and restarts at its
+A verifier calls `pipelinerl sandbox serve` as in an actor. The service dies at random moments and restarts at its
 address without its results and compiled programs. In the end no process, control group or mount of a dead service may
 be left.
 """

@@ -76,7 +76,7 @@ def test_run_on_ray_is_rejected_with_an_install_command_if_ray_is_not_installed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     members = Members(hosts=read_hosts(CONFIG, ["a:gpus=0"], count=None, gpus=None))
-    with pytest.raises(UserError, match=r"pip install 'pipelinerl\[ray\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[ray\]'"):
         launcher.run_on_ray(None, CONFIG, members, tmp_path, print)
 
 

@@ -12,7 +12,7 @@ const ROWS = 1000;
 const NEWER = 250;
 
 const CHARTS = [
-  ["Staleness", ["staleness_mean", "staleness_max"]],
+  ["Staleness, 1 = on policy", ["staleness_mean", "staleness_max"]],
   ["Entropy", ["entropy"], "nats per token"],
   ["Gradient norm", ["grad_norm"]],
   ["Loss", ["loss"]],
@@ -369,10 +369,10 @@ function Shares({ state }) {
         }),
       )} /></section>`
     }
-    <section class="card"><h2>Staleness of trained tokens</h2>${
+    <section class="card"><h2>Staleness of trained tokens, 1 = on policy</h2>${
       staleness.length
-        ? html`<${Bars} label="Share of tokens by age in versions"
-          rows=${staleness.map((each) => ({ name: `${String(each.age).replace("_", "–")} old`, share: each.share, text: percent(each.share) }))} />`
+        ? html`<${Bars} label="Share of tokens by staleness in versions"
+          rows=${staleness.map((each) => ({ name: String(each.age).replace("_", "–"), share: each.share, text: percent(each.share) }))} />`
         : html`<p class="none">Not measured yet.</p>`
     }</section>
     <section class="card"><h2>Stale groups, by cause</h2><p

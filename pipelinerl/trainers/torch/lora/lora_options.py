@@ -43,7 +43,7 @@ def lora_of(options: Mapping[str, Any]) -> LoraOptions | None:
         return None
     given = table(options["lora"], LoraOptions, _WHERE, trainer="torch")
     if importlib.util.find_spec("peft") is None:
-        raise SpecError(f"{_WHERE} needs peft, which is not installed; pip install 'pipelinerl[lora]'")
+        raise SpecError(f"{_WHERE} needs peft, which is not installed; pip install -e '.[lora]'")
     return LoraOptions(
         rank=whole(given.get("rank", _DEFAULT.rank), f"{_WHERE}.rank", least=1),
         alpha=_number(given.get("alpha", _DEFAULT.alpha), "alpha", above=0.0),

@@ -1,0 +1,55 @@
+"""The commands `pipelinerl knobs …`: show and change the settings of a live run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from pipelinerl.commands.engines import Run
+from pipelinerl.errors import RecipeError
+
+knobs_app = typer.Typer(help="Show or change the knobs of a live run.", no_args_is_help=True)
+
+
+@knobs_app.command("show")
+def knobs_show(run: Run) -> None:
+    """Show the knobs of a live run (settings that may change while it runs) and the log of their changes."""
+    from pipelinerl.commands.remote import controller_of
+
+    with controller_of(run) as controller:
+        answer = controller.knobs()
+    for line in _knob_lines(answer.knobs):
+        typer.echo(line)
+    for change in answer.log:
+        made = ", ".join(f"{name} = {value}" for name, value in change.changes.items())
+        typer.echo(f"step {change.step}: {made} by {change.who}")
+
+
+@knobs_app.command("set")
+def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=value …, e.g. k=4 j=2")]) -> None:
+    """Change knobs of a live run; changes take effect at the next step boundary."""
+    from pipelinerl.commands.remote import controller_of
+
+    with controller_of(run) as controller:
+        answer = controller.change_knobs(dict(_assignment(change) for change in changes))
+    for line in _knob_lines(answer.knobs):
+        typer.echo(line)
+    typer.echo(f"effective {answer.effective}")
+
+
+def _knob_lines(knobs: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """Yield each knob in the form that `knobs set` accepts: domain_weights.math = 1.0."""
+    for name, value in knobs.items():
+        if isinstance(value, Mapping):
+            yield from _knob_lines(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name} = {value}"
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not (separator and name.strip()):
+        raise RecipeError(f"expected knob=value, got {text!r}")
+    return name.strip(), value.strip()

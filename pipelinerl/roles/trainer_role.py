@@ -40,6 +40,7 @@ from pipelinerl.training.step_watch import StepWatch, TrainingSamples
 from pipelinerl.weights.broadcast.collective import offers
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.engine_control import EngineControl
+from pipelinerl.weights.grace import Grace
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.upload import Uploader
 from pipelinerl.weights.publisher import Publisher
@@ -59,14 +60,14 @@ async def run(identity: Identity) -> None:
     checkpoints.prepare(step.passes.policy.weight_layout())
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
-    samples = samples_of(identity)
+    samples, grace = samples_of(identity), Grace()
     loop = TrainingLoop(
         loop_settings(config),
         step=step,
         objective=objective,
         stream=stream,
-        publisher=publisher_of(identity, client, stream),
-        check_canary=partial(check_canary, canary_of(config), client),
+        publisher=publisher_of(identity, client, stream, grace),
+        check_canary=partial(check_canary, canary_of(config), client, grace),
         checkpoints=checkpoints,
         restored=latest[1] if latest else None,
         at=lambda version: process_log.at(step=version, model_version=version),
@@ -113,7 +114,7 @@ class SigtermHandler:
         self._events.call_later(self._save_s, self._task.cancel)
 
 
-def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> Publisher:
+def publisher_of(identity: Identity, control: EngineControl, stream: Stream, grace: Grace) -> Publisher:
     """Return the publisher for the recipe's transport; `stream` announces versions to engines that pull them.
 
     Raises:
@@ -123,7 +124,7 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> 
     if weights.transport is Transport.BROADCAST:
         if not offers(weights.backend):
             raise RecipeError(f"weights.backend is {weights.backend}, which torch cannot use here; use gloo")
-        return BroadcastPublisher(control, host=weights.host, backend=weights.backend)
+        return BroadcastPublisher(control, host=weights.host, backend=weights.backend, grace=grace)
     servers = identity.config.parameter_server
     if not servers.urls:
         raise RecipeError(
@@ -132,7 +133,7 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> 
         )
     announcer = StreamAnnouncer(stream) if weights.announced_to(identity.config.engine.count) else None
     uploader = Uploader(servers.urls, shards=servers.shards, token=identity.token)
-    return PullPublisher(control, uploader, announcer=announcer)
+    return PullPublisher(control, uploader, announcer=announcer, grace=grace)
 
 
 def canary_of(config: RunConfig) -> Canary:

@@ -10,7 +10,7 @@ embeddings, windows and caches may be wrong at some lengths only.
 
 | waits for | unblocked by | at the latest |
 |---|---|---|
-| the canary's answer | the engine, which may have a queue | `deadline_s` |
+| the canary's answer | the engine, which may have a queue | its grace (`weights/grace.py`), at most `deadline_s` |
 | the trainer's log-probs | the current step, on the trainer's thread | – |
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import chain, cycle, islice
 from typing import Final, Protocol
@@ -32,6 +33,7 @@ from pipelinerl.errors import EngineUnreachable
 from pipelinerl.numerics.routed_experts import of_context, off_the_wire
 from pipelinerl.training.rollouts.packing import alone
 from pipelinerl.types import Outcome, Priority, Rollout, Turn, Verdict, VersionSpan
+from pipelinerl.weights.grace import Grace
 from pipelinerl.weights.publisher import PublishReport
 from trainer_contract.errors import BatchError, NonFiniteError
 from trainer_contract.types import Float32, MicroBatch
@@ -154,14 +156,22 @@ class _Mismatched(Exception):
 
 
 async def check_canary(
-    canary: Canary, engines: CanaryEngines, urls: Iterable[str], published: PublishReport, forward: Forward
+    canary: Canary,
+    engines: CanaryEngines,
+    grace: Grace,
+    urls: Iterable[str],
+    published: PublishReport,
+    forward: Forward,
 ) -> CanaryFindings:
-    """Check the engines at `urls` concurrently; bind the first two arguments to get a `CanaryCheck`."""
+    """Check the engines at `urls` concurrently; bind the first three arguments to get a `CanaryCheck`."""
     findings = CanaryFindings()
+
+    def in_time(url: str, what: str) -> AbstractAsyncContextManager[None]:
+        return grace.within(what, url, engines=len(published.pauses_s), most_s=canary.deadline_s)
 
     async def check_one(url: str) -> None:
         try:
-            async with asyncio.timeout(canary.deadline_s):
+            async with in_time(url, "the digest"):
                 cards = (await engines.models(url)).data
                 served = {card.digest for card in cards}
                 if published.digest and served != {published.digest}:
@@ -169,20 +179,21 @@ async def check_canary(
                         f"the digest of its weights must be {published.digest}, it reports "
                         f"{', '.join(map(str, served))}"
                     )
-            short = await _answer(canary, engines, url, published.version)
+            async with in_time(url, "the canary"):
+                short = await _answer(canary, engines, url, published.version)
             worst = await _worst_difference(canary.tolerance, [short], published, forward)
             context = min([canary.context_length, *(card.context_length for card in cards)])
-            longer = [
-                await _answer(canary, engines, url, published.version, prompt)
-                for prompt in canary.longer_prompts(short, context)
-            ]
+            longer = []
+            for number, prompt in enumerate(canary.longer_prompts(short, context)):
+                async with in_time(url, f"longer canary {number}"):
+                    longer.append(await _answer(canary, engines, url, published.version, prompt))
             if longer:
                 worst = max(worst, await _worst_difference(canary.tolerance, longer, published, forward))
             findings.worst[url] = worst
         except _Mismatched as error:
             findings.mismatched[url] = str(error)
-        except TimeoutError:
-            findings.failed[url] = f"the canary had no answer within {canary.deadline_s:g} s"
+        except TimeoutError as error:
+            findings.failed[url] = f"the canary had no answer {error}"
         except (ContractError, EngineUnreachable) as error:
             if isinstance(error, ContractError) and error.persistence is Persistence.PERMANENT:
                 findings.permanent.add(url)
@@ -195,12 +206,11 @@ async def check_canary(
 async def _answer(
     canary: Canary, engines: CanaryEngines, url: str, version: int, prompt: list[int] | None = None
 ) -> ChatCompletion:
-    async with asyncio.timeout(canary.deadline_s):
-        while True:
-            try:
-                return await engines.chat(url, canary.request(version, prompt))
-            except Overloaded:
-                await asyncio.sleep(_PAUSE_S)
+    while True:
+        try:
+            return await engines.chat(url, canary.request(version, prompt))
+        except Overloaded:
+            await asyncio.sleep(_PAUSE_S)
 
 
 async def _worst_difference(

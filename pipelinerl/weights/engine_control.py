@@ -63,8 +63,10 @@ class Announcer(Protocol):
 class Preparation:
     """Sends PREPARE, the first request of a weight update; engines that know the layout get only the layout's id."""
 
-    def __init__(self, control: EngineControl) -> None:
+    def __init__(self, control: EngineControl, *, on_restart: Callable[[str], None] = lambda url: None) -> None:
+        """Create the object; `on_restart` is called with an engine's URL if it has forgotten the layout."""
         self._control = control
+        self._on_restart = on_restart
         self._knows: dict[str, str] = {}
 
     async def prepare(
@@ -81,6 +83,7 @@ class Preparation:
             except NotPrepared as error:
                 if error.param != "layout_id":
                     raise
+                self._on_restart(url)
         answer = await self._control.request_weight_update(url, request(layout=layout))
         self._knows[url] = layout.layout_id
         return answer
@@ -94,7 +97,8 @@ _MOMENT_S: Final = 0.03
 Failure = ContractError | PipelineError
 
 
-async def _guarded(call: Awaitable[T]) -> T | Failure:
+async def guarded(call: Awaitable[T]) -> T | Failure:
+    """Return the answer of a call to an engine, or the error with which it failed."""
     try:
         return await call
     except (ContractError, PipelineError) as error:
@@ -113,7 +117,7 @@ def lasting(failures: Mapping[str, object]) -> set[str]:
 async def each(urls: Iterable[str], call: Callable[[str], Awaitable[T]]) -> dict[str, T | Failure]:
     """Call all engines concurrently; return results by URL, with an exception as the result of a failed call."""
     listed = list(urls)
-    answers = await asyncio.gather(*(_guarded(call(url)) for url in listed))
+    answers = await asyncio.gather(*(guarded(call(url)) for url in listed))
     return dict(zip(listed, answers, strict=True))
 
 
@@ -126,7 +130,7 @@ async def each_until_failure(
     """
     # In calls that wait for one another, an error of a type in `victim` only says that another engine is missing.
     # Continue after such an error, in order to find and name the missing engine.
-    tasks = {url: asyncio.ensure_future(_guarded(call(url))) for url in urls}
+    tasks = {url: asyncio.ensure_future(guarded(call(url))) for url in urls}
     waiting = set(tasks.values())
     try:
         while waiting:

@@ -22,6 +22,7 @@ from pipelinerl.roles.trainer_role import publisher_of
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.system.machine import free_ports
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
+from pipelinerl.weights.grace import Grace
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.upload import Uploader
 from pipelinerl.weights.parameter_server.version_table import SnapshotStore
@@ -92,10 +93,10 @@ async def test_trainer_publishes_weights_by_the_transport_in_the_recipe() -> Non
         )
 
     async with EngineClient() as client:
-        assert isinstance(publisher_of(identity(), client, MemoryStream()), BroadcastPublisher)
+        assert isinstance(publisher_of(identity(), client, MemoryStream(), Grace()), BroadcastPublisher)
         pulled = 'parameter_server.urls=["http://127.0.0.1:1"]'
         assert isinstance(
-            publisher_of(identity("weights.transport=pull", pulled), client, MemoryStream()), PullPublisher
+            publisher_of(identity("weights.transport=pull", pulled), client, MemoryStream(), Grace()), PullPublisher
         )
         with pytest.raises(RecipeError, match="no parameter server is named"):
-            publisher_of(identity("weights.transport=pull"), client, MemoryStream())
+            publisher_of(identity("weights.transport=pull"), client, MemoryStream(), Grace())

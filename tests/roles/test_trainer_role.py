@@ -17,6 +17,7 @@ from pipelinerl.roles.process import Identity
 from pipelinerl.roles.trainer_role import loop_settings, publisher_of, samples_of
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
+from pipelinerl.weights.grace import Grace
 
 
 def test_training_loop_gets_the_vocabulary_size_of_the_model() -> None:
@@ -34,10 +35,10 @@ def test_weight_publisher_follows_the_transport_in_the_recipe(tmp_path: Path) ->
     )
     assert loop_settings(identity.config).publish_timeout_s == 900
     stream = MemoryStream()
-    assert isinstance(publisher_of(identity, EngineClient(), stream), BroadcastPublisher)
+    assert isinstance(publisher_of(identity, EngineClient(), stream, Grace()), BroadcastPublisher)
     pulled = replace(identity, config=load("tiny", ["weights.transport=pull"]))
     with pytest.raises(RecipeError, match="no parameter server is named"):
-        publisher_of(pulled, EngineClient(), stream)
+        publisher_of(pulled, EngineClient(), stream, Grace())
 
 
 def test_sample_log_gets_groups_per_step_and_seed_from_the_recipe_and_can_be_disabled(tmp_path: Path) -> None:
@@ -73,4 +74,4 @@ def test_nccl_backend_is_rejected_before_weights_are_published_if_there_is_no_cu
     config = load("tiny", ["weights.backend=nccl"])
     identity = Identity(config=config, run_dir=tmp_path, name="trainer", redis_url="", controller_url="", token=None)
     with pytest.raises(RecipeError, match=r"weights.backend is nccl, which torch cannot use here; use gloo"):
-        publisher_of(identity, EngineClient(), MemoryStream())
+        publisher_of(identity, EngineClient(), MemoryStream(), Grace())

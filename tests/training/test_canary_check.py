@@ -23,6 +23,7 @@ from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.canary_check import TOLERANCES, Canary, CanaryFindings, check_canary
 from pipelinerl.types import Priority
+from pipelinerl.weights.grace import Grace
 from pipelinerl.weights.publisher import PublishReport
 from tests.fakes.served import in_thread
 from trainer_contract.errors import NonFiniteError
@@ -74,7 +75,9 @@ class World:
     async def findings(
         self, *, twist: Any = lambda completion: completion, canary: Canary = CANARY, **report: Any
     ) -> CanaryFindings:
-        return await check_canary(canary, Twisted(self.client, twist), [self.url], published(**report), self.forward)
+        return await check_canary(
+            canary, Twisted(self.client, twist), Grace(), [self.url], published(**report), self.forward
+        )
 
 
 @asynccontextmanager
@@ -180,7 +183,7 @@ async def test_canary_check_fails_on_nonfinite_logprobs_of_engine_or_trainer(tmp
         async def broken(batch: MicroBatch) -> Float32:
             raise NonFiniteError("logprobs")
 
-        findings = await check_canary(CANARY, made.client, [made.url], published(), broken)
+        findings = await check_canary(CANARY, made.client, Grace(), [made.url], published(), broken)
         assert "the trainer has no log-probs to compare with" in findings.mismatched[made.url]
 
 
@@ -217,7 +220,7 @@ async def test_unanswered_canary_request_counts_as_a_failure_and_not_as_a_mismat
     async def never(batch: MicroBatch) -> Float32:
         raise AssertionError
 
-    findings = await check_canary(canary, Reluctant(*outcomes), ["http://a"], published(), never)
+    findings = await check_canary(canary, Reluctant(*outcomes), Grace(), ["http://a"], published(), never)
     assert findings == CanaryFindings(failed={"http://a": sentence})
 
 

@@ -11,11 +11,22 @@ served in the same publication by a new generation of the group, so that one eng
 the fleet. If a group fails to form, its rendezvous is closed, so engines that wait there for a missing engine fail
 immediately. Engines that failed only because of other engines are reported as blameless.
 
-| waits for | unblocked by | or, at the latest |
-|---|---|---|
-| all ranks to join, PREPARE | the engines | the group's timeout: a third of the publication's |
-| each piece of the broadcast | the engines receive or die | the group's timeout, `_PIECE_S` at most |
-| COMMIT | the engines | the group's timeout; with `drain`, the publication's |
+An engine may also freeze: its connections stay open, and it answers nothing. While it holds up a publication, no engine
+gets weights and the trainer cannot step. Each wait for it therefore ends after a grace, measured from earlier
+publications (`weights/grace.py`): three times the usual time, at least 2 s with two engines and 0.5 s with eight.
+
+| who     | waits for            | unblocked by          | or, at the latest                                     |
+|---------|----------------------|-----------------------|-------------------------------------------------------|
+| trainer | all ranks to join    | the engines           | the grace for joins + 1 s; silent engines are dropped |
+| trainer | PREPARE              | each engine           | its grace, once another engine has answered           |
+| trainer | a piece to be taken  | the ranks it sends to | the grace for pieces; then it sends ABORT             |
+| trainer | COMMIT               | each engine           | its grace; then it sends ABORT                        |
+| trainer | ABORT                | each engine           | its grace for PREPARE; silent engines are dropped     |
+| engine  | a piece              | the rank that sends   | PREPARE's timeout: the graces for piece and PREPARE   |
+| engine  | its dropped transfer | the line above        | so PREPARE of a retry has that much more time         |
+
+Without history, each limit is the group's timeout: a third of the publication's, or `_PIECE_S` for a piece that the
+trainer sends. COMMIT with `drain` waits for sequences to end, so it has only the publication's timeout.
 """
 
 from __future__ import annotations
@@ -23,7 +34,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -49,12 +60,13 @@ from inference_contract.weights import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.errors import DeadlineError, PipelineError, UpdateError
+from pipelinerl.errors import DeadlineError, EngineUnreachable, PipelineError, UpdateError
 from pipelinerl.system.background import in_background, in_background_soon, settled
 from pipelinerl.system.machine import address_facing
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from pipelinerl.weights.broadcast.sender import WeightSender
-from pipelinerl.weights.engine_control import EngineControl, Preparation, each, each_until_failure, lasting
+from pipelinerl.weights.engine_control import EngineControl, Failure, Preparation, each, each_until_failure, lasting
+from pipelinerl.weights.grace import Grace
 from pipelinerl.weights.publisher import Publication, PublicationProgress, PublishReport
 
 log = logging.getLogger("pipelinerl")
@@ -99,10 +111,12 @@ class BroadcastPublisher:
         host: str | None = None,
         backend: Backend = Backend.GLOO,
         bucket_bytes: int = 16 * 2**20,
+        grace: Grace | None = None,
     ) -> None:
         """Create the publisher. `host` is this machine's address for engines; None detects it."""
         self._control = control
-        self._preparation = Preparation(control)
+        self._grace = Grace() if grace is None else grace
+        self._preparation = Preparation(control, on_restart=self._grace.forget)
         self._host = host
         self._backend = backend
         self._bucket_bytes = bucket_bytes
@@ -160,7 +174,7 @@ class BroadcastPublisher:
         floor = publication.epoch * _EPOCH_STEP + publication.membership * _MEMBERSHIP_STEP % _EPOCH_STEP
         self._generation = generation = max(self._generation + 1, floor)
         meeting = await self._meeting_place(members)
-        timeout_s = _group_timeout_s(progress)
+        began, timeout_s = time.monotonic(), self._grace_s("a join", members, progress)
         requests = self._join_requests(meeting, members, generation, timeout_s)
         own = self._own_join(meeting, generation, len(members) + 1, timeout_s)
         answers = await each_until_failure(
@@ -168,6 +182,8 @@ class BroadcastPublisher:
         )
         failures = {url: answer for url, answer in answers.items() if isinstance(answer, Exception)}
         if not failures and await settled(own, timeout_s=progress.remaining_s) and own.exception() is None:
+            for url in members:
+                self._grace.note("a join", url, time.monotonic() - began)
             self._group = _EngineGroup(own.result(), generation, membership, members)
             return self._group
         # Without this call, all ranks that have joined would wait for the missing rank until their deadlines.
@@ -176,6 +192,8 @@ class BroadcastPublisher:
         if self._goes_above(failures, progress):
             return None
         culprits = {url: error for url, error in failures.items() if not isinstance(error, _VICTIM)} or failures
+        for url in culprits:
+            self._grace.was_late("a join", url, timeout_s)
         progress.permanent |= lasting(culprits)
         # An engine reports overload while its joins of earlier, failed groups are pending. It did not cause those
         # failures.
@@ -290,23 +308,29 @@ class BroadcastPublisher:
         serve the version, are removed from the targets.
         """
         layout, made = progress.publication.layout, dict[str, WeightUpdateRequest]()
+        silence_s = self._grace_s("a piece", [""], progress) + self._grace_s("PREPARE", group.members, progress)
+        silence_s = min(silence_s, _group_timeout_s(progress))
 
         def request(**named: Any) -> WeightUpdateRequest:
             # Only two different requests are built: for engines that know the layout, and for engines that do not.
             (how,) = named
             if how not in made:
                 where = {"group": _GROUP, "generation": group.generation, "pieces_key": _pieces_key(progress)}
-                made[how] = self._request(progress, UpdatePhase.PREPARE, **where, **named)
+                made[how] = self._request(progress, UpdatePhase.PREPARE, timeout_s=silence_s, **where, **named)
             return made[how]
 
-        answers = await each(progress.targets, lambda url: self._preparation.prepare(url, layout, request))
+        answers = await self._each(
+            "PREPARE" if not progress.broke else "PREPARE after a failed broadcast",
+            progress,
+            lambda url: self._preparation.prepare(url, layout, request),
+        )
         errors = {url: answer for url, answer in answers.items() if isinstance(answer, Exception)}
         accepted = {url: answer for url, answer in answers.items() if not isinstance(answer, Exception)}
         served = {url: a for url, a in accepted.items() if a.status is UpdateStatus.ALREADY_SERVING}
         if not errors and not served:
             return True
         self._leave()
-        await each(accepted.keys() - served.keys(), lambda url: self._abort(progress, url))
+        await self._aborted(progress, accepted.keys() - served.keys())
         for url, answer in served.items():
             progress.pauses_s[url] = 0.0
             progress.digest = progress.digest or answer.digest or ""
@@ -318,7 +342,8 @@ class BroadcastPublisher:
         return False
 
     async def _sent(self, progress: PublicationProgress, sender: WeightSender, group: Collective | None) -> str:
-        began, silence_s = time.monotonic(), min(progress.publication.timeout_s / 3, _PIECE_S)
+        began, longest_s = time.monotonic(), min(progress.publication.timeout_s / 3, _PIECE_S)
+        silence_s = min(longest_s, self._grace_s("a piece", [""], progress))
         sending = in_background(
             f"send-{progress.publication.name}",
             lambda: sender.send(
@@ -328,6 +353,7 @@ class BroadcastPublisher:
         if not await settled(sending, timeout_s=progress.remaining_s + 1.0):
             raise DeadlineError(f"the broadcast has not ended within {progress.publication.timeout_s:g} s")
         progress.send_s = time.monotonic() - began
+        self._grace.note("a piece", "", sender.longest_s)
         return sending.result()
 
     async def _commit(self, progress: PublicationProgress, group: _EngineGroup) -> None:
@@ -335,7 +361,11 @@ class BroadcastPublisher:
         drains = progress.publication.on_update is OnUpdate.DRAIN
         patience = progress.remaining_s if drains else _group_timeout_s(progress)
         request = self._request(progress, UpdatePhase.COMMIT, digest=progress.digest, timeout_s=patience)
-        answers = await each(group.members, lambda url: self._control.request_weight_update(url, request))
+        answers = await self._each(
+            "COMMIT with drain" if drains else "COMMIT",
+            progress,
+            lambda url: self._control.request_weight_update(url, request),
+        )
         served = {url: answer.pause_s for url, answer in answers.items() if not isinstance(answer, Exception)}
         errors = {url: answer for url, answer in answers.items() if isinstance(answer, Exception)}
         progress.pauses_s |= served
@@ -345,6 +375,10 @@ class BroadcastPublisher:
         progress.permanent |= lasting(errors)
         # Gloo forwards bytes along a tree: an engine below a dead one has missed bytes, so it is retried.
         missed = {url for url, error in errors.items() if isinstance(error, _VICTIM)}
+        # Those below a frozen one wait for its bytes and are as silent as it is, but they answer ABORT.
+        silent = [url for url, error in errors.items() if isinstance(error, PipelineError)]
+        missed |= {url for url, answer in (await self._aborted(progress, silent)).items() if _is_alive(answer)}
+        progress.broke = progress.broke or bool(silent)
         hopeless = len(missed) == len(answers) or time.monotonic() > progress.deadline
         progress.drop(
             {url: f"did not commit: {error}" for url, error in errors.items() if hopeless or url not in missed}
@@ -352,12 +386,8 @@ class BroadcastPublisher:
 
     async def _abandon(self, progress: PublicationProgress, reason: str, *, can_retry: bool) -> None:
         self._leave()
-        answers = await each(progress.targets, lambda url: self._abort(progress, url))
-        lost = {
-            url: f"was lost in the broadcast: {reason}"
-            for url, answer in answers.items()
-            if isinstance(answer, PipelineError)
-        }
+        answers = await self._aborted(progress, progress.targets)
+        lost = {url: f"was lost in the broadcast: {reason}" for url, answer in answers.items() if not _is_alive(answer)}
         progress.drop(lost)
         # An engine process that was restarted meanwhile answers at the same URL, but does not know the update.
         restarted = {url for url, answer in answers.items() if isinstance(answer, NotPrepared)}
@@ -366,9 +396,38 @@ class BroadcastPublisher:
             progress.blameless |= set(progress.targets) - restarted if restarted else set()
             progress.drop(dict.fromkeys(progress.targets, f"the broadcast failed: {reason}"))
 
-    async def _abort(self, progress: PublicationProgress, url: str) -> WeightUpdateResponse:
+    async def _aborted(
+        self, progress: PublicationProgress, urls: Iterable[str]
+    ) -> dict[str, WeightUpdateResponse | Failure]:
+        """Send ABORT; an engine answers it at once, whatever it waits for, so silence means that it is lost."""
         request = self._request(progress, UpdatePhase.ABORT, timeout_s=min(2.0, progress.publication.timeout_s))
-        return await self._control.request_weight_update(url, request)
+
+        async def abort(url: str) -> WeightUpdateResponse:
+            within_s = self._grace_s("PREPARE", [url], progress)  # the usual time of an answer
+            try:
+                async with asyncio.timeout(within_s):
+                    return await self._control.request_weight_update(url, request)
+            except TimeoutError:
+                raise EngineUnreachable(f"it did not answer ABORT within {within_s:.1f} s") from None
+
+        return await each(urls, abort)
+
+    # --- the time of each engine ---------------------------------------------------------------------------------
+
+    def _grace_s(self, what: str, urls: Iterable[str], progress: PublicationProgress) -> float:
+        engines = len(progress.publication.engines)
+        return self._grace.of(what, urls, engines=engines, most_s=_group_timeout_s(progress))
+
+    async def _each(
+        self, what: str, progress: PublicationProgress, call: Callable[[str], Awaitable[WeightUpdateResponse]]
+    ) -> dict[str, WeightUpdateResponse | Failure]:
+        """Call the targets concurrently, and go on without those that are late (`Grace`)."""
+        return await self._grace.each(what, progress.targets, call, engines=len(progress.publication.engines))
+
+
+def _is_alive(answer: WeightUpdateResponse | Failure) -> bool:
+    """Return True if the engine answered, though perhaps with an error."""
+    return not isinstance(answer, PipelineError)
 
 
 def _close_joined(join: Future[Collective]) -> None:

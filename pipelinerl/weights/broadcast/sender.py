@@ -48,6 +48,8 @@ class WeightSender:
         self._bucket_bytes = bucket_bytes
         self._streams = streams
         self.broke_in_group = False
+        self.longest_s = 0.0
+        """The longest time in seconds between two pieces, or from the start to the first, until all ranks took it."""
 
     def send(
         self, group: Collective | None, *, deadline: float, silence_s: float = math.inf, pieces_key: str = ""
@@ -72,6 +74,7 @@ class WeightSender:
             made = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(1 + two)]
             slots = itertools.cycle(made)
             last: torch.Tensor | None = None
+            taken_at = time.monotonic()
 
             def room(start: int, end: int) -> torch.Tensor:
                 nonlocal last
@@ -90,6 +93,8 @@ class WeightSender:
                         piece = piece if piece.device.type == group.device.type else landed()
                         patience = min(deadline, time.monotonic() + silence_s)
                         self._broadcast(group, piece, bucket, deadline=patience)
+                        before, taken_at = taken_at, time.monotonic()
+                        self.longest_s = max(self.longest_s, taken_at - before)
             return digest.hexdigest()
 
     def _announce(self, group: Collective, key: str) -> None:

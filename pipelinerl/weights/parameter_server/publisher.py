@@ -11,7 +11,7 @@ each shard (RLAX paper, §3), and fetch all shards concurrently.
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | a parameter server, and room on it | the server; the engines' progress | the publication's timeout |
-| PREPARE, COMMIT | the engine | the rest of the publication's timeout |
+| PREPARE and COMMIT of an engine | the engine | its grace (`weights/grace.py`), once another engine serves |
 | engines that received an announcement | their answers | the publication's timeout, or the announcer's if shorter |
 """
 
@@ -24,6 +24,7 @@ from typing import Any, Final, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, NotPrepared, PeerLost
 from inference_contract.weights import (
+    OnUpdate,
     Transport,
     UpdatePhase,
     UpdateStatus,
@@ -32,7 +33,8 @@ from inference_contract.weights import (
 )
 from pipelinerl.errors import DeadlineError, PipelineError, UpdateError
 from pipelinerl.system.background import in_background, settled
-from pipelinerl.weights.engine_control import Announcer, EngineControl, Failure, Preparation, each, lasting
+from pipelinerl.weights.engine_control import Announcer, EngineControl, Failure, Preparation, lasting
+from pipelinerl.weights.grace import Grace
 from pipelinerl.weights.parameter_server.connection import Key
 from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
 from pipelinerl.weights.publisher import Publication, PublicationProgress, PublishReport
@@ -54,13 +56,21 @@ _CONFIRM_S: Final = 5.0
 class PullPublisher:
     """A `Publisher` that uses parameter servers. Only one publication runs at a time; concurrent calls wait."""
 
-    def __init__(self, control: EngineControl, placement: Uploader, *, announcer: Announcer | None = None) -> None:
+    def __init__(
+        self,
+        control: EngineControl,
+        placement: Uploader,
+        *,
+        announcer: Announcer | None = None,
+        grace: Grace | None = None,
+    ) -> None:
         """Create the publisher. `announcer` reaches engines that follow announcements; requests reach all others."""
         self._control = control
         self._announcer = announcer
         self._known: set[str] = set()
         self._placement = placement
-        self._preparation = Preparation(control)
+        self._grace = Grace() if grace is None else grace
+        self._preparation = Preparation(control, on_restart=self._grace.forget)
         self._confirmed: dict[str, Key] = {}
         self._turn = asyncio.Lock()
 
@@ -115,10 +125,16 @@ class PullPublisher:
 
     async def _serve(self, progress: PublicationProgress, uploaded: Uploaded, *, is_last: bool) -> None:
         order = {url: number for number, url in enumerate(progress.targets)}
-        answers = await self._announced(progress, uploaded)
-        answers |= await each(
+        what = "an update with drain" if progress.publication.on_update is OnUpdate.DRAIN else "an update"
+        began, answers = time.monotonic(), await self._announced(progress, uploaded)
+        for url in answers:
+            self._grace.note(what, url, time.monotonic() - began)
+        answers |= await self._grace.each(
+            what,
             [url for url in progress.targets if url not in answers],
             lambda url: self._update(progress, uploaded, url, _turned(uploaded, order[url])),
+            engines=len(progress.publication.engines),
+            others=bool(answers or progress.pauses_s),
         )
         progress.permanent |= lasting(answers)
         again = []

@@ -20,12 +20,14 @@ from inference_contract.weights import (
     InitProcessGroupRequest,
     OnUpdate,
     ProcessGroupStatus,
+    UpdatePhase,
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
 from pipelinerl import rng
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import AddressError, ReachedNoEngine, UpdateError
+from pipelinerl.weights import grace
 from pipelinerl.weights.broadcast.collective import Collective
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
@@ -59,6 +61,7 @@ class Recording:
         self.updates: list[tuple[str, WeightUpdateRequest]] = []
         self.moved: dict[str, str] = {}
         self.overloaded: set[str] = set()
+        self.frozen_at: dict[str, str] = {}
 
     async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
         self.joins.append(request)
@@ -68,6 +71,9 @@ class Recording:
 
     async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
         self.updates.append((url, request))
+        if self.frozen_at.get(url) == request.phase:
+            self.frozen_at[url] = UpdatePhase.ABORT  # a frozen engine does not answer the next request either
+            await asyncio.sleep(PATIENCE_S)
         return await self.client.request_weight_update(self.moved.get(url, url), request)
 
 
@@ -288,6 +294,21 @@ async def test_other_engines_get_the_weights_if_an_engine_is_killed_or_suspended
         assert (await publisher.publish(publication(3, engines, membership=2))).failed == {}
     one, two = [await greedy(control, url) for url in engines]
     assert one == two
+
+
+@pytest.mark.parametrize("phase", [UpdatePhase.PREPARE, UpdatePhase.COMMIT])
+async def test_other_engines_get_the_weights_without_waiting_for_an_engine_that_freezes(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str], monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    monkeypatch.setattr(grace, "_LONGEST_FLOOR_S", 0.2)
+    await publisher.publish(publication(1, engines))
+    control.frozen_at[engines[0]] = phase
+    began = time.monotonic()
+    report = await publisher.publish(publication(2, engines, timeout_s=PATIENCE_S))
+    assert set(report.pauses_s) == {engines[1]} and list(report.failed) == [engines[0]]
+    assert "did not answer" in report.failed[engines[0]] and not report.blameless
+    assert time.monotonic() - began < SOON_S, "the group's timeout would be longer"
+    assert await serving(control, engines[1]) == (1, 2)
 
 
 async def test_engine_restarted_during_a_broadcast_gets_the_weights(

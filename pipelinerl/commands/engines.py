@@ -221,7 +221,7 @@ def line(engine: EngineStatus) -> str:
     """Return one engine as a row of the table."""
     name, type, rate = engine.name or "-", engine.type or "-", f"{engine.tokens_per_s:.0f}"
     row = _ROW.format(name, type, engine.state, engine.version, engine.running, engine.waiting, rate, engine.url)
-    return f"{row}  {engine.last_error}".rstrip()
+    return f"{row}  {engine.note}".rstrip()
 
 
 def joined(

@@ -142,6 +142,8 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """Base URLs of engines that finish their work and get no new work, except evaluation prompts that name one."""
     groups_in_flight: int
     model_version: int
+    speeds: dict[str, float] = {}
+    """Speeds of the serving engines that differ from the fleet's, as a factor: 0.5 is half as fast."""
     k: float | None
     """Staleness bound k in versions; None if unbounded, since JSON has no infinity."""
     verifiers: tuple[VerifierLease, ...] = ()

@@ -221,6 +221,7 @@ def _engines(engines: tuple[EngineStatus, ...]) -> Table:
             f"{engine.running}/{engine.slots} running",
             f"{engine.waiting} waiting",
             f"{engine.tokens_per_s:,.0f} tok/s",
+            Text(engine.note, style="yellow"),
         )
     return grid
 

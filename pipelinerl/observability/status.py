@@ -44,6 +44,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     slots: int = 0
     tokens_per_s: float = 0.0
+    speed: float = 1.0
+    """Speed of its decode steps relative to the fleet's, if the two differ: 0.5 is half as fast."""
     last_error: str = ""
     left_as_planned: bool = False
     """True if the engine left because it was drained, replaced or removed on request."""
@@ -52,6 +54,11 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     def serves(self) -> bool:
         """True if the engine receives any kind of work."""
         return self.state in ("healthy", "pinned")
+
+    @property
+    def note(self) -> str:
+        """The last error, or that the engine is slow and how much; empty if all is well."""
+        return self.last_error or (f"slow: {self.speed:.2f} of the fleet's speed" if self.speed < 1 else "")
 
 
 class RequestedEngine(msgspec.Struct, frozen=True, kw_only=True):

@@ -151,7 +151,7 @@ async def _follow_controller(
                 if not reachable:
                     log.info("the controller at %s answers", controller.url)
                 reachable = True
-                pool.update(assignment.serving, finishing=assignment.finishing)
+                pool.update(assignment.serving, finishing=assignment.finishing, speeds=assignment.speeds)
                 services.update(assignment.verifiers)
                 actor.resize(assignment.groups_in_flight)
                 actor.follow(model_version=assignment.model_version, k=assignment.staleness_bound)

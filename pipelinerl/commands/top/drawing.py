@@ -111,8 +111,8 @@ def _engines(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
         name = _fitted(one_line(each.name or each.url.removeprefix("http://")), room)
         counts = f"{each.version:>8}{f'{each.running:>6}' if loads else ''}{each.tokens_per_s:>6.0f}"
         yield Text.assemble(name, (f"{each.state:>11}", "green" if each.serves else "red"), counts)
-        if each.last_error and not each.serves:
-            yield Text("  " + one_line(each.last_error), "dim")
+        if each.note and (each.speed < 1 or not each.serves):
+            yield Text("  " + one_line(each.note), "dim")
     yield from _more(len(engines))
     present = {engine.name for engine in engines}
     for requested in snapshot.status.fleet.requested:

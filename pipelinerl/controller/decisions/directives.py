@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
 
 import msgspec
 
 from pipelinerl.controller.decisions.evaluator import holds_updates
-from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.run_state import ControllerSettings, RunPhase, RunState
 from pipelinerl.enums import Overdue, Pin
 from pipelinerl.messages import Directive, TrainerKnobs
-
-#: Only engines in these states can make a publication due; a draining engine receives it with the others.
-_KEPT_UP_TO_DATE: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY, EngineLifecycle.SUSPECT)
 
 
 def ending(state: RunState, settings: ControllerSettings) -> str | None:
@@ -30,10 +25,12 @@ def publication_due(state: RunState, settings: ControllerSettings, *, again: boo
 
     | a publication is due when                                           | to            |
     |---------------------------------------------------------------------|---------------|
-    | an engine is j versions behind (knob j; at most the staleness bound | all members   |
+    | an engine is j versions behind (knob j; at most the staleness bound | all engines   |
     | k, so engines reload before their weights are too old for prompts)  |               |
-    | an evaluation waits for the current weights                         | all members   |
+    | an evaluation waits for the current weights                         | all engines   |
     | engines have no weights of this trainer (epoch)                     | those engines |
+
+    Engines that are draining, or suspect while others are healthy, make no publication due. Suspect ones are left out.
 
     No publication is due while an evaluation postpones updates, or once the run ends. A publication counts as delivered
     as soon as its directive (instruction to the trainer) is sent. If the trainer's report on the publication omits an
@@ -49,16 +46,15 @@ def publication_due(state: RunState, settings: ControllerSettings, *, again: boo
             *(each.version for each in ordered if each.reaches(record.url, joined_at=record.joined_at)),
             -1,
         )
-        for record in state.fleet.records()
-        if record.lifecycle in _KEPT_UP_TO_DATE and not record.pinned
+        for record in map(state.fleet.by_url.__getitem__, [*state.fleet.to_verify(), *state.fleet.verified()])
     }
     oldest = min((version for version in loaded.values() if version >= 0), default=state.version)
     evaluation_waits = state.evaluations.due is not None and state.evaluations.current is None
     evaluation_waits = evaluation_waits and settings.evaluation.pin is not Pin.NONE
     if state.knobs.bounds.reload_due(current=state.version, loaded=oldest):
-        return sorted(state.fleet.members())
+        return sorted(state.fleet.to_update())
     if evaluation_waits and oldest < state.version:
-        return sorted(state.fleet.members())
+        return sorted(state.fleet.to_update())
     return [url for url in state.fleet.without_weights() if loaded[url] < 0]
 
 
@@ -79,7 +75,7 @@ def directive(
     # is suspended, the trainer saves its state and publishes nothing more.
     ends = ending(state, settings) is not None
     stop, last = ends or leave, ends and not (leave or state.failing.reason)
-    recipients = sorted([*state.fleet.members(), *state.fleet.pinned()]) if last else list(publish_to)
+    recipients = sorted([*state.fleet.to_update(), *state.fleet.pinned()]) if last else list(publish_to)
     stepped = answers.startswith(f"e{state.epoch}-step-")
     checkpoint = stop or (stepped and state.version % settings.checkpoint_interval_steps == 0)
     return Directive(

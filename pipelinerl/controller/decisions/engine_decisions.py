@@ -1,7 +1,7 @@
 """Decisions about engines: which changes of the fleet, and which events, follow from an input or a report.
 
     EngineRegistered, EngineAnswered, EngineRestarted   the engine joins or rejoins, and needs weights
-    HealthCheckMissed                                   the engine gets no more work
+    HealthCheckMissed                                   others take over the engine's work
     EngineTimedOut                                      the engine is dead
     Published                                           the engine has the weights, or failed: dirty, or expelled
     CanaryChecked                                       the engine serves, or failed: dirty (may retry), or expelled
@@ -23,6 +23,7 @@ from itertools import count, islice
 import msgspec
 
 from inference_contract.errors import Persistence
+from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs_and_effects import (
     Effect,
     EngineAnswered,
@@ -51,10 +52,10 @@ def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) 
         case HealthCheckMissed(url=url):
             return [Record("engine_suspect", {"url": url})] if fleet.on_missed_poll(url) else []
         case EngineAnswered(url=url):
-            proven = url in fleet.verified()
             if not fleet.answered(url, version=state.version, now=given.now):
                 return []
-            return [Record("engine_back", {"url": url})] if proven else _join_of(url)
+            is_back = fleet.by_url[url].lifecycle is EngineLifecycle.HEALTHY
+            return [Record("engine_back", {"url": url})] if is_back else _join_of(url)
         case EngineRestarted(url=url):
             return _join_of(url) if fleet.restarted(url) else []
         case EngineTimedOut(url=url, reason=reason):

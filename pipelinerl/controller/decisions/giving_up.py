@@ -16,14 +16,14 @@ the run ends, a trainer that is training is directed to save its state, and gets
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from inference_contract.errors import ContextExceeded, Persistence
 from pipelinerl.controller.decisions import step_review
 from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.evaluator import holds_updates
-from pipelinerl.controller.state.fleet import EngineLifecycle
+from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.inputs_and_effects import Effect, End, Finish, Record, Send
 from pipelinerl.controller.state.run_state import SILENT_S, ControllerSettings, RunPhase, RunState
 from pipelinerl.messages import GroupFailed, VerifierFigures
@@ -192,8 +192,13 @@ def progress_mark(state: RunState) -> tuple[Any, ...]:
 
 
 def waiting_for(state: RunState, *, now: float) -> str:
-    """Describe what the run waits for, and mention a delayed checkpoint, since training will have to wait for it."""
-    return _stage(state, now) + (f"; {state.trainer.unsaved}" if state.trainer.unsaved else "")
+    """Describe what the run waits for, and mention engines that do not serve and a delayed checkpoint."""
+    stage = _stage(state, now)
+    return (
+        stage
+        + _unavailable_engines(state, named=stage)
+        + (f"; {state.trainer.unsaved}" if state.trainer.unsaved else "")
+    )
 
 
 def _stage(state: RunState, now: float) -> str:
@@ -278,5 +283,15 @@ def _trainer(state: RunState, now: float) -> str:
 
 def lost_engines(state: RunState) -> str:
     """List the lost engines with their states and errors, as text to append: each entry begins with a semicolon."""
-    dead = [record for record in state.fleet.records() if not record.lifecycle.is_alive]
+    return _listed(record for record in state.fleet.records() if not record.lifecycle.is_alive)
+
+
+def _unavailable_engines(state: RunState, *, named: str) -> str:
+    """List the engines that should serve and do not, except those that the text `named` mentions."""
+    states = (EngineLifecycle.SUSPECT, EngineLifecycle.DIRTY, EngineLifecycle.DEAD)
+    records = (record for record in state.fleet.records() if record.lifecycle in states)
+    return _listed(record for record in records if record.url not in named)
+
+
+def _listed(dead: Iterable[EngineRecord]) -> str:
     return "".join(f"; {record.url} is {record.lifecycle}: {record.last_error}" for record in dead)

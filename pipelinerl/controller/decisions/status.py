@@ -16,6 +16,7 @@ import msgspec
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_decisions import to_stop
+from pipelinerl.controller.decisions.engine_speeds import EngineSpeeds
 from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.routes import ActorAssignment
 from pipelinerl.controller.state.evaluation import EvaluationResult
@@ -119,9 +120,10 @@ def _held_out(results: Sequence[EvaluationResult]) -> status.HeldOutStatus:
 def _fleet(state: RunState, watch: EngineWatch) -> status.FleetStatus:
     records, publish = state.fleet.records(), state.trainer.last_publish
     loads = {record.url: watch.load(record.url) for record in records}
+    speeds = watch.speeds.of(state.fleet.serving())
     healthy = [loads[record.url] for record in records if record.lifecycle is EngineLifecycle.HEALTHY]
     return status.FleetStatus(
-        engines=tuple(_engine(record, loads[record.url]) for record in records),
+        engines=tuple(_engine(record, loads[record.url], speeds.get(record.url, 1.0)) for record in records),
         requested=tuple(
             status.RequestedEngine(name=request.name, type=request.type)
             for request in state.engine_requests
@@ -163,7 +165,7 @@ def _trainer(state: RunState, *, now: float) -> status.TrainerStatus | None:
     return status.TrainerStatus(last_report=report, silent_s=now - reported_at)
 
 
-def _engine(record: EngineRecord, load: EngineLoad) -> status.EngineStatus:
+def _engine(record: EngineRecord, load: EngineLoad, speed: float) -> status.EngineStatus:
     return status.EngineStatus(
         url=record.url,
         state="pinned" if record.pinned else record.lifecycle.value,
@@ -174,6 +176,7 @@ def _engine(record: EngineRecord, load: EngineLoad) -> status.EngineStatus:
         waiting=load.metrics.waiting_sequences,
         slots=load.metrics.slots,
         tokens_per_s=load.tokens_per_s,
+        speed=speed,
         last_error=record.last_error,
         left_as_planned=record.to_stop and record.lifecycle is EngineLifecycle.EXPELLED,
     )
@@ -181,6 +184,11 @@ def _engine(record: EngineRecord, load: EngineLoad) -> status.EngineStatus:
 
 #: Maximum number of steady engines (joining or healthy) that are polled per second.
 POLLS_PER_S: Final = 128
+#: An engine is late to answer a poll after this many times its usual time, and at least this many seconds.
+_LATE_TIMES: Final = 3.0
+_LATE_S: Final = 2.0
+#: The usual time is the longest recent one, which fades by this factor with each answer.
+_FADES: Final = 0.95
 _STEADY: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY)
 
 
@@ -212,6 +220,8 @@ class EngineWatch:
     def __init__(self, *, polls_to_death: int = 5) -> None:
         self._loads: dict[str, EngineLoad] = {}
         self._polled_at: dict[str, float] = {}
+        self._answers_s: dict[str, float] = {}
+        self.speeds = EngineSpeeds()
         self._polls_to_death = polls_to_death
 
     def load(self, url: str) -> EngineLoad:
@@ -242,6 +252,15 @@ class EngineWatch:
         )
         fresh = restarted or known.polled_at == 0.0 or seconds <= 0
         rate = 0.0 if fresh else (metrics.generated_tokens_total - previous.generated_tokens_total) / seconds
+        if restarted:
+            self.speeds.forget(url)
+        elif not fresh:
+            self.speeds.note(
+                url,
+                steps=metrics.decode_steps_total - previous.decode_steps_total,
+                rows=metrics.occupied_slot_steps_total - previous.occupied_slot_steps_total,
+                busy_s=metrics.busy_s_total - previous.busy_s_total,
+            )
         idle = not metrics.running_sequences and not metrics.waiting_sequences
         self._loads[url] = EngineLoad(
             metrics=metrics,
@@ -263,8 +282,22 @@ class EngineWatch:
         self._loads[url] = replace(known, missed_polls=missed)
         return is_dead
 
+    def note_answer_s(self, url: str, seconds: float) -> None:
+        """Record how long the engine took to answer a poll."""
+        self._answers_s[url] = max(seconds, _FADES * self._answers_s.get(url, 0.0))
+
+    def is_late(self, url: str, waited_s: float) -> bool:
+        """Return True if a poll's answer is late: after three times the usual time, at least `_LATE_S` seconds."""
+        return waited_s > max(_LATE_S, _LATE_TIMES * self._answers_s.get(url, 0.0))
+
+    def on_late_poll(self, url: str) -> None:
+        """Set the rates of an engine that does not answer to zero, since the last ones describe the past."""
+        self._loads[url] = replace(self.load(url), tokens_per_s=0.0, occupancy=0.0)
+
     def forget(self, url: str) -> None:
         """Drop the data of an engine that is no longer polled."""
+        self._answers_s.pop(url, None)
+        self.speeds.forget(url)
         self._loads.pop(url, None)
         self._polled_at.pop(url, None)
 

@@ -3,7 +3,8 @@
     loop     waits for                unblocked by
     reports  entries in `reports`     trainer, actors
     poll     its interval             the clock
-    ask      an engine's answer       the engine, or the poll's deadline; one poll at a time per engine
+    ask      an engine's answer       the engine, or the poll's deadline; one poll at a time per engine. The engine is
+                                      suspect before: when the poll is late (`EngineWatch.is_late`)
 
 All decisions run on one event loop, one after the other. The effects of a decision are carried out in order before the
 next report is read. If an input cannot be journaled, or an effect fails, the service ends, since the state in memory
@@ -28,6 +29,7 @@ from pydantic import ValidationError
 from inference_contract.errors import ContractError
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.decisions.engine_speeds import ALIKE
 from pipelinerl.controller.decisions.giving_up import last_word
 from pipelinerl.controller.decisions.report_checks import implausible
 from pipelinerl.controller.decisions.status import EngineWatch, assignment_of, run_status
@@ -154,7 +156,8 @@ class ControllerService:
         self._started = clock() - elapsed_s
         self._launcher_at = clock()  # as if the launcher had just polled, so that it has time to start polling
         self._ahead = 0.0  # this controller's clock minus the machine's monotonic clock
-        self._being_polled: set[str] = set()  # engines with a poll in flight
+        self._being_polled: dict[str, float] = {}  # when the poll in flight of an engine began
+        self._slow: dict[str, float] = {}  # speeds of slow engines, as of their last events
         self._dead_letters = DeadLetters(stream)
         self._journal: Journal
         self._next_entry = 0
@@ -256,7 +259,8 @@ class ControllerService:
     def assignment(self) -> ActorAssignment:
         """Return the current settings for actors."""
         assignment = assignment_of(self.controller.state, self.controller.settings)
-        return msgspec.structs.replace(assignment, verifiers=self.verifiers.current())
+        speeds = self.watch.speeds.of(assignment.serving)
+        return msgspec.structs.replace(assignment, verifiers=self.verifiers.current(), speeds=speeds)
 
     # --- beginning -------------------------------------------------------------------------------------------------
 
@@ -367,16 +371,29 @@ class ControllerService:
 
     async def _poll(self) -> None:
         async with asyncio.TaskGroup() as polls:
+            slept_at = self._clock()
             while True:
+                # After a pause of this process, answers that have arrived look late.
+                if self._clock() - slept_at < 2 * self._poll_s:
+                    await self._suspect_late_engines()
                 self._poll_all(polls)
                 await self.perform(Ticked(now=self._now()))
                 async with self._turn:
                     if not await self._journal.whole():
                         await self._reissue_lost_work()
                 self._record_loads()
+                self._record_slow_engines()
                 if self.controller.settings.elastic is not None:
                     await self.perform(FleetMeasured(now=self._now(), occupancy=self._occupancy()))
+                slept_at = self._clock()
                 await asyncio.sleep(self._poll_s)
+
+    async def _suspect_late_engines(self) -> None:
+        now = self._clock()
+        for url in [url for url, began in self._being_polled.items() if self.watch.is_late(url, now - began)]:
+            self.watch.on_late_poll(url)
+            if self._engine(url).lifecycle is EngineLifecycle.HEALTHY:
+                await self.perform(HealthCheckMissed(now=self._now(), url=url))
 
     async def _reissue_lost_work(self) -> None:
         """Reissue all work that the stream server may have lost; then write a snapshot, so the journal is complete."""
@@ -396,19 +413,21 @@ class ControllerService:
             elif record.url not in self._being_polled:
                 able.append(record)
         for url in self.watch.to_poll(able, now=self._now(), every_s=self._poll_s):
-            self._being_polled.add(url)
+            self._being_polled[url] = self._clock()
             polls.create_task(self._poll_engine(url))
 
     async def _poll_engine(self, url: str) -> None:
+        began = self._clock()
         try:
             metrics = await self._probe.metrics(url)
+            self.watch.note_answer_s(url, self._clock() - began)
             known = {name: metrics[name] for name in EngineMetrics.model_fields if name in metrics}
             change = self._answered(self._engine(url), EngineMetrics.model_validate(known))
         except (ContractError, PipelineError, ValidationError) as error:
             change = self._missed(self._engine(url), str(error))
         if change is not None:
             await self.perform(change)
-        self._being_polled.discard(url)
+        del self._being_polled[url]
 
     def _engine(self, url: str) -> EngineRecord:
         """Return the engine's record as it is now: it may have changed while the poll was in flight."""
@@ -434,6 +453,16 @@ class ControllerService:
     def _occupancy(self) -> float:
         loads = [self.watch.load(url).occupancy for url in self.controller.state.fleet.serving()]
         return sum(loads) / len(loads) if loads else 0.0
+
+    def _record_slow_engines(self) -> None:
+        """Record an event for each engine that has become slow, or slower or faster than the last event says."""
+        speeds = self.watch.speeds.of(self.controller.state.fleet.serving())
+        slow = {url: speed for url, speed in speeds.items() if speed < 1}
+        self._slow = {url: speed for url, speed in self._slow.items() if url in slow}
+        for url, speed in slow.items():
+            if not 1 / ALIKE < speed / self._slow.get(url, 1.0) < ALIKE:
+                self._record("engine_slow", {"url": url, "speed": speed})
+                self._slow[url] = speed
 
     def _record_loads(self) -> None:
         loads = [self.watch.load(record.url) for record in self.controller.state.fleet.records()]

@@ -14,12 +14,17 @@
 | `publish_failed`| dirty, expelled | dirty, … | dirty, … | expelled | –        | –        | –        |
 | `update_missed` | dirty           | dirty    | dirty    | expelled | –        | –        | –        |
 | `on_missed_poll`| –               | suspect  | –        | –        | –        | –        | –        |
-| `answered`      | –               | –        | healthy  | –        | joining  | joining  | –        |
+| `answered`      | –               | –        | healthy* | –        | joining  | joining  | –        |
 | `on_timeout`    | dead            | dead     | dead     | expelled | –        | –        | –        |
 | `restarted`     | joining         | joining  | joining  | expelled | –        | –        | –        |
 | `drain`         | draining        | draining | draining | –        | expelled | expelled | –        |
 | `expel`         | expelled        | expelled | expelled | expelled | expelled | expelled | –        |
 | `begin_epoch`   | joining         | joining  | joining  | draining | dirty    | dead     | expelled |
+
+(*) joining if it has missed a publication meanwhile.
+
+While another engine is healthy, a suspect engine is left out: its work moves to the others, and publications and prompt
+orders go on without it.
 
 Only healthy engines are given work. To become healthy, an engine needs `on_published` and then `on_verified` for the
 same version: it must load the weights and pass the canary check, which compares its log-probs with the trainer's. An
@@ -54,7 +59,7 @@ class EngineLifecycle(StrEnum):
     """Waits for weights, or has received them and has yet to prove them in the canary check."""
     HEALTHY = "healthy"
     SUSPECT = "suspect"
-    """Missed a poll: gets no new work until it answers, and keeps its current work."""
+    """Is late to answer a poll: others take over its work, and it gets no weights until it answers."""
     DRAINING = "draining"
     """Finishes its current work and then leaves; until then its weights are kept up to date."""
     DIRTY = "dirty"
@@ -74,10 +79,10 @@ class EngineLifecycle(StrEnum):
         )
 
 
-#: States of engines that passed the canary check and receive each update.
+#: States of engines that have passed the canary check.
 _VERIFIED: Final = (EngineLifecycle.HEALTHY, EngineLifecycle.SUSPECT)
 #: States of engines that get no new work and may finish their current work.
-_FINISHING: Final = (EngineLifecycle.JOINING, EngineLifecycle.SUSPECT, EngineLifecycle.DRAINING)
+_FINISHING: Final = (EngineLifecycle.JOINING, EngineLifecycle.DRAINING)
 
 #: Seconds before another process is admitted at an address where two processes in a row died before passing the canary
 #: check. Each further death doubles the wait, up to the longest.
@@ -164,8 +169,13 @@ class Fleet:
         return list(self.by_url.values())
 
     def members(self) -> list[str]:
-        """Return the engines that a publication must reach: all that are alive and not pinned."""
+        """Return the engines that are alive and not pinned."""
         return [record.url for record in self.records() if record.lifecycle.is_alive and not record.pinned]
+
+    def to_update(self) -> list[str]:
+        """Return the members that a publication must reach: without suspect engines while another one is healthy."""
+        suspects = set(self._in(EngineLifecycle.SUSPECT)) if self.serving() else set()
+        return [url for url in self.members() if url not in suspects]
 
     def serving(self) -> list[str]:
         """Return the engines that may be given work."""
@@ -173,11 +183,12 @@ class Fleet:
 
     def finishing(self) -> list[str]:
         """Return engines that may finish their work but get no new work, except requests that name a pinned engine."""
-        return [record.url for record in self.records() if record.lifecycle in _FINISHING or record.pinned]
+        states = _FINISHING if self.serving() else (*_FINISHING, EngineLifecycle.SUSPECT)
+        return [record.url for record in self.records() if record.lifecycle in states or record.pinned]
 
     def verified(self) -> list[str]:
-        """Return the engines that count as capacity: healthy ones, and suspect ones, which may answer again."""
-        return self._in(*_VERIFIED)
+        """Return the engines that count as capacity: the healthy ones or, without any, those that are suspect."""
+        return self.serving() or self._in(EngineLifecycle.SUSPECT)
 
     def pinned(self) -> list[str]:
         """Return the engines that keep their weights and serve only requests that name them."""
@@ -192,9 +203,8 @@ class Fleet:
         return self._lifecycle(url) is EngineLifecycle.DRAINING
 
     def oldest_loaded(self) -> int | None:
-        """Return the oldest version on engines that passed the canary check and are not pinned; None without any."""
-        proven = (each.loaded for each in self.by_url.values() if each.lifecycle in _VERIFIED and not each.pinned)
-        return min(proven, default=None)
+        """Return the oldest version on engines that count as capacity; None without any."""
+        return min((self.by_url[url].loaded for url in self.verified()), default=None)
 
     def without_weights(self) -> list[str]:
         """Return the joining engines that have received no weights of this epoch (the current trainer)."""
@@ -354,22 +364,26 @@ class Fleet:
     # --- polls -----------------------------------------------------------------------------------------------------
 
     def on_missed_poll(self, url: str) -> bool:
-        """Mark a healthy engine as suspect after a missed poll."""
+        """Mark a healthy engine as suspect: it is late to answer a poll."""
         if self._lifecycle(url) is not EngineLifecycle.HEALTHY:
             return False
-        self._change(url, lifecycle=EngineLifecycle.SUSPECT)
+        self._change(url, lifecycle=EngineLifecycle.SUSPECT, last_error="it does not answer polls")
         return True
 
     def answered(self, url: str, *, version: int, now: float = 0.0) -> bool:
         """Record an answer to a poll: a suspect engine becomes healthy again, a dead or dirty engine rejoins.
 
+        A suspect engine that has missed a publication meanwhile rejoins, too.
         While other engines serve, an engine that failed the canary check waits for another `version`. An engine that
         never passed the check waits longer after each failure, since each retry forces the other engines into a new
         process group.
         """
         match self._lifecycle(url):
+            case EngineLifecycle.SUSPECT if self._missed_a_publication(url):
+                self._rejoin(url, "it missed an update while it did not answer polls")
+                self.membership += 1
             case EngineLifecycle.SUSPECT:
-                self._change(url, lifecycle=EngineLifecycle.HEALTHY)
+                self._change(url, lifecycle=EngineLifecycle.HEALTHY, last_error="")
             case EngineLifecycle.DEAD | EngineLifecycle.DIRTY if (
                 self.by_url[url].refused != version or not self.verified()
             ) and self._retry_is_due(url, now=now):
@@ -378,6 +392,10 @@ class Fleet:
             case _:
                 return False
         return True
+
+    def _missed_a_publication(self, url: str) -> bool:
+        newest = max((self.by_url[other].loaded for other in self.serving()), default=-1)
+        return not self.by_url[url].pinned and self.by_url[url].loaded < newest
 
     def _retry_is_due(self, url: str, *, now: float) -> bool:
         """Return True if a failed engine may be retried; its wait begins at the first answer after the failure."""

@@ -46,7 +46,7 @@ class EngineRegistered(Input, frozen=True):
 
 
 class HealthCheckMissed(Input, frozen=True):
-    """A healthy engine did not answer a poll."""
+    """A healthy engine did not answer a poll, or is late to answer one."""
 
     url: str
 

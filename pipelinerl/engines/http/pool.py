@@ -1,4 +1,4 @@
-"""`EnginePool`: completes requests on the least busy engine while engines join, fail and leave.
+"""`EnginePool`: completes requests on the engine that is done first, while engines join, fail and leave.
 
 A request is retried with the same seed until it is answered or its deadline passes, on another engine if there is one.
 All samples of a request run on the same engine, which computes their prompt once.
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from types import MappingProxyType
 from typing import Final, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, Dirty, EngineStopped, Overloaded
@@ -220,7 +221,9 @@ _ENTRIES: Final = 4
 
 @final
 class LeastBusy:
-    """Engines by base URL, with their outstanding tokens; picks the one with the fewest. Pure: no I/O.
+    """Engines by base URL, with their outstanding tokens; picks the one that is done first. Pure: no I/O.
+
+    An engine needs its outstanding tokens plus those of the request, divided by its speed.
 
     A heap makes the cost almost independent of the number of engines; stale entries are dropped at its top. Ties are
     broken by name or, with `ties`, in a pseudorandom order. If several clients, which count only their own tokens,
@@ -231,17 +234,20 @@ class LeastBusy:
         self._ties = ties
         self._tokens: Counter[str] = Counter()
         self._rank: dict[str, tuple[int, str]] = {}  # has an entry for each engine that may be picked
-        self._heap: list[tuple[int, tuple[int, str]]] = []
+        self._heap: list[tuple[int, tuple[int, str]]] = []  # of the engines that are as fast as most
+        self._speeds: dict[str, float] = {}  # of the other engines
 
     @property
     def outstanding(self) -> Mapping[str, int]:
         """The outstanding tokens of each engine that may be picked."""
         return {url: self._tokens[url] for url in self._rank}
 
-    def serve(self, urls: Iterable[str]) -> None:
-        """Set the engines that may be picked; engines that may not be picked keep their token counts."""
-        if (serving := set(urls)) == self._rank.keys():
+    def serve(self, urls: Iterable[str], speeds: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Set the engines that may be picked, and speeds other than 1; all engines keep their token counts."""
+        serving, others = set(urls), {url: speed for url, speed in speeds.items() if speed > 0}
+        if serving == self._rank.keys() and others == self._speeds:
             return
+        self._speeds = others
         known = self._rank
         self._rank = {url: known.get(url) or self._rank_of(url) for url in serving}
         self._sweep()
@@ -249,20 +255,35 @@ class LeastBusy:
     def add(self, url: str, tokens: int) -> None:
         """Add to an engine's outstanding tokens; a negative number subtracts."""
         self._tokens[url] += tokens
-        if url in self._rank:
+        if url in self._rank and url not in self._speeds:
             heappush(self._heap, (self._tokens[url], self._rank[url]))
             if len(self._heap) > _ENTRIES * (len(self._rank) + 16):
                 self._sweep()
-        elif not self._tokens[url]:
+        elif url not in self._rank and not self._tokens[url]:
             del self._tokens[url]
 
-    def pick(self, passed_over: Callable[[str], bool]) -> str | None:
-        """Return the engine with the fewest outstanding tokens that is not `passed_over`; None if there is none."""
+    def done_after(self, url: str, tokens: int) -> float:
+        """Return when the engine would be done with a request of so many tokens, in tokens of an engine of speed 1."""
+        return (self._tokens[url] + tokens) / self._speeds.get(url, 1.0)
+
+    def pick(self, passed_over: Callable[[str], bool], tokens: int = 0) -> str | None:
+        """Return the engine that would be done first with that many more tokens; None if all are `passed_over`."""
+        best = self._least(passed_over)
+        able = [url for url in self._speeds if url in self._rank and not passed_over(url)]
+        able += [] if best is None else [best]
+        return min(able, key=lambda url: (self.done_after(url, tokens), self._rank[url]), default=None)
+
+    def _least(self, passed_over: Callable[[str], bool]) -> str | None:
         aside: list[tuple[int, tuple[int, str]]] = []
         found = None
         while self._heap:
             tokens, (_, url) = entry = self._heap[0]
-            if url not in self._rank or tokens != self._tokens[url] or (aside and aside[-1] == entry):
+            if (
+                url not in self._rank
+                or url in self._speeds
+                or tokens != self._tokens[url]
+                or (aside and aside[-1] == entry)
+            ):
                 heappop(self._heap)
             elif passed_over(url):
                 aside.append(heappop(self._heap))
@@ -277,7 +298,7 @@ class LeastBusy:
         return (rng.key(0, self._ties, url) if self._ties else 0), url
 
     def _sweep(self) -> None:
-        self._heap = [(self._tokens[url], rank) for url, rank in self._rank.items()]
+        self._heap = [(self._tokens[url], rank) for url, rank in self._rank.items() if url not in self._speeds]
         heapify(self._heap)
 
 
@@ -347,14 +368,22 @@ class EnginePool:
         """The outstanding tokens of each serving engine."""
         return self._load.outstanding
 
-    def update(self, urls: Iterable[str], *, finishing: Iterable[str] = ()) -> None:
+    def update(
+        self,
+        urls: Iterable[str],
+        *,
+        finishing: Iterable[str] = (),
+        speeds: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """Set the serving engines. Engines in `finishing` are no longer picked, but may finish their requests.
+
+        `speeds` are the engines' speeds where they differ from 1; work follows speed (`LeastBusy`).
 
         Requests on any other engine are interrupted and continue on a serving engine.
         """
         self._serving = frozenset(urls)
         self._known = self._serving | frozenset(finishing)
-        self._load.serve(self._serving)
+        self._load.serve(self._serving, speeds)
         for url in self._running.keys() - self._known:
             for scope in self._running.pop(url):
                 if not scope.expired():
@@ -389,10 +418,11 @@ class EnginePool:
         pause_s, last, engine_used = _FIRST_PAUSE_S, "no engine is known", ""
         refused, faults = dict[str, ContractError](), Counter[str]()
         answer = PartialAnswer(request, interval_s=0.0 if on_text else self._interval_s)
+        tokens = cost(request)
         while (remaining := deadline - time.monotonic()) > 0:
             if answer.is_whole:  # all samples ended before the stream broke off
                 return Answered(answer.completion(), engine_used, answer.tokens_kept, answer.tokens_resampled)
-            url = self._choice(engine, refused, near)
+            url = self._choice(engine, refused, near, tokens)
             if url is None:
                 await self._change(min(pause_s, remaining))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -430,7 +460,7 @@ class EnginePool:
             f"no engine completed the request within {self._deadline_s:g} s (engines: {known}); last: {last}"
         )
 
-    def _choice(self, engine: str, refused: Mapping[str, ContractError], near: str) -> str | None:
+    def _choice(self, engine: str, refused: Mapping[str, ContractError], near: str, tokens: int) -> str | None:
         """Return `engine` if it is given, otherwise `near` or the least busy engine; None while no engine can be used.
 
         An engine cannot be used while it is suspect or reserved by another request, or after it has rejected this
@@ -449,11 +479,11 @@ class EnginePool:
         def passed_over(url: str) -> bool:
             return url in refused or self._named[url] > 0 or self._suspect_until.get(url, 0.0) > now
 
-        least = self._load.pick(passed_over)
+        least = self._load.pick(passed_over, tokens)
         if least is None or near not in self._serving or passed_over(near):
             return least
-        outstanding = self._load.outstanding
-        return near if outstanding[near] <= outstanding[least] + NEAR_TOKENS else least
+        near_done, least_done = (self._load.done_after(url, tokens) for url in (near, least))
+        return near if near_done <= least_done + NEAR_TOKENS else least
 
     async def _attempt(
         self,

@@ -29,9 +29,9 @@ _ENDS: Final = {"run_finished": "finished", "run_suspended": "suspended", "run_f
 _INCIDENTS: Final = frozenset(
     {
         "engine_joined", "engine_lost", "engine_left", "engine_suspect", "engine_back", "engine_draining",
-        "engine_canary_failed", "engines_hired", "engines_scaled", "engines_would_scale", "alarm", "alarm_cleared",
-        "checkpoint_delayed", "controller_returned", "trainer_left", "trainer_ready", "step_skipped", "stalled",
-        "orders_lost", "evaluation_restarted", "run_started", "run_failing", "run_suspending", *_ENDS,
+        "engine_slow", "engine_canary_failed", "engines_hired", "engines_scaled", "engines_would_scale", "alarm",
+        "alarm_cleared", "checkpoint_delayed", "controller_returned", "trainer_left", "trainer_ready", "step_skipped",
+        "stalled", "orders_lost", "evaluation_restarted", "run_started", "run_failing", "run_suspending", *_ENDS,
     }
 )  # fmt: skip
 _MARKS: Final = frozenset(

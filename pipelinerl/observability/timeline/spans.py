@@ -323,6 +323,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "engine_joined": "{url} joined",
     "engine_lost": "{url} was lost: {reason}",
     "engine_left": "{url} left: {reason}",
+    "engine_slow": "{url} has {speed} of the fleet's speed",
     "engine_draining": "{url} is draining",
     "engines_scaled": "{from} → {to} {type} engines: {why}",
     "engines_would_scale": "{from} → {to} {type} engines, but for the dry run: {why}",

@@ -10,6 +10,8 @@ import pytest
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.directives import publication_due
 from pipelinerl.controller.decisions.engine_decisions import removal_reason, to_stop
+from pipelinerl.controller.decisions.giving_up import waiting_for
+from pipelinerl.controller.decisions.status import assignment_of
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
@@ -248,6 +250,26 @@ def test_engine_that_missed_a_health_check_finishes_its_requests_but_gets_no_new
     assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([], [ENGINE])
     assert recorded(made, EngineAnswered(now=0.0, url=ENGINE)) == [("engine_back", {"url": ENGINE})]
     assert made.state.fleet.serving() == [ENGINE]
+
+
+def test_frozen_engine_is_left_out_of_publications_and_named_until_it_has_caught_up(run: World) -> None:
+    made, state = run.controller, run.controller.state
+    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
+    give_weights(run, ENGINE, NEW)
+    made.decide(proof(run, worst={NEW: 0.0}))
+    made.decide(HealthCheckMissed(now=1.0, url=NEW))
+    assigned = assignment_of(state, made.settings)
+    assert (assigned.serving, assigned.finishing) == ((ENGINE,), ()), "other engines take over its work"
+    assert f"{NEW} is suspect: it does not answer polls" in waiting_for(state, now=1.0)
+    state.version = 1
+    assert publication_due(state, made.settings) == [ENGINE]
+    give_weights(run, ENGINE, version=1)
+    assert publication_due(state, made.settings) == []
+    assert recorded(made, EngineAnswered(now=9.0, url=NEW)) == [("engine_joined", {"url": NEW})]
+    assert lifecycle(made, NEW) is EngineLifecycle.JOINING
+    give_weights(run, NEW, version=1)
+    made.decide(proof(run, version=1, worst={NEW: 0.0}))
+    assert state.fleet.serving() == [ENGINE, NEW] and NEW not in waiting_for(state, now=9.0)
 
 
 def test_group_handed_over_between_engines_is_logged_and_leaves_the_group_counts_unchanged(run: World) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.controller.decisions import status
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import ControllerService
@@ -316,6 +317,35 @@ async def test_unreachable_machine_does_not_delay_polls_of_other_engines(tmp_pat
         assert [lost["url"] for lost in run.events("engine_lost")] == [ENGINE]
         await run.until(lambda: len(run.events("engines")) > ticks + 5)
         assert run.probe.polls[off] == 1, "one poll at a time"
+
+
+async def test_engine_that_is_late_to_answer_a_poll_is_suspect_before_the_poll_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_LATE_S", 0.01)
+    async with running(tmp_path) as run:
+        await run.start()
+        await run.until(lambda: run.controller.state.fleet.serving() == [ENGINE])
+        run.probe.off.add(ENGINE)
+        await run.until(lambda: run.events("engine_suspect"))
+        assert run.service.watch.load(ENGINE).tokens_per_s == 0.0, "rates of the past are not shown"
+
+
+async def test_slow_engine_is_named_in_an_event_and_in_the_assignment_of_actors(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        await run.start()
+        await run.until(lambda: run.controller.state.fleet.serving() == [ENGINE])
+        run.controller.state.fleet.join(other := "http://other", "1")
+        run.controller.state.fleet.on_published(other, 0, membership=run.controller.state.fleet.membership)
+        assert run.controller.state.fleet.on_verified(other, 0, membership=run.controller.state.fleet.membership)
+        for _ in range(20):
+            for url, busy_s in ((ENGINE, 1.0), (other, 4.0)):
+                run.service.watch.speeds.note(url, steps=100, rows=400, busy_s=busy_s)
+        assert run.service.assignment().speeds == {other: 0.25}
+        await run.until(lambda: run.events("engine_slow"))
+        assert [(event["url"], event["speed"]) for event in run.events("engine_slow")] == [(other, 0.25)]
+        named = [engine.note for engine in run.service.status().fleet.engines if engine.url == other]
+        assert named == ["slow: 0.25 of the fleet's speed"]
 
 
 async def test_expelled_engine_is_not_polled(tmp_path: Path) -> None:

@@ -402,6 +402,27 @@ def test_suspect_engine_keeps_its_weights_and_serves_again_when_it_answers(fleet
     assert fleet.membership == before
 
 
+def test_suspect_engine_is_left_out_while_another_engine_is_healthy(fleet: Fleet) -> None:
+    serve(fleet, B, 3)
+    assert fleet.on_missed_poll(B)
+    assert (fleet.serving(), fleet.verified(), fleet.finishing(), fleet.to_update()) == ([A], [A], [], [A])
+    fleet.on_published(A, 4, membership=fleet.membership)
+    assert fleet.oldest_loaded() == 4, "prompt orders do not wait for the suspect engine's weights"
+    assert fleet.on_missed_poll(A) and fleet.verified() == fleet.finishing() == fleet.to_update() == [A, B]
+
+
+@pytest.mark.parametrize(("published", "becomes"), [(3, EngineLifecycle.HEALTHY), (4, EngineLifecycle.JOINING)])
+def test_suspect_engine_that_has_missed_a_publication_joins_again(
+    fleet: Fleet, published: int, becomes: EngineLifecycle
+) -> None:
+    serve(fleet, B, 3)
+    fleet.on_missed_poll(B)
+    fleet.on_published(A, published, membership=fleet.membership)
+    before = fleet.membership
+    assert fleet.answered(B, version=published) and lifecycle(fleet, B) is becomes
+    assert (fleet.membership > before) is (becomes is EngineLifecycle.JOINING)
+
+
 def test_restarted_engine_has_lost_its_weights_and_must_join_again(fleet: Fleet) -> None:
     before = fleet.membership
     assert fleet.restarted(A) and lifecycle(fleet, A) is EngineLifecycle.JOINING and fleet.membership == before + 1

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -38,9 +38,12 @@ from tests.patience import PATIENCE_S, SOON_S
 URLS = ("a", "b", "c", "d")
 
 
-def slow(tokens: Counter[str], serving: set[str], avoided: set[str]) -> str | None:
-    """Return the least busy engine by a plain scan of all engines: the reference for the real choice."""
-    return min(serving - avoided, key=lambda url: (tokens[url], url), default=None)
+def slow(
+    tokens: Counter[str], serving: set[str], avoided: set[str], speeds: Mapping[str, float], more: int = 0
+) -> str | None:
+    """Return the engine that is done first by a plain scan of all engines: the reference for the real choice."""
+    key = lambda url: ((tokens[url] + more) / speeds.get(url, 1.0), url)  # noqa: E731
+    return min(serving - avoided, key=key, default=None)
 
 
 @given(
@@ -48,24 +51,25 @@ def slow(tokens: Counter[str], serving: set[str], avoided: set[str]) -> str | No
         st.one_of(
             st.tuples(st.just("add"), st.sampled_from(URLS), st.integers(0, 9)),
             st.tuples(st.just("give back"), st.sampled_from(URLS), st.just(0)),
-            st.tuples(st.just("serve"), st.sets(st.sampled_from(URLS)), st.just(0)),
-            st.tuples(st.just("pick"), st.sets(st.sampled_from(URLS)), st.just(0)),
+            st.tuples(st.just("serve"), st.sets(st.sampled_from(URLS)), st.integers(0, 9)),
+            st.tuples(st.just("pick"), st.sets(st.sampled_from(URLS)), st.integers(0, 9)),
         ),
         max_size=200,
     )
 )
-def test_indexed_choice_of_the_least_busy_engine_equals_that_of_a_full_scan(
+def test_indexed_choice_of_the_engine_that_is_done_first_equals_that_of_a_full_scan(
     history: list[tuple[str, str | set[str], int]],
 ) -> None:
-    load, tokens, serving = LeastBusy(), Counter[str](), set[str]()
+    load, tokens, serving, speeds = LeastBusy(), Counter[str](), set[str](), dict[str, float]()
     added: list[tuple[str, int]] = []
     for what, of, number in history:
         if isinstance(of, set):
             if what == "serve":
                 serving = set(of)
-                load.serve(serving)
+                speeds = {"b": number / 4, "d": 0.5} if number % 3 and "a" in of else {}
+                load.serve(serving, speeds)
             else:
-                assert load.pick(of.__contains__) == slow(tokens, serving, of)
+                assert load.pick(of.__contains__, number) == slow(tokens, serving, of, speeds, number)
         elif what == "add":
             added.append((of, number))
             tokens[of] += number
@@ -74,8 +78,21 @@ def test_indexed_choice_of_the_least_busy_engine_equals_that_of_a_full_scan(
             url, given_back = added.pop()
             tokens[url] -= given_back
             load.add(url, -given_back)
-        assert load.pick(lambda url: False) == slow(tokens, serving, set())
+        assert load.pick(lambda url: False) == slow(tokens, serving, set(), speeds)
         assert load.outstanding == {url: tokens[url] for url in serving}
+
+
+@pytest.mark.parametrize("speeds", [{}, {"b": 0.5}, {"b": 0.5, "c": 0.1}, {"a": 4.0}])
+def test_work_follows_speed_so_that_all_engines_are_done_at_nearly_the_same_time(speeds: dict[str, float]) -> None:
+    load, rows = LeastBusy(), Counter[str]()
+    load.serve(URLS, speeds)
+    for _ in range(60):
+        url = load.pick(lambda url: False, 100)
+        assert url is not None
+        load.add(url, 100)
+        rows[url] += 1
+    done_after = max(rows[url] / speeds.get(url, 1.0) for url in rows)
+    assert 60 / sum(speeds.get(url, 1.0) for url in URLS) / done_after >= 0.9
 
 
 def test_equally_busy_engines_are_picked_in_order_of_name_or_in_an_order_that_differs_by_actor() -> None:

@@ -148,6 +148,12 @@ class Cluster:
         answer = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).raise_for_status()
         return answer.json()["epoch"], answer.json()["model_version"]
 
+    def status(self) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self._controller}/status"
+        return (
+            httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).raise_for_status().json()
+        )
+
     def until(
         self,
         reached: Callable[[], Any],

@@ -80,11 +80,8 @@ class Grace:
             answered.set_result(time.monotonic())
 
         async def one(url: str) -> T | Failure:
-            task, began, limit = (
-                asyncio.ensure_future(guarded(call(url))),
-                time.monotonic(),
-                self._limit(what, url, engines),
-            )
+            task = asyncio.ensure_future(guarded(call(url)))
+            began, limit = time.monotonic(), self._limit(what, url, engines)
             either: list[asyncio.Future[Any]] = [task, answered]
             try:
                 if limit is not None:

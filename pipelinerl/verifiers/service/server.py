@@ -37,6 +37,7 @@ from pipelinerl.verifiers.service.wire import (
     VerifyAnswer,
     VerifyRequest,
 )
+from pipelinerl.verifiers.verdicts import judged
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, start
 
 #: Bytes of memory that a cache entry takes in addition to the verdict: its key, and Python's objects.
@@ -175,9 +176,7 @@ class VerifierService:
             if domain.kept:
                 judgements = await self._cached_or_judged(domain, request.problem, request.answers)
             else:
-                judgements = await domain.verifier.judge(request.problem, request.answers)
-            if len(judgements) != count:
-                raise AssertionError(f"{count} answers of {request.domain} had {len(judgements)} verdicts")
+                judgements = await judged(domain.verifier, request.problem, request.answers)
             self._verdicts += count
         finally:
             self._queue -= count
@@ -210,7 +209,7 @@ class VerifierService:
         missing = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in judgements}
         self._hits += len(answers) - len(missing)
         if missing:
-            reached = await domain.verifier.judge(problem, list(missing.values()))
+            reached = await judged(domain.verifier, problem, list(missing.values()))
             for key, judgement in zip(missing, reached, strict=True):
                 self._cache.keep(key, judgement.verdict)
                 judgements[key] = judgement

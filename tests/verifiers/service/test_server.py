@@ -93,6 +93,8 @@ class Scripted:
             raise
         if completion_text == "fail":
             return failed("so")
+        if completion_text == "raise":
+            raise ZeroDivisionError("of the verifier")
         return correct(completion_text) if completion_text == problem.ground_truth else wrong("no")
 
 
@@ -139,6 +141,14 @@ async def test_verifier_service_returns_a_verdict_for_every_answer_in_order(
     assert await outcomes(http, "1", "2", "1", "", "3") == [right, no, right, no, no]
     assert await outcomes(http, "1") == [right]
     assert scripted.answers == ["1", "2", "1", "", "3", "1"], "verdicts of this verifier are not cached"
+
+
+async def test_exception_of_a_verifier_masks_the_answers_and_leaves_the_service_running(
+    http: httpx.AsyncClient,
+) -> None:
+    for domain in ("words", "kept"):
+        assert await outcomes(http, "raise", domain=domain) == [Outcome.VERIFIER_ERROR]
+        assert await outcomes(http, "1", domain=domain) == [Outcome.CORRECT]
 
 
 async def test_verifier_service_judges_equal_answers_once_if_the_verifier_is_deterministic(

@@ -46,6 +46,7 @@ from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
 from pipelinerl.verifiers.verifier import PerAnswerVerifier
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
+from pipelinerl.weights.grace import Grace
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
@@ -168,6 +169,7 @@ async def run(
                 context_length=64,
             ),
             client,
+            Grace(),
         ),
         checkpoints=CheckpointStore(directory / "checkpoints", keep=2, model_directory=model),
         restored=restored[1] if restored else None,

@@ -34,7 +34,7 @@ AGENT: Final = {
     "temperature": 0.1, "top_p": 0.5, "top_k": 2, "min_p": 0.1, "frequency_penalty": 1.0, "presence_penalty": 1.0,
     "repetition_penalty": 1.2, "logit_bias": {"3": 5.0}, "ignore_eos": True, "n": 2, "min_tokens": 4,
     "response_format": {"type": "json_object"}, "bad_words": ["a"], "allowed_token_ids": [1], "use_beam_search": True,
-    "structured_outputs": {"regex": "a"},
+    "structured_outputs": {"regex": "a"}, "thinking": {}, "reasoning_effort": "high", "verbosity": "low",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.errors import ModelError
 from pipelinerl.models import torch_miniature
 from pipelinerl.models.checkpoint import replace_attention
+from pipelinerl.models.context_limit import rotary_limit
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.models.torch_miniature import Computed, texts_of
@@ -108,9 +109,10 @@ def refuse_different(skeleton: PreTrainedModel) -> bool:
 def _decoded(model: PreTrainedModel) -> list[Computed]:
     """Decode tokens after prompts of several lengths in one batch, two of which share a full block of the cache."""
     replace_attention(model, torch_attention.NAME)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
-    context = min(_LONGEST, positions)
-    vocab = model.config.get_text_config().vocab_size
+    text: Any = model.config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    context = min(each for each in (_LONGEST, positions, rotary_limit(text.to_dict())) if each)
+    vocab = text.vocab_size
     shared = [token % vocab for token in range(3, 3 + 7 * (context - _DECODED), 7)]
     prompts = [*texts_of(model), shared, shared]
     options = EngineOptions(

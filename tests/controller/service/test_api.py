@@ -151,6 +151,7 @@ async def test_engine_that_registers_itself_repeatedly_joins_once(run: Running, 
         "model_version": 0,
         "k": 4.0,
         "verifiers": [],
+        "speeds": {},
     }
     assert (await http.get("/assignment")).json() == expected
     assert len(run.events("engine_joined")) == 1

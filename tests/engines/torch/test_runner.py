@@ -183,8 +183,9 @@ def test_forward_pass_without_torch_modules_is_chosen_only_for_supported_archite
     assert isinstance(_runner(directories[name])._forward, expected)
 
 
-def test_forward_pass_without_torch_modules_does_not_fit_length_dependent_rotary_embeddings() -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+def test_forward_pass_without_torch_modules_does_not_fit_unknown_rotary_embeddings() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32, **factors}
     assert not LlamaForward.fits(hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, rope_parameters=rope)))
 
 

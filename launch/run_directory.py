@@ -129,7 +129,7 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
     for number in count(1):
         chosen = _numbered(config, number)
         try:
-            chosen.run_directory.mkdir(parents=True, exist_ok=False)
+            chosen.run_directory.mkdir(mode=0o755, parents=True, exist_ok=False)
         except OSError as error:
             if os.path.lexists(chosen.run_directory):
                 continue

@@ -121,7 +121,7 @@ def token_of(token_file: Path | None, run_dir: Path) -> str:
         return given
     shared = run_dir / "tokens.json"
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
         if make_private(shared, json.dumps({"token": secrets.token_urlsafe(32)})):
             print(
                 f"pipelinerl: no token was given, so one was made: {shared}. Roles with this directory find it there; "

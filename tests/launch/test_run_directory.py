@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import stat
 from itertools import takewhile
@@ -43,6 +44,15 @@ def test_directory_of_a_run_whose_name_is_taken_gets_a_number(tmp_path: Path) ->
     names = [create(_config(tmp_path)).path.name for _ in range(3)]
     assert names == ["tiny", "tiny-2", "tiny-3"]
     assert open_run(tmp_path / "tiny-3").config.run.name == "tiny-3"
+
+
+def test_run_directory_is_not_writable_by_others_whatever_the_umask(tmp_path: Path) -> None:
+    previous = os.umask(0)
+    try:
+        made = create(_config(tmp_path))
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE(made.path.stat().st_mode) == 0o755
 
 
 def test_run_whose_checkpoint_location_is_rejected_leaves_no_run_directory(tmp_path: Path) -> None:

@@ -372,6 +372,7 @@ class Controller:
         # A trainer that joins a FINISHING run sets it back to TRAINING; the last evaluation begins again when it stops.
         if state.phase is not RunPhase.FINISHED:
             state.phase = RunPhase.TRAINING
+        self._evaluator.forget_lost(state)
         if state.version == 0 and not state.evaluations.results:
             self._evaluator.want(state)
         trainer.first_version = state.version

@@ -54,6 +54,12 @@ class Evaluator:
         self.want(state)
         return effects
 
+    def forget_lost(self, state: RunState) -> None:
+        """Drop a due evaluation of weights that a restart of the trainer has lost: its step makes it due again."""
+        due = state.evaluations.due
+        if due is not None and due.version > state.version:
+            state.evaluations.due = None
+
     def advance(self, state: RunState, *, now: float) -> list[Effect]:
         """After any input, restart an evaluation whose pin broke, begin one that is due, and issue more questions."""
         effects: list[Effect] = []

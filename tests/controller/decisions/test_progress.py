@@ -38,6 +38,13 @@ def test_directive_that_is_sent_to_the_trainer_again_does_not_undo_a_change_of_k
     assert _stuck(range(11571, 11572)) == []
 
 
+@pytest.mark.parametrize("seed", [80042, 82065, 82481])
+def test_trainer_that_falls_back_to_the_initial_weights_does_not_wait_for_an_evaluation_of_lost_weights(
+    seed: int,
+) -> None:
+    assert _stuck(range(seed, seed + 1)) == []
+
+
 def _lockstep_with_deaths(seed: int, *, steps: int = 6) -> UnfairWorld:
     """Return a lockstep run of two groups per step, whose trainer died several times before any checkpoint."""
     rng = random.Random(seed)

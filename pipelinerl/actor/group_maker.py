@@ -28,7 +28,7 @@ class Sampler(Protocol):
 
         The engine `near` is preferred unless it is much busier than others. `begun` is called before each request that
         samples the answer from its first token, instead of continuing it. `on_text` gets the text so far, as often as
-        the sampler knows more of it; it begins anew when another engine takes over.
+        the sampler knows more of it; it starts over when another engine takes over.
         """
         ...
 

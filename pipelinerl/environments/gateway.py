@@ -76,7 +76,7 @@ class SampleTurn(Protocol):
 @final
 @dataclass(slots=True)
 class _Model:
-    """What the gateway has learned about the model: its answers begin with thinking without an opening tag."""
+    """The gateway's knowledge of the model: whether its answers begin with thinking without an opening tag."""
 
     thinks: bool = False
 

@@ -30,7 +30,7 @@ CODE = Path(hostile_values.__file__).with_name("hostile_code.py")
 #: The reasons name this module, or the one that makes the values.
 PLACE = f"{CODE.parent}/hostile_"
 PROBLEM = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="x")
-# Some cases leave a coroutine behind that nobody awaits.
+# Some cases leave a coroutine behind that is never awaited.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine")
 #: The numbers of the cases: 200 in the usual form of each test, 10⁴ in its slow form.
 CASES = [range(200), pytest.param(range(10_000), marks=pytest.mark.slow)]

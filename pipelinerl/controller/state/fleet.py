@@ -59,7 +59,7 @@ class EngineLifecycle(StrEnum):
     """Waits for weights, or has received them and has yet to prove them in the canary check."""
     HEALTHY = "healthy"
     SUSPECT = "suspect"
-    """Is late to answer a poll: others take over its work, and it gets no weights until it answers."""
+    """A late answer to a poll: other engines take over the work, and no weights are sent until the engine answers."""
     DRAINING = "draining"
     """Finishes its current work and then leaves; until then its weights are kept up to date."""
     DIRTY = "dirty"

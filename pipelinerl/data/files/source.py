@@ -41,7 +41,7 @@ SPLIT_BY: Final = "split_by"
 
 
 class SplitBy(StrEnum):
-    """What must differ between splits: prompts, or only tasks, for data whose tasks share a prompt."""
+    """The unit that must differ between splits: prompts, or only tasks, for data whose tasks share a prompt."""
 
     PROMPT = "prompt"
     TASK = "task"
@@ -138,7 +138,7 @@ class Indexed(NamedTuple):
 
 
 class RowCounts(NamedTuple):
-    """What became of the rows that were read for a split.
+    """Counts of the rows that were read for a split, by outcome.
 
     `repeated` rows have the task of an earlier row. `in_other_files` have the prompt (or task) of a row in another
     split's files. `set_apart` belong to another split by their hash. `problems` are left.

@@ -263,7 +263,7 @@ class LeastBusy:
             del self._tokens[url]
 
     def done_after(self, url: str, tokens: int) -> float:
-        """Return when the engine would be done with a request of so many tokens, in tokens of an engine of speed 1."""
+        """Return when the engine would finish a request of this many tokens, in tokens of an engine of speed 1."""
         return (self._tokens[url] + tokens) / self._speeds.get(url, 1.0)
 
     def pick(self, passed_over: Callable[[str], bool], tokens: int = 0) -> str | None:
@@ -406,7 +406,7 @@ class EnginePool:
         With `engine` (base URL), only this engine answers, and it gets no other requests meanwhile. With `near` (base
         URL), that engine answers, since it may have cached the prompt, unless it has over `NEAR_TOKENS` more
         outstanding tokens than the least busy engine. `begun` is called whenever a try starts without earlier tokens.
-        `on_text` gets the text of the first sample so far, token by token; it begins anew when another try takes over.
+        `on_text` gets the text of the first sample so far, token by token; it starts over when another try takes over.
 
         Raises:
             ContractError: every serving engine has rejected the request; this is the last engine's error, which names

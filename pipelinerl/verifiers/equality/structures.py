@@ -59,7 +59,7 @@ _MATRIX: Final = re.compile(r"\\begin\{([pbvBV]?)matrix\}(.*)\\end\{\1matrix\}",
 _PLUS_MINUS: Final = re.compile(r"\\pm(?![a-z])|\\mp(?![a-z])")
 _MEMBER: Final = re.compile(r"[A-Za-z](?:_\w)?\\in ?(?=\\?[\[({]|\\mathbb|\\text)")
 _REALS: Final = frozenset({r"\mathbb{R}", r"\mathbf{R}", "all real numbers", "all reals"})
-#: What may stand left of `=` without being part of the value: a variable, f(x), AB, (x,y), m+n, |z|, Area.
+#: Text that may stand left of `=` without being part of the value: a variable, f(x), AB, (x,y), m+n, |z|, Area.
 _NAME: Final = re.compile(
     r"(?:\\(?:angle|text|overline|mathbb|triangle|alpha|beta|gamma|theta|lambda|mu|phi|omega|det|operatorname|vec|max|min)"
     r"|[A-Za-z'|]|_\w|_\{[^{}]*\}|\{[A-Za-z ]+\}|\((?:\\?[A-Za-z0-9_']+[,+-]?)+\)| |[-+](?=[A-Za-z\\]))+"

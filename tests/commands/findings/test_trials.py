@@ -160,7 +160,7 @@ async def test_check_tries_the_instruction_verifier_without_a_reference_answer()
 
 
 async def test_check_judges_a_math_reference_as_a_model_would_write_it_in_a_box(tmp_path: Path) -> None:
-    # Without the box, so many words are no answer.
+    # Without the box, a text of this length is no answer.
     truth = "all positive integers that are divisible by six or by seven"
     rows = [{"prompt": f"{n}?", "answer": truth} for n in range(40)]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -1,4 +1,4 @@
-"""What a data file holds reaches the problem unchanged, or its row is refused by file and number."""
+"""Values of a data file reach the problem unchanged, or their row is refused by file and number."""
 
 from __future__ import annotations
 

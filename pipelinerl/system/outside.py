@@ -57,7 +57,7 @@ class OutsideResponse(NamedTuple):
 
     @property
     def may_be_retried(self) -> bool:
-        """Whether the server's state causes the status, such as an overload, and not the request."""
+        """Return whether the server's state causes the status, such as an overload, and not the request."""
         return self.status >= _FAILS or self.status in _RETRIED
 
     def json(self) -> Any:

@@ -170,7 +170,7 @@ def expected(number: int) -> float | None:
 
 
 def must_be_masked(number: int) -> bool:
-    """Whether case `number` must not have a reward."""
+    """Return whether case `number` must not have a reward."""
     shape, name, _ = case(number)
     return shape in ("raise", "list", "outcome", "group") or (
         shape in ("value", "reward", "part") and name not in REWARDS

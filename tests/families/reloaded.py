@@ -1,4 +1,4 @@
-"""What a transformers of any version makes of model directories: `python tests/families/reloaded.py DIRECTORY…`.
+"""Log-probs of model directories with a transformers of any version: `python tests/families/reloaded.py DIRECTORY…`.
 
 Prints a JSON object: for each directory, the tensors that it lacks, that do not fit and that are not used, and the
 log-probs of a fixed sequence; or an error. The module imports nothing of this project.

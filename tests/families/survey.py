@@ -1,4 +1,4 @@
-"""What the product makes of each family of the zoo, measured against transformers on one CPU in float32.
+"""Survey of what the product supports of each family of the zoo, measured against transformers on one CPU in float32.
 
     python -m tests.families.survey [FAMILY …]     measure all families, or some; write records, page and README
 

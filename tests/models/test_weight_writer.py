@@ -63,7 +63,7 @@ def resaved(model: Path, target: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 def alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    """Whether two files have the same names, shapes, dtypes and values."""
+    """Return whether two files have the same names, shapes, dtypes and values."""
     return ours.keys() == theirs.keys() and all(
         ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in theirs
     )

@@ -154,7 +154,7 @@ def _equal_constants(gold: Any, given: Any, gold_text: str, given_text: str) -> 
 
 
 def _agree(pairs: Sequence[tuple[Any, Any]], names: Sequence[Any]) -> bool:
-    """Whether the two expressions of each pair agree at all points where they have values, and there are enough."""
+    """Return True if the expressions of each pair agree at all points where they have values, and these suffice."""
     compared = 0
     for place in range(len(_POINTS)):
         point = {
@@ -184,7 +184,7 @@ def _at(tree: Any, point: dict[Any, Any]) -> Any:
 
 
 def _equal_relations(gold: Any, given: Any) -> bool:
-    """Whether two relations say the same: their differences are in a constant ratio, positive for inequalities."""
+    """Return True for equivalent relations: their differences have a constant ratio, positive for inequalities."""
     flipped = {sympy.Lt: sympy.Gt, sympy.Gt: sympy.Lt, sympy.Le: sympy.Ge, sympy.Ge: sympy.Le}
     same, turned = type(gold) is type(given), flipped.get(type(gold)) is type(given)
     if not (same or turned):

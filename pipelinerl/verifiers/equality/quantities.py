@@ -45,7 +45,7 @@ class Number(NamedTuple):
     ulp: Fraction | None = None
 
     def equals(self, other: Number) -> bool:
-        """Whether the numbers are equal, or one is the other rounded."""
+        """Return whether the numbers are equal, or one is the other rounded."""
         if self.value == other.value:
             return True
         if (self.ulp is None) == (other.ulp is None):
@@ -54,7 +54,7 @@ class Number(NamedTuple):
         return not _terminates(exact.value) and rounded.may_be(exact.value)
 
     def may_be(self, value: Fraction) -> bool:
-        """Whether this number is `value` correctly rounded."""
+        """Return whether this number is `value` correctly rounded."""
         return self.ulp is not None and 2 * abs(self.value - value) <= self.ulp
 
 
@@ -217,7 +217,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _is_unit(unit: Unit, words: str, body: str) -> bool:
-    """Whether words after an expression are a unit, and not variables: letters outside `\\text` must be well known."""
+    """Return True if words after an expression are a unit, no variables: letters outside `\\text` must be known."""
     known = all(name in _SIZES for name, _ in unit.dimensions)
     outside = re.findall(r"[A-Za-z]+", re.sub(r"\\text\{[^{}]*\}|\\circ ?[CF]?", " ", words))
     if any(len(word) == 1 for word in outside) and not (known and "/" in words and words.startswith(" ")):
@@ -287,7 +287,7 @@ def quantity(text: str) -> Quantity | None:
 
 
 def equal_quantities(gold: Quantity, given: Quantity) -> bool:
-    """Whether two quantities are equal; bare numbers are compared with percentages in either convention."""
+    """Return whether two quantities are equal; bare numbers are compared with percentages in either convention."""
     (left, unit), (right, other) = gold, given
     if unit is None or other is None or not unit.dimensions or not other.dimensions:
         percent = ("percent" if unit is None else unit.name, "percent" if other is None else other.name)
@@ -330,7 +330,7 @@ def time_of_day(text: str) -> tuple[int, str] | None:
 
 
 def equal_times(gold: tuple[int, str], given: tuple[int, str]) -> bool:
-    """Whether two times are equal; a ground truth that leaves the half of the day open accepts both."""
+    """Return whether two times are equal; a ground truth that leaves the half of the day open accepts both."""
     if gold[1] == given[1]:
         return gold[0] == given[0]
     return not gold[1] and gold[0] % 43_200 == given[0] % 43_200

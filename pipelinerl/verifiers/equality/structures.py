@@ -239,7 +239,7 @@ def _same_frame(gold: _Shape, given: _Shape) -> bool:
 
 
 def _equal_unordered(gold: Sequence[str], given: Sequence[str], expressions: Expressions) -> bool:
-    """Whether each part of one has its own equal in the other; cheap comparisons come first."""
+    """Return whether each part of one has its own equal in the other; cheap comparisons come first."""
     left = list(given)
     for part in gold:
         place = next((place for place, other in enumerate(left) if plain(part) == plain(other)), None)
@@ -341,7 +341,7 @@ def _equal_expressions(gold: str, given: str, expressions: Expressions) -> bool:
 
 
 def has_words(text: str) -> bool:
-    """Whether a text contains a word of a language."""
+    """Return whether a text contains a word of a language."""
     for run in _RUN.findall(re.sub(r"\\[A-Za-z]+|_\{[^{}]*\}", " ", text)):
         if run not in _FUNCTIONS and (len(run) > 3 or run.lower() in _WORDS):
             return True

@@ -305,7 +305,7 @@ def check_jax(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Ro
         platform = str(jax.default_backend())
     if platform is None or (platform == "cpu") != (device.type == "cpu"):
         return [Row("JAX trainer and engine", f"not checked: JAX finds {platform or 'no package'}")], {"checked": False}
-    from pipelinerl.trainers.jax.trainer import JaxTrainer
+    from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
 
     batch = random_batch(scale)
     start = {"torch": partial(trainer_of, folder, device), "jax": partial(trainer_of, folder, device, kind=JaxTrainer)}

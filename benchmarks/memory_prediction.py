@@ -28,8 +28,8 @@ from benchmarks.gpu_device import Scale
 from benchmarks.measure import Row, report
 from benchmarks.torch_step import OBJECTIVE, random_batch, trainer_of
 from pipelinerl.models.model_shape import read_shape
+from pipelinerl.plugins.memory.trainer_memory import TrainerMemory
 from pipelinerl.rng import generator
-from pipelinerl.roles.memory.trainer_memory import TrainerMemory
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
 from trainer_contract.types import MicroBatch, Precision
 

@@ -15,12 +15,12 @@ from benchmarks.served_engine import RunnerWith
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
-from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.weights.worker_endpoint import endpoints_of
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.simulation.hardware import EngineTimes, TrainerTimes
+from pipelinerl.plugins.simulation.hardware import EngineTimes, TrainerTimes
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from trainer_contract.types import LossStats, MicroBatch, Objective
 

@@ -14,9 +14,9 @@ from typing import Final
 
 from benchmarks.measure import Row, report
 from inference_contract.weights import OnUpdate
-from pipelinerl.simulation.published import mean_context, published_hardware
-from pipelinerl.simulation.setting import HeavyTailedLengths, SimulatedSetting
-from pipelinerl.simulation.simulator import simulate
+from pipelinerl.plugins.simulation.published import mean_context, published_hardware
+from pipelinerl.plugins.simulation.setting import HeavyTailedLengths, SimulatedSetting
+from pipelinerl.plugins.simulation.simulator import simulate
 from pipelinerl.staleness import StalenessBounds
 
 GPUS: Final = (8, 64, 512)

@@ -20,10 +20,10 @@ from typing import Final
 from benchmarks.measure import Row, report
 from benchmarks.paced import paced_recipe
 from benchmarks.processes import python
-from pipelinerl.commands.simulation.from_recipe import observed
-from pipelinerl.simulation.calibration import TRUSTED, Measured, ObservedRun, calibrate, measure, simulated_like
-from pipelinerl.simulation.hardware import Hardware
-from pipelinerl.simulation.prediction import Prediction
+from pipelinerl.plugins.simulation.calibration import TRUSTED, Measured, ObservedRun, calibrate, measure, simulated_like
+from pipelinerl.plugins.simulation.from_recipe import observed
+from pipelinerl.plugins.simulation.hardware import Hardware
+from pipelinerl.plugins.simulation.prediction import Prediction
 
 _DEADLINE_S: Final = 1200.0
 _ROLLOUTS: Final = 64

@@ -33,21 +33,21 @@ from launch.cluster.command_line import (
 from pipelinerl.commands.compare import compare
 from pipelinerl.commands.conformance import bench, chaos, conformance_app, in_checkout
 from pipelinerl.commands.engines import Overrides, Run, engines_app
-from pipelinerl.commands.evaluation.command_line import evaluate, prefilter
 from pipelinerl.commands.knobs import knobs_app
 from pipelinerl.commands.live_views import top, watch
-from pipelinerl.commands.oubliette import oubliette_app
 from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import Skill
 from pipelinerl.errors import PipelineError, UserError
 from pipelinerl.observability.logs import without_secrets
+from pipelinerl.plugins.evaluation.command_line import evaluate, prefilter
+from pipelinerl.plugins.oubliette.command_line import oubliette_app
 from pipelinerl.roles.catalogue import ROLES
 from pipelinerl.roles.role import Changes, hide_password, joined
 from pipelinerl.system.files import system_words, working_directory
 from pipelinerl.system.process import collect_rarely, run_process
 
 if TYPE_CHECKING:
-    from pipelinerl.roles.memory.prediction import MemoryPrediction
+    from pipelinerl.plugins.memory.prediction import MemoryPrediction
 
 app = typer.Typer(
     name="pipelinerl",
@@ -118,8 +118,8 @@ def run(
     from launch import run as launching
     from launch.run_directory import change_recipe, open_run, record_change, refuse_namesake
     from pipelinerl.commands.remote import started_by_hand
+    from pipelinerl.plugins.memory.disk import refuse_full_disk, settled
     from pipelinerl.roles import controller_role
-    from pipelinerl.roles.memory.disk import refuse_full_disk, settled
 
     made = joined(overrides, changes)
     if recipe is not None and "=" in recipe and not Path(recipe).is_file():  # a change of the default recipe
@@ -190,8 +190,8 @@ def check(
     """
     from launch.run import describe_placement, memory_limits
     from pipelinerl.commands.check import findings, keys_without_gpu
-    from pipelinerl.roles.memory import disk, prediction as memory
-    from pipelinerl.roles.memory.disk import settled
+    from pipelinerl.plugins.memory import disk, prediction as memory
+    from pipelinerl.plugins.memory.disk import settled
 
     config = recipes.load(recipe, joined(overrides, changes))
     limit = None if device_gib is None else int(device_gib * 2**30)
@@ -217,14 +217,14 @@ def check(
 
 
 def _predicted(config: recipes.RunConfig) -> MemoryPrediction:
-    from pipelinerl.roles.memory import prediction as memory
+    from pipelinerl.plugins.memory import prediction as memory
     from pipelinerl.roles.wiring import objective_of
 
     return memory.predict(config, objective_of(config))
 
 
 def _memory_lines(predicted: MemoryPrediction, limits: Mapping[str, int]) -> Iterator[str]:
-    from pipelinerl.roles.memory import prediction as memory
+    from pipelinerl.plugins.memory import prediction as memory
 
     if (line := memory.trainable(predicted)) is not None:
         yield line
@@ -290,7 +290,7 @@ def warmstart(
     at_most: Annotated[float, typer.Option(min=0, max=1, help="Fail above it: RL would have too little to do.")] = 0.44,
 ) -> None:
     """Create a small model and fit it to demonstrations until it has partial skill, as a starting point for RL."""
-    from pipelinerl.commands.warmstart import WarmStartOptions, make
+    from pipelinerl.plugins.warmstart.command_line import WarmStartOptions, make
 
     options = WarmStartOptions(
         hidden=hidden, layers=layers, heads=heads, band=(at_least, at_most), seed=seed, skill=skill, vocab=vocab
@@ -308,7 +308,7 @@ def sft(
     demonstrations: Annotated[int, typer.Option(min=1, help="Demonstrations of each step.")] = 64,
 ) -> None:
     """Fine-tune a recipe's model on right answers, with the recipe's trainer, as a starting point for RL."""
-    from pipelinerl.commands.warmstart import FineTuneOptions, fine_tune
+    from pipelinerl.plugins.warmstart.command_line import FineTuneOptions, fine_tune
 
     options = FineTuneOptions(steps=steps, demonstrations=demonstrations)
     fine_tune(recipes.load(recipe, joined(overrides, changes)), options, output=output, say=typer.echo)
@@ -322,7 +322,7 @@ def mismatch(
     """Show how far trainer and sampler log-probs differ, by cause, and what to do about it; draws mismatch.png."""
     from rich.console import Console
 
-    from pipelinerl.commands.exports import show_mismatch
+    from pipelinerl.plugins.watch.timeline.command_line import show_mismatch
 
     show_mismatch(run_dir, Console(soft_wrap=json), as_json=json)
 
@@ -377,7 +377,7 @@ def trace(
     ] = None,
 ) -> None:
     """Export a run's timeline for Perfetto: what each role and engine did when, and the origin of each version."""
-    from pipelinerl.commands.exports import trace_run
+    from pipelinerl.plugins.watch.timeline.command_line import trace_run
 
     typer.echo(trace_run(run_dir, output))
 
@@ -388,7 +388,7 @@ def track(
     tensorboard: Annotated[Path, typer.Option(help="Directory for event files that TensorBoard reads.")],
 ) -> None:
     """Export a run's metrics to TensorBoard, live or finished; a repeated call adds only the latest events."""
-    from pipelinerl.commands.exports import track_run
+    from pipelinerl.plugins.watch.timeline.command_line import track_run
 
     typer.echo(track_run(run_dir, tensorboard))
 
@@ -415,7 +415,7 @@ def explain(
     """Explain an objective: its five terms (slots), formula, cost and source, and its effect on given rollouts."""
     from rich.console import Console
 
-    from pipelinerl.commands import explain as command
+    from pipelinerl.plugins.explain import command_line as command
 
     if compare is not None and choice is not None:
         raise typer.BadParameter("--compare names both algorithms; leave out the argument")
@@ -467,8 +467,8 @@ def simulate(
     json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
 ) -> None:
     """Predict throughput, waits, staleness, discards and cost of a recipe on given hardware, and compare knobs."""
-    from pipelinerl.commands.simulation.planning import basis_of_runs, basis_of_table, json_of, lines_of, page_of, tried
-    from pipelinerl.simulation.prediction import grid, recommended
+    from pipelinerl.plugins.simulation.planning import basis_of_runs, basis_of_table, json_of, lines_of, page_of, tried
+    from pipelinerl.plugins.simulation.prediction import grid, recommended
 
     if bool(from_runs) == (hardware is not None):
         raise UserError(
@@ -513,7 +513,7 @@ def replay(
 
     # Set before torch is imported: sums depend on the number of threads, so use the trainer's number.
     os.environ.setdefault("OMP_NUM_THREADS", str(recipes.load_run(run_dir).launch.threads))
-    from pipelinerl.commands.replay import show
+    from pipelinerl.plugins.replay.command_line import show
 
     if not show(run_dir, step=step, objective=objective, console=Console()):
         raise typer.Exit(1)

@@ -35,13 +35,15 @@ _VLLM: Final = "its dependencies conflict with ours; make vllm builds an environ
 #: Engines by name: functions `from_options(EngineOptions) -> Engine`.
 ENGINES: Final[Mapping[str, RegistryEntry]] = {
     "torch": RegistryEntry("pipelinerl.engines.torch.engine:from_options", ("torch", "transformers")),
-    "jax": RegistryEntry("pipelinerl.engines.jax.engine:from_options", ("jax",), _JAX),
+    "jax": RegistryEntry("pipelinerl.plugins.jax.engine.engine:from_options", ("jax",), _JAX),
     "vllm": RegistryEntry(
-        "pipelinerl.engines.external.vllm.engine:from_options", ("vllm", "torch", "transformers"), _VLLM
+        "pipelinerl.plugins.external_engines.vllm.engine:from_options", ("vllm", "torch", "transformers"), _VLLM
     ),
-    "vllm_server": RegistryEntry("pipelinerl.engines.external.server.engine:vllm_server", ("torch", "transformers")),
+    "vllm_server": RegistryEntry(
+        "pipelinerl.plugins.external_engines.server.engine:vllm_server", ("torch", "transformers")
+    ),
     "sglang_server": RegistryEntry(
-        "pipelinerl.engines.external.server.engine:sglang_server", ("torch", "transformers")
+        "pipelinerl.plugins.external_engines.server.engine:sglang_server", ("torch", "transformers")
     ),
     "bigram": RegistryEntry("pipelinerl.engines.bigram.engine:from_options"),
 }
@@ -53,12 +55,12 @@ SERVER_ENGINES: Final = frozenset({"vllm_server", "sglang_server"})
 ON_THE_HOST: Final = SERVER_ENGINES | {"bigram"}
 
 #: Engines that take `engine.options`, each with a function that rejects options which other keys of the recipe set.
-ENGINES_WITH_OPTIONS: Final[Mapping[str, str]] = {"vllm": "pipelinerl.engines.external.vllm.limits:check_names"}
+ENGINES_WITH_OPTIONS: Final[Mapping[str, str]] = {"vllm": "pipelinerl.plugins.external_engines.vllm.limits:check_names"}
 
 #: Trainers by name: classes without arguments that implement `Trainer`.
 TRAINERS: Final[Mapping[str, RegistryEntry]] = {
     "torch": RegistryEntry("pipelinerl.trainers.torch.trainer:TorchTrainer", ("torch", "transformers", "accelerate")),
-    "jax": RegistryEntry("pipelinerl.trainers.jax.trainer:JaxTrainer", ("jax", "optax", "tensorstore"), _JAX),
+    "jax": RegistryEntry("pipelinerl.plugins.jax.trainer.trainer:JaxTrainer", ("jax", "optax", "tensorstore"), _JAX),
     "bigram": RegistryEntry("pipelinerl.trainers.bigram.trainer:BigramTrainer"),
 }
 
@@ -85,7 +87,7 @@ SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "reasoning_gym": RegistryEntry("pipelinerl.data.generated:open_reasoning_gym", ("reasoning_gym",)),
     "addition": RegistryEntry("pipelinerl.data.generated:open_addition"),
     "files": RegistryEntry("pipelinerl.data.files.source:open_files"),
-    "instructions": RegistryEntry("pipelinerl.data.instructed:open_instructions"),
+    "instructions": RegistryEntry("pipelinerl.plugins.instructions.source:open_instructions"),
     "programs": RegistryEntry("pipelinerl.data.generated:open_programs"),
     "numbered": RegistryEntry("pipelinerl.data.generated:open_numbered"),
     "hub": RegistryEntry("pipelinerl.data.files.hub:open_hub", ("huggingface_hub",), "pip install -e '.[hub]'"),
@@ -101,17 +103,17 @@ LOOKS: Final[Mapping[str, str]] = {
 VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "math_answer": RegistryEntry("pipelinerl.verifiers.math_answer:MathAnswer"),
     "reasoning_gym": RegistryEntry("pipelinerl.verifiers.reasoning_gym:ReasoningGym", ("reasoning_gym",)),
-    "instruction_following": RegistryEntry("pipelinerl.verifiers.instruction_following:InstructionFollowing"),
-    "judge": RegistryEntry("pipelinerl.verifiers.judge:Judge"),
-    "oubliette": RegistryEntry("pipelinerl.verifiers.oubliette.verifier:Oubliette"),
+    "instruction_following": RegistryEntry("pipelinerl.plugins.instructions.verifier:InstructionFollowing"),
+    "judge": RegistryEntry("pipelinerl.plugins.judge.verifier:Judge"),
+    "oubliette": RegistryEntry("pipelinerl.plugins.oubliette.verifier:Oubliette"),
 }
 
 #: For some verifiers, a function `(Problem)` that raises `RecipeError` if the verifier can judge no answer to it.
 PROBLEM_CHECKS: Final[Mapping[str, str]] = {
     "math_answer": "pipelinerl.verifiers.math_answer:refuse_unreadable",
     "reasoning_gym": "pipelinerl.verifiers.reasoning_gym:entry_of",
-    "instruction_following": "pipelinerl.verifiers.instruction_following:instructions_of_problem",
-    "oubliette": "pipelinerl.verifiers.oubliette.verifier:refuse_unreadable",
+    "instruction_following": "pipelinerl.plugins.instructions.verifier:instructions_of_problem",
+    "oubliette": "pipelinerl.plugins.oubliette.verifier:refuse_unreadable",
 }
 
 #: For some verifiers, a function from a problem to a right answer as a model writes it; else that is the ground truth.

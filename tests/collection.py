@@ -19,15 +19,15 @@ _TESTS = Path(__file__).parent
 #: Folders whose tests take minutes. They run first, so that short tests keep all processes busy at the end. The longest
 #: file is the very first, because one process runs all tests of a file.
 _LONG = (
-    "tests/end_to_end/test_live_run.py", "tests/end_to_end/", "tests/faults/", "tests/observability/page/",
+    "tests/end_to_end/test_live_run.py", "tests/end_to_end/", "tests/faults/", "tests/plugins/watch/page/",
     "tests/examples/", "tests/trainers/", "tests/engines/",
 )  # fmt: skip
 #: Folders whose tests mostly wait for processes, deadlines and disks. These folders are spread between the others: if
 #: they all came at the end, half of two cores would be idle for minutes.
 _WAITING = (
-    "tests/commands/top/", "tests/faults/", "tests/inference_contract/", "tests/launch/", "tests/observability/page/",
-    "tests/roles/", "tests/security/", "tests/streams/", "tests/system/", "tests/verifiers/",
-    "tests/weights/",
+    "tests/plugins/watch/", "tests/faults/", "tests/inference_contract/", "tests/launch/", "tests/roles/",
+    "tests/security/", "tests/streams/", "tests/system/", "tests/verifiers/", "tests/weights/",
+    "tests/plugins/parameter_server/", "tests/plugins/trackers/", "tests/plugins/verifier_service/",
 )  # fmt: skip
 
 

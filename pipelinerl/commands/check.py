@@ -57,7 +57,7 @@ from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.explain import differing, slot_lines
 from pipelinerl.objective.presets import preset_of, resolve
 from pipelinerl.objective.streams import Loss
-from pipelinerl.observability.trackers.tracker import missing_package
+from pipelinerl.plugins.trackers.tracker import missing_package
 from pipelinerl.roles.dtypes import Dtypes, dtypes_of
 from pipelinerl.roles.episodes import check_environment
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
@@ -160,7 +160,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
             unchecked = f"{left / 2**30:,.1f} GiB of {path} are not checked here"
             yield "model", f"{unchecked}; the trainer checks them when it loads"
     # This import is slow, and `pipelinerl run` does not need it.
-    from pipelinerl.commands.evaluation.respondents import engine_outside_run
+    from pipelinerl.plugins.evaluation.respondents import engine_outside_run
 
     engine_outside_run(config)
     dtypes = dtypes_of(config)
@@ -323,7 +323,7 @@ def _loss(domain: DomainSection, config: RunConfig) -> str:
 def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
     if config.engine.type != "vllm":
         return None
-    from pipelinerl.engines.external.vllm.engine import slow_on_cpu
+    from pipelinerl.plugins.external_engines.vllm.engine import slow_on_cpu
 
     return slow_on_cpu(dtypes.engine)
 

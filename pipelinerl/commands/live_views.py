@@ -16,7 +16,7 @@ from pipelinerl.commands.engines import Run
 from pipelinerl.errors import UserError
 
 if TYPE_CHECKING:
-    from pipelinerl.commands.watch.access import SharedLink
+    from pipelinerl.plugins.watch.access import SharedLink
 
 
 def watch(
@@ -31,9 +31,9 @@ def watch(
     ] = False,
 ) -> None:
     """Show live, finished or crashed runs in the browser, and change live ones. Ctrl-C ends the server, not the run."""
-    from pipelinerl.commands.watch.access import PageLinks, SharedLink, lasting_link, new_token
-    from pipelinerl.commands.watch.server import create_page
-    from pipelinerl.commands.watch.watched_run import watched_runs
+    from pipelinerl.plugins.watch.access import PageLinks, SharedLink, lasting_link, new_token
+    from pipelinerl.plugins.watch.server import create_page
+    from pipelinerl.plugins.watch.watched_run import watched_runs
     from pipelinerl.system.http_service import serve, url_of
     from pipelinerl.system.machine import outward_address
 
@@ -71,7 +71,7 @@ def _listening(host: str, port: int, port_before: int) -> socket.socket:
 
 def _about_share(run_dir: Path, share: SharedLink, *, is_local: bool) -> Iterator[str]:
     """Store the permanent link for next time; yield sentences on who can open it and for how long."""
-    from pipelinerl.commands.watch.access import keep_link
+    from pipelinerl.plugins.watch.access import keep_link
 
     if keep_link(run_dir, share):
         yield f"read-only, and the same next time; remove {run_dir / 'share.json'} to invalidate it"
@@ -87,8 +87,8 @@ def top(run: Run) -> None:
         raise UserError("pipelinerl top needs textual, which is not installed; pip install -e '.[top]'")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(f"pipelinerl top needs a terminal; try pipelinerl status {run}")
-    from pipelinerl.commands.top.run_follower import RunFollower, source_of
-    from pipelinerl.commands.top.textual_app import TopApp
+    from pipelinerl.plugins.watch.top.run_follower import RunFollower, source_of
+    from pipelinerl.plugins.watch.top.textual_app import TopApp
 
     follower = RunFollower(source_of(run))
     try:

@@ -12,12 +12,12 @@ from pipelinerl.config.sections import Section, shared_values
 from pipelinerl.data.prompts import Template
 from pipelinerl.enums import HOTTEST, VerifierLocation
 from pipelinerl.errors import RecipeError
-from pipelinerl.instructions.catalogue import Matching, Score
+from pipelinerl.plugins.instructions.catalogue import Matching, Score
+from pipelinerl.plugins.oubliette import toolchains
+from pipelinerl.plugins.oubliette.checkers import Checker, CodeRules, Scoring
+from pipelinerl.plugins.oubliette.runs import Tier
 from pipelinerl.system.references import is_reference
 from pipelinerl.system.secret_variables import read_secret
-from pipelinerl.verifiers.oubliette import toolchains
-from pipelinerl.verifiers.oubliette.checkers import Checker, CodeRules, Scoring
-from pipelinerl.verifiers.oubliette.runs import Tier
 
 
 class VerificationSection(Section):

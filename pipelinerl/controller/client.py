@@ -18,11 +18,18 @@ import httpx
 import msgspec
 
 from pipelinerl.controller import routes
-from pipelinerl.controller.routes import ActorAssignment, Done, EngineNames, EngineTaken, KnobsAnswer, Refusal
+from pipelinerl.controller.routes import (
+    ActorAssignment,
+    Done,
+    EngineNames,
+    EngineTaken,
+    KnobsAnswer,
+    Refusal,
+    VerifierLease,
+)
 from pipelinerl.errors import AddressError, RecipeError, TokenRefused
 from pipelinerl.observability.status import FleetStatus, RunStatus
 from pipelinerl.system.http_client import async_session, session
-from pipelinerl.verifiers.service.wire import VerifierLease
 
 T = TypeVar("T")
 

@@ -28,6 +28,7 @@ validates requests, so every client shows the same message for a mistake.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from reprlib import repr as short
 from typing import Annotated, Any, Final
 
@@ -36,7 +37,6 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from inference_contract.weights import can_be_looked_up
 from pipelinerl.controller.state.knobs import KnobChange
-from pipelinerl.verifiers.service.wire import VerifierLease
 
 STATUS: Final = "/status"
 METRICS: Final = "/metrics"
@@ -54,6 +54,14 @@ LAUNCHER: Final = "the launcher"
 
 #: Default time in seconds for which a leaving engine may continue its current work.
 GRACE_S: Final = 60.0
+
+
+class VerifierLease(msgspec.Struct, frozen=True, kw_only=True):
+    """A service that actors may use: its base URL, an id that changes if it restarts, and digests of domains' rules."""
+
+    url: str
+    incarnation: str
+    domains: Mapping[str, str]
 
 
 #: Type of a base URL as users write it: a trailing slash is allowed, but no path, query or credentials.

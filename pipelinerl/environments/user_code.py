@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from pipelinerl.environments.client import EpisodeClient
 from pipelinerl.environments.environment import OPENENV, Environment, EnvironmentStep, Task
-from pipelinerl.environments.openenv import OpenEnv
 from pipelinerl.errors import ReferenceFailed
+from pipelinerl.plugins.openenv.environment import OpenEnv
 from pipelinerl.system.references import load_reference, position_of
 from pipelinerl.system.returned_values import MOST_REWARD, NotAReward, described, reward_of
 

@@ -23,12 +23,12 @@ from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import AddressError, TokenRefused, UserError
+from pipelinerl.plugins.verifier_service.client import RemoteVerifier, VerifierServices
 from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.verification import JudgeBudget, open_filter, open_verifier, rules_of
 from pipelinerl.system.http_client import ServicePatience
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.service.client import RemoteVerifier, VerifierServices
 from pipelinerl.verifiers.verifier import GroupVerifier, start
 from pipelinerl.verifiers.worker_pool import default_workers
 

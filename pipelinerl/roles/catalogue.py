@@ -74,7 +74,7 @@ def engine(
 @partial(Role, name="parameter-server-0", port=8100, stop_order=3)
 def parameter_server(options: RoleOptions) -> None:
     """Hold versions of the weights in memory, for engines to pull (weights.transport=pull)."""
-    from pipelinerl.roles import parameter_server_role
+    from pipelinerl.plugins.parameter_server import role as parameter_server_role
 
     _run(options, parameter_server_role.run)
 
@@ -85,7 +85,7 @@ def verifier(
     domain: Annotated[list[str] | None, typer.Option(help="Judge only this domain; repeatable (default: all).")] = None,
 ) -> None:
     """Judge answers for the actors of a run (verification.services), on any machine that reaches the controller."""
-    from pipelinerl.roles import verifier_role
+    from pipelinerl.plugins.verifier_service import role as verifier_role
 
     _run(options, partial(verifier_role.run, only=domain or ()))
 
@@ -110,7 +110,7 @@ def trainer(options: RoleOptions) -> None:
 @partial(Role, name="tracker", on_exit=OnExit.SPARE, stop_order=5)
 def tracker(options: RoleOptions) -> None:
     """Forward the run's metrics to the recipe's trackers (TensorBoard, W&B, trackio); the run does not wait for it."""
-    from pipelinerl.roles import tracker_role
+    from pipelinerl.plugins.trackers import role as tracker_role
 
     _run(options, tracker_role.run)
 

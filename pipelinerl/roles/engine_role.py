@@ -25,12 +25,12 @@ from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
+from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, end, freeze_gc
 from pipelinerl.system.http_client import async_session
 from pipelinerl.system.http_service import OPEN_PATH, listen, serve_until, url_of
 from pipelinerl.system.machine import LOOPBACK, address_towards
-from pipelinerl.weights.parameter_server.download import WeightPuller
 
 log = logging.getLogger("pipelinerl")
 

@@ -15,9 +15,9 @@ from pipelinerl.environments.host_pool import EpisodeHosts, check_taskset
 from pipelinerl.environments.tool_loop import OneRequest, Toolbox
 from pipelinerl.environments.user_code import load_play
 from pipelinerl.errors import RecipeError, ReferenceFailed
-from pipelinerl.verifiers.oubliette.runs import SandboxMissing
-from pipelinerl.verifiers.oubliette.sandbox import isolation_of
-from pipelinerl.verifiers.oubliette.verifier import PythonTool
+from pipelinerl.plugins.oubliette.runs import SandboxMissing
+from pipelinerl.plugins.oubliette.sandbox import isolation_of
+from pipelinerl.plugins.oubliette.verifier import PythonTool
 from pipelinerl.verifiers.verifier import GroupVerifier
 from pipelinerl.verifiers.worker_pool import num_cores
 

@@ -66,9 +66,9 @@ def outlast_notice(save_s: float) -> None:
 
 
 def _follow_jax(options: Mapping[str, Any]) -> None:
-    from pipelinerl.trainers.jax.mesh import join
-    from pipelinerl.trainers.jax.options import JaxOptions
-    from pipelinerl.trainers.jax.trainer import JaxFollower
+    from pipelinerl.plugins.jax.trainer.mesh import join
+    from pipelinerl.plugins.jax.trainer.options import JaxOptions
+    from pipelinerl.plugins.jax.trainer.trainer import JaxFollower
 
     distributed = _rank_of(JaxOptions.of(options, gradient_checkpointing=False).distributed)
     follow(distributed, join=join, start=JaxFollower, say=print)

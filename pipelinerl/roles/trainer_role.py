@@ -19,6 +19,8 @@ from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.models.model_shape import mixture_of
 from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.objective.presets import no_signal_of
+from pipelinerl.plugins.parameter_server.publisher import PullPublisher
+from pipelinerl.plugins.parameter_server.upload import Uploader
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import (
@@ -41,8 +43,6 @@ from pipelinerl.weights.broadcast.collective import offers
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.engine_control import EngineControl
 from pipelinerl.weights.grace import Grace
-from pipelinerl.weights.parameter_server.publisher import PullPublisher
-from pipelinerl.weights.parameter_server.upload import Uploader
 from pipelinerl.weights.publisher import Publisher
 
 log = logging.getLogger("pipelinerl")

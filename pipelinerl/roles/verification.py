@@ -20,10 +20,10 @@ from pipelinerl.config.sections import shared_values
 from pipelinerl.config.verification import DEFAULT_VERIFIER, JudgeSection
 from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
 from pipelinerl.errors import AddressError, RecipeError
+from pipelinerl.plugins.judge.verifier import Judge, JudgeServer, JudgeSettings, ScoreFormat, Spending
+from pipelinerl.plugins.verifier_service.wire import ServedDomain
 from pipelinerl.system.references import is_reference, last_line
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.judge import Judge, JudgeServer, JudgeSettings, ScoreFormat, Spending
-from pipelinerl.verifiers.service.wire import ServedDomain
 from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded
 from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, WeightedPart, WeightedSum
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 
@@ -18,42 +17,15 @@ Modules = Iterable[Module]
 
 #: Files with public definitions that are used only from outside the packages, and the user of each.
 CALLED_FROM_OUTSIDE = {
-    "pipelinerl/engines/external/vllm/transfer.py": "vLLM calls the methods of its weight-transfer back ends",
+    "pipelinerl/plugins/external_engines/vllm/transfer.py": "vLLM calls the methods of its weight-transfer back ends",
     "inference_contract/errors.py": "a client raises the class whose code the answer names",
-    "pipelinerl/commands/top/textual_app.py": "textual calls the methods of its widgets",
+    "pipelinerl/plugins/watch/top/textual_app.py": "textual calls the methods of its widgets",
     "launch/supervisor.py": "tests kill what it runs by `pids`",
     "pipelinerl/observability/status.py": "a reader of `pipelinerl status --json` calls `RunStatus.from_json`",
     "pipelinerl/system/connection.py": "uvicorn, the transport and the parser call the methods of a connection",
-    "pipelinerl/engines/jax/runner.py": "`num_programs` is the bound that its tests hold the compiler to",
+    "pipelinerl/plugins/jax/engine/runner.py": "`num_programs` is the bound that its tests hold the compiler to",
     "pipelinerl/streams/records.py": "dead letters and further columns are read by whoever looks into a stream",
     "pipelinerl/engines/torch/page_cache.py": "transformers' models call the methods of their cache",
-}
-
-#: Retired names, each with its replacement.
-RETIRED = {
-    "OrderBook": "PromptOrderFactory",
-    "Staff": "EngineProcesses",
-    "Hire": "EngineRequest",
-    "Poison": "NonFiniteStep",
-    "Conversation": "ControllerLink",
-    "Intake": "RolloutReader",
-    "Prover": "check_canary",
-    "Seat": "GroupEndpoint",
-    "Seating": "EndpointFactory",
-    "keep_seats": "serve_endpoints",
-    "Landing": "ReceiveBuffer",
-    "Road": "fetch",
-    "pour": "write_shards",
-    "Arrival": "IncomingUpdate",
-    "Dialect": "ServerApi",
-    "Story": "RunHistory",
-    "Heard": "ReportReceived",
-    "Standing": "EngineLifecycle",
-    "SteeredTerm": "PolicyTerm",
-    "Tapered": "ToprWeight",
-    "patience_s": "timeout_s or grace_s",
-    "leash": "tied_process",
-    "dry_run": "check",
 }
 
 #: For each room (package), further rooms that it must not import although its floor would allow it, with reasons.
@@ -69,18 +41,6 @@ CLOSED_DOORS = {
 TRAINING_SEES_OF_WEIGHTS = frozenset({"pipelinerl.weights.publisher", "pipelinerl.weights.grace"})
 
 
-def class_names_are_unique(modules: Modules) -> Problems:
-    """No two public classes share a name."""
-    places: dict[str, set[str]] = defaultdict(set)
-    for module in _product(modules):
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].add(module.path)
-    for name, paths in sorted(places.items()):
-        if len(paths) > 1:
-            yield f"{name} is in {', '.join(sorted(paths))}: one word for one thing"
-
-
 def definitions_have_callers(modules: Modules) -> Problems:
     """Every public definition is used outside tests, is a command, or is listed with its reason."""
     modules = tuple(modules)
@@ -92,14 +52,6 @@ def definitions_have_callers(modules: Modules) -> Problems:
             commanded = any(".command(" in ast.unparse(mark) for mark in node.decorator_list)
             if node.name not in used and not commanded:
                 yield f"{module.path}: {owner}{node.name} has no caller outside tests"
-
-
-def retired_words_stay_away(modules: Modules) -> Problems:
-    """No class, function, argument, attribute or file uses a retired name."""
-    for module in modules:
-        named = {module.stem} | {name for node in ast.walk(module.tree) for name in _named(node)}
-        for word in sorted(named & RETIRED.keys()):
-            yield f"{module.path}: {word} is retired; write {RETIRED[word]}"
 
 
 def doors_are_closed(modules: Modules) -> Problems:
@@ -153,14 +105,3 @@ def _used(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 120:
             # A string counts as a use, too: as a `module:attribute` reference, a quoted type or the name of a field.
             yield from re.findall(r"(?<=[:.\"'])\w+|^\w+$", node.value)
-
-
-def _named(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        yield node.name
-    elif isinstance(node, ast.arg):
-        yield node.arg
-    elif isinstance(node, ast.Attribute):
-        yield node.attr
-    elif isinstance(node, ast.Name):
-        yield node.id

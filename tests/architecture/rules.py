@@ -23,7 +23,7 @@ HEAVY_ALLOWED = {
     "pipelinerl/models/weight_writer.py": "how stored tensors become parameters is transformers' to undo",
     "pipelinerl/models/tiny_decoder.py": "makes and trains Hugging Face models of debug size",
     "pipelinerl/models/tokenizer.py": "chat templates are transformers'",
-    "pipelinerl/engines/external/vllm/transfer.py": "a vLLM worker's model is torch's",
+    "pipelinerl/plugins/external_engines/vllm/transfer.py": "a vLLM worker's model is torch's",
     "pipelinerl/weights/broadcast/collective.py": "torch.distributed is the collective",
     "pipelinerl/weights/broadcast/sender.py": "puts parameters into the buffers that it sends",
 }
@@ -32,6 +32,7 @@ HEAVY_ALLOWED = {
 BROAD_EXCEPT_ALLOWED = (
     "pipelinerl/roles/",
     "pipelinerl/commands/",
+    *("pipelinerl/plugins/trackers/role.py", "pipelinerl/plugins/watch/"),  # they outlive a broken run
     "pipelinerl/cli",
     "launch/supervisor.py",
     "benchmarks/__main__.py",
@@ -43,7 +44,7 @@ BROAD_EXCEPT_ALLOWED = (
     "pipelinerl/actor/actor.py",  # an exception of user code fails its order, and not the actor
     "pipelinerl/models/directory_files.py",  # libraries may raise any exception when they read a user's files
     "pipelinerl/engines/batching/decode_loop.py",  # array libraries may raise any exception
-    "pipelinerl/verifiers/oubliette/guest/program.py",  # the main function of a process that runs foreign programs
+    "pipelinerl/plugins/oubliette/guest/program.py",  # the main function of a process that runs foreign programs
     "pipelinerl/verifiers/group_filter.py",
     "pipelinerl/verifiers/equality/expressions.py",  # math-verify's parser raises plain `Exception` for a syntax error
     "pipelinerl/environments/verifiers_host.py",  # tasksets may raise any exception
@@ -58,7 +59,7 @@ RANDOMNESS_ALLOWED = {
     "pipelinerl/trainers/torch/mesh_worker.py": "seeds torch from rng, for the dropout of adapters",
     "pipelinerl/environments/episode.py": "secrets must not be reproducible",
     "pipelinerl/roles/process.py": "secrets must not be reproducible",
-    "pipelinerl/commands/watch/access.py": "secrets must not be reproducible",
+    "pipelinerl/plugins/watch/access.py": "secrets must not be reproducible",
     "pipelinerl/streams/embedded_redis.py": "secrets must not be reproducible",
     "pipelinerl/training/rollouts/rollout_reader.py": "each incarnation of a trainer has a name of its own",
     "pipelinerl/training/loop.py": "each incarnation of the trainer must have a name that no other had",
@@ -69,14 +70,14 @@ RANDOMNESS_ALLOWED = {
 PICKLE_ALLOWED = {"benchmarks/queue.py": "measures what others do"}
 
 CODE_ALLOWED = {
-    "pipelinerl/verifiers/oubliette/guest/program.py": "runs in a guest, and becomes the program that it runs"
+    "pipelinerl/plugins/oubliette/guest/program.py": "runs in a guest, and becomes the program that it runs"
 }
 
 #: For each file, the third-party classes from which its classes inherit because a library requires that.
 BASES_ALLOWED: dict[str, frozenset[str]] = {
     "inference_contract/conformance/pull_checks.py": frozenset({"BaseHTTPRequestHandler"}),
     "pipelinerl/environments/verifiers_host.py": frozenset({"Harness", "HarnessConfig"}),
-    "pipelinerl/commands/top/textual_app.py": frozenset({"App", "Horizontal"}),
+    "pipelinerl/plugins/watch/top/textual_app.py": frozenset({"App", "Horizontal"}),
     "pipelinerl/numerics/torch_logprobs.py": frozenset({"Function"}),
     "pipelinerl/trainers/torch/packed_model.py": frozenset({"Module"}),
     "pipelinerl/trainers/torch/packed/segments.py": frozenset({"Function"}),
@@ -128,12 +129,65 @@ def imports_go_down(module: Module) -> Problems:
         return
     for target in module.imports:
         there = room_of(target)
-        if there is None or there == here:
-            continue
+        if there is None or there == here or there == "plugins":
+            continue  # `plugins_stand_alone` covers plug-ins
         if module.name.startswith("pipelinerl.cli") and there == "launch":
             continue  # `pipelinerl run` is the launcher's command line
         if FLOORS[there] >= FLOORS[here]:
             yield f"{here} (floor {FLOORS[here]}) must not import {target} ({there}, floor {FLOORS[there]})"
+
+
+#: Imports of plug-ins that core modules or other plug-ins still contain; `COMPONENT`s are to replace them.
+PLUGIN_IMPORTS_LEFT: frozenset[tuple[str, str]] = frozenset(
+    {
+        ("pipelinerl/cli.py", "evaluation"),
+        ("pipelinerl/cli.py", "explain"),
+        ("pipelinerl/cli.py", "memory"),
+        ("pipelinerl/cli.py", "oubliette"),
+        ("pipelinerl/cli.py", "replay"),
+        ("pipelinerl/cli.py", "simulation"),
+        ("pipelinerl/cli.py", "warmstart"),
+        ("pipelinerl/cli.py", "watch"),
+        ("pipelinerl/commands/check.py", "evaluation"),
+        ("pipelinerl/commands/check.py", "external_engines"),
+        ("pipelinerl/commands/check.py", "trackers"),
+        ("pipelinerl/commands/findings/problems.py", "instructions"),
+        ("pipelinerl/commands/findings/schedule.py", "simulation"),
+        ("pipelinerl/commands/live_views.py", "watch"),
+        ("pipelinerl/config/verification.py", "instructions"),
+        ("pipelinerl/config/verification.py", "oubliette"),
+        ("pipelinerl/environments/user_code.py", "openenv"),
+        ("pipelinerl/plugins/evaluation/respondents.py", "memory"),
+        ("pipelinerl/plugins/verifier_service/role.py", "oubliette"),
+        ("pipelinerl/plugins/watch/timeline/command_line.py", "trackers"),
+        ("pipelinerl/roles/actor_role.py", "verifier_service"),
+        ("pipelinerl/roles/catalogue.py", "parameter_server"),
+        ("pipelinerl/roles/catalogue.py", "trackers"),
+        ("pipelinerl/roles/catalogue.py", "verifier_service"),
+        ("pipelinerl/roles/engine_role.py", "parameter_server"),
+        ("pipelinerl/roles/episodes.py", "oubliette"),
+        ("pipelinerl/roles/process.py", "memory"),
+        ("pipelinerl/roles/trainer_rank_role.py", "jax"),
+        ("pipelinerl/roles/trainer_role.py", "parameter_server"),
+        ("pipelinerl/roles/verification.py", "judge"),
+        ("pipelinerl/roles/verification.py", "verifier_service"),
+    }
+)
+
+
+def plugins_stand_alone(module: Module) -> Problems:
+    """The core imports no plug-in, and a plug-in imports no other: each can be left out."""
+    if module.path.startswith("benchmarks/"):
+        return
+    here = _plugin_of(module.name)
+    for target in module.imports:
+        there = _plugin_of(target)
+        if there and there != here and (module.path, there) not in PLUGIN_IMPORTS_LEFT:
+            yield f"{target} belongs to the plug-in {there}: reach it through the registry"
+
+
+def _plugin_of(dotted: str) -> str:
+    return [*dotted.split("."), "", ""][2] if dotted.startswith("pipelinerl.plugins.") else ""
 
 
 def launch_knows_descriptions_of_roles_only(module: Module) -> Problems:
@@ -187,22 +241,6 @@ def heavy_libraries_stay_in_their_files(module: Module) -> Problems:
         top = target.split(".")[0]
         if top in HEAVY and not {top, kin.get(top, top)} & words:
             yield f"{target} is imported in a file that is neither named for it nor on the list"
-
-
-def files_are_short(module: Module) -> Problems:
-    """Files have at most 600 lines: a limit, not a target."""
-    lines = module.source.count("\n")
-    if lines > 600:
-        yield f"{lines} lines, at most 600"
-
-
-def functions_are_short(module: Module) -> Problems:
-    """Functions have at most 80 lines, docstring included."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            if lines > 80:
-                yield f"line {node.lineno}: {node.name} has {lines} lines, at most 80"
 
 
 def names_say_something(module: Module) -> Problems:
@@ -310,22 +348,6 @@ def implementation_is_not_inherited(module: Module) -> Problems:
             known = BASES | _method_free_classes() | BASES_ALLOWED.get(module.path, set())
             if short not in known and not short.endswith(("Error", "Exception")):
                 yield f"line {node.lineno}: {node.name} inherits from {name}"
-
-
-def classes_are_final_or_frozen(module: Module) -> Problems:
-    """A public class is a protocol, a record, an enum, an error, a frozen dataclass, or `@final`."""
-    for node in ast.walk(module.tree):
-        if not isinstance(node, ast.ClassDef) or node.bases or node.name.startswith("_"):
-            continue
-        marks = {
-            _dotted(mark.func if isinstance(mark, ast.Call) else mark).split(".")[-1] for mark in node.decorator_list
-        }
-        frozen = any(
-            isinstance(mark, ast.Call) and any(word.arg == "frozen" and _is_true(word.value) for word in mark.keywords)
-            for mark in node.decorator_list
-        )
-        if "final" not in marks and not frozen:
-            yield f"line {node.lineno}: class {node.name} must be @final, or a frozen dataclass"
 
 
 def waits_have_deadlines(module: Module) -> Problems:

@@ -10,12 +10,12 @@ import pytest
 from benchmarks.paced import ENGINE, TRAINER, paced_recipe
 from benchmarks.simulator import ARMS, changes_of
 from inference_contract.weights import OnUpdate
-from pipelinerl.commands.simulation.from_recipe import setting_of
 from pipelinerl.config.recipe import RunConfig, load
-from pipelinerl.simulation.hardware import Hardware
-from pipelinerl.simulation.prediction import Prediction
-from pipelinerl.simulation.setting import HeavyTailedLengths, SimulatedSetting
-from pipelinerl.simulation.simulator import simulate
+from pipelinerl.plugins.simulation.from_recipe import setting_of
+from pipelinerl.plugins.simulation.hardware import Hardware
+from pipelinerl.plugins.simulation.prediction import Prediction
+from pipelinerl.plugins.simulation.setting import HeavyTailedLengths, SimulatedSetting
+from pipelinerl.plugins.simulation.simulator import simulate
 from pipelinerl.staleness import StalenessBounds
 
 

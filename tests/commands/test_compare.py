@@ -7,7 +7,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from pipelinerl.cli import app
-from tests.commands.watch.run_files import written_run
+from tests.plugins.watch.run_files import written_run
 
 
 def test_compare_shows_results_and_only_settings_that_differ(tmp_path: Path) -> None:

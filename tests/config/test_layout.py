@@ -10,10 +10,10 @@ from rich.console import Console
 
 from launch.run_directory import create, open_run
 from pipelinerl.commands.remote import controller_of
-from pipelinerl.commands.replay import show
 from pipelinerl.config.recipe import check_layout, load, save, write_layout
 from pipelinerl.errors import UserError
 from pipelinerl.messages import LAYOUT
+from pipelinerl.plugins.replay.command_line import show
 from pipelinerl.roles import controller_role
 from pipelinerl.roles.controller_role import Start, directory_of
 from pipelinerl.roles.process import Identity

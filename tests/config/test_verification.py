@@ -11,8 +11,8 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import load, parse, to_table
 from pipelinerl.config.verification import JudgeSection, OublietteSection
 from pipelinerl.errors import RecipeError
+from pipelinerl.plugins.oubliette.checkers import CodeRules
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.verifiers.oubliette.checkers import CodeRules
 
 URL = "http://127.0.0.1:9000"
 

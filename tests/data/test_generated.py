@@ -13,8 +13,8 @@ from pipelinerl.data.generated import open_programs
 from pipelinerl.data.problems import Split
 from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
+from pipelinerl.plugins.oubliette.code_problem import CodeProblem, program_block
 from pipelinerl.types import Problem
-from pipelinerl.verifiers.oubliette.code_problem import CodeProblem, program_block
 
 
 def source(split: Split = Split.TRAIN, **parameters: Any) -> Any:

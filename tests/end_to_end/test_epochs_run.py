@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipelinerl.commands.explain import OfRun, show as explain
 from pipelinerl.commands.remote import controller_of
-from pipelinerl.commands.replay import show as replay
+from pipelinerl.plugins.explain.command_line import OfRun, show as explain
+from pipelinerl.plugins.replay.command_line import show as replay
 from tests.fakes.live_run import launched, new_run
 from tests.fakes.undisturbed import LOCKSTEP
 

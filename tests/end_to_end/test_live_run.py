@@ -19,17 +19,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipelinerl.commands.replay import show
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
+from pipelinerl.plugins.replay.command_line import show
 from pipelinerl.system.machine import free_ports, is_free
 from tests.fakes.live_fleet import swap_to_and_fro
 from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, new_run, output_of, resumed
 from tests.fakes.undisturbed import LOCKSTEP, STEPS, Kind, undisturbed as undisturbed_run
 from tests.fakes.wheel import install
 from tests.faults.scenarios.system_killed import Learned, differences
-from tests.observability.trackers.event_files import series
 from tests.patience import PATIENCE_S, SOON_S
+from tests.plugins.trackers.event_files import series
 
 Curve = dict[int, tuple[float, ...]]
 

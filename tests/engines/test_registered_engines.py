@@ -20,8 +20,8 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.enums import WeightFormat
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
+from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.registry import ENGINES, SERVER_ENGINES, load
-from pipelinerl.weights.parameter_server.download import WeightPuller
 from tests.fakes.served import in_thread
 from tests.fakes.tool_model import save_tool_model
 from tests.patience import PATIENCE_S

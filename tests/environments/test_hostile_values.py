@@ -19,7 +19,13 @@ from aiohttp import WSMsgType
 from pipelinerl.environments.command import Commands
 from pipelinerl.environments.environment import Task
 from pipelinerl.environments.host_pool import EpisodeEnd, EpisodeHosts, HostLost
-from pipelinerl.environments.openenv import InvalidAction, Observed, OpenEnvSession, ServerMalformed, ServerRefused
+from pipelinerl.plugins.openenv.environment import (
+    InvalidAction,
+    Observed,
+    OpenEnvSession,
+    ServerMalformed,
+    ServerRefused,
+)
 from tests.patience import PATIENCE_S, is_running, wait_until
 
 URL = "http://server:8000"

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import make_splash_mha_single_device
 
-from pipelinerl.models import jax_splash
+from pipelinerl.plugins.jax import splash as jax_splash
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:

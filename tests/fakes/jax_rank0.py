@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelinerl.objective.presets import resolve
-from pipelinerl.trainers.jax.trainer import JaxTrainer
+from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
 from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest, pack, rollouts_of
 from trainer_contract.errors import NonFiniteError, TrainerError

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipelinerl.models.jax_decoder import export_order, export_weight
+from pipelinerl.plugins.jax.decoder import export_order, export_weight
 
 
 def exported(config, weights, *, dtype):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.verifiers.oubliette.remote.service import OublietteService, create_app
-from pipelinerl.verifiers.oubliette.repository import PersistentRepository, TransientRepository
-from pipelinerl.verifiers.oubliette.runner import LocalRunner
-from pipelinerl.verifiers.oubliette.runs import Tier
-from pipelinerl.verifiers.oubliette.sandbox import Isolation, Sandbox
+from pipelinerl.plugins.oubliette.remote.service import OublietteService, create_app
+from pipelinerl.plugins.oubliette.repository import PersistentRepository, TransientRepository
+from pipelinerl.plugins.oubliette.runner import LocalRunner
+from pipelinerl.plugins.oubliette.runs import Tier
+from pipelinerl.plugins.oubliette.sandbox import Isolation, Sandbox
 
 
 def application(folder: Path, *, token: str | None) -> Any:

@@ -14,8 +14,8 @@ from typing import Any, Final, final
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
-from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.weights.worker_endpoint import endpoints_of
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.trainers.bigram.trainer import BigramTrainer

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
+from pipelinerl.plugins.parameter_server.download import WeightPuller
+from pipelinerl.plugins.parameter_server.server import ParameterServer, create_app
+from pipelinerl.plugins.parameter_server.version_table import SnapshotStore, VersionTable
 from pipelinerl.system.http_service import listen, serve
 from pipelinerl.weights.layout import WeightDigest
-from pipelinerl.weights.parameter_server.download import WeightPuller
-from pipelinerl.weights.parameter_server.server import ParameterServer, create_app
-from pipelinerl.weights.parameter_server.version_table import SnapshotStore, VersionTable
 from pipelinerl.weights.publisher import Publication
 from pipelinerl.weights.pull import PullOrder, Shard
 from tests.patience import PATIENCE_S

@@ -59,9 +59,9 @@ from pipelinerl import rng
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import UpdateError
+from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.system.http_service import listen, serve
 from pipelinerl.weights.layout import converted_by
-from pipelinerl.weights.parameter_server.download import WeightPuller
 from pipelinerl.weights.pull import PullOrder, Shard
 from tests.fakes.scripted_faults import Fault
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from pipelinerl.engines.external.vllm.limits import BACKEND, EXTENSION
+from pipelinerl.plugins.external_engines.vllm.limits import BACKEND, EXTENSION
 from pipelinerl.system.http_service import listen
 from tests.patience import PATIENCE_S
 

@@ -11,10 +11,10 @@ import sys
 import threading
 from pathlib import Path
 
-from pipelinerl.observability.trackers.tracker import TensorBoardTracker
-from pipelinerl.roles.tracker_role import feed_until
+from pipelinerl.plugins.trackers.role import feed_until
+from pipelinerl.plugins.trackers.tracker import TensorBoardTracker
 from tests.fakes.small_disk import fill, free
-from tests.observability.trackers.event_files import series
+from tests.plugins.trackers.event_files import series
 
 
 def main(run_dir: Path) -> None:

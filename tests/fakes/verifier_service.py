@@ -10,11 +10,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from pipelinerl.controller.routes import VerifierLease
+from pipelinerl.plugins.oubliette.verifier import Oubliette
+from pipelinerl.plugins.verifier_service.server import VerdictCache, VerifierService, create_app
+from pipelinerl.plugins.verifier_service.wire import ServedDomain
 from pipelinerl.system.http_service import listen, serve
 from pipelinerl.types import Message, Problem
-from pipelinerl.verifiers.oubliette.verifier import Oubliette
-from pipelinerl.verifiers.service.server import VerdictCache, VerifierService, create_app
-from pipelinerl.verifiers.service.wire import ServedDomain, VerifierLease
 from pipelinerl.verifiers.user_code import PooledReward, RewardFunction
 from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier
 from tests.patience import PATIENCE_S

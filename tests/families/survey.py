@@ -30,7 +30,7 @@ from pipelinerl.errors import PipelineError
 from pipelinerl.models.checkpoint import stored_tensors, weight_files
 from pipelinerl.models.directory_copy import copy_model_files
 from pipelinerl.models.weight_writer import WeightWriter
-from pipelinerl.trainers.jax.trainer import JaxTrainer
+from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.families import zoo
 from tests.families.models_page import Records

@@ -56,7 +56,7 @@ def read_by_jax(path: Path) -> Any:
     from jax.sharding import SingleDeviceSharding
 
     from pipelinerl.models.decoder_config import read_config
-    from pipelinerl.models.jax_decoder import load_weights
+    from pipelinerl.plugins.jax.decoder import load_weights
 
     jax = pytest.importorskip("jax")
     return load_weights(path, read_config(path), place=lambda _: SingleDeviceSharding(jax.devices()[0]))

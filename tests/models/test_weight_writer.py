@@ -16,7 +16,7 @@ from torch import Tensor
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_model, weight_files
 from pipelinerl.models.weight_writer import WeightWriter, write_weights
-from pipelinerl.trainers.jax.trainer import JaxTrainer
+from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.families import zoo
 from trainer_contract.types import Device, ParameterInfo, TrainerSpec

@@ -22,6 +22,8 @@ from pipelinerl.config.verification import VerificationSection
 from pipelinerl.enums import VerifierLocation
 from pipelinerl.errors import AddressError
 from pipelinerl.messages import ACTORS_GROUP, PROMPTS, REPORTS, ROLLOUTS
+from pipelinerl.plugins.verifier_service.server import create_app as create_service_app
+from pipelinerl.plugins.verifier_service.wire import ServedDomain
 from pipelinerl.roles import actor_role
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.verification import rules_of
@@ -31,8 +33,6 @@ from pipelinerl.streams.stream import START, Stream
 from pipelinerl.system.http_service import guard, listen, serve_until
 from pipelinerl.system.machine import free_ports
 from pipelinerl.types import Message, Outcome, Problem, PromptOrder, Purpose, Sampling
-from pipelinerl.verifiers.service.server import create_app as create_service_app
-from pipelinerl.verifiers.service.wire import ServedDomain
 from tests.fakes import verifier_service
 from tests.fakes.scripted_engine import ScriptedEngine, create_app
 from tests.fakes.served import in_thread

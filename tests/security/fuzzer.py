@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, Final
 
-from pipelinerl.verifiers.oubliette.repository import Link
+from pipelinerl.plugins.oubliette.repository import Link
 from tests.fakes.scripted_engine import LAYOUT
 from tests.security.test_authorisation import routes
 

@@ -28,7 +28,7 @@ def application(server: str, directory: Path, *, token: str | None = TOKEN) -> A
 
         return version_engine.application(token=token)
     if server == "verifier":
-        from pipelinerl.verifiers.service.server import create_app
+        from pipelinerl.plugins.verifier_service.server import create_app
         from tests.fakes.verifier_service import service as verifier_service
 
         return create_app(verifier_service(), token=token)
@@ -57,10 +57,10 @@ def application(server: str, directory: Path, *, token: str | None = TOKEN) -> A
 
 def _page(directory: Path, token: str | None) -> Any:
     """Return the application of a finished run's live page, which always requires a token."""
-    from pipelinerl.commands.watch.access import PageLinks
-    from pipelinerl.commands.watch.server import create_page
-    from pipelinerl.commands.watch.watched_run import watched_runs
-    from tests.commands.watch.run_files import written_run
+    from pipelinerl.plugins.watch.access import PageLinks
+    from pipelinerl.plugins.watch.server import create_page
+    from pipelinerl.plugins.watch.watched_run import watched_runs
+    from tests.plugins.watch.run_files import written_run
 
     run_dir = written_run(directory / "watched")
     return create_page(watched_runs([run_dir]), token=token or TOKEN, links=PageLinks(lambda _: None))

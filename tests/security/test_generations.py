@@ -28,8 +28,8 @@ from inference_contract.weights import (
 )
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import UpdateError
+from pipelinerl.plugins.parameter_server.version_table import VersionTable
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
-from pipelinerl.weights.parameter_server.version_table import VersionTable
 from tests.engines.weights.test_weight_receiver import LAYOUT, Setting
 from tests.fakes.parameter_server import TOKEN, application as parameter_server
 from tests.fakes.scripted_engine import application as engine

@@ -13,8 +13,8 @@ import pytest
 
 from pipelinerl.config.verification import RUBRICS, JudgeSection
 from pipelinerl.data.prompts import Template
+from pipelinerl.plugins.judge.verifier import JudgeSettings, Quotation, ScoreFormat, Unreadable, prompt_of
 from pipelinerl.types import Message, Problem
-from pipelinerl.verifiers.judge import JudgeSettings, Quotation, ScoreFormat, Unreadable, prompt_of
 from tests.fakes.scripted_judge import DEMANDED, HONEST_WRONG, Manner, scripted_judge
 
 SCORES = ScoreFormat(low=1, high=10)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipelinerl.weights.parameter_server import server
+from pipelinerl.plugins.parameter_server import server
 from tests.fakes.parameter_server import TOKEN, application
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S

@@ -19,12 +19,12 @@ import torch
 from inference_contract.errors import ContractError
 from inference_contract.weights import Backend, UpdatePhase, UpdateStatus
 from pipelinerl import rng
-from pipelinerl.engines.external.vllm.engine import from_options as vllm_engine
-from pipelinerl.engines.external.worker.worker_endpoint import OwnProcess, endpoints_of
 from pipelinerl.engines.weights.group_member import IN_PROCESS
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
+from pipelinerl.engines.weights.worker_endpoint import OwnProcess, endpoints_of
 from pipelinerl.enums import Receiver
 from pipelinerl.errors import DeadlineError, ModelError, UpdateError
+from pipelinerl.plugins.external_engines.vllm.engine import from_options as vllm_engine
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective
 from tests.engines.weights.test_weight_receiver import BYTES, LAYOUT, Setting

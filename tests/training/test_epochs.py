@@ -18,8 +18,8 @@ from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
+from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.trainers.jax.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.finite_check import NonFiniteStep
 from pipelinerl.training.forward_passes import ForwardPasses

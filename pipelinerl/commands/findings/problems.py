@@ -23,9 +23,9 @@ from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.chat_template import refuse_unrenderable
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.instructions.verifier import instructions_of_problem
 from pipelinerl.roles.verification import names_of
 from pipelinerl.types import Problem
-from pipelinerl.verifiers.instruction_following import instructions_of_problem
 
 #: Number of training problems to check. Evaluation sets, and instructions in finite sources, are checked in full.
 LOOKED_AT: Final = 256

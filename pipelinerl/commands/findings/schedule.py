@@ -7,13 +7,13 @@ from typing import Final
 
 from rich.table import Table
 
-from pipelinerl.commands.simulation.from_recipe import setting_of
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError
+from pipelinerl.plugins.simulation.from_recipe import setting_of
+from pipelinerl.plugins.simulation.hardware import EngineTimes, Hardware, TrainerTimes
+from pipelinerl.plugins.simulation.setting import HeavyTailedLengths
+from pipelinerl.plugins.simulation.simulator import simulate
 from pipelinerl.roles.wiring import knobs_of
-from pipelinerl.simulation.hardware import EngineTimes, Hardware, TrainerTimes
-from pipelinerl.simulation.setting import HeavyTailedLengths
-from pipelinerl.simulation.simulator import simulate
 from pipelinerl.training.replay import RecordedStep
 
 _PLACE: Final = ("epoch", "mini_batch")

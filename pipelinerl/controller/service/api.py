@@ -21,6 +21,7 @@ from fastapi.responses import Response
 from inference_contract.errors import ContractError
 from pipelinerl.controller import routes
 from pipelinerl.controller.decisions.engine_decisions import removal_reason
+from pipelinerl.controller.routes import VerifierLease
 from pipelinerl.controller.service.service import MOST_SERVICES, ControllerService
 from pipelinerl.controller.state.fleet import EngineLifecycle, base_url
 from pipelinerl.controller.state.inputs_and_effects import (
@@ -36,7 +37,6 @@ from pipelinerl.controller.state.inputs_and_effects import (
 from pipelinerl.errors import PipelineError, RecipeError
 from pipelinerl.observability.status import PROMETHEUS_TYPE, Labels, RunStatus, Samples, StatusPhase, labelled_text
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
-from pipelinerl.verifiers.service.wire import VerifierLease
 
 _LOCALHOST: Final = "localhost"
 _SILENT: Final = "url: no engine answers there: {}"

@@ -33,7 +33,7 @@ from pipelinerl.controller.decisions.engine_speeds import ALIKE
 from pipelinerl.controller.decisions.giving_up import last_word
 from pipelinerl.controller.decisions.report_checks import implausible
 from pipelinerl.controller.decisions.status import EngineWatch, assignment_of, run_status
-from pipelinerl.controller.routes import LEASE_S, ActorAssignment
+from pipelinerl.controller.routes import LEASE_S, ActorAssignment, VerifierLease
 from pipelinerl.controller.service.journal import Decision, Journal, Recovered
 from pipelinerl.controller.state.evaluation import samples_of
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
@@ -75,7 +75,6 @@ from pipelinerl.observability.status import RestartStatus, RunStatus
 from pipelinerl.streams.records import decode_order, encode_order
 from pipelinerl.streams.stream import START, DeadLetters, Entry, Stream, fresh_number, parse_id
 from pipelinerl.types import PromptOrder, Purpose
-from pipelinerl.verifiers.service.wire import VerifierLease
 
 log = logging.getLogger("pipelinerl")
 

@@ -18,8 +18,8 @@ from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import EarlyStep, Prefill, RowState, RowTable, top_tokens
 from pipelinerl.engines.batching.sequence import TopTokens
-from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.weights.worker_endpoint import endpoints_of
 from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
-from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.memory_budget import DeviceMemory, EngineBudget, budget_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch import attention as torch_attention
@@ -20,6 +19,7 @@ from pipelinerl.engines.torch.forward import load_for_decoding, refuse_undecodab
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.runner import TorchRunner, served_weights
 from pipelinerl.engines.torch.weights import TorchWeights
+from pipelinerl.engines.weights.worker_endpoint import endpoints_of
 from pipelinerl.errors import ModelError
 from pipelinerl.models import torch_miniature
 from pipelinerl.models.checkpoint import replace_attention

@@ -7,12 +7,12 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from pipelinerl.commands.explain import show
 from pipelinerl.commands.findings.schedule import mini_batch_finding, update_table
 from pipelinerl.config.recipe import load
 from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
+from pipelinerl.plugins.explain.command_line import show
 from pipelinerl.roles.trainer_role import loop_settings
 from pipelinerl.roles.wiring import objective_of, setting_of
 from pipelinerl.training.replay import RecordedStep

@@ -13,10 +13,10 @@ from pipelinerl.commands.findings.trials import called_by_place, episode_tried, 
 from pipelinerl.config.recipe import load, parse, to_table
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.oubliette import probe
+from pipelinerl.plugins.oubliette.runs import SandboxMissing, Tier
 from pipelinerl.roles.wiring import training_problems
 from pipelinerl.types import Message, Problem
-from pipelinerl.verifiers.oubliette import probe
-from pipelinerl.verifiers.oubliette.runs import SandboxMissing, Tier
 from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.scripted_judge import scripted_judge
 from tests.fakes.served import in_thread

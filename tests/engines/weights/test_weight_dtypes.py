@@ -12,8 +12,8 @@ import torch
 
 from inference_contract.errors import InvalidRequest, LayoutMismatch, NotPrepared, OutOfRange, Persistence
 from inference_contract.weights import Backend, DType, UpdatePhase, UpdateStatus, WeightLayout
-from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes, attach
-from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
+from pipelinerl.engines.weights.torch_shared_bytes import SharedBytes, attach
+from pipelinerl.engines.weights.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.weights.layout import WeightDigest
 from tests.engines.weights.test_weight_receiver import LAYOUT, Setting
 from tests.patience import PATIENCE_S

@@ -17,10 +17,10 @@ from typing import Final
 
 import psutil
 
+from pipelinerl.plugins.oubliette.checkers import CodeRules
+from pipelinerl.plugins.oubliette.verifier import Oubliette
 from pipelinerl.system.machine import free_ports
 from pipelinerl.types import Message, Outcome, Problem
-from pipelinerl.verifiers.oubliette.checkers import CodeRules
-from pipelinerl.verifiers.oubliette.verifier import Oubliette
 from tests.faults.scenarios.scenario import Verdict
 from tests.faults.scenarios.verifier_killed import _groups, _is_alive, _mounts, _still_there, _until
 from tests.patience import PATIENCE_S

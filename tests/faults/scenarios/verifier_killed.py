@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import psutil
 
+from pipelinerl.plugins.verifier_service.client import VerifierServices
 from pipelinerl.system.http_client import ServicePatience
 from pipelinerl.types import Outcome
-from pipelinerl.verifiers.service.client import VerifierServices
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes.verifier_service import RULES, TOKEN, lease, problem
 from tests.faults.scenarios.scenario import Verdict

@@ -1,1 +1,0 @@
-"""The weight-group endpoint of an engine whose device belongs to worker processes."""

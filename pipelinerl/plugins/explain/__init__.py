@@ -1,0 +1,1 @@
+"""`pipelinerl explain`: the objective of a recipe as an expression, evaluated on recorded rollouts."""

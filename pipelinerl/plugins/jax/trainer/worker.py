@@ -1,0 +1,245 @@
+"""`JaxWorker`, the share of one process in a JAX trainer: its shards, and the programs that compute on them.
+
+Except for `save_parts` and `save_record`, each process must call the same methods with the same arguments in the same
+order; results and errors are then the same on every rank. `JaxTrainer` checks arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from numpy.typing import NDArray
+
+from pipelinerl.errors import ModelError
+from pipelinerl.models.decoder_config import DecoderConfig
+from pipelinerl.plugins.jax.decoder import bound_memory, export_order, export_weight, load_weights, place_weights
+from pipelinerl.plugins.jax.logprobs import LOGITS_AT_ONCE, LOGITS_ON_ACCELERATOR
+from pipelinerl.plugins.jax.trainer import mesh as jax_mesh, program as jax_program, state as jax_state
+from pipelinerl.plugins.jax.trainer.attention import PADDING, PackedAttention, Rows
+from pipelinerl.plugins.jax.trainer.options import JaxOptions
+from pipelinerl.plugins.jax.trainer.program import TrainerProgram, Weights
+from trainer_contract.errors import NonFiniteError, SpecError
+from trainer_contract.host_weights import num_bytes
+from trainer_contract.types import (
+    Device,
+    Float32,
+    HostWeights,
+    LossStats,
+    MicroBatch,
+    Objective,
+    OptimizerSpec,
+    ParameterInfo,
+    Precision,
+    Rounding,
+    StepStats,
+    TrainerSpec,
+)
+
+_PLATFORMS: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda", Device.TPU: "tpu"}
+
+
+@final
+@dataclass(slots=True)
+class JaxWorker:
+    """The weights, Adam's moments and the gradient of one process; the gradient is None until `backward`."""
+
+    program: TrainerProgram
+    optimizer: OptimizerSpec
+    weights: Weights
+    moments: optax.ScaleByAdamState
+    model_version: int
+    gradient: Weights | None = None
+    rounding: Rounding = Rounding.NEAREST
+    #: This version's weights after dithered rounding, as engines hold them; None until a pass needs them.
+    served: Weights | None = None
+
+    @classmethod
+    def started(cls, spec: TrainerSpec, options: JaxOptions, config: DecoderConfig) -> JaxWorker:
+        """Load this process's shards of the weights and, if the spec restores a state, of the moments."""
+        devices, compute = _devices(spec), jnp.bfloat16 if spec.precision is Precision.BF16 else jnp.float32
+        program = TrainerProgram(
+            config=config,
+            mesh=jax_mesh.build(options.mesh, devices),
+            compute=compute,
+            remat=options.remat,
+            attention=_attention(options.attention, devices[0].platform, compute),
+            head=spec.head_precision,
+            logits_at_once=LOGITS_AT_ONCE if devices[0].platform == "cpu" else LOGITS_ON_ACCELERATOR,
+        )
+        load = _loaded if spec.restore_from is None else _restored
+        worker = load(program, spec)
+        worker.rounding = spec.rounding
+        return worker
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The model's configuration."""
+        return self.program.config
+
+    def layout(self) -> tuple[ParameterInfo, ...]:
+        """Return all parameters layer by layer, in the dtype of the model directory, which engines load."""
+        return tuple(
+            ParameterInfo(parameter.name_at(layer or 0), parameter.shape, self.config.dtype)
+            for parameter, layer in export_order(self.config)
+        )
+
+    def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
+        """Run `Trainer.forward` on this process's part of the mesh."""
+        return [_forward(self.program, self._served(), batch) for batch in batches]
+
+    def _served(self) -> Weights:
+        """Return the weights for passes: for a policy with dithering, rounded as engines hold them, else in fp32.
+
+        If engines round to nearest, the program itself rounds the fp32 weights (`TrainerProgram.fetch`).
+        """
+        if not self.dithers or self.config.scalar_head:
+            return self.weights
+        if self.served is None:
+            self.served = jax_program.dithered(self.config, self.weights)
+        return self.served
+
+    def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights | None) -> list[Float32]:
+        """Run `forward` with `weights`, which only rank 0 has and broadcasts; other ranks call this with None."""
+        sizes = {info.name: num_bytes(info) for info in self.layout()}
+
+        def received(name: str) -> NDArray[np.uint8]:
+            own = np.zeros(sizes[name], np.uint8) if weights is None else weights[name]
+            if jax.process_count() == 1:
+                return own
+            sent: NDArray[np.uint8] = multihost_utils.broadcast_one_to_all(own)
+            return sent
+
+        other = place_weights(self.config, received, like=self.weights)
+        return [_forward(self.program, other, batch) for batch in batches]
+
+    def backward(self, number: int, batch: MicroBatch, objective: Objective) -> LossStats:
+        """Accumulate the gradient of a micro-batch; padding in rows counts as tokens outside the loss mask.
+
+        Raises NonFiniteError with `number`, the micro-batch's index in the trainer's call, if the loss is not finite.
+        """
+        rows, columns = laid_out(self.program, batch)
+        so_far = jax_program.zeros(self.weights) if self.gradient is None else self.gradient
+        self.gradient, device_loss, logprobs = jax_program.accumulate(
+            self.program, objective, self._served(), so_far, columns
+        )
+        loss = float(device_loss)
+        if not math.isfinite(loss):
+            self.gradient = None
+            raise NonFiniteError(
+                f"the loss is {loss}: look for NaN or infinity in advantages, weights and the sampler's "
+                "log-probs; the gradient was cleared",
+                number=number,
+            )
+        return LossStats(loss, rows.collect(_whole(logprobs)))
+
+    def optimizer_step(self, learning_rate: float) -> StepStats:
+        """Clip and apply the gradient, then clear it; reject a gradient that is not finite."""
+        assert self.gradient is not None, "the trainer has checked that there is a gradient"
+        gradient, self.gradient, self.served = self.gradient, None, None
+        rate = np.float32(learning_rate)
+        stepped = jax_program.step(self.program, self.optimizer, self.weights, self.moments, gradient, rate)
+        self.weights, self.moments, norm = stepped.weights, stepped.moments, float(stepped.norm)
+        if not math.isfinite(norm):
+            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are unchanged")
+        self.model_version += 1
+        return StepStats(self.model_version, norm, learning_rate)
+
+    @property
+    def dithers(self) -> bool:
+        """True if weights are rounded to bfloat16 by dithering; `gathered` then returns fp32, which rank 0 rounds."""
+        return self.rounding is Rounding.DITHERED and self.config.dtype == "bfloat16"
+
+    def gathered(self, place: int) -> jax.Array:
+        """Return the parameter at position `place` of the layout, gathered so that each device holds all of it."""
+        parameter, layer = list(export_order(self.config))[place]
+        dtype = jnp.float32 if self.dithers else jnp.dtype(self.config.dtype)
+        gathered = export_weight(self.weights, parameter, layer, dtype=dtype)
+        return gathered.block_until_ready()
+
+    def save_parts(self, path: Path) -> None:
+        """Write this process's shards of weights and moments. A JAX trainer has no random state."""
+        jax_state.save_parts(path, self._arrays())
+
+    def save_record(self, path: Path) -> None:
+        """Write `trainer.json` after every process has written its parts."""
+        jax_state.save_record(path, self._arrays(), config=self.config, model_version=self.model_version)
+
+    def _arrays(self) -> jax_state.Kinds:
+        return dict(zip(jax_state.KINDS, (self.weights, self.moments.mu, self.moments.nu), strict=True))
+
+
+def laid_out(program: TrainerProgram, batch: MicroBatch) -> tuple[Rows, dict[str, jax.Array]]:
+    """Arrange a micro-batch as rows and put them on the mesh; each process puts its own rows on its devices."""
+    mesh = program.mesh
+    least = program.attention.least_columns
+    rows = Rows.of(batch.position_ids, multiple=mesh.shape["data"] * mesh.shape["fsdp"], least_columns=least)
+    fills = {"segment_ids": PADDING, "temperatures": 1.0}
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    arrays = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
+    spread = {name: rows.spread(column, fill=fills.get(name, 0)) for name, column in arrays.items()}
+    sharding = jax_mesh.of_rows(mesh)
+    if sharding.is_fully_addressable:
+        return rows, jax.device_put(spread, sharding)
+    return rows, {
+        name: jax.make_array_from_callback(rows.shape, sharding, column.__getitem__) for name, column in spread.items()
+    }
+
+
+def _whole(array: jax.Array) -> NDArray[Any]:
+    """Return the whole array on this host; if the array spans processes, every process must call this function."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _forward(program: TrainerProgram, weights: Weights, batch: MicroBatch) -> Float32:
+    rows, columns = laid_out(program, batch)
+    logprobs = rows.collect(_whole(jax_program.logprobs(program, weights, columns)))
+    if not np.isfinite(logprobs).all():
+        raise NonFiniteError("the model's log-probs are not finite: its weights are broken, restore a checkpoint")
+    return logprobs
+
+
+def _devices(spec: TrainerSpec) -> list[Any]:
+    bound_memory(spec.memory_share)
+    try:
+        return list(jax.devices(_PLATFORMS[spec.device]))
+    except RuntimeError as error:
+        raise SpecError(f"device is {spec.device}, but jax finds none: {error}; set device to auto or cpu") from error
+
+
+def _attention(requested: PackedAttention | None, platform: str, compute: Any) -> PackedAttention:
+    if requested is PackedAttention.SPLASH and platform != "tpu":
+        raise SpecError(f'options.attention = "splash" is a kernel for TPUs, got {platform}; leave it out')
+    return PackedAttention.on(platform, compute=compute) if requested is None else requested
+
+
+def _loaded(program: TrainerProgram, spec: TrainerSpec) -> JaxWorker:
+    try:
+        weights = load_weights(spec.model_path, program.config, place=lambda p: jax_mesh.of_parameter(program.mesh, p))
+    except ModelError as error:
+        raise SpecError(f"model_path: {error}") from error
+    return JaxWorker(program, spec.optimizer, weights, jax_program.new_moments(program, weights), 0)
+
+
+def _restored(program: TrainerProgram, spec: TrainerSpec) -> JaxWorker:
+    assert spec.restore_from is not None
+    saved = jax_state.load(spec.restore_from, expected=program.config)
+    parts = {
+        p.name: jax.ShapeDtypeStruct(p.stacked_shape, jnp.float32, sharding=jax_mesh.of_parameter(program.mesh, p))
+        for p in program.config.parameters
+    }
+    arrays = saved.restore(parts)
+    weights, mean, square = (arrays[kind] for kind in jax_state.KINDS)
+    count = jax_mesh.everywhere(program.mesh, np.asarray(saved.model_version, np.int32))
+    moments = optax.ScaleByAdamState(count=count, mu=mean, nu=square)
+    return JaxWorker(program, spec.optimizer, weights, moments, saved.model_version)

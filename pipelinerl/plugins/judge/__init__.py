@@ -1,0 +1,1 @@
+"""A language model as the verifier of answers (LLM as a judge)."""

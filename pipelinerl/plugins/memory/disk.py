@@ -1,0 +1,155 @@
+"""The disk space that a run needs, checked before it begins, and defaults that depend on the machine's memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from pipelinerl import registry
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.sections import MOST_TOKENS
+from pipelinerl.enums import OldLogprobs
+from pipelinerl.errors import ModelError, RecipeError, UserError
+from pipelinerl.models.checkpoint import model_dtype, weight_files
+from pipelinerl.models.model_shape import BYTES
+from pipelinerl.plugins.memory.prediction import MemoryPrediction, fits, gib, on_accelerator, predict
+from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.wiring import objective_of
+from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType
+from trainer_contract.errors import SpecError
+from trainer_contract.types import Precision, WeightDType
+
+#: Bytes for events, logs and the stream server's files, in a run of usual length.
+_BESIDE: Final = 256 * 2**20
+
+
+def checkpoint_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
+    """Return the size of a checkpoint: the weights as they are sent, fp32 masters and both AdamW moments.
+
+    If old log-probs are recomputed with the weights that sampled the tokens, a checkpoint also holds these weights.
+    """
+    trainer = predicted.trainer
+    if trainer is None:  # not predicted for this trainer: assume four times the model's size
+        return 4 * sum(file.stat().st_size for file in weight_files(config.model.resolved))
+    count, trained = trainer.shape.count, trainer.adapters if trainer.rank else trainer.shape.count
+    state = (12 if trainer.moments is MomentDType.FP32 else 8) * trained * (2 if trainer.values else 1)
+    sent = BYTES[dtypes_of(config).wire] * count
+    history = 0
+    if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:
+        bounds = config.staleness.bounds
+        history = math.ceil(min(bounds.k, config.run.steps) / bounds.j) * sent
+    return sent + state + history
+
+
+def run_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
+    """Return the maximum size of the run directory: kept checkpoints, one that is being written, samples and logs."""
+    made = math.ceil(config.run.steps / config.checkpoint.interval_steps) + 1
+    kept = min(made, config.checkpoint.keep + config.checkpoint.keep_best + 1)
+    samples = config.samples.max_bytes if config.samples.log == "on" else 0
+    return kept * checkpoint_bytes(config, predicted) + samples + _BESIDE
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the free bytes on the file system of `directory`, which need not exist yet."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
+    """Return one line on how much the run writes to its directory, and how much space is free there."""
+    each, free = checkpoint_bytes(config, predicted), free_bytes(config.run_directory)
+    kept = config.checkpoint.keep + config.checkpoint.keep_best
+    return (
+        f"up to {gib(run_bytes(config, predicted))} in {config.run_directory}, where {gib(free)} are free: "
+        f"{kept} checkpoints of {gib(each)} and one more while it is written, samples, logs"
+    )
+
+
+def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> Iterator[str]:
+    """Yield an error, with keys to change and values that would fit, if the run does not fit on its disk.
+
+    Files that a resumed run already has in `place` (default: the recipe's run directory) are subtracted.
+    """
+    place = place or config.run_directory
+    written = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+    needed, free = max(0, run_bytes(config, predicted) - written), free_bytes(place)
+    if needed <= free or free == 0:  # a pseudo file system reports 0; if it is full, creating the directory fails
+        return
+    kept = config.checkpoint.keep + config.checkpoint.keep_best
+    least = max(0, run_bytes(config.changed("checkpoint", keep=1, keep_best=0), predicted) - written)
+    if kept > 1 and least <= free:
+        remedy = f"set checkpoint.keep=1 checkpoint.keep_best=0 ({gib(least)}), or choose another run.directory"
+    else:
+        remedy = f"choose a run.directory with {gib(least if kept > 1 else needed)} free"
+    yield f"run.directory: the run writes up to {gib(needed)} and {gib(free)} are free in {place}; {remedy}"
+
+
+def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> None:
+    """Raise `UserError` if the run does not fit on its disk; `place` is the directory of a run that is resumed."""
+    for sentence in disk_faults(config, predicted, place):
+        raise UserError(sentence)
+
+
+#: Fraction of the memory that the predicted processes may fill; libraries, stream server and verifiers use the rest.
+_USED: Final = 0.8
+_LEAST_TOKENS: Final = 1024
+#: Types of engines and trainers that compute in another dtype than the model's, if the recipe says so. On a CPU,
+#: `engine.dtype = "auto"` becomes float32 for such engines.
+_CASTING: Final = frozenset({"torch", "jax", "vllm"})
+
+
+def host_memory() -> int:
+    """Return this machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def settled(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunConfig:
+    """Replace `auto` values in the recipe by concrete values.
+
+    `limits` are bytes by kind of process, `all` for their sum (default: this machine's memory). A recipe that
+    `pipelinerl check` would reject is returned unchanged, because `check` has the better error message.
+    """
+    try:
+        return _with_tokens(_with_precision(with_dtype(config)), {"all": host_memory()} if limits is None else limits)
+    except (ModelError, RecipeError, SpecError):
+        return config
+
+
+def with_dtype(config: RunConfig) -> RunConfig:
+    """Replace `engine.dtype = "auto"` by float32 for engines on a CPU; raise `ModelError` for an unreadable model."""
+    section = config.engine
+    if section.dtype != "auto" or section.type not in _CASTING:
+        return config
+    if section.type not in registry.ON_THE_HOST and on_accelerator(section.device):
+        return config
+    if model_dtype(config.model.resolved) is WeightDType.FLOAT32:
+        return config
+    return config.changed("engine", dtype=WeightDType.FLOAT32)
+
+
+def _with_precision(config: RunConfig) -> RunConfig:
+    section = config.trainer
+    if section.precision != "auto":
+        return config
+    is_fast = section.type in _CASTING and on_accelerator(section.device)
+    is_half = is_fast and model_dtype(config.model.resolved) is WeightDType.BFLOAT16
+    return config.changed("trainer", precision=Precision.BF16 if is_half else Precision.FP32)
+
+
+def _with_tokens(config: RunConfig, limits: Mapping[str, int]) -> RunConfig:
+    if config.trainer.micro_batch_tokens != "auto":
+        return config
+    predicted = predict(config, objective_of(config))
+    usable = {kind: int(size * _USED) for kind, size in limits.items()}
+    tokens = MOST_TOKENS
+    while tokens > _LEAST_TOKENS and predicted.trainer is not None:
+        tried = config.changed("trainer", micro_batch_tokens=tokens)
+        if fits(replace(predicted, trainer=predict(tried, objective_of(tried)).trainer), limits=usable):
+            break
+        tokens //= 2
+    return config.changed("trainer", micro_batch_tokens=tokens)

@@ -1,0 +1,1 @@
+"""Environments that are OpenEnv servers, reached over WebSockets."""

@@ -1,0 +1,372 @@
+"""Parameter server: the trainer writes versions of the weights to its host memory, and engines fetch them (RLAX §3).
+
+A server holds a whole version, or only the shard that its announcement names; byte offsets are the same in both cases.
+
+    trainer ─ announce ─▶ allocate memory ─ bytes (mapped, or PUT) ─▶ seal: compare digest ─▶ engines map it, or GET
+                                                                                  └─▶ persistent copy, in parallel
+
+    GET  /health                                liveness, without a token
+    GET  /versions                              the versions held, and the engines and servers that may need them
+    POST /versions                              announce a version: memory for it, if there is room
+    GET  /versions/{epoch}/{version}            one version: digest, layout, where its memory can be mapped
+    PUT  /weights/{epoch}/{version}             bytes of an announced version, for the range in Content-Range
+    POST /versions/{epoch}/{version}/copy       fetch an announced version from another server instead
+    POST /versions/{epoch}/{version}/seal       declare the bytes complete: if the digest matches, they are served
+    GET  /weights/{epoch}/{version}             bytes of a sealed version; `Range: bytes=a-b` gives a part
+    POST /progress                              report what engines serve and servers hold; drops unneeded versions
+
+Bytes are served only after their digest was compared, from the memory in which they arrived. `version_table.py` has the
+rules for versions. A replica is another server with the same bytes. A restarted server begins with the version that it
+saved.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| the bytes of a PUT | the trainer sends, leaves or dies | `BODY_TIMEOUT_S` idle, or slower than `LEAST_BYTES_PER_S` |
+| a reader of a GET | it takes the next piece, leaves or dies | `BODY_TIMEOUT_S` for a piece; then it is cut off |
+| a copy | the other server | the timeout in the copy request |
+| a digest, a save | its thread, which waits for nothing | – |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from operator import itemgetter
+from typing import Final, final
+
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from inference_contract import routes
+from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, InvalidRequest
+from pipelinerl.errors import CheckpointError, PipelineError
+from pipelinerl.observability.status import PROMETHEUS_TYPE, prometheus_text
+from pipelinerl.plugins.parameter_server import connection
+from pipelinerl.plugins.parameter_server.connection import (
+    Announcement,
+    CopyOrder,
+    Key,
+    ProgressReport,
+    Seal,
+    ServerState,
+    VersionRecord,
+)
+from pipelinerl.plugins.parameter_server.version_table import (
+    SnapshotStore,
+    Version,
+    VersionSnapshot,
+    VersionTable,
+    named,
+)
+from pipelinerl.system.background import in_background
+from pipelinerl.system.http_service import BodyRule, guard, refusal, refuse_in_one_shape
+from pipelinerl.weights.layout import WeightDigest
+from pipelinerl.weights.pull import PullOrder, PullSource, Range, Shard
+
+#: Longest wait in seconds for a sender's next bytes, and for a reader to take the next piece.
+BODY_TIMEOUT_S: Final = 30.0
+#: Least average rate of a sender. A client that sends very slowly would otherwise occupy a version's memory
+#: indefinitely.
+LEAST_BYTES_PER_S: Final = 2**20
+#: Bytes per write to a connection; between two such pieces, other connections are served.
+_PIECE_BYTES: Final = 4 * 2**20
+
+log = logging.getLogger("pipelinerl")
+
+
+@final
+class ParameterServer:
+    """The logic behind the server's routes. Methods run on one event loop; slow work runs on threads."""
+
+    def __init__(self, table: VersionTable, *, puller: PullSource, store: SnapshotStore | None) -> None:
+        """Create the server. `puller` fetches versions from other servers; without a `store` nothing is saved."""
+        self.table = table
+        self._puller = puller
+        self._store = store
+        self._saved: Key | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._closing = threading.Event()
+
+    async def start(self) -> None:
+        """Load the newest saved version whose bytes are intact, if there is one."""
+        store = self._store
+        if store is None:
+            return
+        for snapshot in await asyncio.to_thread(lambda: list(store.newest())):
+            epoch, version = snapshot.key
+            # Set the epoch directly: the limit on how far a request may raise the epoch does not apply to a snapshot.
+            self.table.epoch = epoch
+            announced = self.table.announce(
+                Announcement(epoch=epoch, version=version, layout=snapshot.layout, shard=snapshot.shard)
+            )
+            try:
+                await asyncio.to_thread(store.read, snapshot, announced.segment.bytes)
+            except CheckpointError as error:
+                log.error("skipping a damaged snapshot: %s", error)
+                continue
+            self.table.seal(snapshot.key, snapshot.digest, snapshot.whole)
+            self._saved = snapshot.key
+            log.info("starting with weights %s, loaded from %s", named(snapshot.key), store.place)
+            return
+
+    async def close(self) -> None:
+        """Cancel running copies and wait for a running save."""
+        self._closing.set()
+        if self._saving is not None:
+            await self._saving
+
+    def state(self) -> ServerState:
+        """Return the versions held, and the engines and servers that may need them."""
+        return ServerState(
+            epoch=self.table.epoch,
+            room=self.table.room,
+            versions=tuple(version.record() for version in self.table.versions()),
+            progress=self.table.progress,
+            saved=self._saved,
+        )
+
+    async def seal(self, key: Key, seal: Seal) -> VersionRecord:
+        """Serve the version from now on, if its bytes match the seal's digest.
+
+        Raises NotPrepared if the version was not announced, DigestMismatch if the bytes do not match; the trainer may
+        then write the bytes again.
+        """
+        with self.table.using(key) as version:
+            digest = version.digest or await asyncio.wrap_future(in_background("seal", lambda: _digest(version)))
+            if digest != seal.digest:
+                raise DigestMismatch(
+                    f"version {named(key)}: digest must be {seal.digest}, the bytes written have {digest}",
+                    param="digest",
+                )
+            sealed = self.table.seal(key, seal.digest, seal.whole)
+        self._save_newest()
+        return sealed.record()
+
+    async def copy(self, key: Key, order: CopyOrder) -> VersionRecord:
+        """Fetch the bytes of an announced version from another server, and seal it.
+
+        Raises NotPrepared if the version was not announced; UpdateError, DeadlineError or DigestMismatch if the source
+        fails.
+        """
+        with self.table.using(key) as version:
+            if version.digest is None:
+                pull = PullOrder(
+                    shards=(Shard((order.source,), version.ranges),),
+                    epoch=key[0],
+                    version=key[1],
+                    digest=order.digest,
+                    deadline=time.monotonic() + order.timeout_s,
+                    given_up=self._closing,
+                )
+                fetching = in_background(
+                    "copy", lambda: self._puller.fetch(pull, into=version.segment.bytes, on_progress=lambda _: None)
+                )
+                await asyncio.wrap_future(fetching)
+            sealed = self.table.seal(key, order.digest, order.whole)
+        self._save_newest()
+        return sealed.record()
+
+    def _save_newest(self) -> None:
+        if self._store is not None and (self._saving is None or self._saving.done()):
+            self._saving = asyncio.create_task(self._save(self._store))
+
+    async def _save(self, store: SnapshotStore) -> None:
+        """Save the newest version; repeat if a newer one has appeared. After a failure, wait for the next version."""
+        while (newest := self.table.newest()) is not None and newest.key != self._saved:
+            key, layout, shard = newest.key, newest.layout, newest.shard
+            snapshot = VersionSnapshot(
+                key=key, layout=layout, shard=shard, digest=newest.digest or "", whole=newest.whole or ""
+            )
+            with self.table.using(key) as version:
+                saving = in_background("save", partial(store.save, snapshot, version.segment.bytes))
+                await asyncio.wait({asyncio.wrap_future(saving)})
+            if (error := saving.exception()) is not None:
+                log.error("version %s was not saved to %s: %s", named(key), store.place, error)
+                return
+            self._saved = key
+
+
+def _digest(version: Version) -> str:
+    digest = WeightDigest()
+    for start, end in version.ranges:
+        digest.update(version.segment.bytes[start:end])
+    return digest.hexdigest()
+
+
+# --- HTTP --------------------------------------------------------------------------------------------------------
+
+
+def create_app(server: ParameterServer, *, token: str | None) -> FastAPI:
+    """Return the application that serves `server` and starts and closes it; `token` is required except on /health."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.close()
+
+    app = FastAPI(title="pipelinerl parameter server", lifespan=lifespan, openapi_url=None)
+    app.get(routes.HEALTH)(lambda: {"state": "ready"})
+    _add_versions(app, server)
+    # Endpoints that are objects, not functions, are ASGI applications to Starlette: no request object is built.
+    app.router.routes.append(Route(routes.WEIGHTS, _Read(server.table), methods=["GET"]))
+    app.router.routes.append(Route(routes.WEIGHTS, _Write(server.table), methods=["PUT"]))
+    app.add_exception_handler(ContractError, _refused)
+    app.add_exception_handler(PipelineError, _failed)
+    refuse_in_one_shape(app)
+    guard(app, token=token, puts=BodyRule.STREAMED)
+    return app
+
+
+def _add_versions(app: FastAPI, server: ParameterServer) -> None:
+    @app.get(routes.METRICS)
+    async def metrics() -> Response:
+        state = server.state()
+        figures = {
+            "epoch": state.epoch,
+            "room": state.room,
+            "versions": len(state.versions),
+            "newest_version": max((record.version for record in state.versions), default=-1),
+            "saved_version": -1 if state.saved is None else state.saved[1],
+            "readers": len(state.progress),
+        }
+        return Response(prometheus_text(figures, prefix="pipelinerl_parameter_server"), media_type=PROMETHEUS_TYPE)
+
+    @app.get(connection.VERSIONS)
+    async def state() -> ServerState:
+        return server.state()
+
+    @app.post(connection.VERSIONS)
+    async def announce(announcement: Announcement) -> VersionRecord:
+        return server.table.announce(announcement).record()
+
+    @app.get(connection.VERSION)
+    async def record(epoch: int, version: int) -> VersionRecord:
+        return server.table.whole((epoch, version)).record()
+
+    @app.post(connection.COPY)
+    async def copy(epoch: int, version: int, order: CopyOrder) -> VersionRecord:
+        return await server.copy((epoch, version), order)
+
+    @app.post(connection.SEAL)
+    async def seal(epoch: int, version: int, seal: Seal) -> VersionRecord:
+        return await server.seal((epoch, version), seal)
+
+    @app.post(connection.PROGRESS)
+    async def progress(report: ProgressReport) -> ServerState:
+        server.table.confirm(report.epoch, report.progress)
+        return server.state()
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ContractError)
+    return JSONResponse(error.to_wire(), error.status)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return refusal(502, str(error), code="failed")
+
+
+@final
+class _Read:
+    def __init__(self, table: VersionTable) -> None:
+        self._table = table
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = _key(scope)
+        whole = self._table.whole(key)
+        size, requested = whole.layout.num_bytes, Headers(scope=scope).get("range")
+        start, end = _range("bytes=0-" if requested is None else requested, r"bytes=(\d{1,18})-(\d{0,18})", whole)
+        with self._table.using(key) as version:
+            headers = [(b"content-length", str(end - start).encode()), (b"content-type", b"application/octet-stream")]
+            if requested is not None:
+                headers.append((b"content-range", f"bytes {start}-{end - 1}/{size}".encode()))
+            await send({"type": "http.response.start", "status": 200 if requested is None else 206, "headers": headers})
+            try:
+                await _give(version.segment.bytes.data, start, end, send)
+            except TimeoutError:  # returning before the body is complete closes the connection
+                log.warning(
+                    "a reader of %s has read nothing for %g s: closing its connection", named(key), BODY_TIMEOUT_S
+                )
+
+
+async def _give(view: memoryview, start: int, end: int, send: Send) -> None:
+    """Send the bytes [start, end) of `view` and end the response. Raises `TimeoutError` if the reader stalls."""
+    for piece in range(start, end, _PIECE_BYTES):
+        body = view[piece : min(piece + _PIECE_BYTES, end)]
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+    async with asyncio.timeout(BODY_TIMEOUT_S):
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@final
+class _Write:
+    def __init__(self, table: VersionTable) -> None:
+        self._table = table
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = _key(scope)
+        with self._table.using(key) as version:
+            if version.digest is not None:
+                raise InvalidRequest(f"version {named(key)} is complete and can no longer be written")
+            size = version.layout.num_bytes
+            named_range = Headers(scope=scope).get("content-range", f"bytes 0-{size - 1}/{size}")
+            at, end = _range(named_range, rf"bytes (\d{{1,18}})-(\d{{1,18}})/{size}", version)
+            deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S + (end - at) / LEAST_BYTES_PER_S
+            more = True
+            while more:
+                message = await _in_time(receive, deadline)
+                if message["type"] == "http.disconnect":
+                    return
+                chunk, more = message.get("body", b""), message.get("more_body", False)
+                if at + len(chunk) > end:
+                    raise InvalidRequest(f"received more bytes than fit the range up to {end}")
+                version.segment.bytes[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
+                at += len(chunk)
+            if at != end:
+                raise InvalidRequest(f"{end - at} bytes of the range up to {end} did not arrive")
+        await Response(status_code=204)(scope, receive, send)
+
+
+async def _in_time(receive: Receive, deadline: float) -> Message:
+    try:
+        async with asyncio.timeout_at(min(deadline, asyncio.get_running_loop().time() + BODY_TIMEOUT_S)):
+            return await receive()
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"no byte of the body arrived for {BODY_TIMEOUT_S:g} s, or fewer than {LEAST_BYTES_PER_S} per second"
+        ) from None
+
+
+def _key(scope: Scope) -> Key:
+    path = scope["path_params"]
+    try:
+        return int(path["epoch"]), int(path["version"])
+    except ValueError:
+        raise InvalidRequest("epoch and version must be whole numbers", param="version") from None
+
+
+def _range(text: str, form: str, version: Version) -> Range:
+    """Parse a header's byte range [start, end) by the regex `form`. Raises `InvalidRequest` unless it is held here."""
+    match, size = re.fullmatch(form, text), version.layout.num_bytes
+    start, end = (int(match[1]), int(match[2] or size - 1) + 1) if match else (0, 0)
+    if match is None or not start < end <= size:
+        raise InvalidRequest(f"the range must lie within the {size} bytes of the version, as bytes=first-last")
+    at = bisect_right(version.ranges, start, key=itemgetter(0)) - 1
+    if at < 0 or end > version.ranges[at][1]:
+        raise InvalidRequest(f"bytes {start} to {end} are not all on this server, which holds {version.shard}")
+    return start, end

@@ -1,0 +1,1 @@
+"""`pipelinerl replay`: repeat a recorded training step and compare the results."""

@@ -1,0 +1,111 @@
+"""Conversion of a recipe to a `SimulatedSetting`, and of a finished run's directory to an `ObservedRun`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from pipelinerl.config.recipe import RunConfig, load_run
+from pipelinerl.controller.state.run_state import OVERSAMPLED
+from pipelinerl.enums import NoSignal, Overdue, StalenessScope
+from pipelinerl.errors import RecipeError, UserError
+from pipelinerl.objective.presets import no_signal_of
+from pipelinerl.observability.events import Event, read_events
+from pipelinerl.observability.run_history import tell
+from pipelinerl.observability.samples.reading import read_samples
+from pipelinerl.observability.samples.record import SampleKind
+from pipelinerl.plugins.simulation.calibration import ObservedRun
+from pipelinerl.plugins.simulation.setting import LengthLaw, ObservedLengths, SimulatedSetting
+
+#: Maximum number of recorded answers whose lengths form the distribution of answer lengths.
+_MOST_LENGTHS: Final = 20_000
+
+
+def setting_of(
+    config: RunConfig, *, lengths: LengthLaw, prompt_tokens: int, filtered: float = 0.0, steps: int | None = None
+) -> SimulatedSetting:
+    """Return the settings of a recipe on which the timing of the simulated run depends.
+
+    Raises:
+        RecipeError: the recipe has a setting that the simulator does not support.
+    """
+    _refuse_unknown(config)
+    bounds, no_signal = config.staleness.bounds, config.training.no_signal or no_signal_of(config.objective)
+    drops = no_signal is NoSignal.FILTER or config.curation.filter is not None
+    oversample = config.curation.oversample or (OVERSAMPLED if bounds.k > bounds.j else 1.0)
+    return SimulatedSetting(
+        steps=config.run.steps if steps is None else steps,
+        engines=config.engine.count,
+        slots=config.engine.slots,
+        bounds=bounds,
+        on_update=config.engine.on_update,
+        rollouts_per_step=config.training.rollouts_per_step,
+        group_size=config.sampling.group_size,
+        lengths=lengths,
+        prompt_tokens=prompt_tokens,
+        epochs=config.training.epochs,
+        mini_batches=config.training.mini_batches,
+        actors=config.actor.count,
+        groups_in_flight=config.groups_in_flight,
+        attempts=config.actor.attempts,
+        max_groups=config.streams.max_groups,
+        oversample=oversample if drops else 1.0,
+        filtered=filtered if drops else 0.0,
+        seed=config.run.seed,
+    )
+
+
+def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
+    """Return the records of a finished run, with the lengths of its answers; raise `UserError` if some are missing."""
+    try:
+        config, events = load_run(run_dir, changes), read_events(run_dir / "events.jsonl")
+    except (OSError, UserError) as error:
+        raise UserError(f"{run_dir} cannot be used for calibration: {error}") from None
+    setting = setting_of(
+        config,
+        lengths=lengths_of(run_dir),
+        prompt_tokens=_prompt_tokens(run_dir, events),
+        filtered=_filtered(events),
+    )
+    return ObservedRun(events=events, setting=setting)
+
+
+def lengths_of(run_dir: Path) -> ObservedLengths:
+    """Return the lengths of the trained answers in the run's sample log; raise `UserError` if there are none."""
+    groups = (group for group in read_samples(run_dir) if group.kind is SampleKind.TRAINED)
+    tokens = tuple(islice((answer.length for group in groups for answer in group.answers), _MOST_LENGTHS))
+    if not tokens:
+        raise UserError(f"{run_dir} has no samples of trained answers, whose lengths are needed; give --lengths")
+    return ObservedLengths(tokens)
+
+
+def _prompt_tokens(run_dir: Path, events: Sequence[Event]) -> int:
+    steps = tell(events).steps
+    try:
+        prompts = sum(float(step["tokens"]) - float(step["sampled_tokens"]) for step in steps)
+        return round(prompts / sum(float(step["rollouts"]) for step in steps))
+    except (KeyError, ZeroDivisionError):
+        raise UserError(f"{run_dir} has no step that records the tokens it trained on") from None
+
+
+def _filtered(events: Sequence[Event]) -> float:
+    """Return filtered ÷ (filtered + trained) groups; 0 for an unfinished run, whose log has no totals yet."""
+    ledger = (tell(events).finished or {}).get("ledger") or {}
+    trained, filtered = float(ledger.get("trained", 0)), float(ledger.get("filtered", 0))
+    return filtered / (trained + filtered) if filtered else 0.0
+
+
+def _refuse_unknown(config: RunConfig) -> None:
+    sizes = {config.group_size_of(domain) for domain in config.trained_domains}
+    for is_unknown, what in (
+        (config.staleness.overdue is not Overdue.DROP, 'staleness.overdue = "wait"'),
+        (config.staleness.scope is not StalenessScope.GROUP, 'staleness.scope = "rollout"'),
+        (config.training.tokens_per_step is not None, "training.tokens_per_step"),
+        (sizes != {config.sampling.group_size}, "a domain's own group_size"),
+    ):
+        if is_unknown:
+            raise RecipeError(
+                f"{what} is not simulated (docs/understand/simulation.md says what is); leave it out to simulate"
+            )

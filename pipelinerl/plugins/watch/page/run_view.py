@@ -1,0 +1,251 @@
+"""`RunView`: a run's current state for a viewer, built from its events one by one in bounded memory.
+
+Pass every event to `take` once, in order. `steps` holds all steps. Of all other data only the newest are kept: chart
+marks, knob changes, evaluations, active alarms, and the latest state of each engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Final, final
+
+from pipelinerl.observability.events import Event, kind_of
+from pipelinerl.observability.run_history import HELD_OUT
+from pipelinerl.plugins.watch.page.step_table import StepTable
+from pipelinerl.plugins.watch.timeline.run_timeline import RunTimeline
+
+#: Number of recent steps whose events are kept whole, which takes about 10 MB.
+MOST_RECENT: Final = 500
+_MOST_MARKS: Final = 2000
+_MOST_CHANGES: Final = 1000
+_MOST_INCIDENTS: Final = 200
+_MOST_ENGINES: Final = 1024
+_MOST_TEXT: Final = 500
+
+_ENDS: Final = {"run_finished": "finished", "run_suspended": "suspended", "run_failed": "failed"}
+_INCIDENTS: Final = frozenset(
+    {
+        "engine_joined", "engine_lost", "engine_left", "engine_suspect", "engine_back", "engine_draining",
+        "engine_slow", "engine_canary_failed", "engines_hired", "engines_scaled", "engines_would_scale", "alarm",
+        "alarm_cleared", "checkpoint_delayed", "controller_returned", "trainer_left", "trainer_ready", "step_skipped",
+        "stalled", "orders_lost", "evaluation_restarted", "run_started", "run_failing", "run_suspending", *_ENDS,
+    }
+)  # fmt: skip
+_MARKS: Final = frozenset(
+    {
+        "knobs",
+        "evaluation",
+        "checkpoint",
+        "alarm",
+        "alarm_cleared",
+        "engine_joined",
+        "engine_lost",
+        "engine_left",
+        "run_started",
+    }
+)
+_LIFECYCLES: Final = {
+    "engine_joined": "joining",
+    "engine_verified": "healthy",
+    "engine_back": "healthy",
+    "engine_suspect": "suspect",
+    "engine_draining": "draining",
+    "engine_lost": "expelled",
+    "engine_left": "left",
+    "engine_canary_failed": "unverified",
+}
+
+
+@final
+@dataclass(slots=True)
+class RunView:
+    """The state of one run according to its log.
+
+    Attributes:
+        started, ended: the first `run_started` event; the last event that ends the run, None while the run is live.
+        recent: the last `step` events.
+        pauses_s: how long engines paused for each of the last weight updates.
+        marks, mark_count: the last chart marks, and the number of all marks so far.
+        evaluations: the newest evaluation of each set. alarms: the active alarms. engines: the state of each, by URL.
+        given_up: for each step in `recent`, the number of groups that actors gave up since the step before.
+        given_up_now: that number since the last step.
+    """
+
+    steps: StepTable = field(default_factory=StepTable)
+    timeline: RunTimeline = field(default_factory=RunTimeline)
+    started: Event = field(default_factory=dict)
+    ended: Event | None = None
+    newest: Event = field(default_factory=dict)
+    recent: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
+    pauses_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
+    marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
+    mark_count: int = 0
+    incidents: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_INCIDENTS))
+    knob_log: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_CHANGES))
+    knobs: dict[str, Any] = field(default_factory=dict)
+    evaluations: dict[str, Event] = field(default_factory=dict)
+    alarms: dict[tuple[str, str], Event] = field(default_factory=dict)
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fleet: Event = field(default_factory=dict)
+    ledger: dict[str, Any] = field(default_factory=dict)
+    given_up: deque[int] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
+    given_up_now: int = 0
+
+    @property
+    def step(self) -> int:
+        """Number of the last step taken."""
+        return self.steps.bounds[1]
+
+    @property
+    def state(self) -> str:
+        """State in which the run ended: `finished`, `suspended` or `failed`; empty while the log shows no end."""
+        return _ENDS[str(self.ended["kind"])] if self.ended is not None else ""
+
+    def take(self, event: Event) -> bool:
+        """Add the next event; return True if it undoes steps because the run resumed from an earlier step."""
+        kind = kind_of(event)
+        self.newest = event
+        self.timeline.feed(event)
+        rewound = False
+        if kind == "step":
+            rewound = self._take_step(event)
+        elif kind == "publish":
+            self._take_publication(event)
+        elif kind in ("run_started", *_ENDS):
+            self._take_start_or_end(kind, event)
+        elif kind == "knobs":
+            self._take_knobs(event)
+        elif kind == "evaluation":
+            self._keep_evaluation(event)
+        elif kind == "engines":
+            self.fleet = event
+        elif kind in ("alarm", "alarm_cleared"):
+            self._take_alarm(kind, event)
+        elif kind == "group_outdated":
+            self.given_up_now += 1
+        if kind in _LIFECYCLES:
+            self._take_engine(_LIFECYCLES[kind], event)
+        if kind in _MARKS:
+            self.marks.append(self._mark(kind, event))
+            self.mark_count += 1
+        if kind in _INCIDENTS:
+            self.incidents.append({"time": event.get("time"), "kind": kind, "what": sentence(event)})
+        return rewound
+
+    def marks_after(self, number: int) -> list[dict[str, Any]]:
+        """Return the kept chart marks after the run's first `number` marks; all kept ones if it has had fewer marks."""
+        new = self.mark_count - number
+        kept = len(self.marks)
+        return list(islice(self.marks, kept - min(kept, new) if new >= 0 else 0, None))
+
+    def _take_step(self, event: Event) -> bool:
+        rewound = self.steps.add(event)
+        step = whole(event, "step")
+        if step is not None:
+            while self.recent and self.recent[-1]["step"] >= step:
+                self.recent.pop()
+                self.given_up.pop()
+            self.recent.append({name: value for name, value in event.items() if name != "orders"})
+            self.given_up.append(self.given_up_now)
+            self.given_up_now = 0
+        return rewound
+
+    def _take_publication(self, event: Event) -> None:
+        pause, version = event.get("pause_s"), whole(event, "model_version")
+        if isinstance(pause, float):
+            self.pauses_s.append(pause)
+        failed = event.get("failed")
+        for url, engine in self.engines.items():
+            if engine["state"] == "healthy" and not (isinstance(failed, dict) and url in failed):
+                engine["version"] = version
+
+    def _take_start_or_end(self, kind: str, event: Event) -> None:
+        if kind == "run_started":
+            self.started = self.started or event
+            self.ended = None
+            self.engines.clear()
+            knobs = event.get("knobs")
+            self.knobs = dict(knobs) if isinstance(knobs, dict) else self.knobs
+        else:
+            self.ended = event
+            ledger = event.get("ledger")
+            self.ledger = ledger if isinstance(ledger, dict) else {}
+
+    def _take_knobs(self, event: Event) -> None:
+        changes = event.get("changes")
+        if not isinstance(changes, dict):
+            return
+        self.knobs |= changes
+        self.knob_log.append(
+            {
+                "time": event.get("time"),
+                "step": event.get("step"),
+                "who": cut(event.get("who", "")),
+                "changes": changes,
+                "live": event.get("live", True),
+            }
+        )
+
+    def _keep_evaluation(self, event: Event) -> None:
+        name = cut(event.get("name", HELD_OUT))
+        if name in self.evaluations or len(self.evaluations) < 256:
+            self.evaluations[name] = event
+
+    def _take_alarm(self, kind: str, event: Event) -> None:
+        key = (cut(event.get("alarm", "")), cut(event.get("domain", "")))
+        if kind == "alarm_cleared":
+            self.alarms.pop(key, None)
+        elif len(self.alarms) < 256:
+            self.alarms[key] = event
+
+    def _take_engine(self, lifecycle: str, event: Event) -> None:
+        url = cut(event.get("url", ""))
+        engine = self.engines.get(url)
+        if engine is None:
+            if len(self.engines) >= _MOST_ENGINES:
+                return
+            engine = self.engines[url] = {"url": url, "state": lifecycle, "version": None, "last_error": ""}
+        engine["state"] = lifecycle
+        if event.get("reason"):
+            engine["last_error"] = cut(event["reason"])
+        engine["version"] = whole(event, "model_version", engine["version"])
+
+    def _mark(self, kind: str, event: Event) -> dict[str, Any]:
+        step = whole(event, "step", whole(event, "model_version", self.step))
+        mark = {"step": step, "elapsed_s": event.get("elapsed_s"), "kind": kind, "what": sentence(event)}
+        if kind == "evaluation":
+            mark |= {"set": cut(event.get("name", HELD_OUT))} | {
+                name: event.get(name) for name in ("accuracy", "low", "high")
+            }
+        return mark
+
+
+def whole(event: Event, name: str, otherwise: int | None = None) -> int | None:
+    """Return the field `name` if it is a non-negative integer; if not, return `otherwise`."""
+    value = event.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else otherwise
+
+
+def sentence(event: Event) -> str:
+    """Describe an event in a few words, for lists of incidents and alarms and for chart marks."""
+    changes = event.get("changes")
+    if isinstance(changes, Mapping):
+        made = ", ".join(f"{name} = {value}" for name, value in changes.items())
+        return cut(f"{made} by {event.get('who', 'unknown')}")
+    for name in ("what", "reason", "waits_for", "path"):
+        if event.get(name):
+            return cut(f"{event['url']}: {event[name]}" if event.get("url") else event[name])
+    names = event.get("names")
+    themselves = [*(names if isinstance(names, list) else []), *map(event.get, ("url", "alarm", "domain"))]
+    labelled = [(name.replace("_", " "), event.get(name)) for name in ("epoch", "model_version", "orders", "accuracy")]
+    parts = [*themselves, *(f"{name} {value}" for name, value in labelled if value not in (None, "", []))]
+    return cut(", ".join(str(each) for each in parts if each not in (None, "")))
+
+
+def cut(text: object) -> str:
+    """Return the value as text, cut to a maximum length."""
+    shown = str(text)
+    return shown if len(shown) <= _MOST_TEXT else shown[: _MOST_TEXT - 1] + "…"

@@ -1,0 +1,123 @@
+"""`pipelinerl prefilter` computes pass rates, keeps problems whose rate is in a range, and resumes when interrupted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.data.problems import open_source
+from pipelinerl.data.source import Split
+from pipelinerl.errors import UserError
+from pipelinerl.plugins.evaluation.prefilter import ANSWERS, Band, PrefilterReport, _question, band_of, prefilter
+from pipelinerl.plugins.evaluation.respondents import Target, target_of
+from tests.fakes.openai_server import OpenAIFake
+from tests.fakes.served import in_thread
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """Return a recipe with forty problems, whose prompts are the numbers from 0 to 39; the right answer is always 7."""
+    lines = [json.dumps({"prompt": f"{n}", "answer": "7", "metadata": {"n": n}}) for n in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    (tmp_path / "recipe_file.toml").write_text(
+        '[model]\npath = "shipped:tiny_speller"\n[sampling]\nmax_tokens = 4\n[[domains]]\nname = "sevens"\n'
+        f'source = "files"\nparameters = {{ path = {json.dumps(str(tmp_path / "data.jsonl"))} }}\n'
+    )
+    return load(str(tmp_path / "recipe_file.toml"))
+
+
+def answers(body: dict[str, Any]) -> str:
+    """Answer correctly if the prompt ends with 0, wrongly if it ends with 1, and otherwise correctly for odd seeds."""
+    last = body["messages"][0]["content"][-1]
+    return "7" if last == "0" or (last != "1" and body["seed"] % 2) else "8"
+
+
+def prefiltered(url: str, config: RunConfig, out: Path, **changes: Any) -> PrefilterReport:
+    chosen: dict[str, Any] = {"keep": Band(low=0.1, high=0.9), "problems": 100, "samples": 8} | changes
+    return prefilter(target_of(url), config, out=out, token=None, model="", console=Console(quiet=True), **chosen)
+
+
+def test_prefilter_writes_the_kept_problems_as_a_data_set_with_pass_rates(tmp_path: Path, config: RunConfig) -> None:
+    out = tmp_path / "out"
+    fake = OpenAIFake(answers)
+    with in_thread(fake.app) as url:
+        report = prefiltered(url, config, out)
+        everything = prefiltered(url, config, out, keep=Band())
+    assert 20 < report.problems < 40 and len(fake.bodies) == 8 * report.problems, "each training problem once"
+    assert (report.unanswered, everything.asked) == (0, 0), "another band needs no answers"
+    rows = [json.loads(line) for line in report.files["sevens"].read_text().splitlines()]
+    assert len(rows) == everything.problems
+    assert len({row["id"] for row in rows}) == len(rows)
+    by_number = {row["metadata"]["n"]: row for row in rows}
+    assert all(by_number[n]["metadata"]["pass_rate"] == 1.0 for n in by_number if n % 10 == 0)
+    assert all(by_number[n]["tags"] == ["pass_rate=0"] for n in by_number if n % 10 == 1)
+    assert report.kept["sevens"] < everything.kept["sevens"] == everything.problems
+    source = open_source(
+        "files", domain="d", split=Split.TRAIN, seed=0, parameters={"path": str(report.files["sevens"])}
+    )
+    read = {source.problem(index).messages[0].content for index in range(200)}
+    assert read == {row["messages"][0]["content"] for row in rows}, "no held-out problem is in the data set"
+    assert 0 <= source.problem(0).metadata["pass_rate"] <= 1
+
+
+def test_resumed_prefilter_does_not_sample_problems_again_that_were_already_answered(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    fake = OpenAIFake(answers)
+    with in_thread(fake.app) as url:
+        report = prefiltered(url, config, whole)
+        prefiltered(url, config, broken)
+        lines = (broken / ANSWERS).read_bytes().splitlines(keepends=True)
+        # The first line is a header. The file looks as if the command was killed while it wrote the sixth answer.
+        (broken / ANSWERS).write_bytes(b"".join(lines[:6]) + lines[6][:9])
+        fake.bodies.clear()
+        again = prefiltered(url, config, broken)
+    assert (again.asked, len(fake.bodies)) == (report.problems - 5, 8 * (report.problems - 5))
+    assert (broken / "sevens.jsonl").read_text() == (whole / "sevens.jsonl").read_text()
+
+
+def test_prefilter_rejects_answers_sampled_with_other_settings(tmp_path: Path, config: RunConfig) -> None:
+    fake = OpenAIFake(answers)
+    with in_thread(fake.app) as url:
+        prefiltered(url, config, tmp_path / "out", problems=2)
+        with pytest.raises(UserError, match=r"another question \(another samples\); name another --out"):
+            prefiltered(url, config, tmp_path / "out", problems=2, samples=4)
+        more = prefiltered(url, config, tmp_path / "out", problems=5)
+    assert (more.problems, more.asked) == (5, 3), "the number of problems is not part of the question"
+
+
+def test_prefilter_does_not_reuse_answers_from_before_the_model_files_were_rewritten(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    target, weights = Target(name="m", model=tmp_path), tmp_path / "model.safetensors"
+    weights.write_bytes(b"first")
+    before = _question(target, config, samples=8, model="")
+    assert _question(target, config, samples=8, model="") == before
+    weights.write_bytes(b"second")
+    assert _question(target, config, samples=8, model="") != before
+
+
+def test_second_prefilter_run_retries_the_problems_that_got_no_answer(tmp_path: Path, config: RunConfig) -> None:
+    fake = OpenAIFake(answers, failures=(400,))
+    with in_thread(fake.app) as url:
+        assert prefiltered(url, config, tmp_path / "out", problems=6).unanswered == 1
+        assert prefiltered(url, config, tmp_path / "out", problems=6).asked == 1
+
+
+@pytest.mark.parametrize("text", ["", "0.1", "0.1-0.9", "0.9..0.1", "-1..1", "0..2", "a..b", "nan..nan"])
+def test_invalid_range_of_pass_rates_is_rejected(text: str) -> None:
+    with pytest.raises(UserError, match="--keep must be a band of pass rates such as"):
+        Band.parse(text)
+
+
+def test_pass_rate_range_is_parsed_from_text_and_each_pass_rate_gets_the_label_of_its_band() -> None:
+    assert Band.parse("0.1..0.9") == Band(low=0.1, high=0.9)
+    assert [band_of(rate) for rate in (0.0, 0.125, 0.2, 0.5, 0.99, 1.0)] == [
+        "0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.8-1", "1",
+    ]  # fmt: skip

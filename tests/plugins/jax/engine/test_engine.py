@@ -1,0 +1,415 @@
+"""Tests of the JAX engine: equal results to the torch engine, compiled programs, and weight updates."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+import pytest
+import torch
+from jax.sharding import SingleDeviceSharding
+from transformers import AutoModelForCausalLM
+
+from inference_contract.weights import OnUpdate
+from pipelinerl import rng
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.batching.logit_changes import LogitChange, LogitChanges
+from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState, top_tokens
+from pipelinerl.engines.batching.sequence import TopTokens
+from pipelinerl.engines.bigram.engine import sample_rows
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch import engine as torch_engine
+from pipelinerl.enums import WeightFormat
+from pipelinerl.errors import ModelError
+from pipelinerl.models.decoder_config import read_config
+from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.jax.decoder import load_weights
+from pipelinerl.plugins.jax.engine import engine as jax_engine
+from pipelinerl.plugins.jax.engine.program import PromptAttention
+from pipelinerl.plugins.jax.engine.runner import Buckets, JaxRunner, JaxWeights, add_to_logits, sample
+from tests.fakes.engine_options import engine_options
+from tests.fakes.gated_runner import GatedRunner
+from tests.fakes.interpreted_splash import interpret
+from tests.fakes.spoiled_token import refuses_alone, spoil, untied
+from tests.fakes.update_in_flight import samples_across_an_update
+from trainer_contract.types import Device
+
+#: The engine compiles its programs for two lengths: 128 and this one.
+CONTEXT: Final = 160
+SLOTS: Final = 8
+COMPILED: Final[Counter[str]] = Counter()
+jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: COMPILED.update([event]))
+
+
+def _programs() -> int:
+    return COMPILED["/jax/core/compile/backend_compile_duration"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with larger weights than at initialisation, so that attention matters."""
+    path = tmp_path_factory.mktemp("qwen3")
+    tokenizer = char_tokenizer()
+    shape = DecoderShape(
+        hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=len(tokenizer), max_positions=CONTEXT
+    )
+    model = random_decoder(shape, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def options(model_path: Path) -> EngineOptions:
+    return engine_options(model_path=model_path, slots=SLOTS, context_length=CONTEXT, device=Device.CPU)
+
+
+@pytest.fixture(scope="module")
+def runner(options: EngineOptions) -> JaxRunner:
+    """A runner for the tests that do not change its weights; each test fills the rows that it uses."""
+    return jax_engine.load_runner(options)
+
+
+@pytest.fixture(scope="module")
+def twin(options: EngineOptions) -> ModelRunner:
+    """A runner of the torch engine with the same weights."""
+    return torch_engine.load_runner(replace(options, threads=1))
+
+
+def _prompt(seed: int, length: int) -> list[int]:
+    return rng.generator(seed, "prompt").integers(0, len(char_tokenizer()), length).tolist()
+
+
+def _state(
+    row: int, prompt: Sequence[int], *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> RowState:
+    return RowState(row, prompt[-1], len(prompt) - 1, 100 + row, temperature=temperature, top_k=top_k, top_p=top_p)
+
+
+Steps = list[tuple[list[int], list[float]]]
+
+
+def _script(runner: ModelRunner, *, top_k: int = 5) -> Steps:
+    """Run a fixed sequence of prefills, decodes, moves and copies of rows; return tokens and log-probs."""
+    group, alone, single = _prompt(1, 9), _prompt(2, 30), _prompt(3, 1)
+    runner.prefill([Prefill(group[:-1], [0, 1, 2]), Prefill(alone[:-1], [4])])
+    runner.place([_state(0, group), _state(1, group, temperature=0.0), _state(2, group, temperature=0.6)])
+    runner.place([_state(3, single), _state(4, alone, top_k=top_k, top_p=0.8 if top_k else 1.0)])
+    steps = [runner.decode(5) for _ in range(6)]
+    runner.move([4, 3], [0, 2])
+    runner.copy_cache(1, [3, 4], len(group) - 1)
+    runner.place([_state(3, group), _state(4, group, temperature=1.5)])
+    long = _prompt(4, 120)
+    runner.prefill([Prefill(long[:-1], [5])])
+    runner.place([_state(5, long)])
+    return steps + [runner.decode(6) for _ in range(20)]
+
+
+def _agree(ours: Steps, theirs: Steps) -> None:
+    assert [token_ids for token_ids, _ in ours] == [token_ids for token_ids, _ in theirs]
+    for (_, logprobs), (_, expected) in zip(ours, theirs, strict=True):
+        assert logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_jax_engine_samples_the_same_tokens_as_the_torch_engine(runner: JaxRunner, twin: ModelRunner) -> None:
+    """The calls in `_script` cover both compiled lengths, greedy rows and truncated sampling."""
+    _agree(_script(runner), _script(twin))
+
+
+def test_jax_engine_samples_the_same_tokens_if_steps_start_early(options: EngineOptions, runner: JaxRunner) -> None:
+    """Each step that may start early does: before rows move, are copied, join, or leave."""
+    early = jax_engine.assembled(options, starts_early=True)
+    early.early_step.allowed = True
+    _agree(_script(early, top_k=0), _script(runner, top_k=0))
+    assert early.early_step.started
+
+
+def test_jax_engine_updates_its_kv_cache_in_place(runner: JaxRunner) -> None:
+    """Prefill, decode, move and copy write into the memory of the cache, and none allocates a second cache."""
+    lies = [slots.unsafe_buffer_pointer() for slots in runner._cache]
+    _script(runner)
+    assert [slots.unsafe_buffer_pointer() for slots in runner._cache] == lies
+
+
+def test_jax_engine_gives_bit_identical_results_for_repeated_calls(runner: JaxRunner) -> None:
+    assert _script(runner) == _script(runner)
+
+
+def test_jax_engine_prefills_many_prompts_of_different_lengths(runner: JaxRunner, twin: ModelRunner) -> None:
+    """The prompts do not fit into one forward pass, so some are padded, and some wait for the next pass."""
+    prompts = [_prompt(20 + row, length) for row, length in enumerate((2, 128, 129, 140, 64, 5, 90, 17))]
+    steps: list[Steps] = []
+    for each in (runner, twin):
+        each.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts)])
+        each.place([_state(row, prompt) for row, prompt in enumerate(prompts)])
+        steps.append([each.decode(SLOTS) for _ in range(4)])
+    _agree(*steps)
+
+
+def test_jax_engine_samples_up_to_the_last_token_of_the_context(runner: JaxRunner, twin: ModelRunner) -> None:
+    prompt = _prompt(5, CONTEXT - 3)
+    steps: list[Steps] = []
+    for each in (runner, twin):
+        each.prefill([Prefill(prompt[:-1], [0])])
+        each.place([_state(0, prompt)])
+        steps.append([each.decode(1) for _ in range(3)])
+    _agree(*steps)
+
+
+def test_jax_engine_compiles_nothing_after_the_start(runner: JaxRunner) -> None:
+    """No length or row count needs a new program. Rare programs, such as for top-k, are compiled at first use."""
+    random = rng.generator(0, "ragged")
+    before = _programs()
+    for _ in range(12):
+        rows = int(random.integers(1, SLOTS + 1))
+        prompts = [_prompt(row, int(random.integers(2, CONTEXT - 4))) for row in range(rows)]
+        runner.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts)])
+        runner.place([_state(row, prompt) for row, prompt in enumerate(prompts)])
+        for _ in range(3):
+            runner.decode(rows)
+        runner.copy_cache(0, range(rows)[1:], len(prompts[0]) - 1)
+        runner.move([rows - 1], [0 if rows > 1 else 1])
+    assert _programs() == before
+
+
+def test_jax_engine_divides_attention_heads_over_devices(options: EngineOptions, twin: ModelRunner) -> None:
+    divided = jax_engine.assembled(replace(options, devices=2))
+    prompt = _prompt(1, 9)
+    steps: list[Steps] = []
+    for each in (divided, twin):
+        each.prefill([Prefill(prompt[:-1], [0, 1])])
+        each.place([_state(0, prompt), _state(1, prompt, temperature=0.0)])
+        steps.append([each.decode(2) for _ in range(5)])
+    _agree(*steps)
+
+
+def test_number_of_programs_that_the_jax_engine_compiles_is_bounded() -> None:
+    buckets = Buckets.of(rows=256, context=4096, prefill_tokens=1024)
+    assert buckets.rows == (16, 32, 64, 128, 256)
+    assert buckets.lengths == (128, 256, 512, 1024, 2048, 4096)
+    assert buckets.prompts == ((1, 4), (1, 4), (1,), (1,), (1,), (1,))
+    assert buckets.num_programs == 5 * 6 + 2 * 5 + 8 + 6
+    assert [buckets.rows_for(rows) for rows in (1, 16, 17, 256)] == [16, 16, 32, 256]
+    assert [buckets.length_for(length) for length in (0, 128, 129, 4096)] == [128, 128, 256, 4096]
+    odd = Buckets.of(rows=48, context=100, prefill_tokens=1024)
+    assert (odd.rows, odd.lengths, odd.prompts) == ((16, 32, 48), (100,), ((1, 4),))
+
+
+@pytest.mark.parametrize("changed_rows", [0, 1, 3])
+def test_logit_bias_and_penalties_are_added_only_to_the_logits_of_their_own_rows(changed_rows: int) -> None:
+    changes = LogitChanges()
+    for row in range(changed_rows):
+        changes.place(row, LogitChange({0: 1.5, row: -2.0}, 0.5, 0.25), [4, 4])
+    logits = np.zeros((8, 6), np.float32)
+    expected = logits.copy()
+    rows, token_ids, values = changes.of(2)
+    expected[rows, token_ids] += values
+    assert np.asarray(add_to_logits(jax.numpy.asarray(logits), changes, 2)).tolist() == expected.tolist()
+    assert set(rows.tolist()) == set(range(min(changed_rows, 2)))
+
+
+@pytest.mark.parametrize("vocab", [50, 2100])
+def test_jax_sampler_agrees_with_the_numpy_sampler(vocab: int) -> None:
+    random = rng.generator(vocab, "jax sampling")
+    rows = 64
+    logits = np.float32(random.standard_normal((rows, vocab)) * 3)
+    noise = random.random(rows)
+    noise[:2] = 0.0, 1.0 - 2**-53
+    for truncates in (False, True):
+        states = [
+            RowState(
+                row,
+                0,
+                0,
+                0,
+                temperature=(0.0, 1.0, 0.5, 2.5)[row % 4],
+                top_k=(0, 4, 0, 9, 1)[row % 5] if truncates else 0,
+                top_p=(1.0, 0.9, 0.3)[row % 3] if truncates else 1.0,
+                min_p=(0.0, 0.2, 1.0, 0.01)[row % 7 % 4] if truncates else 0.0,
+                policy_logprobs=row % 8 < 4,
+                num_top=row % 4,
+            )
+            for row in range(rows)
+        ]
+        token_ids, logprobs, top_ids, top_logprobs = sample(
+            jax.numpy.asarray(logits),
+            temperature=np.array([state.temperature for state in states], np.float32),
+            top_k=np.array([state.top_k for state in states], np.int32),
+            top_p=np.array([state.top_p for state in states], np.float32),
+            noise=noise,
+            truncates=truncates,
+            min_p=np.array([state.min_p for state in states], np.float32),
+            policy_logprobs=np.array([state.policy_logprobs for state in states]),
+            num_top=3,
+        )
+        top: dict[int, TopTokens] = {}
+        expected = sample_rows(np.asarray(logits, np.float64), states, noise, top)
+        assert token_ids.tolist() == expected[0]
+        assert logprobs.tolist() == pytest.approx(expected[1], abs=2e-5)
+        for row, pairs in top.items():
+            largest = top_tokens(np.asarray(top_ids)[row], np.asarray(top_logprobs)[row], row % 4)
+            assert [token_id for token_id, _ in largest] == [token_id for token_id, _ in pairs]
+            assert [logprob for _, logprob in largest] == pytest.approx([logprob for _, logprob in pairs], abs=2e-5)
+    assert not jax.config.read("jax_enable_x64")
+
+
+def test_jax_sampler_returns_no_positive_logprobs_at_low_temperatures() -> None:
+    """Divided by a temperature of 1e-5, logits exceed 1e5, where fp32 values are about 0.01 apart."""
+    logits = rng.generator(1, "cold").standard_normal((64, 50)).astype(np.float32)
+    logprobs = sample(
+        jax.numpy.asarray(logits),
+        temperature=np.full(64, 1e-5, np.float32),
+        top_k=np.zeros(64, np.int32),
+        top_p=np.ones(64, np.float32),
+        noise=np.linspace(0.0, 0.99, 64),
+        truncates=False,
+    ).logprobs
+    assert np.asarray(logprobs).tolist() == [0.0] * 64
+
+
+@pytest.mark.parametrize("vocab", [50, 2100])
+@pytest.mark.parametrize("wrong", [{0: np.nan}, {3: np.inf}, {"all": np.nan}, {"all": -np.inf}])
+def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled(
+    vocab: int, wrong: dict[Any, float]
+) -> None:
+    random = rng.generator(vocab, "not finite")
+    logits = np.float32(random.standard_normal((4, vocab)))
+    spoiled = logits.copy()
+    for at, value in wrong.items():
+        spoiled[1:3, slice(None) if at == "all" else at] = value
+    for truncates, of_policy in ((False, False), (True, False), (True, True)):
+        options: dict[str, Any] = {
+            "policy_logprobs": np.full(4, of_policy),
+            "temperature": np.array([1.0, 1.0, 0.0, 0.7], np.float32),
+            "top_k": np.full(4, 5 * truncates, np.int32),
+            "top_p": np.full(4, 0.9 if truncates else 1.0, np.float32),
+            "noise": random.random(4),
+            "truncates": truncates,
+        }
+        token_ids, logprobs = map(np.asarray, sample(jax.numpy.asarray(spoiled), **options)[:2])
+        healthy = list(map(np.asarray, sample(jax.numpy.asarray(logits), **options)[:2]))
+        assert np.isnan(logprobs[1:3]).all() and (token_ids[1:3] < vocab).all() and (token_ids[1:3] >= 0).all()
+        assert token_ids[::3].tolist() == healthy[0][::3].tolist()
+        assert logprobs[::3].tolist() == healthy[1][::3].tolist() and np.isfinite(logprobs[::3]).all()
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+def _bytes(model: torch.nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()]).numpy()
+
+
+def test_weight_layout_of_the_jax_engine_equals_that_of_the_torch_engine(runner: JaxRunner, twin: ModelRunner) -> None:
+    assert runner.layout == twin.layout
+
+
+def test_staged_bfloat16_weights_are_served_bit_for_bit(model_path: Path) -> None:
+    config, here = read_config(model_path), SingleDeviceSharding(jax.devices("cpu")[0])
+    loaded = load_weights(model_path, config, place=lambda _: here, dtype=jax.numpy.bfloat16)
+    weights = JaxWeights(config, loaded, place=lambda _: here)
+    other = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    weights.staging()[:] = _bytes(other)
+    weights.finish_staging()
+    weights.staging()[:] = 0  # the bytes of the next update arrive; the finished weights must not share this memory
+    weights.swap()
+    sent = dict(other.named_parameters())
+    for entry in config.parameters:
+        stacked = np.asarray(weights.current[entry.name]).astype(np.float32).reshape(-1, *entry.shape)
+        for name, values in zip(entry.names, stacked, strict=True):
+            assert np.array_equal(values, sent[name].detach().float().numpy()), name
+
+
+@pytest.fixture
+async def gate_and_engine(
+    options: EngineOptions, endless: ChatTokenizer
+) -> AsyncIterator[tuple[GatedRunner, BatchingEngine]]:
+    gates: list[GatedRunner] = []
+
+    def load() -> GatedRunner:
+        gates.append(GatedRunner(jax_engine.load_runner(options)))
+        return gates[0]
+
+    engine = BatchingEngine(options, load=load, tokenizer=endless)
+    await engine.start()
+    yield gates[0], engine
+    gates[0].open()
+    await engine.close()
+
+
+@pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
+async def test_jax_engine_updates_weights_during_decoding(
+    gate_and_engine: tuple[GatedRunner, BatchingEngine], model_path: Path, on_update: OnUpdate
+) -> None:
+    """The update compiles no new program."""
+    before_any = _programs()
+    await samples_across_an_update(*gate_and_engine, model_path, on_update, factor=1.2, tolerance=1e-4, as_bytes=_bytes)
+    assert _programs() == before_any
+
+
+@pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_next_request(
+    options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
+) -> None:
+    """The NaN must not stay in the KV cache of the row that the next request uses, with one row or with several."""
+    untied(model_path, tmp_path)
+    own_head = replace(options, model_path=tmp_path, slots=slots)
+    engine = BatchingEngine(own_head, load=lambda: jax_engine.load_runner(own_head), tokenizer=endless)
+    await engine.start()
+    await spoil(engine, tmp_path, _bytes)
+    await refuses_alone(engine)
+    await engine.close()
+
+
+# --- platforms and refusals ----------------------------------------------------------------------------------------
+
+
+def test_tpu_attention_kernel_agrees_with_plain_attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch)
+    random = rng.generator(0, "attention")
+    query, key, value = (
+        jax.numpy.asarray(random.standard_normal((2, 256, heads, 16)), jax.numpy.float32) for heads in (2, 1, 1)
+    )
+    splash = PromptAttention.SPLASH.causal(query, key, value)
+    assert np.allclose(splash, PromptAttention.PLAIN.causal(query, key, value), atol=2e-5)
+    assert PromptAttention.on("tpu", devices=1) is PromptAttention.SPLASH
+    assert PromptAttention.on("tpu", devices=2) is PromptAttention.PLAIN
+    assert PromptAttention.on("cpu", devices=1) is PromptAttention.PLAIN
+
+
+def test_jax_engine_rejects_unsupported_models_and_options(options: EngineOptions, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
+        jax_engine.load_runner(replace(options, context_length=CONTEXT + 1))
+    needed = 2 * 2 * SLOTS * CONTEXT * 2 * 8 * 4
+    with pytest.raises(ModelError, match=f"need {needed} bytes of cache"):
+        jax_engine.load_runner(options, cache_bytes=needed - 1)
+    with pytest.raises(ModelError, match="devices is 64"):
+        jax_engine.load_runner(replace(options, devices=64))
+    with pytest.raises(ModelError, match="device is tpu"):
+        jax_engine.load_runner(replace(options, device=Device.TPU))
+    with pytest.raises(ModelError, match="native weights"):
+        jax_engine.from_options(replace(options, weights=WeightFormat.INT8))
+    with pytest.raises(ModelError, match=r"the torch engine runs its model on one device, got engine\.devices=2"):
+        torch_engine.from_options(replace(options, devices=2))
+    for engine, name in ((torch_engine, "torch"), (jax_engine, "JAX")):
+        with pytest.raises(
+            ModelError, match=rf"the {name} engine has no options, got engine\.options zzz; remove them"
+        ):
+            engine.from_options(replace(options, options={"zzz": 1}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ModelError, match="'gpt2' is not supported"):
+        jax_engine.load_runner(replace(options, model_path=tmp_path))

@@ -1,0 +1,381 @@
+"""An LLM judge over real HTTP: its scores, and verifier errors on outages, disagreement and an exhausted budget."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.domains import DomainSection
+from pipelinerl.data.prompts import Template
+from pipelinerl.engines.http.server import create_app
+from pipelinerl.errors import EngineUnreachable, RecipeError
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.plugins.judge.verifier import Judge, JudgeSettings, ScoreFormat, Spending, Unreadable
+from pipelinerl.registry import ENGINES, load
+from pipelinerl.roles.verification import JudgeBudget, open_judge
+from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
+from pipelinerl.verifiers.verifier import SampledAnswer
+from tests.fakes.engine_options import engine_options
+from tests.fakes.openai_server import OpenAIFake
+from tests.fakes.scripted_judge import scripted_judge
+from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
+
+CAPITAL = Problem(
+    problem_id="d:1", domain="d", messages=(Message("user", "The capital of France?"),), ground_truth="It is well known"
+)
+
+
+@asynccontextmanager
+async def judging(
+    url: str, *, budget: JudgeBudget | None = None, correct_at: float = 0.5, **judge: Any
+) -> AsyncIterator[Judge]:
+    section = {"url": f"{url}/v1", "timeout_s": PATIENCE_S, **judge}
+    domain = DomainSection(name="d/e", source="addition", verifier="judge", correct_at=correct_at, judge=section)  # type: ignore[arg-type]
+    opened = open_judge(domain, budget=budget)
+    try:
+        yield opened
+    finally:
+        await opened.close()
+
+
+async def verdicts(judge: Judge, *texts: str) -> list[Verdict]:
+    return [each.verdict for each in await judge.judge(CAPITAL, [SampledAnswer(text) for text in texts])]
+
+
+def saying(*scores: object) -> Callable[[dict[str, Any]], str]:
+    """Return a fake judge model that replies with these scores in order, whatever the prompt."""
+    left = list(scores)
+    return lambda body: json.dumps({"reason": "r", "score": left.pop(0)})
+
+
+async def test_judge_scores_answers_and_uses_the_api_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "secret-7")
+    fake = OpenAIFake(scripted_judge())
+    with in_thread(fake.app) as url:
+        async with judging(url, key_variable="A_KEY") as judge:
+            right, wrong = await verdicts(judge, "Paris.", "Rome.")
+    assert (right.outcome, right.reward, wrong.outcome) == (Outcome.CORRECT, 8 / 9, Outcome.PARTIAL)
+    assert wrong.reward == 1 / 9 and wrong.reason == "score 2: so it seems"
+    assert right.parts == (("judge", 8 / 9),)
+    assert set(fake.tokens) == {"Bearer secret-7"} and fake.bodies[0]["model"] == "small"
+
+
+async def test_judge_is_called_once_for_equal_answers_and_its_verdicts_are_cached() -> None:
+    fake = OpenAIFake(scripted_judge())
+    with in_thread(fake.app) as url:
+        async with judging(url, model="small", remembered=2) as judge:
+            assert len(set(await verdicts(judge, *["Paris."] * 8))) == 1
+            await verdicts(judge, "Paris.")
+            assert len(fake.bodies) == 1
+            for text in ("a", "Paris.", "b", "Paris.", "a"):
+                await verdicts(judge, text)
+    assert len(fake.bodies) == 4, "the cache holds the two most recently judged answers"
+
+
+async def test_several_scores_of_a_judge_are_averaged_and_their_agreement_is_reported() -> None:
+    fake = OpenAIFake(saying(10, 7, 4))
+    with in_thread(fake.app) as url:
+        async with judging(url, model="small", votes=3, temperature=0.7) as judge:
+            (verdict,) = await verdicts(judge, "x")
+    assert verdict.reward == pytest.approx(6 / 9) and verdict.outcome is Outcome.CORRECT
+    assert dict(verdict.parts)["agreement"] == pytest.approx(1 / 3)
+    assert len({body["seed"] for body in fake.bodies}) == 3 and {body["temperature"] for body in fake.bodies} == {0.7}
+
+
+@pytest.mark.parametrize(
+    ("scores", "settings", "sentence"),
+    [
+        ((10, 1, 1), {"least_agreement": 0.5}, "the votes of the judge differ too much"),
+        ((10, "x", "y"), {}, "only 1 of 3 votes succeeded: the judge's reply has no score"),
+        ((11, 12, 5), {}, "only 1 of 3 votes succeeded: the judge gave the score 1[12], which is not from 1 to 10"),
+    ],
+)
+async def test_answer_gets_a_verifier_error_if_the_judges_scores_disagree_or_are_missing(
+    scores: Any, settings: dict[str, Any], sentence: str
+) -> None:
+    with in_thread(OpenAIFake(saying(*scores)).app) as url:
+        async with judging(url, model="small", votes=3, temperature=1.0, **settings) as judge:
+            (verdict,) = await verdicts(judge, "x")
+    assert verdict.outcome is Outcome.VERIFIER_ERROR and not verdict.outcome.is_judgement
+    assert re.search(sentence, verdict.reason)
+
+
+async def test_two_valid_scores_out_of_three_from_a_judge_are_enough_for_a_verdict() -> None:
+    with in_thread(OpenAIFake(saying(10, "x", 10)).app) as url:
+        async with judging(url, model="small", votes=3, temperature=1.0) as judge:
+            assert [each.reward for each in await verdicts(judge, "x")] == [1.0]
+
+
+async def test_call_to_an_overloaded_judge_is_retried() -> None:
+    fake = OpenAIFake(scripted_judge(), failures=(503, 429))
+    with in_thread(fake.app) as url:
+        async with judging(url, model="small") as judge:
+            assert (await verdicts(judge, "Paris."))[0].outcome is Outcome.CORRECT
+    assert len(fake.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("failures", "timeout_s", "words"),
+    [((500,) * 10_000, 0.5, "had no answer within 0.5 s"), ((401,), PATIENCE_S, "HTTP 401: not now")],
+)
+async def test_answer_gets_a_verifier_error_if_the_judge_fails_and_a_verdict_once_the_judge_works_again(
+    failures: tuple[int, ...], timeout_s: float, words: str
+) -> None:
+    fake = OpenAIFake(scripted_judge(), failures=failures)
+    with in_thread(fake.app) as url:
+        async with judging(url, model="small", timeout_s=timeout_s) as judge:
+            (verdict,) = await verdicts(judge, "Rome.")
+            assert (verdict.outcome, verdict.reward) == (Outcome.VERIFIER_ERROR, 0.0) and words in verdict.reason
+        fake.failures.clear()
+        async with judging(url, model="small") as judge:
+            assert (await verdicts(judge, "Rome."))[0].outcome is Outcome.PARTIAL
+
+
+async def test_answer_gets_a_verifier_error_if_the_judge_is_unreachable(tmp_path: Path) -> None:
+    for settings in ({}, {"model": "small"}):
+        async with judging("http://127.0.0.1:9", timeout_s=0.5, **settings) as judge:
+            (verdict,) = await verdicts(judge, "x")
+            assert verdict.outcome is Outcome.VERIFIER_ERROR and "http://127.0.0.1:9" in verdict.reason
+
+
+async def test_number_of_calls_to_the_judge_stays_within_its_budget_even_after_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake, budget = OpenAIFake(scripted_judge()), JudgeBudget(tmp_path / "judging", sharers=2)
+    with in_thread(fake.app) as url, caplog.at_level(logging.ERROR, logger="pipelinerl"):
+        async with judging(url, budget=budget, model="small", most_calls=10) as judge:
+            first = await verdicts(judge, "a", "b", "c")
+        async with judging(url, budget=budget, model="small", most_calls=10) as judge:  # as after a restart
+            second = await verdicts(judge, "d", "e", "f", "g")
+    assert len(fake.bodies) == 5, "each of two processes may make half of ten calls"
+    assert [each.outcome for each in first] == [Outcome.PARTIAL] * 3
+    masked = [each for each in second if each.outcome is Outcome.VERIFIER_ERROR]
+    assert len(masked) == 2 and all("has spent its share of 5 calls" in each.reason for each in masked)
+    assert [record.message for record in caplog.records] == [masked[0].reason], "the error is logged once"
+
+
+async def test_tokens_that_the_judges_server_reports_count_against_the_judges_budget(tmp_path: Path) -> None:
+    fake, budget = OpenAIFake(lambda body: '{"score": 5}'), JudgeBudget(tmp_path, sharers=1)
+    with in_thread(fake.app) as url:
+        async with judging(url, budget=budget, model="small", most_tokens=30, concurrency=1) as judge:
+            outcomes = [each.outcome for each in await verdicts(judge, "a", "b", "c", "d")]
+    assert outcomes.count(Outcome.VERIFIER_ERROR) == 2, "15 tokens each: two calls"
+    assert json.loads((tmp_path / "d%2Fe.json").read_text()) == {"calls": 2, "tokens": 30}
+
+
+def test_damaged_file_with_a_judges_spent_budget_raises_an_error(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text("{")
+    with pytest.raises(RecipeError, match=r"c.json holds the budget spent so far and is damaged"):
+        Spending(where="d", most_calls=1, most_tokens=None, file=tmp_path / "c.json")
+
+
+async def test_engine_of_this_project_can_serve_the_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = char_tokenizer()
+    BigramModel.random(len(tokenizer), seed=1, context_length=4096).save(tmp_path)
+    tokenizer.save_pretrained(tmp_path, save_jinja_files=False)
+    options = engine_options(model_path=tmp_path, model_id="frozen", context_length=4096)
+    monkeypatch.setenv("A_KEY", "secret")
+    settings = {"pattern": r"\A[^0-9]*([0-9])", "low": 0, "high": 9, "temperature": 1.0, "max_tokens": 200}
+    with in_thread(create_app(load("engine", ENGINES, "bigram")(options), token="secret")) as url:
+        async with judging(url, key_variable="A_KEY", **settings) as judge:
+            (verdict,) = await verdicts(judge, "Paris.<|im_end|>")
+    assert verdict.outcome.is_judgement, verdict.reason
+    assert verdict.reason.startswith("score ")
+
+
+@dataclass
+class Said:
+    text: str = '{"score": 5}'
+    num_tokens: int | None = None
+    prompt_tokens: int | None = None
+
+
+class CountingServer:
+    """A fake server of the judge that counts concurrent calls, and answers only while `free` is set."""
+
+    url = "http://judge"
+
+    def __init__(self) -> None:
+        self.now = self.most = self.calls = 0
+        self.free = asyncio.Event()
+        self.free.set()
+
+    async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Said:
+        self.now, self.calls = self.now + 1, self.calls + 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(0)
+            await self.free.wait()
+        finally:
+            self.now -= 1
+        return Said()
+
+    async def close(self) -> None:
+        pass
+
+
+UNLIMITED = Spending(where="d", most_calls=None, most_tokens=None)
+
+
+def opening(
+    open_server: Callable[[], Awaitable[CountingServer]], spending: Spending = UNLIMITED, **settings: Any
+) -> Judge:
+    chosen = JudgeSettings(rubric=Template("{{ answer }}"), format=ScoreFormat(low=0, high=10), **settings)
+    return Judge(chosen, open_server=open_server, spending=spending)
+
+
+def with_server(server: CountingServer, **settings: Any) -> Judge:
+    async def opened() -> CountingServer:
+        return server
+
+    return opening(opened, **settings)
+
+
+async def test_calls_to_the_judge_stay_within_the_concurrency_limit() -> None:
+    server = CountingServer()
+    judge = with_server(server, concurrency=3, votes=2, temperature=1.0)
+    await asyncio.gather(*(verdicts(judge, f"{n}a", f"{n}b") for n in range(5)))
+    assert (server.most, server.calls) == (3, 20)
+
+
+async def test_cancelled_call_to_the_judge_frees_its_concurrency_slot() -> None:
+    server = CountingServer()
+    server.free.clear()
+    judge = with_server(server, concurrency=1)
+    task = asyncio.ensure_future(verdicts(judge, "a", "b"))
+    while not server.calls:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    server.free.set()
+    assert [each.reward for each in await verdicts(judge, "a", "c")] == [0.5, 0.5]
+
+
+async def test_concurrent_calls_share_a_failed_connection_to_the_judge_and_later_calls_reconnect() -> None:
+    opened, gate = 0, asyncio.Event()
+
+    async def connect() -> CountingServer:
+        nonlocal opened
+        opened += 1
+        await gate.wait()
+        if opened == 1:
+            raise EngineUnreachable("not there yet")
+        return CountingServer()
+
+    spending = Spending(where="d", most_calls=None, most_tokens=None)
+    judge = opening(connect, spending)
+    first = asyncio.ensure_future(verdicts(judge, "a"))
+    others = asyncio.ensure_future(verdicts(judge, "b", "c"))
+    while not opened:
+        await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    gate.set()
+    assert [each.reason for each in await others] == ["not there yet"] * 2 and opened == 1
+    assert [each.reward for each in await verdicts(judge, "a", "b")] == [0.5, 0.5]
+    assert (opened, spending.calls) == (2, 2), "only calls that were made are counted"
+    await judge.close()
+
+
+async def test_judge_can_be_closed_while_its_server_is_being_opened() -> None:
+    async def never() -> CountingServer:
+        return await asyncio.get_running_loop().create_future()
+
+    judge = opening(never)
+    task = asyncio.ensure_future(verdicts(judge, "a"))
+    while judge._opening is None:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    await judge.close()
+    assert judge._opening is None
+
+
+async def test_verifier_error_because_of_a_failing_judge_is_not_cached() -> None:
+    class Failing(CountingServer):
+        async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Said:
+            self.calls += 1
+            if self.calls == 1:
+                raise EngineUnreachable("away")
+            return Said()
+
+    judge = with_server(Failing())
+    assert [(await verdicts(judge, "a"))[0].outcome for _ in range(2)] == [Outcome.VERIFIER_ERROR, Outcome.PARTIAL]
+
+
+async def test_answer_gets_a_verifier_error_if_the_problem_lacks_a_field_that_the_rubric_names() -> None:
+    chosen = JudgeSettings(
+        rubric=Template("{{ answer }} {{ hint }}", where="rubric"), format=ScoreFormat(low=0, high=1)
+    )
+    judge = Judge(chosen, open_server=None, spending=Spending(where="d", most_calls=0, most_tokens=0))  # type: ignore[arg-type]
+    (verdict,) = await verdicts(judge, "a")
+    assert verdict.outcome is Outcome.VERIFIER_ERROR and 'rubric: field "hint" is missing' in verdict.reason
+
+
+JSON = ScoreFormat(low=1, high=10)
+PATTERN = ScoreFormat(low=0, high=5, pattern=re.compile(r"Score: (\S+)"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "score", "reason"),
+    [
+        ('{"score": 7, "reason": "good"}', 7, "good"),
+        ('Let me think {well}.\n```json\n{"reason": "a } b", "score": 1.5}\n```', 1.5, "a } b"),
+        ('{"score": 3} So I say {"score": 3.0, "reason": "r"}', 3, "r"),
+        ('{"reason": 5, "score": 10}', 10, ""),
+        ('{"score": " 7.5 "}', 7.5, ""),
+    ],
+)
+def test_single_score_in_a_judges_reply_is_read(reply: str, score: float, reason: str) -> None:
+    assert JSON.read(reply) == (score, reason)
+
+
+@pytest.mark.parametrize(
+    ("reply", "sentence"),
+    [
+        ("", "has no score"),
+        ("seven", "has no score: 'seven'"),
+        ('{"score": "8/10"}', "no score"),
+        ('{"score": "١"}', "no score"),
+        ('{"score": 1' + "0" * 400 + "}", "no score"),
+        ('{"score": [7]}', "no score"),
+        ('{"score": true}', "no score"),
+        ('{"score": NaN}', "no score"),
+        ('{"score": 1e999}', "no score"),
+        ('{"score": 11}', "the score 11, which is not from 1 to 10"),
+        ('{"score": 0.99}', "not from 1 to 10"),
+        ('{"score": 1} {"score": 10}', "more than one score: 1, 10"),
+        ('{"score": ' + "1" * 100_000 + "}", "no score"),
+        ("{" * 100_000, "opening braces"),
+        ('{"a":' * 150, "no score"),
+    ],
+)
+def test_judges_reply_without_exactly_one_valid_score_is_rejected(reply: str, sentence: str) -> None:
+    with pytest.raises(Unreadable, match=sentence):
+        JSON.read(reply)
+
+
+def test_judges_score_is_read_from_the_capture_group_of_the_recipes_regular_expression() -> None:
+    assert PATTERN.read("So.\nScore: 4.5") == (4.5, "")
+    for reply, sentence in (("4", "no score"), ("Score: 9", "not from 0 to 5"),
+                            ("Score: x", "must be a number, got 'x'"), ("Score: 1 Score: 2", "more than one"),
+                            ("Score: nan", "no score")):  # fmt: skip
+        with pytest.raises(Unreadable, match=sentence):
+            PATTERN.read(reply)
+
+
+def test_judges_score_is_converted_to_a_reward_from_0_to_1() -> None:
+    assert [JSON.share(score) for score in (1, 10, 5.5)] == [0, 1, 0.5]

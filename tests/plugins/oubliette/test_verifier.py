@@ -1,0 +1,337 @@
+"""Tests of the verifier `Oubliette`, which runs the program in a model's answer on the problem's test cases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, final
+
+import pytest
+
+from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.verification import OublietteSection
+from pipelinerl.plugins.oubliette import verifier as verifiers
+from pipelinerl.plugins.oubliette.checkers import CodeRules, Scoring
+from pipelinerl.plugins.oubliette.repository import Content, ContentMissing, Link
+from pipelinerl.plugins.oubliette.runner import Check, Executed, Program
+from pipelinerl.plugins.oubliette.runs import Ending, Limits, ProgramResult, SandboxLost, SandboxMissing, Tier
+from pipelinerl.plugins.oubliette.sandbox import Sandbox
+from pipelinerl.plugins.oubliette.verifier import Oubliette, PythonTool
+from pipelinerl.roles.verification import open_verifier
+from pipelinerl.types import Message, Outcome, Problem, Verdict
+from pipelinerl.verifiers.verifier import SampledAnswer
+from tests.patience import PATIENCE_S
+
+RULES = CodeRules(languages=("python", "c"), time_limit_s=PATIENCE_S)
+DOUBLES = [{"input": f"{n}\n", "output": f"{2 * n}\n"} for n in range(6)]
+RIGHT = "print(2 * int(input()))"
+HALF = "n = int(input())\nprint(2 * n if n < 3 else 0)"
+
+
+def problem(**metadata: Any) -> Problem:
+    return Problem(
+        problem_id="p",
+        domain="d",
+        messages=(Message("user", "?"),),
+        ground_truth="",
+        metadata={"tests": DOUBLES, **metadata},
+    )
+
+
+@pytest.fixture
+async def oubliette(sandbox: Sandbox) -> AsyncIterator[Oubliette]:
+    verifier = Oubliette(RULES, deadline_s=PATIENCE_S)
+    yield verifier
+    await verifier.close()
+
+
+async def judged(verifier: Oubliette, code: str, language: str = "python", **metadata: Any) -> Verdict:
+    return await verifier.verify(problem(**metadata), f"It is so:\n```{language}\n{code}\n```\nand done.")
+
+
+async def test_correct_and_wrong_programs_are_judged_correct_and_wrong(oubliette: Oubliette) -> None:
+    verdict = await judged(oubliette, RIGHT)
+    assert (verdict.outcome, verdict.reward) == (Outcome.CORRECT, 1.0)
+    assert verdict.reason == "6 of 6 tests passed [default sandbox]"
+    c = '#include <stdio.h>\nint main(void) { int n; return scanf("%d", &n) != 1 || printf("%d", 2 * n) < 0; }'
+    assert (await judged(oubliette, c, "c")).outcome is Outcome.CORRECT
+    for code, reason in (
+        (HALF, "test 4 of 6: wrote b'0\\n'"),
+        ("1/0", "test 1 of 6: exit status 1: ZeroDivisionError: division by zero"),
+        ("print(", "SyntaxError"),
+        (f"{RIGHT}\nimport sys\nsys.exit(1)", "exit status 1"),
+        ("print('x' * 10**6)", "exceeded its output limit"),
+    ):
+        verdict = await judged(oubliette, code)
+        assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
+        assert reason in verdict.reason
+    verdict = await judged(oubliette, "int main(void) { return }", "c")
+    assert verdict.outcome is Outcome.WRONG
+    assert "does not compile" in verdict.reason
+
+
+async def test_program_may_print_integers_of_any_length(oubliette: Oubliette) -> None:
+    tests = [{"input": "", "output": "1" + "0" * 5000}]
+    assert (await judged(oubliette, "print(10**5000)", tests=tests)).outcome is Outcome.CORRECT
+    assert (await judged(oubliette, "print(len(str(10**5000)) and 10**5001)", tests=tests)).outcome is Outcome.WRONG
+
+
+async def test_answer_without_a_program_is_wrong_with_a_reason(oubliette: Oubliette) -> None:
+    assert "no closed fenced block" in (await oubliette.verify(problem(), RIGHT)).reason
+    verdict = await judged(oubliette, "puts 1", "ruby")
+    assert verdict.outcome is Outcome.WRONG
+    assert "the code is in 'ruby'; accepted are python, c" in verdict.reason
+
+
+async def test_program_over_its_limit_is_judged_wrong_but_a_missed_verifier_deadline_is_a_timeout(
+    sandbox: Sandbox, oubliette: Oubliette
+) -> None:
+    verdict = await judged(oubliette, "while True: pass", time_limit=0.2)
+    assert verdict.outcome is Outcome.WRONG
+    assert "processor time" in verdict.reason or "elapsed time" in verdict.reason
+    hurried = Oubliette(RULES, deadline_s=2.0)
+    try:
+        verdict = await judged(hurried, "import time\ntime.sleep(3600)")
+        assert (verdict.outcome, verdict.reason) == (Outcome.TIMEOUT, "no judgement within 2 s")
+    finally:
+        await hurried.close()
+
+
+async def test_reward_of_a_program_can_be_the_share_of_tests_passed(sandbox: Sandbox) -> None:
+    verifier = Oubliette(CodeRules(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S), deadline_s=PATIENCE_S)
+    try:
+        verdict = await judged(verifier, HALF)
+        assert (verdict.outcome, verdict.reward) == (Outcome.PARTIAL, 0.5)
+        assert verdict.reason.startswith("3 of 6 tests passed; test 4 of 6: ")
+        assert (await judged(verifier, RIGHT)).outcome is Outcome.CORRECT
+    finally:
+        await verifier.close()
+
+
+CHECKER = """
+import sys
+given, output, answer = (open(name).read() for name in sys.argv[1:])
+assert int(given) * 2 == int(answer)
+sys.exit(0 if output.split() == ["about", answer.strip()] else 1)
+"""
+
+
+async def test_custom_checker_runs_in_another_sandbox_guest_than_the_program(oubliette: Oubliette) -> None:
+    own = {"checker": {"language": "python", "source": CHECKER}}
+    assert (await judged(oubliette, "print('about', 2 * int(input()))", **own)).outcome is Outcome.CORRECT
+    verdict = await judged(oubliette, RIGHT, **own)
+    assert verdict.outcome is Outcome.WRONG
+    assert "the problem's checker rejects the output" in verdict.reason
+    seen = "import os\nprint('about', 2 * int(input()), *os.listdir('/tmp'))"
+    assert (await judged(oubliette, seen, **own)).outcome is Outcome.WRONG
+    assert await _masked(oubliette, checker={"language": "python", "source": "1/0"})
+    assert await _masked(oubliette, checker={"language": "python", "source": "import sys\nsys.exit(3)"})
+    assert await _masked(oubliette, checker={"language": "c", "source": "no c"})
+    assert await _masked(oubliette, checker={"language": "cobol", "source": ""})
+
+
+#: A checker program, for both protocols of checkers, that crashes on output that is not UTF-8.
+TEXT_CHECKER = """
+import sys
+names = {name.partition(".")[0]: open(name).read() for name in sys.argv[1:]}
+right = names["output"].split() == names["answer"].split()
+print(int(right))
+sys.exit(0 if right or PRINTED else 1)
+"""
+
+
+@pytest.mark.parametrize("protocol", ["testlib", "printed"])
+@pytest.mark.parametrize(
+    "crash",
+    [
+        "import sys\nsys.stdout.buffer.write(b'\\xff\\xfe')",
+        "import sys\nsys.stdout.buffer.write(b'\\xed\\xa0\\x80')",
+    ],
+)
+async def test_output_that_crashes_a_checker_is_wrong_if_the_checker_accepts_the_reference_output(
+    oubliette: Oubliette, protocol: str, crash: str
+) -> None:
+    source = TEXT_CHECKER.replace("PRINTED", str(protocol == "printed"))
+    checker = {"language": "python", "source": source, "protocol": protocol}
+    assert (await judged(oubliette, RIGHT, checker=checker)).outcome is Outcome.CORRECT
+    verdict = await judged(oubliette, crash, checker=checker)
+    assert verdict.outcome is Outcome.WRONG, verdict.reason
+    assert "the problem's checker rejects the output" in verdict.reason
+    broken = checker | {"source": "1/0\n" + source}
+    assert (await judged(oubliette, crash, checker=broken)).outcome is Outcome.VERIFIER_ERROR
+
+
+async def _masked(oubliette: Oubliette, **metadata: Any) -> bool:
+    return (await judged(oubliette, RIGHT, **metadata)).outcome is Outcome.VERIFIER_ERROR
+
+
+async def test_sandboxed_program_cannot_read_the_reference_answer(oubliette: Oubliette) -> None:
+    """The program prints everything that it can read; the expected word is only in the reference answer."""
+    word = "xyzzy-the-answer"
+    search = (
+        "import os\nseen = [sys.stdin.read()] if (sys := __import__('sys')) else []\n"
+        "for top, _, names in os.walk('/tmp'):\n"
+        "    seen += [open(f'{top}/{n}').read() for n in names if n != 'main.py']\n"
+        "seen += [open(f'/proc/self/{n}', 'rb').read().decode('latin-1') for n in ('environ', 'cmdline')]\n"
+        "for n in range(3, 200):\n"
+        "    try: seen.append(open(f'/proc/self/fd/{n}').read())\n    except OSError: pass\n"
+        "print(*seen)\n"
+    )  # fmt: skip
+    verdict = await judged(oubliette, search, tests=[{"input": "", "output": f"{word}\n"}])
+    assert verdict.outcome is Outcome.WRONG
+    assert "wrote b'" in verdict.reason, "it must have run to its end"
+    assert word not in verdict.reason
+
+
+async def test_answer_gets_a_verifier_error_if_test_cases_are_invalid_or_the_sandbox_is_missing(
+    oubliette: Oubliette, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await _masked(oubliette, tests=[])
+    assert await _masked(oubliette, tests="[")
+    monkeypatch.setenv("PATH", "/nowhere")
+    missing = Oubliette(RULES)
+    verdict = await judged(missing, RIGHT)
+    assert verdict.outcome is Outcome.VERIFIER_ERROR
+    assert "needs bubblewrap" in verdict.reason
+    await missing.close()
+
+
+async def test_cancelled_judgements_do_not_block_later_judgements(oubliette: Oubliette) -> None:
+    await judged(oubliette, RIGHT)
+    waiting = [asyncio.create_task(judged(oubliette, "import time\ntime.sleep(0.2)\n" + RIGHT)) for _ in range(6)]
+    await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert (await judged(oubliette, RIGHT)).outcome is Outcome.CORRECT
+
+
+async def test_code_domain_of_a_recipe_is_judged_by_the_sandbox(sandbox: Sandbox) -> None:
+    domain = DomainSection(
+        name="code",
+        source="files",
+        verifier="oubliette",
+        verifier_timeout_s=PATIENCE_S,
+        oubliette=OublietteSection(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S),
+    )
+    verifier = open_verifier(domain)
+    try:
+        answers = [SampledAnswer(f"```\n{code}\n```") for code in (RIGHT, HALF, "1/0")]
+        judgements = await verifier.judge(problem(), answers)
+    finally:
+        await verifier.close()
+    assert [judgement.verdict.reward for judgement in judgements] == [1.0, 0.5, 0.0]
+
+
+@final
+class Forgetful:
+    """A fake `CodeRunner` that loses the first `forgets` outputs before they are checked, like a killed service."""
+
+    tier, at_once = "remote default", 1
+
+    def __init__(self, *, forgets: int) -> None:
+        self.forgets = forgets
+        self.runs = 0
+
+    async def compile(self, language: str, source: str, *, wall_s: float) -> Program:
+        return Program(language, source.encode())
+
+    async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
+        self.runs += 1
+        done = ProgramResult(
+            ending=Ending.EXITED, code=0, stdout=b"", stderr=b"", cpu_s=0.0, wall_s=0.0, tier=Tier.DEFAULT
+        )
+        return Executed(done, Link.of(b""))
+
+    async def check(self, check: Check) -> float:
+        self.forgets -= 1
+        if self.forgets >= 0:
+            raise ContentMissing("forgotten")
+        return 1.0
+
+    async def read(self, content: Content) -> bytes:
+        raise ContentMissing("forgotten")
+
+    async def close(self) -> None:
+        pass
+
+
+def opening(*results: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[Forgetful]], list[int]]:
+    """Return a fake of `open_runner` that gives these results in order, repeating the last, and a list of its calls."""
+    tries: list[int] = []
+
+    async def opened(rules: CodeRules, *, at_once: int) -> Forgetful:
+        tries.append(at_once)
+        await asyncio.sleep(0)
+        come = results[min(len(tries), len(results)) - 1]
+        if isinstance(come, SandboxLost):
+            raise come
+        return come
+
+    return opened, tries
+
+
+@pytest.mark.parametrize(("forgets", "outcome"), [(7, Outcome.CORRECT), (8, Outcome.VERIFIER_ERROR)])
+async def test_program_is_run_again_if_the_sandbox_service_lost_its_output(
+    forgets: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Forgetful(forgets=forgets)
+    monkeypatch.setattr(verifiers, "open_runner", opening(runner)[0])
+    verdict = await judged(Oubliette(RULES), RIGHT, tests=DOUBLES[:1])
+    assert (verdict.outcome, runner.runs) == (outcome, 8)
+
+
+async def test_connection_to_a_briefly_unreachable_sandbox_service_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = SandboxLost("away")
+    opened, tries = opening(away, away, Forgetful(forgets=0))
+    monkeypatch.setattr(verifiers, "open_runner", opened)
+    monkeypatch.setattr(verifiers, "_FIRST_PAUSE_S", 0.0)
+    verifier = Oubliette(RULES)
+    verdicts = await asyncio.gather(*(judged(verifier, RIGHT, tests=DOUBLES[:1]) for _ in range(3)))
+    assert [verdict.outcome for verdict in verdicts] == 3 * [Outcome.CORRECT]
+    assert len(tries) == 3
+
+
+async def test_concurrent_judgements_share_one_failed_attempt_to_connect_to_the_sandbox_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened, tries = opening(SandboxLost("away"))
+    monkeypatch.setattr(verifiers, "open_runner", opened)
+    monkeypatch.setattr(verifiers, "_GRACE_S", 0.0)
+    verifier = Oubliette(RULES)
+    verdicts = await asyncio.gather(*(judged(verifier, RIGHT) for _ in range(3)))
+    assert [(verdict.outcome, verdict.reason) for verdict in verdicts] == 3 * [(Outcome.VERIFIER_ERROR, "away")]
+    assert len(tries) == 1
+    await judged(verifier, RIGHT)
+    assert len(tries) == 2, "a later judgement connects again"
+    await verifier.close()
+    assert (await judged(verifier, RIGHT)).reason == "the sandbox is closed"
+
+
+@pytest.fixture
+async def tool(sandbox: Sandbox) -> AsyncIterator[PythonTool]:
+    made = PythonTool(CodeRules(time_limit_s=1.0), workers=1)
+    yield made
+    await made.close()
+
+
+async def test_calls_of_the_python_tool_share_no_state(tool: PythonTool) -> None:
+    assert await tool.call("x = 6\nopen('kept', 'w').write('x')\nprint(x * 7)") == ("42", False)
+    shown, has_failed = await tool.call("print(x)")
+    assert "NameError: name 'x' is not defined" in shown and has_failed
+    assert "No such file" in (await tool.call("open('kept')"))[0]
+    assert await tool.call("pass") == ("(the program printed nothing)", False)
+    shown, _ = await tool.call("print('a' * 9000)")
+    assert len(shown) < 4100 and "[5000 characters left out]" in shown
+
+
+async def test_time_limit_of_the_domain_applies_to_calls_of_the_python_tool(tool: PythonTool) -> None:
+    assert "processor time" in (await tool.call("while True: pass"))[0]
+
+
+async def test_python_tool_without_a_sandbox_fails_at_start_and_names_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxMissing, match=r"python tool needs a sandbox: .*bubblewrap, which is not installed"):
+        await PythonTool(CodeRules()).start()

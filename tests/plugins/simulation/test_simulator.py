@@ -1,0 +1,219 @@
+"""Invariants hold for every simulated run, and simple runs take the time that a formula predicts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings as effort, strategies as st
+
+from inference_contract.weights import OnUpdate
+from pipelinerl.plugins.simulation.hardware import (
+    Contention,
+    ControlTimes,
+    EngineTimes,
+    Hardware,
+    TrainerTimes,
+    UpdateTimes,
+)
+from pipelinerl.plugins.simulation.prediction import Prediction
+from pipelinerl.plugins.simulation.setting import FixedLengths, HeavyTailedLengths
+from pipelinerl.plugins.simulation.simulator import POLL_S, simulate
+from pipelinerl.roles.actor_role import REFRESH_S
+from tests.plugins.simulation.settings import BALANCED, WHOLE, setting
+
+BOUNDS = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32), (1, math.inf))
+
+
+@pytest.mark.parametrize("on_update", OnUpdate)
+@pytest.mark.parametrize(("j", "k"), BOUNDS)
+def test_each_simulated_group_has_one_outcome_and_no_trained_group_exceeds_the_staleness_bound_k(
+    j: int, k: float, on_update: OnUpdate
+) -> None:
+    run = simulate(setting(j, k, on_update=on_update, max_groups=400, filtered=0.2, oversample=2.0), WHOLE)
+    account = run.account
+    ended = account.trained + account.filtered + account.stale + account.failed
+    assert account.issued == ended + account.in_flight
+    assert 0 <= account.in_flight <= 400
+    assert 1 <= min(run.staleness) <= max(run.staleness) <= k
+    assert account.trained >= (run.steps - 1) * 8
+    assert sum(run.staleness.values()) == pytest.approx(1)
+
+
+@effort(max_examples=25, deadline=None)
+@given(
+    engines=st.integers(1, 5),
+    slots=st.sampled_from([3, 8, 64]),
+    bounds=st.sampled_from(BOUNDS),
+    on_update=st.sampled_from(list(OnUpdate)),
+    groups=st.integers(1, 12),
+    size=st.integers(1, 9),
+    contention=st.sampled_from([1.0, 1.7]),
+    seed=st.integers(0, 5),
+)
+def test_simulated_runs_with_random_settings_finish_and_give_every_requested_group_an_outcome(
+    engines: int,
+    slots: int,
+    bounds: tuple[int, float],
+    on_update: OnUpdate,
+    groups: int,
+    size: int,
+    contention: float,
+    seed: int,
+) -> None:
+    given_setting = setting(
+        *bounds,
+        engines=engines,
+        slots=slots,
+        on_update=on_update,
+        rollouts_per_step=groups * size,
+        group_size=size,
+        attempts=10**6,
+        steps=12,
+        max_groups=64,
+        seed=seed,
+    )
+    run = simulate(given_setting, replace(WHOLE, contention=Contention(engine=contention, trainer=contention)))
+    account = run.account
+    assert run.steps == 12
+    assert account.issued == account.trained + account.stale + account.in_flight
+    for share in (run.trainer_wait, run.trainer_computes, run.trainer_held, run.engine_idle, run.discarded):
+        assert -1e-9 <= share <= 1 + 1e-9
+    assert run.trainer_wait + run.trainer_computes + run.trainer_held <= 1 + 1e-9
+    assert max(run.staleness) <= bounds[1]
+    assert 0 < run.rows <= slots
+
+
+def test_simulated_lockstep_run_with_fixed_answer_lengths_takes_the_time_of_its_formula() -> None:
+    """One engine samples 64 answers of 20 tokens in 64 rows; sampling and training do not overlap."""
+    control = ControlTimes(
+        order_s=0.003, request_s=0.0, answer_s=0.0, verify_s=0.05, verifiers=None, deliver_s=0.004, report_s=0.02
+    )
+    hardware = replace(BALANCED, update=UpdateTimes(send_s=0.1, pause_s=0.01), control=control)
+    run = simulate(setting(1, 1, lengths=FixedLengths(20)), hardware)
+    decode = 20 * (0.01 + 0.0001 * 64)
+    train = 2e-4 * 64 * (20 + 10)
+    assert run.step_s == pytest.approx(0.02 + 0.1 + 0.01 + 0.003 + decode + 0.05 + 0.004 + train, rel=1e-9)
+    assert run.staleness == {1: 1.0}
+    assert run.discarded == 0
+    assert run.engine_idle == pytest.approx(1 - decode / run.step_s)
+    assert run.trainer_computes == pytest.approx(train / run.step_s)
+
+
+def test_simulated_actor_requests_its_groups_one_after_another() -> None:
+    """The actor takes 1 ms to request each rollout of eight groups of 8; the last group begins after all requests."""
+    hardware = replace(BALANCED, control=ControlTimes(request_s=0.001), engine=EngineTimes(step_s=0.5))
+    run = simulate(setting(1, 1, lengths=FixedLengths(1)), hardware)
+    # a decode step begins with the first request; all other requests arrive during this step, and decode after it
+    assert run.step_s == pytest.approx(0.008 + 0.5 + 0.5 + 2e-4 * 64 * 11)
+
+
+@pytest.mark.parametrize("generation", [1, 2, 4, 8])
+def test_simulated_conventional_step_takes_the_sum_of_generation_and_training_time(generation: int) -> None:
+    """To generate G batches in the same rows takes G times as many decode steps; then G training steps follow."""
+    run = simulate(
+        setting(1, 1, lengths=FixedLengths(20), rollouts_per_step=64 * generation, mini_batches=generation), BALANCED
+    )
+    rounds = 20 * (0.01 + 0.0001 * 64)
+    assert run.step_s == pytest.approx(generation * (rounds + 2e-4 * 64 * 30), rel=1e-9)
+
+
+def test_simulated_one_step_off_policy_run_takes_the_longer_of_sampling_and_training_time() -> None:
+    """The engine samples the next batch while the trainer trains, so a step takes the longer of these two times."""
+    decode = 20 * (0.01 + 0.0001 * 64)
+    for token_s in (4e-5, 4e-4):
+        hardware = replace(BALANCED, trainer=TrainerTimes(token_s=token_s))
+        run = simulate(setting(1, 2, lengths=FixedLengths(20)), hardware)
+        assert run.step_s == pytest.approx(max(decode, token_s * 64 * 30), rel=0.02)
+        assert run.staleness == {2: 1.0}
+
+
+def test_simulated_run_with_a_slow_trainer_keeps_fewer_rollouts_in_flight_without_slowing_the_trainer() -> None:
+    """With k = 8, four steps may be in flight. A slow trainer needs two of them, and lags behind by two versions."""
+    slow, fast = (replace(WHOLE, trainer=TrainerTimes(token_s=token_s)) for token_s in (6e-4, 2e-5))
+    run = simulate(setting(1, 8, steps=80), slow)
+    assert run.staleness_mean < 2.5 and run.trainer_wait < 0.05
+    assert run.in_flight < 2.3 * 8
+    run = simulate(setting(1, 8, steps=80), fast)
+    assert run.in_flight > 3.5 * 8, "engines that are too slow get all that may be in flight"
+
+
+def test_simulated_update_in_drain_mode_makes_the_trainer_wait_until_running_samples_end() -> None:
+    """In continue mode, the engine samples while its weights are updated and while the trainer trains."""
+    continued, drained = (
+        simulate(setting(1, 8, on_update=on_update), BALANCED) for on_update in (OnUpdate.CONTINUE, OnUpdate.DRAIN)
+    )
+    assert drained.step_s > 1.2 * continued.step_s
+    assert drained.trainer_held > 0.2
+    assert continued.trainer_held == 0
+
+
+def test_simulated_rlax_engines_load_only_every_jth_version() -> None:
+    """With j = 4 and k = 8, engines serve versions 0, 4, 8, …; tokens are up to 8 versions old."""
+    rare = simulate(setting(4, 8), replace(BALANCED, update=UpdateTimes(send_s=0.0, pause_s=1.0)))
+    often = simulate(setting(1, 8), replace(BALANCED, update=UpdateTimes(send_s=0.0, pause_s=1.0)))
+    assert max(rare.staleness) <= 8 and rare.staleness_mean > 1
+    assert rare.step_s < often.step_s
+
+
+@pytest.mark.parametrize(("j", "k"), [(1, 2), (1, 8), (16, 32)])
+def test_simulated_throughput_never_falls_with_more_engines(j: int, k: float) -> None:
+    """Throughput grows with the number of engines until the trainer is the bottleneck."""
+    fast = replace(BALANCED, trainer=TrainerTimes(token_s=2e-5))
+    speeds = [simulate(setting(j, k, engines=n, steps=60), fast).tokens_per_s for n in (1, 2, 4, 8, 16)]
+    assert all(after > 0.97 * before for before, after in pairwise(speeds))
+    assert speeds[2] > 1.2 * speeds[0]
+
+
+@pytest.mark.parametrize("hardware", [BALANCED, WHOLE])
+def test_simulated_groups_in_flight_satisfy_littles_law(hardware: Hardware) -> None:
+    """Groups in flight = groups that end per second × mean time in flight (Little 1961)."""
+    run = simulate(setting(1, 8, steps=300), hardware)
+    ended_per_s = run.rollouts_per_s / 8 / (1 - _share_stale(run))
+    assert run.in_flight == pytest.approx(ended_per_s * run.order_s, rel=0.05)
+
+
+def _share_stale(run: Prediction) -> float:
+    return run.account.stale / (run.account.stale + run.account.trained)
+
+
+def test_simulated_engine_and_trainer_slow_each_other_down_if_they_compute_at_the_same_time() -> None:
+    """With a slowdown of 2 while both compute, a step takes twice as long. In lockstep, where only one computes at a
+    time, nothing changes.
+    """
+    shared = replace(BALANCED, contention=Contention(engine=2.0, trainer=2.0))
+    for bounds, ratio in (((1, 1), 1.0), ((1, 8), 2.0)):
+        alone, together = (
+            simulate(setting(*bounds, lengths=FixedLengths(20)), each).step_s for each in (BALANCED, shared)
+        )
+        assert together / alone == pytest.approx(ratio, rel=0.25 if ratio > 1 else 1e-9)
+        assert together >= alone
+
+
+def test_simulated_run_is_determined_by_its_seed() -> None:
+    first, again, other = (simulate(setting(1, 8, seed=seed), WHOLE) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+def test_simulation_rejects_a_setting_with_which_a_run_would_wait_forever() -> None:
+    """A step needs more rollouts than may be in flight, so it would wait forever."""
+    with pytest.raises(ValueError, match="is deadlocked at step 1 of 40"):
+        simulate(setting(1, 8, max_groups=4), BALANCED)
+
+
+def test_heavy_tailed_answer_lengths_have_the_given_median_and_maximum() -> None:
+    drawn = HeavyTailedLengths(30.0, 1.0, 256).draw(np.random.Generator(np.random.PCG64(0)), 200_000)
+    assert drawn.max() == 256
+    assert np.median(drawn) == pytest.approx(30, abs=1)
+
+
+def test_age_of_a_simulated_group_counts_from_its_request_and_not_from_its_first_token() -> None:
+    """Real actors count a group's age in the same way, so they drop some groups before a busy engine begins them."""
+    few, many = (simulate(setting(1, 2, slots=slots, steps=60), WHOLE) for slots in (8, 512))
+    assert few.account.stale > 0 and few.discarded < 0.01
+    assert many.account.stale == 0 or many.discarded > 0
+    assert POLL_S == REFRESH_S

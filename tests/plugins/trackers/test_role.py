@@ -1,0 +1,257 @@
+"""The process that sends metrics to a tracker never disturbs a run, and no metric value is lost or duplicated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, final
+
+import pytest
+
+from pipelinerl.commands.check import refuse
+from pipelinerl.config.recipe import RunConfig, load, parse
+from pipelinerl.errors import UserError
+from pipelinerl.observability.events import read_events
+from pipelinerl.plugins.trackers import tracker
+from pipelinerl.plugins.trackers.role import feed_until, trackers_of
+from pipelinerl.plugins.trackers.tracker import TrackedRun, TrackioTracker, WandbTracker
+from pipelinerl.plugins.watch.timeline.command_line import track_run
+from tests.fakes import small_disk
+from tests.fakes.live_run import LiveRun, endless_run, launched
+from tests.patience import PATIENCE_S
+from tests.plugins.trackers.event_files import series
+from tests.plugins.watch.timeline.events_of_a_run import run
+
+RUN: Final = TrackedRun(name="tiny", directory=Path("/runs/tiny"), recipe={"run": {"name": "tiny"}})
+
+
+def _fed_to(live: LiveRun) -> int:
+    """Read the last step that was sent to the tracker from the tracker's bookmark file."""
+    place = live.directory / "trackers" / "tensorboard.json"
+    return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
+
+
+@pytest.mark.slow  # a faster test in tests/end_to_end/test_live_run.py kills the tracker and other processes
+def test_run_is_not_affected_when_its_tracker_is_killed(tmp_path: Path) -> None:
+    """Each step of the run, including the last, is in the TensorBoard files exactly once."""
+    directory = tmp_path / "run"
+    with launched(endless_run(directory, "trackers.tensorboard=true"), directory) as live:
+        live.until(lambda _: _fed_to(live) > 0, "a figure reaches the tracker")
+        live.role("tracker").kill()
+        killed_at = max(live.steps())
+        live.until(lambda _: _fed_to(live) > killed_at, "the tracker's next life goes on")
+        stopped = [sys.executable, "-m", "pipelinerl.cli", "stop", str(directory)]
+        subprocess.run(stopped, check=True, timeout=PATIENCE_S, capture_output=True)
+        assert live.end() == 0, live.story()
+    steps = [event for event in read_events(directory / "events.jsonl") if event["kind"] == "step"]
+    assert series(directory / "tensorboard", "reward") == [
+        (e["step"], pytest.approx(e["reward"], abs=1e-5)) for e in steps
+    ]
+    deaths = json.loads((directory / "restarts.json").read_text())["processes"]
+    assert [each["name"] for each in deaths] == ["tracker"]
+
+
+def test_tracker_whose_disk_was_full_logs_all_metrics_once_there_is_space(tmp_path: Path) -> None:
+    place = tmp_path / "disk"
+    if reason := small_disk.why_not(place):
+        pytest.skip(f"no small disk can be mounted here: {reason}")
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(5)))
+    command = [*small_disk.command(place, size="256k"), sys.executable, "-m", "tests.fakes.track_on_small_disk"]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result == {"failed": True, "rewards": [[number, 0.5] for number in range(1, 6)]}
+
+
+def test_tracker_process_retries_after_any_error_until_it_is_stopped(tmp_path: Path) -> None:
+    stop, tries = threading.Event(), list[int]()
+    (tmp_path / "events.jsonl").write_text(json.dumps(run(1)[0]) + "\n")
+
+    def broken(_: Any) -> Any:
+        tries.append(1)
+        if len(tries) == 2:
+            stop.set()
+        raise RuntimeError("a bug of its package")
+
+    feed_until(tmp_path, "t", broken, stop)
+    assert len(tries) == 2
+
+
+@final
+class RecordedRun:
+    """Fake of a run of the packages wandb and trackio; it records its arguments and the logged rows."""
+
+    def __init__(self, **begun: Any) -> None:
+        self.begun, self.rows, self.finished = begun, list[tuple[int, dict[str, float]]](), False
+        self.id = begun.get("id") or "made-up"
+
+        self.axes = list[tuple[str, dict[str, Any]]]()
+
+    def define_metric(self, name: str, **axis: Any) -> None:
+        self.axes.append((name, axis))
+
+    def log(self, row: Mapping[str, float], *, step: int) -> None:
+        self.rows.append((step, dict(row)))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@final
+class Package:
+    """Fake of the packages wandb and trackio; `run` is the run that was opened last."""
+
+    def __init__(self) -> None:
+        self.run = RecordedRun()
+
+    def init(self, **begun: Any) -> RecordedRun:
+        self.run = RecordedRun(**begun)
+        return self.run
+
+
+def test_wandb_tracker_continues_the_run_whose_id_is_in_its_bookmark_and_logs_no_step_twice() -> None:
+    package = Package()
+    opened = partial(WandbTracker, RUN, project="p", entity=None, mode="offline", wandb=package)
+    first = opened(None)
+    assert package.run.begun == {
+        "project": "p", "entity": None, "name": "tiny", "id": None, "resume": "allow", "mode": "offline",
+        "dir": "/runs/tiny", "config": {"run": {"name": "tiny"}},
+    }  # fmt: skip
+    first.log(3, {"reward": 0.5}, time=7.0)
+    first.rewind(2)
+    first.log(2, {"reward": 0.25}, time=8.0)
+    first.log(3, {"reward": 0.25}, time=9.0)
+    assert package.run.rows == [(3, {"reward": 0.5, "time": 7.0})], "W&B would drop the one, and mix the other in"
+    bookmark = first.flush()
+    first.close()
+    assert package.run.finished
+    second = opened(json.loads(json.dumps(bookmark)))
+    assert package.run.begun["id"] == "made-up"
+    second.log(3, {"reward": 0.25}, time=9.0)
+    second.log(4, {"reward": 0.75}, time=9.5)
+    assert package.run.rows == [(4, {"reward": 0.75, "time": 9.5})]
+
+
+def test_late_evaluation_is_logged_to_wandb_with_the_version_that_was_evaluated() -> None:
+    package = Package()
+    made = WandbTracker(RUN, None, project="p", entity=None, mode="offline", wandb=package)
+    assert ("eval/*", {"step_metric": "eval/version"}) in package.run.axes
+    made.log(0, {"eval/held_out/accuracy": 0.25}, time=1.0)
+    made.log(9, {"reward": 0.5}, time=7.0)
+    made.log(5, {"eval/held_out/accuracy": 0.5}, time=8.0)
+    assert package.run.rows[0] == (0, {"eval/held_out/accuracy": 0.25, "eval/version": 0.0})
+    assert package.run.rows[2] == (9, {"eval/held_out/accuracy": 0.5, "eval/version": 5.0}), "of step 5 none is taken"
+
+
+def test_trackio_tracker_continues_the_run_named_in_its_bookmark_and_logs_each_row_once() -> None:
+    package = Package()
+    made = TrackioTracker(RUN, None, project="p", space_id=None, trackio=package)
+    assert package.run.begun == {
+        "project": "p", "name": "tiny", "space_id": None, "resume": "never", "config": {"run": {"name": "tiny"}},
+    }  # fmt: skip
+    made.log(3, {"reward": 0.5}, time=7.0)
+    made.log(2, {"eval/held_out/accuracy": 0.5, "eval/held_out/low": 0.25}, time=7.5)
+    rows = [(3, {"reward": 0.5}), (2, {"eval/held_out/accuracy": 0.5, "eval/held_out/low": 0.25})]
+    assert package.run.rows == rows, "an evaluation may be of a version that training has passed"
+    bookmark = json.loads(json.dumps(made.flush()))
+    made.close()
+    assert package.run.finished
+    again = TrackioTracker(RUN, bookmark, project="p", space_id=None, trackio=package)
+    assert package.run.begun["resume"] == "allow"
+    for each in (again, again):  # the second pass logs the same steps again, like a run resumed from a checkpoint
+        each.rewind(2)
+        each.log(2, {"eval/held_out/accuracy": 0.25}, time=8.0)
+        each.log(3, {"reward": 0.25}, time=8.0)
+        each.log(4, {"reward": 0.75}, time=8.5)
+        each.log(2, {"eval/other/accuracy": 0.25}, time=9.0)
+    assert package.run.rows == [(4, {"reward": 0.75}), (2, {"eval/other/accuracy": 0.25})]
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_unreachable_tracker_server_loses_no_metric(tmp_path: Path, package: str) -> None:
+    """The server is unreachable at the start and fails again later; each step is logged when the server is back."""
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(5)))
+    stop, away, logged = threading.Event(), iter([True, False, False]), list[tuple[int, float]]()
+
+    class Server:
+        id = "made-up"
+
+        def __init__(self, **_: Any) -> None:
+            if next(away):
+                raise ConnectionError("no route to host")
+
+        def define_metric(self, name: str, **_: Any) -> None: ...
+
+        def log(self, row: Mapping[str, float], *, step: int) -> None:
+            if step == 3 and len(logged) == 2:
+                logged.append((-1, 0.0))
+                raise ConnectionError("it went away")
+            if "reward" in row:
+                logged.append((step, row["reward"]))
+            if step == 5:
+                stop.set()
+
+        def finish(self) -> None: ...
+
+    options: dict[str, Any] = {"project": "p", package: SimpleNamespace(init=Server)}
+    opened = {
+        "wandb": lambda bookmark: WandbTracker(RUN, bookmark, entity=None, mode="online", **options),
+        "trackio": lambda bookmark: TrackioTracker(RUN, bookmark, space_id=None, **options),
+    }[package]
+    feed_until(tmp_path, package, opened, stop, first_retry_s=0.01)
+    assert [each for each in logged if each[0] >= 3] == [(3, 0.5), (4, 0.5), (5, 0.5)]
+
+
+def _config(**trackers: Any) -> RunConfig:
+    return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "trackers": trackers})
+
+
+def test_only_trackers_named_in_the_recipe_are_opened() -> None:
+    assert list(trackers_of(_config(tensorboard=True), Path("/runs/x"))) == ["tensorboard"]
+    assert _config().trackers.chosen == ()
+    chosen = _config(wandb={"project": "p", "mode": "offline"}, trackio={"project": "p"}).trackers.chosen
+    assert chosen == ("wandb", "trackio")
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_passwords_are_removed_from_the_recipe_that_is_sent_to_a_tracker(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Trackers upload the recipe to third-party servers; passwords in URLs are removed from every recipe key."""
+    package = Package()
+    monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setattr(tracker, "find_spec", lambda _: package)
+    config = _config(**{name: {"project": "p"}})
+    places = {"path": "https://u:hunter2@data.lab/x", "more": [{"at": "ftp://u:hunter2@host"}]}
+    domain = config.domains[0].model_copy(update={"parameters": places})
+    opened = trackers_of(config.model_copy(update={"domains": (domain,)}), tmp_path)[name](None)
+    opened.close()
+    begun = json.dumps(package.run.begun["config"])
+    assert "hunter2" not in begun and "https://data.lab/x" in begun and "ftp://host" in begun
+
+
+def test_missing_tracker_package_is_rejected_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker, "find_spec", lambda name: None)
+    config = load("tiny", ["trackers.wandb={project='p'}"])
+    for refused in (lambda: refuse(config), lambda: trackers_of(config, Path("/runs/x"))):
+        with pytest.raises(UserError, match=r"^trackers.wandb needs the package wandb: pip install wandb$"):
+            refused()
+
+
+def test_command_that_sends_a_finished_run_to_tensorboard_sends_each_step_only_once(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(3)))
+    board = tmp_path / "board"
+    assert track_run(tmp_path, board) == f"{board}; view it with: tensorboard --logdir {board}"
+    assert track_run(tmp_path, board).startswith("nothing new for ")
+    assert series(board, "reward") == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    with pytest.raises(UserError, match="is not a run"):
+        track_run(board, board)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written: File exists"):
+        track_run(tmp_path, tmp_path / "file")

@@ -1,0 +1,286 @@
+"""The client of verifier services gets verdicts from any live service, and reports a verifier error if none works."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import RedirectResponse, Response, StreamingResponse
+
+from pipelinerl.plugins.verifier_service import wire
+from pipelinerl.plugins.verifier_service.client import RemoteVerifier, VerifierServices
+from pipelinerl.plugins.verifier_service.server import create_app
+from pipelinerl.plugins.verifier_service.wire import ServedDomain, VerifyRequest
+from pipelinerl.system.http_client import ServicePatience
+from pipelinerl.system.http_service import guard
+from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer, correct, wrong
+from tests.fakes.served import in_thread
+from tests.fakes.verifier_service import RULES, TOKEN, lease, problem, service
+from tests.patience import PATIENCE_S, SOON_S
+
+ANSWERS = tuple(SampledAnswer(text) for text in ("1", "2", "1"))
+RIGHT = [Outcome.CORRECT, Outcome.WRONG, Outcome.CORRECT]
+
+
+class Exact:
+    def __init__(self) -> None:
+        self.judged = 0
+
+    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+        self.judged += 1
+        return correct(completion_text) if completion_text == problem.ground_truth else wrong("no")
+
+
+def honest(verifier: Exact) -> Any:
+    served = ServedDomain(verifier=PerAnswerVerifier(verifier), rules=RULES, kept=False)
+    return create_app(service({"words": served}), token=TOKEN)
+
+
+@asynccontextmanager
+async def client(*, grace_s: float = PATIENCE_S, silence_s: float = SOON_S) -> AsyncIterator[VerifierServices]:
+    services = VerifierServices(token=TOKEN, patience=ServicePatience(grace_s=grace_s, silence_s=silence_s))
+    try:
+        yield services
+    finally:
+        await services.close()
+
+
+async def outcomes(services: VerifierServices, number: int = 1, rules: str = RULES) -> list[Outcome]:
+    verifier = RemoteVerifier(services, domain="words", rules=rules)
+    answers = [replace_text(answer, number) for answer in ANSWERS]
+    judged = await asyncio.wait_for(verifier.judge(problem(number), answers), PATIENCE_S)
+    return [judgement.verdict.outcome for judgement in judged]
+
+
+def replace_text(answer: SampledAnswer, number: int) -> SampledAnswer:
+    return answer._replace(text=str(number) if answer.text == "1" else "no")
+
+
+class Hostile:
+    """A broken server, or one that is no verifier service; its first request sets the event `contacted`."""
+
+    def __init__(self, answer: Callable[[], Response]) -> None:
+        self.contacted = threading.Event()
+        self.app = FastAPI(openapi_url=None)
+
+        @self.app.post(wire.VERIFY)
+        async def verify(_: Request) -> Response:
+            self.contacted.set()
+            return answer()
+
+        guard(self.app, token=TOKEN)
+
+
+def responding(*rewards: object, outcome: str = "correct", **fields: object) -> Callable[[], Response]:
+    judged = [{"verdict": {"outcome": outcome, "reward": reward, **fields}, "seconds": 0.0} for reward in rewards]
+    return lambda: Response(msgspec.json.encode({"judged": judged}), media_type="application/json")
+
+
+def raw(content: bytes, status: int = 200) -> Callable[[], Response]:
+    return lambda: Response(content, status, media_type="application/json")
+
+
+async def endless() -> AsyncIterator[bytes]:
+    for _ in range(64):  # more than a client accepts; not endless, because a server writes on after a disconnect
+        yield b" " * (1 << 20)
+        await asyncio.sleep(0)
+
+
+async def mute() -> AsyncIterator[bytes]:
+    yield b" "
+    await asyncio.sleep(PATIENCE_S)
+
+
+async def broken_off() -> AsyncIterator[bytes]:
+    yield b'{"judged": ['
+    raise ConnectionResetError("on purpose")
+
+
+HOSTILE = {
+    "no text": raw(b'{"judged": "\xff"}'),
+    "endless nested brackets": raw(b'{"x": ' + b"[" * 100_000),
+    "too few verdicts": responding(1.0, 1.0),
+    "too many verdicts": responding(1.0, 1.0, 1.0, 1.0),
+    "no verdicts": responding(),
+    "a reward of null": responding(1.0, None, 1.0),
+    "a reward that is a text": responding(1.0, "1", 1.0),
+    "a reward of NaN": raw(
+        b'{"judged": [' + b",".join([b'{"verdict": {"outcome": "correct", "reward": NaN}, "seconds": 0}'] * 3) + b"]}"
+    ),
+    "an infinite reward": raw(
+        b'{"judged": [' + b",".join([b'{"verdict": {"outcome": "correct", "reward": 1e999}, "seconds": 0}'] * 3) + b"]}"
+    ),
+    "a huge reward": responding(1.0, 1e300, 1.0),
+    "a huge reward part": responding(1.0, 1.0, 1.0, parts=[["a", -1e300]]),
+    "an unknown outcome": responding(1.0, 1.0, 1.0, outcome="splendid"),
+    "no JSON": raw(b"<html>"),
+    "an empty body": raw(b""),
+    "a body that is far too long": lambda: StreamingResponse(endless()),
+    "a body that breaks off": lambda: StreamingResponse(broken_off()),
+    "a failure": raw(b"Internal Server Error", 500),
+    "a refusal of the token": raw(b'{"error": {"message": "no", "code": "unauthorized"}}', 401),
+    "another recipe": raw(b'{"error": {"message": "no", "code": "other_rules"}}', 409),
+    "a redirect": lambda: RedirectResponse("http://127.0.0.1:1/verify"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_answers_are_sent_to_another_verifier_service_if_the_first_responds_invalidly(name: str) -> None:
+    verifier = Exact()
+    hostile = Hostile(HOSTILE[name])
+    with in_thread(hostile.app) as broken, in_thread(honest(verifier)) as good:
+        async with client() as services:
+            services.update([lease(broken)])
+            asking = asyncio.create_task(outcomes(services))
+            assert await asyncio.to_thread(hostile.contacted.wait, PATIENCE_S)
+            services.update([lease(broken), lease(good)])
+            assert await asking == RIGHT
+    assert verifier.judged == len(ANSWERS), "each answer was judged once"
+
+
+async def test_answers_are_sent_to_another_verifier_service_if_the_first_stays_silent() -> None:
+    """The service has begun to send a response and then sends nothing, so the client must notice the silence."""
+    hostile = Hostile(lambda: StreamingResponse(mute()))
+    with in_thread(hostile.app) as broken, in_thread(honest(Exact())) as good:
+        async with client(silence_s=1.0) as services:
+            services.update([lease(broken)])
+            asking = asyncio.create_task(outcomes(services))
+            assert await asyncio.to_thread(hostile.contacted.wait, PATIENCE_S)
+            services.update([lease(broken), lease(good)])
+            assert await asking == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (raw(b"oops", 500), "refuses (500): oops"),
+        (responding(1.0), "gave 1 verdicts on 3 answers"),
+        (None, "cannot be reached"),
+    ],
+)
+async def test_answers_get_a_verifier_error_with_the_reason_if_every_verifier_service_fails(
+    answer: Callable[[], Response] | None, words: str
+) -> None:
+    with in_thread(Hostile(answer or raw(b"")).app) as url:
+        async with client(grace_s=0.6) as services:
+            services.update([lease(url if answer else "http://127.0.0.1:1")])
+            judged = await services.judge("words", RULES, problem(1), ANSWERS)
+    assert [judgement.verdict.outcome for judgement in judged] == [Outcome.VERIFIER_ERROR] * 3
+    assert all(words in judgement.verdict.reason for judgement in judged), judged
+
+
+@pytest.mark.parametrize(
+    ("leases", "words"),
+    [
+        ((), "no verifier service of this run judges words now"),
+        ((lease("http://127.0.0.1:1", domains=("maths",)),), "no verifier service of this run judges words now"),
+        ((lease("http://127.0.0.1:1", rules="r2"),), "by another recipe than this actor's"),
+    ],
+)
+async def test_answers_get_a_verifier_error_if_no_verifier_service_has_their_domain_and_recipe(
+    leases: Sequence[Any], words: str
+) -> None:
+    async with client(grace_s=0.2) as services:
+        services.update(leases)
+        judged = await services.judge("words", RULES, problem(1), ANSWERS)
+    assert all(judgement.verdict.outcome is Outcome.VERIFIER_ERROR for judgement in judged)
+    assert words in judged[0].verdict.reason
+
+
+async def test_answers_get_a_verifier_error_without_retries_if_every_verifier_service_rejects_the_request() -> None:
+    with in_thread(Hostile(raw(b'{"error": {"message": "too odd", "code": "x"}}', 422)).app) as url:
+        async with client() as services:
+            services.update([lease(url)])
+            (judgement, *_) = await asyncio.wait_for(services.judge("words", RULES, problem(1), ANSWERS), SOON_S)
+            assert "too odd" in judgement.verdict.reason
+            unsent = replace(problem(1), metadata={"a": object()})
+            (judgement, *_) = await asyncio.wait_for(services.judge("words", RULES, unsent, ANSWERS), SOON_S)
+            assert "cannot be sent" in judgement.verdict.reason
+
+
+async def test_answers_wait_to_be_judged_until_a_verifier_service_joins_and_has_capacity() -> None:
+    refusals = [raw(b'{"error": {"message": "full", "code": "full"}}', 503)] * 3
+    verifier = Exact()
+    app = honest(verifier)
+
+    async def full_at_first(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and refusals:
+            await refusals.pop()()(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    with in_thread(full_at_first) as url:
+        async with client() as services:
+            asking = asyncio.create_task(outcomes(services))
+            await asyncio.sleep(0)
+            services.update([lease(url)])
+            assert await asking == RIGHT
+    assert refusals == []
+
+
+async def test_each_problem_has_a_preferred_verifier_service_and_problems_are_spread_over_all_services() -> None:
+    verifiers = [Exact(), Exact()]
+    with in_thread(honest(verifiers[0])) as first, in_thread(honest(verifiers[1])) as second:
+        async with client() as services:
+            services.update([lease(first), lease(second)])
+            for _ in range(4):
+                assert await outcomes(services, 1) == RIGHT
+            assert sorted(verifier.judged for verifier in verifiers) == [0, 4 * len(ANSWERS)]
+            for number in range(2, 34):  # the probability that all of them prefer the same service is 2⁻³¹
+                await outcomes(services, number)
+    assert all(verifier.judged > len(ANSWERS) for verifier in verifiers)
+
+
+async def test_verifier_service_with_many_more_waiting_answers_than_others_gets_no_further_ones() -> None:
+    """One service is blocked with many answers, so further groups go to the other service."""
+    gate = threading.Event()
+
+    class Held(Exact):
+        async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+            await asyncio.to_thread(gate.wait, PATIENCE_S)
+            return await super().verify(problem, completion_text)
+
+    held, free = Held(), Exact()
+    many = [SampledAnswer("1")] * 100
+    with in_thread(honest(held)) as slow, in_thread(honest(free)) as quick:
+        async with client() as services:
+            services.update([lease(slow)])
+            first = [asyncio.create_task(services.judge("words", RULES, problem(n), many)) for n in range(3)]
+            await asyncio.sleep(0)
+            services.update([lease(slow), lease(quick)])
+            for number in range(8):
+                assert await outcomes(services, number) == RIGHT
+            assert free.judged == 8 * len(ANSWERS)
+            gate.set()
+            assert [len(judged) for judged in await asyncio.wait_for(asyncio.gather(*first), PATIENCE_S)] == [100] * 3
+
+
+async def test_request_to_a_verifier_service_states_its_protocol_version_and_the_digest_of_the_rules() -> None:
+    seen: list[VerifyRequest] = []
+    app = FastAPI(openapi_url=None)
+
+    @app.post(wire.VERIFY)
+    async def verify(request: Request) -> Response:
+        seen.append(msgspec.json.decode(await request.body(), type=VerifyRequest))
+        return responding(1.0, 0.0, 0.5, outcome="partial")()
+
+    guard(app, token=TOKEN)
+    given = problem(1, tests=[{"input": "", "output": "é"}])
+    answers = (SampledAnswer("a\x00", (1, 2), "length"), *ANSWERS[1:])
+    with in_thread(app) as url:
+        async with client() as services:
+            services.update([lease(url)])
+            judged = await services.judge("words", RULES, given, answers)
+    sent = VerifyRequest(protocol=1, domain="words", rules=RULES, problem=given, answers=answers)
+    assert list(map(msgspec.json.encode, seen)) == [msgspec.json.encode(sent)]
+    assert [(j.verdict.outcome, j.verdict.reward) for j in judged] == [
+        (Outcome.PARTIAL, 1.0), (Outcome.PARTIAL, 0.0), (Outcome.PARTIAL, 0.5)
+    ]  # fmt: skip

@@ -1,0 +1,143 @@
+"""The spans of a timeline (such as a publication, a wait, an engine's absence) are derived from the run's events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import pytest
+
+from pipelinerl.observability.events import Event
+from pipelinerl.plugins.watch.timeline.spans import RunMark, Span, SpanReader, TracedGroup
+from tests.observability.synthetic import events as synthetic
+from tests.plugins.watch.timeline.events_of_a_run import A, B, event, publish, run, stages, step
+
+
+def _drawn(events: Iterable[Event]) -> tuple[SpanReader, list[Span | RunMark | TracedGroup]]:
+    reader = SpanReader()
+    return reader, [drawn for each in events for drawn in reader.read(each)]
+
+
+def _spans(events: Iterable[Event], lane: str, track: str) -> list[Span]:
+    return [d for d in _drawn(events)[1] if isinstance(d, Span) and (d.lane, d.track) == (lane, track)]
+
+
+def test_timeline_shows_that_an_engine_serves_a_version_until_the_next_version_is_published() -> None:
+    served = _spans(run(3), A, "serves")
+    assert [(span.value, span.start) for span in served] == [(-1, 1.0), (0, 4.0), (1, 10.1), (2, 11.1), (3, 12.1)]
+    assert [span.end for span in served] == [4.0, 10.1, 11.1, 12.1, 13.0], "the last ends with the run"
+
+
+def test_pause_in_the_timeline_has_the_duration_measured_by_the_engine() -> None:
+    assert [(s.value, pytest.approx(s.end - s.start)) for s in _spans(run(2), B, "pause")] == [
+        (0, 0.001), (1, 0.001), (2, 0.001),
+    ]  # fmt: skip
+
+
+def test_weight_publication_event_without_engine_names_counts_for_all_serving_engines() -> None:
+    events = run(3)
+    for each in events:
+        each.pop("pauses_s", None)
+    assert _spans(events, A, "serves") == _spans(run(3), A, "serves")
+
+
+def test_steps_and_waits_in_the_timeline_have_the_durations_measured_by_the_trainer() -> None:
+    assert _spans(run(2), "trainer", "step") == [
+        Span("trainer", "step", 9.5, 10.0, 1), Span("trainer", "step", 10.5, 11.0, 2)
+    ]  # fmt: skip
+    assert [(s.start, s.end) for s in _spans(run(2), "trainer", "wait")] == [(9.25, 9.5), (10.25, 10.5)]
+    assert [(s.start, s.end) for s in _spans(run(1), "trainer", "publish_wait")] == [(9.9375, 10.0)]
+
+
+def test_checkpoint_lasts_in_the_timeline_from_its_step_until_it_is_durable() -> None:
+    assert _spans(run(4), "checkpoint", "checkpoint") == [Span("checkpoint", "checkpoint", 13.0, 13.3, 4)]
+    (stall,) = _spans(run(4), "checkpoint", "stall")
+    assert (stall.start, stall.end) == (13.0, pytest.approx(13.05))
+
+
+def _wait(*before: Event, wait_s: float = 4.0, step_stages: tuple[Event, ...] = ()) -> str:
+    last = event("step", 20.0, step=1, model_version=1, orders=[7], stages=list(step_stages), step_s=1.0, wait_s=wait_s)
+    (waited,) = _spans([*before, last], "trainer", "wait")
+    return waited.note
+
+
+def test_timeline_attributes_each_wait_of_the_trainer_to_its_cause() -> None:
+    began = event("evaluation_began", 15.0, model_version=0)
+    assert _wait() == "sampling"
+    assert _wait(began) == "evaluation", "the evaluation is still in progress"
+    assert _wait(began, event("evaluation", 18.0, model_version=0)) == "evaluation"
+    assert _wait(began, event("evaluation", 16.0, model_version=0)) == "sampling", "a quarter is too little"
+    lost = event("engine_lost", 14.0, url=A, reason="silence")
+    joined, served = event("engine_joined", 2.0, url=A), publish(0, 3.0, A)
+    assert _wait(joined, served, lost) == "engines"
+    assert _wait(joined, served, lost, event("engine_joined", 18.5, url=A)) == "engines"
+    verified = [7, *(1.76e9 + at for at in (10.0, 15.5, 18.9)), A, []]
+    assert _wait(step_stages=(verified,)) == "verification"  # type: ignore[arg-type]
+
+
+def test_lost_engine_is_shown_as_away_until_it_rejoins() -> None:
+    events = [
+        *run(1, ended=False),
+        event("engine_lost", 12.0, url=A, reason="died"),
+        event("engine_joined", 14.0, url=A),
+    ]
+    assert _spans(events, A, "away") == [Span(A, "away", 12.0, 14.0, -1, "lost: died")]
+    assert _spans(events, A, "serves")[-1].end == 12.0
+
+
+def test_drained_engine_is_not_shown_as_away() -> None:
+    events = [*run(1, ended=False), event("engine_lost", 12.0, url=A, reason="drained", planned=True)]
+    assert _spans(events, A, "away") == [] and _spans(events, A, "serves")[-1].end == 12.0
+
+
+def test_spans_that_were_open_when_a_run_died_end_at_the_last_event_before_its_resume() -> None:
+    events = [*run(1, ended=False), event("evaluation_began", 11.0, model_version=1), event("run_started", 11.5)]
+    assert _spans(events, A, "serves")[-1].end == 11.0
+    assert _spans(events, "evaluation", "evaluation")[-1] == Span("evaluation", "evaluation", 4.5, 8.5, 0, "held_out")
+    reader, _ = _drawn([*events, event("step", 13.0, step=2, model_version=2, step_s=0.5)])
+    assert list(reader.open()) == []
+
+
+def test_group_is_drawn_at_its_training_step_even_if_another_steps_event_contains_its_stage_times() -> None:
+    late = step(1, 10.0) | {"stages": []}
+    late_step = step(2, 11.0) | {"stages": [stages(2, 9.0), stages(99, 9.0)]}
+    groups = [d for d in _drawn([late, late_step])[1] if isinstance(d, TracedGroup)]
+    assert groups == [
+        TracedGroup(2, 1, A, *(pytest.approx(t) for t in (8.0, 8.8, 8.9)), 9.5, 10.0, ((0, 4), (1, 2)))
+    ]  # fmt: skip
+    early = step(1, 10.0) | {"orders": []}
+    groups = [
+        d for d in _drawn([early, step(2, 11.0) | {"orders": [2], "stages": []}])[1] if isinstance(d, TracedGroup)
+    ]
+    assert [(group.order, group.step) for group in groups] == [(2, 2)]
+
+
+def test_stage_times_from_an_actor_whose_clock_is_ahead_are_clamped_to_the_start_of_the_step() -> None:
+    groups = [d for d in _drawn([step(1, 10.0) | {"stages": [stages(2, 60.0)]}])[1] if isinstance(d, TracedGroup)]
+    (group,) = groups
+    assert group.claimed <= group.sampled <= group.verified <= group.trained == 9.5
+
+
+def test_malformed_group_stages_are_ignored() -> None:
+    assert not [d for d in _drawn([step(1, 10.0) | {"stages": [[2, 3.0], "x"]}])[1] if isinstance(d, TracedGroup)]
+
+
+def test_timeline_marks_for_events_describe_the_event_in_words() -> None:
+    marks = [drawn for drawn in _drawn(run(2))[1] if isinstance(drawn, RunMark)]
+    assert RunMark(11.6, "knobs", "k = 4 by ann") in marks
+    assert RunMark(12.0, "run_finished", "all steps are done") in marks
+    assert RunMark(3.0, "trainer_ready", "a trainer started at v0, epoch 1") in marks
+
+
+@pytest.mark.parametrize(
+    "events", [run(40), synthetic(80), run(20, ended=False) + run(20)], ids=["run", "without groups", "resumed"]
+)
+def test_spans_in_the_same_track_of_the_timeline_are_in_order_and_never_overlap(events: list[Event]) -> None:
+    tracks: dict[tuple[str, str], list[Span]] = {}
+    reader, drawn = _drawn(events)
+    for span in [*(each for each in drawn if isinstance(each, Span)), *reader.open()]:
+        tracks.setdefault((span.lane, span.track), []).append(span)
+    assert len(tracks) >= 6
+    for spans in tracks.values():
+        assert all(span.start < span.end for span in spans)
+        assert all(before.end <= after.start for before, after in pairwise(spans))

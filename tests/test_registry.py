@@ -1,23 +1,38 @@
-"""The registry maps names in recipes to implementations, imported only when chosen; errors are one sentence."""
+"""The registry maps names in recipes to components, imported only when looked up; errors are one sentence."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from pipelinerl import registry
+from pipelinerl.component import Component, imported, missing_packages
 from pipelinerl.errors import RecipeError
-from pipelinerl.registry import RegistryEntry
 
-TABLES = {"engine": registry.ENGINES, "trainer": registry.TRAINERS, "verifier": registry.VERIFIERS}
-#: The project's own components, without those that test modules register when they are imported.
-OURS = [(kind, name) for kind, table in TABLES.items() for name, each in table.items() if "tests." not in each.target]
+KINDS: tuple[registry.Components[Any], ...] = (
+    registry.ENGINES, registry.TRAINERS, registry.SOURCES, registry.VERIFIERS,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "name"), OURS)
-def test_every_registered_engine_trainer_and_verifier_that_is_installed_can_be_loaded(kind: str, name: str) -> None:
-    entry = TABLES[kind][name]
-    if entry.installed:
-        assert callable(registry.load(f"{kind}.type", TABLES[kind], name))
+@pytest.mark.parametrize(("components", "name"), [(kind, name) for kind in KINDS for name in kind])
+def test_every_registered_component_that_is_installed_can_be_loaded(
+    components: registry.Components[Any], name: str
+) -> None:
+    component = components[name]
+    if not missing_packages(component):
+        assert callable(registry.load("engine.type", components, name))
+    further = [getattr(component, key, "") for key in ("check_options", "look", "check_problem", "reference_answer")]
+    assert all(callable(imported(reference)) for reference in further if reference)
+
+
+HERE = Component(build="json:dumps")
+TABLE: Mapping[str, Component] = {
+    "here": HERE,
+    "lacking": Component(build="json:dumps", needs=("json", "no_such_library")),
+    "broken": Component(build="json:no_such_thing"),
+}
 
 
 @pytest.mark.parametrize(
@@ -29,21 +44,30 @@ def test_every_registered_engine_trainer_and_verifier_that_is_installed_can_be_l
     ],
 )
 def test_unavailable_name_in_the_registry_is_rejected_with_a_remedy(name: str, sentence: str) -> None:
-    table = {
-        "here": RegistryEntry("json:dumps"),
-        "lacking": RegistryEntry("json:dumps", ("json", "no_such_library")),
-        "broken": RegistryEntry("json:no_such_thing"),
-    }
     with pytest.raises(RecipeError, match=sentence):
-        registry.load("engine.type", table, name)
+        registry.load("engine.type", TABLE, name)
 
 
-def test_looking_up_a_name_in_the_registry_imports_nothing() -> None:
-    table = {"x": RegistryEntry("this.module.does.not:exist")}
+def test_looking_up_a_component_does_not_import_what_it_builds() -> None:
+    table = {"x": Component(build="this.module.does.not:exist")}
     assert registry.find("engine.type", table, "x") is table["x"]
 
 
-@pytest.mark.parametrize("target", ["", "json", ":x", "json:", "no_such_module:x", "json.no_such:x", "json:no.such"])
-def test_reference_to_a_missing_module_or_attribute_is_rejected(target: str) -> None:
+def test_entry_points_add_components_of_their_kind_and_replace_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = metadata_of(
+        {"verifier.regex": f"{__name__}:HERE", "verifier.ours": "no.such:thing", "engine.other": "no.such:thing"}
+    )
+    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: points)
+    components = registry.Components("verifier", Component, {"ours": f"{__name__}:HERE"})
+    assert sorted(components) == ["ours", "regex"]
+    assert components["regex"] is components["ours"] is HERE
+
+
+def metadata_of(points: Mapping[str, str]) -> tuple[Any, ...]:
+    return tuple(registry.metadata.EntryPoint(name, value, registry.ENTRY_POINTS) for name, value in points.items())
+
+
+@pytest.mark.parametrize("reference", ["", "json", ":x", "json:", "no_such_module:x", "json.no_such:x", "json:no.such"])
+def test_reference_to_a_missing_module_or_attribute_is_rejected(reference: str) -> None:
     with pytest.raises(RecipeError, match=r"module:attribute|cannot be imported|has no"):
-        registry.resolve(target)
+        imported(reference)

@@ -28,6 +28,7 @@ from pipelinerl.commands.findings.trials import (
     tool_format,
     verifier_tried,
 )
+from pipelinerl.component import imported
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
@@ -102,14 +103,13 @@ def refuse(config: RunConfig) -> None:
     check_engine_options(config)
     elastic_of(config)
     check_truncation(config)
-    registry.find("trainer.type", registry.TRAINERS, config.trainer.type)
-    takes_options = registry.TRAINERS_WITH_OPTIONS | {name for _, name in user_code(config)}
-    if config.trainer.options and config.trainer.type not in takes_options:
+    trainer = registry.find("trainer.type", registry.TRAINERS, config.trainer.type)
+    if trainer is not None and config.trainer.options and not trainer.check_options:
         names = ", ".join(config.trainer.options)
         raise RecipeError(f"trainer.type {config.trainer.type!r} takes no options, got {names}; remove them")
-    if config.trainer.type in registry.TRAINER_OPTION_CHECKS:
+    if trainer is not None and trainer.check_options:
         try:
-            registry.resolve(registry.TRAINER_OPTION_CHECKS[config.trainer.type])(config.trainer.options)
+            imported(trainer.check_options)(config.trainer.options)
         except SpecError as error:
             raise RecipeError(f"trainer.{error}") from error
     for tracker in config.trackers.chosen:
@@ -188,7 +188,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "old log-probs", _weight_history(config, knobs)
     refuse_problems(config, MOST)
     for where, name in user_code(config):
-        yield "user code", f"{where} = {place_of(registry.resolve(name))}"
+        yield "user code", f"{where} = {place_of(imported(name))}"
     for domain in config.domains:
         yield from (("warning", sentence) for sentence in called_by_place(domain))
         yield from instruction_findings(config, domain)

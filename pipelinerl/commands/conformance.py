@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from pipelinerl import registry
+from pipelinerl.component import imported
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.errors import AddressError, ModelError, UserError
 from pipelinerl.system import http_client
@@ -64,7 +65,7 @@ def check_trainer(target: str, model: Path, *, say: Callable[[str], None]) -> bo
     from trainer_contract.conformance.probes import TrainerUnderTest
 
     entry = registry.TRAINERS.get(target)
-    factory: Any = registry.resolve(entry.target if entry else target)
+    factory: Any = imported(entry.build if entry else target)
     try:
         vocab_size = int(json.loads((model / "config.json").read_text())["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError) as error:

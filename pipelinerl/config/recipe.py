@@ -254,7 +254,7 @@ class RunConfig(Section):
 
     def gpus_of_engine(self, type: str | None = None) -> int:
         """Return the number of GPUs per engine of the given type, or of the default type, on a machine with GPUs."""
-        on_host = self.engine.device is Device.CPU or (type or self.engine.type) in registry.ON_THE_HOST
+        on_host = self.engine.device is Device.CPU or (type or self.engine.type) in registry.ENGINES.having("on_host")
         return 0 if on_host else self.engine.devices
 
     @property
@@ -265,7 +265,7 @@ class RunConfig(Section):
     @property
     def gpus_of_trainer(self) -> int:
         """The number of GPUs of the trainer on a machine with GPUs: its mesh's size, by default 1; 0 if on the CPU."""
-        on_host = self.trainer.device is Device.CPU or self.trainer.type in registry.ON_THE_HOST
+        on_host = self.trainer.device is Device.CPU or self.trainer.type in registry.TRAINERS.having("on_host")
         return 0 if on_host else self._mesh_size
 
     @property

@@ -21,6 +21,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from pipelinerl import rng
+from pipelinerl.component import SourceComponent
 from pipelinerl.data.source import Draft, ShuffledEpochs, SourceRequest, Split, split_of, split_of_text, to_problem
 from pipelinerl.errors import RecipeError
 from pipelinerl.system import gym_tasks
@@ -280,3 +281,9 @@ class NumberedSource:
         message = Message("user", self._numbers.prompt or f"Task {number}")
         draft = Draft(messages=(message,), ground_truth="", metadata={"index": number})
         return request.prompts.dress(to_problem(draft, request.domain, name=str(number)))
+
+
+REASONING_GYM: Final = SourceComponent(build=f"{__name__}:open_reasoning_gym", needs=("reasoning_gym",))
+ADDITION: Final = SourceComponent(build=f"{__name__}:open_addition")
+PROGRAMS: Final = SourceComponent(build=f"{__name__}:open_programs")
+NUMBERED: Final = SourceComponent(build=f"{__name__}:open_numbered")

@@ -1,7 +1,8 @@
 """Functions that open the problem source that a recipe names: a registered source, or a user's function.
 
-To add a source to the package, write a function `(SourceRequest) -> ProblemSource` and a line in `registry.SOURCES`. A
-user's source is a function in the user's file that takes the recipe's `parameters` and returns problems:
+To add a source to the package, write a function `(SourceRequest) -> ProblemSource` and its component, which
+`registry.SOURCES` names. A user's source is a function in the user's file that takes the recipe's `parameters` and
+returns problems:
 
     def problems(level: int = 1):
         return [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1000)]
@@ -21,6 +22,7 @@ from dataclasses import replace
 from typing import Any, Final, final
 
 from pipelinerl import registry
+from pipelinerl.component import imported
 from pipelinerl.data.files.field_map import FieldMap
 from pipelinerl.data.files.rows import FirstRows, RowSequence
 from pipelinerl.data.files.source import SPLIT_BY, Indexed, RowSource, SplitBy, index_of, source_of_rows
@@ -58,8 +60,9 @@ def look_at(source: str, request: SourceRequest, head: FirstRows, check: Callabl
     Raises `RecipeError`, which names a row or id, if a problem cannot be built, or `check` raises `RecipeError`.
     """
     name, argument = _name_of(source)
-    if name in registry.LOOKS:
-        first: Problem | None = registry.resolve(registry.LOOKS[name])(replace(request, argument=argument), head, check)
+    component = registry.SOURCES.get(name)
+    if component is not None and component.look:
+        first: Problem | None = imported(component.look)(replace(request, argument=argument), head, check)
         return first
     opened = _opened(source, request)
     count = min(len(opened), head.rows) if isinstance(opened, RowSource) else _OF_A_GENERATOR

@@ -68,7 +68,7 @@ def build_engine(identity: Identity) -> Engine:
 
 def _server_of(identity: Identity) -> str | None:
     """Return the URL of this engine's external server (engine-2 has the third of `engine.servers`), or None."""
-    if identity.config.engine.type not in registry.SERVER_ENGINES:
+    if identity.config.engine.type not in registry.ENGINES.having("drives_server"):
         return None  # the type is this engine's own; `engine.servers` is for the recipe's type
     servers = identity.config.engine.servers
     number = identity.name.rpartition("-")[2]

@@ -8,12 +8,13 @@ import inspect
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
 from pipelinerl import registry
+from pipelinerl.component import Component
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import shared_values
@@ -122,11 +123,12 @@ def names_of(domain: DomainSection) -> Iterator[tuple[str, str]]:
 
 def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the recipe's key and the reference (`path.py:name`) of each piece of user code."""
-    for where, entries, name in (
+    chosen: tuple[tuple[str, Mapping[str, Component], str], ...] = (
         ("engine.type", registry.ENGINES, config.engine.type),
         ("trainer.type", registry.TRAINERS, config.trainer.type),
         *(("elastic.types", registry.ENGINES, type) for type in config.elastic.types if type != config.engine.type),
-    ):
+    )
+    for where, entries, name in chosen:
         if registry.is_user_code(entries, name):
             yield where, name
     if config.curation.filter is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelinerl import registry, rng
+from pipelinerl.component import imported
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.learning import ReferenceSection
@@ -83,12 +84,12 @@ def routing_of(config: RunConfig) -> RoutingShape | None:
     if replay is RoutingReplay.OFF:
         return None
     setting = f'trainer.routing_replay = "{replay}"'
-    if config.engine.type not in registry.TELLS_ROUTING and not is_reference(config.engine.type):
+    if config.engine.type not in registry.ENGINES.having("reports_routing") and not is_reference(config.engine.type):
         raise RecipeError(
             f"{setting} needs an engine that reports which experts computed each token: "
-            f"{' or '.join(sorted(registry.TELLS_ROUTING))}; engine.type is {config.engine.type!r}"
+            f"{' or '.join(registry.ENGINES.having('reports_routing'))}; engine.type is {config.engine.type!r}"
         )
-    if config.trainer.type not in registry.REPLAYS_ROUTING and not is_reference(config.trainer.type):
+    if config.trainer.type not in registry.TRAINERS.having("replays_routing") and not is_reference(config.trainer.type):
         raise RecipeError(f"{setting} needs trainer.type torch, got {config.trainer.type!r}")
     try:
         return replayed_routing(config.model.resolved)
@@ -106,11 +107,11 @@ def check_truncation(config: RunConfig) -> None:
     if not (config.trained_domains and sampling.of_an_order.truncates):
         return
     for key, type in (("engine.type", config.engine.type), *(("elastic.types", each) for each in config.elastic.types)):
-        if type not in registry.TELLS_POLICY and not is_reference(type):
+        if type not in registry.ENGINES.having("reports_policy") and not is_reference(type):
             raise RecipeError(
                 f"sampling.top_p = {sampling.top_p:g} and top_k = {sampling.top_k} need an engine that reports "
                 f"log-probs from before this truncation, as the trainer computes them, and {key} {type!r} cannot; use "
-                f"{', '.join(sorted(registry.TELLS_POLICY))}, or set top_p = 1 and top_k = 0"
+                f"{', '.join(sorted(registry.ENGINES.having('reports_policy')))}, or set top_p = 1 and top_k = 0"
             )
 
 
@@ -234,8 +235,9 @@ def elastic_of(config: RunConfig) -> ElasticRule | None:
     """
     for type, limits in config.elastic.types.items():
         own = registry.is_user_code(registry.ENGINES, type)
-        if not own and (type not in registry.ENGINES or type in registry.SERVER_ENGINES):
-            started = ", ".join(name for name in registry.ENGINES if name not in registry.SERVER_ENGINES)
+        servers = registry.ENGINES.having("drives_server")
+        if not own and (type not in registry.ENGINES or type in servers):
+            started = ", ".join(name for name in registry.ENGINES if name not in servers)
             raise RecipeError(
                 f"elastic.types must name engines that can be started: {started}, or code of your own; got {type!r}"
             )
@@ -253,11 +255,11 @@ def servers_of(config: RunConfig) -> tuple[str, ...]:
     Raises:
         RecipeError: there are fewer servers than engines, or servers for a type of engine that uses none.
     """
-    section = config.engine
-    if section.type not in registry.SERVER_ENGINES:
+    section, types = config.engine, registry.ENGINES.having("drives_server")
+    if section.type not in types:
         if section.servers:
             raise RecipeError(
-                f"engine.servers are for the types {' and '.join(sorted(registry.SERVER_ENGINES))}, got engine.type "
+                f"engine.servers are for the types {' and '.join(sorted(types))}, got engine.type "
                 f"{section.type}; remove them"
             )
     elif len(section.servers) < section.count:
@@ -277,16 +279,17 @@ def check_engine_options(config: RunConfig) -> None:
     options, chosen = config.engine.options, config.engine.type
     if not options:
         return
-    if chosen in registry.SERVER_ENGINES:
+    component = registry.ENGINES.get(chosen)
+    if component is None:
+        return  # the user's engine checks its own options
+    if component.drives_server:
         raise RecipeError(
             f"engine.options {', '.join(options)} would not reach a server that runs already; start the server with "
             "them, and remove them here"
         )
-    if registry.is_user_code(registry.ENGINES, chosen):
-        return  # the user's engine checks its own options
-    if chosen not in registry.ENGINES_WITH_OPTIONS:
+    if not component.check_options:
         raise RecipeError(f"engine.type {chosen!r} takes no options, got {', '.join(options)}; remove them")
-    registry.resolve(registry.ENGINES_WITH_OPTIONS[chosen])(options)
+    imported(component.check_options)(options)
 
 
 def training_problems(config: RunConfig) -> Mixture:

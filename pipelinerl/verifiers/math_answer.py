@@ -18,6 +18,7 @@ import resource
 from collections.abc import Callable
 from typing import Final, final
 
+from pipelinerl.component import VerifierComponent
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.equality.final_answer import final_answer, reference_answer
@@ -161,3 +162,10 @@ def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
     for pair in WARM_UP:
         compared(list(pair))
     return compared
+
+
+COMPONENT: Final = VerifierComponent(
+    build=f"{__name__}:MathAnswer",
+    check_problem=f"{__name__}:refuse_unreadable",
+    reference_answer=f"{__name__}:boxed_reference",
+)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Final, final
 
+from pipelinerl.component import VerifierComponent
 from pipelinerl.errors import RecipeError
 from pipelinerl.system import gym_tasks
 from pipelinerl.types import Problem, Verdict
@@ -202,3 +203,8 @@ def _verdict(score: float | str, answer: str) -> Verdict:
         return failed(score)
     stated = answer.strip()[:_SHOWN]
     return correct(stated) if score >= 1.0 else wrong(f"score {score:g}", answer=stated)
+
+
+COMPONENT: Final = VerifierComponent(
+    build=f"{__name__}:ReasoningGym", needs=("reasoning_gym",), check_problem=f"{__name__}:entry_of"
+)

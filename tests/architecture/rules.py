@@ -88,8 +88,9 @@ BASES_ALLOWED: dict[str, frozenset[str]] = {
 
 BASES = frozenset(
     {
-        "Protocol", "Generic", "Enum", "StrEnum", "IntEnum", "Flag", "IntFlag", "NamedTuple", "TypedDict", "BaseModel",
-        "Struct", "Exception", "ValueError", "RuntimeError", "OSError", "TimeoutError", "LookupError", "KeyError",
+        "Protocol", "Generic", "Mapping", "Enum", "StrEnum", "IntEnum", "Flag", "IntFlag", "NamedTuple", "TypedDict",
+        "BaseModel", "Struct", "Exception", "ValueError", "RuntimeError", "OSError", "TimeoutError",
+        "LookupError", "KeyError",
     }
 )  # fmt: skip
 

@@ -22,6 +22,7 @@ FLOORS: dict[str, float] = {
     "system": 2,
     "objective": 2,
     "numerics": 2,
+    "component": 2.4,
     "registry": 2.5,
     "data": 3,
     "streams": 3,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.component import missing_packages
 from pipelinerl.config.sections import MODELS
 from pipelinerl.registry import ENGINES
 from tests.fakes import stock_vllm
@@ -23,7 +24,7 @@ STEPS = 60
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not ENGINES["vllm"].installed, reason="vLLM is not installed; make test-vllm"),
+    pytest.mark.skipif(missing_packages(ENGINES["vllm"]), reason="vLLM is not installed; make test-vllm"),
     pytest.mark.timeout(1500),
 ]
 

@@ -15,13 +15,14 @@ from inference_contract.conformance import (
     run,
     weight_checks,
 )
+from pipelinerl.component import missing_packages
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.enums import WeightFormat
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.plugins.parameter_server.download import WeightPuller
-from pipelinerl.registry import ENGINES, SERVER_ENGINES, load
+from pipelinerl.registry import ENGINES, load
 from tests.fakes.served import in_thread
 from tests.fakes.tool_model import save_tool_model
 from tests.patience import PATIENCE_S
@@ -41,8 +42,12 @@ def _directory(name: str, folder: Path) -> Path:
 
 
 #: Engines that `external/vllm/test_engine.py` and `external/server/test_stock_servers.py` test instead.
-ELSEWHERE = SERVER_ENGINES | {"vllm"}
-INSTALLED = [(name, WeightFormat.NATIVE) for name, each in ENGINES.items() if each.installed and name not in ELSEWHERE]
+ELSEWHERE = {*ENGINES.having("drives_server"), "vllm"}
+INSTALLED = [
+    (name, WeightFormat.NATIVE)
+    for name, each in ENGINES.items()
+    if not missing_packages(each) and name not in ELSEWHERE
+]
 
 
 #: Checks of weight updates. The torch engine must also pass them with int8 weights, which differ in

@@ -33,7 +33,6 @@ from zlib import crc32
 
 import numpy as np
 
-from pipelinerl import registry
 from pipelinerl.config.recipe import parse
 from pipelinerl.controller.service.service import Start
 from pipelinerl.engines.bigram import engine as bigram_engine  # noqa: F401  imported before the fork, not after each
@@ -54,7 +53,7 @@ OPERATIONS = (
     *("none", "append", "read", "claim", "acknowledge", "trim", "renew", "last_id", "update", "checkpoint"),
     *("claimed", "durable", "turn"),
 )
-VERIFIER = "coin"
+VERIFIER = "tests.faults.role_process:Coin"
 TOKEN = "of this test"
 
 
@@ -63,9 +62,6 @@ class Coin:
     async def verify(self, problem: Problem, text: str) -> Verdict:
         right = bool(crc32(text.encode()) & 1)
         return Verdict(outcome=Outcome.CORRECT if right else Outcome.WRONG, reward=float(right))
-
-
-registry.VERIFIERS[VERIFIER] = registry.RegistryEntry(f"{__name__}:Coin")  # type: ignore[index]
 
 
 @final

@@ -42,7 +42,8 @@ def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "experts", f"{sizes}; their choice is replayed: {shape.bytes_per_token} more bytes per token"
         return
     yield "experts", f"{sizes}; the trainer's routers choose independently"
-    tells = config.engine.type in registry.TELLS_ROUTING and config.trainer.type in registry.REPLAYS_ROUTING
+    engine, trainer = registry.ENGINES.get(config.engine.type), registry.TRAINERS.get(config.trainer.type)
+    tells = engine is not None and engine.reports_routing and trainer is not None and trainer.replays_routing
     if tells and model_type(config.model.resolved) in REPLAYED:
         yield (
             "warning",

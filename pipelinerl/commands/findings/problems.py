@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final
 
 from pipelinerl import registry
+from pipelinerl.component import imported
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.data.files.rows import FirstRows
@@ -193,8 +194,10 @@ def refuse_problems(config: RunConfig, head: FirstRows) -> None:
 
 def _readable_by(domain: DomainSection) -> Callable[[Problem], None]:
     """Return a function that raises `RecipeError` for a problem that the domain's verifiers can never judge."""
-    names = {name for _, name in names_of(domain)} & registry.PROBLEM_CHECKS.keys()
-    checks = [registry.resolve(registry.PROBLEM_CHECKS[name]) for name in sorted(names)]
+    verifiers = [
+        registry.VERIFIERS[name] for name in sorted({name for _, name in names_of(domain)} & {*registry.VERIFIERS})
+    ]
+    checks = [imported(verifier.check_problem) for verifier in verifiers if verifier.check_problem]
 
     def check(problem: Problem) -> None:
         for each in checks:

@@ -23,6 +23,7 @@ from pipelinerl import registry
 from pipelinerl.actor.episodes import Episodes, PlayedEpisode
 from pipelinerl.actor.group_maker import GroupProgress
 from pipelinerl.answers.tool_calls import ParsedAnswer
+from pipelinerl.component import imported
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.data.mixture import Mixture
@@ -219,7 +220,7 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> list[tuple
         if not (truth.verdict.outcome.is_judgement or empty.verdict.outcome.is_judgement):
             raise RecipeError(f"{where}.verifier cannot judge its problems: {truth.verdict.reason}")
         names = {name for _, name in names_of(domain)}
-        if names <= registry.VERIFIERS.keys() - registry.WITHOUT_REFERENCE:
+        if names <= {*registry.VERIFIERS.having("needs_reference")}:
             await _find_one_right(verifier, domain, problems, truth, where=where)
         tried = {"the reference answer": truth, "an empty answer": empty}
         is_user_code = any(registry.is_user_code(registry.VERIFIERS, name) for name in names)
@@ -249,7 +250,7 @@ def called_by_place(domain: DomainSection) -> Iterator[str]:
     The author of a function with the parameters `(response, label)` probably meant the answer and the ground truth.
     """
     for where, name in names_of(domain):
-        thing = registry.resolve(name) if registry.is_user_code(registry.VERIFIERS, name) else None
+        thing = imported(name) if registry.is_user_code(registry.VERIFIERS, name) else None
         if thing is not None and not hasattr(thing, "verify"):
             reward = RewardFunction.of_callable(thing)
             named = [parameter.name for parameter in parameters_of(thing)[: len(reward.by_place)]]
@@ -309,8 +310,9 @@ async def _find_one_right(
 def _reference(domain: DomainSection, problem: Problem) -> str:
     """Return a right answer as a model would write it."""
     names = [name for _, name in names_of(domain)]
-    if len(names) == 1 and names[0] in registry.REFERENCE_ANSWERS:
-        answer: str = registry.resolve(registry.REFERENCE_ANSWERS[names[0]])(problem)
+    verifier = registry.VERIFIERS.get(names[0]) if len(names) == 1 else None
+    if verifier is not None and verifier.reference_answer:
+        answer: str = imported(verifier.reference_answer)(problem)
         return answer
     return problem.ground_truth
 

@@ -1,1 +1,14 @@
 """The torch engine, which serves any Hugging Face causal language model directory on CPU or CUDA."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pipelinerl.component import EngineComponent
+
+COMPONENT: Final = EngineComponent(
+    build="pipelinerl.engines.torch.engine:from_options",
+    needs=("torch", "transformers"),
+    reports_routing=True,
+    reports_policy=True,
+)

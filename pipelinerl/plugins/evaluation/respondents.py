@@ -152,7 +152,7 @@ async def respondent(
 
 
 def _with_model(config: RunConfig, model: Path) -> RunConfig:
-    if config.engine.type in registry.SERVER_ENGINES:
+    if config.engine.type in registry.ENGINES.having("drives_server"):
         raise UserError(
             f"engine.type {config.engine.type} is an external server, which cannot load {model}; "
             "name the server's URL instead of the model, or use --set engine.type=torch"

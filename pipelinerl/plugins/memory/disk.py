@@ -125,7 +125,7 @@ def with_dtype(config: RunConfig) -> RunConfig:
     section = config.engine
     if section.dtype != "auto" or section.type not in _CASTING:
         return config
-    if section.type not in registry.ON_THE_HOST and on_accelerator(section.device):
+    if section.type not in registry.ENGINES.having("on_host") and on_accelerator(section.device):
         return config
     if model_dtype(config.model.resolved) is WeightDType.FLOAT32:
         return config

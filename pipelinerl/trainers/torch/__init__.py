@@ -1,1 +1,14 @@
 """The torch trainer: any Hugging Face causal language model, as a policy or, with a value head, as a critic."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pipelinerl.component import TrainerComponent
+
+COMPONENT: Final = TrainerComponent(
+    build="pipelinerl.trainers.torch.trainer:TorchTrainer",
+    needs=("torch", "transformers", "accelerate"),
+    check_options="pipelinerl.trainers.torch.options:options_of",
+    replays_routing=True,
+)

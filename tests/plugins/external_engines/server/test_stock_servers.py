@@ -27,6 +27,7 @@ from inference_contract.conformance.session import Load, refused
 from inference_contract.conformance.trainer import weights
 from inference_contract.errors import EngineStopped
 from inference_contract.schemas import ChatCompletionRequest, EngineState, FinishReason
+from pipelinerl.component import missing_packages
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Capacity
 from pipelinerl.engines.batching.sequence import Sequence
@@ -78,7 +79,7 @@ OF_WEIGHTS = tuple(check.__name__ for check in (*weight_checks.CHECKS, *pull_che
 vllm = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.skipif(not ENGINES["vllm"].installed, reason="vLLM is not installed; make test-vllm"),
+    pytest.mark.skipif(missing_packages(ENGINES["vllm"]), reason="vLLM is not installed; make test-vllm"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(600),
 ]

@@ -24,6 +24,7 @@ from inference_contract.conformance.trainer import weights
 from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import EngineState, FinishReason
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
+from pipelinerl.component import missing_packages
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.http.server import create_app
@@ -60,7 +61,7 @@ START_S = 600.0
 #: Marks of tests with a real vLLM, which emits many warnings at import, and starts slowly on a busy machine.
 real = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not ENGINES["vllm"].installed, reason="vLLM is not installed; make test-vllm"),
+    pytest.mark.skipif(missing_packages(ENGINES["vllm"]), reason="vLLM is not installed; make test-vllm"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(900),
 ]

@@ -13,7 +13,7 @@ from pipelinerl.types import Outcome
 from tests.fakes.hostile_replies import NODES, mutated
 from tests.fakes.raw_server import raw_server, response
 from tests.patience import PATIENCE_S
-from tests.verifiers.test_judge import judging, verdicts
+from tests.plugins.judge.test_verifier import judging, verdicts
 
 SCORE = 4
 COMPLETION = {

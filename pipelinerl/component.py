@@ -1,0 +1,110 @@
+"""A component: one value beside the code of each part that a recipe can name, with everything that others know of it.
+
+`registry.py` maps names to these values. To add a part, write its code and its component, and name the component in the
+registry, or in the entry points `pipelinerl.components` of a package of your own.
+
+A component imports nothing heavy: `build` and the functions beside it are references (`module:attribute`), which are
+imported when they are used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl.errors import RecipeError, ReferenceFailed
+from pipelinerl.system.references import load_reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """A part that a recipe can name: the reference of what builds it, and the packages that it needs.
+
+    Attributes:
+        build: reference of the function or class that makes it; the kind says with which arguments.
+        needs: packages that must be installed. `remedy` says how to install them.
+    """
+
+    build: str
+    needs: tuple[str, ...] = ()
+    remedy: str = "pip install it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineComponent(Component):
+    """An engine; `build` is a function `(EngineOptions) -> Engine`.
+
+    Attributes:
+        on_host: it computes on the CPU even if the machine has GPUs, or computes nothing itself.
+        drives_server: it forwards requests to an inference server that the user runs (`engine.servers`).
+        check_options: reference of a function that raises `RecipeError` for entries of `engine.options` that other keys
+            of the recipe set; an engine without it takes no options.
+        reports_routing: it reports the experts of each token.
+        reports_policy: it reports log-probs from before top-k and top-p (`policy_logprobs`).
+    """
+
+    on_host: bool = False
+    drives_server: bool = False
+    check_options: str = ""
+    reports_routing: bool = False
+    reports_policy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerComponent(Component):
+    """A trainer; `build` is a class without arguments that implements `Trainer`.
+
+    Attributes:
+        on_host: it computes on the CPU even if the machine has GPUs.
+        check_options: reference of a function that raises `SpecError` for invalid entries of `trainer.options`, without
+            heavy imports; a trainer without it takes no options.
+        replays_routing: it can use the experts that the engine reports (`trainer.routing_replay`).
+    """
+
+    on_host: bool = False
+    check_options: str = ""
+    replays_routing: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceComponent(Component):
+    """A source of problems; `build` is a function `(SourceRequest) -> ProblemSource`.
+
+    In a recipe, the text after the source's name and a colon is the request's argument.
+
+    Attributes:
+        look: reference of a function `(SourceRequest, FirstRows, check) -> Problem | None` that inspects the first
+            rows; without it, the source is opened for that.
+    """
+
+    look: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierComponent(Component):
+    """A verifier; `build` is a class that implements `Verifier`.
+
+    Attributes:
+        check_problem: reference of a function `(Problem)` that raises `RecipeError` if it can judge no answer to it.
+        reference_answer: reference of a function from a problem to a right answer as a model writes it; without it,
+            that is the problem's ground truth.
+        needs_reference: its problems must have a reference answer.
+    """
+
+    check_problem: str = ""
+    reference_answer: str = ""
+    needs_reference: bool = True
+
+
+def missing_packages(component: Component) -> list[str]:
+    """Return the packages that the component needs and that are not installed."""
+    return [name for name in component.needs if importlib.util.find_spec(name) is None]
+
+
+def imported(reference: str) -> Any:
+    """Return the object named by `module:attribute` or `path.py:attribute`; raise `RecipeError` if that fails."""
+    try:
+        return load_reference(reference)
+    except ReferenceFailed as error:
+        raise RecipeError(str(error)) from None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar, Final, Protocol, final
@@ -25,12 +25,52 @@ from pipelinerl.objective.tokens import column_of
 
 
 class Advantage(Protocol):
-    """An estimator of the advantages of sampled tokens."""
+    """An estimator of the advantages of sampled tokens.
+
+    Members with a body are defaults, which an estimator overrides where it differs.
+    """
 
     @property
     def needs(self) -> frozenset[str]:
         """Names of the optional columns, computed by forward passes, that the estimator reads, such as `values`."""
-        ...
+        return frozenset()
+
+    @property
+    def credit(self) -> Credit:
+        """The rewards of an episode that count for a turn; `turns` if the estimator reads the rewards of turns."""
+        return Credit.EPISODE
+
+    @property
+    def needs_parts(self) -> bool:
+        """True if the estimator reads the parts of a reward, not only their sum."""
+        return False
+
+    @property
+    def state(self) -> bool:
+        """True if the estimator keeps a baseline for each role from step to step (`baselines`)."""
+        return False
+
+    @property
+    def is_zero(self) -> bool:
+        """True if every advantage is 0."""
+        return False
+
+    @property
+    def uneven(self) -> str:
+        """Why it cannot give a rollout one advantage, and what can; "" if all tokens of a rollout share one."""
+        return ""
+
+    def baselines(self, scored: Scored) -> dict[str, float]:
+        """Return each role's baseline after a step with these rollouts; {} if the estimator has no `state`."""
+        return {}
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each invalid field; it begins with the slot's name."""
+        yield from ()
+
+    def without_effect(self, key: str, size: int) -> Iterator[str]:
+        """Yield a sentence if it cannot work with groups of `size` rollouts, which the recipe sets as `key`."""
+        yield from ()
 
     @property
     def formula(self) -> str:
@@ -73,17 +113,31 @@ class Credit(StrEnum):
     """The rewards of the turn and of later turns, compared with the same turn in the group's other rollouts."""
 
 
+_ONE_ADVANTAGE: Final = (
+    "adv must give a sequence one advantage with a ratio of whole sequences (grad1): take group_relative"
+)
+_ONE_RETURN: Final = f"{_ONE_ADVANTAGE}, or reward_to_go with discount 1 and without kl"
+_BY_EPISODE: Final = (
+    "adv.credit must be episode with a ratio of whole sequences (grad1): its tokens share one advantage; "
+    "take a ratio of tokens"
+)
+
+
+def _beyond_one(**factors: float) -> Iterator[str]:
+    for name, factor in factors.items():
+        if factor > 1.0:
+            yield f"adv.{name} must be at most 1, got {factor}"
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class GroupRelative:
+class GroupRelative(Advantage):
     """(R_i − baseline) / scale, both taken over the rollout's group. GRPO uses mean and std, Dr. GRPO only the mean.
 
     With `credit` turns, each turn k of rollout i has its own advantage: A_{i,k} = (G_{i,k} − baseline_{g,k}) /
     scale_{g,k}. G_{i,k} is the turn's reward-to-go (`Turns.rewards_to_go`); baseline and scale are computed over turn k
     of all rollouts in the group. With a mean as baseline, a turn that only one rollout has reached has advantage 0.
     """
-
-    needs: ClassVar[frozenset[str]] = frozenset()
 
     baseline: Baseline = Baseline.MEAN
     scale: Scale = Scale.STD
@@ -109,6 +163,25 @@ class GroupRelative:
         if self.scale is Scale.STD:
             return f"({difference}) / ({deviation} + {self.epsilon:g}){_DDOF}{end}"
         return (f"({difference}) / {mean}" if self.scale is Scale.MEAN else difference) + end
+
+    @property
+    def uneven(self) -> str:
+        """A hint if turns have advantages of their own."""
+        return _BY_EPISODE if self.credit is Credit.TURNS else ""
+
+    def without_effect(self, key: str, size: int) -> Iterator[str]:
+        """Yield a sentence if a baseline or scale of a single rollout makes every advantage the same."""
+        if size == 1 and self.baseline is not Baseline.NONE:
+            yield (
+                f"adv.baseline {self.baseline} needs groups, and {key} is 1: every advantage would be 0; "
+                'raise it, or take adv = "reward_to_go" or adv.baseline = "none" with adv.scale = "none"'
+            )
+        elif size == 1 and self.scale in (Scale.STD, Scale.MEAN):
+            quotient = "the deviation of one reward is 0" if self.scale is Scale.STD else "a reward over itself is 1"
+            yield (
+                f"adv.scale {self.scale} needs groups, and {key} is 1: {quotient}; raise it, "
+                'or take adv.scale = "batch" or "none"'
+            )
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token."""
@@ -144,14 +217,12 @@ class Metric(StrEnum):
 
 @final
 @dataclass(frozen=True, slots=True)
-class GroupFiltered:
+class GroupFiltered(Advantage):
     """GFPO (Shrivastava et al. 2025 §3): only the best `keep` rollouts of each group train.
 
     The advantage is (R_i − mean_S R) / (std_S R + epsilon) for i in S, and 0 for all other rollouts. S are the `keep`
     judged rollouts of the group that `metric` ranks first, or all if there are fewer. Ties go to the earlier rollout.
     """
-
-    needs: ClassVar[frozenset[str]] = frozenset()
 
     keep: int = 8
     metric: Metric = Metric.SHORTEST
@@ -165,6 +236,24 @@ class GroupFiltered:
         earned, others, group = ("G_{i,k}", "G", "{S,k}") if by_turns else ("R_i", "R", "S")
         difference = f"{earned} − mean_{group} {others}"
         return f"1[i ∈ S]·({difference}) / (std_{group} {others} + {self.epsilon:g}){end}{_TO_GO if by_turns else ''}"
+
+    @property
+    def uneven(self) -> str:
+        """A hint if turns have advantages of their own."""
+        return _BY_EPISODE if self.credit is Credit.TURNS else ""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence if fewer than two rollouts are kept."""
+        if self.keep < 2:
+            yield f"adv.keep must be at least 2, got {self.keep}: one rollout alone has no advantage"
+
+    def without_effect(self, key: str, size: int) -> Iterator[str]:
+        """Yield a sentence if every rollout of a group is kept."""
+        if self.keep >= size:
+            yield (
+                f"adv.keep ({self.keep}) must be below {key} ({size}): as it is every rollout of a group is "
+                "kept, and nothing is filtered"
+            )
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token."""
@@ -180,7 +269,7 @@ class GroupFiltered:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Decoupled:
+class Decoupled(Advantage):
     """GDPO (Liu et al. 2026, arXiv 2601.05242): each part of the reward is normalised separately.
 
     A_i = Σ_n w_n·(r_{i,n} − mean_g r_n) / (std_g r_n + epsilon), then normalised over the judged rollouts of the batch.
@@ -188,7 +277,7 @@ class Decoupled:
     from this part's mean and deviation. With a single part, the result is GRPO's advantage, normalised over the batch.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    needs_parts: ClassVar = True
 
     epsilon: float = 1e-6
 
@@ -212,12 +301,15 @@ class Decoupled:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(Advantage):
     """The same advantage for every token: 1 for imitation, 0 for distillation by the regularizer's gradient alone."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
-
     value: float = 1.0
+
+    @property
+    def is_zero(self) -> bool:
+        """True if `value` is 0."""
+        return self.value == 0
 
     @property
     def formula(self) -> str:
@@ -239,7 +331,7 @@ class Whitening(StrEnum):
 
 @final
 @dataclass(frozen=True, slots=True)
-class RewardToGo:
+class RewardToGo(Advantage):
     """The discounted return Σ_{t' ≥ t} discount^{t'−t} r_{t'}, where r_t is a token's reward minus its KL cost.
 
     The rollout's last token has its whole reward R_i. With `credit` turns, a turn's last token has the turn's reward,
@@ -260,6 +352,17 @@ class RewardToGo:
         return _KL_COLUMNS if self.kl else frozenset()
 
     @property
+    def uneven(self) -> str:
+        """A hint if tokens differ by discount or KL, or turns by their rewards."""
+        if self.kl or self.discount != 1.0:
+            return _ONE_RETURN
+        return _BY_EPISODE if self.credit is Credit.TURNS else ""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence if the discount exceeds 1."""
+        yield from _beyond_one(discount=self.discount)
+
+    @property
     def formula(self) -> str:
         """Formula of the advantage as text."""
         power = "" if self.discount == 1.0 else f"{self.discount:g}^(t'−t)·"
@@ -274,13 +377,15 @@ class RewardToGo:
 
 @final
 @dataclass(frozen=True, slots=True)
-class GAE:
+class GAE(Advantage):
     """Generalised advantage estimation (Schulman et al. 2016, Eq. 16): Σ_l (discount·trace)^l δ_{t+l}.
 
     δ_t = r_t + discount·V_{t+1} − V_t, with V = 0 after the last token and r as in `RewardToGo`. `values[t]` is the
     value of the state in which token t was sampled. Whitening follows implementations of PPO (Huang et al. 2022, detail
     7).
     """
+
+    uneven: ClassVar = _ONE_RETURN
 
     discount: float = 1.0
     trace: float = 0.95
@@ -293,6 +398,10 @@ class GAE:
     def needs(self) -> frozenset[str]:
         """The column `values` and, unless `kl` is 0, `old_logprobs` and `ref_logprobs`."""
         return frozenset({"values"}) | (_KL_COLUMNS if self.kl else frozenset())
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each factor above 1."""
+        yield from _beyond_one(discount=self.discount, trace=self.trace)
 
     @property
     def formula(self) -> str:
@@ -322,7 +431,7 @@ class GAE:
 
 @final
 @dataclass(frozen=True, slots=True)
-class RoleBaseline:
+class RoleBaseline(Advantage):
     """RAE of SPIRAL (Liu et al. 2025, arXiv 2506.24119): a role's reward minus a running mean of its earlier rewards.
 
     All tokens of role p in rollout i have A_{i,p} = R_{i,p} − b_p. Then b_p ← decay·b_p + (1 − decay)·R_{i,p}, rollout
@@ -330,9 +439,16 @@ class RoleBaseline:
     of the role's turns; the role of the last turn also gets the remainder R_i − Σ (rewards of turns).
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    credit: ClassVar = Credit.TURNS
+    state: ClassVar = True
+    uneven: ClassVar = _ONE_ADVANTAGE
 
     decay: float = 0.95
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence if the baseline would never change."""
+        if self.decay >= 1.0:
+            yield f"adv.decay must be below 1, got {self.decay}: the baseline would never change"
 
     @property
     def formula(self) -> str:
@@ -371,7 +487,7 @@ class RoleBaseline:
 
 @final
 @dataclass(frozen=True, slots=True)
-class CovarianceClipped:
+class CovarianceClipped(Advantage):
     """Clip-Cov (Cui et al. 2025, arXiv 2505.22617): no gradient for a few of the tokens that would lower entropy most.
 
     The advantage is that of `GroupRelative`, but 0 for a `share` of the judged tokens (at least one). These are drawn
@@ -379,6 +495,7 @@ class CovarianceClipped:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    uneven: ClassVar = _ONE_ADVANTAGE
 
     share: float = 2e-4
     low: float = 1.0
@@ -390,6 +507,11 @@ class CovarianceClipped:
         """Formula of the advantage as text."""
         chosen = f"0 for {self.share:g}·N random tokens with {self.low:g} < cov_t < {self.high:g}"
         return f"A_i = (R_i − mean_g R) / (std_g R + {self.epsilon:g}){_DDOF}; {chosen},  {COVARIANCE}"
+
+    def without_effect(self, key: str, size: int) -> Iterator[str]:
+        """Yield a sentence if groups have one rollout, whose advantage is 0."""
+        if size == 1:
+            yield f"adv covariance_clipped needs groups, and {key} is 1: every advantage would be 0; raise it"
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token."""
@@ -413,13 +535,6 @@ def covariances(advantages: Floats, logprobs: Floats, judged: Bools) -> Floats:
         return np.zeros_like(advantages)
     centred = (column - column[judged].mean() for column in (advantages, logprobs))
     return np.where(judged, math.prod(centred), 0.0)
-
-
-def credits_turns(adv: Advantage) -> bool:
-    """Return True if the estimator reads the rewards of turns."""
-    return isinstance(adv, RoleBaseline) or (
-        isinstance(adv, GroupRelative | GroupFiltered | RewardToGo | GAE) and adv.credit is Credit.TURNS
-    )
 
 
 _DDOF: Final = ",  std with ddof 0"

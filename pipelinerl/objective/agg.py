@@ -6,7 +6,7 @@ weights of `Trajectory`, `Group` and `Batch` sum to 1 over the tokens of the bat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Final, Protocol, final
@@ -25,7 +25,21 @@ class Length(StrEnum):
 
 
 class Aggregation(Protocol):
-    """A rule for token weights."""
+    """A rule for token weights. Properties with a body are defaults, which a rule overrides where it differs."""
+
+    @property
+    def by_length(self) -> bool:
+        """True if the weight is divided by the rollout's length, so that all rollouts of a group weigh the same."""
+        return False
+
+    @property
+    def constant(self) -> float | Length | None:
+        """The constant that divides every token's weight; None if the divisor depends on lengths."""
+        return None
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each invalid number; it begins with the slot's name."""
+        yield from ()
 
     @property
     def formula(self) -> str:
@@ -45,13 +59,14 @@ class Aggregation(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Trajectory:
+class Trajectory(Aggregation):
     """1 / (Q·G·|o_i|) for Q groups of G rollouts, as in Eq. 3 of GRPO's paper.
 
     Groups have equal weight, and so do the rollouts in a group and the tokens in a rollout.
     """
 
     formula: ClassVar = "1/(Q·G·|o_i|)"
+    by_length: ClassVar = True
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
         """Return a weight for each rollout, [B], which all sampled tokens of the rollout get."""
@@ -62,7 +77,7 @@ class Trajectory:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Group:
+class Group(Aggregation):
     """1 / (Q·Σ_group |o|) for Q groups: groups and tokens in a group weigh the same. DAPO, as RLAX interprets it."""
 
     formula: ClassVar = "1/(Q·Σ_g |o|)"
@@ -76,7 +91,7 @@ class Group:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Aggregation):
     """1 / Σ_batch |o|: equal weight for every token of the batch."""
 
     formula: ClassVar = "1/Σ_batch |o|"
@@ -89,13 +104,23 @@ class Batch:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Sequences:
+class Sequences(Aggregation):
     """1 / (B·length), where `length` is a constant: equal weight for all tokens.
 
     `length` = 1 divides the loss by the number of rollouts, as in PipelineRL; Dr. GRPO uses `length` = L_max.
     """
 
     length: float | Length = 1.0
+
+    @property
+    def constant(self) -> float | Length:
+        """The field `length`."""
+        return self.length
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence if `length` is not positive."""
+        if not isinstance(self.length, Length) and self.length <= 0:
+            yield f"agg.length must be positive, got {self.length}"
 
     @property
     def formula(self) -> str:

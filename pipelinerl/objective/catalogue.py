@@ -30,6 +30,7 @@ from pipelinerl.objective.agg import Aggregation, Batch, Group, Length, Sequence
 from pipelinerl.objective.grad1 import (
     ClippedRatio,
     DivergenceRatio,
+    DualClippedRatio,
     GeometricRatio,
     LogProb,
     PolicyTerm,
@@ -133,6 +134,11 @@ _CLIPPED: Final[Mapping[str, Preset]] = {
         _slots(Trajectory(), Unweighted(), GAE(), ClippedRatio()),
         "Schulman et al. 2017, Eq. 7, with the advantages of Schulman et al. 2016, Eq. 16; RLAX §2",
         "Needs a critic (values).",
+    ),
+    "ppo_dual_clip": Preset(
+        _slots(Batch(), Unweighted(), GroupRelative(), DualClippedRatio()),
+        "Dual-clip PPO (Ye et al. 2020, arXiv 1912.09729, Eq. 5), with groups as in GRPO",
+        "grad1.ceiling is the paper's c, 3 there and in verl, which clips so by default.",
     ),
     "grpo": Preset(
         _slots(Trajectory(), Unweighted(), GroupRelative(), ClippedRatio()),

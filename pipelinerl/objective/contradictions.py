@@ -2,70 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from pipelinerl.objective.adv import (
-    GAE,
-    Baseline,
-    Constant,
-    CovarianceClipped,
-    GroupFiltered,
-    GroupRelative,
-    RewardToGo,
-    RoleBaseline,
-    Scale,
-    credits_turns,
-)
-from pipelinerl.objective.agg import Length, Sequences, Trajectory
-from pipelinerl.objective.grad1 import Level, OverPolicy, QuadraticRatio, SequenceRatio, SoftGate
-from pipelinerl.objective.grad2 import CovariancePenalty, Estimator, KLPenalty, NoRegularizer
-from pipelinerl.objective.is_weight import Ratio, SequenceWeight, TokenRatio, Unweighted
+from pipelinerl.objective.grad1 import Level
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.tokens import Policy
 
 
 def contradictions(objective: PolicyObjective) -> Iterator[str]:
     """Yield a sentence for each combination of slots that makes no sense, beginning with the name of a slot."""
+    agg, weight, adv, grad1 = objective.agg, objective.is_weight, objective.adv, objective.grad1
     yield from _of_ratios(objective)
-    yield from _of_numbers(objective)
-    grad1, grad2, adv = objective.grad1, objective.grad2, objective.adv
-    if isinstance(adv, Constant) and not adv.value and isinstance(grad2, NoRegularizer):
+    for slot, bounded in (("is_weight", weight), ("adv", adv)):
+        low, high = getattr(bounded, "low", 0.0), getattr(bounded, "high", math.inf)
+        if low > high:
+            yield f"{slot}.low must not exceed high, got {low} and {high}"
+    for problems in (agg.problems(), adv.problems(), grad1.problems(), objective.grad2.problems()):
+        yield from problems
+    if adv.is_zero and objective.grad2.is_zero:
         yield "adv.value must not be 0 with grad2 none: nothing is left to train; take grad2 = 'kl'"
-    if isinstance(grad2, KLPenalty) and grad2.beta:
-        if grad2.to is Policy.CURRENT:
-            yield "grad2.to must not be current: the KL of a policy from itself is 0"
-        if grad2.estimator is Estimator.K3_WEIGHTED and grad2.over is Policy.CURRENT:
-            yield "grad2.over must not be current: the ratio of a policy to itself is 1; take estimator 'k3'"
     if grad1.level is Level.SEQUENCE:
-        # Only LUSPO may use another aggregation: it multiplies a ratio of sequences by the length.
-        by_length = isinstance(grad1, SequenceRatio) and isinstance(objective.agg, Sequences)
-        if not (by_length or isinstance(objective.agg, Trajectory)):
+        if not (agg.by_length or (agg.constant is not None and grad1.may_weigh_by_length)):
             yield (
                 "agg must be trajectory with a ratio of whole sequences (grad1): each token carries the value of its "
                 "sequence, so with another denominator a sequence would count once for every token it has"
             )
-        if isinstance(adv, GAE) or (isinstance(adv, RewardToGo) and (adv.kl or adv.discount != 1.0)):
-            yield (
-                "adv must give a sequence one advantage with a ratio of whole sequences (grad1): take "
-                "group_relative, or reward_to_go with discount 1 and without kl"
-            )
-        if credits_turns(adv) and not isinstance(adv, RoleBaseline):
-            yield (
-                "adv.credit must be episode with a ratio of whole sequences (grad1): its tokens share one advantage; "
-                "take a ratio of tokens"
-            )
-        if isinstance(adv, CovarianceClipped | RoleBaseline):
-            yield "adv must give a sequence one advantage with a ratio of whole sequences (grad1): take group_relative"
+        if adv.uneven:
+            yield adv.uneven
 
 
 def _of_ratios(objective: PolicyObjective) -> Iterator[str]:
-    weight = objective.is_weight
-    over = _over(objective)
+    weight, over = objective.is_weight, objective.grad1.over
     if over is Policy.CURRENT:
         yield "grad1.over must not be current: the ratio of a policy to itself is 1"
-    if not isinstance(weight, Ratio):
+    if weight.numerator is None:
         return
     if weight.numerator is weight.denominator:
         yield f"is_weight divides {weight.numerator} by itself; take kind 'one' for no weights"
@@ -79,29 +52,6 @@ def _of_ratios(objective: PolicyObjective) -> Iterator[str]:
             f"is_weight.denominator must not be {over} with a ratio over {over} in grad1, which divides by it "
             "already: set grad1.over to old (TIS, decoupled PPO), or is_weight to kind 'one'"
         )
-
-
-def _of_numbers(objective: PolicyObjective) -> Iterator[str]:
-    weight, adv, agg = objective.is_weight, objective.adv, objective.agg
-    if isinstance(weight, TokenRatio | SequenceWeight) and weight.low > weight.high:
-        yield f"is_weight.low must not exceed high, got {weight.low} and {weight.high}"
-    if isinstance(adv, GroupFiltered) and adv.keep < 2:
-        yield f"adv.keep must be at least 2, got {adv.keep}: one rollout alone has no advantage"
-    if isinstance(adv, RoleBaseline) and adv.decay >= 1.0:
-        yield f"adv.decay must be below 1, got {adv.decay}: the baseline would never change"
-    if isinstance(adv, CovarianceClipped) and adv.low > adv.high:
-        yield f"adv.low must not exceed high, got {adv.low} and {adv.high}"
-    if isinstance(adv, GAE | RewardToGo) and adv.discount > 1.0:
-        yield f"adv.discount must be at most 1, got {adv.discount}"
-    if isinstance(adv, GAE) and adv.trace > 1.0:
-        yield f"adv.trace must be at most 1, got {adv.trace}"
-    grad1 = objective.grad1
-    if isinstance(grad1, QuadraticRatio) and grad1.epsilon == 0:
-        yield "grad1.epsilon must be positive, got 0: it divides the penalty"
-    if isinstance(grad1, SoftGate) and not (grad1.positive and grad1.negative):
-        yield "grad1.positive and grad1.negative must be positive: they divide the gate"
-    if isinstance(agg, Sequences) and not isinstance(agg.length, Length) and agg.length <= 0:
-        yield f"agg.length must be positive, got {agg.length}"
 
 
 @final
@@ -128,32 +78,13 @@ class Setting:
 
 def without_effect(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
     """Yield a sentence for each slot that cannot work as intended in this run, beginning with the slot's name."""
-    adv = objective.adv
     for key, size in setting.group_sizes.items():
-        if isinstance(adv, GroupFiltered) and adv.keep >= size:
-            yield (
-                f"adv.keep ({adv.keep}) must be below {key} ({size}): as it is every rollout of a group is "
-                "kept, and nothing is filtered"
-            )
-        if isinstance(adv, CovarianceClipped) and size == 1:
-            yield f"adv covariance_clipped needs groups, and {key} is 1: every advantage would be 0; raise it"
-        if isinstance(adv, GroupRelative) and size == 1:
-            if adv.baseline is not Baseline.NONE:
-                yield (
-                    f"adv.baseline {adv.baseline} needs groups, and {key} is 1: every advantage would be 0; "
-                    'raise it, or take adv = "reward_to_go" or adv.baseline = "none" with adv.scale = "none"'
-                )
-            elif adv.scale in (Scale.STD, Scale.MEAN):
-                quotient = "the deviation of one reward is 0" if adv.scale is Scale.STD else "a reward over itself is 1"
-                yield (
-                    f"adv.scale {adv.scale} needs groups, and {key} is 1: {quotient}; raise it, "
-                    'or take adv.scale = "batch" or "none"'
-                )
+        yield from objective.adv.without_effect(key, size)
 
 
 def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
     """Yield a warning for each part (slot) of the objective that probably does not do what its author intended."""
-    agg, weight, grad2, over = objective.agg, objective.is_weight, objective.grad2, _over(objective)
+    weight, over, constant = objective.is_weight, objective.grad1.over, objective.agg.constant
     if over in setting.always_current:
         yield (
             f"grad1 clips π_θ/π_{over}, which is always 1 here: a batch is one optimizer step, and "
@@ -161,7 +92,7 @@ def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
             "training.epochs or training.mini_batches make it several, 'sampling_weights' makes π_old the policy that "
             "sampled, grad1.over = 'behavior' the sampler's log-probs"
         )
-    pair = {getattr(weight, name, None) for name in ("numerator", "denominator")}
+    pair = {weight.numerator, weight.denominator}
     if Policy.CURRENT in pair and pair & setting.always_current:
         yield "is_weight divides by the policy that the step starts from and is always 1; divide by behavior"
     if setting.updates > 1 and over is None and Policy.CURRENT not in pair:
@@ -170,27 +101,9 @@ def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
             "steps: the later ones ignore that the policy has moved since; take a clipped ratio as grad1, or "
             "leave out training.epochs and training.mini_batches"
         )
-    if isinstance(grad2, KLPenalty) and grad2.beta and grad2.to in setting.always_current:
-        yield f"grad2 penalises the KL to π_{grad2.to}, from which the step starts, and is always 0; take behavior"
-    if isinstance(grad2, CovariancePenalty) and Policy.OLD in setting.always_current:
+    yield from objective.grad2.doubts(setting.always_current, weighted=weight.numerator is not None)
+    if isinstance(constant, float) and constant not in (1.0, float(setting.max_tokens)):
         yield (
-            "grad2 kl_cov penalises the distance to π_old, from which the step starts, and has no gradient there; "
-            "raise training.epochs or training.mini_batches"
+            f"agg.length is {constant:g}, and answers have at most sampling.max_tokens = {setting.max_tokens}: the "
+            f"loss is {setting.max_tokens / constant:.3g} times what agg.length = 'max_tokens' makes it"
         )
-    if isinstance(agg, Sequences) and agg.length not in (1.0, float(setting.max_tokens), Length.MAX_TOKENS):
-        yield (
-            f"agg.length is {agg.length:g}, and answers have at most sampling.max_tokens = {setting.max_tokens}: the "
-            f"loss is {setting.max_tokens / agg.length:.3g} times what agg.length = 'max_tokens' makes it"
-        )
-    if (
-        isinstance(grad2, KLPenalty)
-        and grad2.beta
-        and grad2.estimator is Estimator.K1
-        and isinstance(weight, Unweighted)
-    ):
-        yield "grad2.estimator k1 has no gradient in expectation without importance weights; take k3, k2, or adv.kl"
-
-
-def _over(objective: PolicyObjective) -> Policy | None:
-    grad1 = objective.grad1
-    return grad1.over if isinstance(grad1, OverPolicy) else None

@@ -159,7 +159,7 @@ def factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> li
         "segment_ids": np.repeat(np.arange(len(rollouts)), lengths),
         "num_segments": len(rollouts),
     }
-    columns |= objective.choices(scored, recorded | {"advantages": advantages})
+    columns |= objective.grad2.choices(scored, recorded | {"advantages": advantages})
     tokens = Tokens.of(recorded["logprobs"], columns)
     importance, truncated = objective.is_weight.weight(tokens), objective.is_weight.truncated(tokens)
     clipped, slope = objective.grad1.clipped(tokens), -objective.prediction_gradient(recorded["logprobs"], columns)

@@ -6,7 +6,7 @@ Values and pullbacks (vector-Jacobian products) are in closed form, for backends
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Final, Protocol, final
@@ -24,22 +24,44 @@ class Level(StrEnum):
 
 
 class PolicyTerm(Protocol):
-    """A differentiable function of the current log-probs, multiplied by the advantage."""
+    """A differentiable function of the current log-probs, multiplied by the advantage.
+
+    Members with a body are defaults, which a term overrides where it differs.
+    """
+
+    @property
+    def over(self) -> Policy | None:
+        """The policy in the denominator of the term's ratio; None if the term holds no ratio."""
+        return None
+
+    @property
+    def level(self) -> Level:
+        """The unit for which the term has one value: a token, or a whole rollout (sequence)."""
+        return Level.TOKEN
+
+    @property
+    def may_weigh_by_length(self) -> bool:
+        """True if a term of whole sequences may count once for every token of its rollout, as in LUSPO."""
+        return False
+
+    @property
+    def reads_whole_rollouts(self) -> bool:
+        """True if a token's term depends on the rollout's other tokens."""
+        return self.level is Level.SEQUENCE
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the optional columns that the term reads."""
-        ...
+        """Names of the optional columns that the term reads: the log-probs of the policy `over`."""
+        return columns_of(self.over) if self.over else frozenset()
 
     @property
     def formula(self) -> str:
         """Formula of the policy term as text."""
         ...
 
-    @property
-    def level(self) -> Level:
-        """The unit for which the term has one value: a token, or a whole rollout (sequence)."""
-        ...
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each invalid field; it begins with the slot's name."""
+        yield from ()
 
     def value(self, tokens: Tokens) -> Array:
         """Return the policy term of each token, [T]."""
@@ -50,18 +72,38 @@ class PolicyTerm(Protocol):
         ...
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] of tokens whose gradient is removed by clipping."""
+        """Return the mask [T] of tokens whose gradient is removed by clipping; by default none is."""
+        return tokens.xp.zeros_like(tokens.inside)
+
+
+class MaskedRatio(PolicyTerm, Protocol):
+    """M·r: the ratio r of the current policy to `over`, of a token or a rollout, times a mask M without gradient."""
+
+    def masked(self, tokens: Tokens) -> tuple[Array, Array]:
+        """Return log r and the mask M, which is 0 where the gradient is removed and 1 elsewhere, [T] each."""
         ...
+
+    def value(self, tokens: Tokens) -> Array:
+        """Return M·r, [T]; where M is 0 the exponent is set to 0, since the gradient of 0·∞ would be NaN."""
+        difference, kept = self.masked(tokens)
+        return tokens.exp(tokens.xp.where(kept != 0.0, difference, 0.0)) * kept
+
+    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
+        """Return cotangent·M·r, since dr/d log π_θ = r; for a rollout's ratio s, ds/d log π_θ(o_t) = s/|o_i|."""
+        slope = cotangent * self.value(tokens)
+        return slope if self.level is Level.TOKEN else tokens.blanked(tokens.rollout_mean(slope))
+
+    def clipped(self, tokens: Tokens) -> Array:
+        """Return the mask [T] of tokens where M is 0."""
+        return self.masked(tokens)[1] == 0.0
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class LogProb:
+class LogProb(PolicyTerm):
     """log π_θ: the policy term of REINFORCE, CISPO and PipelineRL."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
     formula: ClassVar = "log π_θ(o_t)"
-    level: ClassVar = Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
         """Return log π_θ, [T]."""
@@ -71,14 +113,10 @@ class LogProb:
         """Return the cotangent unchanged."""
         return cotangent
 
-    def clipped(self, tokens: Tokens) -> Array:
-        """Return False everywhere: nothing is clipped."""
-        return tokens.xp.zeros_like(tokens.inside)
-
 
 @final
 @dataclass(frozen=True, slots=True)
-class ClippedRatio:
+class ClippedRatio(MaskedRatio):
     """M·r with r = π_θ/π_over, PPO's clipping written as a gradient mask M (RLAX §4.2, Eq. 7; MiniMax-M1 Eq. 7).
 
     M is 0 if A > 0 and r > 1 + epsilon_high, or if A < 0 and r < 1 − epsilon_low; else 1. The gradient is exactly that
@@ -89,17 +127,10 @@ class ClippedRatio:
     is the off-policy sequence mask of DeepSeek-V3.2 (2025, §3.1).
     """
 
-    level: ClassVar = Level.TOKEN
-
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
     over: Policy = Policy.BEHAVIOR
     max_drift: float = math.inf
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The optional log-prob column of the policy `over`."""
-        return columns_of(self.over)
 
     @property
     def formula(self) -> str:
@@ -109,19 +140,13 @@ class ClippedRatio:
             mask += f",  or A < 0 and mean_t log({SYMBOLS[self.over]}/π_θ) > {self.max_drift:g}"
         return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {mask}"
 
-    def value(self, tokens: Tokens) -> Array:
-        """Return the ratio, 0 where clipped: M·r, [T]."""
-        return _masked_exp(tokens, *self._masked(tokens))
+    @property
+    def reads_whole_rollouts(self) -> bool:
+        """True if `max_drift` is finite: the drift is a mean over the rollout."""
+        return self.max_drift < math.inf
 
-    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return cotangent·M·r, since dr/d log π_θ = r."""
-        return cotangent * self.value(tokens)
-
-    def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] of clipped tokens, whose gradient mask M (see the class) is 0."""
-        return self._masked(tokens)[1] == 0.0
-
-    def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
+    def masked(self, tokens: Tokens) -> tuple[Array, Array]:
+        """Return log r and M, [T] each."""
         difference = tokens.log_ratio(Policy.CURRENT, self.over)
         kept = _kept(tokens, difference, *_logs(self.epsilon_low, self.epsilon_high))
         if self.max_drift < math.inf:
@@ -132,23 +157,48 @@ class ClippedRatio:
 
 @final
 @dataclass(frozen=True, slots=True)
-class DivergenceRatio:
+class DualClippedRatio(MaskedRatio):
+    """Dual-clip PPO (Ye et al. 2020, Eq. 5): PPO's mask, and also 0 where A < 0 and r > `ceiling`.
+
+    PPO alone does not bound the ratio of tokens with negative advantage. verl clips so by default, at 3.
+    """
+
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    ceiling: float = 3.0
+    over: Policy = Policy.BEHAVIOR
+
+    @property
+    def formula(self) -> str:
+        """Formula of the policy term as text."""
+        mask = _mask("r_t", self.epsilon_low, self.epsilon_high)
+        return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {mask} or A < 0 and r_t > {self.ceiling:g}"
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence if the ceiling does not exceed 1."""
+        if self.ceiling <= 1.0:
+            yield f"grad1.ceiling must be above 1, got {self.ceiling}: it bounds the ratio where A < 0"
+
+    def masked(self, tokens: Tokens) -> tuple[Array, Array]:
+        """Return log r and M, [T] each."""
+        difference = tokens.log_ratio(Policy.CURRENT, self.over)
+        kept = _kept(tokens, difference, *_logs(self.epsilon_low, self.epsilon_high))
+        above = stop_gradient(difference) > math.log(self.ceiling)
+        return difference, tokens.xp.where(above & (tokens.advantages < 0), 0.0, kept)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DivergenceRatio(MaskedRatio):
     """DPPO-TV (Qi et al. 2026): M·r as in PPO, but M bounds the change of a token's probability, not the ratio r.
 
     M is 0 where A > 0 and π_θ − π_over > delta_high, or A < 0 and π_over − π_θ > delta_low. |π_θ − π_over| is the total
     variation distance between the two policies if all other tokens are merged into one outcome.
     """
 
-    level: ClassVar = Level.TOKEN
-
     delta_low: float = 0.15
     delta_high: float = 0.15
     over: Policy = Policy.BEHAVIOR
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The optional log-prob column of the policy `over`."""
-        return columns_of(self.over)
 
     @property
     def formula(self) -> str:
@@ -157,46 +207,33 @@ class DivergenceRatio:
         mask = f"M = 0 where A > 0 and {change} > {self.delta_high:g} or A < 0 and {change} < −{self.delta_low:g}"
         return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {mask}"
 
-    def value(self, tokens: Tokens) -> Array:
-        """Return the ratio, 0 where clipped: M·r, [T]."""
-        return _masked_exp(tokens, tokens.log_ratio(Policy.CURRENT, self.over), self._kept(tokens))
-
-    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return cotangent·M·r, since dr/d log π_θ = r."""
-        return cotangent * self.value(tokens)
-
-    def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] of clipped tokens, whose gradient mask M (see the class) is 0."""
-        return self._kept(tokens) == 0.0
-
-    def _kept(self, tokens: Tokens) -> Array:
+    def masked(self, tokens: Tokens) -> tuple[Array, Array]:
+        """Return log r and M, [T] each."""
         change = tokens.probability(Policy.CURRENT) - tokens.probability(self.over)
-        return _kept(tokens, change, -self.delta_low, self.delta_high)
+        return tokens.log_ratio(Policy.CURRENT, self.over), _kept(tokens, change, -self.delta_low, self.delta_high)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class QuadraticRatio:
+class QuadraticRatio(PolicyTerm):
     """CFPO (Çağatan et al. 2026, Eq. 7): r − sgn(A)·(r − 1)²/(2·epsilon), a quadratic penalty instead of a clip.
 
     The derivative with respect to r is 1 − sgn(A)·(r − 1)/epsilon. It is 0 at PPO's clipping bound on the side to which
     the advantage pushes r, and changes sign beyond that bound.
     """
 
-    level: ClassVar = Level.TOKEN
-
     epsilon: float = 0.2
     over: Policy = Policy.BEHAVIOR
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The optional log-prob column of the policy `over`."""
-        return columns_of(self.over)
 
     @property
     def formula(self) -> str:
         """Formula of the policy term as text."""
         return f"r_t − sgn(A)·(r_t − 1)²/(2·{self.epsilon:g}),  r_t = π_θ/{SYMBOLS[self.over]}"
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence if `epsilon` is 0."""
+        if self.epsilon == 0:
+            yield "grad1.epsilon must be positive, got 0: it divides the penalty"
 
     def value(self, tokens: Tokens) -> Array:
         """Return the penalised ratio, [T]; an overflowing ratio makes it infinite, not NaN."""
@@ -208,38 +245,32 @@ class QuadraticRatio:
         ratio, sign = self._ratio(tokens)
         return cotangent * ratio * (1.0 - sign * (ratio - 1.0) / self.epsilon)
 
-    def clipped(self, tokens: Tokens) -> Array:
-        """Return False everywhere: nothing is clipped."""
-        return tokens.xp.zeros_like(tokens.inside)
-
     def _ratio(self, tokens: Tokens) -> tuple[Array, Array]:
         return tokens.ratio(Policy.CURRENT, self.over), tokens.xp.sign(tokens.advantages)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class SoftGate:
+class SoftGate(PolicyTerm):
     """SAPO (Gao et al. 2025): (4/τ)·σ(τ·(r − 1)), a ratio whose gradient fades out on both sides of r = 1.
 
     τ is `positive` where A > 0 and `negative` elsewhere. At r = 1 the derivative in r is 1, as for the plain ratio.
     """
-
-    level: ClassVar = Level.TOKEN
 
     positive: float = 1.0
     negative: float = 1.05
     over: Policy = Policy.BEHAVIOR
 
     @property
-    def needs(self) -> frozenset[str]:
-        """The optional log-prob column of the policy `over`."""
-        return columns_of(self.over)
-
-    @property
     def formula(self) -> str:
         """Formula of the policy term as text."""
         gate = f"τ = {self.positive:g} where A > 0, else {self.negative:g}"
         return f"(4/τ)·σ(τ·(r_t − 1)),  r_t = π_θ/{SYMBOLS[self.over]},  {gate}"
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence if a τ is 0."""
+        if not (self.positive and self.negative):
+            yield "grad1.positive and grad1.negative must be positive: they divide the gate"
 
     def value(self, tokens: Tokens) -> Array:
         """Return the gated ratio (4/τ)·σ(τ·(r − 1)), [T]."""
@@ -251,10 +282,6 @@ class SoftGate:
         ratio, _, gate = self._gate(tokens)
         return cotangent * 4.0 * gate * (1.0 - gate) * ratio
 
-    def clipped(self, tokens: Tokens) -> Array:
-        """Return False everywhere: nothing is clipped."""
-        return tokens.xp.zeros_like(tokens.inside)
-
     def _gate(self, tokens: Tokens) -> tuple[Array, Array, Array]:
         """Return r, τ and σ(τ·(r − 1)); log r is clipped at `_FLAT`, where the sigmoid has long been constant."""
         xp = tokens.xp
@@ -265,22 +292,18 @@ class SoftGate:
 
 @final
 @dataclass(frozen=True, slots=True)
-class SequenceRatio:
+class SequenceRatio(MaskedRatio):
     """GSPO (Zheng et al. 2025, Eq. 5): M·s with s = (Π_t π_θ/π_over)^(1/|o_i|), one ratio for the whole rollout.
 
     The gradient flows through s into every token of the rollout: ds/d log π_θ(o_t) = s/|o_i|. M is PPO's mask for s.
     """
 
     level: ClassVar = Level.SEQUENCE
+    may_weigh_by_length: ClassVar = True
 
     epsilon_low: float = 3e-4
     epsilon_high: float = 4e-4
     over: Policy = Policy.BEHAVIOR
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The optional log-prob column of the policy `over`."""
-        return columns_of(self.over)
 
     @property
     def formula(self) -> str:
@@ -288,26 +311,15 @@ class SequenceRatio:
         ratio = f"(Π_t π_θ/{SYMBOLS[self.over]})^(1/|o_i|)"
         return f"M_i·s_i,  s_i = {ratio},  {_mask('s_i', self.epsilon_low, self.epsilon_high)}"
 
-    def value(self, tokens: Tokens) -> Array:
-        """Return the rollout's ratio, 0 where clipped: M·s, [T]."""
-        return _masked_exp(tokens, *self._masked(tokens))
-
-    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return Σ_{t' in i} cotangent_t'·M_t'·s_i / |o_i| for every sampled token of the rollout."""
-        return tokens.blanked(tokens.rollout_mean(cotangent * self.value(tokens)))
-
-    def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] of tokens of clipped rollouts, where M = 0."""
-        return self._masked(tokens)[1] == 0.0
-
-    def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
+    def masked(self, tokens: Tokens) -> tuple[Array, Array]:
+        """Return log s and M for each token of the rollout, [T] each."""
         mean = tokens.rollout_mean(tokens.log_ratio(Policy.CURRENT, self.over))
         return mean, _kept(tokens, mean, *_logs(self.epsilon_low, self.epsilon_high))
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class GeometricRatio:
+class GeometricRatio(PolicyTerm):
     """GMPO (Zhao et al. 2025, Algorithm 1): the rollout's geometric mean of token ratios, each clipped separately.
 
     The value is (Π_t ρ_t)^(1/|o_i|). log ρ_t is log r_t, clipped to at most epsilon_high where A > 0 and to at least
@@ -319,11 +331,6 @@ class GeometricRatio:
     epsilon_low: float = 0.4
     epsilon_high: float = 0.4
     over: Policy = Policy.BEHAVIOR
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The optional log-prob column of the policy `over`."""
-        return columns_of(self.over)
 
     @property
     def formula(self) -> str:
@@ -355,6 +362,7 @@ class GeometricRatio:
 KINDS: Final[Mapping[str, type[PolicyTerm]]] = {
     "logprob": LogProb,
     "clipped_ratio": ClippedRatio,
+    "dual_clipped_ratio": DualClippedRatio,
     "divergence_ratio": DivergenceRatio,
     "quadratic_ratio": QuadraticRatio,
     "soft_gate": SoftGate,
@@ -362,9 +370,6 @@ KINDS: Final[Mapping[str, type[PolicyTerm]]] = {
     "geometric_ratio": GeometricRatio,
 }
 
-
-#: Kinds of policy terms that contain the ratio of the current policy to the policy `over`.
-OverPolicy = ClippedRatio | DivergenceRatio | QuadraticRatio | SoftGate | SequenceRatio | GeometricRatio
 
 #: Upper bound of log r in SAPO's gate. Beyond this bound the gate's derivative is 0 for any temperature τ above 1e-6.
 _FLAT: Final = 20.0
@@ -383,11 +388,6 @@ def _kept(tokens: Tokens, difference: Array, low: float, high: float) -> Array:
     fixed = xp.clip(stop_gradient(difference), -_FAR, _FAR)
     excess = (fixed - xp.clip(fixed, low, high)) * tokens.advantages
     return 1.0 - xp.clip(xp.sign(excess), 0.0, 1.0)
-
-
-def _masked_exp(tokens: Tokens, difference: Array, kept: Array) -> Array:
-    """Return M·e^difference, [T]; the exponent is set to 0 where M is 0, since the gradient of 0·∞ would be NaN."""
-    return tokens.exp(tokens.xp.where(kept != 0.0, difference, 0.0)) * kept
 
 
 def _logs(epsilon_low: float, epsilon_high: float) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Final, Protocol, final
@@ -11,23 +11,57 @@ import numpy as np
 
 from pipelinerl.arrays import Array
 from pipelinerl.objective.adv import COVARIANCE, covariances
-from pipelinerl.objective.reward import Bools, Floats
+from pipelinerl.objective.reward import Floats, Scored
 from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
 from trainer_contract.types import HeadMeasure
 
 
 class Regularizer(Protocol):
-    """A differentiable function of the current log-probs, added to the policy term."""
+    """A differentiable function of the current log-probs, added to the policy term.
+
+    Members with a body are defaults, which a regularizer overrides where it differs.
+    """
+
+    @property
+    def is_zero(self) -> bool:
+        """True if there is no regularisation, so that tokens with advantage 0 have no gradient."""
+        return False
 
     @property
     def needs(self) -> frozenset[str]:
         """Names of the optional columns that the term reads."""
-        ...
+        return frozenset()
 
     @property
     def formula(self) -> str:
         """Formula of the regularizer as text."""
         ...
+
+    @property
+    def measure(self) -> HeadMeasure | None:
+        """The measure of each token's whole distribution that the term reads, if any; also in `needs`."""
+        return None
+
+    @property
+    def chooses_by(self) -> frozenset[str]:
+        """The columns of forward passes that `choices` reads on the whole batch."""
+        return frozenset()
+
+    def choices(self, scored: Scored, columns: Mapping[str, Floats]) -> dict[str, Floats]:
+        """Return, by name, columns [N] that mark tokens chosen from the whole batch; {} if none are."""
+        return {}
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each invalid field; it begins with the slot's name."""
+        yield from ()
+
+    def doubts(self, always_current: frozenset[Policy], *, weighted: bool) -> Iterator[str]:
+        """Yield a warning for each choice that probably has no effect; it begins with the slot's name.
+
+        `always_current` are the policies that equal π_θ throughout a step; `weighted` is True if the slot `is_weight`
+        holds a ratio.
+        """
+        yield from ()
 
     def value(self, tokens: Tokens) -> Array:
         """Return the regularizer's value for each token, [T]."""
@@ -35,24 +69,24 @@ class Regularizer(Protocol):
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
         """Return d(Σ_t cotangent_t · value_t) / d logprobs, [T]; the cotangent is 0 outside the mask."""
-        ...
+        return tokens.xp.zeros_like(cotangent)
+
+    def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
+        """Return d(Σ_t cotangent_t · value_t) / d m, [T], for the term's `measure` m."""
+        return tokens.xp.zeros_like(cotangent)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class NoRegularizer:
+class NoRegularizer(Regularizer):
     """No regularisation: the term is 0."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    is_zero: ClassVar = True
     formula: ClassVar = "0"
 
     def value(self, tokens: Tokens) -> Array:
         """Return zeros, [T]."""
         return tokens.xp.zeros_like(tokens.current)
-
-    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return zeros, [T]."""
-        return tokens.xp.zeros_like(cotangent)
 
 
 class Estimator(StrEnum):
@@ -75,7 +109,7 @@ class Estimator(StrEnum):
 
 @final
 @dataclass(frozen=True, slots=True)
-class KLPenalty:
+class KLPenalty(Regularizer):
     """−beta·KL(π_θ ‖ π_to); by default π_to is the reference. With beta = 0 no reference log-probs are needed.
 
     The estimator `k3_weighted` has an importance weight π_θ/π_over; `over` must be the policy that sampled the tokens.
@@ -100,6 +134,20 @@ class KLPenalty:
         text = {Estimator.K1: "(−d_t)", Estimator.K2: "d_t²/2", Estimator.K3: "(e^d_t − d_t − 1)"}
         text[Estimator.K3_WEIGHTED] = f"(π_θ/{SYMBOLS[self.over]})·{text[Estimator.K3]}"
         return f"−{self.beta:g}·{text[self.estimator]},  d_t = log({SYMBOLS[self.to]}/π_θ)" if self.beta else "0"
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each ratio or KL of the current policy to itself."""
+        if self.beta and self.to is Policy.CURRENT:
+            yield "grad2.to must not be current: the KL of a policy from itself is 0"
+        if self.beta and self.estimator is Estimator.K3_WEIGHTED and self.over is Policy.CURRENT:
+            yield "grad2.over must not be current: the ratio of a policy to itself is 1; take estimator 'k3'"
+
+    def doubts(self, always_current: frozenset[Policy], *, weighted: bool) -> Iterator[str]:
+        """Yield a warning for a KL that is always 0, and for K1 without importance weights."""
+        if self.beta and self.to in always_current:
+            yield f"grad2 penalises the KL to π_{self.to}, from which the step starts, and is always 0; take behavior"
+        if self.beta and self.estimator is Estimator.K1 and not weighted:
+            yield "grad2.estimator k1 has no gradient in expectation without importance weights; take k3, k2, or adv.kl"
 
     def value(self, tokens: Tokens) -> Array:
         """Return −beta times the estimate, [T]."""
@@ -140,7 +188,7 @@ CHOSEN: Final = "kl_coefficients"
 
 @final
 @dataclass(frozen=True, slots=True)
-class CovariancePenalty:
+class CovariancePenalty(Regularizer):
     """KL-Cov (Cui et al. 2025, arXiv 2505.22617): −beta·|log π_θ − log π_old| for tokens of high covariance.
 
     When a step begins, the share·N tokens (at least one) with the highest `adv.covariances` in the whole batch are
@@ -149,6 +197,7 @@ class CovariancePenalty:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs", CHOSEN})
+    chooses_by: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
 
     beta: float = 1.0
     share: float = 2e-3
@@ -158,13 +207,22 @@ class CovariancePenalty:
         """Formula of the regularizer as text."""
         return f"−{self.beta:g}·|log(π_θ/π_old)| for the {self.share:g}·N tokens with the highest cov_t,  {COVARIANCE}"
 
-    def chosen(self, advantages: Floats, old_logprobs: Floats, judged: Bools) -> Floats:
-        """Return 1 for each token to penalise, else 0, [N]; tokens outside the mask `judged` are never penalised."""
+    def doubts(self, always_current: frozenset[Policy], *, weighted: bool) -> Iterator[str]:
+        """Yield a warning for steps in which π_θ never leaves π_old."""
+        if Policy.OLD in always_current:
+            yield (
+                "grad2 kl_cov penalises the distance to π_old, from which the step starts, and has no gradient there; "
+                "raise training.epochs or training.mini_batches"
+            )
+
+    def choices(self, scored: Scored, columns: Mapping[str, Floats]) -> dict[str, Floats]:
+        """Return the column `CHOSEN`: 1 for each token to penalise, else 0, [N]; tokens that are not judged have 0."""
+        advantages, old_logprobs, judged = columns["advantages"], columns["old_logprobs"], scored.judged
         found = np.where(judged, covariances(advantages, old_logprobs, judged), -np.inf)
         count = min(int(judged.sum()), max(1, int(self.share * judged.sum())))
         coefficients = np.zeros(len(found))
         coefficients[np.argsort(-found, kind="stable")[:count]] = 1.0
-        return coefficients
+        return {CHOSEN: coefficients}
 
     def value(self, tokens: Tokens) -> Array:
         """Return −beta·|log π_θ − log π_old| for penalised tokens and 0 elsewhere, [T]."""
@@ -179,14 +237,12 @@ class CovariancePenalty:
 
 @final
 @dataclass(frozen=True, slots=True)
-class EntropyBonus:
+class EntropyBonus(Regularizer):
     """beta·H(π_θ), estimated from the sampled tokens only: the value is −beta·(log π_θ)²/2, analogous to K2 for a KL.
 
     Its derivative is −beta·log π_θ, and E_{o~π_θ}[−log π_θ(o)·∇log π_θ(o)] = ∇H. The estimate is unbiased for on-policy
     tokens or with importance weights. The more obvious value −log π_θ has an expected gradient of 0.
     """
-
-    needs: ClassVar[frozenset[str]] = frozenset()
 
     beta: float = 0.001
 
@@ -207,7 +263,7 @@ class EntropyBonus:
 
 @final
 @dataclass(frozen=True, slots=True)
-class ExactEntropy:
+class ExactEntropy(Regularizer):
     """beta·H(π_θ(·|s_t)) over the whole vocabulary; `EntropyBonus` estimates it from the sampled token alone."""
 
     measure: ClassVar = HeadMeasure.ENTROPY
@@ -228,18 +284,14 @@ class ExactEntropy:
         """Return beta·H, [T]."""
         return self.beta * tokens.column(self.measure)
 
-    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return 0, [T]: the term does not depend on the sampled token's log-prob."""
-        return tokens.xp.zeros_like(cotangent)
-
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return d(Σ_t cotangent_t · value_t) / d m, [T], for the measure m that the term reads: beta · cotangent."""
+        """Return beta · cotangent, [T]."""
         return self.beta * cotangent
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class LogBarrier:
+class LogBarrier(Regularizer):
     """beta·(1/|A|) Σ_a log π_θ(a|s_t) over the vocabulary A: the log barrier of Agarwal et al. 2021, Eq. 12 (λ = beta).
 
     Up to a constant it is −beta·KL(uniform ‖ π_θ(·|s_t)), a penalty that grows without bound as any vocabulary token's
@@ -264,17 +316,10 @@ class LogBarrier:
         """Return beta times the mean log-prob, [T]."""
         return self.beta * tokens.column(self.measure)
 
-    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return 0, [T]: the term reads the mean over the vocabulary, not the sampled token's own log-prob."""
-        return tokens.xp.zeros_like(cotangent)
-
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return d(Σ_t cotangent_t · value_t) / d m, [T], for the measure m that the term reads: beta · cotangent."""
+        """Return beta · cotangent, [T]."""
         return self.beta * cotangent
 
-
-#: Regularizers that read a measure of the whole distribution at each token; the measure is also in `needs`.
-DistributionTerm = ExactEntropy | LogBarrier
 
 KINDS: Final[Mapping[str, type[Regularizer]]] = {
     "none": NoRegularizer,

@@ -13,12 +13,30 @@ from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
 
 
 class ImportanceWeight(Protocol):
-    """A rule for the importance weights of tokens, such as the ratio of current to behavior policy."""
+    """A rule for the importance weights of tokens, such as the ratio of current to behavior policy.
+
+    Members with a body are defaults, which a rule overrides where it differs.
+    """
+
+    @property
+    def numerator(self) -> Policy | None:
+        """The policy in the numerator of the ratio; None if the weight holds no ratio."""
+        return None
+
+    @property
+    def denominator(self) -> Policy | None:
+        """The policy in the denominator of the ratio; None if the weight holds no ratio."""
+        return None
+
+    @property
+    def of_rollout(self) -> bool:
+        """True if the ratio covers a whole rollout, whose segments must then be in one micro-batch."""
+        return False
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the optional columns that the weights read."""
-        ...
+        """Names of the optional columns that the weights read: the log-probs of numerator and denominator."""
+        return columns_of(*(policy for policy in (self.numerator, self.denominator) if policy))
 
     @property
     def formula(self) -> str:
@@ -30,25 +48,20 @@ class ImportanceWeight(Protocol):
         ...
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Return the mask [T] of weights that were truncated."""
-        ...
+        """Return the mask [T] of weights that were truncated; by default none are."""
+        return tokens.xp.zeros_like(tokens.inside)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Unweighted:
+class Unweighted(ImportanceWeight):
     """Weight 1 for every token: the data counts as on-policy, or `grad1` contains the ratio (PPO)."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
     formula: ClassVar = "1"
 
     def weight(self, tokens: Tokens) -> Array:
         """Return ones, [T]."""
         return tokens.xp.ones_like(tokens.current)
-
-    def truncated(self, tokens: Tokens) -> Array:
-        """Return False everywhere: no weight is truncated."""
-        return tokens.xp.zeros_like(tokens.inside)
 
 
 class Outside(StrEnum):
@@ -62,7 +75,7 @@ class Outside(StrEnum):
 
 @final
 @dataclass(frozen=True, slots=True)
-class TokenRatio:
+class TokenRatio(ImportanceWeight):
     """π_numerator / π_denominator for each token; `outside` says how a ratio outside [low, high] is treated.
 
     The ratio current/behavior with high = C is truncated importance sampling for REINFORCE (TIS, Yao et al. 2025);
@@ -76,11 +89,6 @@ class TokenRatio:
     numerator: Policy = Policy.CURRENT
     denominator: Policy = Policy.BEHAVIOR
     outside: Outside = Outside.TRUNCATE
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The optional log-prob columns of numerator and denominator."""
-        return columns_of(self.numerator, self.denominator)
 
     @property
     def formula(self) -> str:
@@ -107,11 +115,13 @@ class Mean(StrEnum):
 
 @final
 @dataclass(frozen=True, slots=True)
-class SequenceWeight:
+class SequenceWeight(ImportanceWeight):
     """One ratio for all tokens of a rollout, clipped or masked as in `TokenRatio`.
 
     Without bounds, the ratio with `Mean.PRODUCT` is RLAX's r_i(θ).
     """
+
+    of_rollout: ClassVar = True
 
     mean: Mean = Mean.PRODUCT
     low: float = 0.0
@@ -119,11 +129,6 @@ class SequenceWeight:
     numerator: Policy = Policy.CURRENT
     denominator: Policy = Policy.BEHAVIOR
     outside: Outside = Outside.TRUNCATE
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The optional log-prob columns of numerator and denominator."""
-        return columns_of(self.numerator, self.denominator)
 
     @property
     def formula(self) -> str:
@@ -144,22 +149,19 @@ class SequenceWeight:
 
 @final
 @dataclass(frozen=True, slots=True)
-class ToprWeight:
+class ToprWeight(ImportanceWeight):
     """TOPR (Le Roux et al. 2025, Eq. 8): the sequence's ratio, at most `negative_high`, where A < 0; 1 elsewhere.
 
     Rollouts with positive advantage train as in supervised learning. Rollouts with negative advantage lose their effect
     once the policy makes them unlikely.
     """
 
+    of_rollout: ClassVar = True
+
     negative_high: float = 1.0
     mean: Mean = Mean.PRODUCT
     numerator: Policy = Policy.CURRENT
     denominator: Policy = Policy.BEHAVIOR
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The optional log-prob columns of numerator and denominator."""
-        return columns_of(self.numerator, self.denominator)
 
     @property
     def formula(self) -> str:
@@ -181,12 +183,14 @@ class ToprWeight:
 
 @final
 @dataclass(frozen=True, slots=True)
-class GammaWeight:
+class GammaWeight(ImportanceWeight):
     """VESPO (Shen et al. 2026): the weight W^power·e^(decay·(1 − W)), where W is the sequence's ratio.
 
     The weight is 1 at W = 1 and goes to 0 for small and large W. The parameters depend on the advantage's sign; their
     defaults are those in the authors' `core_algos.py`.
     """
+
+    of_rollout: ClassVar = True
 
     positive_power: float = 2.0
     positive_decay: float = 3.0
@@ -194,11 +198,6 @@ class GammaWeight:
     negative_decay: float = 2.0
     numerator: Policy = Policy.CURRENT
     denominator: Policy = Policy.BEHAVIOR
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The optional log-prob columns of numerator and denominator."""
-        return columns_of(self.numerator, self.denominator)
 
     @property
     def formula(self) -> str:
@@ -216,10 +215,6 @@ class GammaWeight:
         down = self.negative_power * log_ratio - self.negative_decay * xp.expm1(log_ratio)
         return xp.exp(xp.where(is_good, up, down))
 
-    def truncated(self, tokens: Tokens) -> Array:
-        """Return False everywhere: no weight is truncated."""
-        return tokens.xp.zeros_like(tokens.inside)
-
 
 KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {
     "one": Unweighted,
@@ -231,10 +226,6 @@ KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {
 
 #: Bound of a sequence's log-ratio, as in VESPO's code; beyond it the weight is 0 in floating point anyway.
 _FAR: Final = 20.0
-
-#: The weights that contain a ratio of two policies; then those of them whose ratio covers a whole rollout.
-Ratio = TokenRatio | SequenceWeight | ToprWeight | GammaWeight
-SequenceRatioWeight = SequenceWeight | ToprWeight | GammaWeight
 
 
 def _sequence_ratio(tokens: Tokens, mean: Mean, numerator: Policy, denominator: Policy) -> Array:
@@ -252,11 +243,11 @@ def _beyond(ratio: Array, low: float, high: float) -> Array:
     return (ratio < low) | (ratio > high)
 
 
-def _fraction(kind: Ratio) -> str:
+def _fraction(kind: TokenRatio | SequenceWeight | ToprWeight | GammaWeight) -> str:
     return f"({SYMBOLS[kind.numerator]}/{SYMBOLS[kind.denominator]})"
 
 
-def _of_sequence(kind: SequenceRatioWeight, mean: Mean) -> str:
+def _of_sequence(kind: SequenceWeight | ToprWeight | GammaWeight, mean: Mean) -> str:
     product = f"Π_t {_fraction(kind)}(o_t)"
     return product if mean is Mean.PRODUCT else f"({product})^(1/|o_i|)"
 

@@ -95,7 +95,7 @@ def policy_loss(
     )
     advantages = np.zeros(inside.shape)
     advantages[inside] = chosen.adv.advantages(scored, sampled)
-    for name, column in chosen.choices(scored, sampled | {"advantages": advantages[inside]}).items():
+    for name, column in chosen.grad2.choices(scored, sampled | {"advantages": advantages[inside]}).items():
         columns[name] = np.zeros(inside.shape)
         columns[name][inside] = column
     weights = chosen.agg.token_weights(lengths=lengths, groups=index, valid=valid)[:, None] * inside

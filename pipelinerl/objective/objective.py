@@ -10,7 +10,6 @@ micro-batches, order or sharding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
@@ -18,10 +17,9 @@ from typing import final
 from pipelinerl.arrays import Array, stop_gradient
 from pipelinerl.objective.adv import Advantage
 from pipelinerl.objective.agg import Aggregation
-from pipelinerl.objective.grad1 import ClippedRatio, Level, PolicyTerm
-from pipelinerl.objective.grad2 import CHOSEN, CovariancePenalty, DistributionTerm, NoRegularizer, Regularizer
-from pipelinerl.objective.is_weight import ImportanceWeight, SequenceRatioWeight, Unweighted
-from pipelinerl.objective.reward import Floats, Scored
+from pipelinerl.objective.grad1 import PolicyTerm
+from pipelinerl.objective.grad2 import CHOSEN, Regularizer
+from pipelinerl.objective.is_weight import ImportanceWeight
 from pipelinerl.objective.tokens import Tokens
 from trainer_contract.types import Columns, HeadMeasure
 
@@ -56,26 +54,17 @@ class PolicyObjective:
     @property
     def late_columns(self) -> frozenset[str]:
         """The columns from forward passes that the whole-batch computations (advantages, `choices`) read."""
-        return self.adv.needs | (
-            frozenset({"old_logprobs"}) if isinstance(self.grad2, CovariancePenalty) else frozenset()
-        )
-
-    def choices(self, scored: Scored, columns: Mapping[str, Floats]) -> dict[str, Floats]:
-        """Return, by name, columns [N] that mark the tokens chosen by `grad2` from the whole batch; {} if none are."""
-        if not isinstance(self.grad2, CovariancePenalty):
-            return {}
-        return {CHOSEN: self.grad2.chosen(columns["advantages"], columns["old_logprobs"], scored.judged)}
+        return self.adv.needs | self.grad2.chooses_by
 
     @property
     def zero_advantage_is_idle(self) -> bool:
         """True if a token with advantage 0 has no gradient, so that its forward and backward can be skipped."""
-        return isinstance(self.grad2, NoRegularizer)
+        return self.grad2.is_zero
 
     @property
     def reads_whole_rollouts(self) -> bool:
         """True if a term depends on a whole rollout; all segments of a rollout must then be in one micro-batch."""
-        drift = isinstance(self.grad1, ClippedRatio) and self.grad1.max_drift < math.inf
-        return drift or self.grad1.level is Level.SEQUENCE or isinstance(self.is_weight, SequenceRatioWeight)
+        return self.grad1.reads_whole_rollouts or self.is_weight.of_rollout
 
     def evaluate(self, logprobs: Array, columns: Columns) -> Array:
         """Return the scalar loss −J of this micro-batch; log-probs [T] and columns must be of one array library."""
@@ -99,14 +88,14 @@ class PolicyObjective:
 
     def measure_gradients(self, logprobs: Array, columns: Columns) -> Mapping[HeadMeasure, Array]:
         """Return d loss / d measure, [T], in closed form, for the measure that `grad2` reads, if any."""
-        if not isinstance(self.grad2, DistributionTerm):
+        if self.grad2.measure is None:
             return {}
         tokens = Tokens.of(logprobs, columns)
         return {self.grad2.measure: -self.grad2.measure_pullback(tokens, self._outer(tokens))}
 
     def _steered(self, tokens: Tokens, outer: Array) -> tuple[Array, Array]:
         """Return agg · is_weight · adv (0 where this is infinite and grad1 is 0) and the value of grad1, [T] each."""
-        if isinstance(self.is_weight, Unweighted):
+        if self.is_weight.numerator is None:
             steer = outer * tokens.advantages
             return steer, self.grad1.value(tokens.counting(steer))
         xp, advantages = tokens.xp, tokens.advantages
@@ -115,6 +104,6 @@ class PolicyObjective:
         return xp.where(xp.isinf(steer) & (term == 0), 0.0, steer), term
 
     def _outer(self, tokens: Tokens) -> Array:
-        if isinstance(self.is_weight, Unweighted):
+        if self.is_weight.numerator is None:
             return tokens.weights
         return tokens.weights * stop_gradient(self.is_weight.weight(tokens))

@@ -21,7 +21,7 @@ from pipelinerl.enums import OldLogprobs, RoutingReplay
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.model_shape import replayed_routing
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.objective.adv import Decoupled, RoleBaseline, credits_turns
+from pipelinerl.objective.adv import Credit
 from pipelinerl.objective.contradictions import Setting, without_effect
 from pipelinerl.objective.kl_control import kl_coefficient
 from pipelinerl.objective.objective import PolicyObjective
@@ -174,15 +174,14 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
         if domain.reward is None or not domain.reward.shaping.rescales:
             continue
         changes = f"domains.{domain.name}.reward: mean, std, low, high and scale change a rollout's reward and not"
-        by_role = isinstance(objective.adv, RoleBaseline)
-        if by_role and domain.has_environment:
+        if objective.adv.state and domain.has_environment:
             yield f'{changes} the rewards of its turns, which objective.adv = "role_baseline" reads; leave them out'
-        elif credits_turns(objective.adv) and not by_role:
+        elif objective.adv.credit is Credit.TURNS and not objective.adv.state:
             yield (
                 f'{changes} the rewards of its turns, which objective.adv.credit = "turns" reads; leave them out, or '
                 'take "episode"'
             )
-        if isinstance(objective.adv, Decoupled) and domain.rewards:
+        if objective.adv.needs_parts and domain.rewards:
             yield (
                 f'{changes} its parts, which objective.adv = "decoupled" reads; leave them out, or take '
                 '"group_relative"'

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.errors import PipelineError
-from pipelinerl.objective.grad2 import DistributionTerm
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.training.rollouts.batch import TrainBatch
@@ -83,7 +82,6 @@ def check_terms(
 
     Terms that read whole distributions are not checked, because only the trainer has the distributions.
     """
-    measured = isinstance(objective.grad2, DistributionTerm)
     names = (*_COLUMNS, "loss_mask", "segment_ids", "rollout_ids", "num_segments", "kl_coefficients")
     columns = {name: getattr(micro_batch, name) for name in names}
     with np.errstate(all="ignore"):
@@ -91,7 +89,7 @@ def check_terms(
         terms = {
             "is_weight": objective.is_weight.weight(tokens),
             "grad1": objective.grad1.value(tokens),
-            **({} if measured else {"grad2": objective.grad2.value(tokens)}),
+            **({} if objective.grad2.measure else {"grad2": objective.grad2.value(tokens)}),
             "loss gradient": objective.prediction_gradient(logprobs, columns),
         }
     for name, values in terms.items():

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal, final
 
-from pipelinerl.objective.adv import RoleBaseline
 from pipelinerl.objective.kl_control import KLController, kl_coefficient, with_kl_coefficient
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import Scored
@@ -68,7 +67,7 @@ class AdaptiveObjective:
 
     def trained(self, scored: Scored) -> None:
         """Update the roles' baselines after a step with these rollouts."""
-        if isinstance(self.current.adv, RoleBaseline):
+        if self.current.adv.state:
             self.baselines = self.current.adv.baselines(scored)
 
     def observe(self, figures: Mapping[str, float]) -> dict[str, float]:

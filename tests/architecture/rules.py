@@ -346,7 +346,7 @@ def implementation_is_not_inherited(module: Module) -> Problems:
         for base in node.bases:
             name = _dotted(base.value if isinstance(base, ast.Subscript) else base)
             short = name.split(".")[-1]
-            known = BASES | _method_free_classes() | BASES_ALLOWED.get(module.path, set())
+            known = BASES | _inheritable() | BASES_ALLOWED.get(module.path, set())
             if short not in known and not short.endswith(("Error", "Exception")):
                 yield f"line {node.lineno}: {node.name} inherits from {name}"
 
@@ -415,14 +415,17 @@ def _dotted(node: ast.expr) -> str:
 
 
 @cache
-def _method_free_classes() -> frozenset[str]:
-    """Return the names of the project's classes without methods, so that a subclass inherits no code from them."""
+def _inheritable() -> frozenset[str]:
+    """Return the names of the project's protocols, whose methods may be defaults, and of classes without methods."""
     return frozenset(
         node.name
         for module in project()
         for node in ast.walk(module.tree)
         if isinstance(node, ast.ClassDef)
-        and not any(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+        and (
+            any(_dotted(base) == "Protocol" for base in node.bases)
+            or not any(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+        )
     )
 
 

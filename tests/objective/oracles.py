@@ -202,6 +202,18 @@ def ppo(groups: Groups) -> Tensor:
     )
 
 
+def ppo_dual_clip(groups: Groups) -> Tensor:
+    """J = (1/N) Σ max(min(r·A, clip(r, 1 ± 0.2)·A), 3·A) where A < 0, and PPO's min elsewhere."""
+    size = float(sum(map(len, everyone(groups))))
+
+    def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
+        advantage = normalised(group, one)
+        surrogate = clipped(token_ratio(one, t), advantage)
+        return torch.maximum(surrogate, torch.tensor(3.0 * advantage)) if advantage < 0 else surrogate
+
+    return per_token(groups, lambda group, one: size, term)
+
+
 def grpo(groups: Groups) -> Tensor:
     """J = 1/G Σ 1/|o_i| Σ min(r·A, clip(r)·A)."""
     return per_token(
@@ -524,6 +536,7 @@ ORACLES: dict[str, Callable[[Groups], Tensor]] = {
     "topr": topr,
     "agarwal": agarwal,
     "ppo": ppo,
+    "ppo_dual_clip": ppo_dual_clip,
     "grpo": grpo,
     "grpo_kl": grpo_kl,
     "dapo": dapo,

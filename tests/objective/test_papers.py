@@ -82,7 +82,7 @@ def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict
     )
     known = {name: sampled_only[name] for name in objective.adv.needs}
     sampled_only["advantages"] = objective.adv.advantages(scored, known)
-    sampled_only |= objective.choices(scored, sampled_only)
+    sampled_only |= objective.grad2.choices(scored, sampled_only)
     weights = objective.agg.token_weights(lengths=lengths, groups=index, valid=valid)
     sampled_only["weights"] = np.repeat(weights, lengths)
     mask = np.concatenate([np.arange(PROMPT + length) >= PROMPT for length in lengths])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.models.bigram import BigramModel
+from pipelinerl.objective.grad2 import Regularizer
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
@@ -59,10 +60,9 @@ def refused(what: str, groups: list[int]) -> Iterator[None]:
     assert (caught.value.what, caught.value.groups) == (what, groups)
 
 
-class Overflowing:
+class Overflowing(Regularizer):
     """A loss term whose value is finite but whose gradient is not."""
 
-    needs: frozenset[str] = frozenset()
     formula = ""
 
     def value(self, tokens: Any) -> Any:

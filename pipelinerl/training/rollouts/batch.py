@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from inference_contract.schemas import FinishReason
 from pipelinerl import rng
 from pipelinerl.enums import Truncated
-from pipelinerl.objective.adv import Decoupled, RoleBaseline, credits_turns
+from pipelinerl.objective.adv import Credit
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import Parts, RewardShaping, Roles, Scored, TurnReward, Turns
 from pipelinerl.objective.streams import ONE_LOSS, DomainLosses, Loss, with_constants
@@ -164,7 +164,7 @@ class TrainBatch:
         if streams is not None:
             advantages = with_constants(advantages, np.repeat(streams, self.scored.lengths))
         computed = {"advantages": advantages}
-        computed |= objective.choices(self.scored, columns | computed)
+        computed |= objective.grad2.choices(self.scored, columns | computed)
         if isinstance(adv, TeachesCritic):
             computed["returns"] = adv.returns(self.scored, columns)
         return [
@@ -216,8 +216,8 @@ def signal_of(objective: PolicyObjective, losses: DomainLosses = ONE_LOSS) -> Ca
     The advantage estimator determines which rewards are compared. For a domain whose loss is not RL, the function
     always returns True.
     """
-    differs = has_turn_signal if credits_turns(objective.adv) else has_signal
-    if isinstance(objective.adv, Decoupled):
+    differs = has_turn_signal if objective.adv.credit is Credit.TURNS else has_signal
+    if objective.adv.needs_parts:
         differs = has_part_signal
     return lambda group: losses.of(group.domain) is not Loss.RL or differs(group)
 
@@ -321,9 +321,9 @@ def build(
         groups=index,
         lengths=lengths,
         valid=learns & of_objective if late else of_objective,
-        turns=_turns(rollouts) if credits_turns(objective.adv) else None,
-        parts=_parts(groups, shaping, rewards) if isinstance(objective.adv, Decoupled) else None,
-        roles=Roles(_roles(groups), baselines) if isinstance(objective.adv, RoleBaseline) else None,
+        turns=_turns(rollouts) if objective.adv.credit is Credit.TURNS else None,
+        parts=_parts(groups, shaping, rewards) if objective.adv.needs_parts else None,
+        roles=Roles(_roles(groups), baselines) if objective.adv.state else None,
     )
     with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` reports rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(scored, {})

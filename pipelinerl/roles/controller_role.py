@@ -104,6 +104,7 @@ def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
 def settings_of(config: RunConfig) -> ControllerSettings:
     """Return the settings in the recipe that the controller uses."""
     no_signal = config.training.no_signal or no_signal_of(config.objective)
+    objective = objective_of(config)
     filters = no_signal is NoSignal.FILTER or config.curation.filter is not None
     return ControllerSettings(
         **shared_values(config.run, ControllerSettings),
@@ -115,6 +116,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
         overdue=config.staleness.overdue,
         no_signal=no_signal,
         oversample=config.curation.oversample if filters else 1.0,
+        corrects_lag=objective.is_weight.numerator is not None or objective.grad1.over is not None,
         cooldown={
             domain.name: CooldownRule(**(domain.cooldown or config.curation.cooldown).model_dump())
             for domain in config.domains

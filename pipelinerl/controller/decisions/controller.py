@@ -147,8 +147,8 @@ class Controller:
 
     def _decide(self, given: AnyInput) -> list[Effect]:
         match given:
-            case ReportReceived(report=report, now=now):
-                return self.handle(report, now=now)
+            case ReportReceived(report=report, now=now, queued=queued):
+                return self.handle(report, now=now, queued=queued)
             case KnobsPatched(changes=changes, who=who, time=time):
                 return self.patch(changes, who=who, time=time)
             case StopAsked(reason=reason):
@@ -168,8 +168,11 @@ class Controller:
 
     # --- events ----------------------------------------------------------------------------------------------------
 
-    def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Process a report; ignore reports of earlier trainers (lower epochs), and answer a repeated report again."""
+    def handle(self, report: Report, *, now: float, queued: int = 0) -> list[Effect]:
+        """Process a report; ignore reports of earlier trainers (lower epochs), and answer a repeated report again.
+
+        For `queued` see `ReportReceived`.
+        """
         trainer = self.state.trainer
         if not isinstance(report, FROM_ACTORS):
             if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:
@@ -181,7 +184,7 @@ class Controller:
             case TrainerReady():
                 return self._trainer_ready(report, now=now)
             case StepDone():
-                return self._step_done(report)
+                return self._step_done(report, queued)
             case StepSkipped():
                 return self._step_skipped(report)
             case OrdersEnded():
@@ -322,11 +325,13 @@ class Controller:
         groups = self.state.filtered_share.expected(out, waiting=waiting, most=most)
         return rollouts * groups // out if out else 0
 
-    def _note_supply(self, figures: Mapping[str, Any]) -> None:
+    def _note_supply(self, figures: Mapping[str, float], queued: int) -> None:
         """Adapt the number of steps whose rollouts are kept in flight (`StepsAhead`) after a training step.
 
-        The number grows if the trainer waited for rollouts, and shrinks if complete groups were left over.
+        Do nothing while an evaluation takes part of the engines, since it makes the trainer wait.
         """
+        if self.state.evaluations.current is not None:
+            return
         version, knobs = self.state.version, self.state.knobs
         most = knobs.bounds.most_in_flight(
             current=version, loaded=version, per_step=knobs.rollouts_per_step, sampled_at_once=self._sampled_at_once
@@ -336,6 +341,9 @@ class Controller:
             left_over=left_over / knobs.rollouts_per_step,
             waited=figures.get("wait_s", 0.0) / max(figures.get("step_s", 0.0), 1e-9),
             most=most / knobs.rollouts_per_step,
+            queued=queued / knobs.rollouts_per_step,
+            ess=figures.get("ess") if self.settings.corrects_lag else None,
+            age=figures.get("staleness_mean"),
         )
 
     @property
@@ -384,7 +392,7 @@ class Controller:
             self._answer(report.report_id, publish_to=sorted(state.fleet.members())),
         ]
 
-    def _step_done(self, report: StepDone) -> list[Effect]:
+    def _step_done(self, report: StepDone, queued: int) -> list[Effect]:
         self.state.version = report.model_version
         self.state.trainer.note_step(report.model_version)
         self.state.account.update(report.consumed)
@@ -393,7 +401,7 @@ class Controller:
             trained=report.consumed.trained - before.trained, filtered=report.consumed.filtered - before.filtered
         )
         self.state.trainer.last_step = report.stats
-        self._note_supply(report.stats)
+        self._note_supply(report.stats, queued)
         self.state.cooldown.note(report.solved, self.settings.cooldown, version=self.state.version)
         self.state.failing.refused_groups = self.state.failing.too_long_groups = 0
         effects = step_taken(self.state, report)

@@ -65,6 +65,7 @@ from pipelinerl.messages import (
     REPORTS,
     EvaluationDone,
     Report,
+    StepDone,
     decode_report,
     encode,
     kind_of,
@@ -143,6 +144,8 @@ class ControllerService:
         self._restarts = restarts
         self.controller = controller
         self.watch = EngineWatch()
+        # Rollouts that no engine had begun, at each poll since the newest step.
+        self._queues = [0]
         self.verifiers = VerifierLeases(clock)
         self._name = name
         self._stream = stream
@@ -348,7 +351,10 @@ class ControllerService:
                 self._samples.put(samples_of(report, current=evaluation, time=time.time()))
             report = msgspec.structs.replace(report, shown=None)  # `shown` affects no decision, so it is not journaled
         try:
-            await self.perform(ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id))
+            queued = 0
+            if isinstance(report, StepDone):
+                queued, self._queues = min(self._queues), self._queues[-1:]
+            await self.perform(ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id, queued=queued))
         except RecordError as error:
             if self._broken is not None:
                 raise
@@ -382,6 +388,7 @@ class ControllerService:
                         await self._reissue_lost_work()
                 self._record_loads()
                 self._record_slow_engines()
+                self._queues.append(self._queued())
                 if self.controller.settings.elastic is not None:
                     await self.perform(FleetMeasured(now=self._now(), occupancy=self._occupancy()))
                 slept_at = self._clock()
@@ -448,6 +455,15 @@ class ControllerService:
         if record.lifecycle is not EngineLifecycle.DRAINING or idle_since is None:
             return None
         return EngineIdle(now=now, url=url) if now - max(idle_since, record.draining_since) >= _IDLE_S else None
+
+    def _queued(self) -> int:
+        """Return the rollouts that no engine has begun: those that wait in engines, and those that no actor has."""
+        state = self.controller.state
+        in_engines = sum(self.watch.load(url).metrics.waiting_sequences for url in state.fleet.serving())
+        held = sum(alive.groups_in_flight for alive, _ in state.actors.values())
+        complete = int(state.trainer.last_step.get("waiting_groups", 0))
+        unclaimed = max(0, state.account.in_flight - held - complete - state.knobs.groups_per_step)
+        return in_engines + unclaimed * state.knobs.max_group_size
 
     def _occupancy(self) -> float:
         loads = [self.watch.load(url).occupancy for url in self.controller.state.fleet.serving()]

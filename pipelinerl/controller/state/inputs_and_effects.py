@@ -22,10 +22,14 @@ class Input(msgspec.Struct, frozen=True, kw_only=True, tag_field="input", tag=Tr
 
 
 class ReportReceived(Input, frozen=True):
-    """A report of the trainer or of an actor, with the id of its entry in the `reports` stream."""
+    """A report of the trainer or of an actor, with the id of its entry in the `reports` stream.
+
+    With `StepDone`, `queued` is the fewest rollouts at any time since the previous step that no engine had begun.
+    """
 
     report: Report
     entry_id: str
+    queued: int = 0
 
 
 class KnobsPatched(Input, frozen=True):

@@ -467,6 +467,8 @@ class ControllerSettings:
     """The treatment of groups that are still being sampled at their last admissible step."""
     oversample: float | None = 1.0
     """The most orders issued per order that is expected to train; None: `OVERSAMPLED` while k > j, otherwise 1."""
+    corrects_lag: bool = False
+    """True if the objective has importance weights or a policy ratio, whose sample size shows what lag costs."""
     cooldown: Mapping[str, CooldownRule] = field(default_factory=dict)
     elastic: ElasticRule | None = None
     """The rule for scaling the number of engines automatically; None: only operators change it."""

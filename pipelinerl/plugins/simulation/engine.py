@@ -142,6 +142,11 @@ class SimulatedEngine:
     _commit: int | None = None
 
     @property
+    def begun(self) -> int:
+        """The number of answers that have been given a row so far, aborted ones included."""
+        return self._serial
+
+    @property
     def is_busy(self) -> bool:
         """True if any row is decoding."""
         return bool(self._rows)

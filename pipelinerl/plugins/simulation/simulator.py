@@ -102,6 +102,7 @@ class _Run:
         self._counts, self._filtered_share, self._ahead = _Counts(), FilteredShare(), StepsAhead()
         self._version = self._loaded = self._waiting_groups = self._filtered_since_step = 0
         self._left_over = 0
+        self._queued = self._least_queued = 0
         # state of the simulated actors: groups that they requested since they last polled the version, and older groups
         # by the first version that they polled after requesting the group
         self._requested: list[SimulatedGroup] = []
@@ -146,6 +147,7 @@ class _Run:
             counts.until(now)
             group = SimulatedGroup(counts.issued, size, self._lengths(size), now, left=size)
             counts.issued += 1
+            self._queued += size
             self._agenda.after(self._control.order_s, self._actors.order, group)
 
     def _expected(self) -> int:
@@ -179,7 +181,9 @@ class _Run:
             left_over=self._left_over * setting.group_size / setting.rollouts_per_step,
             waited=step.wait_s / max(step.compute_s + step.publish_wait_s, 1e-9),
             most=most / setting.rollouts_per_step,
+            queued=self._least_queued / setting.rollouts_per_step,
         )
+        self._least_queued = self._queued
         self._agenda.at(math.ceil(self._agenda.now / POLL_S) * POLL_S, self._give_up_outdated)
         due = self._setting.bounds.reload_due(current=self._version, loaded=self._loaded)
         self._issue()
@@ -210,8 +214,10 @@ class _Run:
         engine = self._engines[place]
         if stamp != engine.stamp:
             return
-        was_busy = engine.is_busy
+        was_busy, begun = engine.is_busy, engine.begun
         news = engine.fire(self._agenda.now)
+        self._queued -= engine.begun - begun
+        self._least_queued = min(self._least_queued, self._queued)
         self._plan(place)
         if engine.is_busy != was_busy:
             self._busy_engines += 1 if engine.is_busy else -1
@@ -223,6 +229,7 @@ class _Run:
         for group in news.aborted:
             group.attempts += 1
             if group.attempts < self._setting.attempts:
+                self._queued += group.left
                 self._actors.again(group)
             else:
                 self._actors.gave_up(group)
@@ -256,6 +263,7 @@ class _Run:
             for group in self._by_polled_version.pop(version):
                 # Skip groups that were requested again in the meantime.
                 if group.polled_version == version and group.left and group.place >= 0:
+                    self._queued -= group.size - group.started
                     self._engines[group.place].withdraw(group, self._agenda.now)
                     self._plan(group.place)
                     self._actors.gave_up(group)

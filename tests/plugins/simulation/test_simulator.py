@@ -217,3 +217,22 @@ def test_age_of_a_simulated_group_counts_from_its_request_and_not_from_its_first
     assert few.account.stale > 0 and few.discarded < 0.01
     assert many.account.stale == 0 or many.discarded > 0
     assert POLL_S == REFRESH_S
+
+
+@pytest.mark.parametrize("answer_s", [12.0, 14.0])
+def test_large_bound_k_neither_slows_a_run_down_nor_ages_its_rollouts(answer_s: float) -> None:
+    """Pacing waits until a change can show: one that grew after every step swung between 2 and 8 steps in flight."""
+    hardware = Hardware(engine=EngineTimes(step_s=answer_s / 1000), trainer=TrainerTimes(token_s=5.0 / 512_000))
+    runs = {
+        k: simulate(
+            replace(
+                setting(1, k, steps=80, lengths=FixedLengths(1000)),
+                engines=32, slots=64, rollouts_per_step=512, group_size=16, actors=4, groups_in_flight=256,
+            ),
+            hardware,
+        )
+        for k in (8, 16, 32)
+    }  # fmt: skip
+    for k in (16, 32):
+        assert runs[k].step_s == pytest.approx(runs[8].step_s, rel=0.02)
+        assert runs[k].staleness_mean == pytest.approx(runs[8].staleness_mean, abs=0.5)

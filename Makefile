@@ -12,7 +12,7 @@ VLLM_WORKERS ?= 2
 TORCH_INDEX ?=
 # vLLM's build: cuda where there is an NVIDIA driver, else cpu.
 VLLM_FOR ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
-# `make test` includes vLLM's short tests where vLLM has a CPU build; `make test WITH_VLLM=` leaves them out.
+# `make test-plugins` includes vLLM's short tests where vLLM has a CPU build; `make test-plugins WITH_VLLM=` leaves them out.
 WITH_VLLM ?= $(filter Linux-x86_64-cpu,$(shell uname -s)-$(shell uname -m)-$(VLLM_FOR))
 # Debian packages that the sandbox tests need and that are missing here.
 SANDBOX ?= $(shell command -v bwrap >/dev/null || echo bubblewrap; command -v runsc >/dev/null || echo runsc)
@@ -31,29 +31,36 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELIS
 
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SHORT    := not gpu and not slow and not chaos
-# `make check` runs the architecture tests.
-CHECKED  := --ignore=tests/architecture --durations=20
+# `make check` runs the architecture tests, `make test-plugins` those of the plug-ins.
+CORE     := --ignore=tests/architecture --ignore=tests/plugins --durations=20
 PYTEST   := $(QUIET_THREADS) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-fast sandbox browser vllm test-vllm chaos check format bench docs gpu-wheels gpu-check lock clean
+.PHONY: help install run test test-plugins plugins-fast test-all sandbox browser vllm test-vllm chaos check format bench docs gpu-wheels gpu-check lock clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed ## create the environment, once
 
 run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-test: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) $(if $(BROWSER),browser) ## the test suite; with ARGS="-m slow", what it leaves out
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-fast \
-	  $(if $(ARGS),,$(if $(WITH_VLLM),test-vllm MARK="vllm and $(SHORT)" VLLM_WORKERS=1))
+# `$(call tested,PATHS)`: run the short tests. A test that fails on a busy machine runs once more, alone.
+tested = $(PYTEST) -m "$(SHORT) and not vllm" $(PARALLEL) $(1) || { [ $$? = 1 ] && \
+  echo "make: retrying failed tests, alone" && $(PYTEST) -m "$(SHORT) and not vllm" -n 0 --last-failed $(1); }
 
-# A test that fails on a busy machine runs once more, alone.
-test-fast: $(VENV)/.installed-dev
-	@$(PYTEST) -m "$(SHORT) and not vllm" $(PARALLEL) $(or $(ARGS),$(CHECKED)) || { [ $$? = 1 ] && \
-	  echo "make test: retrying failed tests, alone" && $(PYTEST) -m "$(SHORT) and not vllm" -n 0 --last-failed $(or $(ARGS),$(CHECKED)); }
+test: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) ## the core's test suite; with ARGS="-m slow", what it leaves out
+	@$(call tested,$(or $(ARGS),$(CORE)))
+
+test-plugins: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) $(if $(BROWSER),browser) ## the plug-ins' suites, with real vLLM (0.9 GB)
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 plugins-fast \
+	  $(if $(WITH_VLLM),test-vllm MARK="vllm and $(SHORT)" VLLM_WORKERS=1)
+
+plugins-fast: $(VENV)/.installed-dev
+	@$(call tested,tests/plugins --durations=20)
+
+test-all: test test-plugins ## both
 
 # `$(call packaged,PROGRAM,PACKAGE,CONSEQUENCE)`: install a missing system package, or print the consequence.
 APT := timeout 120 env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20

@@ -35,7 +35,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.causes import Mismatch, mismatch
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.training.rollouts.packing import WeightedRollout, pack
+from pipelinerl.training.packing import WeightedRollout, pack
 from pipelinerl.types import Outcome, Rollout, Sampling, Verdict
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import HeadPrecision, Kernels, Precision

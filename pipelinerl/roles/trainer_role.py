@@ -5,47 +5,83 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import final
 
 from inference_contract.schemas import ChatMessage
-from inference_contract.weights import Transport
+from inference_contract.weights import OnUpdate, Transport
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.config.sections import shared_values
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.enums import Overdue, RoutingReplay
+from pipelinerl.enums import NoSignal, Overdue, RoutingReplay, StalenessScope
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.models.model_shape import mixture_of
 from pipelinerl.models.tokenizer import decoder_of
+from pipelinerl.objective.kl_control import KLController
+from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.plugins.parameter_server.publisher import PullPublisher
 from pipelinerl.plugins.parameter_server.upload import Uploader
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.wiring import (
-    checkpoints_of,
-    losses_of,
-    mini_batching_of,
-    objective_of,
-    routing_of,
-    training_problems,
-)
+from pipelinerl.roles.wiring import checkpoints_of, objective_of, routing_of, training_problems
 from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.streams.stream import Stream
 from pipelinerl.trainers.ranks.rank0 import leave_undone
-from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES, Canary, check_canary
-from pipelinerl.training.loop import LoopSettings, TrainingLoop
-from pipelinerl.training.publishing import StreamAnnouncer
-from pipelinerl.training.schedule import LearningRateSchedule
-from pipelinerl.training.step_watch import StepWatch, TrainingSamples
+from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES, Canary, CanaryCheck, check_canary
+from pipelinerl.training.checkpoints.checkpoint import Checkpointing, CheckpointStore
+from pipelinerl.training.checkpoints.manifest import TrainingState
+from pipelinerl.training.domain_metrics import DomainMetrics
+from pipelinerl.training.loop import TrainingLoop
+from pipelinerl.training.publishing import Publishing, StreamAnnouncer
+from pipelinerl.training.rollouts.admission import (
+    ConsumedLedger,
+    GroupOutcome,
+    Lineage,
+    SolvedProblems,
+    signal_of,
+    teacher,
+)
+from pipelinerl.training.rollouts.batcher import Batcher, OverdueWait
+from pipelinerl.training.rollouts.rollout_reader import ControllerLink, RolloutReader
+from pipelinerl.training.schedule import AdaptiveObjective, LearningRateSchedule
+from pipelinerl.training.step import Step
+from pipelinerl.training.step_samples import StepSamples
+from pipelinerl.types import RolloutGroup
 from pipelinerl.weights.broadcast.collective import offers
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.engine_control import EngineControl
 from pipelinerl.weights.grace import Grace
 from pipelinerl.weights.publisher import Publisher
+from trainer_contract.types import RoutingShape
 
 log = logging.getLogger("pipelinerl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """Settings of a training loop beside its step's.
+
+    `deadline_s` bounds every wait of the loop, and `publish_timeout_s` a publication. A step with enough groups may
+    wait up to `overdue_s` for late groups that would be too stale for the next step (None: no wait). `schedule` counts
+    optimizer steps. Token ids must be below `vocab_size`. If recorded MoE routing is replayed, `routing` has the
+    routers' sizes.
+    """
+
+    no_signal: NoSignal
+    deadline_s: float
+    on_update: OnUpdate
+    schedule: LearningRateSchedule
+    tokens_per_step: int | None = None
+    kl: KLController | None = None
+    vocab_size: int | None = None
+    routing: RoutingShape | None = None
+    publish_timeout_s: float = 120.0
+    scope: StalenessScope = StalenessScope.GROUP
+    overdue_s: float | None = None
 
 
 async def run(identity: Identity) -> None:
@@ -57,11 +93,11 @@ async def run(identity: Identity) -> None:
     latest = checkpoints.latest()
     version = latest[1].model_version if latest else 0
     step = started(config, objective, checkpoint=latest[0] if latest else None, version=version)
-    checkpoints.prepare(step.passes.policy.weight_layout())
+    checkpoints.prepare(step.policy.weight_layout())
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
     samples, grace = samples_of(identity), Grace()
-    loop = TrainingLoop(
+    loop = training_loop(
         loop_settings(config),
         step=step,
         objective=objective,
@@ -71,7 +107,7 @@ async def run(identity: Identity) -> None:
         checkpoints=checkpoints,
         restored=latest[1] if latest else None,
         at=lambda version: process_log.at(step=version, model_version=version),
-        watch=StepWatch(samples),
+        samples=samples,
     )
     freeze_gc()
     notice = SigtermHandler(loop, save_s=config.launch.save_s)
@@ -89,6 +125,75 @@ async def run(identity: Identity) -> None:
         await client.close()
         await stream.close()
         close_workers(step)
+
+
+def training_loop(
+    settings: LoopSettings,
+    *,
+    step: Step,
+    objective: PolicyObjective,
+    stream: Stream,
+    publisher: Publisher,
+    check_canary: CanaryCheck,
+    checkpoints: CheckpointStore,
+    restored: TrainingState | None,
+    at: Callable[[int], None] = lambda version: None,
+    samples: StepSamples | None = None,
+) -> TrainingLoop:
+    """Compose the training loop; `restored` is the state of the checkpoint with which the step's workers started."""
+    metrics = DomainMetrics()
+
+    def note_ended(groups: Sequence[RolloutGroup], outcome: GroupOutcome, why: str) -> None:
+        metrics.add(groups, stale=outcome is GroupOutcome.STALE)
+        if samples is not None and outcome is GroupOutcome.FILTERED:
+            samples.note_filtered(groups, why)
+
+    epochs = tuple((epoch, began_at) for epoch, began_at in restored.epochs) if restored else ()
+    batcher = Batcher(
+        ledger=ConsumedLedger.from_record(restored.ledger) if restored else ConsumedLedger(),
+        lineage=Lineage(0, restored.model_version if restored else 0, epochs),
+        solved=SolvedProblems(restored.solved if restored else None),
+        no_signal=settings.no_signal,
+        teaches=teacher(objective, step.rules),
+        signal=signal_of(objective, step.rules.losses),
+        vocab_size=settings.vocab_size,
+        routing=settings.routing,
+        ended=note_ended,
+        scope=settings.scope,
+    )
+    reader = RolloutReader(
+        stream, offsets=restored.offsets if restored else {}, frontier=lambda: batcher.ledger.frontier
+    )
+    link = ControllerLink(stream, reader, deadline_s=settings.deadline_s)
+    worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+    return TrainingLoop(
+        step=step,
+        objective=AdaptiveObjective(
+            objective,
+            controller=settings.kl,
+            restored=restored.kl_coefficient if restored else None,
+            baselines=restored.baselines if restored else {},
+        ),
+        schedule=settings.schedule,
+        batcher=batcher,
+        link=link,
+        publishing=Publishing(
+            step.policy,
+            link,
+            publisher,
+            check_canary,
+            worker=worker,
+            on_update=settings.on_update,
+            timeout_s=settings.publish_timeout_s,
+        ),
+        checkpointing=Checkpointing(checkpoints, report=link.report, trim=reader.trim, deadline_s=settings.deadline_s),
+        worker=worker,
+        metrics=metrics,
+        samples=samples,
+        tokens_per_step=settings.tokens_per_step,
+        overdue=None if settings.overdue_s is None else OverdueWait(settings.overdue_s),
+        at=at,
+    )
 
 
 @final
@@ -152,27 +257,21 @@ def canary_of(config: RunConfig) -> Canary:
     )
 
 
-def samples_of(identity: Identity) -> TrainingSamples | None:
+def samples_of(identity: Identity) -> StepSamples | None:
     """Return the recorder of samples from training steps; None if the recipe keeps no samples."""
     config, log = identity.config, identity.sample_log("training")
     if log is None:
         return None
-    return TrainingSamples(
-        log=log,
-        decode=decoder_of(config.model.resolved),
-        seed=config.run.seed,
-        groups_per_step=config.samples.groups_per_step,
-    )
+    decode, most = decoder_of(config.model.resolved), config.samples.groups_per_step
+    return StepSamples(log, decode, seed=config.run.seed, groups_per_step=most)
 
 
 def loop_settings(config: RunConfig) -> LoopSettings:
     """Return the settings in the recipe that the training loop uses."""
     return LoopSettings(
-        **shared_values(config.training, LoopSettings)
-        | {"no_signal": config.training.no_signal or no_signal_of(config.objective)},
-        micro_batch_tokens=config.trainer.token_budget,
-        shaping={domain.name: how for domain in config.domains if (how := domain.shaping) is not None},
-        losses=losses_of(config),
+        no_signal=config.training.no_signal or no_signal_of(config.objective),
+        deadline_s=config.training.deadline_s,
+        tokens_per_step=config.training.tokens_per_step,
         kl=config.kl_control.controller if config.kl_control else None,
         on_update=config.engine.on_update,
         vocab_size=vocab_size(config.model.resolved),
@@ -180,7 +279,6 @@ def loop_settings(config: RunConfig) -> LoopSettings:
         publish_timeout_s=config.weights.timeout_s,
         scope=config.staleness.scope,
         overdue_s=config.staleness.overdue_s if config.staleness.overdue is Overdue.WAIT else None,
-        mini_batching=mini_batching_of(config),
         schedule=LearningRateSchedule(
             warmup_steps=config.optimizer.warmup_steps,
             steps=config.optimizer_steps,

@@ -30,11 +30,11 @@ from pipelinerl.objective.reward import NormalizationScope
 from pipelinerl.objective.streams import ONE_LOSS, DomainLoss, DomainLosses, Loss
 from pipelinerl.objective.tokens import Policy
 from pipelinerl.system.references import is_reference
+from pipelinerl.training.batch import BatchRules, MiniBatching
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.manifest import Retention
-from pipelinerl.training.rollouts.batch import MiniBatching
-from pipelinerl.training.rollouts.demonstrations import DemonstrationStream
+from pipelinerl.training.demonstrations import DemonstrationStream
 from pipelinerl.types import Quota
 from trainer_contract.types import RoutingShape
 
@@ -115,9 +115,22 @@ def check_truncation(config: RunConfig) -> None:
             )
 
 
-def mini_batching_of(config: RunConfig) -> MiniBatching:
-    """Return how batches are divided into optimizer steps."""
-    return MiniBatching(**shared_values(config.training, MiniBatching), seed=config.run.seed)
+def batch_rules_of(config: RunConfig, *, width: int) -> BatchRules:
+    """Return how groups become batches for a trainer that computes `width` micro-batches at once."""
+    training = config.training
+    return BatchRules(
+        token_budget=config.trainer.token_budget,
+        width=width,
+        shaping={domain.name: how for domain in config.domains if (how := domain.shaping) is not None},
+        truncated=training.truncated,
+        losses=losses_of(config),
+        mini_batching=MiniBatching(
+            epochs=training.epochs,
+            mini_batches=training.mini_batches,
+            target_kl=training.target_kl,
+            seed=config.run.seed,
+        ),
+    )
 
 
 def losses_of(config: RunConfig) -> DomainLosses:
@@ -310,12 +323,10 @@ def demonstrations_of(config: RunConfig) -> DemonstrationStream | None:
     if not (count := config.demonstrations_per_update):
         return None
     return DemonstrationStream(
-        problem=demonstrated_problems(config, Split.TRAIN, count=count).problem,
+        problems=demonstrated_problems(config, Split.TRAIN, count=count),
         tokenizer=ChatTokenizer.load(config.model.resolved),
         count=count,
-        losses=losses_of(config),
         most_tokens=config.engine.context_length,
-        token_budget=config.trainer.token_budget,
     )
 
 

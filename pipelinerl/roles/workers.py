@@ -18,20 +18,18 @@ from pipelinerl.models.vocabulary import refuse_other_vocabulary
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
-from pipelinerl.roles.wiring import demonstrations_of, is_url, references_of
+from pipelinerl.roles.wiring import batch_rules_of, demonstrations_of, is_url, references_of
 from pipelinerl.system.secret_variables import read_secret
-from pipelinerl.training.forward_passes import EntropyMeter, ForwardPasses, Teacher
+from pipelinerl.training.passes import EntropyMeter, ForwardPasses, Teacher
 from pipelinerl.training.schedule import LearningRateSchedule
-from pipelinerl.training.step_watch import drawn
-from pipelinerl.training.train_step import TrainStep
-from pipelinerl.training.update import Critic
+from pipelinerl.training.step import Critic, Step
 from pipelinerl.training.weight_history import WeightHistory
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Head, TrainerSpec, WeightDType
 
 
-def close_workers(step: TrainStep) -> None:
+def close_workers(step: Step) -> None:
     """Close every worker of a training step, which frees its memory."""
     passes = step.passes
     frozen = {id(teacher): teacher for teacher in (passes.reference, *passes.teachers.values())}
@@ -45,7 +43,7 @@ def opened_policy(config: RunConfig) -> Trainer:
     return _worker(config, "trainer", replace(spec_of(config, restore_from=None), gather_dtype=None))
 
 
-def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None, version: int = 0) -> TrainStep:
+def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None, version: int = 0) -> Step:
     """Start the workers (models) that the objective needs, from `checkpoint` of `version`; return the training step.
 
     The reference never comes from a checkpoint: it is the policy before the first step.
@@ -85,8 +83,16 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
         old_logprobs=config.training.old_logprobs,
         history=_history(config, policy, checkpoint, version),
     )
-    return TrainStep(
-        passes=passes, critic=critic, entropy=_entropy_meter(config), demonstrations=demonstrations_of(config)
+    return Step(
+        rules=batch_rules_of(config, width=policy.width),
+        passes=passes,
+        critic=critic,
+        entropy=EntropyMeter(
+            interval_steps=config.figures.interval(config.trainer.type),
+            seed=config.run.seed,
+            logged_groups=config.samples.groups_per_step if config.samples.log == "on" else 0,
+        ),
+        demonstrations=demonstrations_of(config),
     )
 
 
@@ -102,15 +108,6 @@ def _frozen(config: RunConfig, place: str) -> Teacher:
     if spec.gather_dtype in (None, own):
         spec = replace(spec, gather_dtype=WeightDType.FLOAT32)
     return _worker(config, "reference", spec)
-
-
-def _entropy_meter(config: RunConfig) -> EntropyMeter:
-    # Measure the entropy of those answers that the sample log records before that of others, so the log can show it.
-    most = config.samples.groups_per_step if config.samples.log == "on" else 0
-    return EntropyMeter(
-        config.figures.interval(config.trainer.type),
-        kept=lambda version, groups: drawn(config.run.seed, version, groups, most),
-    )
 
 
 def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:

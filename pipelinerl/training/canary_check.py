@@ -31,7 +31,7 @@ from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, Ch
 from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.numerics.routed_experts import of_context, off_the_wire
-from pipelinerl.training.rollouts.packing import alone
+from pipelinerl.training.packing import alone
 from pipelinerl.types import Outcome, Priority, Rollout, Turn, Verdict, VersionSpan
 from pipelinerl.weights.grace import Grace
 from pipelinerl.weights.publisher import PublishReport

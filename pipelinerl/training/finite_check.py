@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.errors import PipelineError
-from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.tokens import Tokens
-from pipelinerl.training.rollouts.batch import TrainBatch
+from pipelinerl.training.batch import TrainBatch
 from trainer_contract.errors import NonFiniteError
-from trainer_contract.types import Float32, MicroBatch
+from trainer_contract.types import Float32, LossStats, MicroBatch
 
 #: The checked columns, in order of computation; the first one that is not finite is the cause.
 _COLUMNS: Final = (
@@ -47,7 +46,7 @@ def naming(what: str, groups: list[int]) -> Iterator[None]:
 
 def check_rewards(batch: TrainBatch) -> None:
     """Raise NonFiniteStep if a valid verdict's reward is not finite, before or after shaping."""
-    verdicts = np.array([rollout.verdict.reward for group in batch.groups for rollout in group.rollouts])
+    verdicts = np.array([rollout.verdict.reward for rollout in batch.segments.rollouts])
     scored = batch.scored
     for rewards in (verdicts, scored.rewards):
         broken = scored.valid & ~np.isfinite(rewards)
@@ -55,33 +54,29 @@ def check_rewards(batch: TrainBatch) -> None:
             raise NonFiniteStep("rewards", sorted({batch.groups[i].index for i in scored.groups[broken].tolist()}))
 
 
-def check_columns(batch: TrainBatch, completed: Sequence[MicroBatch]) -> None:
+def check_columns(batch: TrainBatch) -> None:
     """Raise NonFiniteStep for the first column with NaN or infinity at a token in the loss mask."""
+    micro_batches = batch.micro_batches
     for name in _COLUMNS:
-        groups: set[int] = set()
-        for number, micro_batch in enumerate(completed):
-            column = getattr(micro_batch, name)
-            if column is not None:
-                groups |= _groups_of(batch, number, micro_batch, ~np.isfinite(column))
-        if groups:
-            raise NonFiniteStep(name, sorted(groups))
+        _check(batch, micro_batches, [getattr(each, name) for each in micro_batches], what=name)
 
 
 def check_predictions(
-    batch: TrainBatch, number: int, micro_batch: MicroBatch, predictions: Float32, *, what: str
+    batch: TrainBatch, micro_batches: Sequence[MicroBatch], losses: Sequence[LossStats], *, what: str
 ) -> None:
-    """Raise NonFiniteStep if a prediction (log-prob or value) is not finite; the loss may be finite in spite of it."""
-    if groups := _groups_of(batch, number, micro_batch, ~np.isfinite(predictions)):
-        raise NonFiniteStep(what, sorted(groups))
+    """Raise NonFiniteStep if a prediction (log-prob or value) is not finite; the loss may be finite in spite of it.
+
+    `micro_batches` are those of the batch, perhaps with smaller loss masks.
+    """
+    _check(batch, micro_batches, [loss.predictions for loss in losses], what=what)
 
 
-def check_terms(
-    batch: TrainBatch, number: int, micro_batch: MicroBatch, logprobs: Float32, objective: PolicyObjective
-) -> None:
-    """Compute the objective's terms in fp32 at these log-probs; raise NonFiniteStep for the first non-finite term.
+def check_terms(batch: TrainBatch, number: int, logprobs: Float32) -> None:
+    """Compute the terms of micro-batch `number` in fp32 at these log-probs; raise NonFiniteStep for the first bad one.
 
     Terms that read whole distributions are not checked, because only the trainer has the distributions.
     """
+    objective, micro_batch = batch.objective, batch.micro_batches[number]
     names = (*_COLUMNS, "loss_mask", "segment_ids", "rollout_ids", "num_segments", "kl_coefficients")
     columns = {name: getattr(micro_batch, name) for name in names}
     with np.errstate(all="ignore"):
@@ -95,6 +90,17 @@ def check_terms(
     for name, values in terms.items():
         if groups := _groups_of(batch, number, micro_batch, ~np.isfinite(values)):
             raise NonFiniteStep(name, sorted(groups))
+
+
+def _check(
+    batch: TrainBatch, micro_batches: Sequence[MicroBatch], columns: Sequence[Float32 | None], *, what: str
+) -> None:
+    groups: set[int] = set()
+    for number, (micro_batch, column) in enumerate(zip(micro_batches, columns, strict=False)):
+        if column is not None:
+            groups |= _groups_of(batch, number, micro_batch, ~np.isfinite(column))
+    if groups:
+        raise NonFiniteStep(what, sorted(groups))
 
 
 def _groups_of(batch: TrainBatch, number: int, micro_batch: MicroBatch, broken: NDArray[np.bool_]) -> set[int]:

@@ -20,14 +20,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any, TypeVar, final
 
-from inference_contract.weights import OnUpdate
-from pipelinerl.enums import NoSignal, StalenessScope, Truncated
 from pipelinerl.errors import DeadlineError, DivergedError
 from pipelinerl.messages import (
     SKIPS_THAT_END,
@@ -42,58 +39,22 @@ from pipelinerl.messages import (
     TrainerReady,
     TrainerStopped,
 )
-from pipelinerl.objective.kl_control import KLController
-from pipelinerl.objective.objective import PolicyObjective
-from pipelinerl.objective.reward import RewardShaping
-from pipelinerl.objective.streams import ONE_LOSS, DomainLosses
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.streams.stream import Stream
-from pipelinerl.training.canary_check import CanaryCheck
-from pipelinerl.training.checkpoints.checkpoint import Capture, Checkpointing, CheckpointStore
+from pipelinerl.training.batch import TrainBatch, build
+from pipelinerl.training.checkpoints.checkpoint import Capture, Checkpointing
 from pipelinerl.training.checkpoints.manifest import TrainingState
+from pipelinerl.training.domain_metrics import DomainMetrics
 from pipelinerl.training.finite_check import NonFiniteStep
 from pipelinerl.training.publishing import Publishing
-from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage, SolvedProblems
-from pipelinerl.training.rollouts.batch import ONE_STEP, MiniBatching, TrainBatch, build, signal_of, teacher
+from pipelinerl.training.rollouts.admission import GroupOutcome
 from pipelinerl.training.rollouts.batcher import Batcher, OverdueWait, StepBudget, awaited
-from pipelinerl.training.rollouts.rollout_reader import RESEND_S, Arrivals, ControllerLink, RolloutReader
+from pipelinerl.training.rollouts.rollout_reader import RESEND_S, Arrivals, ControllerLink
 from pipelinerl.training.schedule import AdaptiveObjective, LearningRateSchedule
-from pipelinerl.training.step_watch import StepFigures, StepWatch
-from pipelinerl.training.train_step import StepResult, TrainStep
-from pipelinerl.types import RolloutGroup
-from pipelinerl.weights.publisher import Publisher
-from trainer_contract.types import RoutingShape
+from pipelinerl.training.step import Step
+from pipelinerl.training.step_samples import StepSamples
 
 log = logging.getLogger("pipelinerl")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopSettings:
-    """Settings of a training loop.
-
-    `deadline_s` bounds every wait of the loop, and `publish_timeout_s` a publication. A step with enough groups may
-    wait up to `overdue_s` for late groups that would be too stale for the next step (None: no wait). `schedule` counts
-    optimizer steps, of which a batch has several with `mini_batching`. `shaping` and `losses` are by domain. Token ids
-    must be below `vocab_size`. If recorded MoE routing is replayed, `routing` has the routers' sizes.
-    """
-
-    micro_batch_tokens: int
-    tokens_per_step: int | None
-    no_signal: NoSignal
-    deadline_s: float
-    on_update: OnUpdate
-    schedule: LearningRateSchedule
-    shaping: Mapping[str, RewardShaping] = field(default_factory=dict)
-    losses: DomainLosses = ONE_LOSS
-    truncated: Truncated = Truncated.TRAIN
-    kl: KLController | None = None
-    vocab_size: int | None = None
-    routing: RoutingShape | None = None
-    publish_timeout_s: float = 120.0
-    scope: StalenessScope = StalenessScope.GROUP
-    overdue_s: float | None = None
-    mini_batching: MiniBatching = ONE_STEP
 
 
 @final
@@ -102,66 +63,42 @@ class TrainingLoop:
 
     def __init__(
         self,
-        settings: LoopSettings,
         *,
-        step: TrainStep,
-        objective: PolicyObjective,
-        stream: Stream,
-        publisher: Publisher,
-        check_canary: CanaryCheck,
-        checkpoints: CheckpointStore,
-        restored: TrainingState | None,
+        step: Step,
+        objective: AdaptiveObjective,
+        schedule: LearningRateSchedule,
+        batcher: Batcher,
+        link: ControllerLink,
+        publishing: Publishing,
+        checkpointing: Checkpointing,
+        worker: Executor,
+        metrics: DomainMetrics,
+        samples: StepSamples | None = None,
+        tokens_per_step: int | None = None,
+        overdue: OverdueWait | None = None,
         at: Callable[[int], None] = lambda version: None,
-        watch: StepWatch | None = None,
     ) -> None:
-        self._settings = settings
+        """Create the loop of the policy at version `batcher.lineage.began_at`.
+
+        `schedule` counts optimizer steps, of which a batch may have several. `worker` is the trainer's thread. A step
+        with enough groups may wait for late groups until `overdue` gives up. `at` is called with each new version.
+        """
         self._step = step
-        self._trainer = step.passes.policy
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._objective = AdaptiveObjective(
-            objective,
-            controller=settings.kl,
-            restored=restored.kl_coefficient if restored else None,
-            baselines=restored.baselines if restored else {},
-        )
-        self._overdue = None if settings.overdue_s is None else OverdueWait(settings.overdue_s)
-        self._version, self._skipped = restored.model_version if restored else 0, 0
-        self._checkpoints = checkpoints
+        self._objective = objective
+        self._schedule = schedule
+        self._batcher = batcher
+        self._link = link
+        self._publishing = publishing
+        self._checkpointing = checkpointing
+        self._worker = worker
+        self._metrics = metrics
+        self._samples = samples
+        self._tokens_per_step = tokens_per_step
+        self._overdue = overdue
         self._at = at
-        self._watch = watch or StepWatch()
-        self._solved = SolvedProblems(restored.solved if restored else None)
-        self._batcher = Batcher(
-            ledger=ConsumedLedger.from_record(restored.ledger) if restored else ConsumedLedger(),
-            lineage=Lineage(0, 0),
-            no_signal=settings.no_signal,
-            teaches=teacher(objective, settings.shaping, settings.truncated, settings.losses),
-            signal=signal_of(objective, settings.losses),
-            vocab_size=settings.vocab_size,
-            routing=settings.routing,
-            ended=self._ended,
-            scope=settings.scope,
-        )
-        self._reader = RolloutReader(
-            stream, offsets=restored.offsets if restored else {}, frontier=lambda: self._batcher.ledger.frontier
-        )
-        self._link = ControllerLink(stream, self._reader, deadline_s=settings.deadline_s)
-        self._publishing = Publishing(
-            self._trainer,
-            self._link,
-            publisher,
-            check_canary,
-            worker=self._worker,
-            on_update=settings.on_update,
-            timeout_s=settings.publish_timeout_s,
-        )
-        self._checkpointing = Checkpointing(
-            checkpoints, report=self._link.report, trim=self._reader.trim, deadline_s=settings.deadline_s
-        )
-        self._earlier = tuple((epoch, began_at) for epoch, began_at in restored.epochs) if restored else ()
-        self._claimed = False
-        self._saved: tuple[int, int] | None = None  # (epoch, version) of the last checkpoint that was begun
+        self._version = batcher.lineage.began_at
+        self._skipped = 0  # steps in a row that were not finite
         self._leaving = False
-        self._incarnation = uuid.uuid4().hex[:12]
         self._reported = ConsumedReport()
 
     @property
@@ -178,55 +115,25 @@ class TrainingLoop:
         Raises:
             DivergedError: the controller stopped the run after several steps that were not finite; the state is saved.
         """
-        await self._reader.start()
-        ready = f"ready-{self._incarnation}"
+        await self._link.reader.start()
+        ready = f"ready-{self._link.incarnation}"
         await self._ask(
             TrainerReady(
                 report_id=ready,
-                incarnation=self._incarnation,
+                incarnation=self._link.incarnation,
                 model_version=self._version,
                 consumed=self._consumed(),
-                claimed=self._checkpoints.claimed_epoch,
-                solved=self._solved.report(ready),
+                claimed=self._checkpointing.store.claimed_epoch,
+                solved=self._batcher.solved.report(ready),
             )
         )
         while not self._current.stop:
             if self._leaving:
                 await self._ask_to_leave()
                 break
-            started = time.monotonic()
-            batch = await self._collect()
-            if batch is None:
-                continue
-            collected = time.monotonic()
-            try:
-                result, by = await self._train(batch)
-            except NonFiniteStep as error:
-                await self._skip(batch, error)
-                continue
-            self._skipped = 0
-            figures = result.figures | {
-                "wait_s": collected - started,
-                "step_s": time.monotonic() - collected,
-                "waiting_groups": len(self._batcher.waiting),
-                "stale_tokens": self._batcher.stale_tokens,
-                **self._scope_figures(),
-            }
-            report_id = f"e{self._current.epoch}-step-{self._version}"
-            await self._ask(
-                StepDone(
-                    report_id=report_id,
-                    epoch=self._current.epoch,
-                    model_version=self._version,
-                    consumed=self._consumed(),
-                    stats=figures,
-                    updates=result.updates,
-                    orders=batch.orders,
-                    by_domain=by.by_domain,
-                    by_tag=by.by_tag,
-                    solved=self._solved.report(report_id),
-                )
-            )
+            began = time.monotonic()
+            if (batch := await self._collect()) is not None:
+                await self._train(batch, wait_s=time.monotonic() - began)
         await self._publishing.finish()
         await self._checkpointing.finish()
         stopped = TrainerStopped(epoch=self._current.epoch, model_version=self._version, left=self._leaving)
@@ -244,24 +151,20 @@ class TrainingLoop:
     async def _collect(self) -> TrainBatch | None:
         """Wait for the next batch and return it; return None if meanwhile the run stops or the trainer leaves."""
         progress_at = reported_at = time.monotonic()
-        while True:
+        while not (self._leaving or self._current.stop):
             await self._checkpointing.raise_if_failed()
             await self._publishing.raise_if_failed()
-            if self._leaving:
-                return None
             if (batch := self._next_batch()) is not None:
                 return batch
-            if time.monotonic() - progress_at > self._settings.deadline_s:
+            if time.monotonic() - progress_at > self._link.deadline_s:
                 raise DeadlineError(
                     f"step {self._version + 1} needs {self._current.knobs.rollouts_per_step} rollouts and has "
-                    f"{len(self._batcher.waiting)} groups, and nothing arrived for {self._settings.deadline_s:.0f} s; "
+                    f"{len(self._batcher.waiting)} groups, and nothing arrived for {self._link.deadline_s:.0f} s; "
                     "see what the controller waits for with `pipelinerl status`"
                 )
             waiting, current, ended = self._batcher.waiting, self._current, dict(self._batcher.ledger.counts)
             await self._take_in(await self._link.read())
             await self._report_progress()
-            if self._current.stop:
-                return None
             now = time.monotonic()
             # A group has arrived or ended.
             if self._batcher.waiting != waiting or self._batcher.ledger.counts != ended:
@@ -271,11 +174,12 @@ class TrainingLoop:
             if now - reported_at > RESEND_S:
                 await self._link.report(Starving(epoch=self._current.epoch, model_version=self._version, held=waiting))
                 reported_at = now
+        return None
 
     def _next_batch(self) -> TrainBatch | None:
         knobs, producing = self._current.knobs, self._version + 1
         groups = self._batcher.take(
-            StepBudget(rollouts=knobs.rollouts_per_step, tokens=self._settings.tokens_per_step),
+            StepBudget(rollouts=knobs.rollouts_per_step, tokens=self._tokens_per_step),
             producing=producing,
             bounds=StalenessBounds(1, knobs.k),
             usable=self._step.can_train,
@@ -283,28 +187,14 @@ class TrainingLoop:
         )
         if groups is None:
             return None
+        objective = self._objective
         return build(
             groups,
-            objective=self._objective.current,
-            shaping=self._settings.shaping,
-            truncated=self._settings.truncated,
-            token_budget=self._settings.micro_batch_tokens,
+            self._step.rules,
+            objective=objective.current,
             producing=producing,
-            width=self._step.width,
-            mini_batching=self._settings.mini_batching,
-            losses=self._settings.losses,
-            baselines=self._objective.baselines,
+            baselines=objective.baselines,
         )
-
-    def _scope_figures(self) -> dict[str, float]:
-        """Return metrics: the oldest version that is fresh enough, and the number of stale rollouts so far.
-
-        Returns {} if staleness applies to whole groups, not to rollouts.
-        """
-        if self._settings.scope is StalenessScope.GROUP:
-            return {}
-        oldest = max(0.0, self._version - self._current.knobs.k)
-        return {"oldest_fresh": oldest, "stale_rollouts": self._batcher.stale_rollouts}
 
     def _waits_for_overdue(self, chosen: Sequence[int]) -> bool:
         assert self._overdue is not None
@@ -314,58 +204,52 @@ class TrainingLoop:
         )
         return self._overdue.must_wait(late, step=step)
 
-    async def _ask_to_leave(self) -> None:
-        """Tell the controller that this trainer leaves, and wait for the directive to save a checkpoint."""
+    # --- step ------------------------------------------------------------------------------------------------------
+
+    async def _train(self, batch: TrainBatch, *, wait_s: float) -> None:
+        """Take a batch's optimizer steps and report them, or skip the batch if a value is not finite."""
+        began = time.monotonic()
+        try:
+            accumulated = await self._in_worker(lambda: self._step.accumulate(batch))
+            computed = time.monotonic()
+            await self._until_weights_may_change()
+            held_s = time.monotonic() - computed
+            peak = self._current.knobs.learning_rate
+            rates = [peak * self._schedule.factor(number) for number in batch.optimizer_steps]
+            result = await self._in_worker(lambda: self._step.apply(accumulated, learning_rates=rates))
+        except NonFiniteStep as error:
+            await self._skip(batch, error)
+            return
+        self._version, self._skipped = batch.producing, 0
+        self._at(self._version)
+        self._metrics.add(batch.groups)
+        if self._samples is not None:
+            self._samples.write(accumulated)
+        self._objective.trained(batch.scored)
+        stats = {
+            **result.figures,
+            **self._objective.observe(result.figures),
+            **self._batcher.figures(version=self._version, k=self._current.knobs.k),
+            "publish_wait_s": held_s,
+            "wait_s": wait_s,
+            "step_s": time.monotonic() - began,
+        }
+        by_domain, by_tag = self._metrics.take()
+        report_id = f"e{self._current.epoch}-step-{self._version}"
         await self._ask(
-            TrainerLeaving(
-                report_id=f"leave-{self._incarnation}",
+            StepDone(
+                report_id=report_id,
                 epoch=self._current.epoch,
                 model_version=self._version,
                 consumed=self._consumed(),
+                stats=stats,
+                updates=result.updates,
+                orders=batch.orders,
+                by_domain=by_domain,
+                by_tag=by_tag,
+                solved=self._batcher.solved.report(report_id),
             )
         )
-
-    async def _ask(self, question: Question) -> None:
-        async for arrivals in self._link.wait_for_answer(question):
-            await self._take_in(arrivals)
-
-    async def _take_in(self, arrivals: Arrivals) -> None:
-        for group in arrivals.groups:
-            self._batcher.offer(group, k=self._current.knobs.k)
-        for directive in arrivals.directives:
-            await self._apply(directive)
-
-    # --- step ------------------------------------------------------------------------------------------------------
-
-    async def _train(self, batch: TrainBatch) -> tuple[StepResult, StepFigures]:
-        """Take a batch's optimizer steps; return overall metrics, and those by domain and tag. Raises NonFiniteStep."""
-        accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
-        computed = time.monotonic()
-        await self._until_weights_may_change()
-        held = {"publish_wait_s": time.monotonic() - computed}
-        peak, schedule = self._current.knobs.learning_rate, self._settings.schedule
-        rates = [peak * schedule.factor(number) for number in batch.optimizer_steps]
-        result = await self._in_worker(lambda: self._step.apply(accumulated, learning_rates=rates))
-        self._version = batch.producing
-        self._at(self._version)
-        self._solved.note(batch.groups)
-        self._objective.trained(batch.scored)
-        by = self._watch.stepped(
-            accumulated.batch,
-            accumulated.batch.micro_batches,
-            version=self._version,
-            losses=accumulated.losses,
-            entropies=accumulated.measured.of_tokens,
-        )
-        return StepResult(
-            batch.stats | result.figures | self._objective.observe(result.figures) | held, result.updates
-        ), by
-
-    def _ended(self, groups: Iterable[RolloutGroup], outcome: GroupOutcome, why: str) -> None:
-        groups = list(groups)
-        if outcome is GroupOutcome.FILTERED:
-            self._solved.note(groups)
-        self._watch.ended(groups, outcome, why)
 
     async def _until_weights_may_change(self) -> None:
         await self._publishing.finish()
@@ -397,45 +281,65 @@ class TrainingLoop:
                 "the state before it is saved: fix the cause, or lower the learning rate, then continue with --resume"
             ) from error
 
-    # --- apply a directive -----------------------------------------------------------------------------------------
+    # --- report, and apply directives ------------------------------------------------------------------------------
+
+    async def _ask(self, question: Question) -> None:
+        async for arrivals in self._link.wait_for_answer(question):
+            await self._take_in(arrivals)
+
+    async def _ask_to_leave(self) -> None:
+        """Tell the controller that this trainer leaves, and wait for the directive to save a checkpoint."""
+        await self._ask(
+            TrainerLeaving(
+                report_id=f"leave-{self._link.incarnation}",
+                epoch=self._current.epoch,
+                model_version=self._version,
+                consumed=self._consumed(),
+            )
+        )
+
+    async def _take_in(self, arrivals: Arrivals) -> None:
+        for group in arrivals.groups:
+            self._batcher.offer(group, k=self._current.knobs.k)
+        for directive in arrivals.directives:
+            await self._apply(directive)
 
     async def _apply(self, directive: Directive) -> None:
-        if not self._claimed:  # at the first directive, fence earlier trainers before this one writes anything
-            await self._in_worker(lambda: self._checkpoints.claim(directive.epoch))
-            self._batcher.lineage = Lineage(directive.epoch, self._version, self._earlier)
-            self._claimed = True
-        self._solved.answered(directive.answers)
-        self._batcher.end(directive.failed, GroupOutcome.FAILED)
-        self._batcher.end(directive.stale, GroupOutcome.STALE)
+        batcher, store = self._batcher, self._checkpointing.store
+        if batcher.lineage.epoch != directive.epoch:
+            # At the first directive, fence earlier trainers before this one writes anything.
+            await self._in_worker(lambda: store.claim(directive.epoch))
+            batcher.lineage = replace(batcher.lineage, epoch=directive.epoch)
+        batcher.solved.answered(directive.answers)
+        batcher.end(directive.failed, GroupOutcome.FAILED)
+        batcher.end(directive.stale, GroupOutcome.STALE)
         if directive.publish_to:
             await self._in_worker(lambda: self._step.will_sample(self._version, acceptance=directive.knobs.k))
             await self._publishing.begin(directive, self._version)
-        # True if this version is saved already, so that stopping need not save it again.
-        saved = directive.stop and self._saved == (directive.epoch, self._version)
+        # A version that is saved already need not be saved again when the run stops.
+        saved = directive.stop and self._checkpointing.version == self._version
         if directive.checkpoint and directive.controller_state is not None and not saved:
             await self._checkpoint(directive, directive.controller_state)
-            self._saved = (directive.epoch, self._version)
 
     async def _checkpoint(self, directive: Directive, controller: dict[str, Any]) -> None:
+        batcher, store, policy = self._batcher, self._checkpointing.store, self._step.policy
         state = TrainingState(
             model_version=self._version,
             epoch=directive.epoch,
-            offsets=self._reader.safe_offsets(lambda index: not self._batcher.ledger.has(index)),
-            ledger=self._batcher.ledger.to_record(),
+            offsets=self._link.reader.safe_offsets(lambda index: not batcher.ledger.has(index)),
+            ledger=batcher.ledger.to_record(),
             controller=controller,
             kl_coefficient=self._objective.coefficient,
             baselines=dict(self._objective.baselines),
-            solved=self._solved.pending,
-            epochs=[[epoch, began_at] for epoch, began_at in self._batcher.lineage.epochs],
+            solved=batcher.solved.pending,
+            epochs=[[epoch, began_at] for epoch, began_at in batcher.lineage.epochs],
         )
-        layout, parts = self._trainer.weight_layout(), self._step.parts()
+        layout, parts = policy.weight_layout(), self._step.parts()
 
         def capture() -> Capture:
-            return self._checkpoints.capture(state, layout=layout, weights=self._trainer.gather_weights(), parts=parts)
+            return store.capture(state, layout=layout, weights=policy.gather_weights(), parts=parts)
 
         await self._checkpointing.begin(state, capture)
-
-    # --- report ----------------------------------------------------------------------------------------------------
 
     def _consumed(self) -> ConsumedReport:
         ledger = self._batcher.ledger

@@ -11,17 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from pipelinerl.enums import StalenessScope, Truncated
+from pipelinerl.enums import StalenessScope
 from pipelinerl.errors import DivergedError, RecordError
 from pipelinerl.objective.objective import PolicyObjective
-from pipelinerl.objective.reward import RewardShaping
-from pipelinerl.objective.streams import ONE_LOSS, DomainLosses
 from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.batch import build
 from pipelinerl.training.finite_check import NonFiniteStep
 from pipelinerl.training.rollouts.admission import Lineage, fresh_part
-from pipelinerl.training.rollouts.batch import ONE_STEP, MiniBatching, build
 from pipelinerl.training.schedule import AdaptiveObjective
-from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.step import Step
 from pipelinerl.types import RolloutGroup
 
 #: Metrics that a replay must reproduce. Together they depend on every weight, token and log-prob of a step.
@@ -93,14 +91,9 @@ class ReplayedStep:
 class Replay:
     """A replay and its settings; `groups` maps a group's index to its recorded copies, in order of arrival."""
 
-    step: TrainStep
+    step: Step
     objective: AdaptiveObjective
     groups: Mapping[int, Sequence[RolloutGroup]]
-    token_budget: int
-    shaping: Mapping[str, RewardShaping]
-    losses: DomainLosses = ONE_LOSS
-    truncated: Truncated = Truncated.TRAIN
-    mini_batching: MiniBatching = ONE_STEP
     began_at: int = 0
     """The trainer's version before the first step."""
     acceptance: float = math.inf
@@ -127,19 +120,13 @@ class Replay:
         self.step.will_sample(recorded.version - 1, acceptance=self.acceptance)
         batch = build(
             trained_groups(recorded, self.groups),
+            self.step.rules,
             objective=objective,
-            shaping=self.shaping,
-            truncated=self.truncated,
-            token_budget=self.token_budget,
             producing=recorded.version,
-            width=self.step.width,
-            mini_batching=self.mini_batching,
-            losses=self.losses,
             baselines=self.objective.baselines,
         )
         try:
-            accumulated = self.step.accumulate(batch, objective)
-            figures = batch.stats | self.step.apply(accumulated, learning_rates=recorded.learning_rates).figures
+            figures = self.step.apply(self.step.accumulate(batch), learning_rates=recorded.learning_rates).figures
         except NonFiniteStep as error:
             raise DivergedError(f"step {recorded.version}: {error} is not finite") from error
         self.objective.trained(batch.scored)

@@ -62,7 +62,6 @@ RANDOMNESS_ALLOWED = {
     "pipelinerl/plugins/watch/access.py": "secrets must not be reproducible",
     "pipelinerl/streams/embedded_redis.py": "secrets must not be reproducible",
     "pipelinerl/training/rollouts/rollout_reader.py": "each incarnation of a trainer has a name of its own",
-    "pipelinerl/training/loop.py": "each incarnation of the trainer must have a name that no other had",
     "pipelinerl/controller/service/journal.py": "each writer must have a name that no other had",
 }
 

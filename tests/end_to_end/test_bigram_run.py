@@ -34,6 +34,7 @@ from pipelinerl.enums import NoSignal
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.observability.events import EventLog, read_events
+from pipelinerl.roles.trainer_role import LoopSettings, training_loop
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.streams.memory_stream import MemoryStream
@@ -41,7 +42,6 @@ from pipelinerl.streams.stream import Stream
 from pipelinerl.training.canary_check import TOLERANCES, Canary, check_canary
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
-from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
 from pipelinerl.verifiers.verifier import PerAnswerVerifier
@@ -147,10 +147,8 @@ async def run(
         stream=stream,
         maker_of=lambda _: SingleTurn(pool, lambda domain: PerAnswerVerifier(SaysB()), attempts=3),
     )
-    loop = TrainingLoop(
+    loop = training_loop(
         LoopSettings(
-            micro_batch_tokens=512,
-            tokens_per_step=None,
             no_signal=NoSignal.TRAIN,
             deadline_s=PATIENCE_S,
             on_update=OnUpdate.CONTINUE,

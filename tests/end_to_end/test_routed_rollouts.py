@@ -21,14 +21,13 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.presets import resolve
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.training.forward_passes import ForwardPasses
+from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage
-from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.training.train_step import TrainStep
 from pipelinerl.types import Answered, Outcome, Problem, RolloutGroup, Verdict
 from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier
 from tests.actor.test_actor import NAME, Watched, order, until
+from tests.fakes.batches import batch_of, step_on
 from tests.fakes.engine_options import engine_options
 from tests.fakes.mixtures import CONTEXT, ROUTING, save_mixture
 from trainer_contract.types import Device, TrainerSpec, WeightDType
@@ -120,14 +119,14 @@ async def test_training_step_uses_the_experts_that_sampled_the_tokens(tmp_path: 
     assert taken is not None and len(taken) == GROUPS
     trainer = TorchTrainer()
     trainer.init_worker(TrainerSpec(model_path=tmp_path, device=Device.CPU))
-    batch = build(taken, objective=OBJECTIVE, token_budget=64, producing=1)
+    batch = batch_of(taken, OBJECTIVE, token_budget=64)
     assert all(each.routed_experts is not None for each in batch.micro_batches)
     for each in batch.micro_batches:
         (replayed,), (free,) = trainer.forward([each]), trainer.forward([replace(each, routed_experts=None)])
         apart = np.abs(replayed - each.behavior_logprobs)[each.loss_mask]
         assert apart.max() < 0.2, "what is left is bf16's rounding"
         assert apart.mean() <= np.abs(free - each.behavior_logprobs)[each.loss_mask].mean() + 0.01
-    step = TrainStep(passes=ForwardPasses(policy=trainer))
-    applied = step.apply(step.accumulate(batch, OBJECTIVE), learning_rates=[1e-3])
+    step = step_on(ForwardPasses(policy=trainer))
+    applied = step.apply(step.accumulate(batch), learning_rates=[1e-3])
     assert trainer.model_version == 1 and applied is not None
     trainer.close()

@@ -16,13 +16,13 @@ from pipelinerl.commands.check import findings
 from pipelinerl.config.recipe import MODELS, load
 from pipelinerl.engines.http.engine_teacher import EngineTeacher
 from pipelinerl.errors import EngineUnreachable
-from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.roles.wiring import losses_of, objective_of
 from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.system.machine import free_ports
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.training.rollouts.batch import TrainBatch, build
+from pipelinerl.training.batch import TrainBatch
+from tests.fakes.batches import batch_of
 from tests.fakes.live_run import CLI
 from tests.fakes.rollouts import group, rollout
 from tests.patience import PATIENCE_S
@@ -69,7 +69,7 @@ def batch(budget: int = 64) -> TrainBatch:
             rollouts.append(replace(one, temperature=float(draw.uniform(0.5, 1.5))))
         groups.append(replace(group(index), domain=domain, rollouts=tuple(rollouts)))
     losses = losses_of(load("tiny", ['domains.long_words.loss="ref_kl"']))
-    return build(groups, objective=resolve("pipelinerl"), token_budget=budget, producing=1, losses=losses)
+    return batch_of(groups, "pipelinerl", token_budget=budget, losses=losses)
 
 
 def test_torch_engine_passes_the_prompt_logprobs_check(url: str) -> None:
@@ -95,7 +95,7 @@ def test_training_step_is_the_same_with_a_local_and_a_remote_teacher(url: str) -
         objective = objective_of(config)
         step = started(config, objective, checkpoint=None)
         assert step.passes.reference is None and set(step.passes.teachers) == {"long_words"}
-        figures.append(step.apply(step.accumulate(batch(), objective), learning_rates=[1e-3]).figures)
+        figures.append(step.apply(step.accumulate(batch()), learning_rates=[1e-3]).figures)
         close_workers(step)
     here, there = figures
     assert here["kl_teacher"] == pytest.approx(there["kl_teacher"], abs=1e-5)
@@ -123,9 +123,7 @@ def test_check_command_shows_the_teachers_model_and_context(url: str) -> None:
 
 def test_error_names_the_teacher_that_cannot_answer_and_the_reason(url: str) -> None:
     too_long = rollout(prompt=[3] * 40, sampled=[4] * 20)
-    (packed,) = build(
-        [replace(group(0), rollouts=(too_long,))], objective=resolve("reinforce"), token_budget=64, producing=1
-    ).micro_batches
+    (packed,) = batch_of([replace(group(0), rollouts=(too_long,))], "reinforce", token_budget=64).micro_batches
     for address, reason in ((url, "48"), ("http://127.0.0.1:9", "is the engine running")):
         teacher = EngineTeacher(address, timeout_s=1.5)
         with pytest.raises(EngineUnreachable, match=f"the teacher {address} gives no log-probs: .*{reason}"):

@@ -24,7 +24,7 @@ from pipelinerl.numerics.causes import figures, sampled_tokens
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.statistics import statistics, trained_tokens
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.rollouts.packing import WeightedRollout, pack
+from pipelinerl.training.packing import WeightedRollout, pack
 from pipelinerl.types import Outcome, PromptOrder, Sampling, Verdict
 from tests.fakes.engine_options import engine_options
 from tests.fakes.talking_sampler import order

@@ -18,9 +18,9 @@ from pipelinerl import rng
 from pipelinerl.models.weight_writer import WeightWriter
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.training.forward_passes import ForwardPasses
-from pipelinerl.training.rollouts.batch import MiniBatching, build
-from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.batch import MiniBatching
+from pipelinerl.training.passes import ForwardPasses
+from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest, pack, rollouts_of
@@ -175,19 +175,14 @@ def epochs(directory, *, model, options, batches=3):
     trainer, metrics = TorchTrainer(), []
     trainer.init_worker(replace(spec_of(model, options), optimizer=OptimizerSpec(eps=1e-3)))
     step, mini_batching = (
-        TrainStep(passes=ForwardPasses(policy=trainer)),
+        step_on(ForwardPasses(policy=trainer)),
         MiniBatching(epochs=2, mini_batches=3, seed=11),
     )
     for number in range(1, batches + 1):
-        batch = build(
-            groups(number),
-            objective=CLIPPED,
-            token_budget=48,
-            producing=number,
-            mini_batching=mini_batching,
-            width=trainer.width,
+        batch = batch_of(
+            groups(number), CLIPPED, producing=number, token_budget=48, mini_batching=mini_batching, width=trainer.width
         )
-        taken = step.apply(step.accumulate(batch, CLIPPED), learning_rates=[1e-2] * mini_batching.updates)
+        taken = step.apply(step.accumulate(batch), learning_rates=[1e-2] * mini_batching.updates)
         metrics += [(each["loss"], each["grad_norm"], each["clip_fraction"]) for each in taken.updates]
     losses, norms, clipped = np.transpose(metrics)
     np.savez(directory / "epochs.npz", losses=losses, norms=norms, clipped=clipped)

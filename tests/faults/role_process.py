@@ -43,9 +43,9 @@ from pipelinerl.roles import actor_role, controller_role, engine_role, process, 
 from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.stream import Entry, Stream
 from pipelinerl.training import loop, publishing
+from pipelinerl.training.batch import TrainBatch
 from pipelinerl.training.checkpoints import checkpoint, checkpoint as checkpoint_fence
 from pipelinerl.training.rollouts import admission, rollout_reader
-from pipelinerl.training.rollouts.batch import TrainBatch
 from pipelinerl.types import Outcome, Problem, RolloutGroup, Turn, Verdict, VersionSpan
 from pipelinerl.weights.broadcast import collective  # noqa: F401  likewise, with torch
 
@@ -258,13 +258,13 @@ class SharedReader:
 
 
 def acknowledge_before_training() -> None:
-    loop.RolloutReader = SharedReader  # type: ignore[misc,assignment]
+    trainer_role.RolloutReader = SharedReader  # type: ignore[misc,assignment]
 
 
 def acknowledge_after_checkpoint() -> None:
     """Install a trainer that acknowledges groups only after a checkpoint and keeps no record of ended orders."""
     SharedReader.early = False
-    loop.RolloutReader = SharedReader  # type: ignore[misc,assignment]
+    trainer_role.RolloutReader = SharedReader  # type: ignore[misc,assignment]
     admission.ConsumedLedger.has = lambda self, index: False  # type: ignore[method-assign]
 
 
@@ -320,8 +320,8 @@ def play_role(seat: GroupEndpoint) -> None:
     async def opened(*arguments: Any, **named: Any) -> Any:
         return Mortal(await open_stream(*arguments, **named), fuse, witness)
 
-    def noted(groups: list[RolloutGroup], **named: Any) -> TrainBatch:
-        batch = build(groups, **named)
+    def noted(groups: list[RolloutGroup], *arguments: Any, **named: Any) -> TrainBatch:
+        batch = build(groups, *arguments, **named)
         witness.note_batch(batch)
         return batch
 

@@ -18,10 +18,10 @@ from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import close_workers, spec_of, started
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
-from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.schedule import AdaptiveObjective
-from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.step import Step
 from pipelinerl.types import RolloutGroup
+from tests.fakes.batches import batch_of
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.conformance.probes import weights_of
 from trainer_contract.types import (
@@ -75,18 +75,18 @@ def groups(step: int) -> list[RolloutGroup]:
     return made
 
 
-def steps(config: RunConfig, step: TrainStep, objective: AdaptiveObjective, numbers: range) -> list[dict[str, float]]:
+def steps(config: RunConfig, step: Step, objective: AdaptiveObjective, numbers: range) -> list[dict[str, float]]:
     """Take steps as the training loop does; return the metrics of each step."""
     recorded = []
     for number in numbers:
-        batch = build(groups(number), objective=objective.current, token_budget=20, producing=number + 1)
-        result = step.accumulate(batch, objective.current)
+        batch = batch_of(groups(number), objective.current, producing=number + 1, token_budget=20)
+        result = step.accumulate(batch)
         figures = step.apply(result, learning_rates=[config.optimizer.learning_rate]).figures
         recorded.append(figures | objective.observe(figures))
     return recorded
 
 
-def weights(workers: TrainStep) -> list[np.ndarray]:
+def weights(workers: Step) -> list[np.ndarray]:
     assert workers.critic is not None and workers.passes.reference is not None
     each = (workers.passes.policy, workers.critic.worker, workers.passes.reference)
     return [array for worker in each for array in weights_of(worker).values()]
@@ -239,15 +239,15 @@ def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
     return made
 
 
-def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> list[dict[str, float]]:
+def lockstep(config: RunConfig, step: Step, numbers: range, *, k: int) -> list[dict[str, float]]:
     """Take steps on rollouts with tokens of the last k versions; the weight history keeps those versions' weights."""
     objective, recorded = objective_of(config), []
     for number in numbers:
         step.will_sample(number, acceptance=k)
-        batch = build(
-            in_flight(number, oldest=max(0, number + 1 - k)), objective=objective, token_budget=40, producing=number + 1
+        batch = batch_of(
+            in_flight(number, oldest=max(0, number + 1 - k)), objective, producing=number + 1, token_budget=40
         )
-        result = step.accumulate(batch, objective)
+        result = step.accumulate(batch)
         figures = step.apply(result, learning_rates=[config.optimizer.learning_rate]).figures
         recorded.append(figures)
     return recorded

@@ -11,10 +11,10 @@ import pytest
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.forward_passes import EXACT_ENTROPY, EntropyMeter, ForwardPasses
-from pipelinerl.training.rollouts.batch import TrainBatch, build
-from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.batch import TrainBatch
+from pipelinerl.training.passes import EXACT_ENTROPY, EntropyMeter, ForwardPasses
 from pipelinerl.types import ROOT
+from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import episode, group
 from trainer_contract.types import OptimizerSpec, TrainerSpec
 
@@ -36,7 +36,7 @@ def worker(spec: TrainerSpec) -> BigramTrainer:
 
 def batch(groups: int = 20, *, producing: int = 1) -> TrainBatch:
     made = [group(index) for index in range(groups)]
-    return build(made, objective=OBJECTIVE, token_budget=64, producing=producing)
+    return batch_of(made, OBJECTIVE, producing=producing, token_budget=64)
 
 
 def test_exact_entropy_is_the_mean_entropy_at_the_sampled_tokens(spec: TrainerSpec) -> None:
@@ -55,16 +55,11 @@ def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(spec: Tra
     shifted = logits - logits.max(axis=1, keepdims=True)
     logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
-    calls = []
-
-    def kept(version: int, groups: int) -> list[int]:
-        calls.append((version, groups))
-        return [7, 19]
-
     # The batch has 80 rollouts; the meter measures the entropy of 5 of them.
-    measured = EntropyMeter(1, kept).measure(made, batch(40, producing=3))
-    assert calls == [(3, 40)]
-    assert {14, 15, 38} < measured.of_tokens.keys() and len(measured.of_tokens) == 5, "in turn, three of five"
+    measured = EntropyMeter(1, seed=7, logged_groups=2).measure(made, batch(40, producing=3))
+    first, second = batch(40, producing=3).drawn(7, 2)
+    assert {2 * first, 2 * first + 1, 2 * second} < measured.of_tokens.keys(), "in turn, three of five"
+    assert len(measured.of_tokens) == 5
     for tokens in measured.of_tokens.values():
         np.testing.assert_allclose(tokens, entropy[[2, 3]], rtol=1e-5)
     everyone = np.concatenate(list(measured.of_tokens.values()))
@@ -82,7 +77,7 @@ def test_measured_entropies_of_a_branching_episode_are_in_the_order_of_its_turns
     # Two agents alternate, so one segment consists of turns 0 and 2, the other of turns 1 and 3.
     forked = episode(turns, (ROOT, ROOT, 0, 1))
     groups = [replace(group(0), rollouts=(forked, episode(turns, reward=0.0)))]
-    measured = EntropyMeter(1).measure(made, build(groups, objective=OBJECTIVE, token_budget=64, producing=1))
+    measured = EntropyMeter(1).measure(made, batch_of(groups, OBJECTIVE, token_budget=64))
     np.testing.assert_allclose(measured.of_tokens[0], entropy[[1, 3, 6, 0, 4]], rtol=1e-5)
 
 
@@ -91,7 +86,7 @@ def test_measured_entropies_of_a_branching_episode_are_in_the_order_of_its_turns
 def test_number_of_rollouts_with_measured_entropy_does_not_depend_on_how_many_samples_are_kept(
     spec: TrainerSpec, groups: int, most: int
 ) -> None:
-    meter = EntropyMeter(1, lambda version, count: range(count)[:most])
+    meter = EntropyMeter(1, logged_groups=most)
     measured = meter.measure(worker(spec), batch(groups)).of_tokens
     assert len(measured) in {-(-2 * groups // 16), -(-2 * groups // 16) - 1} and len(measured) >= 1
 
@@ -99,8 +94,8 @@ def test_number_of_rollouts_with_measured_entropy_does_not_depend_on_how_many_sa
 def test_training_step_is_bit_identical_with_and_without_the_entropy_meter(spec: TrainerSpec) -> None:
     results = []
     for meter in (EntropyMeter(0), EntropyMeter(1)):
-        step = TrainStep(passes=ForwardPasses(policy=worker(spec)), entropy=meter)
-        figures = [step.apply(step.accumulate(batch(), OBJECTIVE), learning_rates=[0.1]).figures for _ in range(3)]
+        step = step_on(ForwardPasses(policy=worker(spec)), entropy=meter)
+        figures = [step.apply(step.accumulate(batch()), learning_rates=[0.1]).figures for _ in range(3)]
         (_, weights), *_ = step.passes.policy.gather_weights()
         results.append((figures, weights.tobytes()))
     (without, plain), (with_it, measured) = results
@@ -109,7 +104,7 @@ def test_training_step_is_bit_identical_with_and_without_the_entropy_meter(spec:
 
 
 def test_entropy_is_measured_at_the_configured_interval_of_steps(spec: TrainerSpec) -> None:
-    step = TrainStep(passes=ForwardPasses(policy=worker(spec)), entropy=EntropyMeter(3))
+    step = step_on(ForwardPasses(policy=worker(spec)), entropy=EntropyMeter(3))
     batches = [batch(producing=version) for version in range(1, 8)]
-    figures = [step.apply(step.accumulate(each, OBJECTIVE), learning_rates=[0.1]).figures for each in batches]
+    figures = [step.apply(step.accumulate(each), learning_rates=[0.1]).figures for each in batches]
     assert [EXACT_ENTROPY in each for each in figures] == [False, False, True, False, False, True, False]

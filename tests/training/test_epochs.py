@@ -21,13 +21,13 @@ from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.batch import MiniBatching
 from pipelinerl.training.finite_check import NonFiniteStep
-from pipelinerl.training.forward_passes import ForwardPasses
-from pipelinerl.training.rollouts.batch import MiniBatching, build
+from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.schedule import LearningRateSchedule
-from pipelinerl.training.train_step import StepResult, TrainStep
-from pipelinerl.training.update import Critic
+from pipelinerl.training.step import Critic, Step, StepResult
 from pipelinerl.types import RolloutGroup
+from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
@@ -48,7 +48,7 @@ OPTIMIZER = OptimizerSpec(betas=(0.9, 0.95), eps=1e-3, grad_clip=0.5)
 RATES = [1e-2 / (1 + n) for n in range(DEALING.updates)]
 
 
-def batch_of(number: int) -> list[RolloutGroup]:
+def groups_of(number: int) -> list[RolloutGroup]:
     """Return seven groups of three rollouts of different lengths; one group has equal rewards.
 
     Token 0 does not occur, because torch pads with it.
@@ -80,7 +80,7 @@ def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tup
     )
     results = []
     for number in range(1, BATCHES + 1):
-        groups = batch_of(number)
+        groups = groups_of(number)
         rollouts = [
             [(r.turns[0].context_token_ids.tolist(), r.turns[0].token_ids.tolist()) for r in g.rollouts] for g in groups
         ]
@@ -159,16 +159,21 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
     made.trainer.close()
 
 
-def taken(step: TrainStep, number: int, objective: PolicyObjective = OBJECTIVE, **fields: Any) -> StepResult:
+def taken(step: Step, number: int, objective: PolicyObjective = OBJECTIVE, **fields: Any) -> StepResult:
     """Train on batch `number`, which produces model version `number`."""
     mini_batching = fields.pop("mini_batching", DEALING)
-    batch = build(batch_of(number), objective=objective, token_budget=48, producing=number, mini_batching=mini_batching)
+    batch = batch_of(groups_of(number), objective, producing=number, token_budget=48, mini_batching=mini_batching)
     rates = fields.pop("learning_rates", RATES)[: mini_batching.updates]
-    return step.apply(step.accumulate(batch, objective), learning_rates=rates)
+    return step.apply(step.accumulate(batch), learning_rates=rates)
 
 
 def test_epochs_of_mini_batches_give_the_same_results_as_a_plain_ppo_loop(subject: Subject) -> None:
-    step, ours, clipped, kls = TrainStep(passes=ForwardPasses(policy=subject.trainer)), [], [], []
+    step, ours, clipped, kls = (
+        step_on(ForwardPasses(policy=subject.trainer)),
+        [],
+        [],
+        [],
+    )
     for number in range(1, BATCHES + 1):
         figures, updates = taken(step, number)
         assert [(u["epoch"], u["mini_batch"]) for u in updates] == [(e, m) for e in (1, 2) for m in (1, 2, 3)]
@@ -194,8 +199,8 @@ def test_epochs_of_mini_batches_give_the_same_results_as_a_plain_ppo_loop(subjec
 # --- end of a batch ------------------------------------------------------------------------------------------------
 
 
-def bigram_step(path: Path, trainer: Trainer | None = None) -> TrainStep:
-    return TrainStep(passes=ForwardPasses(policy=trainer or of_bigram(path).trainer))
+def bigram_step(path: Path, trainer: Trainer | None = None) -> Step:
+    return step_on(ForwardPasses(policy=trainer or of_bigram(path).trainer))
 
 
 def test_batch_ends_early_once_the_kl_divergence_from_the_old_policy_exceeds_target_kl(tmp_path: Path) -> None:
@@ -258,7 +263,7 @@ def test_critic_makes_one_optimizer_step_per_mini_batch(tmp_path: Path) -> None:
     values.init_worker(TrainerSpec(model_path=tmp_path, head=Head.VALUE, optimizer=OPTIMIZER))
     schedule = LearningRateSchedule(warmup_steps=12, steps=12, shape="constant", final_fraction=1.0)
     critic = Critic(worker=values, loss=ValueLoss(clip=1e-4), learning_rate=0.12, schedule=schedule, warmup_steps=1)
-    step = TrainStep(passes=replace(step.passes, critic=values), critic=critic)
+    step = step_on(replace(step.passes, critic=values), critic=critic)
     before = next(iter(step.passes.policy.gather_weights()))[1].copy()
     objective = resolve({"preset": "ppo", "grad1": {"over": "old"}})
     figures, updates = taken(step, 1, objective)
@@ -272,6 +277,6 @@ def test_critic_makes_one_optimizer_step_per_mini_batch(tmp_path: Path) -> None:
 
 def test_kl_from_the_old_policy_uses_behavior_logprobs_if_the_recipe_says_so(tmp_path: Path) -> None:
     step = bigram_step(tmp_path)
-    step = TrainStep(passes=replace(step.passes, old_logprobs=OldLogprobs.BEHAVIOR))
+    step = step_on(replace(step.passes, old_logprobs=OldLogprobs.BEHAVIOR))
     ended = taken(step, 1, mini_batching=replace(DEALING, target_kl=1e-3))
     assert len(ended.updates) == 1 and ended.updates[0]["kl_old"] > 1e-3, "the sampler said -0.5 of every token"

@@ -18,11 +18,10 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.finite_check import NonFiniteStep
-from pipelinerl.training.forward_passes import ForwardPasses
-from pipelinerl.training.rollouts.batch import build
-from pipelinerl.training.train_step import TrainStep
-from pipelinerl.training.update import Critic
+from pipelinerl.training.passes import ForwardPasses
+from pipelinerl.training.step import Critic
 from pipelinerl.types import RolloutGroup
+from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.errors import NonFiniteError, ProtocolError
 from trainer_contract.trainer import Trainer
@@ -92,14 +91,17 @@ def test_nonfinite_reward_logprob_or_ratio_skips_the_step_and_names_its_group(
     what: str, poisoned: dict[str, float], budget: int, spec: TrainerSpec
 ) -> None:
     policy = worker(spec)
-    step, objective = TrainStep(passes=ForwardPasses(policy=in_fp32(policy))), resolve("pipelinerl")
-    batch = build(groups(**poisoned), objective=objective, token_budget=budget, producing=1)
+    step, objective = (
+        step_on(ForwardPasses(policy=in_fp32(policy))),
+        resolve("pipelinerl"),
+    )
+    batch = batch_of(groups(**poisoned), objective, token_budget=budget)
     with refused(what, [POISONED]):
-        step.accumulate(batch, objective)
+        step.accumulate(batch)
     with pytest.raises(ProtocolError):
         policy.optimizer_step(learning_rate=0.1)
-    sound = build(groups(), objective=objective, token_budget=budget, producing=1)
-    step.apply(step.accumulate(sound, objective), learning_rates=[0.1])
+    sound = batch_of(groups(), objective, token_budget=budget)
+    step.apply(step.accumulate(sound), learning_rates=[0.1])
     assert policy.model_version == 1, "training goes on"
 
 
@@ -110,10 +112,10 @@ def test_advantage_that_overflows_fp32_skips_the_step_and_names_its_group(
     adv: dict[str, Any], spec: TrainerSpec
 ) -> None:
     objective = resolve({"preset": "grpo", "adv": adv})
-    step = TrainStep(passes=ForwardPasses(policy=worker(spec), reference=worker(spec)))
-    batch = build(groups(reward=1e300), objective=objective, token_budget=1000, producing=1)
+    step = step_on(ForwardPasses(policy=worker(spec), reference=worker(spec)))
+    batch = batch_of(groups(reward=1e300), objective)
     with refused("advantages", [POISONED]):
-        step.accumulate(batch, objective)
+        step.accumulate(batch)
 
 
 def in_fp32(policy: BigramTrainer) -> Trainer:
@@ -134,10 +136,13 @@ def in_fp32(policy: BigramTrainer) -> Trainer:
 
 
 def test_overflowing_gradient_skips_the_step_and_names_its_group(spec: TrainerSpec) -> None:
-    step, objective = TrainStep(passes=ForwardPasses(policy=worker(spec))), broken_gradient(resolve("grpo"))
+    step, objective = (
+        step_on(ForwardPasses(policy=worker(spec))),
+        broken_gradient(resolve("grpo")),
+    )
     before = worker(spec)
-    batch = build(groups(), objective=objective, token_budget=1, producing=1)
-    result = step.accumulate(batch, objective)
+    batch = batch_of(groups(), objective, token_budget=1)
+    result = step.accumulate(batch)
     with np.errstate(all="ignore"), refused("loss gradient", [4]):
         step.apply(result, learning_rates=[0.1])
     assert step.passes.policy.model_version == 0
@@ -156,28 +161,31 @@ def test_step_is_skipped_if_reference_or_critic_has_nan_weights_and_the_error_na
     reference, values = worker(spec), worker(spec, head=Head.VALUE)
     spoil(reference if role == "reference" else values)
     critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
-    step = TrainStep(passes=ForwardPasses(policy=worker(spec), critic=values, reference=reference), critic=critic)
+    step = step_on(
+        ForwardPasses(policy=worker(spec), critic=values, reference=reference),
+        critic=critic,
+    )
     objective = resolve({"preset": "ppo", "grad2": "kl"})
-    batch = build(groups(), objective=objective, token_budget=1000, producing=1)
+    batch = batch_of(groups(), objective)
     with refused(column, [4, POISONED, 9]):
-        step.accumulate(batch, objective)
+        step.accumulate(batch)
 
 
 def test_step_is_skipped_if_the_policy_has_nan_weights_and_the_error_names_the_policy(spec: TrainerSpec) -> None:
     policy = worker(spec)
     spoil(policy)
     objective = resolve("pipelinerl")
-    batch = build(groups(), objective=objective, token_budget=1000, producing=1)
+    batch = batch_of(groups(), objective)
     with refused("logprobs", [4, POISONED, 9]):
-        TrainStep(passes=ForwardPasses(policy=policy)).accumulate(batch, objective)
+        step_on(ForwardPasses(policy=policy)).accumulate(batch)
 
 
 def test_nonfinite_gradient_of_the_critic_leaves_policy_and_critic_unchanged(spec: TrainerSpec) -> None:
     policy, values = worker(spec), worker(spec, head=Head.VALUE)
     critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
-    step = TrainStep(passes=ForwardPasses(policy=policy, critic=values), critic=critic)
+    step = step_on(ForwardPasses(policy=policy, critic=values), critic=critic)
     objective = resolve("ppo")
-    result = step.accumulate(build(groups(), objective=objective, token_budget=1000, producing=1), objective)
+    result = step.accumulate(batch_of(groups(), objective))
     values._state.gradient[0] = np.inf  # type: ignore[union-attr, index]
     with refused("critic's gradient", [4, POISONED, 9]):
         step.apply(result, learning_rates=[0.1])

@@ -41,20 +41,25 @@ from pipelinerl.messages import (
 )
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
+from pipelinerl.observability.samples.reading import read_samples
+from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.roles.trainer_role import LoopSettings, training_loop
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import START
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training import loop as training_loop
+from pipelinerl.training import loop as loop_module
+from pipelinerl.training.batch import BatchRules
 from pipelinerl.training.canary_check import CanaryFindings, Forward
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
-from pipelinerl.training.forward_passes import ForwardPasses
-from pipelinerl.training.loop import LoopSettings, TrainingLoop
+from pipelinerl.training.loop import TrainingLoop
+from pipelinerl.training.packing import WeightedRollout, pack
+from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome
-from pipelinerl.training.rollouts.packing import WeightedRollout, pack
 from pipelinerl.training.schedule import LearningRateSchedule
-from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.step import Step
+from pipelinerl.training.step_samples import StepSamples
 from pipelinerl.types import ProblemSummary, RolloutGroup
 from pipelinerl.weights.publisher import Publication, PublishReport
 from tests.fakes.rollouts import group, rollout
@@ -185,6 +190,7 @@ async def room(
     no_signal: NoSignal = NoSignal.TRAIN,
     overdue_s: float | None = None,
     objective: str = "grpo",
+    samples: StepSamples | None = None,
 ) -> AsyncIterator[Surroundings]:
     model = tmp_path / "model"
     BigramModel.random(7, seed=0).save(model)
@@ -192,10 +198,8 @@ async def room(
     trainer.init_worker(TrainerSpec(model_path=model))
     store = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model)
     steps: list[int] = []
-    loop = TrainingLoop(
+    loop = training_loop(
         LoopSettings(
-            micro_batch_tokens=64,
-            tokens_per_step=None,
             no_signal=no_signal,
             deadline_s=deadline_s,
             on_update=OnUpdate.CONTINUE,
@@ -203,7 +207,7 @@ async def room(
             overdue_s=overdue_s,
             schedule=LearningRateSchedule(warmup_steps=warmup_steps, steps=9, shape="constant", final_fraction=0.0),
         ),
-        step=TrainStep(passes=ForwardPasses(policy=trainer)),
+        step=Step(rules=BatchRules(token_budget=64), passes=ForwardPasses(policy=trainer)),
         objective=resolve(objective, max_tokens=8),
         stream=stream,
         publisher=engines,
@@ -211,6 +215,7 @@ async def room(
         checkpoints=store,
         restored=restored,
         at=steps.append,
+        samples=samples,
     )
     made = Surroundings(stream, engines, store, loop, trainer, steps)
     made.task = asyncio.create_task(loop.run())
@@ -258,8 +263,10 @@ async def test_rollout_groups_whose_requests_the_controller_ended_as_stale_are_d
         assert (done.orders, done.consumed.trained, done.consumed.stale, done.consumed.frontier) == ([1, 2], 2, 2, 5)
 
 
-async def test_step_reports_trained_and_filtered_groups_by_domain(tmp_path: Path) -> None:
-    async with room(tmp_path, no_signal=NoSignal.FILTER) as made:
+async def test_step_reports_trained_and_filtered_groups_by_domain_and_logs_samples_of_both(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path / "samples", "training", max_bytes=2**20)
+    samples = StepSamples(log, str, seed=0, groups_per_step=1)
+    async with room(tmp_path, no_signal=NoSignal.FILTER, samples=samples) as made:
         await made.begin()
         await made.roll_out(0, 1, rewards=(1.0, 1.0))
         ended_untrained = await made.wait_for(OrdersEnded)
@@ -269,6 +276,9 @@ async def test_step_reports_trained_and_filtered_groups_by_domain(tmp_path: Path
         figures = done.by_domain["test"]
         assert (figures["groups"], figures["stale_groups"], figures["rollouts"]) == (4, 0, 8)
         assert (figures["all_right"], figures["accuracy"]) == (0.5, 0.75) and done.by_tag == {}
+    log.close()
+    trained, filtered = read_samples(tmp_path)
+    assert trained.step == 1 and filtered.filtered == {"no signal": 2} and filtered.group_id == group(1).group_id
 
 
 async def test_solved_problems_are_reported_once_and_unreported_ones_are_kept_in_checkpoints(
@@ -650,7 +660,7 @@ async def test_trainer_keeps_waiting_for_rollouts_past_its_deadline_as_long_as_m
 ) -> None:
     """The clock advances by almost a deadline before each arrival, so that the whole wait is several deadlines long."""
     ahead_s = 0.0
-    monkeypatch.setattr(training_loop, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
+    monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
     async with room(tmp_path, no_signal=NoSignal.FILTER) as made:
         await made.roll_out(0)
         await made.begin(rollouts_per_step=8)

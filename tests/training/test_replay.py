@@ -14,12 +14,12 @@ from pipelinerl.errors import RecordError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.forward_passes import ForwardPasses
+from pipelinerl.training.batch import BatchRules, MiniBatching, build
+from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.replay import RecordedStep, Replay
 from pipelinerl.training.rollouts.admission import Lineage
-from pipelinerl.training.rollouts.batch import MiniBatching, build
 from pipelinerl.training.schedule import AdaptiveObjective
-from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.step import Step
 from pipelinerl.training.weight_history import WeightHistory
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
@@ -34,12 +34,18 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def replay(model: Path, groups: Mapping[int, Sequence[RolloutGroup]] = GROUPS, *, chosen: str = "grpo") -> Replay:
+def replay(
+    model: Path,
+    groups: Mapping[int, Sequence[RolloutGroup]] = GROUPS,
+    *,
+    chosen: str = "grpo",
+    mini_batching: MiniBatching = MiniBatching(),  # frozen
+) -> Replay:
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=model))
     objective = AdaptiveObjective(resolve(chosen, max_tokens=8), controller=None)
-    step = TrainStep(passes=ForwardPasses(policy=trainer))
-    return Replay(step=step, objective=objective, groups=groups, token_budget=64, shaping={})
+    rules = BatchRules(token_budget=64, mini_batching=mini_batching)
+    return Replay(step=Step(rules=rules, passes=ForwardPasses(policy=trainer)), objective=objective, groups=groups)
 
 
 def recorded(model: Path, chosen: str = "grpo") -> list[RecordedStep]:
@@ -107,7 +113,12 @@ def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
         history=WeightHistory(policy.weight_layout()),
     )
     objective = AdaptiveObjective(resolve("decoupled_ppo"), controller=None)
-    return replace(taking, step=TrainStep(passes=passes), objective=objective, acceptance=acceptance)
+    return replace(
+        taking,
+        step=replace(taking.step, passes=passes),
+        objective=objective,
+        acceptance=acceptance,
+    )
 
 
 def test_replay_keeps_older_weights_as_long_as_later_steps_train_on_their_samples(model: Path) -> None:
@@ -138,31 +149,30 @@ def various(index: int) -> RolloutGroup:
 def test_replayed_steps_with_several_optimizer_steps_are_bit_identical_even_after_loading_a_saved_state(
     model: Path, tmp_path: Path
 ) -> None:
-    mini_batching, objective = MiniBatching(epochs=2, mini_batches=2, seed=3), resolve("grpo")
+    mini_batching = MiniBatching(epochs=2, mini_batches=2, seed=3)
     groups = {index: [various(index)] for index in range(12)}
-    running = replace(replay(model, groups), mini_batching=mini_batching)
+    running = replay(model, groups, mini_batching=mini_batching)
     steps, saved = [], tmp_path / "saved"
     for version in (1, 2, 3):
         orders = range(4 * version - 4, 4 * version)
         its = [groups[index][0] for index in orders]
-        batch = build(its, objective=objective, token_budget=64, producing=version, mini_batching=mini_batching)
+        batch = build(its, running.step.rules, objective=resolve("grpo"), producing=version)
         rates = [0.1 / (version + number) for number in range(4)]
-        figures, updates = running.step.apply(running.step.accumulate(batch, objective), learning_rates=rates)
-        merged = batch.stats | figures
+        figures, updates = running.step.apply(running.step.accumulate(batch), learning_rates=rates)
         steps.append(
-            RecordedStep(version=version, lineage=Lineage(1, 0), orders=orders, figures=merged, updates=updates)
+            RecordedStep(version=version, lineage=Lineage(1, 0), orders=orders, figures=figures, updates=updates)
         )
         if version == 2:
             saved.mkdir()
             running.step.passes.policy.save_state(saved)
     assert [len(step.updates) for step in steps] == [4, 4, 4]
-    again = list(replace(replay(model, groups), mini_batching=mini_batching).run(steps))
+    again = list(replay(model, groups, mini_batching=mini_batching).run(steps))
     assert [each.differences for each in again] == [{}, {}, {}]
     restored = BigramTrainer()
     restored.init_worker(TrainerSpec(model_path=model, restore_from=saved))
-    step = TrainStep(passes=ForwardPasses(policy=restored))
-    resumed = replace(replay(model, groups), mini_batching=mini_batching, began_at=2, step=step)
+    step = replace(running.step, passes=ForwardPasses(policy=restored))
+    resumed = replace(replay(model, groups), began_at=2, step=step)
     (third,) = resumed.run(steps[2:])
     assert third.differences == {}
-    (other,) = replace(replay(model, groups), mini_batching=replace(mini_batching, seed=4)).run(steps[:1])
+    (other,) = replay(model, groups, mini_batching=replace(mini_batching, seed=4)).run(steps[:1])
     assert other.differences, "other mini-batches are another step"

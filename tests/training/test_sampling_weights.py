@@ -25,11 +25,11 @@ from pipelinerl.enums import OldLogprobs
 from pipelinerl.numerics.causes import figures, sampled_tokens
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.training.forward_passes import ForwardPasses
-from pipelinerl.training.rollouts.batch import build
-from pipelinerl.training.train_step import Accumulated, TrainStep
+from pipelinerl.training.passes import ForwardPasses
+from pipelinerl.training.step import Accumulated, Step
 from pipelinerl.training.weight_history import WeightHistory
 from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
+from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import Device, TrainerSpec
 
@@ -40,13 +40,13 @@ OBJECTIVE = resolve("ppo_recomputed")
 
 
 @pytest.fixture(scope="module")
-def step() -> TrainStep:
+def step() -> Step:
     """Return a train step whose policy is at version 2, with a history of versions 0, 1 and 2, which differ clearly."""
     policy = TorchTrainer()
     policy.init_worker(TrainerSpec(model_path=MODEL, device=Device.CPU))
     history = WeightHistory(policy.weight_layout())
     passes = ForwardPasses(policy=policy, old_logprobs=OldLogprobs.SAMPLING_WEIGHTS, history=history)
-    made = TrainStep(passes=passes)
+    made = step_on(passes)
     draw = rng.generator(0, "sampling weights")
     for version in range(VERSIONS):
         made.will_sample(version, acceptance=VERSIONS)
@@ -59,8 +59,8 @@ def step() -> TrainStep:
     return made
 
 
-def trained(step: TrainStep, groups: list[RolloutGroup], *, producing: int) -> None:
-    result = step.accumulate(build(groups, objective=OBJECTIVE, token_budget=2048, producing=producing), OBJECTIVE)
+def trained(step: Step, groups: list[RolloutGroup], *, producing: int) -> None:
+    result = step.accumulate(batch_of(groups, OBJECTIVE, producing=producing, token_budget=2048))
     step.apply(result, learning_rates=[3e-3])
 
 
@@ -112,7 +112,7 @@ async def sample(history: WeightHistory, on_update: OnUpdate, seed: int, *, samp
     ]
 
 
-def in_flight(step: TrainStep, on_update: OnUpdate, *, samples: int) -> list[RolloutGroup]:
+def in_flight(step: Step, on_update: OnUpdate, *, samples: int) -> list[RolloutGroup]:
     """Return rollouts of three versions, some of which mix versions; retry if they all ended before the updates."""
     assert step.passes.history is not None
     for attempt in range(5):
@@ -123,14 +123,14 @@ def in_flight(step: TrainStep, on_update: OnUpdate, *, samples: int) -> list[Rol
     raise AssertionError("the updates came after the engine had sampled")
 
 
-def accumulated(step: TrainStep, groups: list[RolloutGroup]) -> Accumulated:
-    result = step.accumulate(build(groups, objective=OBJECTIVE, token_budget=2048, producing=VERSIONS), OBJECTIVE)
+def accumulated(step: Step, groups: list[RolloutGroup]) -> Accumulated:
+    result = step.accumulate(batch_of(groups, OBJECTIVE, producing=VERSIONS, token_budget=2048))
     step.passes.policy.discard_gradient()
     return result
 
 
 def test_old_logprobs_equal_the_sampled_logprobs_if_the_engine_recomputes_its_kv_cache_at_updates(
-    step: TrainStep,
+    step: Step,
 ) -> None:
     result = accumulated(step, in_flight(step, OnUpdate.RECOMPUTE_KV, samples=4))
     tokens = sampled_tokens(result.batch.micro_batches, [loss.predictions for loss in result.first.losses])
@@ -145,7 +145,7 @@ def test_old_logprobs_equal_the_sampled_logprobs_if_the_engine_recomputes_its_kv
     assert metrics["mismatch_numerics_max"] <= TOLERANCE
 
 
-def test_kv_cache_written_by_older_weights_changes_only_logprobs_sampled_after_an_update(step: TrainStep) -> None:
+def test_kv_cache_written_by_older_weights_changes_only_logprobs_sampled_after_an_update(step: Step) -> None:
     # Only one sample per prompt: a second one would read the cache of the prompt, which older weights wrote.
     result = accumulated(step, in_flight(step, OnUpdate.CONTINUE, samples=1))
     tokens = sampled_tokens(result.batch.micro_batches, [loss.predictions for loss in result.first.losses])

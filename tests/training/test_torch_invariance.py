@@ -17,11 +17,10 @@ from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.training.forward_passes import ForwardPasses
-from pipelinerl.training.rollouts.batch import build
-from pipelinerl.training.train_step import TrainStep
-from pipelinerl.training.update import Critic
+from pipelinerl.training.passes import ForwardPasses
+from pipelinerl.training.step import Critic, Step
 from pipelinerl.types import ROOT, Rollout, RolloutGroup
+from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import as_roots, episode, group, rollout
 from trainer_contract.types import Device, Head, TrainerSpec
 
@@ -47,7 +46,7 @@ def groups() -> list[RolloutGroup]:
 
 
 @pytest.fixture(scope="module")
-def step(tmp_path_factory: pytest.TempPathFactory) -> TrainStep:
+def step(tmp_path_factory: pytest.TempPathFactory) -> Step:
     """Return a train step with a policy, a critic after a few updates, and a reference with other weights."""
     shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
     workers: list[Any] = []
@@ -59,18 +58,18 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> TrainStep:
     policy, critic, reference = workers
     nudged = rng.generator(3, "value_head").normal(scale=0.1, size=(1, 32))
     critic._worker.model.value_head.weight.data.copy_(torch.from_numpy(nudged))
-    return TrainStep(
-        passes=ForwardPasses(policy=policy, critic=critic, reference=reference),
+    return step_on(
+        ForwardPasses(policy=policy, critic=critic, reference=reference),
         critic=Critic(worker=critic, loss=ValueLoss(), learning_rate=0.1),
     )
 
 
-def gradients(step: TrainStep, choice: Any, *, budget: int, of: Sequence[RolloutGroup]) -> dict[str, torch.Tensor]:
+def gradients(step: Step, choice: Any, *, budget: int, of: Sequence[RolloutGroup]) -> dict[str, torch.Tensor]:
     """Return the gradients of policy and critic by parameter name; clear the gradients in the models."""
     objective = resolve(choice)
     if "values" not in objective.passes:
-        step = TrainStep(passes=replace(step.passes, critic=None))
-    step.accumulate(build(of, objective=objective, token_budget=budget, producing=1), objective)
+        step = step_on(replace(step.passes, critic=None))
+    step.accumulate(batch_of(of, objective, token_budget=budget))
     made = {}
     for role, worker in (("policy", step.passes.policy), ("critic", step.passes.critic)):
         if isinstance(worker, TorchTrainer):
@@ -81,7 +80,7 @@ def gradients(step: TrainStep, choice: Any, *, budget: int, of: Sequence[Rollout
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_torch_gradient_is_invariant_to_packing_splitting_and_order(choice: Any, step: TrainStep) -> None:
+def test_torch_gradient_is_invariant_to_packing_splitting_and_order(choice: Any, step: Step) -> None:
     of = partial(gradients, step, choice)
     expected = of(budget=10_000, of=groups())
     scale = {
@@ -117,7 +116,7 @@ def episodes(stored: Callable[[Rollout], Rollout] = lambda one: one) -> list[Rol
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_torch_gradient_does_not_depend_on_whether_episodes_are_stored_as_trees_or_separate_paths(
-    choice: Any, step: TrainStep
+    choice: Any, step: Step
 ) -> None:
     expected = gradients(step, choice, budget=10_000, of=episodes())
     assert all(gradient.abs().max() > 0 for name, gradient in expected.items() if name.endswith("norm.weight"))

@@ -14,8 +14,8 @@ from pipelinerl.errors import CheckpointError, RecordError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.weight_history import WeightHistory
+from tests.fakes.batches import batch_of
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import TrainerSpec
 
@@ -33,7 +33,7 @@ def trainer(tmp_path: Path) -> BigramTrainer:
 
 def stepped(trainer: BigramTrainer) -> BigramTrainer:
     objective = resolve("grpo")
-    batch = build([group(0)], objective=objective, token_budget=99, producing=trainer.model_version + 1)
+    batch = batch_of([group(0)], objective, producing=trainer.model_version + 1, token_budget=99)
     trainer.backward([batch.micro_batches[0]], objective)
     trainer.optimizer_step(learning_rate=0.1)
     return trainer

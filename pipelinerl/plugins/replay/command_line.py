@@ -60,11 +60,6 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
         step=workers,
         objective=adaptive,
         groups=groups,
-        token_budget=settings.micro_batch_tokens,
-        shaping=settings.shaping,
-        losses=settings.losses,
-        truncated=settings.truncated,
-        mini_batching=settings.mini_batching,
         began_at=state.model_version,
         acceptance=max(each.figures.get("staleness_max", math.inf) for each in steps.values()),
     )

@@ -54,7 +54,8 @@ from pipelinerl.roles.workers import opened_policy
 from pipelinerl.system import tied_process
 from pipelinerl.system.files import sync
 from pipelinerl.system.machine import free_ports
-from pipelinerl.training.rollouts.demonstrations import demonstration, imitated
+from pipelinerl.training.batch import BatchRules
+from pipelinerl.training.demonstrations import demonstration, imitated
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Problem, RolloutGroup
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
@@ -132,7 +133,7 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
             groups = demonstrations(Split.TRAIN, step * options.demonstrations, options.demonstrations)
             if not groups:
                 continue
-            batch = imitated(groups, token_budget=config.trainer.token_budget, width=trainer.width)
+            batch = imitated(groups, BatchRules(token_budget=config.trainer.token_budget, width=trainer.width))
             losses = trainer.backward(batch, CROSS_ENTROPY)
             rate = config.optimizer.learning_rate * schedule.factor(step)
             norm = trainer.optimizer_step(learning_rate=rate).grad_norm
@@ -173,7 +174,7 @@ def _with_ranks(config: RunConfig) -> RunConfig:
 
 def _loss(trainer: Trainer, groups: Sequence[RolloutGroup], token_budget: int) -> float:
     """Return the mean of −log π_θ over the tokens of the demonstrations."""
-    batch = imitated(groups, token_budget=token_budget, width=trainer.width)
+    batch = imitated(groups, BatchRules(token_budget=token_budget, width=trainer.width))
     total = sum(
         float(logprobs[each.loss_mask].sum()) for each, logprobs in zip(batch, trainer.forward(batch), strict=True)
     )

@@ -415,7 +415,9 @@ class Checkpointing:
         After each checkpoint, `trim` is called with stream positions and the epoch. No kept checkpoint reads entries
         before these positions, so they can be dropped.
         """
-        self._store = store
+        self.store = store
+        self.version: int | None = None
+        """The version of the last checkpoint that was begun."""
         self._report = report
         self._trim = trim
         self._deadline_s = deadline_s
@@ -428,6 +430,7 @@ class Checkpointing:
         """Wait until the previous checkpoint is durable (or raise its error), then start `capture` on a thread."""
         began = time.monotonic()
         await self.finish()
+        self.version = state.model_version
         self._stall_s = time.monotonic() - began
         self._capturing = asyncio.create_task(self._retry(state, capture))
         self._under_way = asyncio.create_task(self._settle(state, self._capturing))
@@ -463,9 +466,9 @@ class Checkpointing:
 
     async def _settle(self, state: TrainingState, capturing: Awaitable[Capture]) -> None:
         captured = await capturing
-        path = await self._retry(state, lambda: self._store.commit(captured))
-        await self._retry(state, lambda: self._store.copy(path))
-        await self._trim(await self._on_thread(self._store.oldest_kept_offsets), state.epoch)
+        path = await self._retry(state, lambda: self.store.commit(captured))
+        await self._retry(state, lambda: self.store.copy(path))
+        await self._trim(await self._on_thread(self.store.oldest_kept_offsets), state.epoch)
         await self._report(
             Checkpointed(epoch=state.epoch, model_version=state.model_version, path=str(path), stall_s=self._stall_s)
         )

@@ -14,7 +14,7 @@ Groups with only correct answers are reported to the controller, which then skip
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, Self, final
@@ -23,9 +23,14 @@ import numpy as np
 
 from pipelinerl.enums import StalenessScope
 from pipelinerl.messages import has_ended
+from pipelinerl.objective.adv import Credit
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.reward import RewardShaping, Scored
+from pipelinerl.objective.streams import ONE_LOSS, DomainLosses, Loss
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.rollouts.packing import alone
-from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn
+from pipelinerl.training.batch import BatchRules
+from pipelinerl.training.packing import alone
+from pipelinerl.types import Outcome, RewardPart, Rollout, RolloutGroup, Turn
 from trainer_contract.batch import check
 from trainer_contract.errors import BatchError
 from trainer_contract.types import RoutingShape
@@ -163,25 +168,64 @@ class SolvedProblems:
             self._reported = ("", 0)
 
 
+def signal_of(objective: PolicyObjective, losses: DomainLosses = ONE_LOSS) -> Callable[[RolloutGroup], bool]:
+    """Return a function that tells whether a group's rewards (of rollouts, turns or reward parts) differ.
+
+    The advantage estimator determines which rewards are compared. For a domain whose loss is not RL, the function
+    always returns True.
+    """
+    compared: Callable[[Rollout], object] | None = None
+    if objective.adv.credit is Credit.TURNS:
+        compared = _turn_rewards
+    elif objective.adv.needs_parts:
+        compared = _reward_parts
+
+    def differs(group: RolloutGroup) -> bool:
+        judged = [rollout for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
+        return has_signal(group) or (compared is not None and len({compared(rollout) for rollout in judged}) > 1)
+
+    return lambda group: losses.of(group.domain) is not Loss.RL or differs(group)
+
+
 def has_signal(group: RolloutGroup) -> bool:
     """Return whether the rollouts with a valid verdict have different rewards, as a group baseline needs."""
-    rewards = [rollout.verdict.reward for rollout in _judged(group)]
+    rewards = [rollout.verdict.reward for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
     return len(rewards) > 1 and bool(np.ptp(rewards) > 0)
 
 
-def has_turn_signal(group: RolloutGroup) -> bool:
-    """Return whether rollouts with a valid verdict differ in rewards or turn rewards, as per-turn advantages need."""
-    of_turns = {tuple(turn.reward for turn in rollout.turns) for rollout in _judged(group)}
-    return has_signal(group) or len(of_turns) > 1
+def _turn_rewards(rollout: Rollout) -> tuple[float, ...]:
+    return tuple(turn.reward for turn in rollout.turns)
 
 
-def has_part_signal(group: RolloutGroup) -> bool:
-    """Return whether rollouts with a valid verdict differ in a part of their rewards, as `Decoupled` needs."""
-    return has_signal(group) or len({rollout.verdict.parts for rollout in _judged(group)}) > 1
+def _reward_parts(rollout: Rollout) -> tuple[RewardPart, ...]:
+    return rollout.verdict.parts
 
 
-def _judged(group: RolloutGroup) -> list[Rollout]:
-    return [rollout for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
+def teacher(objective: PolicyObjective, rules: BatchRules) -> Callable[[RolloutGroup], bool]:
+    """Return a function that tells whether a group has a gradient.
+
+    For this, its rewards must give a signal, and at least one rollout must have a verdict and not be masked.
+    """
+    signal = is_judged if learns_from_equals(objective, rules.shaping) else signal_of(objective, rules.losses)
+
+    def teaches(group: RolloutGroup) -> bool:
+        return signal(group) and any(
+            rollout.verdict.outcome.is_judgement and not rules.masks(rollout) for rollout in group.rollouts
+        )
+
+    return teaches
+
+
+def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardShaping]) -> bool:
+    """Return whether a group can have a gradient although all its verdicts are equal."""
+    punished = any(how.overlong_tokens for how in shaping.values())
+    if objective.late_columns or not objective.zero_advantage_is_idle or punished:
+        return True
+    ones = np.ones(4, np.intp)
+    equals = Scored(
+        rewards=np.array([1.0, 1.0, 0.0, 0.0]), groups=np.array([0, 0, 1, 1]), lengths=ones, valid=ones.astype(bool)
+    )
+    return bool(objective.adv.advantages(equals, {}).any())
 
 
 def is_judged(group: RolloutGroup) -> bool:

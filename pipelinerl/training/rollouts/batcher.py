@@ -25,6 +25,7 @@ from pipelinerl.training.rollouts.admission import (
     ConsumedLedger,
     GroupOutcome,
     Lineage,
+    SolvedProblems,
     fault_of,
     fresh_part,
     has_signal,
@@ -59,8 +60,9 @@ class Batcher:
         signal: Callable[[RolloutGroup], bool] = has_signal,
         vocab_size: int | None = None,
         routing: RoutingShape | None = None,
-        ended: Callable[[Iterable[RolloutGroup], GroupOutcome, str], None] = lambda groups, outcome, why: None,
+        ended: Callable[[Sequence[RolloutGroup], GroupOutcome, str], None] = lambda groups, outcome, why: None,
         scope: StalenessScope = StalenessScope.GROUP,
+        solved: SolvedProblems | None = None,
     ) -> None:
         """Create an empty batcher.
 
@@ -70,6 +72,7 @@ class Batcher:
         """
         self.ledger = ledger
         self.lineage = lineage
+        self.solved = solved or SolvedProblems()
         self._no_signal = no_signal
         self._teaches = teaches
         self._signal = signal
@@ -162,7 +165,15 @@ class Batcher:
             self._filter(chosen, "no group of its step has a learning signal")
             return None
         self.ledger.settle([group.index for group in chosen], GroupOutcome.TRAINED)
+        self.solved.note(chosen)
         return sorted(chosen, key=lambda g: g.index)
+
+    def figures(self, *, version: int, k: float) -> dict[str, float]:
+        """Return metrics of the groups that wait or were dropped; those of single rollouts only if their age counts."""
+        figures: dict[str, float] = {"waiting_groups": len(self._waiting), "stale_tokens": self.stale_tokens}
+        if self._scope is StalenessScope.ROLLOUT:
+            figures |= {"oldest_fresh": max(0.0, version - k), "stale_rollouts": self.stale_rollouts}
+        return figures
 
     def skipped(self, groups: Sequence[RolloutGroup]) -> None:
         """Change the outcome of groups from trained to filtered, because their step was not applied."""
@@ -183,6 +194,7 @@ class Batcher:
 
     def _filter(self, groups: Sequence[RolloutGroup], why: str) -> None:
         self.ledger.settle([group.index for group in groups], GroupOutcome.FILTERED)
+        self.solved.note(groups)
         self._ended(groups, GroupOutcome.FILTERED, why)
 
     def _fresh(

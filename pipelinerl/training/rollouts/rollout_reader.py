@@ -172,9 +172,10 @@ class ControllerLink:
 
     def __init__(self, stream: Stream, reader: RolloutReader, *, deadline_s: float) -> None:
         """Create a link; `deadline_s` bounds the wait for an answer."""
+        self.reader = reader
+        self.deadline_s = deadline_s
+        self.incarnation = uuid.uuid4().hex[:12]
         self._stream = stream
-        self._reader = reader
-        self._deadline_s = deadline_s
         self._directive: Directive | None = None
         self._awaited = ""
 
@@ -193,7 +194,7 @@ class ControllerLink:
 
         Raises DeadlineError if no answer arrives in time, and FencedError if another trainer has taken over.
         """
-        deadline = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + self.deadline_s
         sent_at = float("-inf")
         self._awaited = question.report_id
         while (now := time.monotonic()) < deadline:
@@ -204,7 +205,7 @@ class ControllerLink:
             if not self._awaited:
                 return
         raise DeadlineError(
-            f"the trainer waited {self._deadline_s:.0f} s for the controller to answer {question.report_id}; "
+            f"the trainer waited {self.deadline_s:.0f} s for the controller to answer {question.report_id}; "
             "is the controller running, with an engine that has joined?"
         )
 
@@ -215,9 +216,9 @@ class ControllerLink:
         acceptable.
         """
         if self._directive is None:
-            arrivals = Arrivals([], await self._reader.read_directives(block_s=_BLOCK_S))
+            arrivals = Arrivals([], await self.reader.read_directives(block_s=_BLOCK_S))
         else:
-            arrivals = await self._reader.read(block_s=_BLOCK_S)
+            arrivals = await self.reader.read(block_s=_BLOCK_S)
         return replace(arrivals, directives=[directive for directive in arrivals.directives if self._apply(directive)])
 
     async def raise_if_fenced(self) -> None:

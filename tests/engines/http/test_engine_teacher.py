@@ -18,8 +18,7 @@ import pytest
 from pipelinerl.engines.http import engine_teacher
 from pipelinerl.engines.http.engine_teacher import EngineTeacher
 from pipelinerl.errors import EngineUnreachable
-from pipelinerl.objective.presets import resolve
-from pipelinerl.training.rollouts.batch import build
+from tests.fakes.batches import batch_of
 from tests.fakes.hostile_replies import mutated
 from tests.fakes.raw_server import raw_server, response
 from tests.fakes.rollouts import group, rollout
@@ -67,7 +66,7 @@ VALID = completion([0.0, -1.0, -2.5, -0.25, -1e-7, -30.0])
 def packed() -> MicroBatch:
     one = rollout(prompt=[3] * 4, sampled=[4] * 2)
     groups = [replace(group(0), rollouts=(one,))]
-    (batch,) = build(groups, objective=resolve("reinforce"), token_budget=64, producing=1).micro_batches
+    (batch,) = batch_of(groups, "reinforce", token_budget=64).micro_batches
     return batch
 
 

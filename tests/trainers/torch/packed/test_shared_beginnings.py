@@ -10,7 +10,7 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.packed.attention import attend
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
-from pipelinerl.training.rollouts.packing import alone
+from pipelinerl.training.packing import alone
 from pipelinerl.types import ROOT
 from tests.fakes.rollouts import episode
 from tests.trainers.torch.test_trainer import gradients, padded_twin, started

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pipelinerl.enums import NoSignal, StalenessScope, Truncated
+from pipelinerl.enums import NoSignal, StalenessScope
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage, fault_of, fresh_part
-from pipelinerl.training.rollouts.batch import MiniBatching, TrainBatch, build, signal_of, teacher
+from pipelinerl.training.batch import BatchRules, MiniBatching, TrainBatch
+from pipelinerl.training.packing import SegmentTable, WeightedRollout, alone, pack
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage, fault_of, fresh_part, signal_of, teacher
 from pipelinerl.training.rollouts.batcher import Batcher
-from pipelinerl.training.rollouts.packing import SegmentTable, Splitting, WeightedRollout, alone, pack
 from pipelinerl.types import ROOT, Rollout, RolloutGroup
+from tests.fakes.batches import batch_of
 from tests.fakes.rollouts import as_roots, episode, group, rollout
 from trainer_contract.batch import check
 from trainer_contract.errors import BatchError
@@ -56,10 +57,6 @@ def episodes(of: Callable[[Rollout], Rollout] = lambda one: one) -> list[Rollout
     first = replace(group(0), rollouts=(of(linear()), of(forked()), single))
     second = replace(group(1), rollouts=(of(linear(0.0, offset=1)), of(forked(1.0))))
     return [first, second]
-
-
-def batch_of(groups: Sequence[RolloutGroup], objective: PolicyObjective, *, budget: int = 1000) -> TrainBatch:
-    return build(groups, objective=objective, token_budget=budget, producing=7)
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +118,10 @@ def trees(draw: st.DrawFn) -> list[Rollout]:
     return made
 
 
-@given(trees(), st.integers(5, 80), st.integers(1, 3), st.sampled_from(Splitting))
+@given(trees(), st.integers(5, 80), st.integers(1, 3), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_each_sampled_token_of_a_branching_episode_trains_once_with_all_turns_before_it_as_context(
-    rollouts: list[Rollout], budget: int, width: int, split: Splitting
+    rollouts: list[Rollout], budget: int, width: int, unsplit: bool
 ) -> None:
     weighted = [
         WeightedRollout(
@@ -134,7 +131,7 @@ def test_each_sampled_token_of_a_branching_episode_trains_once_with_all_turns_be
         )
         for number, one in enumerate(rollouts)
     ]
-    packed = pack(weighted, token_budget=budget, width=width, split=split)
+    packed = pack(weighted, token_budget=budget, width=width, whole=unsplit)
     table = SegmentTable.of(rollouts)
     trained: Counter[int] = Counter()
     for batch, members in packed:
@@ -142,7 +139,7 @@ def test_each_sampled_token_of_a_branching_episode_trains_once_with_all_turns_be
         trained.update(batch.token_ids[batch.loss_mask].tolist())
         np.testing.assert_array_equal(batch.advantages, batch.token_ids * batch.loss_mask)
         assert batch.num_tokens <= budget or len({table.owners[member] for member in members}) == 1
-        assert batch.num_tokens <= budget or batch.num_segments == 1 or split is Splitting.NEVER
+        assert batch.num_tokens <= budget or batch.num_segments == 1 or unsplit
         for place, member in enumerate(members):
             its = batch.segment_ids == place
             path = [ids for turn in table.segments[member].turns for ids in (turn.context_token_ids, turn.token_ids)]
@@ -155,7 +152,7 @@ def test_each_sampled_token_of_a_branching_episode_trains_once_with_all_turns_be
     owners = [table.owners[member] for _, members in packed for member in members]
     for owner, one in enumerate(rollouts):
         spread = {place for place, own in zip(places, owners, strict=True) if own == owner}
-        assert len(spread) == 1 or (split is Splitting.WHERE_LARGE and one.num_tokens > budget), "they share one"
+        assert len(spread) == 1 or (not unsplit and one.num_tokens > budget), "they share one"
 
 
 @given(trees(), st.integers(5, 80))
@@ -169,14 +166,14 @@ def test_every_epoch_of_mini_batches_packs_the_same_tokens_of_branching_episodes
         for number, one in enumerate(rollouts)
     ]
     several = MiniBatching(epochs=2, mini_batches=2, seed=1)
-    batch = build(groups, objective=resolve("gspo"), token_budget=budget, producing=1, mini_batching=several)
+    batch = batch_of(groups, "gspo", token_budget=budget, mini_batching=several)
     epochs: dict[int, Counter[tuple[int, float]]] = {0: Counter(), 1: Counter()}
     for mini_batch in batch.mini_batches():
-        for packed in mini_batch.batch.packed:
+        for packed in mini_batch.packed:
             its = packed.micro_batch
             check(its, vocab_size=2**31)
             pairs = zip(its.token_ids[its.loss_mask].tolist(), its.advantages[its.loss_mask].tolist(), strict=True)
-            epochs[mini_batch.epoch].update(pairs)
+            epochs[mini_batch.number // 2].update(pairs)
     assert epochs[0] == epochs[1] and set(epochs[0].values()) == {1}
 
 
@@ -192,7 +189,7 @@ def test_gradient_does_not_depend_on_whether_an_episode_is_stored_as_a_tree_or_a
     whole = gradient(trainer, batch_of(episodes(), objective).micro_batches, objective)
     assert np.abs(whole).max() > 1e-3
     for stored in (lambda one: one, as_roots):
-        batch = batch_of(episodes(stored), objective, budget=budget)
+        batch = batch_of(episodes(stored), objective, token_budget=budget)
         np.testing.assert_allclose(gradient(trainer, batch.micro_batches, objective), whole, rtol=1e-6, atol=1e-9)
 
 
@@ -318,7 +315,7 @@ def test_turn_credit_gives_the_tokens_of_a_turn_its_reward_to_go_in_whichever_se
     one = episode(turns, tree, reward=2.0, rewards=(0.5, 0.0, 1.0, 0.0))
     other = episode(turns, tree, reward=0.0)
     made = replace(group(0), rollouts=(one, other))
-    batch = build([made], objective=objective, token_budget=4, producing=1)
+    batch = batch_of([made], objective, token_budget=4)
     assert len(batch.packed) > 1, "its segments lie in several micro-batches"
     got = {
         (owner, token): advantage
@@ -341,9 +338,11 @@ def test_group_with_equal_total_rewards_trains_with_turn_credit_if_the_rewards_o
     early, late = (episode(turns, reward=1.0, rewards=rewards) for rewards in ((1.0, 0.0), (0.0, 1.0)))
     made = replace(group(0), rollouts=(early, late))
     by_turns, by_episode = resolve({"preset": "grpo", "adv": {"credit": "turns"}}), resolve("grpo")
-    assert teacher(by_turns, {}, Truncated.TRAIN)(made) and not teacher(by_episode, {}, Truncated.TRAIN)(made)
+    assert teacher(by_turns, BatchRules(token_budget=1))(made) and not teacher(by_episode, BatchRules(token_budget=1))(
+        made
+    )
     same = replace(made, rollouts=(early, early))
-    assert not teacher(by_turns, {}, Truncated.TRAIN)(same)
+    assert not teacher(by_turns, BatchRules(token_budget=1))(same)
     for objective, waits in ((by_turns, 1), (by_episode, 0)):
         batcher = Batcher(
             ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER, signal=signal_of(objective)

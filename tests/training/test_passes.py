@@ -17,12 +17,13 @@ from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.training.forward_passes import ForwardPasses
-from pipelinerl.training.rollouts.batch import TrainBatch, build
-from pipelinerl.training.rollouts.packing import prefixes
-from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.batch import TrainBatch
+from pipelinerl.training.packing import prefixes
+from pipelinerl.training.passes import ForwardPasses
+from pipelinerl.training.step import Step
 from pipelinerl.training.weight_history import WeightHistory
 from pipelinerl.types import ROOT, Rollout, RolloutGroup
+from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Device, Float32, HostWeights, MicroBatch, TrainerSpec
@@ -75,14 +76,14 @@ def mixed() -> list[RolloutGroup]:
 
 
 def in_one_batch(groups: Sequence[RolloutGroup], *, budget: int = 1000, producing: int = 3) -> TrainBatch:
-    return build(groups, objective=OBJECTIVE, token_budget=budget, producing=producing)
+    return batch_of(groups, OBJECTIVE, producing=producing, token_budget=budget)
 
 
-def warmed_up(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, list[Float32]]]:
+def warmed_up(trainer: Trainer, *, steps: int) -> tuple[Step, dict[int, list[Float32]]]:
     """Return a train step whose weight history has versions 0 to `steps`, and each version's log-probs of `mixed()`."""
     history = WeightHistory(trainer.weight_layout())
-    step = TrainStep(
-        passes=ForwardPasses(policy=trainer, old_logprobs=OldLogprobs.SAMPLING_WEIGHTS, history=history),
+    step = step_on(
+        ForwardPasses(policy=trainer, old_logprobs=OldLogprobs.SAMPLING_WEIGHTS, history=history),
     )
     alone = [in_one_batch([replace(group(0), rollouts=(one,))]).micro_batches[0] for one in mixed()[0].rollouts]
     predicted = {}
@@ -91,7 +92,7 @@ def warmed_up(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, lis
         predicted[version] = trainer.forward(alone)
         if version < steps:
             fresh = [replace(group(0), rollouts=(sampled(9, [(version, 5)]), sampled(8, [(version, 4)], reward=0.0)))]
-            result = step.accumulate(in_one_batch(fresh, producing=version + 1), OBJECTIVE)
+            result = step.accumulate(in_one_batch(fresh, producing=version + 1))
             step.apply(result, learning_rates=[0.05])
     return step, predicted
 
@@ -102,7 +103,7 @@ def test_old_logprobs_equal_the_logprobs_under_the_weights_that_sampled_each_tok
 ) -> None:
     step, predicted = warmed_up(trainer, steps=2)
     batch = in_one_batch(mixed(), budget=budget)
-    result = step.accumulate(batch, OBJECTIVE)
+    result = step.accumulate(batch)
     compared = 0
     for packed, made in zip(batch.packed, result.batch.micro_batches, strict=True):
         assert made.old_logprobs is not None and made.behavior_versions is not None
@@ -126,7 +127,7 @@ def test_old_logprobs_of_each_turn_use_the_weights_that_sampled_the_turn(trainer
     turns = [sampled(seed, its).turns[0] for seed, its in enumerate(spans)]
     forked = replace(sampled(1, [(0, 5)]), turns=tuple(turns), parents=(ROOT, 0, 0, ROOT))
     batch = in_one_batch([replace(group(0), rollouts=(forked, sampled(2, [(1, 4)], reward=0.0)))], budget=budget)
-    result = step.accumulate(batch, OBJECTIVE)
+    result = step.accumulate(batch)
     compared = 0
     for made in result.batch.micro_batches:
         assert made.old_logprobs is not None and made.behavior_versions is not None
@@ -144,7 +145,7 @@ def test_old_logprobs_in_lockstep_are_bit_identical_to_those_of_the_gradient_pas
     """The recomputation and the gradient pass must use the same forward graph and weights."""
     step, _ = warmed_up(trainer, steps=2)
     fresh = [replace(group(0), rollouts=tuple(sampled(seed, [(2, 3 + seed)], reward=seed % 2) for seed in range(6)))]
-    result = step.accumulate(in_one_batch(fresh), OBJECTIVE)
+    result = step.accumulate(in_one_batch(fresh))
     for made, loss in zip(result.batch.micro_batches, result.first.losses, strict=True):
         assert made.old_logprobs is not None
         assert made.old_logprobs[made.loss_mask].tobytes() == loss.predictions[made.loss_mask].tobytes()
@@ -169,15 +170,14 @@ def test_forward_pass_of_each_version_covers_only_the_tokens_it_needs(trainer: T
     """The pass for a version covers only rollouts with tokens of that version, up to its last token."""
     step, _ = warmed_up(trainer, steps=2)
     counting = Counting(trainer)
-    plan = replace(step.passes, policy=counting).plan(["old_logprobs"])
-    plan["old_logprobs"](in_one_batch(mixed(), budget=20).micro_batches)
+    replace(step.passes, policy=counting).completed(in_one_batch(mixed(), budget=20), {"old_logprobs"})
     third = 3 + 7 + 3  # tokens of the two-turn rollout before the sampled tokens of its second turn
     assert counting.tokens == [8 + 5 + third + 1, 8 + third + 5 + 7, third + 7 + 9]
 
 
 def test_forward_pass_input_of_each_segment_ends_at_the_last_token_whose_logprob_is_requested() -> None:
     batch = in_one_batch(mixed()).micro_batches[0]
-    assert prefixes(batch, through=batch.position_ids >= 0).micro_batch is batch
+    assert prefixes(batch, through=batch.position_ids >= 0)[0] is batch
     assert batch.behavior_versions is not None
     tokens = batch.loss_mask & (batch.behavior_versions == 1)
     part, kept = prefixes(batch, through=tokens)

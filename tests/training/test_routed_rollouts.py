@@ -11,9 +11,9 @@ import pytest
 
 from pipelinerl.enums import NoSignal
 from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.packing import WeightedRollout, alone, apart, joined, pack, prefixes
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage, fault_of, without_routing
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.training.rollouts.packing import WeightedRollout, alone, apart, joined, pack, prefixes
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group
 from tests.fakes.routing import routed_group
@@ -51,8 +51,8 @@ def test_segments_that_are_separated_and_rejoined_keep_their_routed_experts() ->
     )
     through = np.zeros(12, np.bool_)
     through[[2, 7]] = True
-    cut = prefixes(batch, through=through)
-    np.testing.assert_array_equal(routed_column(cut.micro_batch), routed_column(batch)[[0, 1, 2, 4, 5, 6, 7]])
+    cut, _ = prefixes(batch, through=through)
+    np.testing.assert_array_equal(routed_column(cut), routed_column(batch)[[0, 1, 2, 4, 5, 6, 7]])
 
 
 def test_micro_batch_has_no_routed_experts_if_some_rollouts_lack_them_or_their_shapes_differ() -> None:

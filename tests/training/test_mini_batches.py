@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.objective.presets import resolve
-from pipelinerl.training.rollouts.batch import MiniBatching, TrainBatch, build, deal
-from pipelinerl.training.rollouts.packing import apart, joined
+from pipelinerl.training.batch import MiniBatching, TrainBatch, deal
+from pipelinerl.training.packing import apart, joined
 from pipelinerl.types import RolloutGroup
+from tests.fakes.batches import batch_of
 from tests.fakes.rollouts import group, rollout
 
 
@@ -82,18 +82,16 @@ def ragged_batch(count: int = 11) -> list[RolloutGroup]:
 
 
 def whole(objective: Any = "grpo", *, groups: Sequence[RolloutGroup] | None = None, width: int = 1) -> TrainBatch:
-    batch = build(
+    batch = batch_of(
         ragged_batch() if groups is None else groups,
-        objective=resolve(objective),
-        token_budget=40,
+        objective,
         producing=2,
+        token_budget=40,
         width=width,
         mini_batching=MiniBatching(epochs=3, mini_batches=4, seed=9),
     )
     columns = [np.arange(each.num_tokens, dtype=np.float32) + 100 * i for i, each in enumerate(batch.micro_batches)]
-    return batch.completed(
-        [replace(each, old_logprobs=c) for each, c in zip(batch.micro_batches, columns, strict=True)]
-    )
+    return batch.with_columns({"old_logprobs": columns})
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -107,9 +105,9 @@ def test_every_epoch_of_mini_batches_trains_each_rollout_once_with_unchanged_tok
     divisions = []
     for epoch in range(3):
         seen, groups = [], []
-        for mini_batch in [each for each in batch.mini_batches() if each.epoch == epoch]:
-            groups.append({int(batch.scored.groups[m]) for packed in mini_batch.batch.packed for m in packed.members})
-            for packed in mini_batch.batch.packed:
+        for mini_batch in [each for each in batch.mini_batches() if each.number // 4 == epoch]:
+            groups.append({int(batch.scored.groups[m]) for packed in mini_batch.packed for m in packed.members})
+            for packed in mini_batch.packed:
                 assert packed.micro_batch.num_tokens <= 40
                 for member, segment in zip(packed.members, apart(packed.micro_batch), strict=True):
                     seen.append(member)
@@ -132,12 +130,12 @@ def test_every_epoch_of_mini_batches_trains_each_rollout_once_with_unchanged_tok
 def test_token_weights_of_a_mini_batch_equal_those_of_a_separate_batch_of_the_same_groups(objective: Any) -> None:
     """A mini-batch takes its advantages from the batch; they are the same, because its groups are whole."""
     groups, batch = ragged_batch(), whole(objective)
-    for epoch, number, part in batch.mini_batches():
-        its = part.partition.portions(epoch)[number]
+    for part in batch.mini_batches():
+        its = list(part.portions(part.number // 4))[part.number % 4]
         chosen = sorted(
             {int(batch.scored.groups[i]) for i in range(len(its.token_weights)) if its.token_weights[i] > 0}
         )
-        alone = build([groups[i] for i in chosen], objective=resolve(objective), token_budget=40, producing=1)
+        alone = batch_of([groups[i] for i in chosen], objective, token_budget=40)
         ours = {m: w for packed in part.packed for m, w in zip(packed.members, _weights(packed), strict=True)}
         offset = np.cumsum([0, *(len(groups[i].rollouts) for i in chosen)])
         theirs = {
@@ -153,9 +151,9 @@ def _weights(packed: Any) -> list[tuple[float, list[float]]]:
 
 
 def test_batch_with_a_single_optimizer_step_reuses_its_micro_batches() -> None:
-    plain = build(ragged_batch(), objective=resolve("grpo"), token_budget=40, producing=1)
-    ((epoch, number, part),) = plain.mini_batches()
-    assert (epoch, number) == (0, 0) and part.packed == plain.packed
+    plain = batch_of(ragged_batch(), token_budget=40)
+    (part,) = plain.mini_batches()
+    assert part.number == 0 and part.packed == plain.packed
 
 
 def test_segments_of_a_micro_batch_can_be_separated_and_rejoined_unchanged() -> None:

@@ -6,15 +6,16 @@ answer. The demonstrations of a step depend only on the step's number, so a resu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 
+from pipelinerl.data.mixture import Mixture
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.objective.streams import CROSS_ENTROPY, DomainLosses
-from pipelinerl.training.rollouts.batch import build
+from pipelinerl.objective.streams import CROSS_ENTROPY
+from pipelinerl.training.batch import BatchRules, build
 from pipelinerl.types import Outcome, Problem, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
 from trainer_contract.types import MicroBatch
 
@@ -35,9 +36,13 @@ def demonstration(problem: Problem, tokenizer: ChatTokenizer, index: int) -> Rol
     )
 
 
-def imitated(groups: Sequence[RolloutGroup], *, token_budget: int, width: int) -> list[MicroBatch]:
-    """Pack demonstrations into micro-batches for the objective `CROSS_ENTROPY`; token weights sum to 1."""
-    return build(groups, objective=CROSS_ENTROPY, token_budget=token_budget, producing=1, width=width).micro_batches
+def imitated(groups: Sequence[RolloutGroup], rules: BatchRules) -> list[MicroBatch]:
+    """Pack demonstrations into micro-batches for the objective `CROSS_ENTROPY`.
+
+    Token weights sum to 1, or to the factors of the domains' losses.
+    """
+    plain = BatchRules(token_budget=rules.token_budget, width=rules.width, losses=rules.losses)
+    return build(groups, plain, objective=CROSS_ENTROPY, producing=1).micro_batches
 
 
 @final
@@ -45,33 +50,21 @@ def imitated(groups: Sequence[RolloutGroup], *, token_budget: int, width: int) -
 class DemonstrationStream:
     """The source of demonstrations, whose tokens are trained with cross-entropy (loss stream `ce`).
 
-    `problem` returns problem i. Each optimizer step gets the next `count` demonstrations, except those with more than
-    `most_tokens` tokens. Micro-batches have up to `token_budget` tokens.
+    Each optimizer step gets the next `count` demonstrations, except those with more than `most_tokens` tokens.
     """
 
-    problem: Callable[[int], Problem]
+    problems: Mixture
     tokenizer: ChatTokenizer
     count: int
-    losses: DomainLosses
     most_tokens: int
-    token_budget: int
 
     def groups(self, step: int) -> list[RolloutGroup]:
         """Return the demonstrations of the optimizer step with this number, from 0."""
-        made = (
-            demonstration(self.problem(i), self.tokenizer, i) for i in range(step * self.count, (step + 1) * self.count)
-        )
+        numbers = range(step * self.count, (step + 1) * self.count)
+        made = (demonstration(self.problems.problem(i), self.tokenizer, i) for i in numbers)
         return [group for group in made if group.rollouts[0].num_tokens <= self.most_tokens]
 
-    def micro_batches(self, step: int, *, width: int) -> list[MicroBatch]:
+    def micro_batches(self, step: int, rules: BatchRules) -> list[MicroBatch]:
         """Return the packed demonstrations of optimizer step `step`; [] if all are too long."""
-        if not (groups := self.groups(step)):
-            return []
-        return build(
-            groups,
-            objective=CROSS_ENTROPY,
-            losses=self.losses,
-            token_budget=self.token_budget,
-            producing=1,
-            width=width,
-        ).micro_batches
+        groups = self.groups(step)
+        return imitated(groups, rules) if groups else []

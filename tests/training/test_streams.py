@@ -11,19 +11,19 @@ from hypothesis import given, settings, strategies as st
 
 from pipelinerl import registry
 from pipelinerl.config.recipe import MODELS, load
-from pipelinerl.enums import Truncated
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.streams import CROSS_ENTROPY, DomainLoss, DomainLosses, Loss, StreamedObjective
 from pipelinerl.rng import generator
 from pipelinerl.roles.wiring import demonstrations_of, losses_of, objective_of, setting_of
-from pipelinerl.training.forward_passes import ForwardPasses
-from pipelinerl.training.rollouts.batch import MiniBatching, build, signal_of, teacher
-from pipelinerl.training.rollouts.demonstrations import DemonstrationStream
-from pipelinerl.training.train_step import TrainStep
-from pipelinerl.training.update import Critic
+from pipelinerl.training.batch import BatchRules, MiniBatching
+from pipelinerl.training.demonstrations import DemonstrationStream
+from pipelinerl.training.passes import ForwardPasses
+from pipelinerl.training.rollouts.admission import signal_of, teacher
+from pipelinerl.training.step import weighed_for_critic
 from pipelinerl.types import Outcome, RolloutGroup
+from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.host_weights import bytes_of
 from trainer_contract.trainer import Trainer
@@ -83,12 +83,12 @@ def test_gradient_of_a_batch_with_a_loss_per_domain_is_the_sum_over_separate_bat
     choice: str, seed: int, budget: int
 ) -> None:
     groups, objective = mixed(generator(seed, "streams")), resolve(choice)
-    batch = build(groups, objective=objective, token_budget=budget, producing=1, losses=LOSSES)
+    batch = batch_of(groups, objective, token_budget=budget, losses=LOSSES)
     together = by_token(LOSSES.objective(objective), batch.micro_batches)
     alone: dict[int, float] = {}
     for domain, each in (("rl", objective), ("kl", DISTILLATION), ("ce", CROSS_ENTROPY)):
         its = [one for one in groups if one.domain == domain]
-        separate = build(its, objective=each, token_budget=1000, producing=1).micro_batches
+        separate = batch_of(its, each).micro_batches
         alone |= {token: LOSSES.by_domain[domain].factor * g for token, g in by_token(each, separate).items()}
     assert together.keys() == alone.keys()
     np.testing.assert_allclose([together[token] for token in alone], list(alone.values()), rtol=1e-5, atol=1e-9)
@@ -98,7 +98,7 @@ def test_gradient_of_a_batch_with_a_loss_per_domain_is_the_sum_over_separate_bat
 @settings(max_examples=25, deadline=None)
 def test_gradients_of_cross_entropy_and_reference_kl_follow_their_definitions(seed: int) -> None:
     groups = mixed(generator(seed, "streams"))
-    batch = build(groups, objective=resolve("pipelinerl"), token_budget=24, producing=1, losses=LOSSES)
+    batch = batch_of(groups, "pipelinerl", token_budget=24, losses=LOSSES)
     made = by_token(LOSSES.objective(resolve("pipelinerl")), batch.micro_batches)
     judged = [(g.domain, r) for g in groups for r in g.rollouts if r.verdict.outcome.is_judgement]
     of = {name: [r for domain, r in judged if domain == name] for name in ("kl", "ce")}
@@ -115,18 +115,13 @@ def test_gradients_of_cross_entropy_and_reference_kl_follow_their_definitions(se
 
 def test_token_weights_of_each_loss_sum_to_the_configured_factor_in_every_mini_batch() -> None:
     groups = mixed(generator(3, "streams"), count=12)
-    batch = build(
-        groups,
-        objective=resolve("dapo"),
-        token_budget=16,
-        producing=1,
-        losses=LOSSES,
-        mini_batching=MiniBatching(epochs=2, mini_batches=3),
+    batch = batch_of(
+        groups, "dapo", token_budget=16, losses=LOSSES, mini_batching=MiniBatching(epochs=2, mini_batches=3)
     )
     for part in batch.mini_batches():
         for loss in (Loss.REF_KL, Loss.CE):
-            weights = [each.weights[each.streams == loss.code].sum() for each in part.batch.micro_batches]
-            present = any((each.streams == loss.code).any() for each in part.batch.micro_batches)
+            weights = [each.weights[each.streams == loss.code].sum() for each in part.micro_batches]
+            present = any((each.streams == loss.code).any() for each in part.micro_batches)
             factor = {Loss.REF_KL: 0.25, Loss.CE: 0.5}[loss]
             assert sum(weights) == pytest.approx(factor if present else 0.0)
 
@@ -168,9 +163,12 @@ def moved(
         return np.concatenate([bytes_of(array).view(np.float32) for _, array in trainer.gather_weights()])
 
     before, reference = weights(), trainer_of(kind, "tiny_speller_heads32")
-    batch = build(groups, objective=chosen, token_budget=24, producing=1, losses=losses)
-    step = TrainStep(passes=ForwardPasses(policy=trainer, reference=reference), demonstrations=demonstrations)
-    figures = step.apply(step.accumulate(batch, chosen), learning_rates=[LINEAR]).figures
+    batch = batch_of(groups, chosen, token_budget=24, losses=losses)
+    step = step_on(
+        ForwardPasses(policy=trainer, reference=reference),
+        demonstrations=demonstrations,
+    )
+    figures = step.apply(step.accumulate(batch), learning_rates=[LINEAR]).figures
     change = before - weights()
     trainer.close()
     reference.close()
@@ -186,7 +184,7 @@ def imitated(kind: str, demonstrations: DemonstrationStream) -> np.ndarray:
 
     before = weights()
     trainer.backward(
-        build(demonstrations.groups(0), objective=CROSS_ENTROPY, token_budget=64, producing=1).micro_batches,
+        batch_of(demonstrations.groups(0), CROSS_ENTROPY, token_budget=64).micro_batches,
         CROSS_ENTROPY,
     )
     trainer.optimizer_step(learning_rate=LINEAR)
@@ -203,7 +201,7 @@ def test_step_with_three_losses_adds_the_gradients_of_the_losses(kind: str) -> N
     demonstrations = demonstrations_of(load("tiny", RECIPE))
     assert demonstrations is not None
     rl, kl = [spelled("rl", 0), spelled("rl", 1)], [spelled("kl", 2), spelled("kl", 3)]
-    losses = DomainLosses({**LOSSES.by_domain, **demonstrations.losses.by_domain})
+    losses = DomainLosses({**LOSSES.by_domain, **losses_of(load("tiny", RECIPE)).by_domain})
     both, figures = moved(kind, [*rl, *kl], losses, demonstrations=demonstrations)
     alone, plain = moved(kind, rl, DomainLosses())
     distilled, other = moved(kind, kl, DomainLosses(), objective="on_policy_distillation")
@@ -216,14 +214,11 @@ def test_step_with_three_losses_adds_the_gradients_of_the_losses(kind: str) -> N
 
 
 def test_critic_is_not_trained_on_tokens_of_losses_that_read_no_rewards() -> None:
-    batch = build(
-        [spelled("rl", 0), spelled("kl", 1)], objective=resolve("ppo"), token_budget=64, producing=1, losses=LOSSES
-    )
-    (both,) = batch.micro_batches
-    with_values = [replace(both, values=np.zeros(both.num_tokens, np.float32))]
-    (completed,) = batch.with_advantages(resolve("ppo"), with_values)
+    batch = batch_of([spelled("rl", 0), spelled("kl", 1)], "ppo", token_budget=64, losses=LOSSES)
+    values = [np.zeros(each.num_tokens, np.float32) for each in batch.micro_batches]
+    (completed,) = batch.with_columns({"values": values}).with_advantages().micro_batches
     assert completed.streams is not None and not completed.advantages[completed.streams == Loss.REF_KL.code].any()
-    (weighed,) = Critic.weighed(None, [completed])  # type: ignore[arg-type]
+    (weighed,) = weighed_for_critic([completed])
     rewarded = weighed.loss_mask & (completed.streams == Loss.RL.code)
     assert np.array_equal(weighed.loss_mask, rewarded) and weighed.weights.sum() == pytest.approx(1.0)
 
@@ -232,8 +227,8 @@ def test_group_with_equal_rewards_trains_if_the_loss_of_its_domain_reads_no_rewa
     equal = replace(group(0, rewards=(0.0, 0.0)), domain="kl")
     for losses, expected in ((LOSSES, True), (DomainLosses(), False)):
         assert signal_of(resolve("grpo"), losses)(equal) is expected
-        assert teacher(resolve("grpo"), {}, Truncated.TRAIN, losses)(equal) is expected
-    batch = build([equal], objective=resolve("grpo"), token_budget=64, producing=1, losses=LOSSES)
+        assert teacher(resolve("grpo"), BatchRules(token_budget=1, losses=losses))(equal) is expected
+    batch = batch_of([equal], token_budget=64, losses=LOSSES)
     assert sum(each.weights.sum() for each in batch.micro_batches) == pytest.approx(0.25)
 
 
@@ -245,14 +240,17 @@ def test_demonstrations_depend_only_on_the_number_of_the_optimizer_step() -> Non
     ]
     assert [g.index for step in range(3) for g in first.groups(step)] == list(range(48)), "each problem once"
     assert {g.domain for g in first.groups(0)} == {"short_words"}
-    assert sum(float(each.weights.sum()) for each in first.micro_batches(0, width=1)) == pytest.approx(0.5)
+    assert sum(
+        float(each.weights.sum())
+        for each in first.micro_batches(0, BatchRules(token_budget=64, losses=losses_of(load("tiny", RECIPE))))
+    ) == pytest.approx(0.5)
 
 
 def test_demonstrations_longer_than_the_token_limit_are_left_out() -> None:
     made = demonstrations_of(load("tiny", RECIPE))
     assert made is not None
     none = replace(made, most_tokens=1)
-    assert none.groups(0) == [] == none.micro_batches(0, width=1)
+    assert none.groups(0) == [] == none.micro_batches(0, BatchRules(token_budget=64))
 
 
 def test_recipe_sets_the_loss_and_the_demonstrations_of_each_domain() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.enums import NoSignal, OldLogprobs, Truncated
+from pipelinerl.enums import NoSignal, OldLogprobs
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective import catalogue
 from pipelinerl.objective.adv import GAE
@@ -20,14 +20,14 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.forward_passes import ForwardPasses
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage
-from pipelinerl.training.rollouts.batch import build, learns_from_equals, teacher
+from pipelinerl.training.batch import BatchRules
+from pipelinerl.training.passes import ForwardPasses
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage, learns_from_equals, teacher
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.schedule import LearningRateSchedule
-from pipelinerl.training.train_step import Accumulated, TrainStep
-from pipelinerl.training.update import Critic
+from pipelinerl.training.step import Accumulated, Critic, Step
 from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn
+from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Float32, Head, MicroBatch, OptimizerSpec, TrainerSpec
@@ -86,7 +86,7 @@ def practised_critic(spec: TrainerSpec, *, warmup_steps: int = 0) -> Critic:
     return Critic(worker=worker, loss=ValueLoss(), learning_rate=0.1, warmup_steps=warmup_steps)  # type: ignore[arg-type]
 
 
-def step_of(spec: TrainerSpec, *, warmup_steps: int = 0, old: OldLogprobs = OldLogprobs.RECOMPUTE) -> TrainStep:
+def step_of(spec: TrainerSpec, *, warmup_steps: int = 0, old: OldLogprobs = OldLogprobs.RECOMPUTE) -> Step:
     """Return a train step whose policy, critic and reference have different weights."""
     other = spec.model_path.with_name("reference")
     BigramModel.random(VOCAB, seed=9).save(other)
@@ -94,22 +94,22 @@ def step_of(spec: TrainerSpec, *, warmup_steps: int = 0, old: OldLogprobs = OldL
     reference: Any = Counting(replace(spec, model_path=other))
     policy: Any = Counting(spec)
     passes = ForwardPasses(policy=policy, critic=critic.worker, reference=reference, old_logprobs=old)
-    return TrainStep(passes=passes, critic=critic)
+    return step_on(passes, critic=critic)
 
 
-def without_critic(step: TrainStep) -> TrainStep:
-    return TrainStep(passes=replace(step.passes, critic=None))
+def without_critic(step: Step) -> Step:
+    return step_on(replace(step.passes, critic=None))
 
 
-def fitting(step: TrainStep, objective: PolicyObjective) -> TrainStep:
+def fitting(step: Step, objective: PolicyObjective) -> Step:
     return step if "values" in objective.passes else without_critic(step)
 
 
 def accumulated(
-    step: TrainStep, objective: PolicyObjective, *, budget: int, of: Sequence[RolloutGroup], producing: int = 1
+    step: Step, objective: PolicyObjective, *, budget: int, of: Sequence[RolloutGroup], producing: int = 1
 ) -> Accumulated:
-    batch = build(of, objective=objective, token_budget=budget, producing=producing)
-    return step.accumulate(batch, objective)
+    batch = batch_of(of, objective, producing=producing, token_budget=budget)
+    return step.accumulate(batch)
 
 
 def weights(worker: Trainer | None) -> np.ndarray:
@@ -148,7 +148,7 @@ def test_batch_of_equal_rewards_has_zero_gradient_unless_the_objective_learns_fr
         ledger=ConsumedLedger(),
         lineage=Lineage(1, 0),
         no_signal=NoSignal.TRAIN,
-        teaches=teacher(objective, {}, Truncated.TRAIN),
+        teaches=teacher(objective, BatchRules(token_budget=1)),
     )
     for index in range(2):
         waiting.offer(group(index, (1.0, 1.0)))
@@ -165,8 +165,8 @@ def test_gae_advantages_and_returns_equal_loops_over_tokens(budget: int, spec: T
     """The loops compute each rollout separately, token by token, from the models' log-probs and values."""
     objective = replace(resolve(PPO), adv=GAE(kl=0.1))
     step = step_of(spec)
-    batch = build(groups(), objective=objective, token_budget=budget, producing=1)
-    result = step.accumulate(batch, objective)
+    batch = batch_of(groups(), objective, token_budget=budget)
+    result = step.accumulate(batch)
     raw: list[np.ndarray] = []
     for packed, micro_batch in zip(batch.packed, result.batch.micro_batches, strict=True):
         ends = np.flatnonzero(np.diff(micro_batch.segment_ids, append=-1))
@@ -231,7 +231,7 @@ def test_critic_learning_rate_follows_its_own_schedule(spec: TrainerSpec) -> Non
     step, objective = step_of(spec), resolve("ppo")
     assert step.critic is not None
     schedule = LearningRateSchedule(warmup_steps=2, steps=4, shape="linear", final_fraction=0.0)
-    scheduled = TrainStep(passes=step.passes, critic=replace(step.critic, schedule=schedule))
+    scheduled = step_on(step.passes, critic=replace(step.critic, schedule=schedule))
     rates = []
     for version in range(1, 5):
         made = accumulated(scheduled, objective, budget=30, of=groups(), producing=version)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from pipelinerl import rng
-from pipelinerl.training.rollouts.packing import WeightedRollout, dealt, first_fit, interleaved, pack, work
+from pipelinerl.training.packing import WeightedRollout, dealt, first_fit, interleaved, pack, work
 from pipelinerl.types import Rollout
 from tests.fakes.rollouts import rollout
 from trainer_contract.types import MicroBatch

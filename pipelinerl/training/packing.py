@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from typing import Any, Final, NamedTuple, Self, final
 
 import numpy as np
@@ -31,15 +30,6 @@ class WeightedRollout:
     advantages: NDArray[np.floating]
     token_weight: float
     stream: int | None = None
-
-
-class Splitting(Enum):
-    """The rule for splitting the segments of one rollout over micro-batches."""
-
-    WHERE_LARGE = "where_large"
-    """Split a rollout whose segments together exceed the token budget: for objectives that are sums over tokens."""
-    NEVER = "never"
-    """Never split a rollout: for objectives with a term of whole rollouts, such as GSPO's ratio of a sequence."""
 
 
 class Packed(NamedTuple):
@@ -106,16 +96,18 @@ def work(length: int) -> float:
 
 
 def pack(
-    rollouts: Sequence[WeightedRollout], *, token_budget: int, width: int = 1, split: Splitting = Splitting.WHERE_LARGE
+    rollouts: Sequence[WeightedRollout], *, token_budget: int, width: int = 1, whole: bool = False
 ) -> list[Packed]:
     """Pack rollouts into micro-batches of up to `token_budget` tokens; a longer segment gets its own micro-batch.
 
-    The trainer computes `width` micro-batches at once, so work is balanced among them.
+    The trainer computes `width` micro-batches at once, so work is balanced among them. The segments of a rollout that
+    exceeds the budget are split over micro-batches unless `whole` is set, which objectives with a term of whole
+    rollouts need, such as GSPO's ratio of a sequence.
     """
     table = SegmentTable.of([each.rollout for each in rollouts])
     prompts = [segment.turns[0].context_token_ids.tobytes() for segment in table.segments]
     lengths = [segment.num_tokens for segment in table.segments]
-    bins = bins_of(lengths, prompts, table.owners, token_budget=token_budget, width=width, split=split)
+    bins = bins_of(lengths, prompts, table.owners, token_budget=token_budget, width=width, whole=whole)
     return [Packed(_micro_batch(rollouts, table, members), members) for members in bins]
 
 
@@ -126,14 +118,14 @@ def bins_of(
     *,
     token_budget: int,
     width: int,
-    split: Splitting = Splitting.WHERE_LARGE,
+    whole: bool,
 ) -> list[list[int]]:
     """Return, for each micro-batch, the numbers of its segments.
 
     Segments of one rollout stay together if they fit. Micro-batches are filled by first fit, in an order in which
     rollouts of one prompt are adjacent, so that a trainer can compute their prompt once.
     """
-    units = _units(lengths, owners, token_budget, split)
+    units = _units(lengths, owners, token_budget, whole)
     sizes = [sum(lengths[i] for i in unit) for unit in units]
     order = by_prompt(sizes, [prompts[unit[0]] for unit in units])
     if width == 1:
@@ -147,14 +139,14 @@ def bins_of(
     return [[i for unit in bin for i in units[unit]] for bin in bins]
 
 
-def _units(lengths: Sequence[int], owners: Sequence[int], token_budget: int, split: Splitting) -> list[list[int]]:
-    """Return the units that packing keeps together: a rollout's segments or, if `split` demands it, each alone."""
+def _units(lengths: Sequence[int], owners: Sequence[int], token_budget: int, whole: bool) -> list[list[int]]:
+    """Return the units that packing keeps together: a rollout's segments, or each segment of a split rollout."""
     by_owner: dict[int, list[int]] = {}
     for i, owner in enumerate(owners):
         by_owner.setdefault(owner, []).append(i)
     units: list[list[int]] = []
     for segments in by_owner.values():
-        fits = split is Splitting.NEVER or sum(lengths[i] for i in segments) <= token_budget
+        fits = whole or sum(lengths[i] for i in segments) <= token_budget
         units += [segments] if fits else [[i] for i in segments]
     return units
 
@@ -231,31 +223,22 @@ def alone(rollouts: Sequence[Rollout]) -> MicroBatch:
     return _micro_batch(weighted, table, range(len(table.owners)))
 
 
-def with_columns(batch: MicroBatch, columns: Mapping[str, Any]) -> MicroBatch:
-    """Return a copy of the micro-batch with some columns [T] replaced."""
-    return replace(batch, **columns)
+def prefixes(batch: MicroBatch, *, through: Bool) -> tuple[MicroBatch, Bool]:
+    """Cut each segment after its last token in the mask `through` [T], and drop segments without such a token.
 
-
-class Prefixes(NamedTuple):
-    """A micro-batch of shortened segments, and the mask [T] that marks which original tokens were kept."""
-
-    micro_batch: MicroBatch
-    kept: Bool
-
-
-def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
-    """Cut each segment after its last token in the mask `through` [T], and drop segments without such a token."""
+    Also return the mask [T] of the tokens that were kept.
+    """
     last = np.full(batch.num_segments, -1)
     where = np.flatnonzero(through)
     last[batch.segment_ids[where]] = where  # indices ascend, so the last one written for a segment is its largest
     kept = np.arange(batch.num_tokens) <= last[batch.segment_ids]
     if kept.all():
-        return Prefixes(batch, kept)
+        return batch, kept
     given = {name: column[kept] for name, column in _arrays(batch).items()}
     names, given["segment_ids"] = np.unique(given["segment_ids"], return_inverse=True)
     given["segment_ids"] = given["segment_ids"].astype(np.int32)
     # These micro-batches only get forward passes, so it does not matter to which rollout a segment belongs.
-    return Prefixes(replace(batch, **given | {"rollout_ids": None}, num_segments=len(names)), kept)
+    return replace(batch, **given | {"rollout_ids": None}, num_segments=len(names)), kept
 
 
 def apart(batch: MicroBatch) -> list[MicroBatch]:

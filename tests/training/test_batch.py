@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +17,11 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import PRESETS, resolve
 from pipelinerl.objective.reward import RewardShaping, Scored
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.rollouts.batch import build, teacher
-from pipelinerl.training.rollouts.packing import WeightedRollout, pack
+from pipelinerl.training.batch import BatchRules
+from pipelinerl.training.packing import WeightedRollout, pack
+from pipelinerl.training.rollouts.admission import teacher
 from pipelinerl.types import Outcome, RewardPart, Rollout, RolloutGroup
+from tests.fakes.batches import batch_of
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import MicroBatch, OptimizerSpec, TrainerSpec
 
@@ -86,7 +87,7 @@ def test_leaving_out_rollouts_without_gradient_changes_neither_the_loss_nor_the_
     name: str, model: Path
 ) -> None:
     objective = resolve(name)
-    lean = build(GROUPS, objective=objective, token_budget=1000, producing=1)
+    lean = batch_of(GROUPS, objective)
     assert lean.stats["idle_fraction"] == 1 - 5 / 12
     rollouts = [r for g in GROUPS for r in g.rollouts]
     index = np.repeat(np.arange(4), 3)
@@ -118,8 +119,8 @@ def test_leaving_out_rollouts_without_gradient_changes_neither_the_loss_nor_the_
 @pytest.mark.parametrize("token_budget", [1, 12, 30])
 def test_gradient_does_not_depend_on_the_token_budget_of_micro_batches(token_budget: int, model: Path) -> None:
     objective = resolve("grpo")
-    wide = build(GROUPS, objective=objective, token_budget=1000, producing=1)
-    narrow = build(GROUPS, objective=objective, token_budget=token_budget, producing=1)
+    wide = batch_of(GROUPS, objective)
+    narrow = batch_of(GROUPS, objective, token_budget=token_budget)
     assert len(narrow.micro_batches) > len(wide.micro_batches)
     (loss, table, _), (wide_loss, wide_table, _) = (
         step(model, batch.micro_batches, objective) for batch in (narrow, wide)
@@ -132,7 +133,7 @@ def test_objective_with_a_kl_penalty_trains_on_rollouts_whose_advantage_is_zero(
     """A KL penalty has a gradient for tokens whose advantage is zero too."""
     penalised = resolve({"preset": "grpo", "grad2": "kl"})
     assert not penalised.zero_advantage_is_idle
-    batch = build(GROUPS, objective=penalised, token_budget=1000, producing=1)
+    batch = batch_of(GROUPS, penalised)
     assert batch.stats["idle_fraction"] == pytest.approx(1 - 11 / 12), "all but the one that was not judged"
 
 
@@ -147,7 +148,7 @@ def test_batch_metrics_match_precomputed_values() -> None:
             ),
         )
     ]
-    stats = build(groups, objective=resolve("grpo"), token_budget=1000, producing=5).stats
+    stats = batch_of(groups, producing=5).stats
     assert stats == {
         "rollouts": 3.0,
         "reward": 0.5,
@@ -170,11 +171,11 @@ def test_batch_metrics_match_precomputed_values() -> None:
 def test_rewards_are_shaped_with_the_settings_of_the_domain_of_their_group() -> None:
     groups = [replace(ragged(0, [0.0, 1.0]), domain="a"), replace(ragged(1, [0.0, 1.0]), domain="b")]
     shaping = {"b": RewardShaping(scale=2.0, high=0.5), "elsewhere": RewardShaping(scale=9.0)}
-    batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, shaping=shaping)
+    batch = batch_of(groups, shaping=shaping)
     assert batch.scored.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert batch.stats["reward"] == 0.5, "what is reported is the verifier's"
     halved = {"b": RewardShaping(scale=0.5)}
-    batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, shaping=halved)
+    batch = batch_of(groups, shaping=halved)
     assert batch.scored.rewards.tolist() == [0.0, 1.0, 0.0, 0.5]
 
 
@@ -191,28 +192,30 @@ def with_parts(index: int, *parts: tuple[float, float]) -> RolloutGroup:
 def test_gdpo_advantages_weight_the_reward_parts_as_the_domains_recipe_says() -> None:
     group_of_equals = with_parts(0, (1.0, 1.0), (0.0, -1.0))
     shaping = {"test": RewardShaping(part_weights=(("right", 2.0), ("short", -1.0)))}
-    batch = build([group_of_equals], objective=resolve("gdpo"), token_budget=1000, producing=1, shaping=shaping)
+    batch = batch_of([group_of_equals], "gdpo", shaping=shaping)
     assert group_of_equals.rollouts[0].verdict.reward == group_of_equals.rollouts[1].verdict.reward == 1.0
     scored = batch.scored.parts
     assert scored is not None and scored.weights.tolist() == [[2.0, -1.0], [2.0, -1.0]]
     advantages = resolve("gdpo").adv.advantages(batch.scored, {})
     assert advantages[0] == pytest.approx(1.0, abs=1e-5) and advantages[-1] == pytest.approx(-1.0, abs=1e-5)
-    assert teacher(resolve("gdpo"), shaping, Truncated.TRAIN)(group_of_equals), "the parts differ"
-    assert not teacher(resolve("grpo"), shaping, Truncated.TRAIN)(group_of_equals)
-    assert not teacher(resolve("gdpo"), shaping, Truncated.TRAIN)(with_parts(1, (1.0, 1.0), (1.0, 1.0)))
-    plain = build([group_of_equals], objective=resolve("gdpo"), token_budget=1000, producing=1)
+    assert teacher(resolve("gdpo"), BatchRules(token_budget=1, shaping=shaping))(group_of_equals), "the parts differ"
+    assert not teacher(resolve("grpo"), BatchRules(token_budget=1, shaping=shaping))(group_of_equals)
+    assert not teacher(resolve("gdpo"), BatchRules(token_budget=1, shaping=shaping))(
+        with_parts(1, (1.0, 1.0), (1.0, 1.0))
+    )
+    plain = batch_of([group_of_equals], "gdpo")
     assert not plain.packed[0].micro_batch.advantages.any(), "without weights the reward is one part"
 
 
 def test_batch_without_any_nonzero_advantage_still_packs_one_rollout() -> None:
     levelled = {"test": RewardShaping(high=0.0)}
-    batch = build(GROUPS[:1], objective=resolve("grpo"), token_budget=1000, producing=1, shaping=levelled)
+    batch = batch_of(GROUPS[:1], shaping=levelled)
     (packed,) = batch.packed
     assert packed.members == [0] and not packed.micro_batch.advantages.any()
 
 
 def test_batch_can_look_up_the_group_of_each_of_its_packed_segments() -> None:
-    batch = build(GROUPS, objective=resolve("grpo_kl"), token_budget=12, producing=1)
+    batch = batch_of(GROUPS, "grpo_kl", token_budget=12)
     indices = [
         batch.group_indices(number, np.array([segment]))
         for number, packed in enumerate(batch.packed)
@@ -229,14 +232,8 @@ def cut_off(reward: float, tokens: int = 2) -> Rollout:
 
 def test_truncated_rollout_in_mask_mode_does_not_train_but_counts_in_the_groups_mean_reward() -> None:
     groups = [replace(group(0), rollouts=(rollout(reward=1.0), rollout(reward=0.0), cut_off(0.0), cut_off(0.0)))]
-    make = partial(
-        build,
-        groups,
-        objective=resolve({"preset": "pipelinerl", "adv": {"scale": "none"}}),
-        token_budget=1000,
-        producing=1,
-    )
-    trained, masked = make(), make(truncated=Truncated.MASK)
+    objective = resolve({"preset": "pipelinerl", "adv": {"scale": "none"}})
+    trained, masked = (batch_of(groups, objective, truncated=how) for how in (Truncated.TRAIN, Truncated.MASK))
     assert sum(len(packed.members) for packed in trained.packed) == 4
     assert [packed.members for packed in masked.packed] == [[0, 1]] and masked.learns.tolist() == [
         True,
@@ -258,13 +255,13 @@ def test_truncated_rollout_in_mask_mode_does_not_train_but_counts_in_the_groups_
 
 def test_truncated_rollout_in_mask_mode_is_excluded_by_objectives_that_use_a_critic() -> None:
     groups = [replace(group(0), rollouts=(rollout(reward=1.0), rollout(reward=0.0), cut_off(0.0)))]
-    batch = build(groups, objective=resolve("ppo"), token_budget=1000, producing=1, truncated=Truncated.MASK)
+    batch = batch_of(groups, "ppo", truncated=Truncated.MASK)
     assert batch.scored.valid.tolist() == [True, True, False]
 
 
 def test_batch_of_only_truncated_rollouts_in_mask_mode_has_token_weights_of_zero() -> None:
     groups = [replace(group(0), rollouts=(cut_off(1.0), cut_off(0.0)))]
-    batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, truncated=Truncated.MASK)
+    batch = batch_of(groups, truncated=Truncated.MASK)
     (micro_batch,) = batch.micro_batches
     assert not micro_batch.weights.any() and micro_batch.loss_mask.any()
 
@@ -282,4 +279,7 @@ def test_batch_of_only_truncated_rollouts_in_mask_mode_has_token_weights_of_zero
 def test_group_trains_only_if_an_unmasked_rollout_has_a_nonzero_advantage(
     rollouts: tuple[Rollout, ...], truncated: Truncated, teaches: bool
 ) -> None:
-    assert teacher(resolve("grpo"), {}, truncated)(replace(group(0), rollouts=rollouts)) is teaches
+    assert (
+        teacher(resolve("grpo"), BatchRules(token_budget=1, truncated=truncated))(replace(group(0), rollouts=rollouts))
+        is teaches
+    )

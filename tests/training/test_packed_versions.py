@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipelinerl.training.rollouts.packing import WeightedRollout, pack
+from pipelinerl.training.packing import WeightedRollout, pack
 from tests.fakes.rollouts import rollout
 
 

@@ -1,4 +1,6 @@
-"""The forward passes before a step. Each computes a column, one value per token, if an objective or meter needs it.
+"""The passes beside a step: forward passes before it, and the measurement of the policy's exact entropy.
+
+Each forward pass computes a column, one value per token, if an objective or meter needs it:
 
     old_logprobs   the policy, at the weights that sampled each token or at those from which the step starts; or the
                    sampler's own log-probs, as the recipe chooses
@@ -11,7 +13,7 @@ models, which choose their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, zip_longest
@@ -21,18 +23,15 @@ import numpy as np
 
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.numerics.entropy_probe import EntropyProbe
-from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.streams import Loss
-from pipelinerl.training.rollouts.batch import TrainBatch
-from pipelinerl.training.rollouts.packing import SegmentTable, alone, prefixes
+from pipelinerl.training.batch import TrainBatch
+from pipelinerl.training.finite_check import naming
+from pipelinerl.training.packing import SegmentTable, alone, prefixes
 from pipelinerl.training.weight_history import WeightHistory
 from pipelinerl.types import Rollout
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Bool, Float32, MicroBatch
-
-#: Function that computes one column, for each micro-batch of a step.
-Pass = Callable[[Sequence[MicroBatch]], list[Float32]]
 
 
 class Teacher(Protocol):
@@ -63,27 +62,30 @@ class ForwardPasses:
     old_logprobs: OldLogprobs = OldLogprobs.RECOMPUTE
     history: WeightHistory | None = None
 
-    def plan(
-        self, needs: Iterable[str], batch: TrainBatch | None = None, *, objective: PolicyObjective | None = None
-    ) -> Mapping[str, Pass]:
-        """Return the passes that compute the columns `needs`, by name of the column, in order of execution."""
-        old: dict[OldLogprobs, Pass] = {
-            OldLogprobs.SAMPLING_WEIGHTS: self._at_sampling_weights,
-            OldLogprobs.RECOMPUTE: self.policy.forward,
-            OldLogprobs.BEHAVIOR: lambda batches: [batch.behavior_logprobs for batch in batches],
-        }
-        passes = {"old_logprobs": old[self.old_logprobs]}
-        if batch is not None and batch.losses.others:
-            refers = objective is not None and "ref_logprobs" in objective.passes
-            passes["ref_logprobs"] = lambda batches: self._by_domain(batch, batches, refers=refers)
-        elif self.reference is not None:
-            reference = self.reference
-            passes["ref_logprobs"] = lambda batches: reference.forward(unrouted(batches))
-        if self.critic is not None:
-            critic = self.critic
-            passes["values"] = lambda batches: critic.forward(unrouted(batches))
-        wanted = frozenset(needs)
-        return {name: call for name, call in passes.items() if name in wanted}
+    def completed(self, batch: TrainBatch, needs: AbstractSet[str]) -> TrainBatch:
+        """Return the batch with the columns `needs`, as far as the workers exist.
+
+        Raises NonFiniteStep if a worker's result is not finite.
+        """
+        passes: dict[str, Callable[[TrainBatch], list[Float32]]] = {"old_logprobs": self._old_logprobs}
+        if batch.rules.losses.others:
+            passes["ref_logprobs"] = self._by_domain
+        elif (reference := self.reference) is not None:
+            passes["ref_logprobs"] = lambda batch: reference.forward(unrouted(batch.micro_batches))
+        if (critic := self.critic) is not None:
+            passes["values"] = lambda batch: critic.forward(unrouted(batch.micro_batches))
+        for name, compute in passes.items():
+            if name in needs:
+                with naming(name, batch.orders):
+                    batch = batch.with_columns({name: compute(batch)})
+        return batch
+
+    def _old_logprobs(self, batch: TrainBatch) -> list[Float32]:
+        if self.old_logprobs is OldLogprobs.BEHAVIOR:
+            return [each.behavior_logprobs for each in batch.micro_batches]
+        if self.old_logprobs is OldLogprobs.RECOMPUTE:
+            return self.policy.forward(batch.micro_batches)
+        return self._at_sampling_weights(batch.micro_batches)
 
     def _at_sampling_weights(self, batches: Sequence[MicroBatch]) -> list[Float32]:
         """Return the policy's log-probs [T] at the weights that sampled each token; one pass per version."""
@@ -95,17 +97,16 @@ class ForwardPasses:
             _fill(columns, batches, tokens, partial(self.policy.forward_at, weights=self.history.weights(version)))
         return columns
 
-    def _by_domain(self, batch: TrainBatch, batches: Sequence[MicroBatch], *, refers: bool) -> list[Float32]:
-        """Return log-probs [T] under each domain's reference or teacher; 0 for domains without one.
-
-        `refers` is true if domains that train by RL need the reference's log-probs.
-        """
+    def _by_domain(self, batch: TrainBatch) -> list[Float32]:
+        """Return log-probs [T] under each domain's reference or teacher; 0 for domains without one."""
+        losses, refers = batch.rules.losses, "ref_logprobs" in batch.objective.passes
         taught: dict[int, tuple[Teacher, set[str]]] = {}
         for domain in {group.domain for group in batch.groups}:
-            own = self.teachers.get(domain, self.reference) if batch.losses.of(domain) is Loss.REF_KL else None
-            teacher = self.reference if refers and batch.losses.of(domain) is Loss.RL else own
+            own = self.teachers.get(domain, self.reference) if losses.of(domain) is Loss.REF_KL else None
+            teacher = self.reference if refers and losses.of(domain) is Loss.RL else own
             if teacher is not None:
                 taught.setdefault(id(teacher), (teacher, set()))[1].add(domain)
+        batches = batch.micro_batches
         columns = [np.zeros(each.num_tokens, np.float32) for each in batches]
         domains = [batch.domains_of(number) for number in range(len(batches))]
         for teacher, names in taught.values():
@@ -127,10 +128,10 @@ def _fill(
     """
     touched = [number for number, its in enumerate(tokens) if its.any()]
     parts = [prefixes(batches[number], through=tokens[number]) for number in touched]
-    computed_logprobs = forward([part.micro_batch for part in parts]) if parts else []
-    for number, part, logprobs in zip(touched, parts, computed_logprobs, strict=True):
+    computed_logprobs = forward([micro_batch for micro_batch, _ in parts]) if parts else []
+    for number, (_, kept), logprobs in zip(touched, parts, computed_logprobs, strict=True):
         its: Bool = tokens[number]
-        columns[number][its] = logprobs[its[part.kept]]
+        columns[number][its] = logprobs[its[kept]]
 
 
 def unrouted(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -166,12 +167,12 @@ class MeasuredEntropy:
 class EntropyMeter:
     """Meter of the policy's exact entropy in each step whose version is divisible by `interval_steps` (0: never).
 
-    `kept(version, groups)` returns the numbers of the step's groups, out of 0 to `groups` − 1, that the sample log
-    records; rollouts of these groups are measured first.
+    The `logged_groups` groups that the sample log draws by `seed` are measured first, so that it can show their tokens.
     """
 
     interval_steps: int = 0
-    kept: Callable[[int, int], Sequence[int]] = lambda version, groups: ()
+    seed: int = 0
+    logged_groups: int = 0
 
     def measure(self, policy: Trainer, batch: TrainBatch) -> MeasuredEntropy:
         """Measure the entropy at the current weights, by a backward pass whose gradient is discarded.
@@ -180,35 +181,32 @@ class EntropyMeter:
         """
         if self.interval_steps == 0 or batch.producing % self.interval_steps:
             return MeasuredEntropy()
-        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
         chosen, probe = self._chosen(batch), EntropyProbe()
-        measured_rollouts = [rollouts[row] for row in chosen]
-        micro_batch = alone(measured_rollouts)
+        rollouts = [batch.segments.rollouts[row] for row in chosen]
         try:
-            (measured,) = policy.backward([micro_batch], probe)
+            (measured,) = policy.backward([alone(rollouts)], probe)
         except NonFiniteError:  # the step itself will find the cause and report it
             return MeasuredEntropy()
         finally:
             policy.discard_gradient()
         return MeasuredEntropy(
             figures={EXACT_ENTROPY: measured.loss},
-            of_tokens=dict(zip(chosen, _by_rollout(measured_rollouts, probe.seen), strict=False)),
+            of_tokens=dict(zip(chosen, _by_rollout(rollouts, probe.seen), strict=False)),
         )
 
     def _chosen(self, batch: TrainBatch) -> list[int]:
         """Choose rollouts to measure: up to half from groups in the sample log, the others evenly spaced."""
-        computed = {row for number in range(len(batch.packed)) for row in batch.rollouts_of(number)}
-        members = sorted(computed)
-        count, ends = -(-len(members) // _ONE_IN), np.cumsum([len(group.rollouts) for group in batch.groups]).tolist()
-        kept = (
-            [row for row in range(ends[number] - len(batch.groups[number].rollouts), ends[number]) if row in computed]
-            for number in self.kept(batch.producing, len(batch.groups))
-        )
-        in_turn = (row for row in chain.from_iterable(zip_longest(*kept)) if row is not None)
-        looked_at = list(islice(in_turn, (count + 1) // 2))
-        others = [member for member in members if member not in looked_at]
-        spaced = others[:: -(-len(others) // (count - len(looked_at)))] if count > len(looked_at) else []
-        return sorted(looked_at + spaced)
+        members = sorted({row for number in range(len(batch.packed)) for row in batch.rollouts_of(number)})
+        count = -(-len(members) // _ONE_IN)
+        logged = [
+            [row for row in members if batch.scored.groups[row] == number]
+            for number in batch.drawn(self.seed, self.logged_groups)
+        ]
+        in_turn = (row for row in chain.from_iterable(zip_longest(*logged)) if row is not None)
+        first = list(islice(in_turn, (count + 1) // 2))
+        others = [member for member in members if member not in first]
+        spaced = others[:: -(-len(others) // (count - len(first)))] if count > len(first) else []
+        return sorted(first + spaced)
 
 
 def _by_rollout(rollouts: Sequence[Rollout], seen: Sequence[Float32]) -> list[Float32]:

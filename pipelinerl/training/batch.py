@@ -1,0 +1,406 @@
+"""A step's batch: token weights and advantages on whole groups, then packing into micro-batches.
+
+    build ─▶ packed micro-batches ─▶ forward passes ─▶ `with_advantages` ─▶ `mini_batches` ─▶ backward of each
+
+Advantages that depend only on rewards are computed before packing, so rollouts without gradient need not be packed.
+Other advantages are computed after the forward passes, still on the whole batch. The first epoch trains on the same
+micro-batches as the forward passes. If forward and backward use the same computation, π_θ/π_old therefore starts at
+exactly 1.
+
+In shapes, B is the number of rollouts in the step, and N the number of their sampled tokens, concatenated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_contract.schemas import FinishReason
+from pipelinerl import rng
+from pipelinerl.enums import Truncated
+from pipelinerl.objective.adv import GAE, Credit
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.reward import Parts, RewardShaping, Roles, Scored, TurnReward, Turns
+from pipelinerl.objective.streams import ONE_LOSS, DomainLosses, Loss, with_constants
+from pipelinerl.training.packing import Packed, SegmentTable, WeightedRollout, apart, bins_of, joined, pack
+from pipelinerl.types import Outcome, Rollout, RolloutGroup
+from trainer_contract.types import Float32, MicroBatch
+
+Floats = NDArray[np.float64]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatching:
+    """The number of epochs over a batch, and of mini-batches (optimizer steps) in each.
+
+    A batch ends before its next optimizer step if the KL from π_old exceeds `target_kl`, in nats per token. The random
+    assignment of groups to mini-batches depends only on `seed`, version and epoch.
+    """
+
+    epochs: int = 1
+    mini_batches: int = 1
+    target_kl: float | None = None
+    seed: int = 0
+
+    @property
+    def updates(self) -> int:
+        """The number of optimizer steps of a batch that does not end early."""
+        return self.epochs * self.mini_batches
+
+    def dealt(self, sizes: Sequence[int], *, producing: int, epoch: int) -> list[list[int]]:
+        """Return the groups of each mini-batch in `epoch` (from 0); `sizes` are the groups' tokens to compute."""
+        count = max(1, min(self.mini_batches, sum(size > 0 for size in sizes)))
+        return deal(sizes, count, rng.generator(self.seed, "mini-batches", producing, epoch))
+
+    def exceeded(self, kl: float | None) -> bool:
+        """Return whether the KL from π_old is too large for another optimizer step."""
+        return self.target_kl is not None and kl is not None and kl > self.target_kl
+
+
+def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[list[int]]:
+    """Distribute groups at random to `count` mini-batches; their numbers of groups differ by at most one.
+
+    Each round takes the `count` largest remaining groups and gives one to each mini-batch. The sizes of mini-batches
+    thus differ by at most the largest group. A mini-batch of few long groups is avoided, because each of these groups
+    would have too much weight.
+    """
+    order = sorted(draw.permutation(len(sizes)).tolist(), key=lambda group: -sizes[group])
+    parts: list[list[int]] = [[] for _ in range(count)]
+    for first in range(0, len(order), count):
+        for group, part in zip(order[first : first + count], draw.permutation(count).tolist(), strict=False):
+            parts[part].append(group)
+    return [sorted(part) for part in parts]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRules:
+    """A run's rules for making batches of groups; `shaping` and `losses` are by domain.
+
+    A micro-batch has up to `token_budget` tokens; the trainer computes `width` micro-batches at once.
+    """
+
+    token_budget: int
+    width: int = 1
+    shaping: Mapping[str, RewardShaping] = field(default_factory=dict)
+    truncated: Truncated = Truncated.TRAIN
+    losses: DomainLosses = ONE_LOSS
+    mini_batching: MiniBatching = MiniBatching()
+
+    def masks(self, rollout: Rollout) -> bool:
+        """Return whether the loss excludes the rollout because it ran out of tokens."""
+        return self.truncated is Truncated.MASK and rollout.finish_reason == FinishReason.LENGTH
+
+
+class Portion(NamedTuple):
+    """One mini-batch: the indices of its rollouts to compute, and token weights [B], 0 for rollouts outside it."""
+
+    members: list[int]
+    token_weights: Floats
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """The data of one step, or of one of its mini-batches.
+
+    Attributes:
+        producing: the version that the step produces.
+        streams: [B], each rollout's loss (`Loss.code`); None if all have the run's objective.
+        learns: [B], True if the loss counts the rollout: it has a verdict and is not masked for being truncated.
+        computed: indices of the rollouts that can have a gradient; if none can, of one rollout.
+        segments: the segments of all B rollouts.
+        packed: micro-batches of the segments to compute; their `members` are indices into `segments`.
+        stats: the batch's metrics.
+        number: the mini-batch's number among the planned optimizer steps of its batch, from 0.
+    """
+
+    groups: list[RolloutGroup]
+    rules: BatchRules
+    objective: PolicyObjective
+    producing: int
+    scored: Scored
+    streams: NDArray[np.int32] | None
+    learns: NDArray[np.bool_]
+    computed: list[int]
+    segments: SegmentTable
+    stats: dict[str, float]
+    packed: list[Packed]
+    number: int = 0
+
+    @property
+    def optimizer_steps(self) -> range:
+        """The planned optimizer steps, numbered from 0 in the whole run as if no earlier batch had ended early."""
+        planned = self.rules.mini_batching.updates
+        return range((self.producing - 1) * planned, self.producing * planned)
+
+    @property
+    def orders(self) -> list[int]:
+        """The indices of the controller's orders (requests) for the batch's groups, in the order of the groups."""
+        return [group.index for group in self.groups]
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """The packed micro-batches, with the columns that forward passes have computed so far."""
+        return [packed.micro_batch for packed in self.packed]
+
+    def group_indices(self, number: int, segments: NDArray[np.integer] | None = None) -> list[int]:
+        """Return the sorted indices (`RolloutGroup.index`) of the groups with segments in micro-batch `number`.
+
+        If `segments` is given, only these segments of the micro-batch count.
+        """
+        rollouts = np.array(self.rollouts_of(number))[slice(None) if segments is None else segments]
+        return sorted({self.groups[group].index for group in self.scored.groups[rollouts].tolist()})
+
+    def rollouts_of(self, number: int) -> list[int]:
+        """Return, for each segment of micro-batch `number`, the number of its rollout within the batch."""
+        return [self.segments.owners[member] for member in self.packed[number].members]
+
+    def domains_of(self, number: int) -> list[str]:
+        """Return the domain of each segment of micro-batch `number`."""
+        return [self.groups[self.scored.groups[rollout]].domain for rollout in self.rollouts_of(number)]
+
+    def drawn(self, seed: int, most: int) -> list[int]:
+        """Draw up to `most` of the groups, by number, for the sample log; the choice depends on `seed` and version."""
+        chosen: list[int] = rng.generator(seed, "samples", self.producing).permutation(len(self.groups))[:most].tolist()
+        return chosen
+
+    def with_columns(self, columns: Mapping[str, Sequence[Float32]]) -> TrainBatch:
+        """Return a copy whose micro-batches have these columns, each given as one array [T] per micro-batch."""
+        packed = []
+        for number, (micro_batch, members) in enumerate(self.packed):
+            its: dict[str, Any] = {name: arrays[number] for name, arrays in columns.items()}
+            packed.append(Packed(replace(micro_batch, **its), members))
+        return replace(self, packed=packed)
+
+    def with_advantages(self) -> TrainBatch:
+        """Return a copy with advantages (and a critic's returns), computed from the forward passes' columns."""
+        objective = self.objective
+        columns = {
+            name: self.sampled([getattr(each, name) for each in self.micro_batches]) for name in objective.late_columns
+        }
+        computed = {"advantages": _advantages(objective, self.scored, columns, self.streams)}
+        computed |= objective.grad2.choices(self.scored, columns | computed)
+        if isinstance(objective.adv, GAE):
+            computed["returns"] = objective.adv.returns(self.scored, columns)
+        return self.with_columns({name: self._scattered(column) for name, column in computed.items()})
+
+    def sampled(self, columns: Iterable[Float32 | None], *, missing: float = 0.0) -> Floats:
+        """Gather the values of sampled tokens, [N], from one array [T] per micro-batch; `missing` where unknown."""
+        values = np.full(self.scored.num_tokens, missing)
+        for (micro_batch, members), column in zip(self.packed, columns, strict=True):
+            if column is not None:
+                values[self.segments.rows(members)] = column[micro_batch.loss_mask]
+        return values
+
+    def _scattered(self, values: Floats) -> list[Float32]:
+        columns = []
+        for micro_batch, members in self.packed:
+            column = np.zeros(micro_batch.num_tokens, np.float32)
+            with np.errstate(over="ignore"):  # values that overflow fp32 become infinite; `finite_check` reports them
+                column[micro_batch.loss_mask] = values[self.segments.rows(members)]
+            columns.append(column)
+        return columns
+
+    def portions(self, epoch: int) -> Iterator[Portion]:
+        """Yield the mini-batches of `epoch` (counted from 0) in the order of training."""
+        sizes, groups, losses = [0] * len(self.groups), self.scored.groups, self.rules.losses
+        for row in self.computed:
+            sizes[groups[row]] += self.segments.rollouts[row].num_tokens
+        domains = [self.groups[group].domain for group in groups]
+        for part in self.rules.mini_batching.dealt(sizes, producing=self.producing, epoch=epoch):
+            inside = np.isin(groups, part)
+            weights = losses.token_weights(
+                self.objective.agg, domains, lengths=self.scored.lengths, groups=groups, valid=self.learns & inside
+            )
+            yield Portion([row for row in self.computed if inside[row]], weights)
+
+    def packed_with(self, advantages: Sequence[Floats]) -> TrainBatch:
+        """Pack the mini-batches of the first epoch; `advantages` has one array per rollout."""
+        packed = []
+        for rows, weights in self.portions(0):
+            weighted = [
+                WeightedRollout(
+                    rollout=self.segments.rollouts[row],
+                    advantages=advantages[row],
+                    token_weight=float(weights[row]),
+                    stream=None if self.streams is None else int(self.streams[row]),
+                )
+                for row in rows
+            ]
+            numbers = [number for row in rows for number in self.segments.of_rollout(row)]
+            made = pack(
+                weighted,
+                token_budget=self.rules.token_budget,
+                width=self.rules.width,
+                whole=self.objective.reads_whole_rollouts,
+            )
+            packed += [Packed(micro_batch, [numbers[place] for place in places]) for micro_batch, places in made]
+        return replace(self, packed=packed)
+
+    def mini_batches(self) -> Iterator[TrainBatch]:
+        """Yield the mini-batch of each optimizer step, epoch after epoch; `packed` must have all forward columns."""
+        computed: dict[int, MicroBatch] = {}
+        for epoch in range(self.rules.mini_batching.epochs):
+            if epoch == 1:
+                for micro_batch, members in self.packed:
+                    computed |= zip(members, apart(micro_batch), strict=True)
+            for number, portion in enumerate(self.portions(epoch), start=epoch * self.rules.mini_batching.mini_batches):
+                if epoch == 0:
+                    its = set(portion.members)
+                    packed = [each for each in self.packed if self.segments.owners[each.members[0]] in its]
+                else:
+                    packed = self._repacked(portion, computed)
+                yield replace(self, packed=packed, number=number)
+
+    def _repacked(self, portion: Portion, computed: Mapping[int, MicroBatch]) -> list[Packed]:
+        numbers = [number for rollout in portion.members for number in self.segments.of_rollout(rollout)]
+        owners = [self.segments.owners[number] for number in numbers]
+        bins = bins_of(
+            [computed[number].num_tokens for number in numbers],
+            self.scored.groups[owners].tolist(),
+            owners,
+            token_budget=self.rules.token_budget,
+            width=self.rules.width,
+            whole=self.objective.reads_whole_rollouts,
+        )
+        packed = []
+        for places in bins:
+            its = [owners[place] for place in places]
+            segments, weights = [computed[numbers[place]] for place in places], portion.token_weights[its].tolist()
+            packed.append(
+                Packed(joined(segments, token_weights=weights, owners=its), [numbers[place] for place in places])
+            )
+        return packed
+
+
+def build(
+    groups: Sequence[RolloutGroup],
+    rules: BatchRules,
+    *,
+    objective: PolicyObjective,
+    producing: int,
+    baselines: Mapping[str, float] = MappingProxyType({}),
+) -> TrainBatch:
+    """Weight and pack the rollouts of `groups` for the step that produces version `producing`.
+
+    `baselines` are the current average rewards by role. A rollout whose gradient is certainly 0 has weights but is not
+    packed. If this holds for all rollouts, one of them is packed nevertheless.
+
+    A truncated rollout that is masked still counts in its group's mean and deviation, as in DAPO, which masks only the
+    loss; otherwise finishing an answer would not be rewarded. It does not count in the denominators of token weights.
+    Advantages that need forward passes' columns exclude it, because it gets no forward pass.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    domains = [group.domain for group in groups for _ in group.rollouts]
+    lengths = np.array([rollout.num_sampled_tokens for rollout in rollouts])
+    valid = np.array([rollout.verdict.outcome.is_judgement for rollout in rollouts]) & (lengths > 0)
+    learns = valid & ~np.array([rules.masks(rollout) for rollout in rollouts])
+    streams = rules.losses.codes(domains)
+    rewarded = valid if streams is None else valid & (streams == Loss.RL.code)
+    late = bool(objective.late_columns)
+    given = Scored(
+        rewards=np.array([rollout.verdict.reward for rollout in rollouts], np.float64),
+        groups=np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups]),
+        lengths=lengths,
+        valid=valid,
+    )
+    with np.errstate(invalid="ignore"):
+        rewards = _shaped(given, np.array(domains), rules.shaping)
+    scored = replace(
+        given,
+        rewards=rewards,
+        valid=learns & rewarded if late else rewarded,
+        turns=_turns(rollouts) if objective.adv.credit is Credit.TURNS else None,
+        parts=_parts(groups, rules.shaping, rewards) if objective.adv.needs_parts else None,
+        roles=Roles(_roles(groups), baselines) if objective.adv.state else None,
+    )
+    with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` reports rewards that are not finite
+        advantages = np.zeros(scored.num_tokens) if late else _advantages(objective, scored, {}, streams)
+    by_rollout = np.split(advantages, np.cumsum(lengths)[:-1])
+    taught = np.array([late or not objective.zero_advantage_is_idle or part.any() for part in by_rollout]) | ~rewarded
+    computed = (
+        np.flatnonzero(learns & taught).tolist() or np.flatnonzero(learns if learns.any() else valid)[:1].tolist()
+    )
+    batch = TrainBatch(
+        groups=list(groups),
+        rules=rules,
+        objective=objective,
+        producing=producing,
+        scored=scored,
+        streams=streams,
+        learns=learns,
+        computed=computed,
+        segments=SegmentTable.of(rollouts),
+        stats=_stats(rollouts, producing=producing, rewards=given.rewards[valid], lengths=lengths)
+        | {"masked": float((valid & ~learns).mean()), "idle_fraction": 1 - len(computed) / len(rollouts)},
+        packed=[],
+    )
+    return batch.packed_with(by_rollout)
+
+
+def _advantages(
+    objective: PolicyObjective, scored: Scored, columns: Mapping[str, Floats], streams: NDArray[np.int32] | None
+) -> Floats:
+    advantages = objective.adv.advantages(scored, columns)
+    return advantages if streams is None else with_constants(advantages, np.repeat(streams, scored.lengths))
+
+
+def _shaped(scored: Scored, domains: NDArray[np.str_], shaping: Mapping[str, RewardShaping]) -> Floats:
+    rewards = scored.rewards.copy()
+    for domain, how in shaping.items():
+        its = domains == domain
+        if its.any():
+            rewards[its] = how.apply(
+                rewards=rewards[its], groups=scored.groups[its], lengths=scored.lengths[its], valid=scored.valid[its]
+            )
+    return rewards
+
+
+def _turns(rollouts: Sequence[Rollout]) -> Turns:
+    return Turns.of(
+        [[TurnReward(len(turn.token_ids), turn.reward, turn.agent) for turn in one.turns] for one in rollouts]
+    )
+
+
+def _roles(groups: Sequence[RolloutGroup]) -> list[str]:
+    return [
+        f"{group.domain}/{turn.agent}" if turn.agent else group.domain
+        for group in groups
+        for rollout in group.rollouts
+        for turn in rollout.turns
+    ]
+
+
+def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping], rewards: Floats) -> Parts:
+    ways = [(rollout, shaping.get(group.domain, RewardShaping())) for group in groups for rollout in group.rollouts]
+    return Parts.of([how.parts(rollout.verdict.parts) for rollout, how in ways], rewards)
+
+
+def _stats(
+    rollouts: Sequence[Rollout], *, producing: int, rewards: Floats, lengths: NDArray[np.intp]
+) -> dict[str, float]:
+    staleness = np.array([producing - rollout.oldest_version for rollout in rollouts])
+    mixed = np.array([rollout.oldest_version != rollout.newest_version for rollout in rollouts])
+    right = sum(rollout.verdict.outcome is Outcome.CORRECT for rollout in rollouts)
+    return {
+        "rollouts": float(len(rollouts)),
+        "reward": float(rewards.mean()) if rewards.size else 0.0,
+        "accuracy": right / max(1, rewards.size),
+        "tokens": float(sum(rollout.num_tokens for rollout in rollouts)),
+        "sampled_tokens": float(lengths.sum()),
+        "length_mean": float(lengths.mean()),
+        "length_p95": float(np.percentile(lengths, 95)),
+        "length_max": float(lengths.max()),
+        "truncated": float(np.mean([rollout.finish_reason == FinishReason.LENGTH for rollout in rollouts])),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": float(staleness.max()),
+        "mixed_version_fraction": float(mixed.mean()),
+        "unjudged": float(len(rollouts) - rewards.size),
+    }

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final, final
 
 from msgspec.structs import replace
@@ -54,7 +53,7 @@ from pipelinerl.streams.records import decode_order, encode_group
 from pipelinerl.streams.stream import DeadLetters, Entry, Stream
 from pipelinerl.system.background import raise_if_cancelled
 from pipelinerl.system.references import last_line
-from pipelinerl.types import Answered, Outcome, PromptOrder, Purpose, RolloutGroup, Verdict
+from pipelinerl.types import Outcome, PromptOrder, Purpose, RolloutGroup, Verdict
 from pipelinerl.verifiers.group_filter import GroupFilter, refusal_of
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, failed, shown
 
@@ -127,13 +126,6 @@ class GroupLimiter:
 
 
 @final
-@dataclass(slots=True)
-class _UnderWay:
-    claimed: float
-    sampled: float = 0.0
-    engine: str = ""
-
-
 @final
 class StageLog:
     """Recorder of the times at which some training groups (one in four) are claimed, sampled and verified."""
@@ -141,36 +133,31 @@ class StageLog:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         """Create a log. `clock` returns Unix seconds, so that times from different machines can be compared."""
         self._clock = clock
-        self._under_way: dict[str, _UnderWay] = {}
+        self._claimed: dict[str, float] = {}
         self._ended: list[GroupStages] = []
 
     @contextmanager
     def claimed(self, order: PromptOrder) -> Iterator[None]:
         """Record times of an order during the `with` block; at its end, drop them unless the group was verified."""
         if order.purpose is Purpose.TRAINING and order.seed % _ONE_IN == 0:
-            self._under_way[order.order_id] = _UnderWay(self._clock())
+            self._claimed[order.order_id] = self._clock()
         try:
             yield
         finally:
-            self._under_way.pop(order.order_id, None)
+            self._claimed.pop(order.order_id, None)
 
-    def sampled(self, order: PromptOrder, engine: str) -> None:
-        """Record that sampling ended now, at this engine (base URL); a later call for the same order replaces this."""
-        if (stages := self._under_way.get(order.order_id)) is not None:
-            stages.sampled, stages.engine = self._clock(), engine
-
-    def verified(self, order: PromptOrder, spans: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Record that all samples have verdicts; `spans` are the (version, number of tokens) pairs of each sample."""
-        stages = self._under_way.get(order.order_id)
-        if stages is not None and len(self._ended) < _MOST_STAGES:
-            longest = max(spans, key=lambda each: sum(tokens for _, tokens in each), default=())
+    def verified(self, order: PromptOrder, progress: GroupProgress) -> None:
+        """Record that all samples have verdicts now."""
+        claimed = self._claimed.get(order.order_id)
+        if claimed is not None and len(self._ended) < _MOST_STAGES:
+            longest = max(progress.spans, key=lambda each: sum(tokens for _, tokens in each), default=())
             self._ended.append(
                 GroupStages(
                     index=order.index,
-                    claimed=stages.claimed,
-                    sampled=stages.sampled,
+                    claimed=claimed,
+                    sampled=progress.sampled_at,
                     verified=self._clock(),
-                    engine=stages.engine,
+                    engine=progress.engine,
                     spans=[(version, tokens) for version, tokens in longest[:_MOST_STAGE_SPANS]],
                 )
             )
@@ -355,14 +342,13 @@ class Actor:
 
         Evaluations never become too old.
         """
-        maker = self._maker_of(order.problem.domain)
         if order.purpose is not Purpose.TRAINING:
-            return await maker.make(order, self._progress(order, lambda: None))
+            return await self._made(order, lambda: None)
         held = Held(asyncio.timeout(None))
         try:
             async with held.scope:
                 with self._freshness.watched(held):
-                    return await maker.make(order, self._progress(order, held.begin))
+                    return await self._made(order, held.begin)
         except TimeoutError:
             if held.given_up is None:
                 raise
@@ -397,35 +383,25 @@ class Actor:
         self._filter_tally.note(_FILTER, [judgement])
         return refusal_of(judgement.verdict)
 
-    def _progress(self, order: PromptOrder, begun: Callable[[], None]) -> GroupProgress:
-        domain = order.problem.domain
-
-        def handed_over(answered: Answered) -> None:
-            if answered.tokens_kept or answered.tokens_resampled:
+    async def _made(self, order: PromptOrder, begun: Callable[[], None]) -> Sequence[MadeRollout]:
+        """Make the group, and report its progress, even if it fails."""
+        progress = GroupProgress(begun)
+        try:
+            return await self._maker_of(order.problem.domain).make(order, progress)
+        finally:
+            self._resampled += progress.resampled
+            kept, resampled = progress.tokens_kept, progress.tokens_resampled
+            if kept or resampled:
                 self._report(
                     GroupHandedOver(
-                        order_id=order.order_id,
-                        index=order.index,
-                        tokens_kept=answered.tokens_kept,
-                        tokens_resampled=answered.tokens_resampled,
+                        order_id=order.order_id, index=order.index, tokens_kept=kept, tokens_resampled=resampled
                     )
                 )
-
-        def resampled(samples: int) -> None:
-            self._resampled += samples
-
-        def judged(judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
-            self._tally.note(domain, judgements)
-            self._stages.verified(order, spans)
-
-        return GroupProgress(
-            begun=begun,
-            handed_over=handed_over,
-            resampled=resampled,
-            sampled=partial(self._stages.sampled, order),
-            judged=judged,
-            played=partial(self._tally.note_episode, domain),
-        )
+            for calls, environment_s in progress.episodes:
+                self._tally.note_episode(order.problem.domain, calls, environment_s)
+            if progress.judgements:
+                self._tally.note(order.problem.domain, progress.judgements)
+                self._stages.verified(order, progress)
 
     async def _flush(self, partition: RolloutWriter) -> None:
         outbox = self._outbox

@@ -123,16 +123,13 @@ class Episodes:
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
         """Play G episodes concurrently; return the rollouts of those in which the model answered at least once."""
-        started = _from_first_turn(progress)
-        played = await run_together(self.play(order, sample, started) for sample in range(order.sampling.num_samples))
+        played = await run_together(self.play(order, sample, progress) for sample in range(order.sampling.num_samples))
         answered_episodes = [each for each in played if each.episode.last is not None]
-        progress.judged(
-            [each.judgement for each in played if each.is_counted],
-            [
-                [(span.model_version, span.num_tokens) for turn in each.episode.turns for span in turn.turn.spans]
-                for each in answered_episodes
-            ],
-        )
+        progress.judgements = [each.judgement for each in played if each.is_counted]
+        progress.spans = [
+            [(span.model_version, span.num_tokens) for turn in each.episode.turns for span in turn.turn.spans]
+            for each in answered_episodes
+        ]
         if not answered_episodes:
             reason = played[0].judgement.verdict.reason
             raise PipelineError(f"{order.order_id}: the model answered in no episode; the first: {reason}")
@@ -176,7 +173,7 @@ class Episodes:
         self._warn_of_overridden(order.problem.domain, episode)
         self._warn_of_segments(order.problem.domain, episode)
         self._warn_of_abandoned(order.problem.domain, episode)
-        progress.played(episode.calls, max(0.0, time.monotonic() - began - episode.sampling_s))
+        progress.episodes.append((episode.calls, max(0.0, time.monotonic() - began - episode.sampling_s)))
         if episode.calls.offered:
             self._warn_without_calls(order.problem.domain, episode)
         if ended is None:
@@ -242,36 +239,20 @@ class Episodes:
             for attempt in range(self._attempts):
                 again = request.model_copy(update={"seed": ((request.seed or 0) + attempt) % 2**63})
                 answered = await self._sampler.complete(
-                    again, begun=progress.begun, engine=order.engine, near=near, on_text=on_text
+                    again, begun=progress.begin, engine=order.engine, near=near, on_text=on_text
                 )
-                progress.handed_over(answered)
+                progress.hand_over(answered)
                 near = answered.url
                 if answered.completion.choices[0].finish_reason is not FinishReason.ABORT:
-                    progress.sampled(answered.url)
+                    progress.end_sampling(answered.url)
                     return answered.completion
-                progress.resampled(1)
+                progress.resampled += 1
             raise PipelineError(
                 f"weight updates aborted a turn in each of {self._attempts} attempts; raise j, or use "
                 "on_update = continue"
             )
 
         return sample
-
-
-def _from_first_turn(progress: GroupProgress) -> GroupProgress:
-    """Return callbacks like `progress`, but `begun` has no effect once a turn was sampled: the group has begun then."""
-    has_turn = False
-
-    def begun() -> None:
-        if not has_turn:
-            progress.begun()
-
-    def sampled(engine: str) -> None:
-        nonlocal has_turn
-        has_turn = True
-        progress.sampled(engine)
-
-    return replace(progress, begun=begun, sampled=sampled)
 
 
 async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, domain: EpisodeDomain) -> Verdict:

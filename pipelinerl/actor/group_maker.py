@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, final
 
 from inference_contract.schemas import ChatCompletionRequest
@@ -41,30 +42,44 @@ class MadeRollout:
     text: str
 
 
-def _ignore(*_: object) -> None:
-    pass
-
-
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class GroupProgress:
-    """Callbacks to the actor while a group is made; outside of an actor, every event is ignored.
+    """What happened while a group was made; the maker fills it in, and the actor reports it, even after an error.
 
     Attributes:
-        begun: a request is sent that samples the group from its first token.
-        handed_over: an answer is complete; `Answered` also counts its tokens from engines that failed or left.
-        resampled: a weight update aborted this number of samples, which will be sampled again.
-        sampled: sampling ended at this engine (base URL). Episodes report this per turn; the last report counts.
-        judged: the samples have these verdicts and, per sample, these spans: (version, number of tokens) pairs.
-        played: an episode has ended, with these tool calls and this number of seconds spent outside the model.
+        on_begun: called before each request that samples the group from its first token.
+        tokens_kept, tokens_resampled: tokens from engines that failed or left, as `Answered` counts them.
+        resampled: the number of samples that weight updates aborted.
+        engine, sampled_at: where (base URL) and when (Unix seconds) sampling ended; the last turn of episodes counts.
+        judgements: the verdicts of the samples.
+        spans: for each sample, its (version, number of tokens) pairs.
+        episodes: the tool calls of each episode that ended, and its seconds outside the model.
     """
 
-    begun: Callable[[], None] = _ignore
-    handed_over: Callable[[Answered], None] = _ignore
-    resampled: Callable[[int], None] = _ignore
-    sampled: Callable[[str], None] = _ignore
-    judged: Callable[[Sequence[Judgement], Sequence[Sequence[tuple[int, int]]]], None] = _ignore
-    played: Callable[[ToolCalls, float], None] = _ignore
+    on_begun: Callable[[], None] = lambda: None
+    tokens_kept: int = 0
+    tokens_resampled: int = 0
+    resampled: int = 0
+    engine: str = ""
+    sampled_at: float = 0.0
+    judgements: Sequence[Judgement] = ()
+    spans: Sequence[Sequence[tuple[int, int]]] = ()
+    episodes: list[tuple[ToolCalls, float]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Call `on_begun`, unless a turn was sampled already: the group has begun then."""
+        if not self.engine:
+            self.on_begun()
+
+    def hand_over(self, answered: Answered) -> None:
+        """Count the tokens of an answer that came from engines that failed or left."""
+        self.tokens_kept += answered.tokens_kept
+        self.tokens_resampled += answered.tokens_resampled
+
+    def end_sampling(self, engine: str) -> None:
+        """Record that sampling ended now, at this engine."""
+        self.engine, self.sampled_at = engine, time.time()
 
 
 class GroupMaker(Protocol):

@@ -42,25 +42,25 @@ class SingleTurn:
         sampled: list[tuple[ChatCompletion, Choice]] = []
         for attempt in range(self._attempts):
             request = chat_request(order, here=len(sampled), attempt=attempt, replay=self._replay)
-            answered = await self._sampler.complete(request, begun=progress.begun, engine=order.engine)
-            progress.handed_over(answered)
+            answered = await self._sampler.complete(request, begun=progress.begin, engine=order.engine)
+            progress.hand_over(answered)
             choices = answered.completion.choices
             sampled += [(answered.completion, choice) for choice in choices if choice.finish_reason != "abort"]
             if len(sampled) == order.sampling.num_samples:
                 break
-            progress.resampled(order.sampling.num_samples - len(sampled))
+            progress.resampled += order.sampling.num_samples - len(sampled)
         else:
             raise PipelineError(
                 f"{order.order_id}: weight updates aborted its samples in each of {self._attempts} attempts; "
                 "raise j, or use on_update = continue"
             )
-        progress.sampled(answered.url)
+        progress.end_sampling(answered.url)
         answers = [
             SampledAnswer(choice.message.content, choice.token_ids or (), choice.finish_reason.value)
             for _, choice in sampled
         ]
         judgements = await judged(verifier, order.problem, answers)
-        progress.judged(judgements, [choice.version_spans or () for _, choice in sampled])
+        progress.judgements, progress.spans = judgements, [choice.version_spans or () for _, choice in sampled]
         verified = [
             Answer(completion, choice, judgement.verdict)
             for (completion, choice), judgement in zip(sampled, judgements, strict=True)

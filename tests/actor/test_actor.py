@@ -606,15 +606,14 @@ def stage_log() -> StageLog:
 
 def trace(log: StageLog, traced: PromptOrder, *spans: list[tuple[int, int]]) -> None:
     with log.claimed(traced):
-        log.sampled(traced, "http://a")
-        log.verified(traced, spans or [[(0, 1)]])
+        log.verified(traced, GroupProgress(engine="http://a", sampled_at=1.5, spans=spans or [[(0, 1)]]))
 
 
 def test_traced_group_is_reported_once_with_the_version_spans_of_its_longest_answer() -> None:
     log = stage_log()
     trace(log, replace(order(7), seed=4), [(0, 1)], [(0, 2), (1, 3)])
     (stages,) = log.take()
-    assert (stages.index, stages.claimed, stages.sampled, stages.verified) == (7, 1.0, 2.0, 3.0)
+    assert (stages.index, stages.claimed, stages.sampled, stages.verified) == (7, 1.0, 1.5, 2.0)
     assert (stages.engine, stages.spans) == ("http://a", [(0, 2), (1, 3)])
     assert log.take() == []
 
@@ -643,8 +642,7 @@ def test_group_that_fails_is_not_in_the_stage_log() -> None:
     log, failing = stage_log(), replace(order(1), seed=4)
     with contextlib.suppress(ValueError), log.claimed(failing):
         raise ValueError
-    log.sampled(failing, "http://a")
-    log.verified(failing, [[(0, 1)]])
+    log.verified(failing, GroupProgress(engine="http://a", spans=[[(0, 1)]]))
     assert log.take() == []
 
 

@@ -22,7 +22,7 @@ from pipelinerl.environments.host_pool import EpisodeEnd, EpisodeHosts
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.roles.episodes import places_of
 from pipelinerl.types import ROOT, Outcome, Problem, Verdict
-from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, PerAnswerVerifier, correct, wrong
+from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, correct, wrong
 from pipelinerl.verifiers.worker_pool import num_cores
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.patience import PATIENCE_S
@@ -221,21 +221,11 @@ async def test_branching_episode_becomes_a_rollout_of_several_segments(
     assert caplog.text.count("needs several segments (history_differs)") == 1
 
 
-async def test_group_age_counts_from_the_first_turn_of_its_episodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without `_from_first_turn`, which the test removes as a counter-check, each turn sets the age back to zero."""
-
-    async def times_begun() -> int:
-        begun: list[None] = []
-        async with episodes(tmp_path, "three", TalkingSampler(second_is_right)) as maker:
-            (made,) = await maker.make(order(), GroupProgress(begun=lambda: begun.append(None)))
-        assert len(made.rollout.turns) == 2
-        return len(begun)
-
-    assert await times_begun() == 1
-    monkeypatch.setattr("pipelinerl.actor.episodes._from_first_turn", lambda progress: progress)
-    assert await times_begun() == 2
+async def test_group_age_counts_from_the_first_turn_of_its_episodes(tmp_path: Path) -> None:
+    begun: list[None] = []
+    async with episodes(tmp_path, "three", TalkingSampler(second_is_right)) as maker:
+        (made,) = await maker.make(order(), GroupProgress(lambda: begun.append(None)))
+    assert (len(made.rollout.turns), len(begun)) == (2, 1)
 
 
 async def test_episode_that_returns_no_reward_is_judged_by_the_verifier_of_its_domain(tmp_path: Path) -> None:
@@ -251,12 +241,11 @@ async def test_episode_that_exceeds_its_time_limit_has_outcome_timeout(name: str
 
 
 async def test_rewarded_episode_without_an_answer_counts_as_a_failure(tmp_path: Path) -> None:
-    judged: list[Judgement] = []
-    progress = GroupProgress(judged=lambda judgements, spans: judged.extend(judgements))
+    progress = GroupProgress()
     async with episodes(tmp_path, "asks_nothing", TalkingSampler()) as maker:
         with pytest.raises(PipelineError, match="the environment never asked the model"):
             await maker.make(order(), progress)
-    assert [each.verdict.outcome for each in judged] == [Outcome.VERIFIER_ERROR]
+    assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
 
 
 async def test_actor_warns_of_answers_that_do_not_train_because_their_request_was_repeated(
@@ -273,12 +262,11 @@ async def test_episode_is_restarted_once_if_its_host_process_dies(tmp_path: Path
 
 
 async def test_death_of_a_host_process_with_several_episodes_counts_as_one_verifier_error(tmp_path: Path) -> None:
-    judged: list[Judgement] = []
-    progress = GroupProgress(judged=lambda judgements, spans: judged.extend(judgements))
+    progress = GroupProgress()
     async with episodes(tmp_path, "all_die", TalkingSampler(second_is_right)) as maker:
         with pytest.raises(PipelineError, match="the process that played this episode is gone: it ended with status 1"):
             await maker.make(order(samples=4), progress)
-    assert [each.verdict.outcome for each in judged] == [Outcome.VERIFIER_ERROR]
+    assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
 
 
 async def test_host_process_whose_connection_is_closed_gets_no_further_episode(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import final
 
 import pytest
@@ -189,9 +188,11 @@ async def test_agents_tool_with_the_name_of_a_recipes_tool_is_rejected() -> None
 
 async def test_tool_calls_are_counted_as_parsed_or_malformed() -> None:
     tally = VerifierTally()
-    progress = GroupProgress(played=partial(tally.note_episode, "talk"))
+    progress = GroupProgress()
     broken = call(text="ab").replace("}}", "}")
     await played([call(text="ab") + call(text="bad"), broken, "AB"], episodes=2, progress=progress)
+    for calls, environment_s in progress.episodes:
+        tally.note_episode("talk", calls, environment_s)
     figures = tally.by_domain["talk"]
     assert (figures.tool_episodes, figures.calls_parsed, figures.calls_malformed) == (2, 2, 1)
     assert (figures.episodes, figures.tool_errors) == (2, 1) and 0 <= figures.environment_s < PATIENCE_S

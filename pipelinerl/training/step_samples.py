@@ -68,9 +68,9 @@ class StepSamples:
 
     def __init__(self, log: SampleLog, decode: Decode, *, seed: int, groups_per_step: int) -> None:
         self.log = log
-        self._decode = decode
-        self._seed = seed
-        self._groups_per_step = groups_per_step
+        self.decode = decode
+        self.seed = seed
+        self.groups_per_step = groups_per_step
         self._texts: dict[int, str] = {}
         self._filtered: Counter[str] = Counter()
         self._example: tuple[RolloutGroup, str] | None = None
@@ -87,7 +87,7 @@ class StepSamples:
         results = _results(accumulated)
         picked = [
             (batch.groups[number], [results(row) for row in np.flatnonzero(batch.scored.groups == number).tolist()])
-            for number in sorted(batch.drawn(self._seed, self._groups_per_step))
+            for number in sorted(batch.drawn(self.seed, self.groups_per_step))
         ]
         counts, example = dict(self._filtered), self._example
         self._filtered, self._example = Counter(), None
@@ -123,7 +123,7 @@ class StepSamples:
             domain=group.domain,
             problem_id=group.problem.problem_id,
             tags=group.problem.tags[:MOST_OF_A_GROUP],
-            prompt=self._decode(context),
+            prompt=self.decode(context),
             prompt_tokens=self._tokens(context),
             ground_truth=group.problem.ground_truth,
             answers=tuple(
@@ -140,7 +140,7 @@ class StepSamples:
         token_ids: list[int] = np.concatenate(tokens).tolist()
         has_turns = bool(later) or not np.array_equal(first.context_token_ids, prompt)
         return AnswerRecord(
-            text=self._decode(token_ids),
+            text=self.decode(token_ids),
             outcome=verdict.outcome.value,
             reward=_finite(verdict.reward) if verdict.outcome.is_judgement else None,
             reason=without_secrets(verdict.reason),
@@ -163,12 +163,12 @@ class StepSamples:
         segment_of = {turn: number for number, each in enumerate(rollout.segments, 1) for turn in each.trained}
 
         def context(ids: NDArray[np.int32]) -> str:
-            return "" if np.array_equal(ids, prompt) else self._decode(ids.tolist())
+            return "" if np.array_equal(ids, prompt) else self.decode(ids.tolist())
 
         return tuple(
             TurnRecord(
                 context=context(turn.context_token_ids),
-                text=self._decode(turn.token_ids.tolist()),
+                text=self.decode(turn.token_ids.tolist()),
                 agent=turn.agent,
                 length=len(turn.token_ids),
                 reward=turn.reward,
@@ -209,7 +209,7 @@ class StepSamples:
     def _text(self, token_id: int) -> str:
         text = self._texts.get(token_id)
         if text is None:
-            text = self._decode([token_id]).encode(errors="replace").decode()
+            text = self.decode([token_id]).encode(errors="replace").decode()
             if len(self._texts) < _MOST_TEXTS:
                 self._texts[token_id] = text
         return text

@@ -15,6 +15,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.trainer_role import loop_settings, publisher_of, samples_of
+from pipelinerl.roles.wiring import batch_rules_of
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.grace import Grace
@@ -54,8 +55,8 @@ def test_sample_log_gets_groups_per_step_and_seed_from_the_recipe_and_can_be_dis
 
 
 def test_truncated_rollouts_train_or_are_masked_as_the_recipe_says() -> None:
-    assert loop_settings(load("tiny")).truncated is Truncated.TRAIN
-    assert loop_settings(load("tiny", ["training.truncated=mask"])).truncated is Truncated.MASK
+    assert batch_rules_of(load("tiny"), width=1).truncated is Truncated.TRAIN
+    assert batch_rules_of(load("tiny", ["training.truncated=mask"]), width=1).truncated is Truncated.MASK
 
 
 @pytest.mark.parametrize(

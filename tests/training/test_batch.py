@@ -116,19 +116,6 @@ def test_leaving_out_rollouts_without_gradient_changes_neither_the_loss_nor_the_
     np.testing.assert_allclose(table, whole_table, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("token_budget", [1, 12, 30])
-def test_gradient_does_not_depend_on_the_token_budget_of_micro_batches(token_budget: int, model: Path) -> None:
-    objective = resolve("grpo")
-    wide = batch_of(GROUPS, objective)
-    narrow = batch_of(GROUPS, objective, token_budget=token_budget)
-    assert len(narrow.micro_batches) > len(wide.micro_batches)
-    (loss, table, _), (wide_loss, wide_table, _) = (
-        step(model, batch.micro_batches, objective) for batch in (narrow, wide)
-    )
-    assert loss == pytest.approx(wide_loss, abs=1e-7)
-    np.testing.assert_allclose(table, wide_table, rtol=0, atol=1e-6)
-
-
 def test_objective_with_a_kl_penalty_trains_on_rollouts_whose_advantage_is_zero() -> None:
     """A KL penalty has a gradient for tokens whose advantage is zero too."""
     penalised = resolve({"preset": "grpo", "grad2": "kl"})
@@ -212,18 +199,6 @@ def test_batch_without_any_nonzero_advantage_still_packs_one_rollout() -> None:
     batch = batch_of(GROUPS[:1], shaping=levelled)
     (packed,) = batch.packed
     assert packed.members == [0] and not packed.micro_batch.advantages.any()
-
-
-def test_batch_can_look_up_the_group_of_each_of_its_packed_segments() -> None:
-    batch = batch_of(GROUPS, "grpo_kl", token_budget=12)
-    indices = [
-        batch.group_indices(number, np.array([segment]))
-        for number, packed in enumerate(batch.packed)
-        for segment in range(packed.micro_batch.num_segments)
-    ]
-    members = [member for packed in batch.packed for member in packed.members]
-    assert sorted(members) == [number for number in range(12) if number != 10]
-    assert indices == [[member // 3] for member in members]
 
 
 def cut_off(reward: float, tokens: int = 2) -> Rollout:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,34 +80,43 @@ class World:
         )
 
 
-@asynccontextmanager
-async def world(tmp_path: Path, *, engine_seed: int = 0) -> AsyncIterator[World]:
+def served(path: Path, *, seed: int) -> AbstractContextManager[str]:
+    """Serve an engine whose weights are drawn from `seed`."""
+    engine = bigram_engine.from_options(
+        EngineOptions(model_path=model(path, seed=seed), model_id="bigram", slots=8, max_waiting=64, context_length=64)
+    )
+    return in_thread(create_app(engine, token=None))
+
+
+@pytest.fixture(scope="module")
+def equal_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(tmp_path_factory.mktemp("engine"), seed=0) as url:
+        yield url
+
+
+@pytest.fixture
+async def made(equal_engine: str, tmp_path: Path) -> AsyncIterator[World]:
+    """Return a trainer and an engine with equal weights."""
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=model(tmp_path / "trainer", seed=0)))
-    served = model(tmp_path / "engine", seed=engine_seed)
-    engine = bigram_engine.from_options(
-        EngineOptions(model_path=served, model_id="bigram", slots=8, max_waiting=64, context_length=64)
-    )
-    with in_thread(create_app(engine, token=None)) as url:
-        async with EngineClient() as client:
-            yield World(url, client, trainer)
+    async with EngineClient() as client:
+        yield World(equal_engine, client, trainer)
 
 
 async def test_canary_check_accepts_an_engine_with_equal_weights_and_reports_the_deviation_of_other_weights(
-    tmp_path: Path,
+    made: World, tmp_path: Path
 ) -> None:
-    async with world(tmp_path / "same") as same:
-        findings = await same.findings()
-        assert findings.worst[same.url] < 1e-5 and not findings.mismatched and not findings.failed
-    async with world(tmp_path / "other", engine_seed=1) as other:
-        (reason,) = (await other.findings()).mismatched.values()
+    findings = await made.findings()
+    assert findings.worst[made.url] < 1e-5 and not findings.mismatched and not findings.failed
+    with served(tmp_path / "other", seed=1) as url:
+        (reason,) = (await World(url, made.client, made.trainer).findings()).mismatched.values()
         assert reason.startswith("log-probs of ") and "within 0.0001 nats of the trainer's" in reason
         assert "inf" not in reason and "the worst is" in reason
 
 
 @pytest.mark.parametrize(("off", "is_proven"), [(0.25, True), (0.35, False)])
 async def test_canary_check_passes_an_int8_engine_only_if_its_mean_logprob_deviation_is_within_a_limit(
-    tmp_path: Path, off: float, is_proven: bool
+    made: World, off: float, is_proven: bool
 ) -> None:
     """The engine's log-probs of all tokens deviate from the trainer's by the same amount, `off`."""
 
@@ -119,8 +128,7 @@ async def test_canary_check_passes_an_int8_engine_only_if_its_mean_logprob_devia
         return completion.model_copy(update={"choices": choices})
 
     canary = replace(CANARY, tolerance=TOLERANCES["int8"])
-    async with world(tmp_path) as made:
-        assert (made.url in (await made.findings(twist=twist, canary=canary)).worst) == is_proven
+    assert (made.url in (await made.findings(twist=twist, canary=canary)).worst) == is_proven
 
 
 def _choices(**changes: Any) -> Any:
@@ -160,31 +168,29 @@ def _tokens(token: int) -> Any:
     ],
 )
 async def test_invalid_answer_to_a_canary_request_counts_as_a_mismatch(
-    tmp_path: Path, twist: Any, report: dict[str, Any], sentence: str
+    made: World, twist: Any, report: dict[str, Any], sentence: str
 ) -> None:
-    async with world(tmp_path) as made:
-        findings = await made.findings(twist=twist, **report)
-        assert sentence in findings.mismatched[made.url] and not findings.worst
+    findings = await made.findings(twist=twist, **report)
+    assert sentence in findings.mismatched[made.url] and not findings.worst
 
 
-async def test_canary_check_fails_on_nonfinite_logprobs_of_engine_or_trainer(tmp_path: Path) -> None:
-    async with world(tmp_path) as made:
+async def test_canary_check_fails_on_nonfinite_logprobs_of_engine_or_trainer(made: World) -> None:
 
-        def nan(completion: ChatCompletion) -> ChatCompletion:
-            lengths = [len(choice.token_ids or ()) for choice in completion.choices]
-            choices = [
-                choice.model_copy(update={"token_logprobs": [float("nan")] * length})
-                for choice, length in zip(completion.choices, lengths, strict=True)
-            ]
-            return completion.model_copy(update={"choices": choices})
+    def nan(completion: ChatCompletion) -> ChatCompletion:
+        lengths = [len(choice.token_ids or ()) for choice in completion.choices]
+        choices = [
+            choice.model_copy(update={"token_logprobs": [float("nan")] * length})
+            for choice, length in zip(completion.choices, lengths, strict=True)
+        ]
+        return completion.model_copy(update={"choices": choices})
 
-        assert "the worst is nan off" in (await made.findings(twist=nan)).mismatched[made.url]
+    assert "the worst is nan off" in (await made.findings(twist=nan)).mismatched[made.url]
 
-        async def broken(batch: MicroBatch) -> Float32:
-            raise NonFiniteError("logprobs")
+    async def broken(batch: MicroBatch) -> Float32:
+        raise NonFiniteError("logprobs")
 
-        findings = await check_canary(CANARY, made.client, Grace(), [made.url], published(), broken)
-        assert "the trainer has no log-probs to compare with" in findings.mismatched[made.url]
+    findings = await check_canary(CANARY, made.client, Grace(), [made.url], published(), broken)
+    assert "the trainer has no log-probs to compare with" in findings.mismatched[made.url]
 
 
 class Reluctant:
@@ -225,7 +231,7 @@ async def test_unanswered_canary_request_counts_as_a_failure_and_not_as_a_mismat
 
 
 async def test_canary_check_reaches_the_context_and_detects_deviations_that_only_long_sequences_have(
-    tmp_path: Path,
+    made: World,
 ) -> None:
     lengths = list[int]()
 
@@ -233,20 +239,18 @@ async def test_canary_check_reaches_the_context_and_detects_deviations_that_only
         lengths.append(len(completion.prompt_token_ids or ()))
         return completion if lengths[-1] < 40 else _choices(token_logprobs=[-9.0] * 4)(completion)
 
-    async with world(tmp_path) as made:
-        canary = replace(CANARY, tokens=4)
-        findings = await made.findings(twist=twist, canary=canary)
-        assert lengths[1:] == [16, 32, 60] and lengths[0] < 16
-        reason = findings.mismatched[made.url]
-        assert "after prompts of up to 60 tokens, the worst is" in reason and not findings.worst
-        assert made.url in (await made.findings(canary=canary)).worst
+    canary = replace(CANARY, tokens=4)
+    findings = await made.findings(twist=twist, canary=canary)
+    assert lengths[1:] == [16, 32, 60] and lengths[0] < 16
+    reason = findings.mismatched[made.url]
+    assert "after prompts of up to 60 tokens, the worst is" in reason and not findings.worst
+    assert made.url in (await made.findings(canary=canary)).worst
 
 
 @pytest.mark.parametrize("context_length", [2, 20, 35])
-async def test_canary_check_needs_no_long_prompt_in_a_short_context(tmp_path: Path, context_length: int) -> None:
-    async with world(tmp_path) as made:
-        findings = await made.findings(canary=replace(CANARY, context_length=context_length))
-        assert made.url in findings.worst
+async def test_canary_check_needs_no_long_prompt_in_a_short_context(made: World, context_length: int) -> None:
+    findings = await made.findings(canary=replace(CANARY, context_length=context_length))
+    assert made.url in findings.worst
 
 
 def test_canary_request_has_a_different_seed_for_every_version() -> None:

@@ -34,6 +34,14 @@ def worker(spec: TrainerSpec) -> BigramTrainer:
     return made
 
 
+def entropies(policy: BigramTrainer) -> np.ndarray:
+    """Return the entropy after each token of the vocabulary, in nats."""
+    (_, logits), *_ = policy.gather_weights()
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return -(np.exp(logprobs) * logprobs).sum(axis=1)
+
+
 def batch(groups: int = 20, *, producing: int = 1) -> TrainBatch:
     made = [group(index) for index in range(groups)]
     return batch_of(made, OBJECTIVE, producing=producing, token_budget=64)
@@ -41,20 +49,14 @@ def batch(groups: int = 20, *, producing: int = 1) -> TrainBatch:
 
 def test_exact_entropy_is_the_mean_entropy_at_the_sampled_tokens(spec: TrainerSpec) -> None:
     made = worker(spec)
-    (_, logits), *_ = made.gather_weights()
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
+    entropy = entropies(made)
     expected = entropy[[2, 3]].mean()  # in a bigram model, tokens 3 and 4 are sampled after tokens 2 and 3
     assert EntropyMeter(1).measure(made, batch()).figures == {EXACT_ENTROPY: pytest.approx(expected, rel=1e-5)}
 
 
 def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(spec: TrainerSpec) -> None:
     made = worker(spec)
-    (_, logits), *_ = made.gather_weights()
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
+    entropy = entropies(made)
     # The batch has 80 rollouts; the meter measures the entropy of 5 of them.
     measured = EntropyMeter(1, seed=7, logged_groups=2).measure(made, batch(40, producing=3))
     first, second = batch(40, producing=3).drawn(7, 2)
@@ -69,10 +71,7 @@ def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(spec: Tra
 
 def test_measured_entropies_of_a_branching_episode_are_in_the_order_of_its_turns(spec: TrainerSpec) -> None:
     made = worker(spec)
-    (_, logits), *_ = made.gather_weights()
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
+    entropy = entropies(made)
     turns = [((0, 1), (2,)), ((3,), (4,)), ((5, 6), (0, 2)), ((4,), (1,))]
     # Two agents alternate, so one segment consists of turns 0 and 2, the other of turns 1 and 3.
     forked = episode(turns, (ROOT, ROOT, 0, 1))

@@ -150,7 +150,7 @@ def of_decoder(path: Path, trainer: Trainer) -> Subject:
     return Subject(trainer, logprobs, dict(model.named_parameters()))
 
 
-@pytest.fixture(params=["bigram", "torch", "jax"])
+@pytest.fixture(params=["bigram", "torch", pytest.param("jax", marks=pytest.mark.slow)])
 def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]:
     made = of_bigram(tmp_path) if request.param == "bigram" else None
     if made is None:

@@ -26,7 +26,6 @@ from pipelinerl.messages import (
     CanaryChecked,
     Checkpointed,
     Directive,
-    NoSignalGroups,
     OrdersEnded,
     Published,
     Report,
@@ -321,14 +320,6 @@ async def test_step_with_enough_rollouts_waits_for_a_group_that_would_be_too_old
         assert (await made.wait_for(StepDone)).orders == [0, 1]
 
 
-async def test_step_waits_for_overdue_groups_only_until_a_time_limit(tmp_path: Path) -> None:
-    async with room(tmp_path, overdue_s=0.2) as made:
-        await made.begin(fresh_until=[(0, 1)], issued=3)
-        await made.roll_out(0, 1)
-        done = await made.wait_for(StepDone)
-        assert (done.orders, done.consumed.frontier) == ([0, 1], 2)
-
-
 async def test_trainer_reports_each_step_and_waits_for_the_controllers_answer_before_the_next(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin(publish_to=[ENGINE])
@@ -431,16 +422,6 @@ async def test_trainer_that_waits_for_rollouts_ends_if_a_publication_crashes(
             await asyncio.wait_for(made.task, SOON_S)
 
 
-async def test_group_with_tokens_of_another_model_is_filtered(tmp_path: Path) -> None:
-    async with room(tmp_path) as made:
-        await made.begin()
-        foreign = replace(group(0), rollouts=(rollout(reward=0.0), rollout(reward=1.0, sampled=[3, 7])))
-        await made.stream.append(ROLLOUTS + "a", [encode_group(foreign)], first_id=1)
-        await made.roll_out(1, 2)
-        done = await made.wait_for(StepDone)
-        assert (done.orders, done.consumed.filtered) == ([1, 2], 1)
-
-
 async def test_checkpoint_contains_the_state_to_resume_from(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
@@ -521,16 +502,6 @@ async def test_trainer_publishes_to_engines_that_join_between_steps(tmp_path: Pa
         await made.say("reload-e1-0-m2", publish_to=[ENGINE], membership=2)
         assert (await made.wait_for(Published)).pauses_s == {ENGINE: 0.001}
         assert made.engines.taken == [(1, 0, 2)]
-
-
-async def test_trainer_reports_groups_that_actors_failed_to_sample_before_the_next_training_step(
-    tmp_path: Path,
-) -> None:
-    async with room(tmp_path) as made:
-        await made.begin()
-        await made.say("reload-e1-0-m2", failed=[0, 1])
-        progress = await made.wait_for(OrdersEnded)
-        assert (progress.consumed.failed, progress.consumed.frontier) == (2, 2)
 
 
 async def test_trainer_that_waits_for_rollouts_obeys_a_stop_directive(tmp_path: Path) -> None:
@@ -677,15 +648,6 @@ async def test_trainer_keeps_waiting_for_rollouts_past_its_deadline_as_long_as_m
             await made.until(lambda before=before: taken_in(made.loop) != before)  # type: ignore[misc]
         await made.roll_out(4, 5, 6, 7)
         assert (await made.wait_for(StepDone)).consumed.trained == 4
-
-
-async def test_step_on_groups_with_equal_rewards_has_a_gradient_of_zero(tmp_path: Path) -> None:
-    async with room(tmp_path) as made:
-        await made.begin()
-        await made.roll_out(0, 1, rewards=(1.0, 1.0))
-        done = await made.wait_for(StepDone)
-        assert (done.model_version, done.consumed.trained, done.stats["grad_norm"]) == (1, 2, 0.0)
-        assert done.consumed.no_signal == {"test": NoSignalGroups(right=2)}
 
 
 async def test_learning_rate_of_a_step_is_the_knobs_value_times_the_schedules_factor(tmp_path: Path) -> None:

@@ -212,21 +212,6 @@ def _training_the_context(batch: TrainBatch) -> Iterator[MicroBatch]:
         yield replace(packed.micro_batch, loss_mask=mask, weights=weights, advantages=advantages)
 
 
-def _training_the_environment(batch: TrainBatch) -> Iterator[MicroBatch]:
-    """Deliberate fault: environment tokens are trained as if the model had sampled them."""
-    for packed in batch.packed:
-        its = packed.micro_batch
-        owners = np.array(batch.rollouts_of(0))[its.segment_ids]
-        weights = np.array([its.weights[owners == owner].max() for owner in range(owners.max() + 1)], np.float32)
-        advantages = np.array([its.advantages[(owners == o) & its.loss_mask][0] for o in range(owners.max() + 1)])
-        yield replace(
-            its,
-            loss_mask=its.position_ids > 0,
-            weights=weights[owners],
-            advantages=advantages[owners].astype(np.float32),
-        )
-
-
 def _weighing_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
     """Deliberate fault: each segment gets the weight of a whole rollout."""
     for packed in batch.packed:
@@ -246,7 +231,6 @@ def _a_ratio_for_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
     ("mutant", "choice"),
     [
         (_training_the_context, "grpo"),
-        (_training_the_environment, "grpo"),
         (_weighing_each_segment, "grpo"),
         (_a_ratio_for_each_segment, "gspo"),
         (_a_ratio_for_each_segment, "topr"),

@@ -24,7 +24,6 @@ from pipelinerl.training.batch import BatchRules
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage, learns_from_equals, teacher
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.training.step import Accumulated, Critic, Step
 from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn
 from tests.fakes.batches import batch_of, step_on
@@ -225,19 +224,6 @@ def test_policy_is_frozen_during_critic_warmup(spec: TrainerSpec) -> None:
         assert (stands, figures["learning_rate"]) == ((True, 0.0) if version <= 2 else (False, 0.1))
         assert not np.array_equal(weights(step.critic.worker), before[1])
         assert figures["value_loss"] > 0 and figures["value_grad_norm"] > 0
-
-
-def test_critic_learning_rate_follows_its_own_schedule(spec: TrainerSpec) -> None:
-    step, objective = step_of(spec), resolve("ppo")
-    assert step.critic is not None
-    schedule = LearningRateSchedule(warmup_steps=2, steps=4, shape="linear", final_fraction=0.0)
-    scheduled = step_on(step.passes, critic=replace(step.critic, schedule=schedule))
-    rates = []
-    for version in range(1, 5):
-        made = accumulated(scheduled, objective, budget=30, of=groups(), producing=version)
-        figures = scheduled.apply(made, learning_rates=[0.3]).figures
-        rates.append((figures["value_learning_rate"], figures["learning_rate"]))
-    assert rates == [(0.1 / 2, 0.3), (0.1, 0.3), (0.1, 0.3), (0.1 / 2, 0.3)]
 
 
 def test_kl_coefficient_of_the_objective_scales_the_gradient_of_the_kl_penalty(spec: TrainerSpec) -> None:

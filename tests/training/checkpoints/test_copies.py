@@ -172,8 +172,9 @@ def test_newest_remote_checkpoint_copy_is_complete_after_a_kill_at_any_point_of_
     pytest.fail("save never ended")
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "trainer/optimizer", "run/recipe.toml"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
+@pytest.mark.parametrize(
+    ("name", "damage"), [("manifest.json", "flip"), ("trainer/optimizer", "cut"), ("run/recipe.toml", "lose")]
+)
 def test_damaged_remote_checkpoint_copy_is_detected_and_reported(
     store: CheckpointStore,
     copies: CheckpointCopies,

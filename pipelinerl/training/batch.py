@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,21 +63,6 @@ class MiniBatching:
         return self.target_kl is not None and kl is not None and kl > self.target_kl
 
 
-def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[list[int]]:
-    """Distribute groups at random to `count` mini-batches; their numbers of groups differ by at most one.
-
-    Each round takes the `count` largest remaining groups and gives one to each mini-batch. The sizes of mini-batches
-    thus differ by at most the largest group. A mini-batch of few long groups is avoided, because each of these groups
-    would have too much weight.
-    """
-    order = sorted(draw.permutation(len(sizes)).tolist(), key=lambda group: -sizes[group])
-    parts: list[list[int]] = [[] for _ in range(count)]
-    for first in range(0, len(order), count):
-        for group, part in zip(order[first : first + count], draw.permutation(count).tolist(), strict=False):
-            parts[part].append(group)
-    return [sorted(part) for part in parts]
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRules:
@@ -96,188 +81,6 @@ class BatchRules:
     def masks(self, rollout: Rollout) -> bool:
         """Return whether the loss excludes the rollout because it ran out of tokens."""
         return self.truncated is Truncated.MASK and rollout.finish_reason == FinishReason.LENGTH
-
-
-class Portion(NamedTuple):
-    """One mini-batch: the indices of its rollouts to compute, and token weights [B], 0 for rollouts outside it."""
-
-    members: list[int]
-    token_weights: Floats
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainBatch:
-    """The data of one step, or of one of its mini-batches.
-
-    Attributes:
-        producing: the version that the step produces.
-        streams: [B], each rollout's loss (`Loss.code`); None if all have the run's objective.
-        learns: [B], True if the loss counts the rollout: it has a verdict and is not masked for being truncated.
-        computed: indices of the rollouts that can have a gradient; if none can, of one rollout.
-        segments: the segments of all B rollouts.
-        packed: micro-batches of the segments to compute; their `members` are indices into `segments`.
-        stats: the batch's metrics.
-        number: the mini-batch's number among the planned optimizer steps of its batch, from 0.
-    """
-
-    groups: list[RolloutGroup]
-    rules: BatchRules
-    objective: PolicyObjective
-    producing: int
-    scored: Scored
-    streams: NDArray[np.int32] | None
-    learns: NDArray[np.bool_]
-    computed: list[int]
-    segments: SegmentTable
-    stats: dict[str, float]
-    packed: list[Packed]
-    number: int = 0
-
-    @property
-    def optimizer_steps(self) -> range:
-        """The planned optimizer steps, numbered from 0 in the whole run as if no earlier batch had ended early."""
-        planned = self.rules.mini_batching.updates
-        return range((self.producing - 1) * planned, self.producing * planned)
-
-    @property
-    def orders(self) -> list[int]:
-        """The indices of the controller's orders (requests) for the batch's groups, in the order of the groups."""
-        return [group.index for group in self.groups]
-
-    @property
-    def micro_batches(self) -> list[MicroBatch]:
-        """The packed micro-batches, with the columns that forward passes have computed so far."""
-        return [packed.micro_batch for packed in self.packed]
-
-    def group_indices(self, number: int, segments: NDArray[np.integer] | None = None) -> list[int]:
-        """Return the sorted indices (`RolloutGroup.index`) of the groups with segments in micro-batch `number`.
-
-        If `segments` is given, only these segments of the micro-batch count.
-        """
-        rollouts = np.array(self.rollouts_of(number))[slice(None) if segments is None else segments]
-        return sorted({self.groups[group].index for group in self.scored.groups[rollouts].tolist()})
-
-    def rollouts_of(self, number: int) -> list[int]:
-        """Return, for each segment of micro-batch `number`, the number of its rollout within the batch."""
-        return [self.segments.owners[member] for member in self.packed[number].members]
-
-    def domains_of(self, number: int) -> list[str]:
-        """Return the domain of each segment of micro-batch `number`."""
-        return [self.groups[self.scored.groups[rollout]].domain for rollout in self.rollouts_of(number)]
-
-    def drawn(self, seed: int, most: int) -> list[int]:
-        """Draw up to `most` of the groups, by number, for the sample log; the choice depends on `seed` and version."""
-        chosen: list[int] = rng.generator(seed, "samples", self.producing).permutation(len(self.groups))[:most].tolist()
-        return chosen
-
-    def with_columns(self, columns: Mapping[str, Sequence[Float32]]) -> TrainBatch:
-        """Return a copy whose micro-batches have these columns, each given as one array [T] per micro-batch."""
-        packed = []
-        for number, (micro_batch, members) in enumerate(self.packed):
-            its: dict[str, Any] = {name: arrays[number] for name, arrays in columns.items()}
-            packed.append(Packed(replace(micro_batch, **its), members))
-        return replace(self, packed=packed)
-
-    def with_advantages(self) -> TrainBatch:
-        """Return a copy with advantages (and a critic's returns), computed from the forward passes' columns."""
-        objective = self.objective
-        columns = {
-            name: self.sampled([getattr(each, name) for each in self.micro_batches]) for name in objective.late_columns
-        }
-        computed = {"advantages": _advantages(objective, self.scored, columns, self.streams)}
-        computed |= objective.grad2.choices(self.scored, columns | computed)
-        if isinstance(objective.adv, GAE):
-            computed["returns"] = objective.adv.returns(self.scored, columns)
-        return self.with_columns({name: self._scattered(column) for name, column in computed.items()})
-
-    def sampled(self, columns: Iterable[Float32 | None], *, missing: float = 0.0) -> Floats:
-        """Gather the values of sampled tokens, [N], from one array [T] per micro-batch; `missing` where unknown."""
-        values = np.full(self.scored.num_tokens, missing)
-        for (micro_batch, members), column in zip(self.packed, columns, strict=True):
-            if column is not None:
-                values[self.segments.rows(members)] = column[micro_batch.loss_mask]
-        return values
-
-    def _scattered(self, values: Floats) -> list[Float32]:
-        columns = []
-        for micro_batch, members in self.packed:
-            column = np.zeros(micro_batch.num_tokens, np.float32)
-            with np.errstate(over="ignore"):  # values that overflow fp32 become infinite; `finite_check` reports them
-                column[micro_batch.loss_mask] = values[self.segments.rows(members)]
-            columns.append(column)
-        return columns
-
-    def portions(self, epoch: int) -> Iterator[Portion]:
-        """Yield the mini-batches of `epoch` (counted from 0) in the order of training."""
-        sizes, groups, losses = [0] * len(self.groups), self.scored.groups, self.rules.losses
-        for row in self.computed:
-            sizes[groups[row]] += self.segments.rollouts[row].num_tokens
-        domains = [self.groups[group].domain for group in groups]
-        for part in self.rules.mini_batching.dealt(sizes, producing=self.producing, epoch=epoch):
-            inside = np.isin(groups, part)
-            weights = losses.token_weights(
-                self.objective.agg, domains, lengths=self.scored.lengths, groups=groups, valid=self.learns & inside
-            )
-            yield Portion([row for row in self.computed if inside[row]], weights)
-
-    def packed_with(self, advantages: Sequence[Floats]) -> TrainBatch:
-        """Pack the mini-batches of the first epoch; `advantages` has one array per rollout."""
-        packed = []
-        for rows, weights in self.portions(0):
-            weighted = [
-                WeightedRollout(
-                    rollout=self.segments.rollouts[row],
-                    advantages=advantages[row],
-                    token_weight=float(weights[row]),
-                    stream=None if self.streams is None else int(self.streams[row]),
-                )
-                for row in rows
-            ]
-            numbers = [number for row in rows for number in self.segments.of_rollout(row)]
-            made = pack(
-                weighted,
-                token_budget=self.rules.token_budget,
-                width=self.rules.width,
-                whole=self.objective.reads_whole_rollouts,
-            )
-            packed += [Packed(micro_batch, [numbers[place] for place in places]) for micro_batch, places in made]
-        return replace(self, packed=packed)
-
-    def mini_batches(self) -> Iterator[TrainBatch]:
-        """Yield the mini-batch of each optimizer step, epoch after epoch; `packed` must have all forward columns."""
-        computed: dict[int, MicroBatch] = {}
-        for epoch in range(self.rules.mini_batching.epochs):
-            if epoch == 1:
-                for micro_batch, members in self.packed:
-                    computed |= zip(members, apart(micro_batch), strict=True)
-            for number, portion in enumerate(self.portions(epoch), start=epoch * self.rules.mini_batching.mini_batches):
-                if epoch == 0:
-                    its = set(portion.members)
-                    packed = [each for each in self.packed if self.segments.owners[each.members[0]] in its]
-                else:
-                    packed = self._repacked(portion, computed)
-                yield replace(self, packed=packed, number=number)
-
-    def _repacked(self, portion: Portion, computed: Mapping[int, MicroBatch]) -> list[Packed]:
-        numbers = [number for rollout in portion.members for number in self.segments.of_rollout(rollout)]
-        owners = [self.segments.owners[number] for number in numbers]
-        bins = bins_of(
-            [computed[number].num_tokens for number in numbers],
-            self.scored.groups[owners].tolist(),
-            owners,
-            token_budget=self.rules.token_budget,
-            width=self.rules.width,
-            whole=self.objective.reads_whole_rollouts,
-        )
-        packed = []
-        for places in bins:
-            its = [owners[place] for place in places]
-            segments, weights = [computed[numbers[place]] for place in places], portion.token_weights[its].tolist()
-            packed.append(
-                Packed(joined(segments, token_weights=weights, owners=its), [numbers[place] for place in places])
-            )
-        return packed
 
 
 def build(
@@ -404,3 +207,195 @@ def _stats(
         "mixed_version_fraction": float(mixed.mean()),
         "unjudged": float(len(rollouts) - rewards.size),
     }
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """The data of one step, or of one of its mini-batches.
+
+    Attributes:
+        producing: the version that the step produces.
+        streams: [B], each rollout's loss (`Loss.code`); None if all have the run's objective.
+        learns: [B], True if the loss counts the rollout: it has a verdict and is not masked for being truncated.
+        computed: indices of the rollouts that can have a gradient; if none can, of one rollout.
+        segments: the segments of all B rollouts.
+        packed: micro-batches of the segments to compute; their `members` are indices into `segments`.
+        stats: the batch's metrics.
+        number: the mini-batch's number among the planned optimizer steps of its batch, from 0.
+    """
+
+    groups: list[RolloutGroup]
+    rules: BatchRules
+    objective: PolicyObjective
+    producing: int
+    scored: Scored
+    streams: NDArray[np.int32] | None
+    learns: NDArray[np.bool_]
+    computed: list[int]
+    segments: SegmentTable
+    stats: dict[str, float]
+    packed: list[Packed]
+    number: int = 0
+
+    @property
+    def optimizer_steps(self) -> range:
+        """The planned optimizer steps, numbered from 0 in the whole run as if no earlier batch had ended early."""
+        planned = self.rules.mini_batching.updates
+        return range((self.producing - 1) * planned, self.producing * planned)
+
+    @property
+    def orders(self) -> list[int]:
+        """The indices of the controller's orders (requests) for the batch's groups, in the order of the groups."""
+        return [group.index for group in self.groups]
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """The packed micro-batches, with the columns that forward passes have computed so far."""
+        return [packed.micro_batch for packed in self.packed]
+
+    def group_indices(self, number: int, segments: NDArray[np.integer] | None = None) -> list[int]:
+        """Return the sorted indices (`RolloutGroup.index`) of the groups with segments in micro-batch `number`.
+
+        If `segments` is given, only these segments of the micro-batch count.
+        """
+        rollouts = np.array(self.rollouts_of(number))[slice(None) if segments is None else segments]
+        return sorted({self.groups[group].index for group in self.scored.groups[rollouts].tolist()})
+
+    def rollouts_of(self, number: int) -> list[int]:
+        """Return, for each segment of micro-batch `number`, the number of its rollout within the batch."""
+        return [self.segments.owners[member] for member in self.packed[number].members]
+
+    def domains_of(self, number: int) -> list[str]:
+        """Return the domain of each segment of micro-batch `number`."""
+        return [self.groups[self.scored.groups[rollout]].domain for rollout in self.rollouts_of(number)]
+
+    def drawn(self, seed: int, most: int) -> list[int]:
+        """Draw up to `most` of the groups, by number, for the sample log; the choice depends on `seed` and version."""
+        chosen: list[int] = rng.generator(seed, "samples", self.producing).permutation(len(self.groups))[:most].tolist()
+        return chosen
+
+    def with_columns(self, columns: Mapping[str, Sequence[Float32]]) -> TrainBatch:
+        """Return a copy whose micro-batches have these columns, each given as one array [T] per micro-batch."""
+        packed = []
+        for number, (micro_batch, members) in enumerate(self.packed):
+            its: dict[str, Any] = {name: arrays[number] for name, arrays in columns.items()}
+            packed.append(Packed(replace(micro_batch, **its), members))
+        return replace(self, packed=packed)
+
+    def with_advantages(self) -> TrainBatch:
+        """Return a copy with advantages (and a critic's returns), computed from the forward passes' columns."""
+        objective = self.objective
+        columns = {
+            name: self.sampled([getattr(each, name) for each in self.micro_batches]) for name in objective.late_columns
+        }
+        computed = {"advantages": _advantages(objective, self.scored, columns, self.streams)}
+        computed |= objective.grad2.choices(self.scored, columns | computed)
+        if isinstance(objective.adv, GAE):
+            computed["returns"] = objective.adv.returns(self.scored, columns)
+        return self.with_columns({name: self._scattered(column) for name, column in computed.items()})
+
+    def sampled(self, columns: Iterable[Float32 | None], *, missing: float = 0.0) -> Floats:
+        """Gather the values of sampled tokens, [N], from one array [T] per micro-batch; `missing` where unknown."""
+        values = np.full(self.scored.num_tokens, missing)
+        for (micro_batch, members), column in zip(self.packed, columns, strict=True):
+            if column is not None:
+                values[self.segments.rows(members)] = column[micro_batch.loss_mask]
+        return values
+
+    def _scattered(self, values: Floats) -> list[Float32]:
+        columns = []
+        for micro_batch, members in self.packed:
+            column = np.zeros(micro_batch.num_tokens, np.float32)
+            with np.errstate(over="ignore"):  # values that overflow fp32 become infinite; `finite_check` reports them
+                column[micro_batch.loss_mask] = values[self.segments.rows(members)]
+            columns.append(column)
+        return columns
+
+    def portions(self, epoch: int) -> Iterator[tuple[list[int], Floats]]:
+        """Yield the mini-batches of `epoch` (counted from 0) in the order of training.
+
+        Each has the indices of its rollouts to compute, and token weights [B], 0 for rollouts outside it.
+        """
+        sizes, groups, losses = [0] * len(self.groups), self.scored.groups, self.rules.losses
+        for row in self.computed:
+            sizes[groups[row]] += self.segments.rollouts[row].num_tokens
+        domains = [self.groups[group].domain for group in groups]
+        for part in self.rules.mini_batching.dealt(sizes, producing=self.producing, epoch=epoch):
+            inside = np.isin(groups, part)
+            weights = losses.token_weights(
+                self.objective.agg, domains, lengths=self.scored.lengths, groups=groups, valid=self.learns & inside
+            )
+            yield [row for row in self.computed if inside[row]], weights
+
+    def packed_with(self, advantages: Sequence[Floats]) -> TrainBatch:
+        """Pack the mini-batches of the first epoch; `advantages` has one array per rollout."""
+        packed = []
+        for rows, weights in self.portions(0):
+            weighted = [
+                WeightedRollout(
+                    rollout=self.segments.rollouts[row],
+                    advantages=advantages[row],
+                    token_weight=float(weights[row]),
+                    stream=None if self.streams is None else int(self.streams[row]),
+                )
+                for row in rows
+            ]
+            numbers = [number for row in rows for number in self.segments.of_rollout(row)]
+            made = pack(
+                weighted,
+                token_budget=self.rules.token_budget,
+                width=self.rules.width,
+                whole=self.objective.reads_whole_rollouts,
+            )
+            packed += [Packed(micro_batch, [numbers[place] for place in places]) for micro_batch, places in made]
+        return replace(self, packed=packed)
+
+    def mini_batches(self) -> Iterator[TrainBatch]:
+        """Yield the mini-batch of each optimizer step, epoch after epoch; `packed` must have all forward columns."""
+        computed: dict[int, MicroBatch] = {}
+        for epoch in range(self.rules.mini_batching.epochs):
+            if epoch == 1:
+                for micro_batch, members in self.packed:
+                    computed |= zip(members, apart(micro_batch), strict=True)
+            first = epoch * self.rules.mini_batching.mini_batches
+            for number, (rows, weights) in enumerate(self.portions(epoch), start=first):
+                if epoch == 0:
+                    its = set(rows)
+                    packed = [each for each in self.packed if self.segments.owners[each.members[0]] in its]
+                else:
+                    packed = self._repacked(rows, weights, computed)
+                yield replace(self, packed=packed, number=number)
+
+    def _repacked(self, rows: Sequence[int], token_weights: Floats, computed: Mapping[int, MicroBatch]) -> list[Packed]:
+        numbers = [number for row in rows for number in self.segments.of_rollout(row)]
+        owners = [self.segments.owners[number] for number in numbers]
+        bins = bins_of(
+            [computed[number].num_tokens for number in numbers],
+            self.scored.groups[owners].tolist(),
+            owners,
+            token_budget=self.rules.token_budget,
+            width=self.rules.width,
+            whole=self.objective.reads_whole_rollouts,
+        )
+        packed = []
+        for places in bins:
+            members, its = [numbers[place] for place in places], [owners[place] for place in places]
+            segments = [computed[member] for member in members]
+            packed.append(Packed(joined(segments, token_weights=token_weights[its].tolist(), owners=its), members))
+        return packed
+
+
+def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[list[int]]:
+    """Distribute groups at random to `count` mini-batches; their numbers of groups differ by at most one.
+
+    Each round takes the `count` largest remaining groups and gives one to each mini-batch. The sizes of mini-batches
+    thus differ by at most the largest group. A mini-batch of few long groups is avoided, because each of these groups
+    would have too much weight.
+    """
+    order = sorted(draw.permutation(len(sizes)).tolist(), key=lambda group: -sizes[group])
+    parts: list[list[int]] = [[] for _ in range(count)]
+    for first in range(0, len(order), count):
+        for group, part in zip(order[first : first + count], draw.permutation(count).tolist(), strict=False):
+            parts[part].append(group)
+    return [sorted(part) for part in parts]

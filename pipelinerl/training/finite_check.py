@@ -44,18 +44,17 @@ def naming(what: str, groups: list[int]) -> Iterator[None]:
         raise NonFiniteStep(what, groups) from error
 
 
-def check_rewards(batch: TrainBatch) -> None:
-    """Raise NonFiniteStep if a valid verdict's reward is not finite, before or after shaping."""
+def check_columns(batch: TrainBatch) -> None:
+    """Raise NonFiniteStep for the first input of the loss with NaN or infinity.
+
+    Inputs are the rewards of valid verdicts, before and after shaping, and the columns at tokens in the loss mask.
+    """
     verdicts = np.array([rollout.verdict.reward for rollout in batch.segments.rollouts])
     scored = batch.scored
     for rewards in (verdicts, scored.rewards):
         broken = scored.valid & ~np.isfinite(rewards)
         if broken.any():
             raise NonFiniteStep("rewards", sorted({batch.groups[i].index for i in scored.groups[broken].tolist()}))
-
-
-def check_columns(batch: TrainBatch) -> None:
-    """Raise NonFiniteStep for the first column with NaN or infinity at a token in the loss mask."""
     micro_batches = batch.micro_batches
     for name in _COLUMNS:
         _check(batch, micro_batches, [getattr(each, name) for each in micro_batches], what=name)

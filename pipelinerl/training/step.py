@@ -175,7 +175,6 @@ class Step:
 
     def _completed(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with all columns that the losses of policy and critic read."""
-        finite_check.check_rewards(batch)
         needs = batch.objective.passes | batch.rules.losses.passes | (self.critic.loss.needs if self.critic else set())
         if batch.rules.mini_batching.target_kl is not None:
             needs |= {"old_logprobs"}

@@ -131,10 +131,8 @@ def test_token_weights_of_a_mini_batch_equal_those_of_a_separate_batch_of_the_sa
     """A mini-batch takes its advantages from the batch; they are the same, because its groups are whole."""
     groups, batch = ragged_batch(), whole(objective)
     for part in batch.mini_batches():
-        its = list(part.portions(part.number // 4))[part.number % 4]
-        chosen = sorted(
-            {int(batch.scored.groups[i]) for i in range(len(its.token_weights)) if its.token_weights[i] > 0}
-        )
+        _, token_weights = list(part.portions(part.number // 4))[part.number % 4]
+        chosen = sorted({int(batch.scored.groups[i]) for i in range(len(token_weights)) if token_weights[i] > 0})
         alone = batch_of([groups[i] for i in chosen], objective, token_budget=40)
         ours = {m: w for packed in part.packed for m, w in zip(packed.members, _weights(packed), strict=True)}
         offset = np.cumsum([0, *(len(groups[i].rollouts) for i in chosen)])

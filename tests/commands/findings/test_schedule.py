@@ -14,7 +14,7 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.plugins.explain.command_line import show
 from pipelinerl.roles.trainer_role import loop_settings
-from pipelinerl.roles.wiring import objective_of, setting_of
+from pipelinerl.roles.wiring import batch_rules_of, objective_of, setting_of
 from pipelinerl.training.replay import RecordedStep
 from pipelinerl.training.rollouts.admission import Lineage
 
@@ -48,9 +48,10 @@ def test_explain_shows_the_number_of_mini_batches_per_epoch() -> None:
 
 
 def test_learning_rate_schedule_counts_optimizer_steps() -> None:
-    settings = loop_settings(load("tiny", [*SEVERAL, "run.seed=7"]))
-    assert settings.schedule.steps == 8 * 1000
-    assert (settings.mini_batching.updates, settings.mini_batching.seed) == (8, 7)
+    config = load("tiny", [*SEVERAL, "run.seed=7"])
+    assert loop_settings(config).schedule.steps == 8 * 1000
+    mini_batching = batch_rules_of(config, width=1).mini_batching
+    assert (mini_batching.updates, mini_batching.seed) == (8, 7)
 
 
 def messages_of(objective: str | PolicyObjective, *changes: str) -> list[str]:

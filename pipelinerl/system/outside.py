@@ -17,7 +17,6 @@ Such a server may be broken or hostile, so each request is bounded:
 
 from __future__ import annotations
 
-import asyncio
 import email.utils
 import ipaddress
 import json
@@ -28,7 +27,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 from urllib.parse import urlsplit
 
-from pipelinerl.system.http_client import CONNECT_S, hot_session
+from pipelinerl.system.http_client import (
+    InvalidAddress,
+    ResponseTooLarge,
+    call_timeout,
+    hot_session,
+    read_at_most,
+    responding,
+)
 from pipelinerl.system.secret_variables import read_secret
 
 if TYPE_CHECKING:
@@ -104,51 +110,38 @@ class OutsideClient:
             await self._session.close()
 
     async def _response(self, method: str, url: str, body: bytes | None, timeout_s: float) -> OutsideResponse:
-        import aiohttp
-
         if self._session is None:
             self._session = hot_session(token=self._token, keep_alive_s=_KEEP_ALIVE_S)
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
         headers = {"accept-encoding": "identity"} | ({"content-type": "application/json"} if body is not None else {})
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.request(
-                    method,
-                    url,
-                    data=body,
-                    headers=headers,
-                    proxy=proxy_of(url),
-                    ssl=_trusted() if url.startswith("https:") else True,
-                    timeout=limits,
-                    allow_redirects=False,
-                    auto_decompress=False,
-                ) as response,
-            ):
-                return await _read(response)
-        except (aiohttp.InvalidURL, UnicodeError) as error:
+            options = {"proxy": proxy_of(url), "ssl": _trusted() if url.startswith("https:") else True}
+        except ValueError as error:
             raise ResponseRejected(f"{url} is no valid address: {error}") from None
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise OutsideUnreachable(_words(error)) from None
+        try:
+            async with responding(
+                self._session,
+                method,
+                url,
+                body,
+                timeout=call_timeout(timeout_s),
+                headers=headers,
+                auto_decompress=False,
+                **options,
+            ) as response:
+                return await _read(response)
+        except (InvalidAddress, ResponseTooLarge) as error:
+            raise ResponseRejected(str(error)) from None
+        except ConnectionError as error:
+            raise OutsideUnreachable(" ".join(str(error).split())[:_SHOWN_CHARS]) from None
         except TimeoutError:
             raise TimeoutError(f"{url} had no complete response within {timeout_s:.1f} s") from None
-        except (OSError, ValueError) as error:
-            raise OutsideUnreachable(_words(error)) from None
 
 
 async def _read(response: aiohttp.ClientResponse) -> OutsideResponse:
     packed = response.headers.get("content-encoding", "identity")
     if packed != "identity":
         raise ResponseRejected(f"{response.url} sends a compressed response ({packed[:40]}), which was not requested")
-    parts: list[bytes] = []
-    size = 0
-    async for part in response.content.iter_any():
-        size += len(part)
-        if size > MOST_BYTES:
-            response.close()
-            raise ResponseRejected(f"{response.url} sends more than {MOST_BYTES >> 20} MiB")
-        parts.append(part)
-    content = b"".join(parts)
+    content = await read_at_most(response, MOST_BYTES)
     if 300 <= response.status < 400:
         place = response.headers.get("location", "another address")[:200]
         content = f"it redirects to {place}, and redirects are not followed; give that address".encode()
@@ -189,10 +182,3 @@ def _trusted() -> ssl.SSLContext:
     context = httpx.create_ssl_context(trust_env=False)
     context.load_default_certs()
     return context
-
-
-def _words(error: BaseException) -> str:
-    # The system's message is preferred, since aiohttp's repeats the address.
-    system = getattr(error, "os_error", None)
-    text = os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__
-    return " ".join(text.split())[:_SHOWN_CHARS]

@@ -36,6 +36,7 @@ from pipelinerl.plugins.verifier_service.wire import (
     VerifyRequest,
 )
 from pipelinerl.system.http_service import HeartbeatRoute, RequestRefused, guard, json_response, refuse_in_one_shape
+from pipelinerl.system.service_client import IS_FULL
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verdicts import judged
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, start
@@ -165,7 +166,7 @@ class VerifierService:
         if self.closing.is_set():
             raise RequestRefused(503, wire.IS_DRAINING, "this service accepts no new requests; use another")
         if self._queue and self._queue + len(request.answers) > self._most_waiting:
-            raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} answers already; retry later")
+            raise RequestRefused(503, IS_FULL, f"this service holds {self._queue} answers already; retry later")
         return domain
 
     async def judge(self, domain: ServedDomain, request: VerifyRequest) -> VerifyAnswer:

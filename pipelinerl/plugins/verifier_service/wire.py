@@ -35,7 +35,6 @@ OTHER_PROTOCOL: Final = "other_protocol"
 UNKNOWN_DOMAIN: Final = "unknown_domain"
 OTHER_RULES: Final = "other_rules"
 IS_DRAINING: Final = "draining"
-IS_FULL: Final = "full"
 
 _MOST_ANSWERS: Final = 4096
 

@@ -46,6 +46,7 @@ from pipelinerl.system.http_service import (
     refusal,
     refuse_in_one_shape,
 )
+from pipelinerl.system.service_client import IS_FULL
 
 #: Maximum number of work items that a service holds.
 _MOST_WAITING: Final = 65_536
@@ -81,7 +82,7 @@ class OublietteService:
             problem = f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl"
             raise RequestRefused(409, wire.OTHER_PROTOCOL, problem)
         if self._queue and self._queue + len(request.works) > _MOST_WAITING:
-            raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} pieces of work; retry later")
+            raise RequestRefused(503, IS_FULL, f"this service holds {self._queue} pieces of work; retry later")
 
     async def work(self, request: wire.WorkRequest) -> wire.WorkAnswer:
         """Do the work of an admitted request."""

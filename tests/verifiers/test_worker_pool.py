@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import tracemalloc
 import warnings
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.verifiers.worker_pool import FairSemaphore, WorkerLost, WorkerPool, _Forker, default_workers
+from pipelinerl.verifiers.worker_pool import FairSemaphore, WorkerLost, WorkerPool, default_workers
 from tests.patience import PATIENCE_S, is_running, wait_until
 
 #: Function that makes a pool from its number of workers, deadline and argument; the fixture closes the pool.
@@ -196,30 +195,6 @@ async def test_cancelled_start_of_a_verifier_worker_leaves_no_open_socket(pool: 
     assert [str(warning.message) for warning in caught] == []
 
 
-async def test_cancelled_close_of_a_worker_still_waits_for_the_killed_process() -> None:
-    forker = await _Forker.start(SLEEPER, "")
-    closing = asyncio.create_task(forker.close())
-    await asyncio.sleep(0)
-    closing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await closing
-    assert forker.ended
-
-
-async def test_killing_an_ended_worker_process_again_does_not_reap_it_before_asyncio_does(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    reaps, reap = threading.Event(), os.waitpid
-    monkeypatch.setattr(os, "waitpid", lambda *arguments: reap(*arguments) if reaps.wait(PATIENCE_S) else None)
-    forker = await _Forker.start(SLEEPER, "")
-    forker.kill()
-    os.waitid(os.P_PID, forker._process.pid, os.WEXITED | os.WNOWAIT)  # it has ended; asyncio has not reaped it
-    forker.kill()
-    reaps.set()
-    await forker.close()
-    assert not [each for each in caplog.messages if "Unknown child process" in each]
-
-
 async def test_workers_answer_to_a_cancelled_request_is_not_given_to_the_next_request(pool: MakePool) -> None:
     one = pool(workers=1)
     await one.ask("who")
@@ -253,7 +228,7 @@ from pipelinerl.verifiers.worker_pool import WorkerPool
 async def main():
     pool = WorkerPool(sys.argv[1], workers=2, deadline_s=600.0)
     pids = [pid for pid, _ in await asyncio.gather(pool.ask(["sleep", 0.2]), pool.ask(["sleep", 0.2]))]
-    print(*pids, pool._forkers[0]._process.pid, flush=True)
+    print(*pids, pool._forkers[0]._child.pid, flush=True)
     await asyncio.gather(pool.ask(["spin", 600]), pool.ask(["sleep", 600]))
 asyncio.run(main())
 """

@@ -25,7 +25,7 @@ from http import HTTPStatus
 from typing import Any, Final, final
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 #: Maximum size of a request's head: several times the size that our clients send. Most servers accept 8 to 32 KiB.
@@ -81,7 +81,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     @property
     def _is_served(self) -> bool:
-        return self.transport is not None and not self.transport.is_closing()
+        return self in self.connections and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; outside a body, at most `MAX_HEAD_BYTES` at a time."""
@@ -99,7 +99,7 @@ class LimitedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timer and handle the event as uvicorn does."""
         self._disarm()
-        if self.transport is not None:
+        if self in self.connections:
             super().connection_lost(exc)
 
     # The HTTP parser calls the following methods.
@@ -131,7 +131,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     @property
     def _is_answered(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is None or cycle.response_complete
 
     def _watch(self) -> None:
         """Run a timer while the server waits for the client, unless uvicorn or the application already has a timer."""

@@ -273,7 +273,7 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
     """Return the uvicorn configuration for an application, whose lifespan the caller must run."""
     return uvicorn.Config(
         app,
-        http=LimitedConnection,  # type: ignore[arg-type]  # it has the methods of an asyncio.Protocol
+        http=LimitedConnection,
         ws="none",
         lifespan="off",
         log_config=None,

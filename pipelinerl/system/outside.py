@@ -17,6 +17,7 @@ Such a server may be broken or hostile, so each request is bounded:
 
 from __future__ import annotations
 
+import asyncio
 import email.utils
 import ipaddress
 import json
@@ -47,6 +48,10 @@ MOST_BYTES: Final = 2**26
 _KEEP_ALIVE_S: Final = 15.0
 #: Maximum length of an error's text, which may quote the server.
 _SHOWN_CHARS: Final = 300
+_READ_BYTES: Final = 10_000
+#: Pauses before a retry, which double from the first to the longest.
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
 #: Least HTTP status of a failure of the server, and lower statuses that its state may cause: timeouts and overload.
 _FAILS: Final = 500
 _RETRIED: Final = frozenset({408, 409, 425, 429})
@@ -72,6 +77,14 @@ class OutsideResponse(NamedTuple):
             return json.loads(self.content)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
+
+    def quoted(self) -> str:
+        """Return the message of an error in OpenAI's form, else the beginning of the body, as one short line."""
+        try:
+            text = self.json()["error"]["message"].encode("utf-8", "replace").decode()
+        except (ValueError, LookupError, TypeError, AttributeError):
+            text = self.content[:_READ_BYTES].decode(errors="replace")
+        return " ".join(text[:_READ_BYTES].split())[:_SHOWN_CHARS]
 
 
 class ResponseRejected(Exception):
@@ -103,6 +116,29 @@ class OutsideClient:
             ResponseRejected: the response or the URL is not acceptable.
         """
         return await self._response("POST", url, body, timeout_s)
+
+    async def post_until(self, url: str, body: bytes, *, timeout_s: float) -> OutsideResponse:
+        """Send a POST, and repeat it while the server is unreachable, or its state and not the request causes a status.
+
+        The server may ask for a longer pause between two attempts. Raises `ResponseRejected`, or `TimeoutError` with
+        the reason of the last failure if no other response has arrived within `timeout_s`.
+        """
+        deadline, pause_s, last = time.monotonic() + timeout_s, _FIRST_PAUSE_S, ""
+        while (remaining := deadline - time.monotonic()) > 0:
+            wait_s = pause_s
+            try:
+                response = await self.post(url, body, timeout_s=remaining)
+                if not response.may_be_retried:
+                    return response
+                last, wait_s = f"HTTP {response.status}: {response.quoted()}", max(pause_s, response.retry_after_s)
+            except OutsideUnreachable as error:
+                last = str(error)
+            except TimeoutError:
+                last = f"it had not answered after {remaining:.1f} s"
+                break
+            await asyncio.sleep(min(wait_s, max(0.0, deadline - time.monotonic())))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise TimeoutError(last)
 
     async def close(self) -> None:
         """Close all connections."""

@@ -54,10 +54,6 @@ class HostLost(Exception):
         self.is_first = is_first
 
 
-class MessageTooLong(Exception):
-    """A message for an episode host is longer than `LONGEST_LINE`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnd:
     """End of an episode's code; `how` is `returned`, `over`, `raised` or `cancelled`, as in `episode_host`.
@@ -84,13 +80,6 @@ class _Host:
     @property
     def is_alive(self) -> bool:
         return not self._listening.done() and self.child.lines.is_open
-
-    def send(self, **fields: Any) -> None:
-        """Send a message to the host. Raises `MessageTooLong`."""
-        line = encoded(fields)
-        if len(line) > LONGEST_LINE:
-            raise MessageTooLong(f"the task has {len(line)} bytes as JSON, and may have {LONGEST_LINE}; shorten it")
-        self.child.lines.write(line)
 
     async def _listen(self) -> None:
         """Pass each episode's end to the waiting `play`. If the host exits or sends nonsense, fail all that wait."""
@@ -151,17 +140,18 @@ class EpisodeHosts:
         """Play one episode. Raises `TimeoutError`, or `HostLost` if the process exits before the episode's end."""
         host, number = await self._free(), str(next(self._numbers))
         ended: asyncio.Future[EpisodeEnd] = asyncio.get_running_loop().create_future()
-        try:
-            host.send(begin=number, task=msgspec.to_builtins(task), base_url=base_url, api_key=api_key)
-        except MessageTooLong as error:
-            return EpisodeEnd(how="raised", reason=str(error))
+        fields = {"begin": number, "task": msgspec.to_builtins(task), "base_url": base_url, "api_key": api_key}
+        if len(line := encoded(fields)) > LONGEST_LINE:
+            reason = f"the task has {len(line)} bytes as JSON, and may have {LONGEST_LINE}; shorten it"
+            return EpisodeEnd(how="raised", reason=reason)
+        host.child.lines.write(line)
         host.episodes[number] = ended
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(ended)
         except (TimeoutError, asyncio.CancelledError):
             if not ended.done():
-                host.send(cancel=number)
+                host.child.lines.write(encoded({"cancel": number}))
                 end = asyncio.create_task(self._end(host, ended))
                 self._ends.add(end)
                 end.add_done_callback(self._ends.discard)

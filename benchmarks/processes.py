@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any, Final, TypeVar, final
 import psutil
 
 from pipelinerl.observability.events import read_events
-from pipelinerl.system import tied_process
+from pipelinerl.system.supervised_process import tied
 
 START_TIMEOUT_S: Final = 180.0
 _STOP_TIMEOUT_S: Final = 10.0
@@ -99,8 +98,7 @@ class LiveRun:
     def start(self, arguments: Sequence[str], **environment: str) -> float:
         """Start the launcher, which ends if this process is killed, and return the start time in Unix seconds."""
         began = time.time()
-        tie = [sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), signal.SIGTERM.name, "", "--"]
-        command = [*tie, sys.executable, "-m", "pipelinerl.cli", "run", *arguments]
+        command = tied([sys.executable, "-m", "pipelinerl.cli", "run", *arguments], "SIGTERM")
         with (self.directory.parent / "launcher.log").open("ab") as log:
             self._launcher = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment)
         return began

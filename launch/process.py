@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -26,7 +25,8 @@ import httpx
 from launch.plan import ProcessSpec
 from pipelinerl.observability.status import FORGIVEN_EVERY_S, RestartStatus
 from pipelinerl.roles.role import RESTARTED_VARIABLE
-from pipelinerl.system import http_client, tied_process
+from pipelinerl.system import http_client
+from pipelinerl.system.supervised_process import tied
 
 _PROBE_TIMEOUT_S = 0.5
 _TAIL_BYTES = 32768
@@ -94,9 +94,7 @@ class Process:
     def start(self, now: float) -> int:
         """Start the process; return the id of its process group."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        cores = ",".join(map(str, self.spec.cpu or ()))
-        tie = [tied_process.__file__, str(os.getpid()), "SIGKILL", cores, "--"]
-        command = [sys.executable, "-S", "-E", *tie, *self.spec.argv]
+        command = tied(self.spec.argv, cores=self.spec.cpu or ())
         with open(self.log, "ab", opener=_private) as log:
             self._log_offset = log.tell()
             self._child = subprocess.Popen(

@@ -13,10 +13,10 @@
 When a process of a group dies, the others of the group are killed and all are restarted together. The set of processes
 may change while the run is up: `add` starts a process, `stop_engine` stops one for good.
 
-No process of the run outlives the supervisor, however it ends (see `tied_process` and `reaper`). Ctrl-C or SIGTERM
-suspends the run: it saves its state and stops in order. A second signal kills the run immediately. The result says what
-happened and how to resume. The supervisor must run in the main thread: signals arrive there, and the kernel ties child
-processes to the thread that started them.
+No process of the run outlives the supervisor, however it ends (see `supervised_process` and `reaper`). Ctrl-C or
+SIGTERM suspends the run: it saves its state and stops in order. A second signal kills the run immediately. The result
+says what happened and how to resume. The supervisor must run in the main thread: signals arrive there, and the kernel
+ties child processes to the thread that started them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ installed.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from launch.cluster.membership import Members
 from launch.hosts import Host
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
-from pipelinerl.system import tied_process
+from pipelinerl.system.supervised_process import tied
 
 PLACED_S: Final = 120.0
 _ASK_S: Final = 60.0
@@ -73,8 +72,7 @@ class NodeProcess:
 
     def serve(self, words: Sequence[str], output: str) -> int:
         """Run `pipelinerl node` with the arguments `words` and output to the file `output`; return its exit status."""
-        tie = [tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--"]
-        command = [sys.executable, "-S", "-E", *tie, sys.executable, "-P", "-m", "pipelinerl.cli", "node", *words]
+        command = tied([sys.executable, "-P", "-m", "pipelinerl.cli", "node", *words], "SIGTERM")
         with open(output, "ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         return process.wait()

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import os
 import re
-import signal
 import sys
 import tempfile
 from asyncio.subprocess import Process
@@ -27,10 +26,10 @@ from typing import Final, final
 from pipelinerl.environments.environment import Task, variables_of_agents
 from pipelinerl.environments.host_pool import EpisodeEnd
 from pipelinerl.system.background import to_its_end
+from pipelinerl.system.child import end
 from pipelinerl.system.supervised_process import ending_of, supervised
 
 _TERMINATE_S: Final = 5.0
-_END_S: Final = 60.0
 _LAST_WORDS_S: Final = 1.0
 _TAIL_BYTES: Final = 4096
 _TASK: Final = "{task}"
@@ -83,7 +82,8 @@ class Commands:
                 await asyncio.wait({copying}, timeout=_LAST_WORDS_S)
         finally:
             copying.cancel()
-            await to_its_end(_end(process))
+            with contextlib.suppress(TimeoutError):
+                await to_its_end(end(process, grace_s=_TERMINATE_S))
         if status:
             last = next(iter(errors.decode("utf-8", "replace").strip().splitlines()[-1:]), "it wrote no errors")
             return EpisodeEnd(how="raised", reason=f"{self._command[0]} {ending_of(status)}: {last}")
@@ -114,12 +114,3 @@ async def _copied(process: Process, tail: bytearray) -> None:
             sys.stderr.buffer.flush()
         tail += some
         del tail[:-_TAIL_BYTES]
-
-
-async def _end(process: Process) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGTERM)  # its wrapper ends the program, by SIGKILL after `_TERMINATE_S`
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_TERMINATE_S + _END_S):
-                await process.wait()

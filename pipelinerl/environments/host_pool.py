@@ -17,13 +17,10 @@ import contextlib
 import itertools
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-from asyncio.subprocess import Process
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -34,13 +31,12 @@ from pipelinerl.environments.environment import VERIFIERS, Task, variables_of_ag
 from pipelinerl.environments.verifiers_host import LONGEST_LINE
 from pipelinerl.errors import ReferenceFailed
 from pipelinerl.system.background import to_its_end
-from pipelinerl.system.supervised_process import ending_of, supervised
+from pipelinerl.system.child import Child, ChildLost, encoded
 
 EPISODES_OF_A_HOST: Final = 128
 #: Time limit for importing user code, or for loading the data of a taskset.
 _STARTUP_S: Final = 300.0
 _CANCEL_S: Final = 5.0
-_END_S: Final = 60.0
 _LOOK_S: Final = 60.0
 #: Longest wait for the status of a host that has closed its connection.
 _REPORT_S: Final = 5.0
@@ -58,10 +54,6 @@ class HostLost(Exception):
         self.is_first = is_first
 
 
-class MessageTooLong(Exception):
-    """A message for an episode host is longer than `LONGEST_LINE`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnd:
     """End of an episode's code; `how` is `returned`, `over`, `raised` or `cancelled`, as in `episode_host`.
@@ -77,72 +69,55 @@ class EpisodeEnd:
 
 
 @final
-@dataclass(slots=True, eq=False)
 class _Host:
-    process: Process
-    writer: asyncio.StreamWriter
-    reader: asyncio.StreamReader
-    episodes: dict[str, asyncio.Future[EpisodeEnd]] = field(default_factory=dict)
-    listening: asyncio.Task[None] | None = None
-    end: str = ""
-    """Why the host was killed or is no longer used; empty if it ended by itself."""
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        self.episodes: dict[str, asyncio.Future[EpisodeEnd]] = {}
+        self.end = ""
+        """Why the host was killed or is no longer used; empty if it ended by itself."""
+        self._listening = asyncio.create_task(self._listen())
 
     @property
     def is_alive(self) -> bool:
-        return self.listening is not None and not self.listening.done() and not self.writer.is_closing()
+        return not self._listening.done() and self.child.lines.is_open
 
-    def send(self, **fields: Any) -> None:
-        """Send a message to the host. Raises `MessageTooLong`."""
-        line = json.dumps(fields).encode() + b"\n"
-        if len(line) > LONGEST_LINE:
-            raise MessageTooLong(f"the task has {len(line)} bytes as JSON, and may have {LONGEST_LINE}; shorten it")
-        if not self.writer.is_closing():  # writing to a closing stream would raise RuntimeError under uvloop
-            self.writer.write(line)
-
-    async def listen(self) -> None:
+    async def _listen(self) -> None:
         """Pass each episode's end to the waiting `play`. If the host exits or sends nonsense, fail all that wait."""
         try:
-            while line := await self.reader.readline():
-                fields = json.loads(line)
+            while True:
+                fields = await self.child.lines.receive()
                 ended = self.episodes.pop(fields.pop("ended"), None)
                 if ended is not None and not ended.done():
                     ended.set_result(msgspec.convert(fields, EpisodeEnd))
-        except OSError:
-            pass  # the connection broke because the process has ended
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # user code wrote to it
+        except EOFError:
+            pass
+        except (ValueError, TypeError, LookupError, AttributeError) as error:  # user code wrote to the socket
             self.end = f"it sent a line that is no message of an episode host ({type(error).__name__}), and was killed"
+            self.child.kill()
         finally:
             await self._fail_all()
 
     async def _fail_all(self) -> None:
         waiting = [each for each in self.episodes.values() if not each.done()]
         self.episodes.clear()
-        if self.end:
-            self.kill()
         try:
-            async with asyncio.timeout(_REPORT_S):
-                status = await self.process.wait()
-            self.end = self.end or f"it {ending_of(status)}; its output may say why"
+            ending = f"it {await self.child.ending(timeout_s=_REPORT_S)}; its output may say why"
         except TimeoutError:
-            self.end = self.end or "it closed its connection, and was killed"
-        self.kill()
+            ending = "it closed its connection, and was killed"
+            self.child.kill()
+        self.end = self.end or ending
         for place, ended in enumerate(each for each in waiting if not each.done()):
             reason = f"the process that played this episode is gone: {self.end}"
             ended.set_exception(HostLost(reason, is_first=place == 0))
 
-    def kill(self) -> None:
-        """Kill the host and all processes that user code has started, by the signal for which their wrapper waits."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGTERM)
+    def kill(self, reason: str) -> None:
+        """Kill the host, with `reason` for its episodes, and all processes that user code has started."""
+        self.end = reason
+        self.child.kill()
 
     async def close(self) -> None:
-        self.writer.close()
-        self.kill()
-        async with asyncio.timeout(_END_S):
-            await self.process.wait()
-        if self.listening is not None:
-            await asyncio.wait({self.listening}, timeout=_END_S)
+        await self.child.close()
+        await asyncio.wait({self._listening}, timeout=_REPORT_S)
 
 
 @final
@@ -165,17 +140,18 @@ class EpisodeHosts:
         """Play one episode. Raises `TimeoutError`, or `HostLost` if the process exits before the episode's end."""
         host, number = await self._free(), str(next(self._numbers))
         ended: asyncio.Future[EpisodeEnd] = asyncio.get_running_loop().create_future()
-        try:
-            host.send(begin=number, task=msgspec.to_builtins(task), base_url=base_url, api_key=api_key)
-        except MessageTooLong as error:
-            return EpisodeEnd(how="raised", reason=str(error))
+        fields = {"begin": number, "task": msgspec.to_builtins(task), "base_url": base_url, "api_key": api_key}
+        if len(line := encoded(fields)) > LONGEST_LINE:
+            reason = f"the task has {len(line)} bytes as JSON, and may have {LONGEST_LINE}; shorten it"
+            return EpisodeEnd(how="raised", reason=reason)
+        host.child.lines.write(line)
         host.episodes[number] = ended
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(ended)
         except (TimeoutError, asyncio.CancelledError):
             if not ended.done():
-                host.send(cancel=number)
+                host.child.lines.write(encoded({"cancel": number}))
                 end = asyncio.create_task(self._end(host, ended))
                 self._ends.add(end)
                 end.add_done_callback(self._ends.discard)
@@ -189,9 +165,8 @@ class EpisodeHosts:
     async def _end(self, host: _Host, ended: asyncio.Future[EpisodeEnd]) -> None:
         await asyncio.wait({ended}, timeout=_CANCEL_S)
         if not ended.done():
-            host.end = f"another of its episodes did not stop within {_CANCEL_S:g} s of its deadline, and it was killed"
-            host.kill()
-            await asyncio.wait({ended}, timeout=_END_S)
+            host.kill(f"another of its episodes did not stop within {_CANCEL_S:g} s of its deadline, and it was killed")
+            await asyncio.wait({ended}, timeout=2 * _REPORT_S)
         if ended.done():
             ended.exception()  # mark the exception as retrieved, so that asyncio does not log it
 
@@ -204,8 +179,17 @@ class EpisodeHosts:
             for host in self._hosts:
                 if len(host.episodes) < EPISODES_OF_A_HOST:
                     return host
-            host = await _started(self._command)
-            self._hosts.append(host)
+            try:
+                child = await Child.start(
+                    self._command,
+                    "an episode host",
+                    startup_s=_STARTUP_S,
+                    most_bytes=LONGEST_LINE,
+                    env=variables_of_agents(os.environ),
+                )
+            except ChildLost as error:
+                raise HostLost(str(error)) from None
+            self._hosts.append(host := _Host(child))
             return host
 
 
@@ -235,31 +219,3 @@ def _command(reference: str, options: Mapping[str, Any]) -> list[str]:
     own = {name: value for name, value in options.items() if name != "python"}
     script = str(Path(__file__).with_name("verifiers_host.py"))
     return [options["python"], script, reference.removeprefix(VERIFIERS), json.dumps(own)]
-
-
-async def _started(command: Sequence[str]) -> _Host:
-    ours, theirs = socket.socketpair()
-    with theirs, contextlib.ExitStack() as given_up:
-        given_up.callback(ours.close)
-        process = await asyncio.create_subprocess_exec(
-            *supervised(command),
-            stdin=theirs.fileno(),
-            env=variables_of_agents(os.environ),
-            start_new_session=True,
-        )
-        given_up.pop_all()
-    reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
-    host = _Host(process, writer, reader)
-    try:
-        async with asyncio.timeout(_STARTUP_S):
-            first = json.loads(await reader.readline() or b"{}")
-    except (TimeoutError, OSError, ValueError):
-        first = {}
-    except BaseException:
-        await to_its_end(host.close())
-        raise
-    if "ready" not in first:
-        await to_its_end(host.close())
-        raise HostLost(first.get("error") or "an episode host did not start; its output says why")
-    host.listening = asyncio.create_task(host.listen())
-    return host

@@ -27,7 +27,7 @@ from pipelinerl.plugins.verifier_service.client import RemoteVerifier, VerifierS
 from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.verification import JudgeBudget, open_filter, open_verifier, rules_of
-from pipelinerl.system.http_client import ServicePatience
+from pipelinerl.system.service_client import ServicePatience
 from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.verifier import GroupVerifier, start
 from pipelinerl.verifiers.worker_pool import default_workers

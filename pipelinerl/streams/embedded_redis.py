@@ -25,7 +25,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -40,9 +39,9 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from pipelinerl.errors import AddressError, DeadlineError, UserError
-from pipelinerl.system import tied_process
 from pipelinerl.system.files import write_private
 from pipelinerl.system.machine import LOOPBACK, free_ports
+from pipelinerl.system.supervised_process import tied
 
 _PORT_ATTEMPTS: Final = 8
 
@@ -220,8 +219,7 @@ class EmbeddedRedis:
         log = self._directory / "log"
         log.touch(mode=0o600)
         written = log.stat().st_size
-        tie = [tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--"]
-        self._process = subprocess.Popen([sys.executable, "-I", "-S", *tie, *argv], stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(tied(argv, "SIGTERM"), stdin=subprocess.DEVNULL)
         if self._answers(self._process, port):
             return True
         log_end = _end_of(log, written)

@@ -1,7 +1,7 @@
 """`LimitedConnection`: one HTTP/1.1 connection with limits on the memory and time that unknown clients can take.
 
-It sits between the transport and uvicorn's protocol, which keeps an endless header in memory, copies it with each read,
-and never closes a connection that sends nothing. These limits apply before authentication:
+It extends uvicorn's protocol, which keeps an endless header in memory, copies it with each read, and never closes a
+connection that sends nothing. These limits apply before authentication:
 - A request's head (its first line and headers, or invalid data after a body) with more than `MAX_HEAD_BYTES` is
   answered with status 431; each read is checked. Trailers of a chunked body are dropped and do not become headers.
 - A head must be complete within `HEAD_TIMEOUT_S` of the connection's start or the head's first byte; otherwise 408.
@@ -24,7 +24,6 @@ from enum import Enum, auto
 from http import HTTPStatus
 from typing import Any, Final, final
 
-import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -36,8 +35,6 @@ HEAD_TIMEOUT_S: Final = 20.0
 #: it, and no request arrives at a connection that the server is closing.
 KEEP_ALIVE_S: Final = 75
 MAX_CONNECTIONS: Final = 4096
-#: Writes of at least this many bytes are sent without delay: compared with them, an additional packet costs little.
-_LARGE_WRITE: Final = 2**14
 
 
 def max_connections() -> int:
@@ -53,11 +50,8 @@ class _Stage(Enum):
 
 
 @final
-class LimitedConnection:
-    """An `asyncio.Protocol` for uvicorn's `http` option; the arguments are uvicorn's.
-
-    It receives the parser's callbacks before uvicorn does, since only they show where a head ends.
-    """
+class LimitedConnection(HttpToolsProtocol):
+    """An `asyncio.Protocol` for uvicorn's `http` option; the arguments are uvicorn's."""
 
     def __init__(
         self,
@@ -66,57 +60,47 @@ class LimitedConnection:
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        self._http = HttpToolsProtocol(config, server_state, app_state, _loop)
-        self._http.parser = httptools.HttpRequestParser(self)
-        # Uvicorn sets the same option on its own parser.
-        self._http.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        super().__init__(config, server_state, app_state, _loop)
         self._stage = _Stage.IDLE
-        self._is_served = False
         self._overhead = 0
         """Number of bytes since the end of the last body part, or of the last request."""
         self._opens = False
         """True while bytes that were received between two requests are parsed, until a request begins in them."""
         self._timer: asyncio.TimerHandle | None = None
 
-    # The transport calls the following methods of this protocol.
+    # The transport calls the following methods.
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection, or answer 503 if there are too many."""
-        joined: Any = _JoinedWrites(transport)
-        if len(self._http.connections) >= max_connections():
-            joined.write(_answer(503, "too_many_connections", "this server has reached its connection limit"))
-            joined.close()
+        if len(self.connections) >= max_connections():
+            transport.write(_answer(503, "too_many_connections", "this server has reached its connection limit"))
+            transport.close()
             return
-        self._is_served = True
-        self._http.connection_made(joined)
+        super().connection_made(transport)
         self._arm()
+
+    @property
+    def _is_served(self) -> bool:
+        return self in self.connections and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; outside a body, at most `MAX_HEAD_BYTES` at a time."""
-        while data and self._is_served and not self._http.transport.is_closing():
+        while data and self._is_served:
             taken = len(data) if self._stage is _Stage.BODY else MAX_HEAD_BYTES
             part, data = data[:taken], data[taken:]
             self._overhead += len(part)
             self._opens = self._stage is _Stage.IDLE
-            self._http.data_received(part)
+            super().data_received(part)
             if self._overhead > MAX_HEAD_BYTES:
                 self._refuse(431, "headers_too_large", f"the headers must have at most {MAX_HEAD_BYTES} bytes")
-        self._watch()
-
-    def eof_received(self) -> None:
-        self._http.eof_received()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Stop the timer and pass the event on to uvicorn."""
-        self._disarm()
         if self._is_served:
-            self._http.connection_lost(error)
+            self._watch()
 
-    def pause_writing(self) -> None:
-        self._http.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._http.resume_writing()
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer and handle the event as uvicorn does."""
+        self._disarm()
+        if self in self.connections:
+            super().connection_lost(exc)
 
     # The HTTP parser calls the following methods.
 
@@ -124,48 +108,44 @@ class LimitedConnection:
         if not self._opens:  # the bytes received so far are those of the previous request
             self._overhead = 0
         self._stage, self._opens = _Stage.HEAD, False
-        self._http.on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        self._http.on_url(url)
+        super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Handle a header; trailers are dropped."""
         if self._stage is _Stage.HEAD:
-            self._http.on_header(name, value)
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._stage, self._overhead = _Stage.BODY, 0
-        self._http.on_headers_complete()
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._overhead = 0
-        self._http.on_body(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._stage, self._overhead = _Stage.IDLE, 0
-        self._http.on_message_complete()
+        super().on_message_complete()
 
     # The following methods enforce deadlines while the server waits for the client.
 
     @property
     def _is_answered(self) -> bool:
-        cycle: RequestResponseCycle | None = self._http.cycle
+        cycle: RequestResponseCycle | None = self.cycle
         return cycle is None or cycle.response_complete
 
     def _watch(self) -> None:
         """Run a timer while the server waits for the client, unless uvicorn or the application already has a timer."""
-        unwatched = self._is_answered and self._http.timeout_keep_alive_task is None
+        unwatched = self._is_answered and self.timeout_keep_alive_task is None
         if self._stage is not _Stage.HEAD and not unwatched:
             self._disarm()
         elif self._timer is None:
             self._arm()
 
     def _arm(self) -> None:
-        cycle: RequestResponseCycle | None = self._http.cycle
-        begun = cycle is not None  # a new connection without a request gets HEAD_TIMEOUT_S
+        begun = self.cycle is not None  # a new connection without a request gets HEAD_TIMEOUT_S
         seconds = KEEP_ALIVE_S if begun and self._stage is _Stage.IDLE else HEAD_TIMEOUT_S
-        self._timer = self._http.loop.call_later(seconds, self._late)
+        self._timer = self.loop.call_later(seconds, self._late)
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -174,70 +154,19 @@ class LimitedConnection:
 
     def _late(self) -> None:
         self._timer = None
-        if self._http.transport.is_closing():
+        if self.transport.is_closing():
             return
         if not self._is_answered:  # the previous request is still being processed, so give the client more time
             self._arm()
         elif self._stage is _Stage.HEAD:
             self._refuse(408, "headers_too_slow", f"the headers must arrive within {HEAD_TIMEOUT_S:g} s")
         else:
-            self._http.transport.close()
+            self.transport.close()
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        if self._is_answered or not self._http.cycle.response_started:
-            self._http.transport.write(_answer(status, code, message))
-        self._http.transport.close()
-
-
-@final
-class _JoinedWrites:
-    """A transport that delays small writes until the next write or event-loop iteration.
-
-    uvicorn writes the head and body of a response separately. uvloop would send two packets and wake the client twice.
-    """
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._loop = asyncio.get_running_loop()
-        self._held = b""
-        self._soon: asyncio.Handle | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def write(self, data: bytes) -> None:
-        """Send `data` with the delayed write, if there is one; otherwise delay `data` if it is small."""
-        if not data:
-            return
-        if self._held:
-            self._transport.writelines((self._taken(), data))
-        elif len(data) >= _LARGE_WRITE:
-            self._transport.write(data)
-        else:
-            self._held, self._soon = data, self._loop.call_soon(self._flush)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def abort(self) -> None:
-        self._taken()
-        self._transport.abort()
-
-    def _flush(self) -> None:
-        held = self._taken()
-        if held and not self._transport.is_closing():
-            self._transport.write(held)
-
-    def _taken(self) -> bytes:
-        held, self._held = self._held, b""
-        if self._soon is not None:
-            self._soon.cancel()
-            self._soon = None
-        return held
+        if self._is_answered or not self.cycle.response_started:
+            self.transport.write(_answer(status, code, message))
+        self.transport.close()
 
 
 def _answer(status: int, code: str, message: str) -> bytes:

@@ -5,33 +5,29 @@ Proxies from the environment are ignored, since the token is only for the run's 
 | opened by | library | for | because, measured on two cores over loopback |
 |---|---|---|---|
 | `session`, `async_session` | httpx | all other calls | one interface, blocking or async |
-| `hot_session` | aiohttp | verifiers, external engines | 64 concurrent chats: 0.24 ms each; with httpx 4.8 ms |
-| `post_connections` | asyncio | all requests to our engines | equal bytes to 64 peers: 29 µs each; aiohttp 125 µs |
+| `hot_session` | aiohttp | engines, verifiers | 64 concurrent chats: 0.24 ms each; with httpx 4.8 ms |
 | `byte_connection` | standard library | ranges of weights | no copies: 1.4 GB/s, receives 2.6 times as fast as httpx |
 
-Each library is imported with its first connection, so that short commands start without them. `post` sends one request
-to a service with heartbeats, within time and size limits. `system/outside.py` has the requests to servers outside the
-run.
+Each library is imported with its first connection, so that short commands start without them. `responding` sends one
+request of a `hot_session`, and raises Python's own errors. `system/service_client.py` has the requests to services with
+heartbeats, and `system/outside.py` those to servers outside the run.
 """
 
 from __future__ import annotations
 
 import http.client
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import msgspec
-
 if TYPE_CHECKING:
     import aiohttp
     import httpx
-
-    from pipelinerl.system.post_connections import FanoutClient
 
 
 #: Time limit for connecting. A live peer accepts a connection in less time, even if its response takes long.
@@ -81,15 +77,6 @@ def hot_session(*, token: str | None, keep_alive_s: float, read_bytes: int = 2**
     )
 
 
-def post_connections(
-    *, token: str | None, keep_alive_s: float, headers: Mapping[str, str] = _NO_HEADERS
-) -> FanoutClient:
-    """Return a client for small concurrent requests to many peers; `keep_alive_s` is as in `hot_session`."""
-    from pipelinerl.system.post_connections import FanoutClient
-
-    return FanoutClient(headers={**headers, **authorization(token)}, keep_alive_s=keep_alive_s, connect_s=CONNECT_S)
-
-
 def call_timeout(timeout_s: float, *, silence_s: float | None = None) -> aiohttp.ClientTimeout:
     """Return the timeout of one `hot_session` call. If it is infinite, for endless streams, only connecting is limited.
 
@@ -133,68 +120,70 @@ def _trusted() -> Any:
 
 #: Seconds for which clients keep idle connections: less than `connection.KEEP_ALIVE_S`, so that clients close them.
 KEEP_ALIVE_S: Final = 30.0
-_MOST_SHOWN_OF_A_REFUSAL: Final = 300
 
 
-@dataclass(frozen=True, slots=True)
-class ServicePatience:
-    """Timeouts for requests to services, in seconds.
-
-    Attributes:
-        grace_s: time from a request's first failure during which the caller retries it.
-        silence_s: longest time without a heartbeat.
-        timeout_s: longest time until the answer.
-    """
-
-    grace_s: float = 60.0
-    silence_s: float = 30.0
-    timeout_s: float = 900.0
+class Disconnected(ConnectionError):
+    """The server closed the connection before the response began."""
 
 
-class ServiceFailed(Exception):
-    """A service failed to process a request; a retry at this or another service may succeed."""
+class InvalidAddress(ConnectionError):
+    """A URL is no valid address of a server."""
 
 
-async def post(
-    session: aiohttp.ClientSession, url: str, body: bytes, *, most_bytes: int, patience: ServicePatience
-) -> tuple[int, bytes]:
-    """Send a request to a `HeartbeatRoute`; return the status and the body.
+class ResponseTooLarge(ConnectionError):
+    """A response is larger than expected, so it is not from the server that was meant."""
 
-    Raises `ServiceFailed`, which names the URL, if no answer comes, or its body has more than `most_bytes`.
+
+@asynccontextmanager
+async def responding(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    body: bytes | None = None,
+    *,
+    timeout: aiohttp.ClientTimeout,
+    headers: Mapping[str, str] | None = None,
+    **options: Any,
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Send a request of a `hot_session`, and yield its response; redirects are not followed.
+
+    Leaving the block early closes the connection. Inside the block, too, errors of the connection are raised as:
+        TimeoutError: no response, or no further part of it, within `timeout`.
+        ConnectionError: the server cannot be reached, breaks off or does not speak HTTP, or the URL is invalid. Its
+            subclasses are `Disconnected`, `InvalidAddress` and `ResponseTooLarge`.
     """
     import aiohttp
 
-    timeout = call_timeout(patience.timeout_s, silence_s=patience.silence_s)
-    headers = {"content-type": "application/json"}
     try:
-        async with session.post(url, data=body, headers=headers, timeout=timeout, allow_redirects=False) as response:
-            return response.status, await at_most(response, most_bytes)
-    except TimeoutError as error:
-        raise ServiceFailed(f"{url} has been silent for too long ({_words(error)})") from None
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise ServiceFailed(f"{url} cannot be reached or closed the connection ({_words(error)})") from None
+        async with session.request(
+            method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False, **options
+        ) as response:
+            yield response
+    except aiohttp.ServerDisconnectedError:
+        raise Disconnected("the server closed the connection without an answer") from None
+    except aiohttp.ConnectionTimeoutError:
+        raise ConnectionError("timed out connecting") from None
+    except (TimeoutError, ConnectionError):
+        raise
+    except (aiohttp.InvalidURL, UnicodeError) as error:  # a host name that cannot be encoded is a UnicodeError
+        raise InvalidAddress(f"{url} is no valid address: {error}") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise ConnectionError(_words(error)) from error
 
 
-def error_of(content: bytes) -> tuple[str, str]:
-    """Return (message, code) of an error in OpenAI's format; for other content, (its beginning, "")."""
-    try:
-        error = msgspec.json.decode(content, type=Mapping[str, Mapping[str, str | None]])["error"]
-        return str(error.get("message"))[:_MOST_SHOWN_OF_A_REFUSAL], str(error.get("code"))
-    except (msgspec.DecodeError, ValueError, RecursionError, KeyError):
-        return content[:80].decode(errors="replace"), ""
-
-
-async def at_most(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """Return the response's body. Raises `ServiceFailed` if it is larger than `most_bytes`."""
+async def read_at_most(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    """Return the response's body. Raises `ResponseTooLarge`."""
     parts: list[bytes] = []
     size = 0
     async for part in response.content.iter_any():
         size += len(part)
         if size > most_bytes:
-            raise ServiceFailed(f"{response.url} answers with more than {most_bytes} bytes")
+            raise ResponseTooLarge(f"{response.url} sends more than {most_bytes} bytes")
         parts.append(part)
     return b"".join(parts)
 
 
-def _words(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+def _words(error: Exception) -> str:
+    # The system's message is preferred, since aiohttp's repeats the address.
+    system = getattr(error, "os_error", None)
+    return os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__

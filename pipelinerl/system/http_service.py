@@ -16,8 +16,8 @@ import errno
 import hmac
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import Enum
 from ipaddress import ip_address
 from typing import Any, Final, cast, final
@@ -36,6 +36,7 @@ from uvicorn.server import ServerState
 from pipelinerl.errors import AddressError
 from pipelinerl.system.background import cancel_all, to_its_end
 from pipelinerl.system.connection import KEEP_ALIVE_S, LimitedConnection
+from pipelinerl.system.service_client import IS_FULL
 
 GRACE_S: Final = 3
 OPEN_PATH: Final = "/health"
@@ -273,7 +274,7 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
     """Return the uvicorn configuration for an application, whose lifespan the caller must run."""
     return uvicorn.Config(
         app,
-        http=LimitedConnection,  # type: ignore[arg-type]  # it has the methods of an asyncio.Protocol
+        http=LimitedConnection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -349,6 +350,10 @@ def serve(app: Starlette, listener: socket.socket) -> None:
 HEARTBEAT_S: Final = 1.0
 
 
+#: Error code of a request of another version of the service's protocol.
+OTHER_PROTOCOL: Final = "other_protocol"
+
+
 class RequestRefused(Exception):
     """The service rejects a request, with a status, a code and a reason."""
 
@@ -356,6 +361,45 @@ class RequestRefused(Exception):
         super().__init__(why)
         self.status = status
         self.code = code
+
+
+#: Usual maximum number of items of work that a service holds.
+MOST_WAITING: Final = 65_536
+
+
+@final
+class Backlog:
+    """The items of work that a service holds: requests are rejected if there would be more than `most`.
+
+    `protocol` is the version of the service's protocol; `kind` names the items in errors.
+    """
+
+    def __init__(self, kind: str, *, protocol: int, most: int = MOST_WAITING) -> None:
+        self._kind = kind
+        self._protocol = protocol
+        self._most = most
+        self.count = 0
+        """Number of items that are accepted and not done."""
+
+    def admit(self, count: int, *, protocol: int) -> None:
+        """Raise `RequestRefused` for a request of another protocol version, or if there is no room for `count` items.
+
+        An idle service accepts a request of any size.
+        """
+        if protocol != self._protocol:
+            message = f"protocol must be {self._protocol}, got {protocol}: use one version of pipelinerl"
+            raise RequestRefused(409, OTHER_PROTOCOL, message)
+        if self.count and self.count + count > self._most:
+            raise RequestRefused(503, IS_FULL, f"this service holds {self.count} {self._kind} already; retry later")
+
+    @contextmanager
+    def holding(self, count: int) -> Iterator[None]:
+        """Count these items as held during the block."""
+        self.count += count
+        try:
+            yield
+        finally:
+            self.count -= count
 
 
 @final

@@ -28,7 +28,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 from urllib.parse import urlsplit
 
-from pipelinerl.system.http_client import CONNECT_S, hot_session
+from pipelinerl.system.http_client import (
+    InvalidAddress,
+    ResponseTooLarge,
+    call_timeout,
+    hot_session,
+    read_at_most,
+    responding,
+)
 from pipelinerl.system.secret_variables import read_secret
 
 if TYPE_CHECKING:
@@ -41,6 +48,10 @@ MOST_BYTES: Final = 2**26
 _KEEP_ALIVE_S: Final = 15.0
 #: Maximum length of an error's text, which may quote the server.
 _SHOWN_CHARS: Final = 300
+_READ_BYTES: Final = 10_000
+#: Pauses before a retry, which double from the first to the longest.
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
 #: Least HTTP status of a failure of the server, and lower statuses that its state may cause: timeouts and overload.
 _FAILS: Final = 500
 _RETRIED: Final = frozenset({408, 409, 425, 429})
@@ -66,6 +77,14 @@ class OutsideResponse(NamedTuple):
             return json.loads(self.content)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
+
+    def quoted(self) -> str:
+        """Return the message of an error in OpenAI's form, else the beginning of the body, as one short line."""
+        try:
+            text = self.json()["error"]["message"].encode("utf-8", "replace").decode()
+        except (ValueError, LookupError, TypeError, AttributeError):
+            text = self.content[:_READ_BYTES].decode(errors="replace")
+        return " ".join(text[:_READ_BYTES].split())[:_SHOWN_CHARS]
 
 
 class ResponseRejected(Exception):
@@ -98,57 +117,67 @@ class OutsideClient:
         """
         return await self._response("POST", url, body, timeout_s)
 
+    async def post_until(self, url: str, body: bytes, *, timeout_s: float) -> OutsideResponse:
+        """Send a POST, and repeat it while the server is unreachable, or its state and not the request causes a status.
+
+        The server may ask for a longer pause between two attempts. Raises `ResponseRejected`, or `TimeoutError` with
+        the reason of the last failure if no other response has arrived within `timeout_s`.
+        """
+        deadline, pause_s, last = time.monotonic() + timeout_s, _FIRST_PAUSE_S, ""
+        while (remaining := deadline - time.monotonic()) > 0:
+            wait_s = pause_s
+            try:
+                response = await self.post(url, body, timeout_s=remaining)
+                if not response.may_be_retried:
+                    return response
+                last, wait_s = f"HTTP {response.status}: {response.quoted()}", max(pause_s, response.retry_after_s)
+            except OutsideUnreachable as error:
+                last = str(error)
+            except TimeoutError:
+                last = f"it had not answered after {remaining:.1f} s"
+                break
+            await asyncio.sleep(min(wait_s, max(0.0, deadline - time.monotonic())))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise TimeoutError(last)
+
     async def close(self) -> None:
         """Close all connections."""
         if self._session is not None:
             await self._session.close()
 
     async def _response(self, method: str, url: str, body: bytes | None, timeout_s: float) -> OutsideResponse:
-        import aiohttp
-
         if self._session is None:
             self._session = hot_session(token=self._token, keep_alive_s=_KEEP_ALIVE_S)
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
         headers = {"accept-encoding": "identity"} | ({"content-type": "application/json"} if body is not None else {})
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.request(
-                    method,
-                    url,
-                    data=body,
-                    headers=headers,
-                    proxy=proxy_of(url),
-                    ssl=_trusted() if url.startswith("https:") else True,
-                    timeout=limits,
-                    allow_redirects=False,
-                    auto_decompress=False,
-                ) as response,
-            ):
-                return await _read(response)
-        except (aiohttp.InvalidURL, UnicodeError) as error:
+            options = {"proxy": proxy_of(url), "ssl": _trusted() if url.startswith("https:") else True}
+        except ValueError as error:
             raise ResponseRejected(f"{url} is no valid address: {error}") from None
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise OutsideUnreachable(_words(error)) from None
+        try:
+            async with responding(
+                self._session,
+                method,
+                url,
+                body,
+                timeout=call_timeout(timeout_s),
+                headers=headers,
+                auto_decompress=False,
+                **options,
+            ) as response:
+                return await _read(response)
+        except (InvalidAddress, ResponseTooLarge) as error:
+            raise ResponseRejected(str(error)) from None
+        except ConnectionError as error:
+            raise OutsideUnreachable(" ".join(str(error).split())[:_SHOWN_CHARS]) from None
         except TimeoutError:
             raise TimeoutError(f"{url} had no complete response within {timeout_s:.1f} s") from None
-        except (OSError, ValueError) as error:
-            raise OutsideUnreachable(_words(error)) from None
 
 
 async def _read(response: aiohttp.ClientResponse) -> OutsideResponse:
     packed = response.headers.get("content-encoding", "identity")
     if packed != "identity":
         raise ResponseRejected(f"{response.url} sends a compressed response ({packed[:40]}), which was not requested")
-    parts: list[bytes] = []
-    size = 0
-    async for part in response.content.iter_any():
-        size += len(part)
-        if size > MOST_BYTES:
-            response.close()
-            raise ResponseRejected(f"{response.url} sends more than {MOST_BYTES >> 20} MiB")
-        parts.append(part)
-    content = b"".join(parts)
+    content = await read_at_most(response, MOST_BYTES)
     if 300 <= response.status < 400:
         place = response.headers.get("location", "another address")[:200]
         content = f"it redirects to {place}, and redirects are not followed; give that address".encode()
@@ -189,10 +218,3 @@ def _trusted() -> ssl.SSLContext:
     context = httpx.create_ssl_context(trust_env=False)
     context.load_default_certs()
     return context
-
-
-def _words(error: BaseException) -> str:
-    # The system's message is preferred, since aiohttp's repeats the address.
-    system = getattr(error, "os_error", None)
-    text = os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__
-    return " ".join(text.split())[:_SHOWN_CHARS]

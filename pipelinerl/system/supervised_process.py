@@ -1,15 +1,20 @@
-"""Wrapper that runs a program, and kills all of its descendants when it ends, also those in sessions of their own.
+"""Wrappers that tie a program to its parent, so that no process is left behind when a process is killed.
 
-    python -S -E supervised_process.py PARENT_PID GRACE_S -- program argument…
+    python -I -S supervised_process.py PARENT_PID SIGNAL CORES GRACE_S -- program argument…
 
-The wrapper stays the program's parent and ends with the program's status: a program that a signal killed ends the
-wrapper by the same signal. On SIGTERM, or when the process PARENT_PID ends, the program's process group gets SIGTERM,
-and after GRACE_S seconds every descendant gets SIGKILL (at once if GRACE_S is 0). Kill a wrapper by SIGTERM only:
+When the process PARENT_PID ends, even by SIGKILL, the kernel sends SIGNAL (a name, such as SIGTERM) to the wrapper. The
+program runs on CORES (`0,1,2`; empty: unchanged).
+
+If GRACE_S is empty, the wrapper becomes the program, which thus gets the signal (`tied`). Otherwise the wrapper stays
+the program's parent and ends with the program's status (`supervised`): a program that a signal killed ends the wrapper
+by the same signal. On SIGTERM, the program's process group gets SIGTERM, and after GRACE_S seconds every descendant,
+also those in sessions of their own, gets SIGKILL (at once if GRACE_S is 0). Kill such a wrapper by SIGTERM only:
 SIGKILL would end it before it could kill the descendants.
 
 Linux gives orphans to the nearest subreaper (`PR_SET_CHILD_SUBREAPER`), so no descendant can leave the wrapper. On
-other systems the wrapper only becomes the program. Like `tied_process.py` it imports only the standard library, to
-start within milliseconds, and the thread that started it must live as long as the program.
+other systems the wrapper only becomes the program. It is a separate program, since code between fork and exec is unsafe
+in a process with threads, and imports only the standard library, to start within milliseconds. Linux considers the
+*thread* that started it as its parent, so this thread must live as long as the program.
 """
 
 from __future__ import annotations
@@ -28,18 +33,24 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: Longest time in seconds for which killed descendants are awaited.
 _LONGEST_END_S = 30.0
 _LOOK_S = 0.002
+#: Options of Python: isolated from the environment and without installed packages, to start fast.
+_OPTIONS = ("-I", "-S", __file__)
 
 
 def main() -> None:
-    """Run the program, kill what it leaves behind, and end with its status."""
-    parent, grace_s, _, *argv = sys.argv[1:]
+    """Tie this process to its parent, and run the program."""
+    parent, ending, cores, grace_s, _, *argv = sys.argv[1:]
     if sys.platform != "linux":
         _become(argv)
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    libc.prctl(_PR_SET_PDEATHSIG, int(signal.Signals[ending]))
     if os.getppid() != int(parent):  # the parent died before prctl
         sys.exit(f"supervised_process: the parent {parent} is gone; not starting {argv[0]}")
+    if cores:
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    if not grace_s:
+        _become(argv)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     own, program = os.getpid(), os.fork()
     if program == 0:
@@ -54,9 +65,16 @@ def main() -> None:
     _end(_awaited(program, float(grace_s)))
 
 
+def tied(
+    command: Sequence[str], ending: str = "SIGKILL", *, cores: Sequence[int] = (), python: str = sys.executable
+) -> list[str]:
+    """Return the command line of a program that gets the signal `ending` when this process ends."""
+    return [python, *_OPTIONS, str(os.getpid()), ending, ",".join(map(str, cores)), "", "--", *command]
+
+
 def supervised(command: Sequence[str], *, grace_s: float = 0.0) -> list[str]:
     """Return the command line that runs `command` under a wrapper, tied to this process. End it by SIGTERM."""
-    return [sys.executable, "-S", "-E", __file__, str(os.getpid()), str(grace_s), "--", *command]
+    return [sys.executable, *_OPTIONS, str(os.getpid()), "SIGTERM", "", str(grace_s), "--", *command]
 
 
 def ending_of(status: int) -> str:

@@ -26,25 +26,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import math
 import os
 import signal
 import socket
 import sys
 import time
-from asyncio.subprocess import Process
 from collections import Counter, deque
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final, final
 
-from pipelinerl.system.background import to_its_end
-from pipelinerl.system.supervised_process import descendants, ending_of, kill_all, supervised
+from pipelinerl.system.child import Child, ChildLost, Lines
+from pipelinerl.system.supervised_process import descendants, ending_of, kill_all
 
 _STARTUP_S: Final = 60.0
-#: Longest wait, in seconds, for the end of a killed process.
-_END_S: Final = 60.0
 #: A question is slow only after this processor time, or after `_LEAST_SLOW_S` of elapsed time.
 _LEAST_SLOW_CPU_S: Final = 0.02
 _LEAST_SLOW_S: Final = 1.0
@@ -263,9 +259,8 @@ class _Turn:
 
 @final
 class _Worker:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, forker: _Forker) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, lines: Lines, forker: _Forker) -> None:
+        self._lines = lines
         self._forker = forker
         self._pid = 0
         self.cpu_s = 0.0
@@ -273,23 +268,18 @@ class _Worker:
 
     @classmethod
     async def begin(cls, connection: socket.socket, forker: _Forker) -> _Worker:
-        try:
-            reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_LONGEST_ANSWER)
-        except BaseException:
-            connection.close()
-            raise
-        worker = cls(reader, writer, forker)
+        worker = cls(await Lines.open(connection, most_bytes=_LONGEST_ANSWER), forker)
         try:
             async with asyncio.timeout(_STARTUP_S):
                 worker._pid = await worker.receive()
         except BaseException:
-            writer.close()
+            worker._lines.close()
             raise
         return worker
 
     @property
     def alive(self) -> bool:
-        return not self._reader.at_eof() and not self._writer.is_closing()
+        return self._lines.is_open
 
     async def send(self, question: Any) -> None:
         """Send a question; if this call is cancelled, the rest of the question is sent in the background.
@@ -298,25 +288,22 @@ class _Worker:
         which may have megabytes.
         """
         try:
-            self._writer.write(json.dumps(question).encode() + b"\n")
-            await self._writer.drain()
+            await self._lines.send(question)
         except OSError as error:
             raise WorkerLost(await self._forker.why_ended(self._pid)) from error
 
     async def receive(self) -> Any:
         try:
-            line = await self._reader.readline()
-        except (OSError, ValueError) as error:
-            raise WorkerLost(f"the verifier's process answered with more than {_LONGEST_ANSWER} bytes") from error
-        if not line.endswith(b"\n"):
-            raise WorkerLost(await self._forker.why_ended(self._pid))
-        try:
-            received = json.loads(line)
+            received = await self._lines.receive()
             if isinstance(received, dict):
                 raise WorkerLost(f"the verifier failed: {received['error']}")
             answer, self.cpu_s = received
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise WorkerLost("the verifier's process sent a line that is no answer") from error
+        except EOFError:
+            raise WorkerLost(await self._forker.why_ended(self._pid)) from None
+        except (ValueError, TypeError, KeyError) as error:
+            raise WorkerLost(
+                f"the verifier's process sent a line that is no answer, or has more than {_LONGEST_ANSWER} bytes"
+            ) from error
         return answer
 
     def cpu_now_s(self) -> float:
@@ -336,58 +323,39 @@ class _Worker:
             os.setpriority(os.PRIO_PGRP, self._pid, lower)
 
     def kill(self) -> None:
-        if self._pid and not self._reader.at_eof():
+        if self._pid and self._lines.is_open:
             # Only while the process lives, since another process may reuse the id of an ended one.
             left = descendants(self._pid)
             with contextlib.suppress(OSError):
                 os.killpg(self._pid, signal.SIGKILL)
             kill_all(left)  # those in process groups of their own
-        self._writer.close()
+        self._lines.close()
 
 
 @final
 class _Forker:
     """The process that imports the workers' dependencies and forks workers, or is the only worker if it cannot fork."""
 
-    def __init__(self, process: Process, control: socket.socket) -> None:
-        self._process = process
-        self._control = control
-        self._forks = False
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._forks: bool = child.first["forks"]
         self._has_worker = False
-        self._received = b""
         self._codes: dict[int, int] = {}
         """Return codes of workers that have ended, by process id."""
-        self._code_came = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._listening = asyncio.create_task(self._listen())
 
     @classmethod
     async def start(cls, target: str, argument: str) -> _Forker:
-        ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "pipelinerl.verifiers.worker_process", target, argument]
-        with theirs, contextlib.ExitStack() as given_up:
-            given_up.callback(ours.close)
-            process = await asyncio.create_subprocess_exec(*supervised(command), stdin=theirs.fileno())
-            given_up.pop_all()
-        ours.setblocking(False)
-        forker = cls(process, ours)
         try:
-            async with asyncio.timeout(_STARTUP_S):
-                first = await _line(ours)
-        except (TimeoutError, OSError, ValueError):
-            await forker.close()
-            raise WorkerLost("the verifier's process did not start; see its output") from None
-        except BaseException:
-            await forker.close()  # after a cancellation, reap the killed process while the event loop still runs
-            raise
-        if "error" in first:
-            await forker.close()
-            raise WorkerLost(first["error"])
-        forker._forks = first["forks"]
-        asyncio.get_running_loop().add_reader(ours.fileno(), forker._note_codes)
-        return forker
+            return cls(await Child.start(command, "the verifier's process", startup_s=_STARTUP_S))
+        except ChildLost as error:
+            raise WorkerLost(str(error)) from None
 
     @property
     def ended(self) -> bool:
-        return self._process.returncode is not None
+        return self._child.has_ended
 
     @property
     def can_give(self) -> bool:
@@ -398,7 +366,7 @@ class _Forker:
         self._has_worker = True
         with theirs:
             try:
-                socket.send_fds(self._control, [b"w"], [theirs.fileno()])
+                socket.send_fds(self._child.socket, [b"w"], [theirs.fileno()])
             except OSError as error:
                 ours.close()
                 self.kill()
@@ -409,55 +377,33 @@ class _Forker:
         """Return a sentence about the end of the worker `pid`; of this process, if it is the only worker or ended."""
         ending = "ended"
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_REPORT_S):
-                if pid == 0 or not self._forks:
-                    ending = ending_of(await self._process.wait())
-                while self._forks and pid and pid not in self._codes:
-                    self._code_came.clear()
-                    await self._code_came.wait()
-                if pid in self._codes:
-                    ending = ending_of(self._codes.pop(pid))
+            if pid == 0 or not self._forks:
+                ending = await self._child.ending(timeout_s=_REPORT_S)
+            else:
+                async with asyncio.timeout(_REPORT_S):
+                    while pid not in self._codes:
+                        await self._changed.wait()
+                ending = ending_of(self._codes.pop(pid))
         return f"the verifier's process {ending} before it answered"
 
-    def _note_codes(self) -> None:
-        try:
-            part = self._control.recv(65536)
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        if not part:
-            asyncio.get_running_loop().remove_reader(self._control.fileno())
-            return
-        *lines, self._received = (self._received + part).split(b"\n")
-        self._codes.update(map(json.loads, lines))
-        while len(self._codes) > _MOST_CODES:
-            del self._codes[next(iter(self._codes))]
-        self._code_came.set()
+    async def _listen(self) -> None:
+        with contextlib.suppress(EOFError, ValueError, TypeError):
+            while True:
+                pid, code = await self._child.lines.receive()
+                self._codes[pid] = code
+                while len(self._codes) > _MOST_CODES:
+                    del self._codes[next(iter(self._codes))]
+                self._changed.set()
+                self._changed = asyncio.Event()
 
     def kill(self) -> None:
-        # `Process.kill` would reap a process that has just ended, which asyncio then reports as unknown.
-        if not self.ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGTERM)  # its wrapper then kills all descendants
-        if (number := self._control.fileno()) >= 0:
-            asyncio.get_running_loop().remove_reader(number)
-        self._control.close()
+        self._child.kill()
+        self._listening.cancel()
 
     async def close(self) -> None:
         """Kill the process and reap it, even if this call is cancelled."""
-        self.kill()
-        await to_its_end(asyncio.wait_for(self._process.wait(), _END_S))
-
-
-async def _line(control: socket.socket) -> Any:
-    received = b""
-    while not received.endswith(b"\n"):
-        part = await asyncio.get_running_loop().sock_recv(control, 65536)
-        if not part:
-            raise ValueError("no line")
-        received += part
-    return json.loads(received)
+        self._listening.cancel()
+        await self._child.close()
 
 
 #: Every fourth free place goes to the group that has waited longest, out of turn. At most a quarter of all places is

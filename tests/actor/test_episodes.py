@@ -274,7 +274,7 @@ async def test_host_process_whose_connection_is_closed_gets_no_further_episode(t
     (tmp_path / "game.py").write_text(CODE)
     hosts, task = EpisodeHosts(f"{tmp_path / 'game.py'}:three"), Task.of(order().problem, seed=0)
     await hosts.start()
-    hosts._hosts[0].writer.transport.abort()
+    hosts._hosts[0].child.lines.close()
     try:
         ended = await hosts.play(task, base_url="http://127.0.0.1:9", api_key="", timeout_s=PATIENCE_S)
     finally:

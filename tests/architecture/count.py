@@ -21,7 +21,7 @@ from tests.architecture.tree import Module, project
 
 SHORT: Final = 60
 #: Modules that are started by their path. They must stay separate files, however short they are.
-RUN_BY_PATH: Final = frozenset({"launch/reaper.py", "launch/tied_process.py"})
+RUN_BY_PATH: Final = frozenset({"launch/reaper.py", "pipelinerl/system/supervised_process.py"})
 HTTP: Final = frozenset({"httpx", "aiohttp", "http.client", "urllib.request", "urllib3", "requests"})
 CLIENTS: Final = frozenset(
     {

@@ -78,6 +78,7 @@ BASES_ALLOWED: dict[str, frozenset[str]] = {
     "pipelinerl/environments/verifiers_host.py": frozenset({"Harness", "HarnessConfig"}),
     "pipelinerl/plugins/watch/top/textual_app.py": frozenset({"App", "Horizontal"}),
     "pipelinerl/numerics/torch_logprobs.py": frozenset({"Function"}),
+    "pipelinerl/system/connection.py": frozenset({"HttpToolsProtocol"}),
     "pipelinerl/trainers/torch/packed_model.py": frozenset({"Module"}),
     "pipelinerl/trainers/torch/packed/segments.py": frozenset({"Function"}),
     "pipelinerl/trainers/torch/packed/sequence_parallel.py": frozenset({"Function"}),

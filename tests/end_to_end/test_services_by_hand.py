@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,8 +14,8 @@ import pytest
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.errors import UserError
 from pipelinerl.observability.status import RunStatus
-from pipelinerl.system import tied_process
 from pipelinerl.system.machine import free_ports
+from pipelinerl.system.supervised_process import tied
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.live_run import CLI
 from tests.patience import PATIENCE_S
@@ -29,9 +27,8 @@ _ANSWERS_S = 15.0
 @contextmanager
 def started(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[str]]:
     """Start a role; yield its process, which ends with this process."""
-    tie = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--")
     with log.open("w") as file:
-        process = subprocess.Popen([*tie, *CLI, *arguments], stdout=file, stderr=file, text=True)
+        process = subprocess.Popen(tied([*CLI, *arguments], "SIGTERM"), stdout=file, stderr=file, text=True)
     try:
         yield process
     finally:

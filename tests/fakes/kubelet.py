@@ -25,7 +25,7 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 import yaml
 
-from pipelinerl.system import tied_process
+from pipelinerl.system.supervised_process import tied
 from tests.patience import PATIENCE_S, SOON_S
 
 
@@ -61,10 +61,9 @@ class Pod:
                 assert volume["persistentVolumeClaim"]["claimName"] in self.kubelet.claims
                 assert Path(mount["mountPath"]).is_dir(), "a claim's directory is the test's own"
         command = [sys.executable if word == "python3" else word for word in container["command"]]
-        tie = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", "", "--")
         with self.output.open("ab") as out:
             return subprocess.Popen(
-                [*tie, *words, "--die-with-parent", "--", *command], env=environment, stdout=out, stderr=out
+                tied([*words, "--die-with-parent", "--", *command]), env=environment, stdout=out, stderr=out
             )
 
     def node(self) -> int:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from pipelinerl import cli
 from pipelinerl.observability.events import Event, EventFollower
-from pipelinerl.system import tied_process
+from pipelinerl.system.supervised_process import tied
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.patience import PATIENCE_S
 
@@ -145,10 +145,9 @@ def launched(
     directory.parent.mkdir(parents=True, exist_ok=True)
     output = directory.parent / f"{directory.name}-{time.monotonic_ns()}.out"
     environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1", **environment}
-    tie = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--")
     with output.open("w") as file:
         launcher = subprocess.Popen(
-            [*tie, *through, *CLI, "run", *arguments],
+            tied([*through, *CLI, "run", *arguments], "SIGTERM"),
             stdout=file,
             stderr=subprocess.STDOUT,
             text=True,

@@ -10,7 +10,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.system import tied_process
 from pipelinerl.system.machine import free_ports
+from pipelinerl.system.supervised_process import tied
 from tests.patience import PATIENCE_S
 
 _CONF = """
@@ -128,9 +127,8 @@ def _jobs(cluster: SlurmCluster) -> str:
 
 
 def _daemon(stack: ExitStack, cluster: SlurmCluster, words: list[str]) -> None:
-    tie = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", "", "--")
     with (cluster.folder / f"{words[0]}-{len(list(cluster.folder.glob('*.out')))}.out").open("wb") as out:
-        process = subprocess.Popen([*tie, *words], env=cluster.environment, stdout=out, stderr=out)
+        process = subprocess.Popen(tied(words), env=cluster.environment, stdout=out, stderr=out)
     stack.callback(process.wait, PATIENCE_S)
     stack.callback(process.kill)
 

@@ -253,13 +253,3 @@ def test_four_hundred_unfinished_requests_time_out(engine: str, monkeypatch: pyt
     finally:
         for each in held:
             each.close()
-
-
-def test_http_headers_and_body_of_a_response_are_sent_in_one_packet(url: str) -> None:
-    """If headers and body came in two packets, a client of a thousand engines would wake up twice per response."""
-    with connect(url) as line:
-        for _ in range(8):
-            line.sendall(ALIVE + b"\r\n")
-            response = line.recv(65536)
-            head, _, body = response.partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 200") and body, "the body came with the head"

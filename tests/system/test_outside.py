@@ -68,7 +68,7 @@ async def test_deadline_covers_the_whole_request_however_slowly_the_response_arr
 @pytest.mark.parametrize("first", [b"content-length: 9999999999999", b"transfer-encoding: chunked"])
 async def test_response_beyond_the_size_limit_is_rejected(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outside, "MOST_BYTES", 2**20)
-    with pytest.raises(ResponseRejected, match=r"http://127.* sends more than 1 MiB"):
+    with pytest.raises(ResponseRejected, match=r"http://127.* sends more than 1048576 bytes"):
         await answer_of(forever(b"HTTP/1.1 200 x\r\n" + first + b"\r\n\r\n", b"10000\r\n" + bytes(2**16) + b"\r\n", 0))
 
 

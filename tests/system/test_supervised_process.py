@@ -34,7 +34,8 @@ subprocess.run([str(os.getpid()) if each == "0" else each for each in sys.argv[1
 
 
 def command(parent: int, grace_s: float, *program: str) -> list[str]:
-    return [sys.executable, "-S", "-E", supervised_process.__file__, str(parent), str(grace_s), "--", *program]
+    words = [sys.executable, "-I", "-S", supervised_process.__file__, str(parent), "SIGTERM", "", str(grace_s), "--"]
+    return [*words, *program]
 
 
 def started(last: str, *more: str, grace_s: float = 5.0) -> tuple[subprocess.Popen[str], list[int]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from pipelinerl.system import tied_process
+from pipelinerl.system.supervised_process import tied
 from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's tie is Linux's")
@@ -26,18 +25,17 @@ print("ready", flush=True)
 time.sleep(60)
 """
 _PARENT = """
-import os, subprocess, sys, time
-tie, noted, child = sys.argv[1:]
-subprocess.Popen([sys.executable, "-S", "-E", tie, str(os.getpid()), "SIGTERM", "", "--", sys.executable, "-c", child, noted])
+import subprocess, sys, time
+from pipelinerl.system.supervised_process import tied
+noted, child = sys.argv[1:]
+subprocess.Popen(tied([sys.executable, "-c", child, noted], "SIGTERM"))
 time.sleep(60)
-"""  # noqa: E501
+"""
 
 
 def test_process_tied_to_its_parent_gets_the_given_signal_when_the_parent_is_killed(tmp_path: Path) -> None:
     noted = tmp_path / "noted"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", _PARENT, tied_process.__file__, str(noted), _CHILD], stdout=subprocess.PIPE
-    )
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT, str(noted), _CHILD], stdout=subprocess.PIPE)
     with parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"ready\n"
@@ -54,7 +52,7 @@ def test_process_tied_to_its_parent_gets_the_given_signal_when_the_parent_is_kil
 def test_tying_a_process_fails_with_an_error_if_its_parent_or_program_is_missing(
     parent: int, program: str, reason: str
 ) -> None:
-    command = [sys.executable, "-S", "-E", tied_process.__file__, str(parent), signal.SIGKILL.name, "", "--", program]
+    command = [str(parent) if word == str(os.getpid()) else word for word in tied([program])]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 1
     assert reason in ended.stderr
@@ -63,5 +61,4 @@ def test_tying_a_process_fails_with_an_error_if_its_parent_or_program_is_missing
 def test_process_tied_to_its_parent_runs_on_the_given_cpu_cores() -> None:
     core = min(os.sched_getaffinity(0))
     argv = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
-    command = [sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", str(core), "--", *argv]
-    assert subprocess.check_output(command, text=True, timeout=PATIENCE_S) == f"{{{core}}}\n"
+    assert subprocess.check_output(tied(argv, cores=[core]), text=True, timeout=PATIENCE_S) == f"{{{core}}}\n"

@@ -73,13 +73,13 @@ async def test_hostile_return_of_an_environment_is_masked_with_its_place(numbers
     try:
         async with asyncio.timeout(PATIENCE_S):
             await hosts.start()
-            pid = hosts._hosts[0].process.pid
+            pid = hosts._hosts[0].child.pid
             for at in range(0, len(numbers), 100):
                 some = numbers[at : at + 100]
                 for number, verdict in zip(some, await played(hosts, domain, some), strict=True):
                     if case(number)[0] != "value" or case(number)[1] != "none":  # None leaves the verdict to others
                         check(number, verdict, PLACE)
-            assert [host.process.pid for host in hosts._hosts] == [pid], "the host has ended"
+            assert [host.child.pid for host in hosts._hosts] == [pid], "the host has ended"
     finally:
         await hosts.close()
 

@@ -7,10 +7,11 @@ An engine's rejection is raised as the class that the engine raised. A lost requ
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, final
 
 from pydantic import BaseModel, ValidationError
 
@@ -24,8 +25,10 @@ from inference_contract.weights import (
     WeightUpdateResponse,
 )
 from pipelinerl.errors import EngineUnreachable
-from pipelinerl.system import http_client
-from pipelinerl.system.post_connections import FanoutClient
+from pipelinerl.system.http_client import Disconnected, call_timeout, hot_session, read_at_most, responding
+
+if TYPE_CHECKING:
+    import aiohttp
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -35,6 +38,10 @@ _GRACE_S: Final = 1.0
 #: client closes it first.
 _KEEP_ALIVE_S: Final = 30.0
 _JSON: Final = MappingProxyType({"content-type": "application/json"})
+#: Maximum size in bytes of a response that is no completion: several times the size of any useful error message.
+_MOST_BYTES: Final = 2**20
+#: Maximum size in bytes of a completion: a hundred samples of a hundred thousand tokens with log-probs have 500 MB.
+_MOST_COMPLETION_BYTES: Final = 2**32
 _DATA: Final = b"data: "
 _DONE: Final = b"[DONE]"
 _EVENT_END: Final = b"\n\n"
@@ -49,7 +56,7 @@ class EngineClient:
     ) -> None:
         """Create a client with limits on a whole completion (`chat_timeout_s`) and on polls (`state_timeout_s`)."""
         self._token = token
-        self._posts: FanoutClient | None = None
+        self._session: aiohttp.ClientSession | None = None
         self._chat_timeout_s = chat_timeout_s
         self._state_timeout_s = state_timeout_s
         self._last: tuple[object, bytes] = None, b""
@@ -65,30 +72,31 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close all connections to engines."""
-        if self._posts is not None:
-            await self._posts.close()
+        if self._session is not None:
+            await self._session.close()
 
     async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
         """POST /v1/chat/completions, not streamed. Cancelling the call cancels the request on the engine."""
-        path = routes.CHAT_COMPLETIONS
+        url, timeout_s = url + routes.CHAT_COMPLETIONS, self._chat_timeout_s
         body = request.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
-        answer = self._whole(url, path, body)
         return _validated(
-            url + path, ChatCompletion, await _accepted(f"POST {url}{path}", answer, self._chat_timeout_s)
+            url, ChatCompletion, await self._accepted("POST", url, body, timeout_s, most_bytes=_MOST_COMPLETION_BYTES)
         )
 
     async def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
         """POST /v1/chat/completions, streamed. Closing the iterator cancels the request on the engine. Raises
         `ContractError` or `EngineUnreachable`, also in mid-stream.
         """
-        path, timeout_s = routes.CHAT_COMPLETIONS, self._chat_timeout_s
-        call = f"POST {url}{path}"
+        url, timeout_s = url + routes.CHAT_COMPLETIONS, self._chat_timeout_s
+        call = f"POST {url}"
         body = request.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
         try:
-            async with aclosing(self._control().stream(url, path, body, timeout_s=timeout_s)) as pieces:
-                async for event in _events(pieces, call):
-                    yield _chunk(event, f"{url}{path}")
-        except (ConnectionError, TimeoutError, ValueError) as error:
+            async with self._responding("POST", url, body, timeout_s) as response:
+                if response.status != 200:
+                    raise _refusal(call, response.status, await read_at_most(response, _MOST_BYTES))
+                async for event in _events(response.content.iter_any()):
+                    yield _chunk(event, url)
+        except (ConnectionError, TimeoutError) as error:
             raise _unreachable(call, error, timeout_s) from error
 
     async def health(self, url: str) -> Health:
@@ -119,26 +127,18 @@ class EngineClient:
         return await self._posted(url, routes.REQUEST_WEIGHT_UPDATE, WeightUpdateResponse, request)
 
     async def _polled(self, url: str, path: str) -> bytes:
-        timeout_s = self._state_timeout_s
-        return await _accepted(f"GET {url}{path}", self._control().get(url, path, timeout_s=timeout_s), timeout_s)
+        return await self._accepted("GET", url + path, None, self._state_timeout_s)
 
     async def _posted(
         self, url: str, path: str, schema: type[Answer], request: InitProcessGroupRequest | WeightUpdateRequest
     ) -> Answer:
-        timeout_s = request.timeout_s + _GRACE_S
-        answer = self._control().post(url, path, self._encoded(request), timeout_s=timeout_s)
-        content = await _accepted(f"POST {url}{path}", answer, timeout_s)
+        url, body = url + path, self._encoded(request)
+        content = await self._accepted("POST", url, body, request.timeout_s + _GRACE_S, attempts=2)
         known, same, answered = self._last_answer
         if known is not schema or same != content:  # equal answers of several engines are parsed only once
-            answered = _validated(url + path, schema, content)
+            answered = _validated(url, schema, content)
             self._last_answer = schema, content, answered
         return answered
-
-    async def _whole(self, url: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """Post a request without automatic resending; return status and body."""
-        async with aclosing(self._control().stream(url, path, body, timeout_s=self._chat_timeout_s)) as pieces:
-            came = [piece async for piece in pieces]
-        return came[-1][0], b"".join(piece for _, piece in came)
 
     def _encoded(self, request: InitProcessGroupRequest | WeightUpdateRequest) -> bytes:
         """Encode a request once for all engines of a fleet."""
@@ -146,21 +146,43 @@ class EngineClient:
             self._last = request, request.model_dump_json(exclude_none=True).encode()
         return self._last[1]
 
-    def _control(self) -> FanoutClient:
-        if self._posts is None:
-            self._posts = http_client.post_connections(token=self._token, keep_alive_s=_KEEP_ALIVE_S, headers=_JSON)
-        return self._posts
+    async def _accepted(
+        self,
+        method: str,
+        url: str,
+        body: bytes | None,
+        timeout_s: float,
+        *,
+        most_bytes: int = _MOST_BYTES,
+        attempts: int = 1,
+    ) -> bytes:
+        """Return the body of a response with status 200; raise `ContractError` or `EngineUnreachable` otherwise.
 
+        A server may close an idle connection just as the client reuses it. An idempotent request may be sent in two
+        `attempts`, so that this does not fail it.
+        """
+        call, deadline = f"{method} {url}", time.monotonic() + timeout_s
+        while True:
+            attempts -= 1
+            try:
+                async with self._responding(method, url, body, deadline - time.monotonic()) as response:
+                    content = await read_at_most(response, most_bytes)
+                if response.status != 200:
+                    raise _refusal(call, response.status, content)
+                return content
+            except Disconnected as error:
+                if not attempts:
+                    raise _unreachable(call, error, timeout_s) from error
+            except (ConnectionError, TimeoutError) as error:
+                raise _unreachable(call, error, timeout_s) from error
 
-async def _accepted(call: str, answer: Awaitable[tuple[int, bytes]], timeout_s: float) -> bytes:
-    """Return the body of a response with status 200; raise `ContractError` or `EngineUnreachable` otherwise."""
-    try:
-        status, content = await answer
-    except (ConnectionError, TimeoutError, ValueError) as error:  # an invalid host name raises ValueError
-        raise _unreachable(call, error, timeout_s) from error
-    if status != 200:
-        raise _refusal(call, status, content)
-    return content
+    def _responding(
+        self, method: str, url: str, body: bytes | None, timeout_s: float
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        if self._session is None:
+            self._session = hot_session(token=self._token, keep_alive_s=_KEEP_ALIVE_S)
+        headers = _JSON if body is not None else None
+        return responding(self._session, method, url, body, timeout=call_timeout(timeout_s), headers=headers)
 
 
 def _validated(call: str, schema: type[Answer], content: bytes) -> Answer:
@@ -187,13 +209,10 @@ def _refusal(call: str, status: int, content: bytes) -> ContractError | EngineUn
     return from_wire(status, answer)
 
 
-async def _events(pieces: AsyncGenerator[tuple[int, bytes]], call: str) -> AsyncGenerator[bytes]:
-    """Yield the data of server-sent events up to `[DONE]`; raise for a status other than 200."""
-    status, rest, done = 200, b"", False
-    async for status, piece in pieces:
-        if status != 200:
-            rest += piece
-            continue
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    """Yield the data of server-sent events up to `[DONE]`."""
+    rest, done = b"", False
+    async for piece in pieces:
         *events, rest = (rest + piece).split(_EVENT_END)
         for event in events:
             data = event.removeprefix(_DATA)
@@ -201,8 +220,6 @@ async def _events(pieces: AsyncGenerator[tuple[int, bytes]], call: str) -> Async
                 done = True
             else:
                 yield data
-    if status != 200:
-        raise _refusal(call, status, rest)
     if not done:
         raise ConnectionError("the stream ended before data: [DONE]")
 

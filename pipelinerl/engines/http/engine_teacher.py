@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -18,20 +17,16 @@ import numpy as np
 from pydantic import ValidationError
 
 from inference_contract import routes
-from inference_contract.errors import Overloaded, from_wire
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage
 from pipelinerl.errors import EngineUnreachable
-from pipelinerl.system.outside import OutsideClient, OutsideResponse, OutsideUnreachable, ResponseRejected
+from pipelinerl.system.outside import OutsideClient, ResponseRejected
 from trainer_contract.types import Float32, MicroBatch
 
 #: Environment variable for the bearer token of teacher engines.
 TEACHER_TOKEN: Final = "PIPELINERL_TEACHER_TOKEN"
 #: The maximum number of requests in flight.
 _AT_ONCE: Final = 64
-_RETRY_S: Final = 1.0
 _OK: Final = 200
-#: Maximum length of the quoted part of an engine's error.
-_QUOTED: Final = 300
 #: Range of log-probs: rounding may lift one above 0 by a little, and none is below that of a 16-bit logit's range.
 _MOST_LOGPROB: Final = 1e-3
 _LEAST_LOGPROB: Final = -1e6
@@ -96,32 +91,19 @@ class EngineTeacher:
 
     async def _answered(self, body: bytes) -> bytes:
         """Return the engine's response to a request, with retries; raise `EngineUnreachable` if it sends none."""
-        deadline, url = time.monotonic() + self._timeout_s, self.url + routes.CHAT_COMPLETIONS
-        while True:
-            pause_s = _RETRY_S
-            try:
-                response = await self._client.post(url, body, timeout_s=max(deadline - time.monotonic(), _RETRY_S))
-                if response.status == _OK:
-                    return response.content
-                reason, is_busy = self._refusal(response)
-                pause_s = max(pause_s, response.retry_after_s)
-            except (OutsideUnreachable, TimeoutError) as error:
-                reason, is_busy = f"{error}; is the engine running?", True
-            except ResponseRejected as error:
-                reason, is_busy = str(error), False
-            if not is_busy or time.monotonic() + pause_s > deadline:
-                raise EngineUnreachable(f"the teacher {self.url} gives no log-probs: {reason}")
-            await asyncio.sleep(pause_s)
-
-    @staticmethod
-    def _refusal(response: OutsideResponse) -> tuple[str, bool]:
-        """Return why the engine rejected a request, and whether a retry may succeed."""
         try:
-            error = from_wire(response.status, response.json())
-            reason = str(error)[:_QUOTED]
-        except (ValueError, RecursionError):
-            error, reason = None, response.content[:_QUOTED].decode(errors="replace")
-        return f"HTTP {response.status}: {reason}", isinstance(error, Overloaded) or response.may_be_retried
+            response = await self._client.post_until(
+                self.url + routes.CHAT_COMPLETIONS, body, timeout_s=self._timeout_s
+            )
+        except TimeoutError as error:
+            reason = f"{error}; is the engine running?"
+        except ResponseRejected as error:
+            reason = str(error)
+        else:
+            if response.status == _OK:
+                return response.content
+            reason = f"HTTP {response.status}: {response.quoted()}"
+        raise EngineUnreachable(f"the teacher {self.url} gives no log-probs: {reason}")
 
     def _parsed(self, content: bytes) -> ChatCompletion:
         try:

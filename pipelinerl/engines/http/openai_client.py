@@ -7,9 +7,7 @@ requests. The error for a rejected request or a response in another form names t
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 from collections.abc import Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, NamedTuple, Self, final
@@ -20,15 +18,12 @@ from pipelinerl.errors import AddressError, DeadlineError, EngineUnreachable
 from pipelinerl.system.outside import OutsideClient, OutsideResponse, OutsideUnreachable, ResponseRejected
 from pipelinerl.types import Message, Sampling
 
-_FIRST_PAUSE_S: Final = 0.2
-_LONGEST_PAUSE_S: Final = 5.0
 _LIST_S: Final = 10.0
 _OK: Final = 200
 #: Statuses with which servers reject a field of the request.
 _FIELD_REJECTED: Final = (400, 422)
 #: Maximum number of characters to quote of a server's error text.
 _QUOTED_CHARS: Final = 300
-_READ_BYTES: Final = 10_000
 #: Maximum number of tokens that a server can report.
 _MOST_TOKENS: Final = 2**40
 #: Bound on seeds, because some servers keep a seed in a signed 32-bit integer.
@@ -94,33 +89,23 @@ class OpenAIServer:
         return _answer_of(await self._posted(json.dumps(body).encode()), self.url)
 
     async def _posted(self, body: bytes) -> Any:
-        deadline, pause_s, last = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S, ""
-        while (remaining := deadline - time.monotonic()) > 0:
-            wait_s = pause_s
-            try:
-                response = await self._client.post(self.url + routes.CHAT_COMPLETIONS, body, timeout_s=remaining)
-                if response.status == _OK:
-                    return response.json()
-            except TimeoutError:
-                last = f"it had not answered after {remaining:.1f} s"
-                break
-            except OutsideUnreachable as error:
-                last = str(error)
-            except ResponseRejected as error:
-                raise EngineUnreachable(f"the response of {self.url} is rejected: {error}") from None
-            except ValueError as error:
-                raise EngineUnreachable(f"{self.url} must answer in JSON: {error}") from None
-            else:
-                last = f"HTTP {response.status}: {_quoted(response)}"
-                if not response.may_be_retried:
-                    raise EngineUnreachable(f"{self.url} refused the request: {last}{self._remedy(response)}")
-                wait_s = max(pause_s, response.retry_after_s)
-            await asyncio.sleep(min(wait_s, max(0.0, deadline - time.monotonic())))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        raise DeadlineError(f"{self.url} had no answer within {self._deadline_s:g} s; last: {last}")
+        try:
+            response = await self._client.post_until(
+                self.url + routes.CHAT_COMPLETIONS, body, timeout_s=self._deadline_s
+            )
+            if response.status == _OK:
+                return response.json()
+        except TimeoutError as error:
+            raise DeadlineError(f"{self.url} had no answer within {self._deadline_s:g} s; last: {error}") from None
+        except ResponseRejected as error:
+            raise EngineUnreachable(f"the response of {self.url} is rejected: {error}") from None
+        except ValueError as error:
+            raise EngineUnreachable(f"{self.url} must answer in JSON: {error}") from None
+        refusal = f"HTTP {response.status}: {response.quoted()}"
+        raise EngineUnreachable(f"{self.url} refused the request: {refusal}{self._remedy(response)}")
 
     def _remedy(self, response: OutsideResponse) -> str:
-        refused = (name for name in ("max_tokens", "temperature", "top_p", "seed") if name in _quoted(response))
+        refused = (name for name in ("max_tokens", "temperature", "top_p", "seed") if name in response.quoted())
         if response.status in _FIELD_REJECTED and (name := next(refused, None)):
             return f"; a judge's request_fields can rename {name}, or leave it out"
         return ""
@@ -132,7 +117,7 @@ async def models_at(url: str, *, token: str | None) -> list[dict[str, Any]]:
     try:
         response = await client.get(url + routes.MODELS, timeout_s=_LIST_S)
         if response.status != _OK:
-            raise AddressError(f"{call} failed: HTTP {response.status}: {_quoted(response)}")
+            raise AddressError(f"{call} failed: HTTP {response.status}: {response.quoted()}")
         cards = [dict(card) for card in response.json()["data"]]
     except (OutsideUnreachable, ResponseRejected, TimeoutError) as error:
         raise AddressError(f"{call} failed: {error}; is the server running?") from None
@@ -178,11 +163,3 @@ def _count(tokens: Any) -> int | None:
     if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not 0 <= tokens <= _MOST_TOKENS:
         raise ValueError(f"usage must hold numbers of tokens, got {str(tokens)[:40]}")
     return int(tokens)
-
-
-def _quoted(response: OutsideResponse) -> str:
-    try:
-        text = _text_of(response.json()["error"]["message"])
-    except (ValueError, LookupError, TypeError, AttributeError):
-        text = response.content[:_READ_BYTES].decode(errors="replace")
-    return " ".join(text[:_READ_BYTES].split())[:_QUOTED_CHARS]

@@ -32,7 +32,7 @@ from typing import Any, Final, final
 from pipelinerl.plugins.oubliette import bubblewrap, control_groups, syscall_filter, toolchains
 from pipelinerl.plugins.oubliette.control_groups import ControlGroup, Hierarchies, Weight
 from pipelinerl.plugins.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, Tier
-from pipelinerl.system import tied_process
+from pipelinerl.system.supervised_process import tied
 
 _ID: Final = 1000
 _ENVIRONMENT: Final = ("PATH=/usr/local/bin:/usr/bin:/bin", "HOME=/tmp", "TMPDIR=/tmp", "LANG=C.UTF-8")
@@ -51,9 +51,9 @@ def command(bundle: Path) -> tuple[str, ...]:
     program = executable()
     assert program is not None, "callers check that runsc is installed"
     rootless = () if os.geteuid() == 0 else ("--rootless",)
-    tie = (str(bubblewrap.interpreter()), "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", "", "--")
     state = (f"--root={bundle / 'state'}", f"--log={bundle / 'log'}")
-    return (*tie, program, *state, *_FLAGS, *rootless, "run", f"--bundle={bundle}", bundle.name)
+    command = [program, *state, *_FLAGS, *rootless, "run", f"--bundle={bundle}", bundle.name]
+    return tuple(tied(command, python=str(bubblewrap.interpreter())))
 
 
 def lay_out(bundle: Path, run: Run) -> None:

@@ -1,7 +1,7 @@
 """`VerifierServices` and `RemoteVerifier`: send an actor's answers to the verifier services that are up.
 
-A service fails if it is unreachable or silent, drops the connection, or answers 5xx or invalid data. Its requests are
-then retried at other services for `grace_s`; after that, the answers are *masked* (`verifier_error`), never scored.
+If a service fails (`system/service_client.py`), or gives invalid verdicts, its requests are retried at other services
+for `grace_s`; after that, the answers are *masked* (`verifier_error`), never scored.
 A failed service is avoided for a cooldown that grows with each failure, unless it restarts. Among services with nearly
 the lowest load, a problem always prefers the same one, whose cache may hold verdicts on the problem's answers.
 
@@ -20,21 +20,26 @@ import contextlib
 import hashlib
 import logging
 import math
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, final
+from dataclasses import dataclass
+from typing import Final, final
 
 import msgspec
 
 from pipelinerl.controller.routes import VerifierLease
 from pipelinerl.plugins.verifier_service import wire
 from pipelinerl.plugins.verifier_service.wire import VerifyAnswer, VerifyRequest
-from pipelinerl.system.http_client import KEEP_ALIVE_S, ServiceFailed, ServicePatience, error_of, hot_session, post
+from pipelinerl.system.service_client import (
+    Grace,
+    RequestRejected,
+    ServiceClient,
+    ServiceFailed,
+    ServiceFull,
+    ServicePatience,
+)
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, failed
-
-if TYPE_CHECKING:
-    import aiohttp
 
 log = logging.getLogger("pipelinerl")
 
@@ -52,12 +57,11 @@ _BYTES_BESIDE: Final = 1 << 20
 _MOST_REWARD: Final = 1e9
 
 
-class _ServiceFull(Exception):
-    """The service already has its maximum number of answers to judge; a later attempt may succeed."""
-
-
-class _RequestInvalid(Exception):
-    """Every service would reject this request."""
+#: Statuses with which every service would reject the same request.
+_INVALID: Final = (400, 413, 422)
+#: Statuses with which a service rejects each retry of a request that another service may accept.
+_ELSEWHERE: Final = (404, 409)
+_NONE_NAMED: Final = "the controller has named no verifier service"
 
 
 @final
@@ -77,28 +81,12 @@ class _Service:
 
 
 @final
-@dataclass(slots=True)
-class _Try:
-    until: float = math.inf
-    reason: str = "the controller has named no verifier service"
-    refused: set[str] = field(default_factory=set)
-    """Incarnations (ids of service processes) that answered 404 or 409, so that they would reject a retry as well."""
-
-    def failed(self, reason: str, now: float, grace_s: float) -> None:
-        """Record a failure; the first failure starts the grace period."""
-        self.reason = reason
-        self.until = min(self.until, now + grace_s)
-
-
-@final
 class VerifierServices:
     """The verifier services of a run. Use and close this object in a single event loop."""
 
     def __init__(self, *, token: str | None, patience: ServicePatience = ServicePatience()) -> None:
-        self._token = token
-        self._patience = patience
+        self._client = ServiceClient("a verifier service", token=token, patience=patience)
         self._services: dict[str, _Service] = {}
-        self._session: aiohttp.ClientSession | None = None
         self._changed = asyncio.Event()
 
     def update(self, leases: Iterable[VerifierLease]) -> None:
@@ -128,43 +116,46 @@ class VerifierServices:
             body = msgspec.json.encode(request)
         except (TypeError, ValueError) as error:  # the metadata is not JSON, or a text has lone surrogates
             return _masked(f"the problem cannot be sent to a verifier service: {error}", len(answers))
-        clock, tried = asyncio.get_running_loop().time, _Try()
+        grace, refused = Grace(self._client.patience.grace_s, reason=_NONE_NAMED), set[str]()
         while True:
-            service = self._chosen(request, body, tried, clock())
+            service = self._chosen(request, refused)
             if service is None:
-                tried.failed(self._reason_for_none(request, tried), clock(), self._patience.grace_s)
-                await self._wait(tried, clock())
+                grace.failed(self._reason_for_none(request, grace))
+                await self._wait(grace)
             else:
                 service.load += len(answers)
                 try:
-                    judgements = await self._verdicts_of(service, body, len(answers), tried)
+                    judgements = await self._verdicts_of(service, body, len(answers), refused)
                     service.answered()
                     return judgements
-                except _RequestInvalid as error:
+                except RequestRejected as error:
                     return _masked(str(error), len(answers))
-                except _ServiceFull:
+                except ServiceFull:
                     await asyncio.sleep(_LOOK_AGAIN_S)
                 except ServiceFailed as error:
-                    service.failed(clock())
-                    tried.failed(str(error), clock(), self._patience.grace_s)
+                    service.failed(time.monotonic())
+                    grace.failed(str(error))
                 finally:
                     service.load -= len(answers)
-            if clock() >= tried.until:
-                log.warning("%s: its answers are masked: %s", problem.problem_id, tried.reason)
-                return _masked(tried.reason, len(answers))
+            if grace.is_over():
+                log.warning("%s: its answers are masked: %s", problem.problem_id, grace.reason)
+                return _masked(grace.reason, len(answers))
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
+        await self._client.close()
 
-    def _chosen(self, request: VerifyRequest, body: bytes, tried: _Try, now: float) -> _Service | None:
-        """Return the problem's preferred service among those with low load; None if no service can be used now."""
+    def _chosen(self, request: VerifyRequest, refused: set[str]) -> _Service | None:
+        """Return the problem's preferred service among those with low load; None if no service can be used now.
+
+        `refused` are the incarnations (ids of service processes) that would reject a retry of this request.
+        """
+        now = time.monotonic()
         able = [
             each
             for each in self._services.values()
             if each.lease.domains.get(request.domain) == request.rules
-            and each.lease.incarnation not in tried.refused
+            and each.lease.incarnation not in refused
             and now >= each.rests_until
         ]
         if not able:
@@ -176,41 +167,36 @@ class VerifierServices:
             key=lambda each: hashlib.blake2b(key, key=each.lease.url.encode()[:64]).digest(),
         )
 
-    def _reason_for_none(self, request: VerifyRequest, tried: _Try) -> str:
-        if tried.until < math.inf:
-            return tried.reason
+    def _reason_for_none(self, request: VerifyRequest, grace: Grace) -> str:
+        if grace.until < math.inf:
+            return grace.reason
         judging = [each.lease for each in self._services.values() if request.domain in each.lease.domains]
         if judging and all(lease.domains[request.domain] != request.rules for lease in judging):
             urls = ", ".join(lease.url for lease in judging)
             return f"{urls} judge {request.domain} by another recipe than this actor's; start both from the same one"
         return f"no verifier service of this run judges {request.domain} now"
 
-    async def _wait(self, tried: _Try, now: float) -> None:
+    async def _wait(self, grace: Grace) -> None:
+        now = time.monotonic()
         wakes = [each.rests_until for each in self._services.values() if each.rests_until > now]
-        wakes.append(now + _LOOK_AGAIN_S)
+        wait_s = min(*wakes, now + _LOOK_AGAIN_S, grace.until) - now
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(min(*wakes, tried.until)):
+            async with asyncio.timeout(wait_s):
                 await self._changed.wait()
 
-    async def _verdicts_of(self, service: _Service, body: bytes, count: int, tried: _Try) -> list[Judgement]:
-        """Request `count` verdicts. Raises `ServiceFailed`, `_ServiceFull` or `_RequestInvalid`, with the URL."""
-        if self._session is None:
-            self._session = hot_session(token=self._token, keep_alive_s=KEEP_ALIVE_S)
+    async def _verdicts_of(self, service: _Service, body: bytes, count: int, refused: set[str]) -> list[Judgement]:
+        """Request `count` verdicts. Raises `ServiceFailed`, `ServiceFull`, or `RequestRejected` if no service helps."""
         url = service.lease.url + wire.VERIFY
         most_bytes = _BYTES_BESIDE + _BYTES_PER_VERDICT * count
-        status, content = await post(self._session, url, body, most_bytes=most_bytes, patience=self._patience)
-        if status != 200:
-            raise self._refusal(service, url, status, content, tried)
-        return _judgements(content, count, url)
-
-    def _refusal(self, service: _Service, url: str, status: int, content: bytes, tried: _Try) -> Exception:
-        message, code = error_of(content)
-        words = f"{url} refuses ({status}): {message}"
-        if status == 503 and code == wire.IS_FULL:
-            return _ServiceFull(words)
-        if status in (404, 409):
-            tried.refused.add(service.lease.incarnation)
-        return _RequestInvalid(words) if status in (400, 413, 422) else ServiceFailed(words)
+        try:
+            answer = await self._client.post(url, body, VerifyAnswer, most_bytes=most_bytes)
+        except RequestRejected as error:
+            if error.status in _INVALID:
+                raise
+            if error.status in _ELSEWHERE:
+                refused.add(service.lease.incarnation)
+            raise ServiceFailed(str(error)) from None
+        return _checked(answer.judgements, count, url)
 
 
 @final
@@ -230,12 +216,8 @@ class RemoteVerifier:
         """Do nothing: the connections to services are shared by all domains."""
 
 
-def _judgements(content: bytes, count: int, url: str) -> list[Judgement]:
-    """Parse the response. Raises `ServiceFailed` unless it holds one valid verdict per answer."""
-    try:
-        judgements = msgspec.json.decode(content, type=VerifyAnswer).judgements
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ServiceFailed(f"{url} is not a verifier service: {error}") from None
+def _checked(judgements: list[Judgement], count: int, url: str) -> list[Judgement]:
+    """Raise `ServiceFailed` unless there is one valid verdict per answer."""
     if len(judgements) != count:
         raise ServiceFailed(f"{url} gave {len(judgements)} verdicts on {count} answers")
     for verdict, _ in judgements:

@@ -35,7 +35,15 @@ from pipelinerl.plugins.verifier_service.wire import (
     VerifyAnswer,
     VerifyRequest,
 )
-from pipelinerl.system.http_service import HeartbeatRoute, RequestRefused, guard, json_response, refuse_in_one_shape
+from pipelinerl.system.http_service import (
+    MOST_WAITING,
+    Backlog,
+    HeartbeatRoute,
+    RequestRefused,
+    guard,
+    json_response,
+    refuse_in_one_shape,
+)
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verdicts import judged
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, start
@@ -96,10 +104,6 @@ class VerdictCache:
             self.num_bytes -= len(oldest) + _PLACE_BYTES
 
 
-#: Maximum number of answers that a service holds; it rejects a request that would exceed this number.
-MOST_WAITING: Final = 65_536
-
-
 @final
 class VerifierService:
     """Implementation of a verifier service's routes, on one event loop."""
@@ -109,8 +113,8 @@ class VerifierService:
     ) -> None:
         self._domains = dict(domains)
         self._cache = cache
-        self._most_waiting = most_waiting
-        self._queue = self._verdicts = self._hits = 0
+        self._backlog = Backlog("answers", protocol=wire.PROTOCOL, most=most_waiting)
+        self._verdicts = self._hits = 0
         self.started = asyncio.Event()
         """Set once every verifier has started."""
         self.closing = asyncio.Event()
@@ -140,18 +144,15 @@ class VerifierService:
     def drain(self) -> int:
         """Accept no more requests; return the number of answers that still wait for a verdict."""
         self.closing.set()
-        if not self._queue:
+        if not self._backlog.count:
             self.drained.set()
-        return self._queue
+        return self._backlog.count
 
     def admit(self, request: VerifyRequest) -> ServedDomain:
         """Return the domain for the request. Raises `RequestRefused` if the request is not accepted."""
-        if request.protocol != wire.PROTOCOL:
-            raise RequestRefused(
-                409,
-                wire.OTHER_PROTOCOL,
-                f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl",
-            )
+        if self.closing.is_set():
+            raise RequestRefused(503, wire.IS_DRAINING, "this service accepts no new requests; use another")
+        self._backlog.admit(len(request.answers), protocol=request.protocol)
         domain = self._domains.get(request.domain)
         if domain is None:
             known = ", ".join(self._domains) or "none"
@@ -162,25 +163,20 @@ class VerifierService:
                 wire.OTHER_RULES,
                 f"rules: this service judges {request.domain} by another recipe; start it with the recipe of the run",
             )
-        if self.closing.is_set():
-            raise RequestRefused(503, wire.IS_DRAINING, "this service accepts no new requests; use another")
-        if self._queue and self._queue + len(request.answers) > self._most_waiting:
-            raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} answers already; retry later")
         return domain
 
     async def judge(self, domain: ServedDomain, request: VerifyRequest) -> VerifyAnswer:
         """Return a verdict for each answer of an admitted request."""
         count = len(request.answers)
-        self._queue += count
         try:
-            if domain.kept:
-                judgements = await self._cached_or_judged(domain, request.problem, request.answers)
-            else:
-                judgements = await judged(domain.verifier, request.problem, request.answers)
-            self._verdicts += count
+            with self._backlog.holding(count):
+                if domain.kept:
+                    judgements = await self._cached_or_judged(domain, request.problem, request.answers)
+                else:
+                    judgements = await judged(domain.verifier, request.problem, request.answers)
+                self._verdicts += count
         finally:
-            self._queue -= count
-            if self.closing.is_set() and not self._queue:
+            if self.closing.is_set() and not self._backlog.count:
                 self.drained.set()
         return VerifyAnswer(judged=tuple(JudgedAnswer(verdict=v, seconds=max(0.0, s)) for v, s in judgements))
 
@@ -195,7 +191,7 @@ class VerifierService:
             version=version("pipelinerl"),
             state=self.state,
             domains=domains,
-            queue=self._queue,
+            queue=self._backlog.count,
             verdicts=self._verdicts,
             hits=self._hits,
             cache_bytes=self._cache.num_bytes,

@@ -31,11 +31,9 @@ VERIFY: Final = "/verify"
 DRAIN: Final = "/drain"
 
 #: Error codes of rejected requests.
-OTHER_PROTOCOL: Final = "other_protocol"
 UNKNOWN_DOMAIN: Final = "unknown_domain"
 OTHER_RULES: Final = "other_rules"
 IS_DRAINING: Final = "draining"
-IS_FULL: Final = "full"
 
 _MOST_ANSWERS: Final = 4096
 

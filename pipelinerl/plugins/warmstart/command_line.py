@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import os
 import shutil
 import subprocess
 import sys
@@ -51,9 +50,9 @@ from pipelinerl.objective.streams import CROSS_ENTROPY
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import demonstrated_problems, problems_of
 from pipelinerl.roles.workers import opened_policy
-from pipelinerl.system import tied_process
 from pipelinerl.system.files import sync
 from pipelinerl.system.machine import free_ports
+from pipelinerl.system.supervised_process import tied
 from pipelinerl.training.batch import BatchRules
 from pipelinerl.training.demonstrations import demonstration, imitated
 from pipelinerl.training.schedule import LearningRateSchedule
@@ -159,8 +158,7 @@ def _with_ranks(config: RunConfig) -> RunConfig:
     options = {**config.trainer.options, "distributed": {"coordinator": f"127.0.0.1:{port}"}}
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"options": options})})
     save(config, recipe := Path(folder.name) / "recipe.toml")
-    tie = [sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", "", "--"]
-    start = [*tie, sys.executable, "-P", "-m", "pipelinerl.cli", "trainer-rank", "--recipe", str(recipe), "--rank"]
+    start = tied([sys.executable, "-P", "-m", "pipelinerl.cli", "trainer-rank", "--recipe", str(recipe), "--rank"])
     ranks = [subprocess.Popen([*start, str(rank)]) for rank in range(1, count)]
 
     def reap() -> None:

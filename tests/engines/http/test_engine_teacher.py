@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl.engines.http import engine_teacher
 from pipelinerl.engines.http.engine_teacher import EngineTeacher
 from pipelinerl.errors import EngineUnreachable
 from tests.fakes.batches import batch_of
@@ -88,8 +87,7 @@ def test_invalid_log_prob_of_a_teacher_is_refused_and_the_error_names_the_teache
             teacher.forward([packed()])
 
 
-def test_overloaded_teacher_is_retried_and_a_refusal_or_a_redirect_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_teacher, "_RETRY_S", 0.05)
+def test_overloaded_teacher_is_retried_and_a_refusal_or_a_redirect_is_not() -> None:
     with teaching() as (url, replies), closing(EngineTeacher(url, timeout_s=PATIENCE_S)) as teacher:
         replies.append(response(b"busy", status=529))
         threading.Timer(0.2, lambda: replies.append(response(json.dumps(VALID).encode()))).start()

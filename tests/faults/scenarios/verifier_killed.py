@@ -20,7 +20,7 @@ from typing import Any, Final
 import psutil
 
 from pipelinerl.plugins.verifier_service.client import VerifierServices
-from pipelinerl.system.http_client import ServicePatience
+from pipelinerl.system.service_client import ServicePatience
 from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes.verifier_service import RULES, TOKEN, lease, problem

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from pipelinerl.system import tied_process
+from pipelinerl.system.supervised_process import tied
 from tests.fakes.live_run import CLI, LiveRun, endless_run, launched
 from tests.fakes.two_hosts import Host, two_hosts
 from tests.patience import PATIENCE_S
 
-_TIE = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--")
-
 
 @contextmanager
 def _node(host: Host, run_dir: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    words = [*_TIE, *host.enter, *CLI, "node", str(run_dir), "--name", "b"]
+    words = tied([*host.enter, *CLI, "node", str(run_dir), "--name", "b"], "SIGTERM")
     with log.open("ab") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     try:

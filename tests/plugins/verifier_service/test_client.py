@@ -18,8 +18,8 @@ from pipelinerl.plugins.verifier_service import wire
 from pipelinerl.plugins.verifier_service.client import RemoteVerifier, VerifierServices
 from pipelinerl.plugins.verifier_service.server import create_app
 from pipelinerl.plugins.verifier_service.wire import ServedDomain, VerifyRequest
-from pipelinerl.system.http_client import ServicePatience
 from pipelinerl.system.http_service import guard
+from pipelinerl.system.service_client import ServicePatience
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer, correct, wrong
 from tests.fakes.served import in_thread

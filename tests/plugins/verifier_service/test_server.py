@@ -16,6 +16,8 @@ from pipelinerl.plugins.verifier_service import wire
 from pipelinerl.plugins.verifier_service.server import VerdictCache, VerifierService, create_app, keys_of
 from pipelinerl.plugins.verifier_service.wire import ServedDomain, ServiceStatus, VerifyAnswer, VerifyRequest
 from pipelinerl.system import http_service
+from pipelinerl.system.http_service import OTHER_PROTOCOL
+from pipelinerl.system.service_client import IS_FULL
 from pipelinerl.types import Message, Outcome, Problem, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer, correct, failed, timed_out, wrong
 from tests.fakes.verifier_service import RULES, TOKEN, problem, service
@@ -171,7 +173,7 @@ async def test_verifier_service_judges_equal_answers_once_if_the_verifier_is_det
 @pytest.mark.parametrize(
     ("body", "status", "code", "words"),
     [
-        (request("1", protocol=99), 409, wire.OTHER_PROTOCOL, "protocol must be 1, got 99"),
+        (request("1", protocol=99), 409, OTHER_PROTOCOL, "protocol must be 1, got 99"),
         (request("1", domain="maths"), 404, wire.UNKNOWN_DOMAIN, "must be one of those judged here: kept, words"),
         (request("1", rules="r2"), 409, wire.OTHER_RULES, "by another recipe"),
         (request(), 422, "invalid_request_error", "length >= 1"),
@@ -205,7 +207,7 @@ async def test_verifier_service_that_is_full_or_draining_rejects_new_requests(
     first = asyncio.create_task(outcomes(http, "1", "2", "3", "4", "5", "6"))
     await until(lambda: len(scripted.answers) == 6)
     full = await http.post(wire.VERIFY, content=request("1", "2", "3"))
-    assert (full.status_code, full.json()["error"]["code"]) == (503, wire.IS_FULL)
+    assert (full.status_code, full.json()["error"]["code"]) == (503, IS_FULL)
     assert (await http.post(wire.DRAIN)).json() == {"queue": 6}
     assert (await http.get(wire.HEALTH)).json() == {"state": "draining"}
     refused = await http.post(wire.VERIFY, content=request("1"))

@@ -2,8 +2,8 @@
 
 Concurrent work is batched into requests of up to thousands of items. A request names inputs and programs by link, the
 hash of data that the service stores; data that the service may lack is sent along, once per request. If the service
-is unreachable or silent, drops the connection or answers 5xx, the request is retried for `grace_s`. After that, or if a
-work item could not be done, an error is raised and the verdict is masked.
+fails (`system/service_client.py`), the request is retried for `grace_s`. After that, or if a work item could not be
+done, an error is raised and the verdict is masked.
 
 | waits for | at most | unblocked by |
 |---|---|---|
@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self, TypeVar, final
+from typing import Final, Self, final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -29,19 +30,15 @@ from pipelinerl.plugins.oubliette.runner import Check, Executed, Program
 from pipelinerl.plugins.oubliette.runs import Limits, ProgramResult, SandboxLost, SandboxMissing, Tier
 from pipelinerl.plugins.oubliette.toolchains import ToolchainMissing
 from pipelinerl.system.background import cancel_all
-from pipelinerl.system.http_client import (
-    KEEP_ALIVE_S,
+from pipelinerl.system.service_client import (
+    Grace,
+    RequestRejected,
+    ServiceClient,
     ServiceFailed,
+    ServiceFull,
+    ServiceMalformed,
     ServicePatience,
-    at_most,
-    call_timeout,
-    error_of,
-    hot_session,
-    post,
 )
-
-if TYPE_CHECKING:
-    import aiohttp
 
 #: Maximum numbers of concurrent requests, of work items per request, and of bytes of content per request. The content
 #: is counted before its encoding in JSON, which makes it a third larger.
@@ -54,7 +51,7 @@ _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
 _FULL_PAUSE_S: Final = 0.25
 
-_Answer = TypeVar("_Answer")
+_BINARY: Final = {"content-type": "application/octet-stream"}
 
 
 @final
@@ -69,15 +66,12 @@ class _PendingWork:
 class RemoteRunner:
     """A `CodeRunner` that uses an Oubliette service. Use and close it in a single event loop."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, status: wire.OublietteStatus, patience: ServicePatience
-    ) -> None:
+    def __init__(self, client: ServiceClient, url: str, status: wire.OublietteStatus) -> None:
         self.tier: Final = f"remote {status.tier}"
         self.at_once: Final = max(1, status.at_once)
-        self._session = session
+        self._client = client
         self._url = url
         self._languages = status.languages
-        self._patience = patience
         self._waiting: deque[_PendingWork] = deque()
         self._sender: asyncio.Task[None] | None = None
         self._requests: set[asyncio.Task[None]] = set()
@@ -92,18 +86,18 @@ class RemoteRunner:
         Raises `SandboxMissing` if there is no suitable service at `url`, and `SandboxLost` if it cannot be reached now.
         """
         url = url.rstrip("/")
-        session = hot_session(token=token, keep_alive_s=KEEP_ALIVE_S)
+        client = ServiceClient("an Oubliette service", token=token, patience=patience)
         try:
-            status = await _status(session, url, patience)
+            status = await _status(client, url)
             if status.protocol != wire.PROTOCOL:
                 problem = f"speaks protocol {status.protocol}, this is {wire.PROTOCOL}: use one version of pipelinerl"
                 raise SandboxMissing(f"the Oubliette service at {url} {problem}")
             if status.tier.strength < tier.strength:
                 raise SandboxMissing(f"the {tier} sandbox is required; {url} has the {status.tier} one")
         except BaseException:
-            await session.close()
+            await client.close()
             raise
-        return cls(session, url, status, patience)
+        return cls(client, url, status)
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
         """Compile at the service, which stores the program. A Python program needs no compiling, so nothing is sent."""
@@ -160,25 +154,27 @@ class RemoteRunner:
     async def missing(self, links: list[Link]) -> set[Link]:
         """Return those of `links` whose data the service does not store. Raises `SandboxLost`."""
         body = msgspec.json.encode(wire.MissingRequest(tuple(map(str, links))))
-        url, most_bytes = self._url + wire.MISSING, 100 * len(links) + 1024
         try:
-            status, content = await post(self._session, url, body, most_bytes=most_bytes, patience=self._patience)
-        except ServiceFailed as error:
+            missing = await self._client.post(
+                self._url + wire.MISSING, body, wire.Missing, most_bytes=100 * len(links) + 1024
+            )
+        except (ServiceFailed, ServiceFull, RequestRejected) as error:
             raise SandboxLost(str(error)) from None
-        if status != 200:
-            raise SandboxLost(f"{self._url} refuses ({status}): {error_of(content)[0]}")
-        return {self._link(text) for text in self._parsed(content, wire.Missing).links}
+        return {self._link(text) for text in missing.links}
 
     async def upload(self, data: bytes) -> Link:
         """Upload `data` to the service's repository and return its link. Raises `SandboxLost`."""
-        content = await self._content("PUT", data, {}, most_bytes=1 << 16)
-        return self._link(self._parsed(content, wire.Stored).link)
+        content = await self._content("PUT", data)
+        try:
+            return self._link(msgspec.json.decode(content, type=wire.Stored).link)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise SandboxLost(f"{self._url} is not an Oubliette service: {error}") from None
 
     async def read(self, content: Content) -> bytes:
         """Return the bytes of `content`, which is fetched from the service if it is a link."""
         if isinstance(content, bytes):
             return content
-        data = await self._content("GET", None, {"link": str(content)}, most_bytes=content.size)
+        data = await self._content("GET", link=content)
         if Link.of(data) != content:
             raise ContentMissing(f"{self._url} returned other data for {content}")
         return data
@@ -188,29 +184,18 @@ class RemoteRunner:
         await cancel_all([*self._requests, *([self._sender] if self._sender else [])])
         for item in self._waiting:
             _fail(item, SandboxLost("the runner is closed"))
-        await self._session.close()
+        await self._client.close()
 
-    async def _content(self, method: str, data: bytes | None, query: dict[str, str], *, most_bytes: int) -> bytes:
-        import aiohttp
-
-        url, timeout = self._url + wire.CONTENT, call_timeout(self._patience.timeout_s)
-        headers = {} if data is None else {"content-type": "application/octet-stream"}
+    async def _content(self, method: str, data: bytes | None = None, *, link: Link | None = None) -> bytes:
+        headers, query = _BINARY if data is not None else None, {"link": str(link)} if link else None
+        most_bytes = max(_BYTES_BESIDE, link.size if link else 0)
+        url = self._url + wire.CONTENT
         try:
-            async with self._session.request(
-                method, url, params=query, data=data, headers=headers, timeout=timeout, allow_redirects=False
-            ) as response:
-                content, status = await at_most(response, max(most_bytes, 1 << 16)), response.status
-        except ServiceFailed as error:
+            return await self._client.content(method, url, data, headers=headers, query=query, most_bytes=most_bytes)
+        except RequestRejected as error:
+            raise (ContentMissing if error.status == 404 else SandboxLost)(str(error)) from None
+        except (ServiceFailed, ServiceFull) as error:
             raise SandboxLost(str(error)) from None
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise SandboxLost(
-                f"{url} cannot be reached or closed the connection: {type(error).__name__}: {error}"
-            ) from None
-        if status != 200:
-            raise (ContentMissing if status == 404 else SandboxLost)(
-                f"{url} refuses ({status}): {error_of(content)[0]}"
-            )
-        return content
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -255,7 +240,7 @@ class RemoteRunner:
             for item, done in zip(batch, await self._answered(batch), strict=True):
                 if not item.done.done():
                     item.done.set_result(done)
-        except (ServiceFailed, SandboxLost) as error:
+        except (ServiceFailed, RequestRejected) as error:
             for item in batch:
                 _fail(item, SandboxLost(str(error)))
         except asyncio.CancelledError:
@@ -271,37 +256,22 @@ class RemoteRunner:
             protocol=wire.PROTOCOL, contents=tuple(contents.values()), works=tuple(item.work for item in batch)
         )
         body = msgspec.json.encode(request)
-        clock = asyncio.get_running_loop().time
-        until, pause_s = float("inf"), _FIRST_PAUSE_S
+        most_bytes = _BYTES_BESIDE + _BYTES_PER_WORK * len(batch)
+        grace, pause_s = Grace(self._client.patience.grace_s), _FIRST_PAUSE_S
         while True:
             try:
-                return await self._once(body, len(batch))
-            except _ServiceFull:
+                answer = await self._client.post(self._url + wire.WORK, body, wire.WorkAnswer, most_bytes=most_bytes)
+                if len(answer.done) != len(batch):
+                    raise ServiceFailed(f"{self._url} answered {len(answer.done)} of {len(batch)} pieces of work")
+                return answer.done
+            except ServiceFull:
                 await asyncio.sleep(_FULL_PAUSE_S)
-            except ServiceFailed:
-                until = min(until, clock() + self._patience.grace_s)
-                if clock() + pause_s >= until:
+            except ServiceFailed as error:
+                grace.failed(str(error))
+                if grace.is_over(pause_s):
                     raise
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    async def _once(self, body: bytes, count: int) -> tuple[wire.Done, ...]:
-        url = self._url + wire.WORK
-        most_bytes = _BYTES_BESIDE + _BYTES_PER_WORK * count
-        status, content = await post(self._session, url, body, most_bytes=most_bytes, patience=self._patience)
-        if status != 200:
-            message, code = error_of(content)
-            words = f"{url} refuses ({status}): {message}"
-            if code == wire.IS_FULL:
-                raise _ServiceFull(words)
-            raise ServiceFailed(words) if status >= 500 else SandboxLost(words)
-        try:
-            done = msgspec.json.decode(content, type=wire.WorkAnswer).done
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise ServiceFailed(f"{url} is not an Oubliette service: {error}") from None
-        if len(done) != count:
-            raise ServiceFailed(f"{url} answered {len(done)} of {count} pieces of work")
-        return done
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -318,12 +288,6 @@ class RemoteRunner:
             tier=done.tier,
         )
 
-    def _parsed(self, content: bytes, type: type[_Answer]) -> _Answer:
-        try:
-            return msgspec.json.decode(content, type=type)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise SandboxLost(f"{self._url} is not an Oubliette service: {error}") from None
-
     def _link(self, text: str) -> Link:
         try:
             return Link.parsed(text)
@@ -332,10 +296,6 @@ class RemoteRunner:
 
     def _odd(self, done: wire.Done) -> SandboxLost:
         return SandboxLost(f"{self._url} answered {type(done).__name__}, which was not requested")
-
-
-class _ServiceFull(Exception):
-    """The service holds its maximum number of work items; a later attempt may succeed."""
 
 
 _ERRORS: Final[dict[str, type[Exception]]] = {
@@ -370,23 +330,16 @@ def _fail(item: _PendingWork, error: Exception) -> None:
         item.done.set_exception(error)
 
 
-async def _status(session: aiohttp.ClientSession, url: str, patience: ServicePatience) -> wire.OublietteStatus:
-    import aiohttp
-
+async def _status(client: ServiceClient, url: str) -> wire.OublietteStatus:
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise UserError(f"oubliette.url must be http://host:port, got {url!r:.200}")
     try:
-        timeout = call_timeout(patience.silence_s)
-        async with session.get(url + wire.STATUS, timeout=timeout, allow_redirects=False) as response:
-            content, status = await response.content.read(1 << 20), response.status
-    except aiohttp.InvalidURL:
-        raise UserError(f"oubliette.url must be http://host:port, got {url!r:.200}") from None
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        words = f"{type(error).__name__}: {error}"
-        raise SandboxLost(f"the Oubliette service at {url} cannot be reached: {words}") from None
-    if status == 401:
-        raise SandboxMissing(f"{url} rejects the token: {error_of(content)[0]}")
-    if status != 200:
-        raise SandboxLost(f"{url} refuses ({status}): {error_of(content)[0]}")
-    try:
-        return msgspec.json.decode(content, type=wire.OublietteStatus)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise SandboxMissing(f"{url} is not an Oubliette service: {error}") from None
+        return await client.get(url + wire.STATUS, wire.OublietteStatus, most_bytes=1 << 20)
+    except RequestRejected as error:
+        if error.status == 401:
+            raise SandboxMissing(f"{url} rejects the token: {error}") from None
+        raise SandboxLost(str(error)) from None
+    except ServiceMalformed as error:
+        raise SandboxMissing(str(error)) from None
+    except (ServiceFailed, ServiceFull) as error:
+        raise SandboxLost(str(error)) from None

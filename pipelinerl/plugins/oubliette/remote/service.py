@@ -38,17 +38,15 @@ from pipelinerl.plugins.oubliette.runner import Check, LocalRunner, Program
 from pipelinerl.plugins.oubliette.runs import Limits, ProgramResult, SandboxLost, Tier
 from pipelinerl.plugins.oubliette.toolchains import ToolchainMissing
 from pipelinerl.system.http_service import (
+    Backlog,
     BodyRule,
     HeartbeatRoute,
-    RequestRefused,
     guard,
     json_response,
     refusal,
     refuse_in_one_shape,
 )
 
-#: Maximum number of work items that a service holds.
-_MOST_WAITING: Final = 65_536
 #: Upper bounds of the limits that a client may request for a run.
 _MOST: Final = Limits(
     cpu_s=600.0, wall_s=1300.0, memory_bytes=16 << 30, output_bytes=64 << 20, error_bytes=64 << 10,
@@ -73,26 +71,20 @@ class OublietteService:
         self._tier = tier
         self._persistent = persistent
         self._transient = transient
-        self._queue = self._done = 0
+        self._backlog = Backlog("pieces of work", protocol=wire.PROTOCOL)
+        self._done = 0
 
     def admit(self, request: wire.WorkRequest) -> None:
         """Raise `RequestRefused` if the request has another protocol version, or the queue is full."""
-        if request.protocol != wire.PROTOCOL:
-            problem = f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl"
-            raise RequestRefused(409, wire.OTHER_PROTOCOL, problem)
-        if self._queue and self._queue + len(request.works) > _MOST_WAITING:
-            raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} pieces of work; retry later")
+        self._backlog.admit(len(request.works), protocol=request.protocol)
 
     async def work(self, request: wire.WorkRequest) -> wire.WorkAnswer:
         """Do the work of an admitted request."""
-        self._queue += len(request.works)
-        try:
+        with self._backlog.holding(len(request.works)):
             for content in request.contents:
                 self._transient.put(content)
             done = await asyncio.gather(*(self._one(work) for work in request.works))
             self._done += len(done)
-        finally:
-            self._queue -= len(request.works)
         return wire.WorkAnswer(done=tuple(done))
 
     async def store(self, parts: AsyncIterator[bytes]) -> Link:
@@ -111,7 +103,7 @@ class OublietteService:
             tier=self._tier,
             languages=toolchains.installed(),
             at_once=self._runner.at_once,
-            queue=self._queue,
+            queue=self._backlog.count,
             runs=self._done,
             transient_bytes=self._transient.num_bytes,
         )

@@ -38,8 +38,6 @@ MOST_CONTENT_BYTES: Final = 256 << 20
 MOST_SHOWN: Final = 300
 
 #: Error codes of rejected requests.
-OTHER_PROTOCOL: Final = "other_protocol"
-IS_FULL: Final = "full"
 TOO_LARGE: Final = "content_too_large"
 
 _LinkText = Annotated[str, Meta(max_length=100)]

@@ -25,7 +25,7 @@ from pipelinerl.plugins.oubliette.runner import Executed, LocalRunner, Program
 from pipelinerl.plugins.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
 from pipelinerl.plugins.oubliette.sandbox import Sandbox, isolation_of
 from pipelinerl.plugins.oubliette.verifier import Oubliette
-from pipelinerl.system.http_client import ServicePatience
+from pipelinerl.system.service_client import IS_FULL, ServicePatience
 from pipelinerl.types import Message, Outcome, Problem, Verdict
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
@@ -186,7 +186,7 @@ async def test_answers_get_a_verifier_error_if_the_sandbox_service_is_unavailabl
 ) -> None:
     with pytest.raises(SandboxMissing, match="rejects the token"):
         await RemoteRunner.open(served.url, token="other", tier=Tier.DEFAULT)
-    with pytest.raises(SandboxLost, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+    with pytest.raises(SandboxLost, match=r"http://127\.0\.0\.1:9/status cannot be reached"):
         await RemoteRunner.open("http://127.0.0.1:9", token=None, tier=Tier.DEFAULT)
     monkeypatch.delenv(VARIABLE, raising=False)
     verifier = Oubliette(CodeRules(url=served.url, key_variable=VARIABLE))
@@ -231,7 +231,7 @@ async def test_sandbox_service_with_another_protocol_or_a_weaker_isolation_tier_
         ({"done": [{"type": "checked", "share": 7}]}, "is not an Oubliette service"),
         ({"done": [{"type": "checked", "share": 1}]}, "answered Checked, which was not requested"),
         ({"done": [{"type": "not_done", "cause": "lost", "why": "a guest"}]}, "a guest"),
-        (Response("x" * (1 << 20)), "answers with more than"),
+        (Response("x" * (1 << 20)), "sends more than"),
         (Response("{}", status_code=500), "refuses .500."),
         (Response("{}", status_code=400), "refuses .400."),
     ],
@@ -244,7 +244,7 @@ async def test_invalid_responses_of_a_sandbox_service_are_rejected(answer: Any, 
 
 
 async def test_request_to_a_full_sandbox_service_is_retried(served: Served) -> None:
-    full, requests = {"error": {"message": "full", "code": wire.IS_FULL}}, list[int]()
+    full, requests = {"error": {"message": "full", "code": IS_FULL}}, list[int]()
     ended = {"type": "ended", "ending": "exited", "code": 0, "output": str(Link.of(b"")), "head": "", "stderr": "",
              "cpu_s": 0, "wall_s": 0, "tier": "default"}  # fmt: skip
     app = FastAPI()

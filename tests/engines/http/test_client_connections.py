@@ -1,0 +1,228 @@
+"""The engine client reuses connections only if that is safe, and repeats only requests that are idempotent."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from inference_contract.schemas import ChatCompletionRequest, ChatMessage
+from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRequest
+from pipelinerl.engines.http import client as engine_client
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.errors import EngineUnreachable
+from tests.fakes.scripted_engine import LAYOUT
+from tests.patience import PATIENCE_S
+
+HEALTH = b'{"state":"ready","epoch":0,"model_version":3}'
+UPDATE = WeightUpdateRequest(phase=UpdatePhase.PREPARE, version=1, group="g", generation=1, layout=LAYOUT)
+CHAT = ChatCompletionRequest(messages=[ChatMessage(role="user", content="1 + 2")], max_tokens=4)
+CHUNK = b'{"id":"c","created":0,"model":"m","choices":[],"model_version":0}'
+
+
+def whole(body: bytes, more: bytes = b"") -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n" % len(body) + more + b"\r\n" + body
+
+
+OK = whole(HEALTH)
+UPDATED = whole(b'{"epoch":0,"version":1,"status":"%s"}' % UpdateStatus.PREPARED.value.encode())
+CUT_SHORT = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 99\r\n\r\n{"
+
+
+class Peer:
+    """A server that answers the n-th request with the n-th of `answers`.
+
+    If the answer is None, the server closes the connection; if the answer is empty, the server never answers.
+    """
+
+    def __init__(self, *answers: bytes | None) -> None:
+        self._answers = list(answers)
+        self.received: list[bytes] = []
+        self.connections = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection until it closes."""
+        self.connections += 1
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                size = int((re.findall(rb"content-length: (\d+)", head.lower()) or [0])[0])
+                self.received.append(head + await reader.readexactly(size))
+                answer = self._answers.pop(0)
+                if answer is None:
+                    break
+                writer.write(answer)
+                await writer.drain()
+                if b"connection: close" in answer:
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def talking(peer: Peer, *, timeout_s: float = PATIENCE_S) -> AsyncIterator[tuple[EngineClient, str]]:
+    async with (
+        await asyncio.start_server(peer.serve, "127.0.0.1", 0) as server,
+        EngineClient(token="secret", chat_timeout_s=timeout_s, state_timeout_s=timeout_s) as client,
+    ):
+        yield client, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def arrived(peer: Peer, count: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while len(peer.received) < count:
+            await asyncio.sleep(0.005)
+
+
+async def test_requests_to_an_engine_share_a_connection_and_carry_its_token() -> None:
+    peer = Peer(OK, UPDATED)
+    async with talking(peer) as (client, url):
+        assert (await client.health(url)).model_version == 3
+        assert (await client.request_weight_update(url, UPDATE)).version == 1
+    assert peer.connections == 1
+    first, second = (request.lower() for request in peer.received)
+    assert first.startswith(b"get /health http/1.1\r\n") and b"authorization: bearer secret\r\n" in first
+    assert second.startswith(b"post /request_weight_update") and b"content-type: application/json\r\n" in second
+    assert WeightUpdateRequest.model_validate_json(peer.received[1].partition(b"\r\n\r\n")[2]) == UPDATE
+
+
+async def test_concurrent_requests_to_one_engine_use_separate_connections() -> None:
+    peer = Peer(OK, OK, OK)
+    async with talking(peer) as (client, url):
+        await asyncio.gather(*(client.health(url) for _ in range(3)))
+    assert peer.connections == 3
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        CUT_SHORT,
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 200 OK\r\nx-endless: " + b"x" * 2**20,
+    ],
+    ids=["no response", "body cut short", "not HTTP", "endless headers"],
+)
+async def test_incomplete_response_raises_and_its_connection_is_not_reused(answer: bytes | None) -> None:
+    peer = Peer(answer, OK)
+    async with talking(peer) as (client, url):
+        with pytest.raises(EngineUnreachable):
+            await client.chat(url, CHAT)
+        assert (await client.health(url)).model_version == 3
+    assert peer.connections == 2
+
+
+async def test_response_that_is_too_large_to_be_an_engines_raises() -> None:
+    async with talking(Peer(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * (engine_client._MOST_BYTES + 1))) as (client, url):
+        with pytest.raises(EngineUnreachable, match="sends more than 1048576 bytes"):
+            await client.health(url)
+
+
+async def test_weight_update_is_repeated_if_the_engine_has_closed_the_reused_connection() -> None:
+    peer = Peer(OK, None, UPDATED)
+    async with talking(peer) as (client, url):
+        await client.health(url)
+        assert (await client.request_weight_update(url, UPDATE)).version == 1
+    assert (peer.connections, peer.received[1]) == (2, peer.received[2])
+
+
+@pytest.mark.parametrize(
+    ("answers", "request_count"),
+    [((OK, None, None), 3), ((OK, CUT_SHORT), 2)],
+    ids=["closed after the retry", "response has begun"],
+)
+async def test_weight_update_is_repeated_only_once_and_not_if_its_response_has_begun(
+    answers: tuple[bytes | None, ...], request_count: int
+) -> None:
+    peer = Peer(*answers)
+    async with talking(peer) as (client, url):
+        await client.health(url)
+        with pytest.raises(EngineUnreachable):
+            await client.request_weight_update(url, UPDATE)
+    assert len(peer.received) == request_count
+
+
+async def test_completion_is_requested_only_once() -> None:
+    peer = Peer(OK, None)
+    async with talking(peer) as (client, url):
+        await client.health(url)
+        with pytest.raises(EngineUnreachable):
+            await client.chat(url, CHAT)
+    assert len(peer.received) == 2
+
+
+async def health(client: EngineClient, url: str) -> None:
+    await client.health(url)
+
+
+async def stream(client: EngineClient, url: str) -> None:
+    async for _ in client.stream(url, CHAT):
+        pass
+
+
+@pytest.mark.parametrize("call", [health, stream])
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi"], ids=["silent", "partial"])
+async def test_timed_out_request_does_not_leave_its_late_response_to_another_request(
+    call: Callable[[EngineClient, str], Awaitable[None]], answer: bytes
+) -> None:
+    peer = Peer(answer, OK)
+    async with talking(peer, timeout_s=0.1) as (client, url):
+        with pytest.raises(EngineUnreachable, match=r"within 0\.1 s"):
+            await call(client, url)
+        await client.health(url)
+    assert peer.connections == 2
+
+
+@pytest.mark.parametrize("call", [health, stream])
+async def test_connection_of_a_cancelled_request_is_not_reused(
+    call: Callable[[EngineClient, str], Awaitable[None]],
+) -> None:
+    peer = Peer(b"", OK)
+    async with talking(peer) as (client, url):
+        task = asyncio.ensure_future(call(client, url))
+        await arrived(peer, 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await client.health(url)
+    assert peer.connections == 2
+
+
+async def test_streamed_completion_yields_each_event_as_it_arrives_and_frees_its_connection() -> None:
+    event = b"data: " + CHUNK + b"\n\n"
+    peer = Peer(whole(event + event + b"data: [DONE]\n\n"), OK)
+    async with talking(peer) as (client, url):
+        assert [chunk.id async for chunk in client.stream(url, CHAT)] == ["c", "c"]
+        await client.health(url)
+    assert peer.connections == 1
+
+
+async def test_interrupted_stream_yields_what_has_arrived_before_it_raises() -> None:
+    peer = Peer(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 999\r\n\r\ndata: " + CHUNK + b"\n\n", OK)
+    async with talking(peer) as (client, url):
+        chunks = client.stream(url, CHAT)
+        assert (await anext(chunks)).id == "c"
+        with pytest.raises(EngineUnreachable):
+            await anext(chunks)
+        await client.health(url)
+    assert peer.connections == 2
+
+
+async def test_connection_of_a_stream_that_was_closed_early_is_not_reused() -> None:
+    peer = Peer(b"HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\ndata: " + CHUNK + b"\n\n", OK)
+    async with talking(peer) as (client, url):
+        chunks = client.stream(url, CHAT)
+        await anext(chunks)
+        await chunks.aclose()
+        await client.health(url)
+    assert peer.connections == 2
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://127.0.0.1", "http://", "http://a b"])
+async def test_url_that_names_no_server_raises_engine_unreachable(url: str) -> None:
+    async with EngineClient() as client:
+        with pytest.raises(EngineUnreachable, match="failed"):
+            await client.health(url)

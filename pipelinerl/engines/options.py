@@ -68,7 +68,7 @@ class EngineOptions:
         fewer. Raises `ModelError` if not even one full context fits.
         """
         each = -(-self.context_length // size)
-        blocks = self.slots * each if allowed is None else min(self.slots * each, allowed // num_bytes)
+        blocks = self.slots * each if allowed is None else min(self.slots * each, max(0, allowed) // max(1, num_bytes))
         if blocks < each:
             raise ModelError(
                 f"a sequence of {self.context_length} tokens needs {each * num_bytes} bytes of cache, allowed are "

@@ -40,7 +40,7 @@ def use_eager_graphs(runner: TorchRunner, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     cache: Any = runner._cache
     cache.reading = CacheReading.KERNEL
-    for tensors in (cache._keys, cache._values):  # all blocks at once, and the spare block
+    for tensors in cache._layers.values():  # all blocks at once, and the spare block
         tensors[:] = [tensor.new_zeros((cache.spare + 1, *tensor.shape[1:])) for tensor in tensors]
     cache._present = cache.spare + 1
     assert isinstance(runner._forward, LlamaForward) and isinstance(runner._weights, TorchWeights)

@@ -5,18 +5,24 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from pipelinerl.engines.torch import attention as torch_attention
-from pipelinerl.engines.torch.page_cache import DecodePlan, PageCache, PrefillPlan
+from pipelinerl.engines.torch.attention import following
+from pipelinerl.engines.torch.page_cache import CacheShape, DecodePlan, PageCache, PrefillPlan
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_model, replace_attention
 from trainer_contract.types import WeightDType
+
+
+#: Names of the argument of a model's forward that takes the cache.
+_CACHE_NAMES: Final = ("past_key_values", "cache_params")
 
 
 @final
@@ -25,18 +31,33 @@ class ModuleForward:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._backbone: nn.Module = getattr(model, str(model.base_model_prefix), model)
+        self._backbone: Any = getattr(model, str(model.base_model_prefix), model)
+        names = signature(self._backbone.forward).parameters
+        self._cache_name = next((name for name in _CACHE_NAMES if name in names), _CACHE_NAMES[0])
 
     def fill(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan) -> None:
-        """Compute prompts [P, T] and store their keys and values in `cache` as `plan` says."""
-        self._backbone(input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan)
+        """Compute prompts [P, T] and store their keys, values and states in `cache` as `plan` says."""
+        with following(plan):
+            self._call(self._backbone, token_ids, positions, cache)
 
     def logits(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: DecodePlan) -> Tensor:
         """Feed one token [K, 1] to each of K rows; return the logits [K, V] of the next tokens."""
-        output: Any = self._model(
-            input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan
-        )
-        return output.logits[:, -1]
+        with following(plan):
+            logits: Tensor = self._call(self._model, token_ids, positions, cache).logits[:, -1]
+        return logits
+
+    @torch.inference_mode()
+    def cache_shape(self) -> CacheShape:
+        """Return the shape of the model's cache, after a forward of two tokens with transformers' own."""
+        config, parameter = self._model.config.get_text_config(), next(self._model.parameters())
+        cache = DynamicCache(config=config)
+        tokens = torch.zeros((1, 2), dtype=torch.int64, device=parameter.device)
+        self._call(self._backbone, tokens, torch.arange(2, device=parameter.device)[None], cache)
+        latent = getattr(config, "kv_lora_rank", None) is not None
+        return CacheShape.of(cache, dtype=parameter.dtype, latent=latent)
+
+    def _call(self, module: Any, token_ids: Tensor, positions: Tensor, cache: Any) -> Any:
+        return module(input_ids=token_ids, position_ids=positions, use_cache=True, **{self._cache_name: cache})
 
 
 def load_for_decoding(path: Path, *, dtype: WeightDType, device: torch.device) -> PreTrainedModel:
@@ -51,15 +72,9 @@ def load_for_decoding(path: Path, *, dtype: WeightDType, device: torch.device) -
 
 
 def refuse_undecodable(skeleton: PreTrainedModel) -> None:
-    """Raise `ModelError` if `PageCache` cannot keep the keys and values of a model; its weights are not used."""
-    text = skeleton.config.get_text_config()
-    name = type(skeleton).__name__
-    if getattr(text, "kv_lora_rank", None):
-        raise _unsupported(f"{name} has latent attention, whose keys and values are of other widths")
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if kinds := kinds - {"full_attention", "sliding_attention"}:
-        raise _unsupported(f"{name} has layers of type {sorted(kinds)}, not full or sliding attention")
-
-
-def _unsupported(reason: str) -> ModelError:
-    return ModelError(f"{reason}, so this engine cannot keep its cache; serve it with another engine")
+    """Raise `ModelError` if attention over `PageCache` is not what a model wants; its weights are not used."""
+    if "chunked_attention" in (getattr(skeleton.config.get_text_config(), "layer_types", None) or ()):
+        raise ModelError(
+            f"{type(skeleton).__name__} attends within chunks, which this engine does not support; serve it with "
+            "another engine"
+        )

@@ -1,10 +1,13 @@
-"""`PageCache`: a cache of keys and values in blocks, with the two methods that transformers' models call.
+"""`PageCache`: a cache of keys and values in blocks, with the methods that transformers' models call.
 
-A model calls `update` per layer and gets back the keys and values to attend to; `attention` then attends. A plan, set
-before each forward, says how the forward uses the cache:
+A model calls `update` per attention layer and gets back the keys and values to attend to; `attention` then attends.
+Each layer has its own number of heads and its own widths; latent attention (MLA) stores its latents. Recurrent layers
+(state spaces, short convolutions, linear attention) keep states instead, one for each row. A plan, set before each
+forward, says how the forward uses the cache:
 
     PrefillPlan   prompts [P, T], padded on the right, which follow the same number of cached tokens; their keys and
-                  values go to the blocks of their rows; attention is causal
+                  values go to the blocks of their rows; attention is causal. Padding would change states, so prompts
+                  of a model with states have equal lengths and follow no cached tokens
     DecodePlan    rows 0..B-1, one token each, at their own positions; attention sees a row's first position+1 entries;
                   of duplicate rows the model computes one, and the result is stored for all of them
 
@@ -20,6 +23,9 @@ before each forward, says how the forward uses the cache:
 group often begin alike, especially under a confident policy. Only the linear layers, most of a step on a CPU, benefit.
 The trainer does the same to a micro-batch (`trainers.torch.packed.shared_beginnings`).
 
+A state is that of one position, so it cannot be shared like a block. `PromptStates` keeps a copy of the states at the
+end of each prompt while one of its rows runs: samples of the same prompt that join later start from this copy.
+
 `BlockSections` lets a decode step read blocks in place: scores are computed block by block and then reordered by row,
 because with D dimensions keys are D times larger than scores. The blocks of a step form two sections, so a prompt that
 eight answers share is read twice, not eight times:
@@ -30,7 +36,8 @@ eight answers share is read twice, not eight times:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, final
@@ -39,8 +46,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pipelinerl.engines.torch.blocks import BlockTable, Copies
+
+#: Name of a state: its kind, "conv" or "recurrent", its layer, and its number within the layer.
+StateName = tuple[str, int, int]
 
 #: Number of tokens in a block. Shorter blocks need more matrix products, longer ones waste more memory at their end.
 BLOCK: Final = 32
@@ -67,20 +78,24 @@ class CacheReading(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """Plan of a prefill of P prompts, padded to T tokens each; it stores N tokens' keys and values, in H heads each.
+    """Plan of a prefill of P prompts, padded to T tokens each; it stores N tokens' keys and values.
 
     Attributes:
         sources: i64 [N], the tokens to store, as indices of the padded tokens [P · T].
-        entries: i64 [N · H], where to store them, as indices of a layer's cache viewed as [blocks · H · size, D].
+        entries: where to store them: by number of heads H, i64 [N · H], indices of a tensor viewed as
+            [blocks · H · size, D].
         start: the number of tokens that precede each prompt and are already cached.
         before: i64 [P, start / size], the blocks of these cached tokens.
+        prompts: i64 [R], the prompts whose final states are stored, each in the slot i64 [R] of `slots`.
     """
 
     sources: Tensor
-    entries: Tensor
+    entries: Mapping[int, Tensor]
     start: int
     before: Tensor
     reading: CacheReading
+    prompts: Tensor | None = None
+    slots: Tensor | None = None
 
 
 @final
@@ -90,19 +105,19 @@ class DecodePlan:
 
     Attributes:
         positions: i64 [K, 1], the positions of the K computed rows' tokens.
-        entries: i64 [B · H], the entries that this step writes, as in `PrefillPlan`; None if a kernel finds them.
+        entries: the entries that this step writes, as in `PrefillPlan`, for B tokens; empty if a kernel finds them.
         table: i64 [K, L / size], the blocks of the computed rows, padded with a row's first block.
         length: L, a multiple of the blocks' size; no row attends beyond it.
-        sections: how to read blocks in place; only set if `reading` is `IN_PLACE`.
+        layout: the part that stays the same while rows keep their blocks; None if a kernel reads the table.
         of_row: i64 [B], the index of each row among the computed rows; None if all B are computed.
     """
 
     positions: Tensor
-    entries: Tensor | None
+    entries: Mapping[int, Tensor]
     table: Tensor
     length: int
     reading: CacheReading
-    sections: BlockSections | None = None
+    layout: _Layout | None = None
     of_row: Tensor | None = None
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
@@ -127,77 +142,121 @@ class DecodePlan:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """Sizes of a model's cache: `heads` is the number of key-value heads, `size` the number of tokens in a block."""
+    """Sizes of a model's cache, learned from transformers' own cache after a forward of one row.
 
-    layers: int
-    heads: int
-    query_heads: int
-    head_dim: int
+    Attributes:
+        pages: for each attention layer that stores keys and values, their heads and width: (keys, values).
+        states: by name, the shape of one row's state, and its dtype.
+        dtype: dtype of keys and values.
+        latent: True if models compute keys and values from what the cache returns (multi-head latent attention).
+        size: number of tokens in a block.
+    """
+
+    pages: Mapping[int, tuple[tuple[int, int], tuple[int, int]]]
+    states: Mapping[StateName, tuple[tuple[int, ...], torch.dtype]]
+    dtype: torch.dtype
+    latent: bool
     size: int
 
     @classmethod
-    def of(cls, config: Any) -> CacheShape:
-        """Return the cache shape of a model with the text configuration `config`."""
-        return cls(
-            layers=config.num_hidden_layers,
-            heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            query_heads=config.num_attention_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            size=BLOCK,
-        )
+    def of(cls, filled: Any, *, dtype: torch.dtype, latent: bool) -> CacheShape:
+        """Return the shape of `filled`, transformers' cache of one row; without keys, `dtype` is theirs."""
+        pages, states = {}, {}
+        for index, layer in enumerate(filled.layers):
+            if getattr(layer, "keys", None) is not None:
+                keys, values = layer.keys, layer.values
+                pages[index] = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
+                dtype = keys.dtype
+            for kind in ("conv", "recurrent"):
+                for number, state in (getattr(layer, f"{kind}_states", None) or {}).items():
+                    if state is not None:
+                        states[kind, index, number] = tuple(state.shape[1:]), state.dtype
+        return cls(pages=pages, states=states, dtype=dtype, latent=latent, size=BLOCK)
 
-    def block_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a block: keys and values of all layers, of `itemsize` bytes each."""
-        return 2 * self.layers * self.heads * self.size * self.head_dim * itemsize
+    @property
+    def heads(self) -> set[int]:
+        """The numbers of heads that keys and values of the layers have."""
+        return {heads for pair in self.pages.values() for heads, _ in pair}
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of a block: keys and values of all layers."""
+        numbers = sum(heads * width for pair in self.pages.values() for heads, width in pair)
+        return numbers * self.size * self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of one row's states."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.states.values())
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
     """The part of `DecodePlan` that does not depend on positions.
 
-    It stays valid while the block table and the duplicate rows do not change.
+    It stays valid while the block table and the duplicate rows do not change. `blocks` are the blocks that the table
+    numbers, if the cache returns only these.
     """
 
     changes: int
     key: tuple[int, bytes]
     table: Tensor
-    sections: BlockSections | None
     of_row: Tensor | None
+    own: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    blocks: Tensor | None
+    known: dict[tuple[int, int], BlockSections] = field(default_factory=dict)
+
+    def sections(self, heads: int, group: int) -> BlockSections:
+        """Return how to read blocks in place in a layer where `group` queries share each of `heads` key heads."""
+        key = heads, group
+        if key not in self.known:
+            self.known[key] = BlockSections.of(self.own, self.counts, heads=heads, group=group)
+        return self.known[key]
 
 
 @final
 class PageCache:
-    """Keys and values [blocks, heads, size, head_dim] of each layer.
+    """Keys and values [blocks, heads, size, width] of each attention layer, and states [slots, …] of recurrent layers.
 
     On a CPU the number of blocks in memory doubles on demand. On a GPU all are allocated at once, and one more,
-    `spare`, into which rows without a sequence write.
+    `spare`, into which rows without a sequence write. With R rows, state slots 0..R-1 belong to the rows, and the
+    others are for `PromptStates`. States never move in memory, so CUDA graphs may hold their addresses.
     """
 
     #: Read by transformers. False, because shapes change from step to step.
     is_compileable = False
 
-    def __init__(
-        self, shape: CacheShape, table: BlockTable, *, dtype: torch.dtype, device: torch.device, reading: CacheReading
-    ) -> None:
+    def __init__(self, shape: CacheShape, table: BlockTable, *, device: torch.device, reading: CacheReading) -> None:
         self.table = table
         self.reading = reading
         self._shape, self._device = shape, device
         self.spare = table.num_blocks
         self._present = table.num_blocks + 1 if device.type == "cuda" else min(64, table.num_blocks)
-        sizes = (self._present, shape.heads, shape.size, shape.head_dim)
-        self._keys = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(shape.layers)]
-        self._values = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(shape.layers)]
-        self._heads = np.arange(shape.heads)
-        self._rows = np.arange(len(table.counts))
+        self._layers = {
+            layer: [
+                torch.zeros((self._present, heads, shape.size, width), dtype=shape.dtype, device=device)
+                for heads, width in pair
+            ]
+            for layer, pair in shape.pages.items()
+        }
+        rows = len(table.counts)
+        self._states = {
+            name: torch.zeros((2 * rows, *size), dtype=dtype, device=device)
+            for name, (size, dtype) in shape.states.items()
+        }
+        self._rows, self._heads = np.arange(rows), shape.heads
         self._layout: _Layout | None = None
         self.plan: PrefillPlan | DecodePlan
 
     def plan_prefill(
-        self, rows: Sequence[Sequence[int]], lengths: Sequence[int], start: int, longest: int
+        self, rows: Sequence[Sequence[int]], lengths: Sequence[int], start: int, longest: int, kept: Sequence[int] = ()
     ) -> PrefillPlan:
         """Plan a forward of tokens [start, lengths[i]) of each prompt i, padded to `longest` tokens.
 
-        The results are stored in the blocks of `rows[i]`, the rows that sample from prompt i.
+        The results are stored in the blocks of `rows[i]`, the rows that sample from prompt i. Its final states go to
+        the slots of these rows and to slot `kept[i]`.
         """
         size, table = self._shape.size, self.table
         sources, blocks, offsets = [], [], []
@@ -217,6 +276,10 @@ class PageCache:
             start=start,
             before=self._to(table.table[firsts, : start // size]),
             reading=self.reading,
+            prompts=self._to(np.repeat(np.arange(len(rows)), [len(own) + 1 for own in rows])) if kept else None,
+            slots=self._to(np.concatenate([[*own, slot] for own, slot in zip(rows, kept, strict=True)]))
+            if kept
+            else None,
         )
         return self.plan
 
@@ -232,7 +295,7 @@ class PageCache:
             table=layout.table,
             length=layout.table.shape[1] * size,
             reading=self.reading,
-            sections=layout.sections,
+            layout=layout,
             of_row=layout.of_row,
         )
         return self.plan
@@ -241,7 +304,7 @@ class PageCache:
         """Plan a forward from tensors that a CUDA graph reads: `positions` i64 [K, 1], blocks `table` i64 [K, n]."""
         length = table.shape[1] * self._shape.size
         self.plan = DecodePlan(
-            positions=positions, entries=None, table=table, length=length, reading=CacheReading.KERNEL
+            positions=positions, entries={}, table=table, length=length, reading=CacheReading.KERNEL
         )
         return self.plan
 
@@ -260,15 +323,18 @@ class PageCache:
         self._reserve(int(own.max()) + 1)  # of all rows: the step also writes to the blocks of duplicate rows
         if alike is not None:
             own, counts = own[alike.first], counts[alike.first]
-        sections, shape = None, self._shape
-        if self.reading is CacheReading.IN_PLACE:
-            sections = BlockSections.of(own, counts, heads=shape.heads, group=shape.query_heads // shape.heads)
+        blocks = None
+        if self._shape.latent:  # a model expands all latents that it gets, so give it only those of blocks in use
+            used, numbers = np.unique(own, return_inverse=True)
+            blocks, own = self._to(used), numbers.reshape(own.shape)
         self._layout = _Layout(
             changes=table.changes,
             key=key,
             table=self._to(own),
-            sections=sections,
             of_row=None if alike is None else self._to(alike.of_row),
+            own=own,
+            counts=counts,
+            blocks=blocks,
         )
         return self._layout
 
@@ -276,34 +342,107 @@ class PageCache:
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values [.., H, T, D] as the plan says; return the keys and values to attend to:
-        the prompts' own [P, H, start + T, D] for a prefill, and all blocks [N, H, size, D] for a decode step.
+        the prompts' own [P, H, start + T, D] for a prefill, and blocks [N, H, size, D] for a decode step.
         """
-        keys, values, plan = self._keys[layer_idx], self._values[layer_idx], self.plan
-        head_dim = self._shape.head_dim
-        if isinstance(plan, DecodePlan):
-            assert plan.entries is not None, "`plan_decode` sets them"
-            keys.view(-1, head_dim).index_copy_(0, plan.entries, plan.to_rows(key_states).reshape(-1, head_dim))
-            values.view(-1, head_dim).index_copy_(0, plan.entries, plan.to_rows(value_states).reshape(-1, head_dim))
-            return keys, values
-        for blocks, new in ((keys, key_states), (values, value_states)):
-            tokens = new.transpose(1, 2).reshape(-1, self._shape.heads, head_dim)
-            blocks.view(-1, head_dim).index_copy_(
-                0, plan.entries, tokens.index_select(0, plan.sources).view(-1, head_dim)
-            )
-        if plan.start == 0:
-            return key_states, value_states
-        return (
-            torch.cat((in_order(keys, plan.before), key_states), dim=2),
-            torch.cat((in_order(values, plan.before), value_states), dim=2),
+        plan, layer = self.plan, self._layers[layer_idx]
+        key, value = (
+            self._stored(blocks, new, plan) for blocks, new in zip(layer, (key_states, value_states), strict=True)
         )
+        return key, value
+
+    @staticmethod
+    def _stored(blocks: Tensor, new: Tensor, plan: PrefillPlan | DecodePlan) -> Tensor:
+        heads, width = blocks.shape[1], blocks.shape[3]
+        entries = blocks.view(-1, width)
+        if isinstance(plan, DecodePlan):
+            entries.index_copy_(0, plan.entries[heads], plan.to_rows(new).reshape(-1, width))
+            used = plan.layout.blocks if plan.layout is not None else None
+            return blocks if used is None else blocks.index_select(0, used)
+        tokens = new.transpose(1, 2).reshape(-1, heads, width).index_select(0, plan.sources)
+        entries.index_copy_(0, plan.entries[heads], tokens.view(-1, width))
+        return new if plan.start == 0 else torch.cat((in_order(blocks, plan.before), new), dim=2)
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values [N, H, size, D]; valid until the cache grows."""
-        return self._keys[layer], self._values[layer]
+        keys, values = self._layers[layer]
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0; transformers uses it only for default positions, which this engine never needs."""
         return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return 0; transformers uses it only for masks, which come from the plan."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the length and the offset of a mask, which come from the plan in truth."""
+        return query_length, 0
+
+    # --- states --------------------------------------------------------------------------------------------------
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the rows' last inputs [B, C, K] of a convolution, which the layer may update in place; None in a
+        prefill.
+        """
+        return self._state(("conv", layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the rows' recurrent states [B, …], which the layer may update in place; None in a prefill."""
+        return self._state(("recurrent", layer_idx, state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
+    ) -> Tensor:
+        """Store the last inputs of a convolution; return new inputs [.., C, T] after those that a step saw before."""
+        name = "conv", layer_idx, state_idx
+        size, before = conv_kernel_size or conv_states.shape[-1], self._state(name)
+        inputs = conv_states if before is None else torch.cat((before, conv_states), dim=-1)
+        inputs = pad(inputs, (max(0, size - inputs.shape[-1]), 0))
+        self._store(name, inputs[..., -size:])
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
+        """Store recurrent states and return them."""
+        self._store(("recurrent", layer_idx, state_idx), recurrent_states)
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether rows go on from their states."""
+        return isinstance(self.plan, DecodePlan)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: states are never taken back."""
+        return False
+
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the states in slots `sources` to slots `targets`, pairwise; all are read before any is written."""
+        for state in self._states.values():
+            state[list(targets)] = state[list(sources)]
+
+    def clear_states(self, slots: Sequence[int]) -> None:
+        """Set the states in `slots` to zero, those of a row without tokens."""
+        for state in self._states.values():
+            state[list(slots)] = 0
+
+    def _state(self, name: StateName) -> Tensor | None:
+        return self._states[name][: len(self.plan.positions)] if isinstance(self.plan, DecodePlan) else None
+
+    def _store(self, name: StateName, new: Tensor) -> None:
+        state, plan = self._states[name], self.plan
+        if isinstance(plan, DecodePlan):
+            state[: len(new)].copy_(new)
+        elif plan.slots is not None and plan.prompts is not None:
+            state.index_copy_(0, plan.slots, new.to(state.dtype).index_select(0, plan.prompts))
+
+    # --- blocks --------------------------------------------------------------------------------------------------
 
     def copy(self, copies: Copies) -> None:
         """Copy the keys and values of blocks `copies.sources` to blocks `copies.targets`, in all layers."""
@@ -311,18 +450,22 @@ class PageCache:
             return
         self._reserve(max(*copies.targets, *copies.sources) + 1)
         sources, targets = (self._to(np.asarray(blocks, dtype=np.int64)) for blocks in copies)
-        for tensor in (*self._keys, *self._values):
+        for tensor in (tensor for layer in self._layers.values() for tensor in layer):
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Set blocks to zero."""
-        present = torch.tensor([block for block in blocks if block < self._present], device=self._device)
-        for tensor in (*self._keys, *self._values) if len(present) else ():
+        present = self._to(np.asarray([block for block in blocks if block < self._present], dtype=np.int64))
+        for tensor in (tensor for layer in self._layers.values() for tensor in layer):
             tensor.index_fill_(0, present, 0.0)
 
-    def _entries(self, blocks: NDArray[np.int64], offsets: NDArray[np.int64]) -> Tensor:
-        entries = (blocks[:, None] * self._shape.heads + self._heads) * self._shape.size + offsets[:, None]
-        return self._to(entries.reshape(-1))
+    def _entries(self, blocks: NDArray[np.int64], offsets: NDArray[np.int64]) -> dict[int, Tensor]:
+        return {
+            heads: self._to(
+                ((blocks[:, None] * heads + np.arange(heads)) * self._shape.size + offsets[:, None]).reshape(-1)
+            )
+            for heads in self._heads
+        }
 
     def _to(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
@@ -331,11 +474,11 @@ class PageCache:
         if blocks <= self._present:
             return
         present = min(max(2 * self._present, blocks), self.table.num_blocks)
-        for tensors in (self._keys, self._values):
-            for layer, tensor in enumerate(tensors):
+        for layer in self._layers.values():
+            for place, tensor in enumerate(layer):
                 grown = tensor.new_zeros((present, *tensor.shape[1:]))
                 grown[: len(tensor)] = tensor
-                tensors[layer] = grown  # layer by layer, so that each old tensor is freed before the next one grows
+                layer[place] = grown  # one by one, so that each old tensor is freed before the next one grows
         self._present = present  # last: if memory runs out, the next call grows all tensors again
 
 
@@ -350,6 +493,59 @@ def in_order(blocks: Tensor, table: Tensor) -> Tensor:
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
     """Return scores bounded to ±`softcap` by tanh; unchanged for None."""
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of scores [K, H, G, L] over L. An attention sink, f32 [1, H, G, 1], takes weight as a further
+    key without a value would.
+    """
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    sinks = sinks.expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+@final
+class PromptStates:
+    """Bookkeeping of the slots with the states at the end of prompts, one for each prompt that has a running row.
+
+    With R rows there are R such slots, numbered from R.
+    """
+
+    def __init__(self, table: BlockTable) -> None:
+        rows = len(table.counts)
+        self._table = table
+        self._slots = np.arange(rows, 2 * rows)
+        self._of_row: NDArray[np.int64] = np.full(rows, -1)
+        self._lengths: NDArray[np.int64] = np.zeros(2 * rows, dtype=np.int64)
+
+    def begin(self, rows: Sequence[int], length: int) -> int:
+        """Return a slot for the states of a prompt of `length` tokens, from which `rows` sample."""
+        slot = int(np.setdiff1d(self._slots, self._of_row)[0])
+        self._of_row[list(rows)], self._lengths[slot] = slot, length
+        return slot
+
+    def join(self, source: int, rows: Sequence[int]) -> int:
+        """Let `rows` sample from the prompt of row `source`; return its slot."""
+        self._of_row[list(rows)] = self._of_row[source]
+        return int(self._of_row[source])
+
+    def find(self, tokens: NDArray[np.int32]) -> int | None:
+        """Return a row whose prompt is `tokens` [T], if there is one."""
+        count = len(tokens)
+        for row in ((self._of_row >= 0) & (self._lengths[self._of_row] == count)).nonzero()[0].tolist():
+            if np.array_equal(self._table.tokens[row, :count], tokens):
+                return int(row)
+        return None
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move rows `sources` to rows `targets`, pairwise."""
+        self._of_row[list(targets)] = self._of_row[list(sources)]
+        self.forget(sources)
+
+    def forget(self, rows: Sequence[int] | None = None) -> None:
+        """Detach `rows`, or all, from their prompts' states."""
+        self._of_row[slice(None) if rows is None else list(rows)] = -1
 
 
 class DuplicateRows(NamedTuple):
@@ -499,13 +695,20 @@ class BlockSections:
         )
 
     def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """Attend with queries [K, H, G, D] over blocks [.., H, size, D] → [K, H, G, D]. The additive `mask` has the
-        shape [K, 1, 1, n · size].
+        """Attend with queries [K, H, G, D] over blocks [.., H, size, D] → [K, H, G, D of values]. The additive `mask`
+        has the shape [K, 1, 1, n · size].
         """
         rows, heads, group, head_dim = query.shape
-        size, first = keys.shape[2], self.num_blocks * heads * group
+        size, first, width = keys.shape[2], self.num_blocks * heads * group, values.shape[3]
         keys, values = (
             blocks[: self.num_blocks] if self.selected is None else blocks.index_select(0, self.selected)
             for blocks in (keys, values)
@@ -514,7 +717,7 @@ class BlockSections:
             scores = query.new_empty(first, size)
             _products(query.index_select(0, self.queries), keys.transpose(2, 3), scores, scale)
             scores = capped(scores.view(-1, heads, group, size), softcap)
-            weights = scores.add_(mask.index_select(0, self.queries)).softmax(dim=-1)
+            weights = weights_of(scores.add_(mask.index_select(0, self.queries)), sinks)
             return torch.matmul(weights, values).index_select(0, self.only)
         in_all = len(self.to_blocks)
         scores = query.new_empty(in_all, size)
@@ -524,15 +727,15 @@ class BlockSections:
             several = several.view(len(self.shared), heads, -1, head_dim)
             _products(several, keys.index_select(0, self.shared).transpose(2, 3), scores[first:], scale)
         scores = capped(scores.index_select(0, self.to_rows).view(rows, heads, group, -1), softcap)
-        weights = scores.add_(mask).softmax(dim=-1).view(-1, size).index_select(0, self.to_blocks)
-        sums = query.new_empty(in_all + 1, head_dim)
+        weights = weights_of(scores.add_(mask), sinks).reshape(-1, size).index_select(0, self.to_blocks)
+        sums = query.new_empty(in_all + 1, width)
         sums[in_all:] = 0.0
         _products(weights[:first].view(-1, heads, group, size), values, sums[:first])
         if self.shared is not None:
             several = weights[first:].view(len(self.shared), heads, -1, size)
             _products(several, values.index_select(0, self.shared), sums[first:in_all])
-        out = sums.index_select(0, self.to_sums).view(-1, rows * heads * group * head_dim)
-        return (out[0] if len(out) == 1 else out.sum(dim=0)).view(rows, heads, group, head_dim)
+        out = sums.index_select(0, self.to_sums).view(-1, rows * heads * group * width)
+        return (out[0] if len(out) == 1 else out.sum(dim=0)).view(rows, heads, group, width)
 
 
 def _products(one: Tensor, other: Tensor, out: Tensor, scale: float = 1.0) -> None:

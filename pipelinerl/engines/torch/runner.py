@@ -26,7 +26,7 @@ from pipelinerl.engines.torch.blocks import BlockTable, tokens_of
 from pipelinerl.engines.torch.decode_graphs import DecodeGraphs, Inputs
 from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.forward import ModuleForward
-from pipelinerl.engines.torch.page_cache import AlikeRows, CacheReading, CacheShape, PageCache
+from pipelinerl.engines.torch.page_cache import AlikeRows, CacheReading, CacheShape, PageCache, PromptStates
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.sampling import StartedStep, add_to_logits, sample
 from pipelinerl.engines.torch.weights import TorchWeights
@@ -49,7 +49,8 @@ class TorchRunner:
     Args:
         model: from `load_for_decoding`; its parameters belong to the runner from now on.
         weights: the model's weights, from `served_weights`; None creates them.
-        cache_bytes: most memory for keys and values; None allows room for the whole context in all rows. If it is too
+        shape: the shape of the model's cache; None learns it by a forward.
+        cache_bytes: most memory for keys, values and states; None allows room for the whole context in all rows. If it is too
             little for one row, the constructor raises `ModelError`.
         starts_early: True starts a step before the previous step's tokens are on the host, wherever the loop allows it;
             None does so only with CUDA graphs, because without them it saves no time.
@@ -61,6 +62,7 @@ class TorchRunner:
         options: EngineOptions,
         *,
         weights: TorchWeights | QuantizedWeights | None = None,
+        shape: CacheShape | None = None,
         cache_bytes: int | None = None,
         starts_early: bool | None = None,
     ) -> None:
@@ -80,8 +82,10 @@ class TorchRunner:
         )
         routing = torch_routers.shape_of(model)
         self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
-        shape = CacheShape.of(text)
-        self._block_bytes = shape.block_bytes(parameter.dtype.itemsize)
+        shape = ModuleForward(model).cache_shape() if shape is None else shape
+        self._block_bytes, self._state_bytes = shape.block_bytes, 2 * options.slots * shape.state_bytes
+        if cache_bytes is not None:
+            cache_bytes -= self._state_bytes
         self._table = BlockTable(
             rows=options.slots,
             context=options.context_length,
@@ -89,13 +93,9 @@ class TorchRunner:
             size=shape.size,
             keeps_few=self._device.type == "cpu",
         )
-        self._cache = PageCache(
-            shape,
-            self._table,
-            dtype=parameter.dtype,
-            device=self._device,
-            reading=reading_for(self._device, parameter.dtype, options.kernels),
-        )
+        reading = reading_for(self._device, parameter.dtype, options.kernels)
+        self._cache = PageCache(shape, self._table, device=self._device, reading=reading)
+        self._prompts = PromptStates(self._table) if shape.states else None
         self._graphs: DecodeGraphs | None = None
         if (
             self._device.type == "cuda"
@@ -106,14 +106,16 @@ class TorchRunner:
             self._graphs = DecodeGraphs(self._forward, self._cache, self._weights, rows=options.slots)
             if self.layout.num_bytes >= _COMPILED_FROM:
                 self._forward.compile()
-        starts_early = self._graphs is not None if starts_early is None else starts_early
+        # A step that is started early may be discarded, but states cannot go back.
+        starts_early = not shape.states and (self._graphs is not None if starts_early is None else starts_early)
         self.early_step = EarlyStep(options.slots, is_used=starts_early)
         self._rows = RowTable(options.slots)
         self.top_logprobs = _NO_TOP
         self._all_rows = np.arange(options.slots)
         # Merging equal rows saves time only on a CPU: a GPU takes as long to read its weights for one row as for all.
         # It needs the tokens on the host, so it excludes steps that start early.
-        self._alike = AlikeRows(options.slots) if self._device.type == "cpu" and not starts_early else None
+        merges = self._device.type == "cpu" and not starts_early and not shape.states
+        self._alike = AlikeRows(options.slots) if merges else None
 
     @property
     def layout(self) -> WeightLayout:
@@ -121,8 +123,8 @@ class TorchRunner:
 
     @property
     def cache_bytes(self) -> int:
-        """The most memory that keys and values take."""
-        return self._table.num_blocks * self._block_bytes
+        """The most memory that keys, values and states take."""
+        return self._table.num_blocks * self._block_bytes + self._state_bytes
 
     @property
     def room(self) -> CacheRoom:
@@ -135,7 +137,10 @@ class TorchRunner:
         self.early_step.drop()
         self._rows.place(states)
         # a prompt of one token has no prefill in which its row would begin
-        self._begin([state.row for state in states if state.position == 0])
+        begun = [state.row for state in states if state.position == 0]
+        self._begin(begun)
+        if self._prompts is not None:
+            self._cache.clear_states(begun)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move rows `sources` to rows `targets`, pairwise, with all state; no row is in both. No block is copied."""
@@ -146,6 +151,9 @@ class TorchRunner:
             self._table.move(source, target)
         if self._alike is not None:
             self._alike.move(sources, targets)
+        if self._prompts is not None:
+            self._cache.copy_states(sources, targets)
+            self._prompts.move(sources, targets)
 
     def reserve(self, num_rows: int) -> bool:
         """Give rows 0..num_rows-1 a block for their next token; return False if the blocks run out."""
@@ -155,12 +163,16 @@ class TorchRunner:
         """Free the blocks of `rows`; full ones are kept for later prompts as long as there is room."""
         for row in rows:
             self._table.release(row, int(self._rows.positions[row]))
+        if self._prompts is not None:
+            self._prompts.forget(rows)
 
     @torch.inference_mode()
     def clear(self, rows: Sequence[int]) -> None:
         """Set the blocks that only `rows` use to zero; remove all their blocks from the index of reusable blocks."""
         self.early_step.drop()
         self._cache.clear(self._table.spoil(rows))
+        if self._prompts is not None:
+            self._prompts.forget(rows)
 
     def survives(self, error: Exception) -> bool:
         """Return True except for CUDA's errors: all but a lack of memory leave the context unusable."""
@@ -170,8 +182,14 @@ class TorchRunner:
     @torch.inference_mode()
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
         """Give `rows` the first `num_tokens` of the cache of row `source`; only the last block is copied."""
+        if self._prompts is not None:  # the states of `source` are those of its last token
+            self.prefill([Prefill(self._table.tokens[source, :num_tokens].tolist(), rows)])
+            return
         self.early_step.drop()
         self.release([row for row in rows if self._table.counts[row]])
+        self._fork(source, rows, num_tokens)
+
+    def _fork(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
         self._cache.copy(self._table.fork(source, rows, num_tokens))
         self._rows.positions[list(rows)] = num_tokens
         self._begin(rows)
@@ -189,6 +207,9 @@ class TorchRunner:
         log = self.route_log if self.route_log is not None and self.route_log.is_on else None
         if log is not None:  # compute all tokens, without cache reuse, because the routing of each one is needed
             self._prefill_recorded(prefills, log)
+            return
+        if self._prompts is not None:
+            self._prefill_states(prefills, self._prompts)
             return
         waiting = [(prefill, tokens_of(prefill.token_ids)) for prefill in prefills]
         while waiting:
@@ -212,11 +233,29 @@ class TorchRunner:
         for prefill in prefills:
             self._begin_prompt(prefill, tokens_of(prefill.token_ids), reuses=False)
         routed: dict[int, Experts] = {}
-        for batch in _batches(prefills):
+        for batch in _batches(prefills, pads=self._prompts is None):
             length = self._fill(batch)
             of_prompts = log.take().reshape(len(batch), length, *log.shape[::2])
             routed |= {id(each): of[: len(each.token_ids)] for each, of in zip(batch, of_prompts, strict=True)}
         log.prefilled = [routed[id(each)] for each in prefills]
+
+    def _prefill_states(self, prefills: Sequence[Prefill], prompts: PromptStates) -> None:
+        """Compute each distinct prompt once, whole; use the states of a running row that has the same prompt."""
+        rows_of: dict[tuple[int, ...], list[int]] = {}
+        for prefill in prefills:
+            rows_of.setdefault(tuple(prefill.token_ids), []).extend(prefill.rows)
+        fresh = []
+        for token_ids, rows in rows_of.items():
+            source = prompts.find(tokens_of(token_ids))
+            if source is None:
+                fresh.append(Prefill(token_ids, rows))
+                continue
+            self._fork(source, rows, len(token_ids))
+            self._cache.copy_states([prompts.join(source, rows)] * len(rows), rows)
+        for batch in _batches(fresh, pads=False):
+            for prefill in batch:
+                self._begin_prompt(prefill, tokens_of(prefill.token_ids), reuses=False)
+            self._fill(batch)
 
     def _begin_prompt(self, prefill: Prefill, tokens: NDArray[np.int32], *, reuses: bool = True) -> int:
         """Give a prompt's rows their blocks; return the number of tokens that need no computation."""
@@ -234,7 +273,8 @@ class TorchRunner:
         for index, prefill in enumerate(batch):
             token_ids[index, : lengths[index] - start] = prefill.token_ids[start:]
         positions = torch.arange(start, start + longest, device=self._device)[None, :].expand(len(batch), -1)
-        plan = self._cache.plan_prefill([prefill.rows for prefill in batch], lengths, start, longest)
+        kept = [self._prompts.begin(prefill.rows, len(prefill.token_ids)) for prefill in batch] if self._prompts else []
+        plan = self._cache.plan_prefill([prefill.rows for prefill in batch], lengths, start, longest, kept)
         self._forward.fill(self._on_device(token_ids), positions, self._cache, plan)
         return longest
 
@@ -338,12 +378,11 @@ class TorchRunner:
         if len(token_ids) < 2:
             return [0.0] * len(token_ids)
         tokens = torch.tensor(token_ids, device=self._device)
-        # Without a plan, `attention.attend` is causal over the prompt and uses no cache.
+        # Without a plan, attention is causal over the prompt and uses no cache.
         output: Any = self._model(
             input_ids=tokens[None, :-1],
             position_ids=torch.arange(len(tokens) - 1, device=self._device)[None],
             use_cache=False,
-            plan=None,
         )
         found = [0.0]
         parts = zip(output.logits[0].split(_SCORED_AT_ONCE), tokens[1:].split(_SCORED_AT_ONCE), strict=True)
@@ -373,6 +412,8 @@ class TorchRunner:
         self.early_step.drop()
         self._weights.swap()
         self._table.forget()
+        if self._prompts is not None:
+            self._prompts.forget()
 
 
 def served_weights(model: nn.Module, form: WeightFormat) -> TorchWeights | QuantizedWeights:
@@ -380,13 +421,15 @@ def served_weights(model: nn.Module, form: WeightFormat) -> TorchWeights | Quant
     return TorchWeights(model) if form is WeightFormat.NATIVE else QuantizedWeights(model, form)
 
 
-def _batches(prefills: Sequence[Prefill], start: int = 0) -> Iterator[list[Prefill]]:
-    """Yield batches of prefills of similar length, each of at most `PREFILL_TOKENS` padded tokens after position
-    `start`; a longer prompt runs alone.
+def _batches(prefills: Sequence[Prefill], start: int = 0, *, pads: bool = True) -> Iterator[list[Prefill]]:
+    """Yield batches of prefills of similar length, or of equal length without `pads`, each of at most `PREFILL_TOKENS`
+    padded tokens after position `start`; a longer prompt runs alone.
     """
     batch: list[Prefill] = []
     for prefill in sorted(prefills, key=lambda each: len(each.token_ids)):
-        if batch and (len(prefill.token_ids) - start) * (len(batch) + 1) > PREFILL_TOKENS:
+        length = len(prefill.token_ids)
+        is_full = (length - start) * (len(batch) + 1) > PREFILL_TOKENS
+        if batch and (is_full or not (pads or length == len(batch[0].token_ids))):
             yield batch
             batch = []
         batch.append(prefill)

@@ -700,9 +700,10 @@ def test_weight_swap_exchanges_buffers_without_copying_and_a_second_swap_reverts
 def test_weights_of_mixed_dtypes_are_served_from_one_buffer(directories: dict[str, Path]) -> None:
     """A half-precision parameter of odd size misaligns the parameter after it in the buffer."""
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
+    shape = ModuleForward(model).cache_shape()
     model.model.layers[0].input_layernorm.weight.data = torch.ones(31, dtype=torch.bfloat16)
     expected = [parameter.detach().clone() for parameter in model.parameters()]
-    runner = TorchRunner(model, engine_options(slots=1, context_length=8))
+    runner = TorchRunner(model, engine_options(slots=1, context_length=8), shape=shape)
     runner.staging()[:] = torch.cat([value.reshape(-1).view(torch.uint8) for value in expected])
     runner.swap()
     for parameter, value in zip(model.parameters(), expected, strict=True):

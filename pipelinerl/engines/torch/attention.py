@@ -3,6 +3,13 @@
 A model asks transformers for a mask, and gets a `WantedMask` that says which one it wants; the cache's plan then makes
 it, once per step. Scaling, sliding windows, soft caps and attention sinks are supported; an architecture that needs
 more is rejected.
+
+`BlockSections` lets a decode step read blocks in place: scores are computed block by block and then reordered by row,
+because with D dimensions keys are D times larger than scores. The blocks of a step form two sections, so a prompt that
+eight answers share is read twice, not eight times:
+
+    first     every block, with the queries of one of its rows: one product over all blocks in use, in place
+    shared    blocks of several rows, with the queries of their other rows, at most 16 at a time
 """
 
 from __future__ import annotations
@@ -13,22 +20,28 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Final, Never, final
+from typing import Any, Final, NamedTuple, Never, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from pipelinerl.engines.memory_budget import PREFILL_SCORES
-from pipelinerl.engines.torch.page_cache import CacheReading, DecodePlan, PrefillPlan, capped, in_order, weights_of
+from pipelinerl.engines.torch.page_cache import CacheReading, DecodePlan, PrefillPlan, in_order
 from pipelinerl.errors import ModelError
 from pipelinerl.numerics import torch_attention, torch_batch_invariant
 from trainer_contract.types import Kernels
 
 NAME: Final = "pipelinerl_rows"
 
+#: The most rows that read one copy of a shared block.
+_AT_ONCE: Final = 16
+#: If at most this fraction of all blocks is in use, the used blocks are copied out; otherwise all are read in place.
+_SPARSE: Final = 1 / 3
 #: The plan of this thread's current forward. Some models do not pass their forward's arguments on to attention.
 _PLAN: Final[ContextVar[PrefillPlan | DecodePlan | None]] = ContextVar("plan", default=None)
 
@@ -53,7 +66,14 @@ class WantedMask:
 
     window: int | None
 
-    def __getitem__(self, index: object) -> Never:
+    def __getitem__(self, index: tuple[object, ...]) -> WantedMask:
+        """Return the mask of the last queries; which these are follows from their number."""
+        return self if all(isinstance(each, slice) for each in index) else self.dtype
+
+    def __getattr__(self, name: str) -> Never:
+        """Raise `ModelError`: only a model that changes its mask reads more of it."""
+        if name.startswith("__"):
+            raise AttributeError(name)
         raise ModelError("the model changes its attention mask, which this engine does not support; use another engine")
 
 
@@ -137,8 +157,12 @@ def attend_decode(
     grouped = query.reshape(rows, keys.shape[1], -1, head_dim)
     by_head = None if sinks is None else sinks.float().view(1, *grouped.shape[1:3], 1)
     if plan.reading is CacheReading.IN_PLACE and plan.layout is not None:
-        sections = plan.layout.sections(*grouped.shape[1:3])
-        return sections.attend(grouped, keys, values, mask, scale, softcap, by_head).view(rows, 1, q_heads, -1)
+        layout, key = plan.layout, (keys.shape[1], grouped.shape[2])
+        if key not in layout.sections:
+            layout.sections[key] = BlockSections.of(layout.own, layout.counts, heads=key[0], group=key[1])
+        return (
+            layout.sections[key].attend(grouped, keys, values, mask, scale, softcap, by_head).view(rows, 1, q_heads, -1)
+        )
     key, value = in_order(keys, plan.table), in_order(values, plan.table)
     if softcap is None and sinks is None:  # use torch's attention, which sums in fp32 for every dtype
         out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
@@ -223,6 +247,194 @@ def _in_blocks(
         hidden = (distance < 0) | (distance >= window) if window is not None else distance < 0
         parts.append(attend(part, hidden))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Return scores bounded to ±`softcap` by tanh; unchanged for None."""
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of scores [K, H, G, L] over L. An attention sink, f32 [1, H, G, 1], takes weight as a further
+    key without a value would.
+    """
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    sinks = sinks.expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+class _Pairs(NamedTuple):
+    blocks: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSections:
+    """Indices for a step of K rows, each of at most n blocks; N blocks are read.
+
+    G query heads share each of H key heads. In the second section, at most M rows attend to a block.
+
+    Attributes:
+        selected: the blocks to copy out i64 [N], or None for the first N in place.
+        num_blocks: N.
+        queries: i64 [N], for each block the row whose queries attend to it in the first section.
+        to_rows: i64 [K · H · G · n], the index of the scores for each row, head and block.
+        to_blocks: the inverse of `to_rows`: for each block of both sections, the indices in the scores by row.
+        to_sums: i64 [n · K · H · G], the index of the weighted sum of values that each block of each row contributes.
+        shared: i64 [S], the blocks of the second section, and `shared_queries` i64 [S · H · M] the row and head of each
+            query; None if no block is shared.
+        only: i64 [K], the block of each row if every row has a single block of its own. `to_rows`, `to_blocks` and
+            `to_sums` are then empty, because scores need no reordering.
+    """
+
+    selected: Tensor | None
+    num_blocks: int
+    queries: Tensor
+    to_rows: Tensor
+    to_blocks: Tensor
+    to_sums: Tensor
+    shared: Tensor | None
+    shared_queries: Tensor | None
+    only: Tensor | None = None
+
+    @classmethod
+    def of(cls, table: NDArray[np.int64], counts: NDArray[np.int64], *, heads: int, group: int) -> BlockSections:
+        """Return the sections for rows whose blocks are in `table` [K, n]; in row i, the first counts[i] are valid."""
+        width, per_block = table.shape[1], heads * group
+        rows, columns = (np.arange(width) < counts[:, None]).nonzero()
+        blocks = table[rows, columns]
+        last = int(table.max()) + 1
+        firsts = np.full(last, -1)
+        firsts[blocks[::-1]] = np.arange(len(blocks))[::-1]  # backwards, so that a block's first entry wins
+        used = (firsts >= 0).nonzero()[0]
+        selected = None
+        if len(used) <= _SPARSE * last:
+            new = np.cumsum(firsts >= 0) - 1
+            blocks, table, firsts, selected = new[blocks], new[table], firsts[used], torch.from_numpy(used)
+        count = len(firsts)
+        is_first = firsts[blocks] == np.arange(len(blocks))
+        owners = np.maximum(firsts, 0)
+        if width == 1 and is_first.all():
+            none, own = torch.empty(0, dtype=torch.int64), torch.from_numpy(blocks)
+            return cls(
+                selected=selected,
+                num_blocks=count,
+                queries=torch.from_numpy(rows[owners]),
+                to_rows=none,
+                to_blocks=none,
+                to_sums=none,
+                shared=None,
+                shared_queries=None,
+                only=own,
+            )
+        heads_of, groups_of = np.arange(heads), np.arange(group)
+        each = np.arange(per_block)
+        to_blocks = ((rows[owners, None] * per_block + each) * width + columns[owners, None]).reshape(-1)
+        base = table * per_block  # padding repeats a row's first block; its scores are masked
+        stride = np.full_like(base, group)
+        shared = shared_queries = None
+        total = count * per_block
+        if not is_first.all():
+            rest = _Pairs(blocks[~is_first], rows[~is_first], columns[~is_first])
+            shared_np, place, member, most = _by_block(rest)
+            grid_rows, grid_columns = (np.zeros((len(shared_np), most), dtype=np.int64) for _ in range(2))
+            grid_rows[place, member], grid_columns[place, member] = rest.rows, rest.columns
+            shared = torch.from_numpy(shared_np)
+            shared_queries = torch.from_numpy((grid_rows[:, None] * heads + heads_of[:, None]).reshape(-1))
+            head_rows = (grid_rows[:, None, :, None] * heads + heads_of[:, None, None]) * group + groups_of
+            more = head_rows * width + grid_columns[:, None, :, None]  # shape [S, H, M, G]
+            to_blocks = np.concatenate((to_blocks, more.reshape(-1)))
+            base[rest.rows, rest.columns] = total + (place * heads * most + member) * group
+            stride[rest.rows, rest.columns] = most * group
+            total += more.size
+        places = base[..., None, None] + stride[..., None, None] * heads_of[:, None] + groups_of  # shape [K, n, H, G]
+        to_rows = places.transpose(0, 2, 3, 1).reshape(-1)
+        places[np.arange(width) >= counts[:, None]] = total  # padding refers to the row of zeros after all blocks
+        to_sums = places.transpose(1, 0, 2, 3).reshape(-1)
+        return cls(
+            selected=selected,
+            num_blocks=count,
+            queries=torch.from_numpy(rows[owners]),
+            to_rows=torch.from_numpy(to_rows),
+            to_blocks=torch.from_numpy(to_blocks),
+            to_sums=torch.from_numpy(to_sums),
+            shared=shared,
+            shared_queries=shared_queries,
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attend with queries [K, H, G, D] over blocks [.., H, size, D] → [K, H, G, D of values]. The additive `mask`
+        has the shape [K, 1, 1, n · size].
+        """
+        rows, heads, group, head_dim = query.shape
+        size, first, width = keys.shape[2], self.num_blocks * heads * group, values.shape[3]
+        keys, values = (
+            blocks[: self.num_blocks] if self.selected is None else blocks.index_select(0, self.selected)
+            for blocks in (keys, values)
+        )
+        if self.only is not None:
+            scores = query.new_empty(first, size)
+            _products(query.index_select(0, self.queries), keys.transpose(2, 3), scores, scale)
+            scores = capped(scores.view(-1, heads, group, size), softcap)
+            weights = weights_of(scores.add_(mask.index_select(0, self.queries)), sinks)
+            return torch.matmul(weights, values).index_select(0, self.only)
+        in_all = len(self.to_blocks)
+        scores = query.new_empty(in_all, size)
+        _products(query.index_select(0, self.queries), keys.transpose(2, 3), scores[:first], scale)
+        if self.shared is not None and self.shared_queries is not None:
+            several = query.reshape(-1, group, head_dim).index_select(0, self.shared_queries)
+            several = several.view(len(self.shared), heads, -1, head_dim)
+            _products(several, keys.index_select(0, self.shared).transpose(2, 3), scores[first:], scale)
+        scores = capped(scores.index_select(0, self.to_rows).view(rows, heads, group, -1), softcap)
+        weights = weights_of(scores.add_(mask), sinks).reshape(-1, size).index_select(0, self.to_blocks)
+        sums = query.new_empty(in_all + 1, width)
+        sums[in_all:] = 0.0
+        _products(weights[:first].view(-1, heads, group, size), values, sums[:first])
+        if self.shared is not None:
+            several = weights[first:].view(len(self.shared), heads, -1, size)
+            _products(several, values.index_select(0, self.shared), sums[first:in_all])
+        out = sums.index_select(0, self.to_sums).view(-1, rows * heads * group * width)
+        return (out[0] if len(out) == 1 else out.sum(dim=0)).view(rows, heads, group, width)
+
+
+def _products(one: Tensor, other: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    """Write scale · one [N, H, m, k] @ other [N, H, k, n] to `out` [N · H · m, n]."""
+    count, heads, m, k = one.shape
+    n = other.shape[-1]
+    flat = one.reshape(count * heads, m, k), other.flatten(0, 1), out.view(count * heads, m, n)
+    if scale == 1.0:
+        torch.bmm(flat[0], flat[1], out=flat[2])
+    else:
+        flat[2].baddbmm_(flat[0], flat[1], beta=0.0, alpha=scale)
+
+
+def _by_block(pairs: _Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
+    """Group (block, row) pairs by block. Return (blocks, indices, positions, M): the S blocks to read; for each pair,
+    the index of its block among these, and the pair's position among the block's queries; and M, the most queries of a
+    block. A block with over `_AT_ONCE` pairs is listed several times.
+    """
+    order = np.argsort(pairs.blocks, kind="stable")
+    ordered = pairs.blocks[order]
+    begins = np.append(True, ordered[1:] != ordered[:-1])
+    starts = begins.nonzero()[0]
+    rank = np.arange(len(ordered)) - np.repeat(starts, np.diff(np.append(starts, len(ordered))))
+    most = min(int(rank.max()) + 1, _AT_ONCE)
+    begins = rank % most == 0
+    place, member = np.empty(len(ordered), dtype=np.int64), np.empty(len(ordered), dtype=np.int64)
+    place[order], member[order] = np.cumsum(begins) - 1, rank % most
+    return ordered[begins], place, member, most
 
 
 AttentionInterface.register(NAME, attend)

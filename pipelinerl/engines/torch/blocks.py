@@ -10,7 +10,14 @@ in flight keeps its blocks, but none of these is indexed again, because it follo
 turn that begins after an update therefore recomputes its conversation, as a new prompt does.
 
 An indexed block without a row is kept until its memory is needed. The least recently used one is evicted first, and of
-one sequence the last block first. This module holds only block numbers; `PageCache` owns the tensors.
+one sequence the last block first. This module holds only numbers of blocks and rows; `PageCache` owns the tensors.
+
+`AlikeRows` finds rows that hold the same tokens, so that a decode step computes their next token once. The answers of a
+group often begin alike, especially under a confident policy. Only the linear layers, most of a step on a CPU, benefit.
+The trainer does the same to a micro-batch (`trainers.torch.packed.shared_beginnings`).
+
+A state is that of one position, so it cannot be shared like a block. `PromptStates` keeps a copy of the states at the
+end of each prompt while one of its rows runs: samples of the same prompt that join later start from this copy.
 """
 
 from __future__ import annotations
@@ -31,6 +38,10 @@ _Key = tuple[int, bytes]
 _MOST_SPREAD: Final = 4 / 3
 #: Blocks in use are not renumbered while all of them are among the first `_FEW`.
 _FEW: Final = 32
+#: Rows are deduplicated only if at most this fraction of them remains, because the copies cost time.
+_MOST_LEFT: Final = 7 / 8
+#: New rows get lineage numbers (see `AlikeRows`) modulo this; far fewer rows begin between two steps.
+_BEGINNINGS: Final = 2**20
 
 
 class Copies(NamedTuple):
@@ -299,3 +310,91 @@ class BlockTable:
 def tokens_of(token_ids: Sequence[Any]) -> NDArray[np.int32]:
     """Return token ids as an i32 array, the type of `BlockTable.tokens`."""
     return np.asarray(token_ids, dtype=np.int32)
+
+
+class DuplicateRows(NamedTuple):
+    """Map of B rows to the K distinct ones, `first` i64 [K]; `of_row` i64 [B] is each row's index in `first`."""
+
+    first: NDArray[np.int64]
+    of_row: NDArray[np.int64]
+
+
+@final
+class AlikeRows:
+    """Tracker of rows that hold the same tokens.
+
+    Each row has a lineage, a number that rows with equal tokens share. After a step, it is the index of the first row
+    with these tokens. Before a row's first step, it is a number above all row indices.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._lineage: NDArray[np.int64] = np.arange(rows)
+        self._begun = 0
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Mark these rows as equal to one another, and different from all others."""
+        self._lineage[list(rows)] = len(self._lineage) + self._begun
+        self._begun = (self._begun + 1) % _BEGINNINGS
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move rows `sources` to rows `targets`, pairwise."""
+        self._lineage[list(targets)] = self._lineage[list(sources)]
+
+    def step(self, feeds: NDArray[Any], positions: NDArray[Any]) -> DuplicateRows | None:
+        """Record that rows 0..B-1 are fed `feeds` [B] at `positions` [B]; return the duplicate rows.
+
+        Returns None if there are too few duplicates to save time.
+        """
+        count = len(feeds)
+        order = np.lexsort((positions, feeds, self._lineage[:count]))
+        columns = np.stack((self._lineage[:count], feeds, positions))[:, order]
+        differs = np.append(True, (columns[:, 1:] != columns[:, :-1]).any(axis=0))
+        classes = np.empty(count, dtype=np.int64)
+        classes[order] = np.cumsum(differs) - 1
+        first = np.full(int(differs.sum()), count, dtype=np.int64)
+        np.minimum.at(first, classes, np.arange(count))
+        self._lineage[:count] = first[classes]
+        return DuplicateRows(first, classes) if len(first) <= _MOST_LEFT * count else None
+
+
+@final
+class PromptStates:
+    """Bookkeeping of the slots with the states at the end of prompts, one for each prompt that has a running row.
+
+    With R rows there are R such slots, numbered from R.
+    """
+
+    def __init__(self, table: BlockTable) -> None:
+        rows = len(table.counts)
+        self._table = table
+        self._slots = np.arange(rows, 2 * rows)
+        self._of_row: NDArray[np.int64] = np.full(rows, -1)
+        self._lengths: NDArray[np.int64] = np.zeros(2 * rows, dtype=np.int64)
+
+    def begin(self, rows: Sequence[int], length: int) -> int:
+        """Return a slot for the states of a prompt of `length` tokens, from which `rows` sample."""
+        slot = int(np.setdiff1d(self._slots, self._of_row)[0])
+        self._of_row[list(rows)], self._lengths[slot] = slot, length
+        return slot
+
+    def join(self, source: int, rows: Sequence[int]) -> int:
+        """Let `rows` sample from the prompt of row `source`; return its slot."""
+        self._of_row[list(rows)] = self._of_row[source]
+        return int(self._of_row[source])
+
+    def find(self, tokens: NDArray[np.int32]) -> int | None:
+        """Return a row whose prompt is `tokens` [T], if there is one."""
+        count = len(tokens)
+        for row in ((self._of_row >= 0) & (self._lengths[self._of_row] == count)).nonzero()[0].tolist():
+            if np.array_equal(self._table.tokens[row, :count], tokens):
+                return int(row)
+        return None
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move rows `sources` to rows `targets`, pairwise."""
+        self._of_row[list(targets)] = self._of_row[list(sources)]
+        self.forget(sources)
+
+    def forget(self, rows: Sequence[int] | None = None) -> None:
+        """Detach `rows`, or all, from their prompts' states."""
+        self._of_row[slice(None) if rows is None else list(rows)] = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,16 +14,15 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.memory_budget import DeviceMemory, EngineBudget, budget_of
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch import attention as torch_attention
 from pipelinerl.engines.torch.decoder import LlamaForward
-from pipelinerl.engines.torch.forward import load_for_decoding, refuse_undecodable
+from pipelinerl.engines.torch.forward import ModuleForward, load_for_decoding, refuse_undecodable, use_page_cache
+from pipelinerl.engines.torch.page_cache import CacheShape
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.runner import TorchRunner, served_weights
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.engines.weights.worker_endpoint import endpoints_of
 from pipelinerl.errors import ModelError
 from pipelinerl.models import torch_miniature
-from pipelinerl.models.checkpoint import replace_attention
 from pipelinerl.models.context_limit import rotary_limit
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -84,10 +84,14 @@ def load_runner(
             )
         torch_batch_invariant.use_in(model)
     weights = served_weights(model, options.weights)
+    shape = ModuleForward(model).cache_shape()
     if device.type == "cuda" and cache_bytes is None:
         memory = _memory_of(device, share)
-        cache_bytes = _budget(weights, options).cache_within(memory, context_length=options.context_length)
-    runner = TorchRunner(model, options, weights=weights, cache_bytes=cache_bytes, starts_early=starts_early)
+        budget = _budget(weights, options, shape)
+        cache_bytes = budget.cache_within(memory, context_length=options.context_length)
+    runner = TorchRunner(
+        model, options, weights=weights, shape=shape, cache_bytes=cache_bytes, starts_early=starts_early
+    )
     runner.warm_up()
     if options.kernels is Kernels.BATCH_INVARIANT and not torch_batch_invariant.probed(runner.decoded_in_batch):
         raise ModelError(
@@ -107,32 +111,40 @@ def refuse_different(skeleton: PreTrainedModel) -> bool:
 
 
 def _decoded(model: PreTrainedModel) -> list[Computed]:
-    """Decode tokens after prompts of several lengths in one batch, two of which share a full block of the cache."""
-    replace_attention(model, torch_attention.NAME)
+    """Decode tokens after prompts of several lengths in one batch, one of a single token and two that are equal. Then
+    one of these two ends, and another row takes its place.
+    """
+    use_page_cache(model)
     text: Any = model.config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     context = min(each for each in (_LONGEST, positions, rotary_limit(text.to_dict())) if each)
     vocab = text.vocab_size
     shared = [token % vocab for token in range(3, 3 + 7 * (context - _DECODED), 7)]
-    prompts = [*texts_of(model), shared, shared]
+    texts = texts_of(model)
+    prompts = [*texts, shared, shared, texts[0][:1]]
     options = EngineOptions(
         model_path=Path(), model_id="", slots=len(prompts), max_waiting=0, context_length=context, device=Device.CPU
     )
     runner = TorchRunner(model, options)
-    runner.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts)])
+    runner.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts) if len(prompt) > 1])
     runner.place(
         [
             RowState(row, prompt[-1], len(prompt) - 1, noise_key=row, temperature=1.0, top_p=1.0, top_k=0)
             for row, prompt in enumerate(prompts)
         ]
     )
-    steps = [runner.decode(len(prompts)) for _ in range(_DECODED)]
-    return [
-        Computed(
-            [*prompt, *(tokens[row] for tokens, _ in steps)], torch.tensor([logprobs[row] for _, logprobs in steps])
-        )
-        for row, prompt in enumerate(prompts)
-    ]
+    texts = [list(prompt) for prompt in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    rows = list(range(len(prompts)))
+    for step in range(_DECODED):
+        if step == _DECODED // 2:
+            rows[3] = rows.pop()
+            runner.release([3])
+            runner.move([len(rows)], [3])
+        for row, token_id, logprob in zip(rows, *runner.decode(len(rows)), strict=True):
+            texts[row].append(token_id)
+            logprobs[row].append(logprob)
+    return [Computed(text, torch.tensor(each)) for text, each in zip(texts, logprobs, strict=True)]
 
 
 def _device(device: Device) -> torch.device:
@@ -143,8 +155,8 @@ def _device(device: Device) -> torch.device:
     return torch.device(device.value)
 
 
-def _budget(weights: TorchWeights | QuantizedWeights, options: EngineOptions) -> EngineBudget:
-    return budget_of(
+def _budget(weights: TorchWeights | QuantizedWeights, options: EngineOptions, cache: CacheShape) -> EngineBudget:
+    budget = budget_of(
         read_shape(options.model_path),
         dtype=options.dtype,
         wire=options.wire_dtype or options.dtype,
@@ -153,6 +165,8 @@ def _budget(weights: TorchWeights | QuantizedWeights, options: EngineOptions) ->
         received=weights.layout.num_bytes,
         spare=weights.spare_bytes,
     )
+    blocks = -(-options.context_length // cache.size)
+    return replace(budget, cache=options.slots * (blocks * cache.block_bytes + 2 * cache.state_bytes))
 
 
 def _memory_of(device: torch.device, share: float | None) -> DeviceMemory:

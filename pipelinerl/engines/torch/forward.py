@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, Final, final
@@ -20,7 +22,10 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_model, replace_attention
 from trainer_contract.types import WeightDType
 
-
+#: Types of layers, as transformers' configurations name them, that `PageCache` supports.
+_KINDS: Final = frozenset(
+    {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
+)
 #: Names of the argument of a model's forward that takes the cache.
 _CACHE_NAMES: Final = ("past_key_values", "cache_params")
 
@@ -46,11 +51,13 @@ class ModuleForward:
             logits: Tensor = self._call(self._model, token_ids, positions, cache).logits[:, -1]
         return logits
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def cache_shape(self) -> CacheShape:
         """Return the shape of the model's cache, after a forward of two tokens with transformers' own."""
         config, parameter = self._model.config.get_text_config(), next(self._model.parameters())
-        cache = DynamicCache(config=config)
+        cache: Any = DynamicCache(config=config)
+        # transformers takes both from an attention layer, which a recurrent model does not have
+        cache.get_query_offset, cache.get_mask_sizes = lambda layer_idx: 0, lambda length, layer_idx: (length, 0)
         tokens = torch.zeros((1, 2), dtype=torch.int64, device=parameter.device)
         self._call(self._backbone, tokens, torch.arange(2, device=parameter.device)[None], cache)
         latent = getattr(config, "kv_lora_rank", None) is not None
@@ -64,17 +71,42 @@ def load_for_decoding(path: Path, *, dtype: WeightDType, device: torch.device) -
     """Load the causal language model in `path` for `TorchRunner`. Raises `ModelError` for unsupported attention."""
     model = load_model(path, dtype=dtype)
     refuse_undecodable(model)
-    replace_attention(model, torch_attention.NAME)
+    use_page_cache(model)
     model.requires_grad_(False)
     module: Any = model
     on_device: PreTrainedModel = module.to(device)
     return on_device
 
 
+def use_page_cache(model: PreTrainedModel) -> None:
+    """Let a model's modules attend over `PageCache`, and compute a single token as they compute many."""
+    replace_attention(model, torch_attention.NAME)
+    _bound_time_steps(model)
+
+
 def refuse_undecodable(skeleton: PreTrainedModel) -> None:
-    """Raise `ModelError` if attention over `PageCache` is not what a model wants; its weights are not used."""
-    if "chunked_attention" in (getattr(skeleton.config.get_text_config(), "layer_types", None) or ()):
+    """Raise `ModelError` if `PageCache` does not support a layer of a model; its weights are not used."""
+    kinds = set(getattr(skeleton.config.get_text_config(), "layer_types", None) or ()) - _KINDS
+    if kinds:
         raise ModelError(
-            f"{type(skeleton).__name__} attends within chunks, which this engine does not support; serve it with "
-            "another engine"
+            f"{type(skeleton).__name__} has layers of type {', '.join(sorted(kinds))}, which this engine does not "
+            "support; serve it with another engine"
         )
+
+
+def _bound_time_steps(model: nn.Module) -> None:
+    """Clamp the time steps of state space layers in their input, as transformers does only if it computes all tokens
+    at once.
+    """
+    for module in model.modules():
+        lowest, highest = getattr(module, "time_step_limit", None) or (0.0, math.inf)
+        if hasattr(module, "dt_bias") and (lowest > 0 or highest < math.inf):
+            module.in_proj.register_forward_hook(partial(_clamp_time_steps, module, lowest, highest))
+
+
+def _clamp_time_steps(layer: Any, lowest: float, highest: float, _module: object, _input: object, out: Tensor) -> None:
+    # The layer adds `dt_bias` and applies softplus, whose inverse is log(exp(x) − 1).
+    least, most = (-math.inf if x == 0 else math.log(math.expm1(x)) if x < 20 else x for x in (lowest, highest))
+    bias = layer.dt_bias.float()
+    steps = out[..., -len(bias) :]
+    steps.copy_(torch.maximum(torch.minimum(steps.float(), most - bias), least - bias))

@@ -18,20 +18,6 @@ forward, says how the forward uses the cache:
                the rows: fp32 on a CPU, where a copy of the keys would cost more than the products
     GATHERED   keys and values are first copied into the order of the rows: everything else
     TILES      as GATHERED, with attention whose bits do not depend on the batch (`numerics.torch_batch_invariant`)
-
-`AlikeRows` finds rows that hold the same tokens, so that a decode step computes their next token once. The answers of a
-group often begin alike, especially under a confident policy. Only the linear layers, most of a step on a CPU, benefit.
-The trainer does the same to a micro-batch (`trainers.torch.packed.shared_beginnings`).
-
-A state is that of one position, so it cannot be shared like a block. `PromptStates` keeps a copy of the states at the
-end of each prompt while one of its rows runs: samples of the same prompt that join later start from this copy.
-
-`BlockSections` lets a decode step read blocks in place: scores are computed block by block and then reordered by row,
-because with D dimensions keys are D times larger than scores. The blocks of a step form two sections, so a prompt that
-eight answers share is read twice, not eight times:
-
-    first     every block, with the queries of one of its rows: one product over all blocks in use, in place
-    shared    blocks of several rows, with the queries of their other rows, at most 16 at a time
 """
 
 from __future__ import annotations
@@ -40,7 +26,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -48,22 +34,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pipelinerl.engines.torch.blocks import BlockTable, Copies
+from pipelinerl.engines.torch.blocks import BlockTable, Copies, DuplicateRows
 
 #: Name of a state: its kind, "conv" or "recurrent", its layer, and its number within the layer.
 StateName = tuple[str, int, int]
 
 #: Number of tokens in a block. Shorter blocks need more matrix products, longer ones waste more memory at their end.
 BLOCK: Final = 32
-
-#: Rows are deduplicated only if at most this fraction of them remains, because the copies cost time.
-_MOST_LEFT: Final = 7 / 8
-#: New rows get lineage numbers (see `AlikeRows`) modulo this; far fewer rows begin between two steps.
-_BEGINNINGS: Final = 2**20
-#: The most rows that read one copy of a shared block.
-_AT_ONCE: Final = 16
-#: If at most this fraction of all blocks is in use, the used blocks are copied out; otherwise all are read in place.
-_SPARSE: Final = 1 / 3
 
 
 class CacheReading(StrEnum):
@@ -117,7 +94,7 @@ class DecodePlan:
     table: Tensor
     length: int
     reading: CacheReading
-    layout: _Layout | None = None
+    layout: DecodeLayout | None = None
     of_row: Tensor | None = None
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
@@ -192,11 +169,12 @@ class CacheShape:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
+class DecodeLayout:
     """The part of `DecodePlan` that does not depend on positions.
 
     It stays valid while the block table and the duplicate rows do not change. `blocks` are the blocks that the table
-    numbers, if the cache returns only these.
+    numbers, if the cache returns only these. Attention keeps in `sections` how it reads them in place, by heads and
+    queries for each head.
     """
 
     changes: int
@@ -206,14 +184,7 @@ class _Layout:
     own: NDArray[np.int64]
     counts: NDArray[np.int64]
     blocks: Tensor | None
-    known: dict[tuple[int, int], BlockSections] = field(default_factory=dict)
-
-    def sections(self, heads: int, group: int) -> BlockSections:
-        """Return how to read blocks in place in a layer where `group` queries share each of `heads` key heads."""
-        key = heads, group
-        if key not in self.known:
-            self.known[key] = BlockSections.of(self.own, self.counts, heads=heads, group=group)
-        return self.known[key]
+    sections: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
 @final
@@ -247,7 +218,7 @@ class PageCache:
             for name, (size, dtype) in shape.states.items()
         }
         self._rows, self._heads = np.arange(rows), shape.heads
-        self._layout: _Layout | None = None
+        self._layout: DecodeLayout | None = None
         self.plan: PrefillPlan | DecodePlan
 
     def plan_prefill(
@@ -303,12 +274,10 @@ class PageCache:
     def plan_on_device(self, positions: Tensor, table: Tensor) -> DecodePlan:
         """Plan a forward from tensors that a CUDA graph reads: `positions` i64 [K, 1], blocks `table` i64 [K, n]."""
         length = table.shape[1] * self._shape.size
-        self.plan = DecodePlan(
-            positions=positions, entries={}, table=table, length=length, reading=CacheReading.KERNEL
-        )
+        self.plan = DecodePlan(positions=positions, entries={}, table=table, length=length, reading=CacheReading.KERNEL)
         return self.plan
 
-    def _layout_of(self, batch: int, alike: DuplicateRows | None) -> _Layout:
+    def _layout_of(self, batch: int, alike: DuplicateRows | None) -> DecodeLayout:
         """Return the tensors that stay the same while rows 0..batch-1 keep their blocks and their duplicates."""
         table, known = self.table, self._layout
         key = (batch, b"" if alike is None else alike.of_row.tobytes())
@@ -327,7 +296,7 @@ class PageCache:
         if self._shape.latent:  # a model expands all latents that it gets, so give it only those of blocks in use
             used, numbers = np.unique(own, return_inverse=True)
             blocks, own = self._to(used), numbers.reshape(own.shape)
-        self._layout = _Layout(
+        self._layout = DecodeLayout(
             changes=table.changes,
             key=key,
             table=self._to(own),
@@ -488,279 +457,3 @@ def in_order(blocks: Tensor, table: Tensor) -> Tensor:
     _, heads, size, head_dim = blocks.shape
     rows = blocks.index_select(0, table.view(-1)).view(prompts, count, heads, size, head_dim)
     return rows.transpose(1, 2).reshape(prompts, heads, count * size, head_dim)
-
-
-def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Return scores bounded to ±`softcap` by tanh; unchanged for None."""
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
-
-
-def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax of scores [K, H, G, L] over L. An attention sink, f32 [1, H, G, 1], takes weight as a further
-    key without a value would.
-    """
-    if sinks is None:
-        return scores.softmax(dim=-1)
-    sinks = sinks.expand(*scores.shape[:-1], 1)
-    return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
-
-
-@final
-class PromptStates:
-    """Bookkeeping of the slots with the states at the end of prompts, one for each prompt that has a running row.
-
-    With R rows there are R such slots, numbered from R.
-    """
-
-    def __init__(self, table: BlockTable) -> None:
-        rows = len(table.counts)
-        self._table = table
-        self._slots = np.arange(rows, 2 * rows)
-        self._of_row: NDArray[np.int64] = np.full(rows, -1)
-        self._lengths: NDArray[np.int64] = np.zeros(2 * rows, dtype=np.int64)
-
-    def begin(self, rows: Sequence[int], length: int) -> int:
-        """Return a slot for the states of a prompt of `length` tokens, from which `rows` sample."""
-        slot = int(np.setdiff1d(self._slots, self._of_row)[0])
-        self._of_row[list(rows)], self._lengths[slot] = slot, length
-        return slot
-
-    def join(self, source: int, rows: Sequence[int]) -> int:
-        """Let `rows` sample from the prompt of row `source`; return its slot."""
-        self._of_row[list(rows)] = self._of_row[source]
-        return int(self._of_row[source])
-
-    def find(self, tokens: NDArray[np.int32]) -> int | None:
-        """Return a row whose prompt is `tokens` [T], if there is one."""
-        count = len(tokens)
-        for row in ((self._of_row >= 0) & (self._lengths[self._of_row] == count)).nonzero()[0].tolist():
-            if np.array_equal(self._table.tokens[row, :count], tokens):
-                return int(row)
-        return None
-
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Move rows `sources` to rows `targets`, pairwise."""
-        self._of_row[list(targets)] = self._of_row[list(sources)]
-        self.forget(sources)
-
-    def forget(self, rows: Sequence[int] | None = None) -> None:
-        """Detach `rows`, or all, from their prompts' states."""
-        self._of_row[slice(None) if rows is None else list(rows)] = -1
-
-
-class DuplicateRows(NamedTuple):
-    """Map of B rows to the K distinct ones, `first` i64 [K]; `of_row` i64 [B] is each row's index in `first`."""
-
-    first: NDArray[np.int64]
-    of_row: NDArray[np.int64]
-
-
-@final
-class AlikeRows:
-    """Tracker of rows that hold the same tokens.
-
-    Each row has a lineage, a number that rows with equal tokens share. After a step, it is the index of the first row
-    with these tokens. Before a row's first step, it is a number above all row indices.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self._lineage: NDArray[np.int64] = np.arange(rows)
-        self._begun = 0
-
-    def begin(self, rows: Sequence[int]) -> None:
-        """Mark these rows as equal to one another, and different from all others."""
-        self._lineage[list(rows)] = len(self._lineage) + self._begun
-        self._begun = (self._begun + 1) % _BEGINNINGS
-
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Move rows `sources` to rows `targets`, pairwise."""
-        self._lineage[list(targets)] = self._lineage[list(sources)]
-
-    def step(self, feeds: NDArray[Any], positions: NDArray[Any]) -> DuplicateRows | None:
-        """Record that rows 0..B-1 are fed `feeds` [B] at `positions` [B]; return the duplicate rows.
-
-        Returns None if there are too few duplicates to save time.
-        """
-        count = len(feeds)
-        order = np.lexsort((positions, feeds, self._lineage[:count]))
-        columns = np.stack((self._lineage[:count], feeds, positions))[:, order]
-        differs = np.append(True, (columns[:, 1:] != columns[:, :-1]).any(axis=0))
-        classes = np.empty(count, dtype=np.int64)
-        classes[order] = np.cumsum(differs) - 1
-        first = np.full(int(differs.sum()), count, dtype=np.int64)
-        np.minimum.at(first, classes, np.arange(count))
-        self._lineage[:count] = first[classes]
-        return DuplicateRows(first, classes) if len(first) <= _MOST_LEFT * count else None
-
-
-class _Pairs(NamedTuple):
-    blocks: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    columns: NDArray[np.int64]
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSections:
-    """Indices for a step of K rows, each of at most n blocks; N blocks are read.
-
-    G query heads share each of H key heads. In the second section, at most M rows attend to a block.
-
-    Attributes:
-        selected: the blocks to copy out i64 [N], or None for the first N in place.
-        num_blocks: N.
-        queries: i64 [N], for each block the row whose queries attend to it in the first section.
-        to_rows: i64 [K · H · G · n], the index of the scores for each row, head and block.
-        to_blocks: the inverse of `to_rows`: for each block of both sections, the indices in the scores by row.
-        to_sums: i64 [n · K · H · G], the index of the weighted sum of values that each block of each row contributes.
-        shared: i64 [S], the blocks of the second section, and `shared_queries` i64 [S · H · M] the row and head of each
-            query; None if no block is shared.
-        only: i64 [K], the block of each row if every row has a single block of its own. `to_rows`, `to_blocks` and
-            `to_sums` are then empty, because scores need no reordering.
-    """
-
-    selected: Tensor | None
-    num_blocks: int
-    queries: Tensor
-    to_rows: Tensor
-    to_blocks: Tensor
-    to_sums: Tensor
-    shared: Tensor | None
-    shared_queries: Tensor | None
-    only: Tensor | None = None
-
-    @classmethod
-    def of(cls, table: NDArray[np.int64], counts: NDArray[np.int64], *, heads: int, group: int) -> BlockSections:
-        """Return the sections for rows whose blocks are in `table` [K, n]; in row i, the first counts[i] are valid."""
-        width, per_block = table.shape[1], heads * group
-        rows, columns = (np.arange(width) < counts[:, None]).nonzero()
-        blocks = table[rows, columns]
-        last = int(table.max()) + 1
-        firsts = np.full(last, -1)
-        firsts[blocks[::-1]] = np.arange(len(blocks))[::-1]  # backwards, so that a block's first entry wins
-        used = (firsts >= 0).nonzero()[0]
-        selected = None
-        if len(used) <= _SPARSE * last:
-            new = np.cumsum(firsts >= 0) - 1
-            blocks, table, firsts, selected = new[blocks], new[table], firsts[used], torch.from_numpy(used)
-        count = len(firsts)
-        is_first = firsts[blocks] == np.arange(len(blocks))
-        owners = np.maximum(firsts, 0)
-        if width == 1 and is_first.all():
-            none, own = torch.empty(0, dtype=torch.int64), torch.from_numpy(blocks)
-            return cls(
-                selected=selected,
-                num_blocks=count,
-                queries=torch.from_numpy(rows[owners]),
-                to_rows=none,
-                to_blocks=none,
-                to_sums=none,
-                shared=None,
-                shared_queries=None,
-                only=own,
-            )
-        heads_of, groups_of = np.arange(heads), np.arange(group)
-        each = np.arange(per_block)
-        to_blocks = ((rows[owners, None] * per_block + each) * width + columns[owners, None]).reshape(-1)
-        base = table * per_block  # padding repeats a row's first block; its scores are masked
-        stride = np.full_like(base, group)
-        shared = shared_queries = None
-        total = count * per_block
-        if not is_first.all():
-            rest = _Pairs(blocks[~is_first], rows[~is_first], columns[~is_first])
-            shared_np, place, member, most = _by_block(rest)
-            grid_rows, grid_columns = (np.zeros((len(shared_np), most), dtype=np.int64) for _ in range(2))
-            grid_rows[place, member], grid_columns[place, member] = rest.rows, rest.columns
-            shared = torch.from_numpy(shared_np)
-            shared_queries = torch.from_numpy((grid_rows[:, None] * heads + heads_of[:, None]).reshape(-1))
-            head_rows = (grid_rows[:, None, :, None] * heads + heads_of[:, None, None]) * group + groups_of
-            more = head_rows * width + grid_columns[:, None, :, None]  # shape [S, H, M, G]
-            to_blocks = np.concatenate((to_blocks, more.reshape(-1)))
-            base[rest.rows, rest.columns] = total + (place * heads * most + member) * group
-            stride[rest.rows, rest.columns] = most * group
-            total += more.size
-        places = base[..., None, None] + stride[..., None, None] * heads_of[:, None] + groups_of  # shape [K, n, H, G]
-        to_rows = places.transpose(0, 2, 3, 1).reshape(-1)
-        places[np.arange(width) >= counts[:, None]] = total  # padding refers to the row of zeros after all blocks
-        to_sums = places.transpose(1, 0, 2, 3).reshape(-1)
-        return cls(
-            selected=selected,
-            num_blocks=count,
-            queries=torch.from_numpy(rows[owners]),
-            to_rows=torch.from_numpy(to_rows),
-            to_blocks=torch.from_numpy(to_blocks),
-            to_sums=torch.from_numpy(to_sums),
-            shared=shared,
-            shared_queries=shared_queries,
-        )
-
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attend with queries [K, H, G, D] over blocks [.., H, size, D] → [K, H, G, D of values]. The additive `mask`
-        has the shape [K, 1, 1, n · size].
-        """
-        rows, heads, group, head_dim = query.shape
-        size, first, width = keys.shape[2], self.num_blocks * heads * group, values.shape[3]
-        keys, values = (
-            blocks[: self.num_blocks] if self.selected is None else blocks.index_select(0, self.selected)
-            for blocks in (keys, values)
-        )
-        if self.only is not None:
-            scores = query.new_empty(first, size)
-            _products(query.index_select(0, self.queries), keys.transpose(2, 3), scores, scale)
-            scores = capped(scores.view(-1, heads, group, size), softcap)
-            weights = weights_of(scores.add_(mask.index_select(0, self.queries)), sinks)
-            return torch.matmul(weights, values).index_select(0, self.only)
-        in_all = len(self.to_blocks)
-        scores = query.new_empty(in_all, size)
-        _products(query.index_select(0, self.queries), keys.transpose(2, 3), scores[:first], scale)
-        if self.shared is not None and self.shared_queries is not None:
-            several = query.reshape(-1, group, head_dim).index_select(0, self.shared_queries)
-            several = several.view(len(self.shared), heads, -1, head_dim)
-            _products(several, keys.index_select(0, self.shared).transpose(2, 3), scores[first:], scale)
-        scores = capped(scores.index_select(0, self.to_rows).view(rows, heads, group, -1), softcap)
-        weights = weights_of(scores.add_(mask), sinks).reshape(-1, size).index_select(0, self.to_blocks)
-        sums = query.new_empty(in_all + 1, width)
-        sums[in_all:] = 0.0
-        _products(weights[:first].view(-1, heads, group, size), values, sums[:first])
-        if self.shared is not None:
-            several = weights[first:].view(len(self.shared), heads, -1, size)
-            _products(several, values.index_select(0, self.shared), sums[first:in_all])
-        out = sums.index_select(0, self.to_sums).view(-1, rows * heads * group * width)
-        return (out[0] if len(out) == 1 else out.sum(dim=0)).view(rows, heads, group, width)
-
-
-def _products(one: Tensor, other: Tensor, out: Tensor, scale: float = 1.0) -> None:
-    """Write scale · one [N, H, m, k] @ other [N, H, k, n] to `out` [N · H · m, n]."""
-    count, heads, m, k = one.shape
-    n = other.shape[-1]
-    flat = one.reshape(count * heads, m, k), other.flatten(0, 1), out.view(count * heads, m, n)
-    if scale == 1.0:
-        torch.bmm(flat[0], flat[1], out=flat[2])
-    else:
-        flat[2].baddbmm_(flat[0], flat[1], beta=0.0, alpha=scale)
-
-
-def _by_block(pairs: _Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
-    """Group (block, row) pairs by block. Return (blocks, indices, positions, M): the S blocks to read; for each pair,
-    the index of its block among these, and the pair's position among the block's queries; and M, the most queries of a
-    block. A block with over `_AT_ONCE` pairs is listed several times.
-    """
-    order = np.argsort(pairs.blocks, kind="stable")
-    ordered = pairs.blocks[order]
-    begins = np.append(True, ordered[1:] != ordered[:-1])
-    starts = begins.nonzero()[0]
-    rank = np.arange(len(ordered)) - np.repeat(starts, np.diff(np.append(starts, len(ordered))))
-    most = min(int(rank.max()) + 1, _AT_ONCE)
-    begins = rank % most == 0
-    place, member = np.empty(len(ordered), dtype=np.int64), np.empty(len(ordered), dtype=np.int64)
-    place[order], member[order] = np.cumsum(begins) - 1, rank % most
-    return ordered[begins], place, member, most

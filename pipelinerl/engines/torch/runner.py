@@ -22,11 +22,11 @@ from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.memory_budget import PREFILL_TOKENS
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.attention import reading_for
-from pipelinerl.engines.torch.blocks import BlockTable, tokens_of
+from pipelinerl.engines.torch.blocks import AlikeRows, BlockTable, PromptStates, tokens_of
 from pipelinerl.engines.torch.decode_graphs import DecodeGraphs, Inputs
 from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.forward import ModuleForward
-from pipelinerl.engines.torch.page_cache import AlikeRows, CacheReading, CacheShape, PageCache, PromptStates
+from pipelinerl.engines.torch.page_cache import CacheReading, CacheShape, PageCache
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.sampling import StartedStep, add_to_logits, sample
 from pipelinerl.engines.torch.weights import TorchWeights
@@ -50,8 +50,8 @@ class TorchRunner:
         model: from `load_for_decoding`; its parameters belong to the runner from now on.
         weights: the model's weights, from `served_weights`; None creates them.
         shape: the shape of the model's cache; None learns it by a forward.
-        cache_bytes: most memory for keys, values and states; None allows room for the whole context in all rows. If it is too
-            little for one row, the constructor raises `ModelError`.
+        cache_bytes: most memory for keys, values and states; None allows room for the whole context in all rows. If it
+            is too little for one row, the constructor raises `ModelError`.
         starts_early: True starts a step before the previous step's tokens are on the host, wherever the loop allows it;
             None does so only with CUDA graphs, because without them it saves no time.
     """

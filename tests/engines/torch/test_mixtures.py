@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers import AutoModelForCausalLM
 
 from inference_contract.conformance import CheckOutcome, run
 from inference_contract.errors import InvalidRequest
@@ -21,7 +21,6 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options, load_runner
-from pipelinerl.errors import ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.routed_experts import off_the_wire
@@ -166,30 +165,6 @@ async def test_engine_of_a_model_without_experts_rejects_requests_for_routed_exp
         await engine.complete(request_with())
     assert refusal.value.param == "return_routed_experts"
     await engine.close()
-
-
-def test_torch_engine_rejects_models_with_latent_attention(tmp_path: Path) -> None:
-    """The model has the latent attention and the experts of DeepSeek-V3."""
-    config = DeepseekV3Config(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        n_routed_experts=2,
-        num_experts_per_tok=1,
-        n_group=1,
-        topk_group=1,
-        kv_lora_rank=4,
-        q_lora_rank=4,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=4,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"has latent attention, .* serve it with another engine"):
-        load_runner(engine_options(model_path=tmp_path, device=Device.CPU, threads=1))
 
 
 def test_engine_of_a_mixture_model_passes_the_conformance_checks_that_concern_experts(options: EngineOptions) -> None:

@@ -23,7 +23,6 @@ from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.forward import ModuleForward, load_for_decoding
 from pipelinerl.engines.torch.page_cache import CacheReading
 from pipelinerl.engines.torch.runner import TorchRunner
-from pipelinerl.errors import ModelError
 from tests.fakes.eager_graphs import use_eager_graphs
 from tests.fakes.engine_options import engine_options
 from trainer_contract.types import WeightDType
@@ -727,13 +726,3 @@ def test_half_precision_logprobs_stay_close_to_transformers(
         start = len(row.prompt) - 1
         expected = [float(logp[start + i, token]) for i, token in enumerate(row.token_ids)]
         assert row.logprobs == pytest.approx(expected, abs=0.15)
-
-
-def test_unsupported_architectures_are_rejected_by_name(tmp_path: Path) -> None:
-    sinks = hf.GptOssConfig(**_BASE, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
-    hf.GptOssForCausalLM(sinks).save_pretrained(tmp_path / "sinks")
-    runner = _runner(tmp_path / "sinks")
-    with pytest.raises(ModelError, match="s_aux"):
-        runner.warm_up()
-    with pytest.raises(ModelError, match=r"lacks config\.json"):
-        load_for_decoding(tmp_path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))

@@ -24,13 +24,12 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Capacity
 from pipelinerl.engines.batching.sample_loop import LoopBuilder
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch.page_cache import CacheShape
 from pipelinerl.engines.torch.weights import layout_of
 from pipelinerl.engines.weights.torch_shared_bytes import check_room
 from pipelinerl.engines.weights.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_skeleton
-from pipelinerl.models.model_shape import BYTES
+from pipelinerl.models.model_shape import BYTES, read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.external_engines.core_loop import CoreLoop, CoreModel, EngineCore
 from pipelinerl.plugins.external_engines.vllm.limits import (
@@ -150,7 +149,7 @@ def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBui
 
         here, cache_bytes = options, None
         if _built_for_cpu():  # vLLM's memory share applies to GPUs only
-            here, cache_bytes = replace(options, memory_share=None), _cache_bytes(options, text)
+            here, cache_bytes = replace(options, memory_share=None), _cache_bytes(options)
         core = await VllmCore.start(here, layout, endpoints, cache_bytes=cache_bytes)
         return core, CoreModel(
             slots=options.slots,
@@ -188,7 +187,8 @@ def _prepare_environment(options: EngineOptions) -> None:
         os.environ.setdefault(name, value)
 
 
-def _cache_bytes(options: EngineOptions, text: Any) -> int:
+def _cache_bytes(options: EngineOptions) -> int:
     """Return the bytes of a KV cache for `slots` + 1 sequences of the full context, each rounded up to whole blocks."""
-    block_bytes = replace(CacheShape.of(text), size=_BLOCK).block_bytes(BYTES[options.dtype])
-    return (options.slots + 1) * -(-options.context_length // _BLOCK) * block_bytes
+    shape = read_shape(options.model_path)
+    token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES[options.dtype]
+    return (options.slots + 1) * -(-options.context_length // _BLOCK) * _BLOCK * token_bytes

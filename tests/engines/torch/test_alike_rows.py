@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipelinerl.engines.torch.page_cache import AlikeRows
+from pipelinerl.engines.torch.blocks import AlikeRows
 
 ROWS = 8
 

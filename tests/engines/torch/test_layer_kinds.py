@@ -1,0 +1,276 @@
+"""Layers with their own cache shape, sinks, latents or states sample as transformers computes, whatever rows do.
+
+Families of `tests.families.zoo` stand for the kinds of layers; the page of models lists the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from inference_contract.schemas import ChatCompletionRequest, Choice
+from inference_contract.weights import OnUpdate
+from pipelinerl import rng
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch import forward
+from pipelinerl.engines.torch.engine import load_runner
+from pipelinerl.engines.torch.runner import TorchRunner
+from pipelinerl.errors import ModelError
+from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.engine_options import engine_options
+from tests.fakes.gated_runner import GatedRunner
+from tests.fakes.update_in_flight import samples_across_an_update
+from tests.families import zoo
+from trainer_contract.types import Device, Kernels
+
+#: Families by what is special in them: sinks; sinks and other widths; shared keys of two widths and inputs per layer;
+#: latents; a window that only the mask has; attention without its model's arguments; a single key head.
+PAGED = ("gpt_oss", "mimo_v2_flash", "gemma4_text", "deepseek_v3", "phimoe", "nemotron", "gpt_bigcode")
+#: Convolutions; both kinds in one layer; state spaces of both generations, with bounded time steps; no attention.
+STATEFUL = ("lfm2", "falcon_h1", "jamba", "nemotron_h", "mamba2", "qwen3_5_text")
+#: Largest difference of two log-probs. Rounding in fp32 changes the model with linear attention by as much.
+WITHIN = {"qwen3_5_text": 2e-4}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("kinds")
+    for name in (*PAGED, *STATEFUL):
+        zoo.save(root / name, name)
+    return root
+
+
+def _prompt(seed: int, length: int) -> list[int]:
+    return rng.generator(seed, "prompt").integers(12, zoo.VOCAB - 4, length).tolist()
+
+
+def _load(path: Path, **named: Any) -> TorchRunner:
+    settings = {"slots": 12, "context_length": 128, "device": Device.CPU, "threads": 1, **named}
+    return load_runner(engine_options(model_path=path, **settings))
+
+
+def _reference(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@dataclass
+class Row:
+    prompt: list[int]
+    key: int = 0
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.sampled
+
+    def state(self, row: int) -> RowState:
+        position = len(self.tokens) - 1
+        given = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "num_sampled": len(self.sampled)}
+        return RowState(row, self.tokens[-1], position, self.key, **given)
+
+
+def _start(runner: TorchRunner, rows: Sequence[Row], at: int) -> None:
+    runner.prefill([Prefill(row.tokens[:-1], [at + i]) for i, row in enumerate(rows) if len(row.tokens) > 1])
+    runner.place([row.state(at + i) for i, row in enumerate(rows)])
+
+
+def _join(runner: TorchRunner, source: int, rows: Sequence[Row], at: int) -> None:
+    """Start samples of the prompt of row `source` late."""
+    runner.copy_cache(source, range(at, at + len(rows)), len(rows[0].prompt) - 1)
+    runner.place([row.state(at + i) for i, row in enumerate(rows)])
+
+
+def _decode(runner: TorchRunner, rows: Sequence[Row], steps: int) -> None:
+    for _ in range(steps):
+        for row, token, logprob in zip(rows, *runner.decode(len(rows)), strict=True):
+            row.sampled.append(token)
+            row.logprobs.append(logprob)
+
+
+@torch.no_grad()
+def _whole(model: Any, row: Row) -> list[float]:
+    logits = model(input_ids=torch.tensor([row.tokens]), use_cache=False).logits[0].log_softmax(-1)
+    picked = logits[:-1].gather(1, torch.tensor(row.tokens[1:])[:, None])[:, 0]
+    return picked[len(row.prompt) - 1 :].tolist()
+
+
+def _swap(runner: TorchRunner, model: Any) -> None:
+    runner.staging().copy_(_bytes(model))
+    runner.finish_staging()
+    runner.swap()
+
+
+def _bytes(model: Any) -> torch.Tensor:
+    return torch.cat([each.detach().reshape(-1).view(torch.uint8) for each in model.parameters()])
+
+
+@pytest.mark.parametrize("name", [*PAGED, *STATEFUL])
+def test_rows_that_join_end_and_move_sample_as_transformers_computes(models: Path, name: str) -> None:
+    """Two prompts share a full block, two are equal, one is a single token, and samples of a prompt join late."""
+    runner, common = _load(models / name), _prompt(0, 40)
+    prompts = [_prompt(1, 9), common, [*common[:35], *_prompt(2, 3)], common, _prompt(3, 1), _prompt(4, 9)]
+    rows = [Row(prompt, key) for key, prompt in enumerate(prompts)]
+    late = [Row(common, 10 + key) for key in range(3)]
+    _start(runner, rows[:4], 0)
+    _decode(runner, rows[:4], 3)
+    _join(runner, 1, late[:1], 4)
+    running = [*rows[:4], late[0]]
+    _decode(runner, running, 2)
+    runner.release([1, 3])
+    runner.move([4], [1])
+    running = [rows[0], late[0], rows[2]]
+    _decode(runner, running, 2)
+    _join(runner, 1, late[1:], 3)
+    _start(runner, rows[4:], 5)
+    running += [*late[1:], *rows[4:]]
+    _decode(runner, running, 20)
+    model = _reference(models / name)
+    for row in (*rows, *late):
+        assert row.logprobs == pytest.approx(_whole(model, row), abs=WITHIN.get(name, 2e-5))
+
+
+@torch.no_grad()
+def _in_flight(old: Any, new: Any, row: Row, count: int) -> list[float]:
+    """Return log-probs by transformers' cache: the old model fills it with all but the last `count` tokens fed."""
+    tokens, cache = row.tokens, DynamicCache(config=old.config)
+    start = len(tokens) - 1 - count
+    named = "cache_params" if old.config.model_type == "mamba2" else "past_key_values"
+    if start:
+        old(input_ids=torch.tensor([tokens[:start]]), use_cache=True, **{named: cache})
+    found = []
+    for place in range(start, len(tokens) - 1):
+        fed, position = torch.tensor([[tokens[place]]]), torch.tensor([[place]])
+        logits = new(input_ids=fed, position_ids=position, use_cache=True, **{named: cache}).logits[0, -1]
+        found.append(float(logits.log_softmax(-1)[tokens[place + 1]]))
+    return found
+
+
+@pytest.mark.parametrize("name", [*PAGED, *STATEFUL])
+def test_update_in_flight_keeps_what_older_weights_cached_until_it_is_recomputed(models: Path, name: str) -> None:
+    runner, old, new = _load(models / name), _reference(models / name), _reference(models / name)
+    forward._bound_time_steps(new)  # transformers bounds them only in a forward of all tokens
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.add_(parameter, alpha=0.05)
+    rows = [Row(_prompt(5, 9), 1), Row(_prompt(6, 38), 2), Row(_prompt(5, 9), 3)]
+    _start(runner, rows, 0)
+    _decode(runner, rows, 4)
+    _swap(runner, new)
+    _decode(runner, rows, 6)
+    for row in rows:
+        assert row.logprobs[4:] == pytest.approx(_in_flight(old, new, row, 6), abs=1e-4)
+    _start(runner, [*rows, Row(_prompt(5, 9), 4)], 0)  # as `recompute_kv` does, and a preempted row that resumes
+    late = Row(_prompt(5, 9), 5)
+    rows.append(late)
+    _join(runner, 0, [late], 3)
+    _decode(runner, rows, 3)
+    for row in rows:
+        assert row.logprobs[-3:] == pytest.approx(_whole(new, row)[-3:], abs=WITHIN.get(name, 2e-5))
+
+
+def _prefilled(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[int, ...]]:
+    """Run prefills; return (number of prompts, tokens per prompt) for each forward pass that they needed."""
+    shapes: list[tuple[int, ...]] = []
+    fill = runner._forward.fill
+
+    def counted(token_ids: torch.Tensor, *rest: Any) -> None:
+        shapes.append(tuple(token_ids.shape))
+        fill(token_ids, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner._forward, "fill", counted)
+        runner.prefill(prefills)
+    return shapes
+
+
+def test_prompt_of_a_running_row_is_computed_once_even_if_the_row_has_gone_on_and_moved(models: Path) -> None:
+    runner, prompt = _load(models / "lfm2"), _prompt(0, 40)
+    assert _prefilled(runner, [Prefill(prompt, [0]), Prefill(_prompt(1, 40), [1]), Prefill(prompt, [2])]) == [(2, 40)]
+    assert _prefilled(runner, [Prefill(_prompt(2, 7), [3]), Prefill(_prompt(3, 40), [4])]) == [(1, 7), (1, 40)]
+    runner.place([Row([*prompt, 20]).state(row) for row in range(5)])
+    runner.decode(5)
+    runner.release([0, 1])
+    runner.move([4, 3], [0, 1])
+    assert _prefilled(runner, [Prefill(prompt, [3])]) == []
+    runner.release([2, 3])
+    assert _prefilled(runner, [Prefill(prompt, [2])]) == [(1, 40)]
+    runner.swap()
+    assert _prefilled(runner, [Prefill(prompt, [3])]) == [(1, 40)]
+
+
+def _chat_model(path: Path, name: str, tokenizer: ChatTokenizer) -> EngineOptions:
+    config = zoo.config_of(name)
+    config.vocab_size = tokenizer.vocab_size
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    zoo.randomise(model)
+    model.save_pretrained(path)
+    return engine_options(model_path=path, slots=6, context_length=128, device=Device.CPU, threads=1)
+
+
+@pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
+async def test_engine_with_states_updates_weights_during_decoding(
+    tmp_path: Path, endless: ChatTokenizer, on_update: OnUpdate
+) -> None:
+    options = _chat_model(tmp_path, "falcon_h1", endless)
+    gate = GatedRunner(load_runner(options))
+    engine = BatchingEngine(options, load=lambda: gate, tokenizer=endless)
+    await engine.start()
+    await samples_across_an_update(gate, engine, tmp_path, on_update, factor=1.1, tolerance=2e-5, as_bytes=_bytes)
+    await engine.close()
+
+
+async def test_engine_with_states_that_preempts_samples_samples_the_same_tokens(
+    tmp_path: Path, endless: ChatTokenizer
+) -> None:
+    """Groups are larger than the six rows, so samples join late; a small cache preempts and resumes samples."""
+    options = _chat_model(tmp_path, "lfm2", endless)
+    requests = [
+        ChatCompletionRequest(
+            prompt_token_ids=[7 + place] * 20, max_tokens=length, n=3, seed=place, return_token_ids=True
+        )
+        for place, length in enumerate((90, 60, 80, 8))
+    ]
+
+    async def answers(cache_bytes: int | None) -> tuple[list[Choice], int]:
+        load = partial(load_runner, options, cache_bytes=cache_bytes)
+        engine = BatchingEngine(options, load=load, tokenizer=endless)
+        await engine.start()
+        done = await asyncio.gather(*map(engine.complete, requests))
+        preemptions = engine.metrics().preemptions_total
+        await engine.close()
+        return [choice for answer in done for choice in answer.choices], preemptions
+
+    runner = load_runner(options)
+    states = runner.cache_bytes - runner.room.blocks * runner._block_bytes
+    (whole, none), (few, some) = await answers(None), await answers(states + 9 * runner._block_bytes)
+    assert none == 0 and some > 0
+    for one, other in zip(whole, few, strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "sentence"),
+    [
+        ("doge", Kernels.FAST, "changes its attention mask, which this engine does not support; use another engine"),
+        ("llama4_text", Kernels.FAST, "has layers of type chunked_attention, which this engine does not support"),
+        ("gpt_oss", Kernels.BATCH_INVARIANT, "batch_invariant has no attention sinks, which this model has; leave it"),
+    ],
+)
+def test_layers_that_are_not_supported_are_named(tmp_path: Path, name: str, kernels: Kernels, sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        _load(zoo.save(tmp_path, name), kernels=kernels)

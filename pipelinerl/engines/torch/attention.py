@@ -157,12 +157,11 @@ def attend_decode(
     grouped = query.reshape(rows, keys.shape[1], -1, head_dim)
     by_head = None if sinks is None else sinks.float().view(1, *grouped.shape[1:3], 1)
     if plan.reading is CacheReading.IN_PLACE and plan.layout is not None:
-        layout, key = plan.layout, (keys.shape[1], grouped.shape[2])
-        if key not in layout.sections:
-            layout.sections[key] = BlockSections.of(layout.own, layout.counts, heads=key[0], group=key[1])
-        return (
-            layout.sections[key].attend(grouped, keys, values, mask, scale, softcap, by_head).view(rows, 1, q_heads, -1)
-        )
+        layout, (heads, group) = plan.layout, grouped.shape[1:3]
+        if (sections := layout.sections.get((heads, group))) is None:
+            sections = BlockSections.of(layout.own, layout.counts, heads=heads, group=group)
+            layout.sections[heads, group] = sections
+        return sections.attend(grouped, keys, values, mask, scale, softcap, by_head).view(rows, 1, q_heads, -1)
     key, value = in_order(keys, plan.table), in_order(values, plan.table)
     if softcap is None and sinks is None:  # use torch's attention, which sums in fp32 for every dtype
         out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -35,7 +36,7 @@ class ModuleForward:
     """Forward through transformers' own modules, with this project's attention and cache."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model: Any = model
         self._backbone: Any = getattr(model, str(model.base_model_prefix), model)
         names = signature(self._backbone.forward).parameters
         self._cache_name = next((name for name in _CACHE_NAMES if name in names), _CACHE_NAMES[0])
@@ -98,7 +99,8 @@ def _bound_time_steps(model: nn.Module) -> None:
     """Clamp the time steps of state space layers in their input, as transformers does only if it computes all tokens
     at once.
     """
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         lowest, highest = getattr(module, "time_step_limit", None) or (0.0, math.inf)
         if hasattr(module, "dt_bias") and (lowest > 0 or highest < math.inf):
             module.in_proj.register_forward_hook(partial(_clamp_time_steps, module, lowest, highest))

@@ -313,23 +313,14 @@ class PageCache:
         """Store a layer's new keys and values [.., H, T, D] as the plan says; return the keys and values to attend to:
         the prompts' own [P, H, start + T, D] for a prefill, and blocks [N, H, size, D] for a decode step.
         """
-        plan, layer = self.plan, self._layers[layer_idx]
-        key, value = (
-            self._stored(blocks, new, plan) for blocks, new in zip(layer, (key_states, value_states), strict=True)
-        )
-        return key, value
-
-    @staticmethod
-    def _stored(blocks: Tensor, new: Tensor, plan: PrefillPlan | DecodePlan) -> Tensor:
-        heads, width = blocks.shape[1], blocks.shape[3]
-        entries = blocks.view(-1, width)
-        if isinstance(plan, DecodePlan):
-            entries.index_copy_(0, plan.entries[heads], plan.to_rows(new).reshape(-1, width))
-            used = plan.layout.blocks if plan.layout is not None else None
-            return blocks if used is None else blocks.index_select(0, used)
-        tokens = new.transpose(1, 2).reshape(-1, heads, width).index_select(0, plan.sources)
-        entries.index_copy_(0, plan.entries[heads], tokens.view(-1, width))
-        return new if plan.start == 0 else torch.cat((in_order(blocks, plan.before), new), dim=2)
+        plan, (keys, values) = self.plan, self._layers[layer_idx]
+        if not isinstance(plan, DecodePlan):
+            return _filled(keys, key_states, plan), _filled(values, value_states, plan)
+        _put(keys, plan.to_rows(key_states), plan.entries)
+        _put(values, plan.to_rows(value_states), plan.entries)
+        if plan.layout is None or (used := plan.layout.blocks) is None:
+            return keys, values
+        return keys.index_select(0, used), values.index_select(0, used)
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values [N, H, size, D]; valid until the cache grows."""
@@ -449,6 +440,19 @@ class PageCache:
                 grown[: len(tensor)] = tensor
                 layer[place] = grown  # one by one, so that each old tensor is freed before the next one grows
         self._present = present  # last: if memory runs out, the next call grows all tensors again
+
+
+def _put(blocks: Tensor, new: Tensor, entries: Mapping[int, Tensor]) -> None:
+    """Store the tokens of `new` [N, H, D] at `entries` of `blocks` [.., H, size, D]."""
+    _, heads, _, width = blocks.shape
+    blocks.view(-1, width).index_copy_(0, entries[heads], new.reshape(-1, width))
+
+
+def _filled(blocks: Tensor, new: Tensor, plan: PrefillPlan) -> Tensor:
+    """Store prompts' keys or values [P, H, T, D]; return them after those that `blocks` hold before them."""
+    tokens = new.transpose(1, 2).reshape(-1, new.shape[1], new.shape[3])
+    _put(blocks, tokens.index_select(0, plan.sources), plan.entries)
+    return new if plan.start == 0 else torch.cat((in_order(blocks, plan.before), new), dim=2)
 
 
 def in_order(blocks: Tensor, table: Tensor) -> Tensor:

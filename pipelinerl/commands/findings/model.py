@@ -71,7 +71,7 @@ def trial_findings(config: RunConfig, others: Mapping[str, Path]) -> Iterator[tu
         tried = True
         try:
             if key in served:
-                tried = engine.refuse_different(skeleton)
+                tried = engine.refuse_different(skeleton, config.model.kernels)
             if key in trained:
                 tried = packed_model.refuse_different(skeleton) and tried
         except ModelError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,7 +72,7 @@ def load_runner(
         torch.cuda.set_per_process_memory_fraction(share)
     kernels_of_torch.avoid_cudnn()
     model = load_for_decoding(options.model_path, dtype=options.dtype, device=device)
-    refuse_different(model)
+    refuse_different(model, options.kernels)
     config: Any = model.config
     options.check_context(config)
     if options.head_precision is HeadPrecision.FP32:
@@ -101,16 +102,17 @@ def load_runner(
     return runner
 
 
-def refuse_different(skeleton: PreTrainedModel) -> bool:
+def refuse_different(skeleton: PreTrainedModel, kernels: Kernels = Kernels.FAST) -> bool:
     """Raise `ModelError` if the engine would not compute this model as transformers does; its weights are not used.
 
     Return False if this could not be tried, as `torch_miniature` explains.
     """
     refuse_undecodable(skeleton)
-    return torch_miniature.refuse_different(skeleton, "the torch engine", _decoded)
+    part = "the torch engine" if kernels is Kernels.FAST else f"the torch engine with model.kernels={kernels}"
+    return torch_miniature.refuse_different(skeleton, part, partial(_decoded, kernels=kernels))
 
 
-def _decoded(model: PreTrainedModel) -> list[Computed]:
+def _decoded(model: PreTrainedModel, kernels: Kernels) -> list[Computed]:
     """Decode tokens after prompts of several lengths in one batch, one of a single token and two that are equal. Then
     one of these two ends, and another row takes its place.
     """
@@ -123,7 +125,13 @@ def _decoded(model: PreTrainedModel) -> list[Computed]:
     texts = texts_of(model)
     prompts = [*texts, shared, shared, texts[0][:1]]
     options = EngineOptions(
-        model_path=Path(), model_id="", slots=len(prompts), max_waiting=0, context_length=context, device=Device.CPU
+        model_path=Path(),
+        model_id="",
+        slots=len(prompts),
+        max_waiting=0,
+        context_length=context,
+        kernels=kernels,
+        device=Device.CPU,
     )
     runner = TorchRunner(model, options)
     runner.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts) if len(prompt) > 1])

@@ -24,6 +24,11 @@ _EMBEDDINGS: Final = frozenset({"embed_tokens", "wte", "wpe", "embed_positions",
 #: Components that precede a layer's number in parameter names, as in `model.layers.3`.
 _LAYERS: Final = frozenset({"layers", "h", "block", "blocks"})
 
+#: Names in configurations for the width, the number of attention heads and the number of layers.
+_HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
+_HEADS: Final = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
+_DEPTHS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
 BYTES: Final[Mapping[WeightDType, int]] = {
     WeightDType.FLOAT32: 4,
     WeightDType.BFLOAT16: 2,
@@ -105,13 +110,13 @@ def read_shape(path: Path) -> ModelShape:
     """Return the shape of the model in the directory `path`. Raises ModelError if its files are unreadable."""
     try:
         table, text = json_object(path / "config.json"), text_config(path)
-        hidden, heads = _first(text, "hidden_size", "n_embd"), _first(text, "num_attention_heads", "n_head")
+        hidden, heads = _first(text, *_HIDDEN), _first(text, *_HEADS, default=1)  # a model may have no attention
         shape = ModelShape(
             parameters=_parameters(path, tied=bool(table.get("tie_word_embeddings", "n_embd" in text))),
             dtype=model_dtype(path),
             vocab=_first(text, "vocab_size"),
             hidden=hidden,
-            layers=_first(text, "num_hidden_layers", "n_layer"),
+            layers=_first(text, *_DEPTHS, default=len(text.get("layers_block_type") or ()) or None),
             heads=heads,
             kv_heads=int(text.get("num_key_value_heads") or heads),
             head_dim=int(text.get("head_dim") or hidden // heads),
@@ -151,8 +156,8 @@ def _chosen_experts(text: Mapping[str, Any]) -> Any:
     return _widest(value)
 
 
-def _first(table: Mapping[str, Any], *names: str) -> int:
-    value = next((table[name] for name in names if table.get(name) is not None), None)
+def _first(table: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    value = next((table[name] for name in names if table.get(name) is not None), default)
     if value is None:
         raise ModelError(f"the model's config.json names no {' or '.join(names)}; use another model")
     return int(value)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.model_shape import mixture_of, replayed_routing
+from pipelinerl.models.model_shape import mixture_of, read_shape, replayed_routing
+from tests.families import zoo
 from trainer_contract.types import RoutingShape
 
 QWEN3: dict[str, Any] = {
@@ -72,3 +73,9 @@ def test_expert_numbers_take_one_byte_for_few_experts_and_two_for_many() -> None
     assert RoutingShape(layers=48, experts=128, top_k=8).bytes_per_token == 384
     assert RoutingShape(layers=48, experts=256, top_k=8).dtype == np.uint8
     assert RoutingShape(layers=48, experts=257, top_k=8).bytes_per_token == 768
+
+
+@pytest.mark.parametrize("name", ["mamba2", "nemotron_h"])
+def test_sizes_of_models_without_usual_names_or_without_attention_are_read(tmp_path: Path, name: str) -> None:
+    shape = read_shape(zoo.save(tmp_path, name))
+    assert (shape.layers, shape.hidden, shape.vocab) == (3, 32, zoo.VOCAB)

@@ -142,8 +142,10 @@ def attend_decode(
         # imported here, because it needs triton, which only CUDA builds of torch include
         from pipelinerl.engines.torch.paged_attention import attend_blocks
 
+        # keys and values that a model has expanded from latents may be views
+        blocks = keys.contiguous(), values.contiguous()
         out = attend_blocks(
-            query[:, :, 0], keys, values, plan.table, plan.positions, window=window, scale=scale, softcap=softcap
+            query[:, :, 0], *blocks, plan.table, plan.positions, window=window, scale=scale, softcap=softcap
         )
         return out.view(rows, 1, q_heads, head_dim)
     if plan.reading is CacheReading.TILES:
@@ -222,7 +224,7 @@ def _in_kernel(query: Tensor, key: Tensor, value: Tensor, window: int | None, sc
     length, count = key.shape[2], query.shape[2]
     masked = window is not None or length > count
     if query.is_cuda:
-        if masked and window is None and torch_attention.fits_flash(query):
+        if masked and window is None and torch_attention.fits_flash(query) and key.shape == value.shape:
             return torch_attention.attend_last(query, key, value, scale=scale)
         key, value = torch_attention.heads_for_kernel(query, key, value, masked=masked)
     attend = partial(scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1])

@@ -83,7 +83,6 @@ _STATES: Final = ("lfm2", "qwen3_5")
 def step(folder: Path, arm: str) -> Callable[[], float]:
     """Return a function that measures the processor seconds of a decode step of one arm."""
     kind, settings = _ARMS[arm]
-    torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](**{**_SIZES, **settings})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / arm)
     runner = load_runner(

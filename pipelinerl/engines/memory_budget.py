@@ -67,6 +67,7 @@ class EngineBudget:
         conversion: the buffer for an update in another dtype than the engine's; 0 if the dtypes are equal.
         prefill: workspace of the largest prefill.
         logits: workspace of a decode step of all slots.
+        states: states of recurrent layers, of all slots.
     """
 
     slots: int
@@ -75,11 +76,12 @@ class EngineBudget:
     conversion: int
     prefill: int
     logits: int
+    states: int = 0
 
     @property
     def total(self) -> int:
         """The sum of all parts: the bytes besides the serving weights, with a full-length cache for all slots."""
-        return self.cache + self.staging + self.conversion + self.prefill + self.logits
+        return self.cache + self.staging + self.conversion + self.prefill + self.logits + self.states
 
     @property
     def sequence(self) -> int:
@@ -92,11 +94,12 @@ class EngineBudget:
         return self.total - self.cache + self.sequence
 
     def most_slots(self, left: int) -> int:
-        """Return the most slots whose decode workspace fits `left` bytes.
+        """Return the most slots whose decode workspace and states fit `left` bytes.
 
         All other parts, and a cache for only one sequence, are subtracted first.
         """
-        return max(0, (left - (self.least - self.logits)) * self.slots // self.logits)
+        of_slots = self.logits + self.states
+        return max(0, (left - (self.least - of_slots)) * self.slots // of_slots)
 
     def cache_within(self, memory: DeviceMemory, *, context_length: int) -> int:
         """Return the bytes that the cache may take. Raises `ModelError` if not even one sequence fits."""
@@ -109,6 +112,7 @@ class EngineBudget:
             "the weights as they are sent": self.conversion,
             "prefill": self.prefill,
             "logits": self.logits,
+            "states": self.states,
         }
         listed = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items() if size)
         most = self.most_slots(left)

@@ -65,10 +65,11 @@ class EngineOptions:
         """Return the number of KV cache blocks to allocate; each holds `size` tokens in `num_bytes` bytes.
 
         The blocks suffice for a full context in every slot, unless `allowed` (bytes; None for no limit) permits only
-        fewer. Raises `ModelError` if not even one full context fits.
+        fewer. A model without attention has blocks of no bytes. Raises `ModelError` if not even one full context fits.
         """
         each = -(-self.context_length // size)
-        blocks = self.slots * each if allowed is None else min(self.slots * each, max(0, allowed) // max(1, num_bytes))
+        whole = self.slots * each
+        blocks = whole if allowed is None or num_bytes == 0 else min(whole, allowed // num_bytes)
         if blocks < each:
             raise ModelError(
                 f"a sequence of {self.context_length} tokens needs {each * num_bytes} bytes of cache, allowed are "

@@ -55,6 +55,14 @@ def test_error_about_memory_suggests_the_largest_number_of_slots_that_fits(budge
         budget.cache_within(replace(GPU, free=left + RESERVE), context_length=8192)
 
 
+def test_states_of_all_slots_are_reserved_before_the_cache(budget: EngineBudget) -> None:
+    recurrent = replace(budget, states=2 * GIB)
+    crowded = replace(GPU, free=50 * GIB + RESERVE)
+    expected = budget.cache_within(crowded, context_length=8192) - 2 * GIB
+    assert recurrent.cache_within(crowded, context_length=8192) == expected
+    assert recurrent.most_slots(recurrent.least) == recurrent.slots
+
+
 def test_memory_share_setting_bounds_the_memory_that_the_engine_may_still_allocate(budget: EngineBudget) -> None:
     half = replace(GPU, share=0.375)
     assert half.left == 19 * GIB - reserve_of(30 * GIB) == 35 * GIB // 2

@@ -174,7 +174,9 @@ def _budget(weights: TorchWeights | QuantizedWeights, options: EngineOptions, ca
         spare=weights.spare_bytes,
     )
     blocks = -(-options.context_length // cache.size)
-    return replace(budget, cache=options.slots * (blocks * cache.block_bytes + 2 * cache.state_bytes))
+    return replace(
+        budget, cache=options.slots * blocks * cache.block_bytes, states=2 * options.slots * cache.state_bytes
+    )
 
 
 def _memory_of(device: torch.device, share: float | None) -> DeviceMemory:

@@ -50,8 +50,8 @@ class TorchRunner:
         model: from `load_for_decoding`; its parameters belong to the runner from now on.
         weights: the model's weights, from `served_weights`; None creates them.
         shape: the shape of the model's cache; None learns it by a forward.
-        cache_bytes: most memory for keys, values and states; None allows room for the whole context in all rows. If it
-            is too little for one row, the constructor raises `ModelError`.
+        cache_bytes: most memory for keys and values; None allows room for the whole context in all rows. If it is too
+            little for one row, the constructor raises `ModelError`.
         starts_early: True starts a step before the previous step's tokens are on the host, wherever the loop allows it;
             None does so only with CUDA graphs, because without them it saves no time.
     """
@@ -84,8 +84,6 @@ class TorchRunner:
         self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
         shape = ModuleForward(model).cache_shape() if shape is None else shape
         self._block_bytes, self._state_bytes = shape.block_bytes, 2 * options.slots * shape.state_bytes
-        if cache_bytes is not None:
-            cache_bytes -= self._state_bytes
         self._table = BlockTable(
             rows=options.slots,
             context=options.context_length,

@@ -210,6 +210,12 @@ def test_prompt_of_a_running_row_is_computed_once_even_if_the_row_has_gone_on_an
     assert _prefilled(runner, [Prefill(prompt, [3])]) == [(1, 40)]
 
 
+def test_model_without_attention_needs_memory_for_states_alone(models: Path) -> None:
+    options = engine_options(model_path=models / "mamba2", slots=3, device=Device.CPU, threads=1)
+    inputs, state = (64 + 2 * 8) * 4, 4 * 16 * 8
+    assert load_runner(options, cache_bytes=0).cache_bytes == 2 * 3 * 3 * (inputs + state) * 4
+
+
 def _chat_model(path: Path, name: str, tokenizer: ChatTokenizer) -> EngineOptions:
     config = zoo.config_of(name)
     config.vocab_size = tokenizer.vocab_size
@@ -254,9 +260,7 @@ async def test_engine_with_states_that_preempts_samples_samples_the_same_tokens(
         await engine.close()
         return [choice for answer in done for choice in answer.choices], preemptions
 
-    runner = load_runner(options)
-    states = runner.cache_bytes - runner.room.blocks * runner._block_bytes
-    (whole, none), (few, some) = await answers(None), await answers(states + 9 * runner._block_bytes)
+    (whole, none), (few, some) = await answers(None), await answers(9 * load_runner(options)._block_bytes)
     assert none == 0 and some > 0
     for one, other in zip(whole, few, strict=True):
         assert one.token_ids == other.token_ids

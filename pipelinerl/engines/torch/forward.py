@@ -54,7 +54,10 @@ class ModuleForward:
 
     @torch.no_grad()
     def cache_shape(self) -> CacheShape:
-        """Return the shape of the model's cache, after a forward of two tokens with transformers' own."""
+        """Return the shape of the model's cache, after a forward of two tokens with transformers' own.
+
+        Raises `ModelError` if the model does not use it.
+        """
         config, parameter = self._model.config.get_text_config(), next(self._model.parameters())
         cache: Any = DynamicCache(config=config)
         # transformers takes both from an attention layer, which a recurrent model does not have
@@ -62,7 +65,13 @@ class ModuleForward:
         tokens = torch.zeros((1, 2), dtype=torch.int64, device=parameter.device)
         self._call(self._backbone, tokens, torch.arange(2, device=parameter.device)[None], cache)
         latent = getattr(config, "kv_lora_rank", None) is not None
-        return CacheShape.of(cache, dtype=parameter.dtype, latent=latent)
+        shape = CacheShape.of(cache, dtype=parameter.dtype, latent=latent)
+        if not (shape.pages or shape.states):
+            raise ModelError(
+                f"{type(self._model).__name__} has a cache of its own, which this engine does not support; use another "
+                "engine"
+            )
+        return shape
 
     def _call(self, module: Any, token_ids: Tensor, positions: Tensor, cache: Any) -> Any:
         return module(input_ids=token_ids, position_ids=positions, use_cache=True, **{self._cache_name: cache})

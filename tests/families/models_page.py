@@ -41,8 +41,8 @@ POPULAR: Final = (
 )  # fmt: skip
 ALL: Final = ("trains", "checkpoint", "lora", "serves")
 COLUMNS: Final[Mapping[str, str]] = {
-    "trains": "trains", "rows": "rows", "checkpoint": "checkpoint", "lora": "LoRA", "serves": "torch engine", "jax": "JAX trainer",
-    "vllm": "vLLM",
+    "trains": "trains", "rows": "rows", "checkpoint": "checkpoint", "lora": "LoRA", "serves": "torch engine",
+    "jax": "JAX trainer", "vllm": "vLLM",
 }  # fmt: skip
 #: Uses that tests of other environments have shown.
 ELSEWHERE: Final[Mapping[str, Mapping[str, str]]] = {"qwen3": {"vllm": "yes"}}
@@ -101,8 +101,9 @@ random model per family, on a CPU in float32 ({versions}). The table says nothin
 weights.
 
 - **trains**: log-probs and the gradient's norm equal transformers'; the optimizer steps.
-- **rows**: `packed` is the fast path. A model that mixes tokens outside attention, or masks it in its own way, trains as
-  `padded` rows with transformers' own attention: about 1.1 × the time, and shared prompts are computed once per answer.
+- **rows**: `packed` is the fast path. A model that mixes tokens outside attention, or masks it in its own way, trains
+  as `padded` rows with transformers' own attention: about 1.1 × the time, and shared prompts are computed once per
+  answer.
 - **checkpoint**: a checkpoint has the model directory's tensors, in name, shape and dtype. transformers computes the
   trainer's log-probs from it. A trainer that resumes computes them, too.
 - **LoRA**: adapters take a step; transformers computes the trainer's log-probs from the merged checkpoint.

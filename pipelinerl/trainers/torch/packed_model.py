@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
@@ -204,8 +203,12 @@ def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, getattr(model, "model", model) if model.base_model is model else model.base_model)
 
 
-class _Stub(SimpleNamespace):
+@final
+class _Stub:
     """The output of a model's layers, with only the hidden states."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
 
     def __getitem__(self, place: int) -> Tensor | None:
         return self.last_hidden_state if place == 0 else None
@@ -227,7 +230,7 @@ class _WholeHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits."""
-        vars(self._trunk)["forward"] = lambda *_, **__: _Stub(last_hidden_state=hidden[None])
+        vars(self._trunk)["forward"] = lambda *_, **__: _Stub(hidden[None])
         try:
             tokens = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
             logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits[0]

@@ -438,8 +438,8 @@ def _drawn(scale: Scale, tokens: int, device: torch.device, dtype: torch.dtype) 
 
 
 def _attended(plan: AttentionPlan, drawn: Sequence[Tensor], window: int | None) -> tuple[Tensor, ...]:
-    inputs = [each.detach().requires_grad_() for each in drawn[:3]]
-    attended = plan.attend(*inputs, Scores(window))
+    query, key, value = inputs = [each.detach().requires_grad_() for each in drawn[:3]]
+    attended = plan.attend(query, key, value, Scores(window))
     return attended.detach(), *torch.autograd.grad(attended, inputs, drawn[3])
 
 

@@ -48,6 +48,8 @@ _DTYPES: Final = {
 }  # fmt: skip
 #: Size in bytes of one value, by safetensors' dtype name.
 _WIDTHS: Final = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
+#: The methods of quantisation that `pipelinerl dequantise` decodes, with transformers' class for each.
+DEQUANTISED: Final = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 #: The part of a model to load: the whole causal language model, or only its layers, which output the last hidden
 #: states.
 Part = Literal["causal_lm", "trunk"]
@@ -102,15 +104,22 @@ def _refuse_adapter(path: Path) -> None:
         )
 
 
-def refuse_quantised(path: Path) -> None:
-    """Raise ModelError for a directory with quantised weights, which cannot be trained."""
+def quantisation(path: Path) -> str | None:
+    """Return the name of the method by which config.json says that the weights are quantised, or None."""
     quantised = json_object(path / "config.json").get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise ModelError(
-            f"{path} keeps its weights quantised{f' ({method})' if method else ''}, which cannot be trained; use the "
-            "model from which it was made"
-        )
+    if not quantised:
+        return None
+    return str(quantised.get("quant_method") or "unknown" if isinstance(quantised, dict) else "unknown")
+
+
+def refuse_quantised(path: Path) -> None:
+    """Raise ModelError for a directory with quantised weights, which cannot be trained as they are."""
+    method = quantisation(path)
+    if method is not None:
+        remedy = "use the model from which it was made"
+        if method in DEQUANTISED:
+            remedy = f"write a copy in bf16: pipelinerl dequantise {path} {path}-bf16"
+        raise ModelError(f"{path} keeps its weights quantised ({method}), which cannot be trained; {remedy}")
 
 
 def model_type(path: Path) -> str:
@@ -253,14 +262,14 @@ def empty_model(path: Path) -> PreTrainedModel:
     import torch
     from transformers import AutoConfig
 
-    factory = _factory(path)
+    factory = model_factory(path)
     with foreign_failures(f"the model in {path} cannot be built"), torch.device("meta"):
         config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         model: PreTrainedModel = factory.from_config(config, trust_remote_code=False)
     return model
 
 
-def _factory(path: Path) -> Any:
+def model_factory(path: Path) -> Any:
     """Return transformers' class that builds a directory's language model.
 
     A model that also sees images is built whole if transformers has no class for its text part alone. Raises ModelError
@@ -326,7 +335,7 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
     from transformers import CONFIG_MAPPING, AutoModel
     from transformers.utils import logging as transformers_logging
 
-    factory: Any = _factory(path) if part == "causal_lm" else AutoModel
+    factory: Any = model_factory(path) if part == "causal_lm" else AutoModel
     transformers_logging.disable_progress_bar()  # the progress bar would log a line for each parameter
     transformers_logging.set_verbosity_error()  # hides tables of mismatched weights; the error below names the first
     advice = (

@@ -34,10 +34,12 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "stablelm": "StableLM", "qwen3_vl": "Qwen3-VL", "mistral3": "Ministral 3 with images", "lfm2_moe": "LFM2-8B-A1B",
     "minicpm3": "MiniCPM3", "falcon_mamba": "Falcon-Mamba",
 }  # fmt: skip
-#: Families that the README names if every use of `ALL` works.
+#: Families that the README names if every use of `ALL` works, or all but the torch engine.
 POPULAR: Final = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma3_text", "phi3", "olmo2", "olmoe", "smollm3",
     "glm4_moe", "seed_oss", "ernie4_5", "exaone4", "apertus", "gpt2", "gpt_neox", "gpt_oss", "qwen3_next", "qwen3_5",
+    "qwen3_5_moe", "qwen3_vl", "gemma4", "lfm2", "nemotron_h", "glm4_moe_lite", "ministral3", "deepseek_v3", "granite",
+    "granitemoehybrid", "llama4",
 )  # fmt: skip
 ALL: Final = ("trains", "checkpoint", "lora", "serves")
 COLUMNS: Final[Mapping[str, str]] = {
@@ -70,11 +72,18 @@ class Records:
 
 def sentence(records: Records) -> str:
     """Return the README's paragraph, which names the popular families that work for every use."""
-    whole = [name for name in POPULAR if all(records.families.get(name, {}).get(use) == "yes" for use in ALL)]
-    names = ", ".join(EXAMPLES[name] for name in whole)
+    whole, trained = (
+        ", ".join(
+            EXAMPLES[name]
+            for name in POPULAR
+            if all((records.families.get(name, {}).get(use) == "yes") is (use in works) for use in ALL)
+        )
+        for works in (ALL, ALL[:-1])
+    )
+    more = f" The torch trainer, but not yet the torch engine: {trained}." if trained else ""
     count = sum(each.get("trains") == "yes" for each in records.families.values())
     text = (
-        f"Tested families: {names}. {count} families train, each seen against transformers "
+        f"Tested families: {whole}.{more} {count} families train, each seen against transformers "
         "([models](docs/reference/models.md))."
     )
     return textwrap.fill(text, 126, break_long_words=False, break_on_hyphens=False)

@@ -58,7 +58,7 @@ class WantedMask:
     A model may cut its mask to the number of keys. One that computes with it fails, and then trains as padded rows.
     """
 
-    def __init__(self, window: int | None, whole: Callable[[], Tensor]) -> None:
+    def __init__(self, window: int | None, whole: Callable[[], Tensor | None]) -> None:
         self.window = window
         self._whole = whole
 
@@ -73,7 +73,9 @@ class WantedMask:
         segments = (positions == 0).cumsum(0)
         distance = positions[:, None] - positions
         seen = (distance >= 0) & (distance < (self.window or len(positions)))
-        differs = self._whole().view_as(seen) != seen
+        whole = self._whole()
+        assert whole is not None, "transformers leaves no mask out here"
+        differs = whole.view_as(seen) != seen
         return not bool((differs & (segments[:, None] == segments)).any())
 
 

@@ -131,10 +131,10 @@ def failed_trial(
 
 
 def _attended(plan: AttentionPlan, drawn: list[Tensor], scores: Scores) -> tuple[Tensor, ...]:
-    inputs, cotangent = [each.detach().requires_grad_() for each in drawn[:3]], drawn[3]
+    query, key, value = inputs = [each.detach().requires_grad_() for each in drawn[:3]]
     if scores.sinks is not None:
-        scores = scores._replace(sinks=scores.sinks.detach().requires_grad_())
-        inputs.append(scores.sinks)
-    with torch.enable_grad(), torch.autocast(cotangent.device.type, enabled=False):
-        attended = plan.attend(*inputs[:3], scores)
-    return attended.detach(), *torch.autograd.grad(attended, inputs, cotangent)
+        sinks = scores.sinks.detach().requires_grad_()
+        inputs, scores = [*inputs, sinks], scores._replace(sinks=sinks)
+    with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
+        attended = plan.attend(query, key, value, scores)
+    return attended.detach(), *torch.autograd.grad(attended, inputs, drawn[3])

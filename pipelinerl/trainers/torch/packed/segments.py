@@ -101,8 +101,8 @@ class SegmentPlan:
         outputs, start = [], 0
         for count, length in self.buckets:
             rows = slice(start, start + count * length)
-            bucket = [x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v)]
-            outputs.append(self._attend_bucket(*bucket, scores).flatten(0, 1))
+            query, key, value = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+            outputs.append(self._attend_bucket(query, key, value, scores).flatten(0, 1))
             start = rows.stop
         return self.unpad(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 

@@ -81,15 +81,21 @@ def with_sinks(kernel: Callable[..., Tensor], operators: Any) -> VarlenKernel:
     """Return a kernel that also takes sinks, from one without and from torch's two operators behind it."""
 
     def attending(
-        *inputs: Any, scale: float | None, window_size: tuple[int, int], enable_gqa: bool, sinks: Tensor | None
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *bounds: Any,
+        scale: float | None,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+        sinks: Tensor | None,
     ) -> Tensor:
         if sinks is None:
-            return kernel(*inputs, scale=scale, window_size=window_size, enable_gqa=enable_gqa)
-        query, key, value, *bounds = inputs
-        call = _Call(operators, tuple(bounds), window_size == (-1, 0), scale, window_size, enable_gqa)
+            return kernel(query, key, value, *bounds, scale=scale, window_size=window_size, enable_gqa=enable_gqa)
+        call = _Call(operators, bounds, window_size == (-1, 0), scale, window_size, enable_gqa)
         return cast(Tensor, _WithSinks.apply(query, key, value, sinks, call))
 
-    return attending
+    return cast(VarlenKernel, attending)
 
 
 class _Call(NamedTuple):

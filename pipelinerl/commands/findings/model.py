@@ -75,7 +75,7 @@ def trial_findings(config: RunConfig, others: Mapping[str, Path]) -> Iterator[tu
             if key in trained:
                 choice = packed_model.choose_rows(skeleton)
                 tried = choice.was_tried and tried
-                yield from _attention_findings(config, key, packs=choice.packs)
+                yield from attention_findings(config, key, packs=choice.packs)
         except ModelError as error:
             raise ModelError(f"{key}: {error}") from error
         if not tried:
@@ -101,7 +101,7 @@ def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         raise RecipeError(f"trainer.{error}") from error
 
 
-def _attention_findings(config: RunConfig, key: str, *, packs: bool) -> Iterator[tuple[str, str]]:
+def attention_findings(config: RunConfig, key: str = "model.path", *, packs: bool = True) -> Iterator[tuple[str, str]]:
     """Yield how the torch trainer computes the model `key`; raise `RecipeError` if it cannot compute as requested."""
     from pipelinerl.trainers.torch.options import options_of
     from pipelinerl.trainers.torch.packed.attention_choice import (

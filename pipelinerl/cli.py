@@ -180,7 +180,7 @@ def dequantise(
     target: Annotated[Path, typer.Argument(help="Directory to create for the copy.")],
 ) -> None:
     """Write a copy of a quantised model in bf16, which can be trained; needs memory for the whole copy."""
-    from pipelinerl.models.dequantise import dequantise as write_copy
+    from pipelinerl.models.torch_dequantise import dequantise as write_copy
 
     write_copy(source, target)
     typer.echo(f"{target} is written; name it as model.path")

@@ -8,9 +8,9 @@ from safetensors.torch import load, save_file
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_model
-from pipelinerl.models.dequantise import dequantise
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.torch_dequantise import dequantise
 from tests.families import zoo
 
 #: The values of the 4 bits of MXFP4 (OCP Microscaling Formats 1.0, 5.3.3): sign, two bits of exponent, one of mantissa.

@@ -45,7 +45,7 @@ from pipelinerl.numerics.causes import Mismatch, mismatch
 from pipelinerl.numerics.torch_logprobs import token_predictions
 from pipelinerl.rng import generator
 from pipelinerl.system.background import in_background
-from pipelinerl.trainers.torch.packed.attention import AttentionPlan
+from pipelinerl.trainers.torch.packed.attention import AttentionPlan, Scores
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, torch_kernel
@@ -438,8 +438,8 @@ def _drawn(scale: Scale, tokens: int, device: torch.device, dtype: torch.dtype) 
 
 
 def _attended(plan: AttentionPlan, drawn: Sequence[Tensor], window: int | None) -> tuple[Tensor, ...]:
-    inputs = [each.detach().requires_grad_() for each in drawn[:3]]
-    attended = plan.attend(*inputs, window=window, scale=None)
+    query, key, value = inputs = [each.detach().requires_grad_() for each in drawn[:3]]
+    attended = plan.attend(query, key, value, Scores(window))
     return attended.detach(), *torch.autograd.grad(attended, inputs, drawn[3])
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from benchmarks.gpu_device import wait
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION
+from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, OpaquePlan
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.trainer import Trainer
@@ -154,7 +154,7 @@ def laid_out(
     tokens = torch.from_numpy(batch.token_ids.astype(np.int64))
     rows, columns = torch.from_numpy(batch.segment_ids).long(), torch.from_numpy(batch.position_ids).long()
     if plan is not None:
-        segments = plan(batch.position_ids, device)
+        segments = OpaquePlan(plan(batch.position_ids, device))
         inputs = {"input_ids": tokens[None], "position_ids": columns[None], "segments": segments}
         where = (torch.zeros(len(inside), dtype=torch.long), torch.from_numpy(inside))
     else:

@@ -3,11 +3,13 @@
 - An RL step (forward, backward, clipping, AdamW) through `TorchTrainer`, against a plain torch loop on the same packed
   batch with the same model, attention and optimizer.
 - The same ragged batch packed and padded, both in plain torch; their gradients must agree.
+- The trainer's padded rows, for models that do not pack, against its packed rows: alone and with shared prompts.
 """
 
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +17,15 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from benchmarks.measure import Row, paired, report, seconds_of
-from benchmarks.torch_step import Rows, bare_step, laid_out, random_batch, rl_step, trainer_of
+from benchmarks.measure import Paired, Row, paired, report, seconds_of
+from benchmarks.torch_step import CPU, Rows, bare_step, laid_out, random_batch, rl_step, trainer_of
+from pipelinerl.models.checkpoint import load_model, replace_attention
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.rng import generator
+from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION
+from pipelinerl.trainers.torch.packed.padded import PaddedPlan
+from pipelinerl.trainers.torch.packed_model import PackedModel
+from pipelinerl.trainers.torch.passes import PassSetting, predict
 from trainer_contract.types import MicroBatch
 
 SHAPE: Final = DecoderShape(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=176, vocab=64, max_positions=512)
@@ -39,6 +46,23 @@ def _gradients(rows: Rows) -> list[torch.Tensor]:
     return gradients
 
 
+def _rows_compared(path: Path, batch: MicroBatch, rounds: int) -> Paired:
+    """Time the trainer's forward and backward pass, with the same model as packed and as padded rows."""
+    packing = load_model(path)
+    replace_attention(packing, IMPLEMENTATION)
+    packed, padded = PackedModel(packing), PackedModel(load_model(path))
+
+    def once(model: PackedModel, setting: PassSetting) -> None:
+        predict(model, setting, batch, batch.loss_mask).sum().backward()
+        model.zero_grad()
+
+    arms = {
+        "packed": partial(once, packed, PassSetting(CPU)),
+        "padded": partial(once, padded, PassSetting(CPU, PaddedPlan.of)),
+    }
+    return paired({name: seconds_of(arm) for name, arm in arms.items()}, rounds, warmup=2)
+
+
 def run(quick: bool = False) -> None:
     """Run the benchmark, print its table and, unless `quick`, write its record."""
     rounds = 8 if quick else 30
@@ -57,15 +81,24 @@ def run(quick: bool = False) -> None:
         difference = max(float((a - b).abs().max()) for a, b in pairs) / scale
         arms = {"packed": seconds_of(packed.backward), "padded": seconds_of(padded.backward)}
         packing = paired(arms, rounds, warmup=2)
+        tokens = np.where(long.position_ids < PROMPT, long.position_ids, long.token_ids).astype(np.int32)
+        alone, shared = (
+            _rows_compared(path, batch, rounds).ratio("padded", "packed")
+            for batch in (long, replace(long, token_ids=tokens))
+        )
     throughput, speed_up = overhead.ratio("bare", "trainer"), packing.ratio("padded", "packed")
     rows = [
         Row("trainer / bare torch, throughput", throughput, ">= 0.90 (goal 0.98)", throughput.median >= 0.90),
         Row("packed / padded, speed-up", speed_up, "> 1", speed_up.low > 1.0),
+        Row("trainer's padded rows / packed rows, time", alone, "<= 1.3", alone.median <= 1.3),
+        Row("    with shared prompts", shared),
         Row("largest difference of gradients, relative", difference, "<= 1e-5", difference <= 1e-5),
     ]
     payload = {
         "throughput_against_bare_torch": throughput.as_dict(),
         "packing_speed_up": speed_up.as_dict(),
+        "padded_rows": alone.as_dict(),
+        "padded_rows_with_shared_prompts": shared.as_dict(),
         "gradient_difference": difference,
         "tokens": {"step": short.num_tokens, "packing": long.num_tokens},
         "seconds": {"step": overhead.as_dict(), "packing": packing.as_dict()},

@@ -175,6 +175,18 @@ def new(
 
 
 @app.command()
+def dequantise(
+    source: Annotated[Path, typer.Argument(help="A local model directory with weights in MXFP4 or FP8.")],
+    target: Annotated[Path, typer.Argument(help="Directory to create for the copy.")],
+) -> None:
+    """Write a copy of a quantised model in bf16, which can be trained; needs memory for the whole copy."""
+    from pipelinerl.models.torch_dequantise import dequantise as write_copy
+
+    write_copy(source, target)
+    typer.echo(f"{target} is written; name it as model.path")
+
+
+@app.command()
 def check(
     recipe: Recipe,
     overrides: Overrides = None,

@@ -13,7 +13,6 @@ from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.commands.findings.model import (
     adapter_findings,
-    attention_findings,
     expert_findings,
     mesh_findings,
     refuse_experts,
@@ -173,7 +172,6 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "warning", f"{key}: {sentence}"
     yield from trial_findings(config, _other_models(config))
     yield from adapter_findings(config)
-    yield from attention_findings(config)
     yield from mesh_findings(config)
     yield from expert_findings(config)
     if keys := keys_without_gpu(config):

@@ -48,6 +48,8 @@ _DTYPES: Final = {
 }  # fmt: skip
 #: Size in bytes of one value, by safetensors' dtype name.
 _WIDTHS: Final = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
+#: The methods of quantisation that `pipelinerl dequantise` decodes, with transformers' class for each.
+DEQUANTISED: Final = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 #: The part of a model to load: the whole causal language model, or only its layers, which output the last hidden
 #: states.
 Part = Literal["causal_lm", "trunk"]
@@ -102,15 +104,22 @@ def _refuse_adapter(path: Path) -> None:
         )
 
 
-def refuse_quantised(path: Path) -> None:
-    """Raise ModelError for a directory with quantised weights, which cannot be trained."""
+def quantisation(path: Path) -> str | None:
+    """Return the name of the method by which config.json says that the weights are quantised, or None."""
     quantised = json_object(path / "config.json").get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise ModelError(
-            f"{path} keeps its weights quantised{f' ({method})' if method else ''}, which cannot be trained; use the "
-            "model from which it was made"
-        )
+    if not quantised:
+        return None
+    return str(quantised.get("quant_method") or "unknown" if isinstance(quantised, dict) else "unknown")
+
+
+def refuse_quantised(path: Path) -> None:
+    """Raise ModelError for a directory with quantised weights, which cannot be trained as they are."""
+    method = quantisation(path)
+    if method is not None:
+        remedy = "use the model from which it was made"
+        if method in DEQUANTISED:
+            remedy = f"write a copy in bf16: pipelinerl dequantise {path} {path}-bf16"
+        raise ModelError(f"{path} keeps its weights quantised ({method}), which cannot be trained; {remedy}")
 
 
 def model_type(path: Path) -> str:
@@ -251,12 +260,30 @@ def empty_model(path: Path) -> PreTrainedModel:
     It reads no weight file, which takes long if the experts of a mixture are stored one by one.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    factory = model_factory(path)
     with foreign_failures(f"the model in {path} cannot be built"), torch.device("meta"):
         config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: PreTrainedModel = factory.from_config(config, trust_remote_code=False)
     return model
+
+
+def model_factory(path: Path) -> Any:
+    """Return transformers' class that builds a directory's language model.
+
+    A model that also sees images is built whole if transformers has no class for its text part alone. Raises ModelError
+    for a model that does not write text.
+    """
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
+
+    kind = model_type(path)
+    if kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:
+        return AutoModelForCausalLM
+    if kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return AutoModelForImageTextToText
+    raise ModelError(f"{path} holds a {kind}, which is no causal language model; use one that writes text")
 
 
 def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
@@ -287,7 +314,7 @@ def load_structure(path: Path, *, part: Part = "causal_lm") -> PreTrainedModel:
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta and name in module._non_persistent_buffers_set:
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
-                module._is_hf_initialized = False
+        module._is_hf_initialized = False  # of all modules, because some create buffers of their children
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # so `initialize_weights` skips this parameter
     model.initialize_weights()  # creates the buffers, as transformers' own loading does
@@ -305,22 +332,15 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
     check_directory(path, needs=["config.json"])
     refuse_quantised(path)
     _refuse_more_layers_than_stored(path)
-    from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    from transformers import CONFIG_MAPPING, AutoModel
     from transformers.utils import logging as transformers_logging
 
-    kind = model_type(path)
-    if part == "causal_lm" and kind in CONFIG_MAPPING and kind not in CAUSAL:
-        raise ModelError(
-            f"{path} holds a {kind}, which is no causal language model; use one that reads and writes only text"
-        )
-
+    factory: Any = model_factory(path) if part == "causal_lm" else AutoModel
     transformers_logging.disable_progress_bar()  # the progress bar would log a line for each parameter
     transformers_logging.set_verbosity_error()  # hides tables of mismatched weights; the error below names the first
-    factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
     advice = (
         "copy it again, or use another model"
-        if kind in CONFIG_MAPPING
+        if model_type(path) in CONFIG_MAPPING
         else "use another model, or a transformers version that supports it"
     )
     with foreign_failures(f"the model in {path} cannot be loaded", advice):

@@ -11,10 +11,13 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 _FLASH_DTYPES: Final = (torch.bfloat16, torch.float16)
 #: The oldest compute capability on which flash attention runs.
 _FLASH_CAPABILITY: Final = (8, 0)
+#: Largest number of scores that `attend_scores` holds at once, by type of device.
+SCORES_AT_ONCE: Final = {"cpu": 2**24, "cuda": 2**27}
 #: Flash attention takes heads whose width is a multiple of the first number and at most the second.
 _FLASH_WIDTHS: Final = (8, 256)
 
@@ -57,3 +60,51 @@ def repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
     """Return key and value with each head repeated for the query heads that share it."""
     times = query.shape[1] // key.shape[1]
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+
+
+def attend_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None,
+    scale: float,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return causal attention [n, H, T, d] by plain products, for what torch's kernels lack.
+
+    With more than `SCORES_AT_ONCE` scores, queries are processed in pieces, and backward recomputes each piece.
+
+    Args:
+        query: [n, H, T, d]; key and value [n, H_kv, T, d].
+        window: number of positions that a query sees, including its own; None for all earlier ones.
+        cap: largest absolute value of a score, by tanh; None sets no bound.
+        sinks: [H], one more score per head, which takes its share of the softmax and has no value; or None.
+    """
+    key, value = repeated(query, key, value)
+    count, heads, length, _ = query.shape
+    rows = max(1, SCORES_AT_ONCE[query.device.type] // (count * heads * length))
+
+    def piece(queries: Tensor, start: int) -> Tensor:
+        end = start + queries.shape[2]
+        first = 0 if window is None else max(0, start + 1 - window)
+        scores = (queries @ key[:, :, first:end].transpose(2, 3)).float() * scale
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        place = torch.arange(first, end, device=query.device)
+        distance = place[start - first :, None] - place
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
+        shares = scores.softmax(-1)[..., : end - first]
+        return shares.to(value.dtype) @ value[:, :, first:end]
+
+    if rows >= length:
+        return piece(query, 0)
+    pieces = [
+        checkpoint(piece, part, start, use_reentrant=False, preserve_rng_state=False)
+        for start, part in zip(range(0, length, rows), query.split(rows, dim=2), strict=True)
+    ]
+    return torch.cat(pieces, dim=2)

@@ -31,17 +31,20 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "seed_oss": "Seed-OSS", "hunyuan_v1_dense": "Hunyuan", "ernie4_5": "ERNIE 4.5", "exaone4": "EXAONE 4",
     "apertus": "Apertus", "cohere": "Command R", "cohere2": "Command A", "starcoder2": "StarCoder2", "gpt2": "GPT-2",
     "gpt_neox": "GPT-NeoX, Pythia", "opt": "OPT", "bloom": "BLOOM", "llama4": "Llama 4", "mamba2": "Mamba-2",
-    "stablelm": "StableLM",
+    "stablelm": "StableLM", "qwen3_vl": "Qwen3-VL", "mistral3": "Ministral 3 with images", "lfm2_moe": "LFM2-8B-A1B",
+    "minicpm3": "MiniCPM3", "falcon_mamba": "Falcon-Mamba",
 }  # fmt: skip
-#: Families that the README names if every use of `ALL` works.
+#: Families that the README names if every use of `ALL` works, or all but the torch engine.
 POPULAR: Final = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma3_text", "phi3", "olmo2", "olmoe", "smollm3",
     "glm4_moe", "seed_oss", "ernie4_5", "exaone4", "apertus", "gpt2", "gpt_neox", "gpt_oss", "qwen3_next", "qwen3_5",
+    "qwen3_5_moe", "qwen3_vl", "gemma4", "lfm2", "nemotron_h", "glm4_moe_lite", "ministral3", "deepseek_v3", "granite",
+    "granitemoehybrid", "llama4",
 )  # fmt: skip
 ALL: Final = ("trains", "checkpoint", "lora", "serves")
 COLUMNS: Final[Mapping[str, str]] = {
-    "trains": "trains", "checkpoint": "checkpoint", "lora": "LoRA", "serves": "torch engine", "jax": "JAX trainer",
-    "vllm": "vLLM",
+    "trains": "trains", "rows": "rows", "checkpoint": "checkpoint", "lora": "LoRA", "serves": "torch engine",
+    "jax": "JAX trainer", "vllm": "vLLM",
 }  # fmt: skip
 #: Uses that tests of other environments have shown.
 ELSEWHERE: Final[Mapping[str, Mapping[str, str]]] = {"qwen3": {"vllm": "yes"}}
@@ -69,11 +72,18 @@ class Records:
 
 def sentence(records: Records) -> str:
     """Return the README's paragraph, which names the popular families that work for every use."""
-    whole = [name for name in POPULAR if all(records.families.get(name, {}).get(use) == "yes" for use in ALL)]
-    names = ", ".join(EXAMPLES[name] for name in whole)
+    whole, trained = (
+        ", ".join(
+            EXAMPLES[name]
+            for name in POPULAR
+            if all((records.families.get(name, {}).get(use) == "yes") is (use in works) for use in ALL)
+        )
+        for works in (ALL, ALL[:-1])
+    )
+    more = f" The torch trainer, but not yet the torch engine: {trained}." if trained else ""
     count = sum(each.get("trains") == "yes" for each in records.families.values())
     text = (
-        f"Tested families: {names}. {count} families train, each seen against transformers "
+        f"Tested families: {whole}.{more} {count} families train, each seen against transformers "
         "([models](docs/reference/models.md))."
     )
     return textwrap.fill(text, 126, break_long_words=False, break_on_hyphens=False)
@@ -91,7 +101,7 @@ def page(records: Records) -> str:
         f"| `{name}` | {COLUMNS[use]} | {its[use]} |".replace("\n", " ")
         for name, its in sorted(families.items())
         for use in COLUMNS
-        if use != "jax" and its.get(use, "yes") != "yes"
+        if use not in ("jax", "rows") and its.get(use, "yes") != "yes"
     ]
     return f"""# Models
 
@@ -100,6 +110,9 @@ random model per family, on a CPU in float32 ({versions}). The table says nothin
 weights.
 
 - **trains**: log-probs and the gradient's norm equal transformers'; the optimizer steps.
+- **rows**: `packed` is the fast path. A model that mixes tokens outside attention, or masks it in its own way, trains
+  as `padded` rows with transformers' own attention: about 1.1 × the time, and shared prompts are computed once per
+  answer.
 - **checkpoint**: a checkpoint has the model directory's tensors, in name, shape and dtype. transformers computes the
   trainer's log-probs from it. A trainer that resumes computes them, too.
 - **LoRA**: adapters take a step; transformers computes the trainer's log-probs from the merged checkpoint.
@@ -124,6 +137,6 @@ model that does not train has no checkpoint. [Mixtures](../understand/mixtures.m
 
 def cell(verdict: str | None) -> str:
     """Return the table's cell for a verdict; None stands for a use that was not tried."""
-    if verdict is None or verdict == "yes":
+    if verdict is None or verdict in ("yes", "packed", "padded"):
         return verdict or ""
     return "no" if verdict.startswith("refused") else "**fault**"

@@ -19,7 +19,8 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
@@ -27,7 +28,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import PipelineError
-from pipelinerl.models.checkpoint import stored_tensors, weight_files
+from pipelinerl.models.checkpoint import model_type, stored_tensors, weight_files
 from pipelinerl.models.directory_copy import copy_model_files
 from pipelinerl.models.weight_writer import WeightWriter
 from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
@@ -124,7 +125,9 @@ def tensors_in(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def loaded(path: Path) -> Any:
     """Return transformers' model; raise WrongError if it misses a tensor or fills one in."""
-    model, report = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    sees = model_type(path) not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    factory: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model, report = factory.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     if report["missing_keys"] or report["mismatched_keys"]:
         raise WrongError(f"transformers finds no value for {sorted(report['missing_keys'])[:1]}")
     return model.eval()
@@ -216,6 +219,7 @@ def survey(path: Path, place: Path) -> dict[str, str]:
     def train() -> None:
         trainer = trainer_of(path)
         trainers.append(trainer)
+        record["rows"] = "packed" if trainer._worker.loaded.model.packs else "padded"
         same("log-probs", trainer.forward([batch])[0], expected(model, rows))
         _check_gradient(model, rows, batch, step(trainer, batch))
 

@@ -10,9 +10,9 @@ from tests.families import zoo
 from tests.families.models_page import COMMAND, PAGE, README, Records, cell, page, sentence
 from tests.families.survey import measured
 
-#: Families that the fast suite measures: with buffers, with buffers and experts, and with parameters that have no
-#: gradient.
-MEASURED: Final = ("apertus", "glm4_moe", "laguna")
+#: Families that the fast suite measures: with buffers and experts, with parameters that have no gradient, with capped
+#: scores and logits, and as padded rows.
+MEASURED: Final = ("glm4_moe", "laguna", "gemma2", "lfm2")
 
 
 def test_records_have_every_family_of_the_zoo() -> None:

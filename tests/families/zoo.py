@@ -57,7 +57,8 @@ _VISION: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "out_hidden_size", "vision_output_dim"), 32),
     **dict.fromkeys(("projector_input_dim", "projector_output_dim"), 32),
     **dict.fromkeys(("num_hidden_layers", "depth"), 1), **dict.fromkeys(("num_attention_heads", "num_heads"), 4),
-    "num_key_value_heads": 4, "head_dim": 8, "image_size": 28, "patch_size": 14,
+    "num_key_value_heads": 4, "head_dim": 8, "image_size": 28, "patch_size": 14, "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 4,
 }  # fmt: skip
 
 
@@ -99,6 +100,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gemma2": _same("gemma2", query_pre_attn_scalar=8),
     "vaultgemma": _same("vaultgemma", query_pre_attn_scalar=8),
     "gemma3_text": _same("gemma3_text", layer_types=_WINDOWED),
+    "qwen3_vl": Family("qwen3_vl", text="qwen3_vl_text"),
+    "mistral3": Family("mistral3", text="ministral3"),
     "gemma3": Family("gemma3", {"mm_tokens_per_image": 4}, text="gemma3_text"),
     "gemma4_text": _same(
         "gemma4_text", **_GEMMA4, num_experts=None, top_k_experts=None, num_kv_shared_layers=2,
@@ -154,11 +157,19 @@ FAMILIES: Final[Mapping[str, Family]] = {
 }  # fmt: skip
 
 
+#: Text parts of models that see images, for which transformers has no causal language model.
+_PARTS: Final[Mapping[str, Family]] = {
+    "qwen3_vl_text": _same(
+        "qwen3_vl_text", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    ),
+}
+
+
 def config_of(name: str) -> Any:
     """Return the configuration of a family's tiny model. Raises KeyError if this transformers does not know it."""
     from transformers import CONFIG_MAPPING
 
-    family = FAMILIES[name]
+    family = (FAMILIES | _PARTS)[name]
     kind = CONFIG_MAPPING[family.model_type]
     if family.text is not None:
         return _seeing_config(kind, family)
@@ -213,7 +224,8 @@ def randomise(model: Any) -> None:
                 scale = 1.0 if "embed" in name or "wte" in name else 1.2 * parameter.shape[-1] ** -0.5
                 parameter.copy_(noise * scale)
         for name, buffer in model.named_buffers():
-            if name in state and name not in parameters and buffer.is_floating_point():
+            is_decay = name.endswith("_decay")  # MiniMax: noise would let tokens see later ones
+            if name in state and name not in parameters and buffer.is_floating_point() and not is_decay:
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
         if head is not None and head.weight is not model.get_input_embeddings().weight:
             head.weight.mul_(3.0)

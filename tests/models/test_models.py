@@ -110,7 +110,7 @@ def test_error_for_an_unknown_architecture_suggests_another_model_or_transformer
             {"quantization_config": {"quant_method": "gptq"}},
             r"keeps its weights quantised \(gptq\), which",
         ),
-        ("config.json", {"model_type": "qwen2_vl"}, "holds a qwen2_vl, which is no causal language model; use one"),
+        ("config.json", {"model_type": "clip"}, "holds a clip, which is no causal language model; use one that writes"),
     ],
 )
 def test_error_for_an_untrainable_model_gives_the_reason(directory, file, content, sentence):

@@ -13,21 +13,25 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
-    GPTJConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    MambaConfig,
     MixtralConfig,
     NemotronConfig,
     PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2MoeConfig,
+    Starcoder2Config,
 )
 
 from pipelinerl.engines.torch import engine
 from pipelinerl.errors import ModelError
+from pipelinerl.models import torch_miniature
 from pipelinerl.models.torch_miniature import Computed, miniature, reference, refuse_different, shrunk, texts_of
 from pipelinerl.trainers.torch import packed_model
+from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -95,49 +99,54 @@ def test_miniature_is_the_same_each_time_and_leaves_torchs_random_state_alone() 
 )
 def test_trainer_and_engine_compute_supported_models_as_transformers_does(config: PreTrainedConfig) -> None:
     model = skeleton(config)
-    assert packed_model.refuse_different(model) and engine.refuse_different(model)
-    assert packed_model.refuse_different(model.base_model)
+    assert packed_model.choose_rows(model) == packed_model.choose_rows(model.base_model) == (IMPLEMENTATION, True)
+    assert engine.refuse_different(model)
 
 
 OTHERWISE = "computes {} otherwise than transformers: on a small random model of its configuration, results differ"
 
 
 @pytest.mark.parametrize(
-    ("config", "of_trainer", "of_engine"),
+    ("config", "sentence"),
     [
-        (
-            PhimoeConfig(**EXPERTS, num_local_experts=4, sliding_window=16),
-            OTHERWISE.format("PhimoeForCausalLM"),
-            OTHERWISE.format("PhimoeForCausalLM"),
-        ),
-        (DogeConfig(**SIZES), "DogeAttention needs a mask of its own", "DogeAttention needs a mask of its own"),
-        (
-            NemotronConfig(**HEADS),
-            "NemotronAttention does not receive the arguments of its model's forward; use another model",
-            "NemotronAttention does not receive the arguments of its model's forward, so this engine cannot",
-        ),
-        (
-            GPTJConfig(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4),
-            OTHERWISE.format("GPTJForCausalLM"),
-            "the torch engine cannot compute GPTJForCausalLM, whose attention transformers does not let it",
-        ),
-        (GraniteConfig(**SIZES, logits_scaling=4.0), "changes logits after its output layer", ""),
-        (Gemma2Config(**HEADS), "attention with 'softcap' is not supported", ""),
+        (PhimoeConfig(**EXPERTS, num_local_experts=4, sliding_window=16), OTHERWISE.format("PhimoeForCausalLM")),
+        (DogeConfig(**SIZES), "DogeAttention needs a mask of its own"),
+        (NemotronConfig(**HEADS), "NemotronAttention does not receive the arguments of its model's forward, so this"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_model_that_would_be_computed_otherwise_is_rejected_with_the_reason(
-    config: PreTrainedConfig, of_trainer: str, of_engine: str
+def test_model_that_the_engine_would_compute_otherwise_is_rejected_with_the_reason(
+    config: PreTrainedConfig, sentence: str
 ) -> None:
-    model = skeleton(config)
     for _ in range(2):  # the second sentence is the first one, kept
-        with pytest.raises(ModelError, match=of_trainer):
-            packed_model.refuse_different(model)
-    if not of_engine:
-        assert engine.refuse_different(model)
-        return
-    with pytest.raises(ModelError, match=of_engine):
-        engine.refuse_different(model)
+        with pytest.raises(ModelError, match=sentence):
+            engine.refuse_different(skeleton(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "attention"),
+    [
+        (Gemma2Config(**HEADS), IMPLEMENTATION),
+        (GraniteConfig(**SIZES, logits_scaling=4.0), IMPLEMENTATION),
+        (PhimoeConfig(**EXPERTS, num_local_experts=4, sliding_window=16), IMPLEMENTATION),
+        (NemotronConfig(**HEADS), None),
+        (Llama4TextConfig(**HEADS, attention_chunk_size=4, intermediate_size_mlp=48), None),
+        (MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2), None),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_trainer_packs_only_models_that_it_then_computes_as_transformers_does(
+    config: PreTrainedConfig, attention: str | None
+) -> None:
+    assert packed_model.choose_rows(skeleton(config)) == (attention, True)
+
+
+def test_trainer_rejects_a_model_that_neither_rows_compute_as_transformers_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_miniature, "_TOLERANCE", -1.0)
+    with pytest.raises(ModelError, match="the torch trainer with own attention computes StarCoder2ForCausalLM otherw"):
+        packed_model.choose_rows(skeleton(Starcoder2Config(**SIZES)))
 
 
 def test_model_is_compared_with_the_right_tokens_and_within_rounding() -> None:
@@ -158,4 +167,4 @@ def test_model_is_compared_with_the_right_tokens_and_within_rounding() -> None:
 def test_configuration_whose_miniature_does_not_run_or_is_too_large_is_not_tried() -> None:
     wide = LlamaConfig(**SIZES | {"hidden_size": 1 << 16, "num_attention_heads": 1 << 9})
     assert miniature(skeleton(wide)) is None
-    assert not packed_model.refuse_different(skeleton(wide))
+    assert packed_model.choose_rows(skeleton(wide)) == (IMPLEMENTATION, False)

@@ -73,7 +73,9 @@ def trial_findings(config: RunConfig, others: Mapping[str, Path]) -> Iterator[tu
             if key in served:
                 tried = engine.refuse_different(skeleton, config.model.kernels)
             if key in trained:
-                tried = packed_model.refuse_different(skeleton) and tried
+                choice = packed_model.choose_rows(skeleton)
+                tried = choice.was_tried and tried
+                yield from attention_findings(config, key, packs=choice.packs)
         except ModelError as error:
             raise ModelError(f"{key}: {error}") from error
         if not tried:
@@ -99,34 +101,43 @@ def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         raise RecipeError(f"trainer.{error}") from error
 
 
-def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield findings on a torch trainer's attention; raise `RecipeError` if a requested kernel is unusable."""
-    if config.trainer.type != "torch":
-        return
+def attention_findings(config: RunConfig, key: str = "model.path", *, packs: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield how the torch trainer computes the model `key`; raise `RecipeError` if it cannot compute as requested."""
     from pipelinerl.trainers.torch.options import options_of
     from pipelinerl.trainers.torch.packed.attention_choice import (
+        PADDED,
         HeadShapes,
         SegmentAttention,
         chosen,
         described,
+        refuse_padded,
         why_not_varlen,
     )
     from pipelinerl.weights.broadcast.collective import offers
 
-    is_cuda = config.trainer.device is Device.CUDA or (config.trainer.device is Device.AUTO and offers(Backend.NCCL))
-    why_not = why_not_varlen(
-        device="cuda" if is_cuda else "cpu",
-        precision=config.trainer.passes_in,
-        capability=None,  # do not inspect this machine's GPU: the run may use another machine
-        has_kernel=True,
-        widths=HeadShapes.of(text_config(config.model.resolved)).widths,
-    )
     try:
-        requested = options_of(config.trainer.options).attention
-        trial = ", if its trial on that GPU succeeds" if chosen(requested, why_not) is SegmentAttention.VARLEN else ""
-        yield "attention", described(requested, why_not) + trial
+        options = options_of(config.trainer.options)
+        if not packs:
+            refuse_padded(options.attention, config.model.kernels, cp=options.mesh.cp)
+            yield "attention", f"{key} trains padded: {PADDED}"
+            return
+        if key != "model.path":
+            return
+        is_cuda = config.trainer.device is Device.CUDA or (
+            config.trainer.device is Device.AUTO and offers(Backend.NCCL)
+        )
+        why_not = why_not_varlen(
+            device="cuda" if is_cuda else "cpu",
+            precision=config.trainer.passes_in,
+            capability=None,  # do not inspect this machine's GPU: the run may use another machine
+            has_kernel=True,
+            widths=HeadShapes.of(text_config(config.model.resolved)).widths,
+        )
+        is_varlen = chosen(options.attention, why_not) is SegmentAttention.VARLEN
+        trial = ", if its trial on that GPU succeeds" if is_varlen else ""
+        yield "attention", described(options.attention, why_not) + trial
     except SpecError as error:
-        raise RecipeError(f"trainer.{error}") from error
+        raise RecipeError(f"trainer.{error}" if str(error).startswith("options.") else str(error)) from error
 
 
 def mesh_findings(config: RunConfig) -> Iterator[tuple[str, str]]:

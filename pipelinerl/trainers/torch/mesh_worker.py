@@ -113,7 +113,12 @@ class MeshWorker:
             loaded = load(spec)
             text = loaded.config.get_text_config()
             refuse_heads(text.num_attention_heads, mesh.cp)
-            attention = planning(options.attention, spec.precision, device, text.to_dict(), spec.kernels)
+            attention = planning(
+                *(options.attention, spec.precision, device, text.to_dict(), spec.kernels),
+                packs=loaded.model.packs,
+                cp=mesh.cp,
+                agree=partial(_most, device=device),
+            )
         if rank == 0:
             log.info("attention: %s", attention.description)
             if loaded.adapters is not None:
@@ -444,6 +449,13 @@ def _gathering(names: Iterable[str]) -> Iterator[None]:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
+
+
+def _most(number: int, *, device: torch.device) -> int:
+    """Return the largest of the ranks' numbers."""
+    largest = torch.tensor(number, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def _zero_loss(model: ShardedModel, setting: PassSetting) -> Tensor:

@@ -1,16 +1,19 @@
 """`PackedModel`, a Hugging Face causal language model as a function from packed tokens to log-probs.
 
 It is one module, so wrappers (DDP, FSDP, DeepSpeed) see one forward. Only requested positions reach the output layer.
+
+A model that computes packed segments as transformers computes them alone trains packed; any other trains as padded
+rows, with transformers' own attention (`choose_rows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast, final
+from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
 import torch
@@ -28,6 +31,7 @@ from pipelinerl.numerics import torch_batch_invariant
 from pipelinerl.numerics.torch_logprobs import token_predictions
 from pipelinerl.trainers.torch.experts import follow_autocast
 from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, AttentionPlan, OpaquePlan, attend
+from pipelinerl.trainers.torch.packed.padded import PaddedPlan, last_hidden
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
 from pipelinerl.trainers.torch.passes import PassSetting, made_up_batch, predict
@@ -41,6 +45,15 @@ COMPILED_FROM: Final = 10**8
 #: Relative tolerance of the packing probe, by dtype: above rounding errors, and far below the effect of a leak between
 #: segments.
 _PROBE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+#: Factor of the hidden states with which the probe looks for a change of logits after the output layer: such logits are
+#: large enough for every cap to show.
+_LARGE: Final = 64.0
+
+#: Attention implementations of transformers in the order of preference; None is the model's own choice.
+_ATTENTIONS: Final = (IMPLEMENTATION, None, "eager")
+
+#: Segments of the packing probe: two of 6 tokens, longer than a miniature's windows and chunks.
+_PROBED: Final = np.tile(np.arange(6, dtype=np.int32), 2)
 
 
 @final
@@ -50,16 +63,22 @@ class PackedModel(nn.Module):
     def __init__(self, model: PreTrainedModel, *, kernels: Kernels = Kernels.FAST) -> None:
         super().__init__()
         self.model = model
+        self.packs = packs(model)
         self._kernels = kernels
         self.compiles_predictions = False
         self._buffers_saved = persistent_buffers(model)
-        self.routing = torch_routers.shape_of(model)
+        self._whole_head: _WholeHead | None = None
+        self.routing = torch_routers.shape_of(model) if self.packs else None
         self._replay = None if self.routing is None else torch_routers.ReplayedRouters(model)
+
+    @property
+    def _head(self) -> Callable[[Tensor], Tensor]:
+        return self._whole_head or cast(nn.Module, self.model.get_output_embeddings())
 
     def forward(
         self,
         token_ids: Tensor,
-        segments: AttentionPlan,
+        segments: AttentionPlan | PaddedPlan,
         before: Reading,
         chosen: Tensor,
         temperatures: Tensor | None,
@@ -70,7 +89,7 @@ class PackedModel(nn.Module):
 
         Args:
             token_ids: i64 [2, K], the tokens and their positions.
-            segments: plan of attention over the packed segments.
+            segments: plan of attention over the packed segments, or of padded rows.
             before: reads, for each of the N chosen tokens, the hidden state of the token before it.
             chosen: i64 [N], ids of the tokens whose log-probs are returned.
             temperatures: f32 [N], or None for 1 everywhere.
@@ -79,10 +98,10 @@ class PackedModel(nn.Module):
         """
         if self._replay is not None:
             self._replay.tell(routed)
-        hidden = hidden_states(self.model.base_model, token_ids, segments)
+        hidden = hidden_states(trunk_of(self.model), token_ids, segments)
         predictions = token_predictions(
             before(hidden),
-            self.model.get_output_embeddings(),
+            self._head,
             chosen,
             temperatures,
             vocab_size=self.model.config.get_text_config().vocab_size,
@@ -95,22 +114,32 @@ class PackedModel(nn.Module):
 
     @torch.no_grad()
     def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
-        """Check that the architecture supports packing, and that its output layer is its last operation.
+        """Check that a packed model separates segments, and find how it computes logits from hidden states.
 
-        `products` is the dtype of matmuls in this check. Raises SpecError if a layer mixes segments; if the model
-        changes logits after its output layer, which `forward` would miss; or if kernels should be batch-invariant but
-        are not.
+        `products` is the dtype of matmuls in this check. Raises SpecError if a layer mixes segments; if logits cannot
+        be computed apart from the layers; or if kernels should be batch-invariant but are not.
         """
         if self._replay is not None:
             self._replay.tell(None)
+        trunk, tokens = trunk_of(self.model), _probed_tokens(self.model)[0][None].to(device)
         with computing_in(products, device):
-            token_ids, segments = probe_packing(cast(PreTrainedModel, self.model.base_model), device, products)
-            tokens, positions = token_ids[:, None]
-            logits = self.model(input_ids=tokens, position_ids=positions, segments=segments, use_cache=False).logits[0]
-            direct = self.model.get_output_embeddings()(hidden_states(self.model.base_model, token_ids, segments))
-        if (logits - direct).abs().max() > _PROBE_TOLERANCE[products] * logits.abs().max():
+            if self.packs:
+                probe_packing(trunk, device, products)
+                plan = OpaquePlan(SegmentPlan.of(_PROBED, device))
+                inputs = {"input_ids": tokens, "position_ids": _probed_tokens(self.model)[1][None].to(device)}
+                logits = self.model(**inputs, segments=plan, use_cache=False).logits[0]
+                hidden = last_hidden(trunk, **inputs, segments=plan)[0]
+            else:
+                logits = self.model(input_ids=tokens, use_cache=False).logits[0]
+                hidden = last_hidden(trunk, input_ids=tokens)[0]
+            whole, large = _WholeHead(self.model), _LARGE * hidden
+            with suppress(SpecError):  # raised if OPT, whose forward skips a part of its trunk, attends after all
+                if not _differ(whole(hidden), logits, products) and _differ(self._head(large), whole(large), products):
+                    self._whole_head = whole
+            is_apart = not _differ(self._head(hidden), logits, products)
+        if not is_apart:
             name = type(self.model).__name__
-            raise SpecError(f"{name} changes logits after its output layer, which is not supported; use another model")
+            raise SpecError(f"{name} does not compute its logits from its last hidden states alone; use another model")
         if self._kernels is Kernels.BATCH_INVARIANT and not torch_batch_invariant.probed(
             lambda count: self._probed_in_batch(count, device, products)
         ):
@@ -126,8 +155,7 @@ class PackedModel(nn.Module):
         token_ids = torch.from_numpy(np.stack((tokens, positions)).astype(np.int64)).to(device)
         with computing_in(products, device):
             segments = SegmentPlan.of(positions, device, kernels=self._kernels)
-            hidden = hidden_states(self.model.base_model, token_ids, segments)
-            logits = self.model.get_output_embeddings()(hidden)
+            logits = self._head(hidden_states(trunk_of(self.model), token_ids, segments))
         return logits[:3].float().cpu().numpy().tobytes()
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -164,15 +192,60 @@ def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
 
-def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: AttentionPlan) -> Tensor:
+def packs(model: PreTrainedModel) -> bool:
+    """Return whether a model of `load_for_training` computes packed segments; if not, it computes padded rows."""
+    return bool(model.config._attn_implementation == IMPLEMENTATION)
+
+
+def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a causal language model without its output layer."""
+    # The prefix that names this part in transformers names nothing in Llama 4.
+    return cast(PreTrainedModel, getattr(model, "model", model) if model.base_model is model else model.base_model)
+
+
+@final
+class _Stub:
+    """The output of a model's layers, with only the hidden states."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, place: int) -> Tensor | None:
+        return self.last_hidden_state if place == 0 else None
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@final
+class _WholeHead:
+    """Maps hidden states [n, d] to logits [n, V] by the model's own forward, whose layers return these states.
+
+    So whatever a model does with its logits applies, such as a scale or a cap.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model: Any = model
+        self._trunk = trunk_of(model)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits."""
+        vars(self._trunk)["forward"] = lambda *_, **__: _Stub(hidden[None])
+        try:
+            tokens = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+            logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits[0]
+        finally:
+            del vars(self._trunk)["forward"]
+        return logits
+
+
+def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: AttentionPlan | PaddedPlan) -> Tensor:
     """Return the last hidden states [K, d] of packed tokens; `token_ids` i64 [2, K] are tokens and positions."""
     tokens, positions = token_ids
+    if isinstance(segments, PaddedPlan):
+        return segments.hidden_states(trunk, tokens)
     plan = OpaquePlan(segments)
-    output = trunk(input_ids=tokens[None], position_ids=positions[None], segments=plan, use_cache=False)
-    hidden: Tensor | None = getattr(output, "last_hidden_state", None)
-    if hidden is None:
-        raise SpecError(f"{type(trunk).__name__} has no layers that transformers runs without its output layer")
-    return hidden.squeeze(0)
+    return last_hidden(trunk, input_ids=tokens[None], position_ids=positions[None], segments=plan).squeeze(0)
 
 
 def computing_in(products: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
@@ -186,22 +259,30 @@ def computing_in(products: torch.dtype, device: torch.device) -> AbstractContext
 
 
 @torch.no_grad()
-def probe_packing(
-    trunk: PreTrainedModel, device: torch.device, products: torch.dtype = torch.float32
-) -> tuple[Tensor, SegmentPlan]:
-    """Run the model on a row with two copies of a segment; return the row's tokens and plan.
+def probe_packing(trunk: PreTrainedModel, device: torch.device, products: torch.dtype = torch.float32) -> None:
+    """Run the model on a row with two copies of a segment.
 
-    Raises SpecError if the results for the two copies differ.
+    Raises SpecError if the results for the two copies differ, or if a mask is neither causal nor a sliding window.
     """
-    positions = np.array([0, 1, 2, 0, 1, 2], dtype=np.int32)
-    tokens = (positions + 1) % trunk.config.get_text_config().vocab_size
-    token_ids = torch.from_numpy(np.stack((tokens, positions)).astype(np.int64)).to(device)
-    segments = SegmentPlan.of(positions, device)
-    hidden = hidden_states(trunk, token_ids, segments)
-    if (hidden[:3] - hidden[3:]).abs().max() > _PROBE_TOLERANCE[products] * hidden.abs().max():
-        name = type(trunk).__name__
-        raise SpecError(f"{name} mixes tokens of different segments outside attention: it cannot train packed")
-    return token_ids, segments
+    tokens, positions = _probed_tokens(trunk).to(device)
+    plan = OpaquePlan(SegmentPlan.of(_PROBED, device), checked=positions)
+    first, second = (
+        last_hidden(trunk, input_ids=tokens[None], position_ids=positions[None], segments=plan).squeeze(0).chunk(2)
+    )
+    if _differ(first, second, products):
+        raise SpecError(
+            f"{type(trunk).__name__} mixes tokens of different segments outside attention: it cannot train packed"
+        )
+
+
+def _probed_tokens(model: PreTrainedModel) -> Tensor:
+    """Return tokens and positions of the packing probe, i64 [2, T]."""
+    tokens = (_PROBED + 1) % model.config.get_text_config().vocab_size
+    return torch.from_numpy(np.stack((tokens, _PROBED)).astype(np.int64))
+
+
+def _differ(one: Tensor, other: Tensor, products: torch.dtype) -> bool:
+    return not bool((one - other).abs().max() <= _PROBE_TOLERANCE[products] * other.abs().max())
 
 
 def load_config(path: Path) -> PreTrainedConfig:
@@ -231,12 +312,12 @@ def load_for_training(
     """
     try:
         model = load_structure(path, part=part)
-        refuse_different(model)
-        replace_attention(model, IMPLEMENTATION)
+        attention = choose_rows(model).attention
+        _use_attention(model, attention)
         reader = WeightReader.of(path, model)
         if reader is None:
             model = load_model(path, part=part)
-            replace_attention(model, IMPLEMENTATION)
+            _use_attention(model, attention)
         else:
             _read_buffers(model, reader)
     except (ModelError, ValueError, KeyError) as error:
@@ -247,33 +328,65 @@ def load_for_training(
     return model, reader
 
 
-def refuse_different(skeleton: PreTrainedModel) -> bool:
-    """Raise ModelError if the trainer would not compute this model as transformers does.
+class RowChoice(NamedTuple):
+    """How the trainer computes a model.
 
-    The weights of `skeleton` are not used. Return False if this could not be tried, as `torch_miniature` explains.
+    Attributes:
+        attention: the name of an attention in transformers, `IMPLEMENTATION` for packed rows; None for the model's own.
+        was_tried: False if no miniature could be tried, as `torch_miniature` explains.
     """
-    return torch_miniature.refuse_different(skeleton, "the torch trainer", _computed)
+
+    attention: str | None
+    was_tried: bool
+
+    @property
+    def packs(self) -> bool:
+        """True for packed rows."""
+        return self.attention == IMPLEMENTATION
 
 
-def _computed(model: PreTrainedModel) -> list[Computed]:
-    """Compute the miniature's texts in one packed row, shared beginnings once; first probe what has its own message."""
-    replace_attention(model, IMPLEMENTATION)
+def choose_rows(skeleton: PreTrainedModel) -> RowChoice:
+    """Return how the trainer computes this model as transformers does: packed if possible, else as padded rows.
+
+    The weights of `skeleton` are not used. Raises ModelError if neither is possible.
+    """
+    refusals = []
+    for attention in _ATTENTIONS:
+        part = "the torch trainer" + ("" if attention == IMPLEMENTATION else f" with {attention or 'own'} attention")
+        try:
+            tried = torch_miniature.refuse_different(skeleton, part, partial(_computed, attention=attention))
+        except ModelError as error:
+            refusals.append(error)
+        else:
+            return RowChoice(attention, tried)
+    raise refusals[1]
+
+
+def _use_attention(model: PreTrainedModel, attention: str | None) -> None:
+    if attention is not None:
+        replace_attention(model, attention)
+
+
+def _computed(model: PreTrainedModel, *, attention: str | None) -> list[Computed]:
+    """Compute the miniature's texts as one micro-batch, shared beginnings once."""
+    _use_attention(model, attention)
     follow_autocast(model)
     device, packed = torch.device("cpu"), None if model.get_output_embeddings() is None else PackedModel(model)
-    if packed is None:
-        probe_packing(model, device)
-    else:
+    if packed is not None:
         packed.probe(device)
+    elif packs(model):
+        probe_packing(model, device)
+    plan_of = SegmentPlan.of if packs(model) else PaddedPlan.of
     texts = texts_of(model)
     lengths = np.array([len(text) for text in texts])
     batch = made_up_batch(lengths, vocab_size=1)
     batch = replace(batch, token_ids=np.concatenate(texts).astype(np.int32))
     if packed is not None:
-        values = predict(packed, PassSetting(device), batch, batch.loss_mask)[0]
+        values = predict(packed, PassSetting(device, plan_of), batch, batch.loss_mask)[0]
         return [Computed(text, part) for text, part in zip(texts, values.split((lengths - 1).tolist()), strict=True)]
     distinct = Distinct.of(batch)
     tokens = np.stack((batch.token_ids, batch.position_ids))[:, distinct.kept].astype(np.int64)
-    segments = SegmentPlan.of(batch.position_ids, device, distinct)
+    segments = plan_of(batch.position_ids, device, distinct)
     hidden = hidden_states(model, torch.from_numpy(tokens), segments)[torch.from_numpy(distinct.place)]
     return [Computed(text, part) for text, part in zip(texts, hidden.split(lengths.tolist()), strict=True)]
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelinerl.trainers.torch.packed.attention import Planner
+from pipelinerl.trainers.torch.packed.planner import Planner
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup, SequencePart
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
@@ -22,7 +22,7 @@ Model = Callable[..., Any]
 
 
 class PassSetting(NamedTuple):
-    """The settings of passes: device, attention planner, and the group of processes that share a micro-batch."""
+    """The settings of passes: device, planner, and the group of processes that share a micro-batch."""
 
     device: torch.device
     plan_of: Planner = SegmentPlan.of

@@ -18,11 +18,13 @@ from transformers import PreTrainedModel
 from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.trainers.torch.packed.attention import AttentionPlan
+from pipelinerl.trainers.torch.packed.padded import PaddedPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Reading
 from pipelinerl.trainers.torch.packed_model import (
     computing_in,
     hidden_states,
     load_for_training,
+    packs,
     persistent_buffers,
     probe_packing,
 )
@@ -40,6 +42,7 @@ class PackedValueModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.packs = packs(model)
         self.routing = None
         self._buffers_saved = persistent_buffers(model)
         self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1)
@@ -61,7 +64,7 @@ class PackedValueModel(nn.Module):
     def forward(
         self,
         token_ids: Tensor,
-        segments: AttentionPlan,
+        segments: AttentionPlan | PaddedPlan,
         before: Reading,
         chosen: Tensor,
         temperatures: Tensor | None,
@@ -76,9 +79,10 @@ class PackedValueModel(nn.Module):
             return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)[None].clone()
 
     def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
-        """Run the packing probe of `PackedModel.probe`. Raises SpecError if packing is not supported."""
-        with computing_in(products, device):
-            probe_packing(self.model, device, products)
+        """Run `probe_packing` if the model trains packed; raise its SpecError."""
+        if self.packs:
+            with computing_in(products, device):
+                probe_packing(self.model, device, products)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the layers, then those of the head."""

@@ -92,7 +92,9 @@ class TorchWorker:
         accelerator = _accelerator(spec)
         loaded = load(spec)
         text = loaded.config.get_text_config().to_dict()
-        attention = planning(options.attention, spec.precision, accelerator.device, text, spec.kernels)
+        attention = planning(
+            options.attention, spec.precision, accelerator.device, text, spec.kernels, packs=loaded.model.packs
+        )
         log.info("attention: %s", attention.description)
         is_half = spec.precision is Precision.BF16
         masters = loaded.move_to(accelerator.device, masters=options.optimizer.place if is_half else StatePlace.DEVICE)
@@ -300,7 +302,7 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
 
 def _is_worth_compiling(model: PackedModel | PackedValueModel, device: torch.device) -> bool:
     count = sum(each.numel() for each in model.parameters())
-    return device.type == "cuda" and model.routing is None and count >= COMPILED_FROM
+    return device.type == "cuda" and model.packs and model.routing is None and count >= COMPILED_FROM
 
 
 @contextmanager

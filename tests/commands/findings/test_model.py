@@ -115,7 +115,16 @@ def test_check_rejects_the_varlen_kernel_on_a_cpu() -> None:
         RecipeError, match=r'^trainer\.options\.attention = "varlen" is not possible: the device is cpu, and'
     ):
         list(attention_findings(recipe(None, ["trainer.device=cpu", "trainer.options.attention=varlen"])))
-    assert list(attention_findings(recipe(None, ["trainer.type=jax"]))) == []
+
+
+def test_check_says_which_models_train_padded_and_rejects_what_needs_packed_rows() -> None:
+    ((part, sentence),) = attention_findings(recipe(None, []), "reference.path", packs=False)
+    assert part == "attention" and sentence.startswith("reference.path trains padded: packed, it would compute otherw")
+    for override in ("trainer.options.attention=varlen", "trainer.options.mesh.cp=2"):
+        with pytest.raises(
+            RecipeError, match=r"^trainer\.options\..* packed rows; the model trains padded, so leave it"
+        ):
+            list(attention_findings(recipe(None, [override]), packs=False))
 
 
 def test_check_shows_expert_parallelism_or_rejects_a_mesh_that_divides_experts_unevenly(mixture: Path) -> None:

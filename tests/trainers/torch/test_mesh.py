@@ -205,6 +205,8 @@ def one(model, model_path, tmp_path_factory) -> Path:
     torch_rank0.show(directory, model=model, options={})
     torch_rank0.train(directory / "lora", model=model, options={"lora": LORA})
     torch_rank0.epochs(directory / "epochs", model=model, options={})
+    (directory / "padded").mkdir()
+    torch_rank0.show(directory / "padded", model=str(zoo.save(directory / "lfm2", "lfm2")), options={})
     torch_rank0.mixture(directory / "mixture", model=str(model_path("qwen3_moe")), options={})
     return directory
 
@@ -221,7 +223,7 @@ def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
     One process resumes their state and takes 5 steps, and two processes resume that state and take 5 more.
     """
     directory = tmp_path_factory.mktemp("two")
-    unstepped = str(zoo.save(directory / "laguna", "laguna"))
+    unstepped, recurrent = (str(zoo.save(directory / name, name)) for name in ("laguna", "lfm2"))
     after = {"model": model, "restore_from": str(directory / "alone" / "state")}
     jobs: list[Job] = [
         (directory, "train", {"model": model}),
@@ -272,6 +274,7 @@ def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
             "mixture",
             {"model": str(model_path("qwen3_moe")), "options": PARALLEL},
         ),
+        (directory / "padded", "show", {"model": recurrent}),
         (directory / "unstepped", "train", {"model": unstepped, "count": 2}),
         (
             directory / "unstepped_back",
@@ -450,6 +453,11 @@ def test_sharded_experts_with_given_routing_match_one_process(one, two, part):
         assert np.abs(ours[f"mixture.{name}"] - theirs[f"mixture.{name}"]).max() <= 1e-5, name
     assert np.abs(theirs["mixture.free"] - theirs["mixture.predictions"][-1]).max() > 1e-3, "the routing is obeyed"
     assert distance(ours, theirs, "weights") <= 1e-4
+
+
+@pytest.mark.timeout(600)
+def test_two_processes_that_train_a_recurrent_model_as_padded_rows_match_one_process(one, two):
+    assert distance(arrays(two[0] / "padded"), arrays(one / "padded"), "gradient") <= 1e-5
 
 
 @pytest.mark.timeout(600)

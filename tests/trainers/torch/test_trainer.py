@@ -304,28 +304,6 @@ def test_torch_trainer_rejects_unsatisfiable_specs(model_path, tmp_path):
         started(tmp_path / "partial")
 
 
-def test_models_that_cannot_be_packed_are_rejected(model_path, tmp_path):
-    """Gemma 2 caps its scores and logits; Mamba's state crosses segment boundaries."""
-    from transformers import Gemma2Config, MambaConfig
-
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
-    gemma = Gemma2Config(
-        **sizes,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        attn_logit_softcapping=5.0,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(gemma).save_pretrained(tmp_path / "gemma")
-    with pytest.raises(SpecError, match="softcap"):
-        started(tmp_path / "gemma")
-    AutoModelForCausalLM.from_config(MambaConfig(**sizes)).save_pretrained(tmp_path / "mamba")
-    with pytest.raises(SpecError):
-        started(tmp_path / "mamba")
-
-
 def test_trainer_can_start_from_a_saved_value_model(model_path, micro_batch, tmp_path):
     critic, batch = started(model_path("qwen2"), head=Head.VALUE), micro_batch()
     assert not critic.forward([batch])[0].any(), "without a head of its own, values begin at 0"

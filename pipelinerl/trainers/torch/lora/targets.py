@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from pipelinerl.models.checkpoint import check_weights
@@ -14,7 +15,7 @@ from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, share_of
 from trainer_contract.errors import SpecError
 
 #: Forward methods of linear layers. A subclass with another one, such as Phi-MoE's router, does not return a product.
-_PRODUCTS: Final = (nn.Linear.forward, Conv1D.forward)
+_PRODUCTS: Final = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
 
 
 def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
@@ -23,7 +24,9 @@ def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
     Raises SpecError for an impossible target.
     """
     head = model.get_output_embeddings()
-    text = {head, *model.get_decoder().modules()}
+    decoder = model.get_decoder()
+    # In ModernBERT's decoder, the name that transformers looks up belongs to the output layer.
+    text = {head, *(model.base_model if decoder is head else decoder).modules()}
     linear = {
         name: module for name, module in model.named_modules() if module in text and type(module).forward in _PRODUCTS
     }

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol, final
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol, final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
-from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from trainer_contract.errors import SpecError
 
 #: Name under which `attend` is registered in transformers.
 IMPLEMENTATION: Final = "pipelinerl_segments"
 
-#: Names of arguments that some architectures pass to attention, that would change its result, and that are not
+#: Name of an argument that some architectures pass to attention, that would change its result, and that is not
 #: supported.
-_UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED: Final = "position_bias"
+
+
+class Scores(NamedTuple):
+    """How a layer weighs the keys of a query.
+
+    Attributes:
+        window: number of positions that a query sees, including its own; None for all earlier ones.
+        scale: factor of the scores; None means 1/√d.
+        cap: largest absolute value of a score, by tanh (Gemma 2); None sets no bound.
+        sinks: [H], one more score per head, which takes its share of the softmax and has no value (gpt-oss), or None.
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
 
 
 class AttentionPlan(Protocol):
@@ -31,12 +46,42 @@ class AttentionPlan(Protocol):
         """The processes that divide the K tokens, and inside attention the heads; None for a single process."""
         ...
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
-        """Return causal attention [K, H, d] within each segment, for query [K, H, d], key and value [K, H_kv, d].
-
-        A query sees `window` positions, including its own (None: all earlier ones). `scale` None means 1/√d.
-        """
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Return causal attention [K, H, d] within each segment, for query [K, H, d], key and value [K, H_kv, d]."""
         ...
+
+
+@final
+class WantedMask:
+    """What a model asks of its attention mask, in place of a mask: causal or a sliding window.
+
+    A model may cut its mask to the number of keys. One that computes with it fails, and then trains as padded rows.
+    """
+
+    def __init__(self, window: int | None, whole: Callable[[], Tensor | None]) -> None:
+        self.window = window
+        self._whole = whole
+
+    def __getitem__(self, part: Any) -> WantedMask:
+        return self
+
+    def is_plain(self, positions: Tensor) -> bool:
+        """Return whether the mask within each segment of a packed row is what `window` says.
+
+        `positions` i64 [T] restart at 0 in each segment. Some models do not notice segments.
+        """
+        segments = (positions == 0).cumsum(0)
+        distance = positions[:, None] - positions
+        seen = (distance >= 0) & (distance < (self.window or len(positions)))
+        whole = self._whole()
+        assert whole is not None, "transformers leaves no mask out here"
+        differs = whole.view_as(seen) != seen
+        return not bool((differs & (segments[:, None] == segments)).any())
+
+
+def _wanted_mask(*, local_size: int | None = None, **asked: Any) -> WantedMask:
+    """Implement transformers' interface of masks: return what a model asks for; `local_size` is a window or chunk."""
+    return WantedMask(local_size, partial(sdpa_mask, **asked | {"allow_is_causal_skip": False, "use_vmap": True}))
 
 
 @final
@@ -47,22 +92,19 @@ class OpaquePlan:
     compiling after eight.
     """
 
-    def __init__(self, plan: AttentionPlan) -> None:
+    def __init__(self, plan: AttentionPlan, checked: Tensor | None = None) -> None:
         self._plan = plan
+        #: i64 [T], the positions of a packed row for which `attend` compares the model's mask with its window, or None.
+        self.checked = checked
 
     @property
     def group(self) -> SequenceGroup | None:
         """The group of the wrapped plan."""
         return self._plan.group
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Call `attend` of the wrapped plan."""
-        return self._plan.attend(query, key, value, window=window, scale=scale)
-
-
-#: Function that makes an `AttentionPlan` for packed segments. Its first argument is each token's position [T], which
-#: restarts at 0 in each segment. If its third argument is None, all tokens are computed.
-Planner = Callable[[NDArray[np.int32], torch.device, Distinct | None, SequenceGroup | None], AttentionPlan]
+        return self._plan.attend(query, key, value, scores)
 
 
 def attend(
@@ -70,20 +112,22 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     *,
-    segments: AttentionPlan | None = None,
+    segments: OpaquePlan | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention interface for one packed row; dropout is never applied.
 
     Args:
         query: [1, H, K, d]; key and value: [1, H_kv, K, d]. With n processes, each has K / n of the K tokens.
-        attention_mask: None, since transformers creates no mask for this implementation; a few models bring their own.
+        attention_mask: the `WantedMask` that this module registers in transformers. It alone sets the window.
         segments: where the packed segments lie and how to compute their attention. The caller passes this plan to the
             model's forward as a keyword, and transformers passes it on.
+        scaling, softcap, s_aux: see `Scores`.
 
     Returns:
         [1, K, H, d], and no attention weights.
@@ -94,18 +138,21 @@ def attend(
     name = type(module).__name__
     if segments is None:
         raise SpecError(f"{name} does not receive the arguments of its model's forward; use another model")
-    if attention_mask is not None:
+    if not isinstance(attention_mask, WantedMask):
         raise SpecError(f"{name} needs a mask of its own, which packed segments do not support; use another model")
-    for argument in _UNSUPPORTED:
-        if others.get(argument) is not None:
-            raise SpecError(f"attention with {argument!r} is not supported over packed segments; use another model")
+    if segments.checked is not None and not attention_mask.is_plain(segments.checked):
+        raise SpecError(f"{name} asks for a mask that is neither causal nor a sliding window; use another model")
+    if others.get(_UNSUPPORTED) is not None:
+        raise SpecError(f"attention with {_UNSUPPORTED!r} is not supported over packed segments; use another model")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if segments.group is not None:
         q, k, v = segments.group.to_heads(q, k, v)
-    attended = segments.attend(q, k, v, window=sliding_window, scale=scaling)
+        s_aux = None if s_aux is None else segments.group.own_heads(s_aux)
+    attended = segments.attend(q, k, v, Scores(attention_mask.window, scaling, softcap, s_aux))
     if segments.group is not None:
         attended = segments.group.to_tokens(attended)
     return attended[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)
+AttentionMaskInterface.register(IMPLEMENTATION, _wanted_mask)

@@ -3,8 +3,8 @@
     varlen     `torch.nn.attention.varlen.varlen_attn`, one kernel over all segments: CUDA, bf16
     buckets    `segments.py`, any device and dtype, and the reference for `varlen`
 
-The kernel is flash attention 2, as shipped with torch; `why_not_varlen` lists its limitations. Neither implementation
-supports capped scores or attention sinks (`attention.py` rejects models that use these).
+The kernel is flash attention 2, as shipped with torch; `why_not_varlen` lists its limitations. Layers with capped
+scores are always computed in buckets.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from enum import StrEnum
 from typing import Any, Final, NamedTuple, Self
 
 from trainer_contract.errors import SpecError
-from trainer_contract.types import Precision
+from trainer_contract.types import Kernels, Precision
 
 #: The varlen kernel's requirements: the minimum compute capability; a number that divides head widths; their maximum.
 _CAPABILITY: Final = (8, 0)
 _WIDTHS: Final = (8, 256)
+
+
+#: Why a model does not train packed.
+PADDED: Final = "packed, it would compute otherwise than transformers; a step takes about 1.1 × the time"
 
 
 class SegmentAttention(StrEnum):
@@ -95,6 +99,17 @@ def chosen(requested: SegmentAttention, why_not: str | None) -> SegmentAttention
     if requested is SegmentAttention.BUCKETS or why_not is not None:
         return SegmentAttention.BUCKETS
     return SegmentAttention.VARLEN
+
+
+def refuse_padded(requested: SegmentAttention, kernels: Kernels, *, cp: int) -> None:
+    """Raise SpecError for a request that only models can meet that train packed; `cp` processes share a micro-batch."""
+    remedy = "the model trains padded, so leave it out"
+    if requested is not SegmentAttention.AUTO:
+        raise SpecError(f'options.attention = "{requested}" is for packed rows; {remedy}')
+    if kernels is Kernels.BATCH_INVARIANT:
+        raise SpecError(f"model.kernels = batch_invariant is for packed rows; {remedy}")
+    if cp > 1:
+        raise SpecError(f"options.mesh.cp divides packed rows; {remedy}")
 
 
 def described(requested: SegmentAttention, why_not: str | None) -> str:

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.numerics import torch_attention, torch_batch_invariant
+from pipelinerl.trainers.torch.packed.attention import Scores
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Sums
+from trainer_contract.errors import SpecError
 from trainer_contract.types import Kernels
 
 #: Maximum segment lengths of the buckets. Each is 25 % above the previous, so padding increases the cost of attention
@@ -91,27 +93,37 @@ class SegmentPlan:
             kernels=kernels,
         )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Compute `AttentionPlan.attend` bucket by bucket."""
         q, k, v = (self.pad(x) for x in (query, key, value))
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if scores.scale is None:
+            scores = scores._replace(scale=query.shape[-1] ** -0.5)
         outputs, start = [], 0
         for count, length in self.buckets:
             rows = slice(start, start + count * length)
-            bucket = [x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v)]
-            outputs.append(self._attend_bucket(*bucket, window=window, scale=scale).flatten(0, 1))
+            query, key, value = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+            outputs.append(self._attend_bucket(query, key, value, scores).flatten(0, 1))
             start = rows.stop
         return self.unpad(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
-    def _attend_bucket(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float) -> Tensor:
+    def _attend_bucket(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Return attention [n, T, H, d] of a bucket: n segments of equal length T, with `query` [n, H, T, d].
 
         `key` and `value` are [n, H_kv, T, d].
         """
         length = query.shape[2]
+        window, scale, cap, sinks = scores
+        assert scale is not None, "`attend` sets the scale"
         if self.kernels is Kernels.BATCH_INVARIANT:
+            if sinks is not None:
+                raise SpecError("model.kernels = batch_invariant computes no attention sinks; leave it out")
             positions = torch.arange(length)[None]
-            return torch_batch_invariant.attend(query, key, value, positions, window=window, scale=scale)
+            return torch_batch_invariant.attend(query, key, value, positions, window=window, scale=scale, softcap=cap)
+        if cap is not None or sinks is not None:
+            attended = torch_attention.attend_scores(
+                query, key, value, window=window, scale=scale, cap=cap, sinks=sinks
+            )
+            return attended.transpose(1, 2)
         mask = None if window is None or length <= window else _band(length, window, query.device)
         if query.is_cuda:
             key, value = torch_attention.heads_for_kernel(query, key, value, masked=mask is not None)

@@ -46,6 +46,10 @@ class SequenceGroup:
             key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
         return self._heads(query), self._heads(key), self._heads(value)
 
+    def own_heads(self, values: Tensor) -> Tensor:
+        """Return the part of `values` [H] that belongs to this process's heads."""
+        return values.view(self.size, -1)[self.place]
+
     def to_tokens(self, attended: Tensor) -> Tensor:
         """Convert [K, H / n, d] to [k, H, d]; the inverse of `to_heads`."""
         parts: Tensor = _Exchange.apply(attended.unflatten(0, (self.size, -1)).contiguous(), self.group)

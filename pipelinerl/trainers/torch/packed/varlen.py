@@ -3,20 +3,26 @@
 If segments share a prefix, each computed token has one query, but each segment has the keys and values of all its
 tokens, including the prefix. The causal mask is aligned to the end of the keys. A segment costs its number of unshared
 tokens times its length.
+
+The kernel caps no scores; layers with capped scores attend in buckets. It knows no sinks, but a sink only changes the
+normaliser of the softmax, which the kernel returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from inspect import signature
-from typing import Any, Protocol, cast, final
+from typing import Any, NamedTuple, Protocol, cast, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipelinerl.trainers.torch.packed.attention import Scores
+from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Indices, Reading
 
@@ -37,6 +43,7 @@ class VarlenKernel(Protocol):
         scale: float | None,
         window_size: tuple[int, int],
         enable_gqa: bool,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Return attention [K, H, d] for query [K, H, d], key and value [M, H_kv, d], differentiable.
 
@@ -45,6 +52,7 @@ class VarlenKernel(Protocol):
             max_q: the largest number of queries in a segment; `max_k` likewise for keys.
             window_size: (n, 0), where n is the number of keys before a query's own position that it sees (-1: all). The
                 last query of a segment has the position of the segment's last key.
+            sinks: [H], see `Scores`, or None.
         """
         ...
 
@@ -53,13 +61,13 @@ def torch_kernel() -> VarlenKernel:
     """Return torch's kernel for any number of key heads; the import is slow, since it loads torch's compiler."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return for_fewer_key_heads(varlen_attn)
+    return with_sinks(for_fewer_key_heads(varlen_attn), torch.ops.torch_attn)
 
 
-def for_fewer_key_heads(kernel: Callable[..., Any]) -> VarlenKernel:
+def for_fewer_key_heads(kernel: Callable[..., Any]) -> Callable[..., Tensor]:
     """Return a kernel that accepts fewer key heads than query heads; before torch 2.12, it repeats key heads."""
     if "enable_gqa" in signature(kernel).parameters:
-        return cast(VarlenKernel, kernel)
+        return kernel
 
     def repeating(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, enable_gqa: bool, **settings: Any) -> Tensor:
         if enable_gqa:
@@ -67,6 +75,71 @@ def for_fewer_key_heads(kernel: Callable[..., Any]) -> VarlenKernel:
         return cast(Tensor, kernel(query, key, value, *bounds, **settings))
 
     return repeating
+
+
+def with_sinks(kernel: Callable[..., Tensor], operators: Any) -> VarlenKernel:
+    """Return a kernel that also takes sinks, from one without and from torch's two operators behind it."""
+
+    def attending(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *bounds: Any,
+        scale: float | None,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        if sinks is None:
+            return kernel(query, key, value, *bounds, scale=scale, window_size=window_size, enable_gqa=enable_gqa)
+        call = _Call(operators, bounds, window_size == (-1, 0), scale, window_size, enable_gqa)
+        return cast(Tensor, _WithSinks.apply(query, key, value, sinks, call))
+
+    return cast(VarlenKernel, attending)
+
+
+class _Call(NamedTuple):
+    """The arguments of torch's operators that are no tensors of heads."""
+
+    operators: Any
+    bounds: tuple[Any, ...]
+    is_causal: bool
+    scale: float | None
+    window_size: tuple[int, int]
+    enable_gqa: bool
+
+
+class _WithSinks(torch.autograd.Function):
+    """Attention with sinks by a kernel that knows none.
+
+    With the normaliser l of the scores alone and a sink s, the shares shrink by exp(l − l'), where l' = log(exp(l) +
+    exp(s)). The kernel's backward needs the shares only through output and normaliser, so with the shrunk output and l'
+    it returns exact gradients. The sink's own gradient is −exp(s − l') · ⟨gradient, output⟩, as its value is 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, call: _Call) -> Tensor:
+        out, alone, random = call.operators._varlen_attn(
+            query, key, value, *call.bounds, call.is_causal, call.scale, list(call.window_size), call.enable_gqa
+        )
+        own = sinks.float()[:, None]
+        normaliser = torch.logaddexp(alone, own)  # [H, K]
+        out = out * (alone - normaliser).exp().T[..., None].to(out.dtype)
+        ctx.call = call
+        ctx.save_for_backward(query, key, value, sinks, out, normaliser, random)
+        return cast(Tensor, out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        query, key, value, sinks, out, normaliser, random = ctx.saved_tensors
+        call: _Call = ctx.call
+        slopes = call.operators._varlen_attn_backward(
+            *(grad.contiguous(), query, key, value, out, normaliser, *call.bounds, call.is_causal, random),
+            *(call.scale, list(call.window_size)),
+        )
+        share = (sinks.float()[:, None] - normaliser).exp()
+        of_sinks = -(share * (grad.float() * out.float()).sum(-1).T).sum(1)
+        return *slopes, of_sinks.to(sinks.dtype), None
 
 
 @final
@@ -80,6 +153,8 @@ class VarlenPlan:
         most_queries, most_keys: the largest number of queries, and of keys, in a segment.
         keys: copies the K computed tokens to the M tokens of whole segments; None if no token is shared, so that K = M.
         kernel: the attention kernel.
+        takes_sinks: False if the kernel's results with sinks are wrong on this device.
+        buckets: returns the plan of the layers that the kernel cannot compute.
         group: the processes that divide the K tokens outside attention, or None.
     """
 
@@ -89,6 +164,8 @@ class VarlenPlan:
     most_keys: int
     keys: Reading | None
     kernel: VarlenKernel
+    takes_sinks: bool
+    buckets: Callable[[], SegmentPlan]
     group: SequenceGroup | None = None
 
     @classmethod
@@ -100,6 +177,7 @@ class VarlenPlan:
         group: SequenceGroup | None = None,
         *,
         kernel: VarlenKernel,
+        takes_sinks: bool = True,
     ) -> VarlenPlan:
         """Plan for packed segments, whose `position_ids` [T] restart at 0. Without `distinct`, compute every token."""
         begins = position_ids == 0
@@ -117,11 +195,16 @@ class VarlenPlan:
             most_keys=int(lengths.max()),
             keys=keys,
             kernel=kernel,
+            takes_sinks=takes_sinks,
+            buckets=cache(partial(SegmentPlan.of, position_ids, device, distinct, group)),
             group=group,
         )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Compute `AttentionPlan.attend`; cast to autocast's dtype here, because autocast does not cover the kernel."""
+        window, scale, cap, sinks = scores
+        if cap is not None or (sinks is not None and not self.takes_sinks):
+            return self.buckets().attend(query, key, value, scores)
         if self.keys is not None:
             key, value = self.keys(key), self.keys(value)
         kind = query.device.type
@@ -139,6 +222,7 @@ class VarlenPlan:
             scale=scale,
             window_size=(before, 0),
             enable_gqa=query.shape[1] != key.shape[1],
+            sinks=sinks,
         )
 
 

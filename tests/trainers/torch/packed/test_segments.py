@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.trainers.torch.packed.attention import attend
+from pipelinerl.numerics import torch_attention
+from pipelinerl.trainers.torch.packed.attention import Scores
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 
 LENGTHS = {
@@ -16,28 +17,43 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("name", LENGTHS)
-def test_attention_in_buckets_of_similar_segment_lengths_equals_masked_attention(name, kv_heads, window):
-    positions = np.concatenate([np.arange(length) for length in LENGTHS[name]]).astype(np.int32)
-    segments = torch.from_numpy(np.cumsum(positions == 0))
-    total = len(positions)
-    draw = torch.Generator().manual_seed(0)
-    heads = (4, kv_heads, kv_heads)
-    q, k, v = (torch.randn(1, h, total, 8, dtype=torch.float64, generator=draw, requires_grad=True) for h in heads)
-    distance = torch.arange(total)[:, None] - torch.arange(total)
-    mask = (segments[:, None] == segments) & (distance >= 0) & (distance < (window or total))
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
-    wanted = wanted.transpose(1, 2)
-    cotangent = torch.randn(wanted.shape, dtype=torch.float64, generator=draw)
-    expected = torch.autograd.grad(wanted, (q, k, v), cotangent)
+def masked_attention(q, k, v, positions, scores):
+    """Return attention [T, H, d] by one large mask, from query [T, H, d], key and value [T, H_kv, d]."""
+    segments, distance = (positions == 0).cumsum(0), positions[:, None] - positions
+    mask = (segments[:, None] == segments) & (distance >= 0) & (distance < (scores.window or len(positions)))
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+    products = torch.einsum("qhd,khd->hqk", q, k) * scores.scale
+    if scores.cap is not None:
+        products = scores.cap * torch.tanh(products / scores.cap)
+    products = products.masked_fill(~mask, -torch.inf)
+    if scores.sinks is not None:
+        products = torch.cat((products, scores.sinks[:, None, None].expand(-1, len(positions), 1)), dim=-1)
+    return torch.einsum("hqk,khd->qhd", products.softmax(-1)[..., : len(positions)], v)
 
-    plan = SegmentPlan.of(positions, torch.device("cpu"))
-    got, _ = attend(torch.nn.Identity(), q, k, v, None, segments=plan, scaling=0.3, sliding_window=window)
-    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
-    for ours, theirs in zip(torch.autograd.grad(got, (q, k, v), cotangent), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+@pytest.mark.parametrize("held", [2**24, 2000], ids=["whole", "pieces"])
+@pytest.mark.parametrize("cap", [None, 0.5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("name", ["uniform", "buckets", "of one token"])
+def test_attention_in_buckets_of_similar_segment_lengths_equals_masked_attention(
+    name, window, has_sinks, cap, held, monkeypatch
+):
+    monkeypatch.setitem(torch_attention.SCORES_AT_ONCE, "cpu", held)
+    positions = np.concatenate([np.arange(length) for length in LENGTHS[name]]).astype(np.int32)
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(len(positions), heads, 8) for heads in (4, 2, 2)] + [(4,)]
+    q, k, v, sinks = drawn = [
+        torch.randn(size, dtype=torch.float64, generator=draw, requires_grad=True) for size in sizes
+    ]
+    scores = Scores(window, 0.3, cap, sinks if has_sinks else None)
+    wanted = masked_attention(q, k, v, torch.from_numpy(positions), scores)
+    got = SegmentPlan.of(positions, torch.device("cpu")).attend(q, k, v, scores)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
+    cotangent, taking = torch.randn(wanted.shape, generator=draw), drawn[: 4 if has_sinks else 3]
+    gradients = (torch.autograd.grad(each, taking, cotangent) for each in (got, wanted))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", LENGTHS)

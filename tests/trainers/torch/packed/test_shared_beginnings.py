@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipelinerl.objective.presets import resolve
-from pipelinerl.trainers.torch.packed.attention import attend
+from pipelinerl.trainers.torch.packed.attention import Scores
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
 from pipelinerl.training.packing import alone
@@ -76,17 +76,17 @@ def test_gradient_of_a_row_that_is_read_several_times_is_the_sum_over_its_reader
 def test_attention_over_shared_prefixes_matches_attention_over_repeated_prefixes(shared, window):
     distinct, device = Distinct.of(shared), torch.device("cpu")
     draw = torch.Generator().manual_seed(0)
-    size = (1, 2, len(distinct.kept), 8)
+    size = (len(distinct.kept), 2, 8)
     computed = [torch.randn(size, dtype=torch.float64, generator=draw, requires_grad=True) for _ in range(3)]
     place = torch.from_numpy(distinct.place)
-    whole = [each[:, :, place] for each in computed]
+    whole = [each[place] for each in computed]
     plan = SegmentPlan.of(shared.position_ids, device)
-    wanted = attend(torch.nn.Identity(), *whole, None, segments=plan, sliding_window=window)[0][0, distinct.kept]
+    wanted = plan.attend(*whole, Scores(window))[distinct.kept]
     cotangent = torch.randn(wanted.shape, dtype=torch.float64, generator=draw)
     expected = torch.autograd.grad(wanted, computed, cotangent)
 
     plan = SegmentPlan.of(shared.position_ids, device, distinct)
-    got = attend(torch.nn.Identity(), *computed, None, segments=plan, sliding_window=window)[0][0]
+    got = plan.attend(*computed, Scores(window))
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
     for ours, theirs in zip(torch.autograd.grad(got, computed, cotangent), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)

@@ -17,16 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoModel
 
 from pipelinerl.trainers.torch.loading import load
-from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, attend
+from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, Scores, attend
 from pipelinerl.trainers.torch.packed.attention_choice import HeadShapes
 from pipelinerl.trainers.torch.packed.planner import failed_trial
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
-from pipelinerl.trainers.torch.packed.varlen import VarlenPlan, for_fewer_key_heads, torch_kernel
+from pipelinerl.trainers.torch.packed.varlen import VarlenPlan, for_fewer_key_heads, torch_kernel, with_sinks
 from pipelinerl.trainers.torch.packed_model import hidden_states
 from pipelinerl.trainers.torch.passes import PassSetting, predict
-from tests.fakes.varlen_kernel import varlen_attention
+from tests.fakes.varlen_kernel import VarlenOperators, varlen_attention
 from tests.patience import PATIENCE_S
 from trainer_contract.types import Device, TrainerSpec
 
@@ -50,6 +50,7 @@ def test_fake_varlen_kernel_matches_torch_attention_computed_segment_by_segment(
         scale=0.3,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=kv_heads != 4,
+        sinks=None,
     )
     wanted = []
     for first, end in pairwise(starts(keys).tolist()):
@@ -64,7 +65,9 @@ def test_fake_varlen_kernel_matches_torch_attention_computed_segment_by_segment(
 def old_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
     """Fake kernel with the signature of torch 2.11's kernel, which needs as many key heads as query heads."""
     bounds = (cu_seq_q, cu_seq_k, max_q, max_k)
-    return varlen_attention(query, key, value, *bounds, scale=scale, window_size=window_size, enable_gqa=False)
+    return varlen_attention(
+        query, key, value, *bounds, scale=scale, window_size=window_size, enable_gqa=False, sinks=None
+    )
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -72,7 +75,7 @@ def test_kernel_without_grouped_query_attention_gets_repeated_key_heads(kv_heads
     draw = torch.Generator().manual_seed(0)
     drawn = [torch.randn(13, heads, 8, generator=draw, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
     results = []
-    for kernel in (varlen_attention, for_fewer_key_heads(old_varlen_attn)):
+    for kernel in (partial(varlen_attention, sinks=None), for_fewer_key_heads(old_varlen_attn)):
         settings = {"scale": None, "window_size": (-1, 0), "enable_gqa": kv_heads != 4}
         out = kernel(*drawn, starts([9, 4]), starts([9, 4]), 9, 9, **settings)
         results.append((out, *torch.autograd.grad(out.square().sum(), drawn)))
@@ -82,20 +85,26 @@ def test_kernel_without_grouped_query_attention_gets_repeated_key_heads(kv_heads
 
 
 def attended(plan, drawn, cotangent, window):
-    """Return the output of attention, and the gradients of query, key and value."""
-    out, _ = attend(torch.nn.Identity(), *drawn, None, segments=plan, scaling=0.4, sliding_window=window)
+    """Return the output of attention, and the gradients of query, key, value, and sinks if there are any."""
+    q, k, v = (each.squeeze(0).transpose(0, 1) for each in drawn[:3])
+    out = plan.attend(q, k, v, Scores(window, 0.4, sinks=drawn[3] if len(drawn) > 3 else None))[None]
     return out, *torch.autograd.grad(out, drawn, cotangent)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("name", ["ragged", "shared", "branching"])
-def test_varlen_attention_matches_bucket_attention_in_value_and_gradient(name, window, request, micro_batch):
+def test_varlen_attention_matches_bucket_attention_in_value_and_gradient(name, window, has_sinks, request, micro_batch):
+    """With sinks, the fake has the two operators behind torch's kernel, which know none."""
     batch = micro_batch((3, 1, 8, 40, 5)) if name == "ragged" else request.getfixturevalue(name)
     distinct, draw = Distinct.of(batch), torch.Generator().manual_seed(0)
     count = len(distinct.kept)
     drawn = [torch.randn(1, heads, count, 8, generator=draw, requires_grad=True) for heads in (4, 2, 2)]
+    if has_sinks:
+        drawn.append(torch.randn(4, generator=draw, requires_grad=True))
     cotangent = torch.randn(1, count, 4, 8, generator=draw)
-    plans = (make(batch.position_ids, CPU, distinct) for make in (SegmentPlan.of, varlen))
+    kernel = with_sinks(varlen_attention, VarlenOperators)
+    plans = (make(batch.position_ids, CPU, distinct) for make in (SegmentPlan.of, partial(varlen, kernel=kernel)))
     wanted, got = (attended(plan, drawn, cotangent, window) for plan in plans)
     for ours, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

@@ -21,7 +21,6 @@ from typing import Final
 
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.config.recipe import RunConfig, load_run
-from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.decisions.elastic import Want, in_words, next_change, note_change, note_step
 from pipelinerl.controller.state.run_state import ElasticMemory, ElasticRule
 from pipelinerl.errors import RecordError, UserError
@@ -29,6 +28,7 @@ from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.run_history import tell
 from pipelinerl.roles.role import REDIS_VARIABLE
+from pipelinerl.section import shared_values
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.redis_stream import open_stream

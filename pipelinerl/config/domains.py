@@ -9,7 +9,6 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from inference_contract.weights import BaseUrl
 from pipelinerl.config.learning import CooldownSection, RewardSection
-from pipelinerl.config.sections import Section, shared_values
 from pipelinerl.config.verification import (
     InstructionsSection,
     JudgeSection,
@@ -23,6 +22,7 @@ from pipelinerl.environments.environment import OPENENV, VERIFIERS, EpisodeLimit
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.objective.streams import Loss
+from pipelinerl.section import Section, shared_values
 from pipelinerl.system.references import is_reference
 from pipelinerl.types import DomainSampling, Message
 

@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.config.sections import Section, shared_values
 from pipelinerl.enums import COLDEST, HOTTEST, Pin
+from pipelinerl.section import Section, shared_values
 
 SplitName = Literal["held_out", "validation"]
 #: Type of the keys `pass_at`: the values of k for which pass@k is estimated.

@@ -8,10 +8,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from inference_contract.weights import BaseUrl
-from pipelinerl.config.sections import Section
 from pipelinerl.enums import NoSignal, OldLogprobs, Truncated
 from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.reward import NormalizationScope, RewardShaping
+from pipelinerl.section import Section
 
 
 class TrainingSection(Section):

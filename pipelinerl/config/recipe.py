@@ -44,7 +44,6 @@ from pipelinerl.config.sections import (
     RunSection,
     SamplesSection,
     SamplingSection,
-    Section,
     StalenessSection,
     StreamsSection,
     TrackersSection,
@@ -57,6 +56,7 @@ from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import RecipeError, UserError, did_you_mean
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.observability.logs import without_secrets
+from pipelinerl.section import Section
 from pipelinerl.system.files import from_home, working_directory, write_private
 from trainer_contract.types import Device
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from inference_contract.weights import Backend, BaseUrl, OnUpdate, Transport
 from pipelinerl.enums import (
@@ -21,24 +20,13 @@ from pipelinerl.enums import (
     WeightFormat,
 )
 from pipelinerl.errors import RecipeError, did_you_mean
+from pipelinerl.section import Section, shared_values
 from pipelinerl.staleness import PRESETS, StalenessBounds
 from pipelinerl.system.files import from_home
 from pipelinerl.types import Sampling
 from trainer_contract.types import Device, HeadPrecision, Kernels, OptimizerSpec, Precision, Rounding, WeightDType
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
-
-
-class Section(BaseModel):
-    """Base class of every section of a recipe: immutable, and unknown keys are rejected."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-
-
-def shared_values(section: Section, settings: type[Any]) -> dict[str, Any]:
-    """Return, by name, the values of the section's fields that also exist in the dataclass `settings`."""
-    names = [field.name for field in fields(settings) if field.name in type(section).model_fields]
-    return {name: getattr(section, name) for name in names}
 
 
 class RunSection(Section):

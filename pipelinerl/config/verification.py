@@ -8,7 +8,6 @@ from typing import Annotated, Final, Literal, Self, get_args
 
 from pydantic import Field, SecretStr, StringConstraints, field_validator, model_validator
 
-from pipelinerl.config.sections import Section, shared_values
 from pipelinerl.data.prompts import Template
 from pipelinerl.enums import HOTTEST, VerifierLocation
 from pipelinerl.errors import RecipeError
@@ -16,6 +15,7 @@ from pipelinerl.plugins.instructions.catalogue import Matching, Score
 from pipelinerl.plugins.oubliette import toolchains
 from pipelinerl.plugins.oubliette.checkers import Checker, CodeRules, Scoring
 from pipelinerl.plugins.oubliette.runs import Tier
+from pipelinerl.section import Section, shared_values
 from pipelinerl.system.references import is_reference
 from pipelinerl.system.secret_variables import read_secret
 

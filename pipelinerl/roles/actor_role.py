@@ -18,7 +18,6 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes, Player
 from pipelinerl.actor.single_turn import SingleTurn
-from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
@@ -27,6 +26,7 @@ from pipelinerl.plugins.verifier_service.client import RemoteVerifier, VerifierS
 from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.verification import JudgeBudget, open_filter, open_verifier, rules_of
+from pipelinerl.section import shared_values
 from pipelinerl.system.service_client import ServicePatience
 from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.verifier import GroupVerifier, start

@@ -22,7 +22,6 @@ from pydantic import SecretStr
 
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig, check_layout, load, parse, save, to_table, write_layout
-from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
@@ -51,6 +50,7 @@ from pipelinerl.roles.wiring import (
     objective_of,
     training_problems,
 )
+from pipelinerl.section import shared_values
 from pipelinerl.streams.stream import Stream, parse_id
 from pipelinerl.system.files import write_private
 from pipelinerl.system.http_service import listen, serve_until, url_of

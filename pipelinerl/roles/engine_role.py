@@ -18,7 +18,6 @@ from inference_contract.errors import EngineStopped
 from inference_contract.schemas import EngineState
 from inference_contract.weights import Transport
 from pipelinerl import registry
-from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.controller.routes import OFFER_S
 from pipelinerl.engines.http.server import create_app
@@ -28,6 +27,7 @@ from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, User
 from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, end, freeze_gc
+from pipelinerl.section import shared_values
 from pipelinerl.system.http_client import async_session
 from pipelinerl.system.http_service import OPEN_PATH, listen, serve_until, url_of
 from pipelinerl.system.machine import LOOPBACK, address_towards

@@ -29,6 +29,7 @@ from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, objective_of, routing_of, training_problems
 from pipelinerl.roles.workers import close_workers, started
+from pipelinerl.section import shared_values
 from pipelinerl.streams.stream import Stream
 from pipelinerl.trainers.ranks.rank0 import leave_undone
 from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES, Canary, CanaryCheck, check_canary

@@ -17,12 +17,12 @@ from pipelinerl import registry
 from pipelinerl.component import Component
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.config.sections import shared_values
 from pipelinerl.config.verification import DEFAULT_VERIFIER, JudgeSection
 from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
 from pipelinerl.errors import AddressError, RecipeError
 from pipelinerl.plugins.judge.verifier import Judge, JudgeServer, JudgeSettings, ScoreFormat, Spending
 from pipelinerl.plugins.verifier_service.wire import ServedDomain
+from pipelinerl.section import shared_values
 from pipelinerl.system.references import is_reference, last_line
 from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded

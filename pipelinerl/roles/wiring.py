@@ -11,7 +11,6 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.learning import ReferenceSection
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import ElasticRule
 from pipelinerl.data.mixture import Domain, Mixture
@@ -29,6 +28,7 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.reward import NormalizationScope
 from pipelinerl.objective.streams import ONE_LOSS, DomainLoss, DomainLosses, Loss
 from pipelinerl.objective.tokens import Policy
+from pipelinerl.section import shared_values
 from pipelinerl.system.references import is_reference
 from pipelinerl.training.batch import BatchRules, MiniBatching
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore

@@ -9,7 +9,7 @@ from pathlib import Path
 from pipelinerl import registry
 from pipelinerl.config.learning import CriticSection
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.config.sections import ModelSection, shared_values
+from pipelinerl.config.sections import ModelSection
 from pipelinerl.engines.http.engine_teacher import TEACHER_TOKEN, EngineTeacher
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import ModelError, RecipeError
@@ -19,6 +19,7 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
 from pipelinerl.roles.wiring import batch_rules_of, demonstrations_of, is_url, references_of
+from pipelinerl.section import shared_values
 from pipelinerl.system.secret_variables import read_secret
 from pipelinerl.training.passes import EntropyMeter, ForwardPasses, Teacher
 from pipelinerl.training.schedule import LearningRateSchedule

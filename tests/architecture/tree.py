@@ -43,7 +43,7 @@ FLOORS: dict[str, float] = {
     "launch": 8,
     "benchmarks": 9,
 }
-VALUES = frozenset({"types", "enums", "arrays", "staleness", "rng", "errors", "messages"})
+VALUES = frozenset({"types", "enums", "arrays", "staleness", "rng", "errors", "messages", "section"})
 
 
 @dataclass(frozen=True)

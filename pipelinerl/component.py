@@ -60,11 +60,14 @@ class TrainerComponent(Component):
         check_options: reference of a function that raises `SpecError` for invalid entries of `trainer.options`, without
             heavy imports; a trainer without it takes no options.
         replays_routing: it can use the experts that the engine reports (`trainer.routing_replay`).
+        rank: reference of a function `(options) -> (Distributed | None, Join, Start)` with which a rank above 0 finds,
+            joins and follows rank 0; it raises `SpecError`. A trainer without it has one process.
     """
 
     on_host: bool = False
     check_options: str = ""
     replays_routing: bool = False
+    rank: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,30 @@ class VerifierComponent(Component):
     check_problem: str = ""
     reference_answer: str = ""
     needs_reference: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandComponent(Component):
+    """A command of `pipelinerl`; `build` is a function with the command's options, or a typer app of several commands.
+
+    Attributes:
+        help: the command's help, which `pipelinerl --help` shows without importing the command.
+        hidden: `pipelinerl --help` does not list it.
+    """
+
+    help: str
+    hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportComponent(Component):
+    """A transport of weights; `build` is a function `(Identity, EngineControl, Stream, Grace) -> Publisher`.
+
+    Attributes:
+        fetch: reference of a function `(token) -> PullSource`, if engines fetch the weights.
+    """
+
+    fetch: str = ""
 
 
 def missing_packages(component: Component) -> list[str]:

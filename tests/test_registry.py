@@ -12,7 +12,7 @@ from pipelinerl.component import Component, imported, missing_packages
 from pipelinerl.errors import RecipeError
 
 KINDS: tuple[registry.Components[Any], ...] = (
-    registry.ENGINES, registry.TRAINERS, registry.SOURCES, registry.VERIFIERS,
+    registry.ENGINES, registry.TRAINERS, registry.SOURCES, registry.VERIFIERS, registry.TRANSPORTS, registry.COMMANDS,
 )  # fmt: skip
 
 
@@ -23,7 +23,10 @@ def test_every_registered_component_that_is_installed_can_be_loaded(
     component = components[name]
     if not missing_packages(component):
         assert callable(registry.load("engine.type", components, name))
-    further = [getattr(component, key, "") for key in ("check_options", "look", "check_problem", "reference_answer")]
+    further = [
+        getattr(component, key, "")
+        for key in ("check_options", "look", "check_problem", "reference_answer", "rank", "fetch")
+    ]
     assert all(callable(imported(reference)) for reference in further if reference)
 
 

@@ -16,21 +16,21 @@ import httpx
 from inference_contract.engine import Engine
 from inference_contract.errors import EngineStopped
 from inference_contract.schemas import EngineState
-from inference_contract.weights import Transport
 from pipelinerl import registry
+from pipelinerl.component import imported
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.controller.routes import OFFER_S
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
-from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, end, freeze_gc
 from pipelinerl.section import shared_values
 from pipelinerl.system.http_client import async_session
 from pipelinerl.system.http_service import OPEN_PATH, listen, serve_until, url_of
 from pipelinerl.system.machine import LOOPBACK, address_towards
+from pipelinerl.weights.pull import PullSource
 
 log = logging.getLogger("pipelinerl")
 
@@ -57,13 +57,27 @@ def build_engine(identity: Identity) -> Engine:
         "kernels": config.model.kernels,
         "threads": config.launch.threads,
         "seed": config.run.seed,
-        "pull": WeightPuller(token=identity.token),
+        "pull": _puller(identity),
         "server": server,
     }
     engine: Engine = build(EngineOptions(**shared_values(config.engine, EngineOptions) | of_the_run))
-    if config.weights.transport is not Transport.PULL:
+    if not registry.TRANSPORTS[config.weights.transport].fetch:
         import_module(_GROUPS)
     return engine
+
+
+def _puller(identity: Identity) -> PullSource | None:
+    """Return what fetches weights from servers, which an engine may be told to do in any run; None without the plug-in.
+
+    Raises `RecipeError` if the run's own transport is missing.
+    """
+    own = registry.TRANSPORTS[identity.config.weights.transport]
+    fetching = [each for _, each in registry.TRANSPORTS.loadable() if each.fetch]
+    chosen = own if own.fetch else next(iter(fetching), None)
+    if chosen is None:
+        return None
+    puller: PullSource = imported(chosen.fetch)(token=identity.token)
+    return puller
 
 
 def _server_of(identity: Identity) -> str | None:

@@ -16,4 +16,5 @@ TRAINER: Final = TrainerComponent(
     needs=("jax", "optax", "tensorstore"),
     remedy=_REMEDY,
     check_options="pipelinerl.trainers.option_table:refuse_lora",
+    rank="pipelinerl.plugins.jax.trainer.trainer:as_rank",
 )

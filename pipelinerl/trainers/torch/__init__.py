@@ -11,4 +11,5 @@ COMPONENT: Final = TrainerComponent(
     needs=("torch", "transformers", "accelerate"),
     check_options="pipelinerl.trainers.torch.options:options_of",
     replays_routing=True,
+    rank="pipelinerl.trainers.torch.mesh_worker:as_rank",
 )

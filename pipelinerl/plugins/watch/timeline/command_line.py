@@ -15,11 +15,13 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Annotated, Final
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from pipelinerl.commands.engines import RunPath
 from pipelinerl.commands.recorded_run import recorded_events
 from pipelinerl.errors import UserError
 from pipelinerl.numerics.causes import Cause
@@ -32,6 +34,32 @@ from pipelinerl.plugins.watch.timeline.chrome_trace import ChromeTrace, write_tr
 
 #: Name of the trace file in the run's directory, unless the user gives another path.
 DEFAULT_NAME: Final = "trace.json.gz"
+
+
+def mismatch(
+    run_dir: RunPath,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every figure and the advice as JSON.")] = False,
+) -> None:
+    """Print a run's mismatch and advice."""
+    show_mismatch(run_dir, Console(soft_wrap=as_json), as_json=as_json)
+
+
+def trace(
+    run_dir: RunPath,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write (default: the run's trace.json.gz).")
+    ] = None,
+) -> None:
+    """Export a run's timeline."""
+    typer.echo(trace_run(run_dir, output))
+
+
+def track(
+    run_dir: RunPath,
+    tensorboard: Annotated[Path, typer.Option(help="Directory for event files that TensorBoard reads.")],
+) -> None:
+    """Export a run's metrics."""
+    typer.echo(track_run(run_dir, tensorboard))
 
 
 def trace_run(run_dir: Path, output: Path | None) -> str:

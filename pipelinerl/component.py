@@ -10,10 +10,12 @@ imported when they are used.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl.errors import RecipeError, ReferenceFailed
+from pipelinerl.section import Section
 from pipelinerl.system.references import load_reference
 
 
@@ -23,10 +25,14 @@ class Component:
 
     Attributes:
         build: reference of the function or class that makes it; the kind says with which arguments.
+        section: its options, as a table of the recipe; None if it has none.
+        key: key of that table, by default the component's name.
         needs: packages that must be installed. `remedy` says how to install them.
     """
 
     build: str
+    section: type[Section] | None = None
+    key: str = ""
     needs: tuple[str, ...] = ()
     remedy: str = "pip install it"
 
@@ -86,15 +92,29 @@ class SourceComponent(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierComponent(Component):
-    """A verifier; `build` is a class that implements `Verifier`.
+    """A verifier; `build` is a function `(section, VerifierContext) -> GroupVerifier`.
+
+    `section` is the domain's table at `key`, or None for a verifier without options.
 
     Attributes:
+        deterministic: it always gives the same verdict on the same answer, so that verdicts can be cached.
+        places: options that do not change verdicts, such as the address of a service.
+        trial: options that `pipelinerl check` replaces where judging costs money; only one answer is then judged.
+        probe: reference of an async function `(section) -> str` that opens the sandbox and returns its tier; it raises
+            `UserError` if this machine lacks the sandbox.
+        check: reference of a function `(section, problems) -> Iterator[str]` that yields findings on a domain's
+            problems for `pipelinerl check`, and raises `RecipeError` for a problem that cannot be judged.
         check_problem: reference of a function `(Problem)` that raises `RecipeError` if it can judge no answer to it.
         reference_answer: reference of a function from a problem to a right answer as a model writes it; without it,
             that is the problem's ground truth.
         needs_reference: its problems must have a reference answer.
     """
 
+    deterministic: bool = False
+    places: frozenset[str] = frozenset()
+    trial: Mapping[str, Any] | None = None
+    probe: str = ""
+    check: str = ""
     check_problem: str = ""
     reference_answer: str = ""
     needs_reference: bool = True
@@ -122,6 +142,51 @@ class TransportComponent(Component):
     """
 
     fetch: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolComponent(Component):
+    """A tool of episodes; `build` is a function `(section, num_workers | None) -> Tool`.
+
+    `section` is the domain's table at `key`, or None for a tool without options.
+
+    Attributes:
+        check: reference of a function `(section)` that raises `UserError` if this machine cannot run the tool.
+    """
+
+    check: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentComponent(Component):
+    """Environments that a recipe names as `name:argument`; `build` is a function `(argument, options) -> Play`.
+
+    `build` raises `ReferenceFailed` if the argument or one of the options is invalid.
+
+    Attributes:
+        own_host: `build` returns the command (`list[str]`) of a process instead, which plays the episodes in the
+            protocol of `environments/episode_host.py`.
+        check: reference of a function `(argument, options)` that raises `ReferenceFailed` if episodes cannot be played
+            here; without it, `build` is called.
+        paths: options that are paths.
+    """
+
+    own_host: bool = False
+    check: str = ""
+    paths: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerComponent(Component):
+    """An experiment tracker; `build` is a function `(section, TrackedRun, Bookmark | None) -> Tracker`.
+
+    `section` is its table in `[trackers]`, under its name, or None for a tracker without options.
+
+    Attributes:
+        switch: what `trackers.NAME = true` does, for a tracker without options.
+    """
+
+    switch: str = ""
 
 
 def missing_packages(component: Component) -> list[str]:

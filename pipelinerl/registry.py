@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import metadata
 from typing import Any, Final, Generic, TypeVar
 
@@ -21,7 +21,10 @@ from pipelinerl.component import (
     CommandComponent,
     Component,
     EngineComponent,
+    EnvironmentComponent,
     SourceComponent,
+    ToolComponent,
+    TrackerComponent,
     TrainerComponent,
     TransportComponent,
     VerifierComponent,
@@ -37,6 +40,11 @@ C = TypeVar("C")
 K = TypeVar("K", bound=Component)
 
 
+@cache
+def _entry_points() -> metadata.EntryPoints:
+    return metadata.entry_points(group=ENTRY_POINTS)
+
+
 class Components(Mapping[str, C], Generic[C]):
     """The components of one kind by name, each imported when it is looked up."""
 
@@ -49,9 +57,7 @@ class Components(Mapping[str, C], Generic[C]):
     def _places(self) -> dict[str, str]:
         prefix = f"{self.kind}."
         others = {
-            point.name.removeprefix(prefix): point.value
-            for point in metadata.entry_points(group=ENTRY_POINTS)
-            if point.name.startswith(prefix)
+            point.name.removeprefix(prefix): point.value for point in _entry_points() if point.name.startswith(prefix)
         }
         return {**self._ours, **{name: place for name, place in others.items() if name not in self._ours}}
 
@@ -131,11 +137,32 @@ VERIFIERS: Final = Components(
     "verifier",
     VerifierComponent,
     {
-        "math_answer": "pipelinerl.verifiers.math_answer:COMPONENT",
-        "reasoning_gym": "pipelinerl.verifiers.reasoning_gym:COMPONENT",
+        "math_answer": "pipelinerl.verifiers:MATH_ANSWER",
+        "reasoning_gym": "pipelinerl.verifiers:REASONING_GYM",
         "instruction_following": "pipelinerl.plugins.instructions:VERIFIER",
         "judge": "pipelinerl.plugins.judge:COMPONENT",
-        "oubliette": "pipelinerl.plugins.oubliette:COMPONENT",
+        "oubliette": "pipelinerl.plugins.oubliette:VERIFIER",
+    },
+)
+
+TOOLS: Final = Components("tool", ToolComponent, {"python": "pipelinerl.plugins.oubliette:PYTHON"})
+
+ENVIRONMENTS: Final = Components(
+    "environment",
+    EnvironmentComponent,
+    {
+        "openenv": "pipelinerl.plugins.openenv:COMPONENT",
+        "verifiers": "pipelinerl.environments.tasksets:COMPONENT",
+    },
+)
+
+TRACKERS: Final = Components(
+    "tracker",
+    TrackerComponent,
+    {
+        "tensorboard": "pipelinerl.plugins.trackers:TENSORBOARD",
+        "wandb": "pipelinerl.plugins.trackers:WANDB",
+        "trackio": "pipelinerl.plugins.trackers:TRACKIO",
     },
 )
 

@@ -19,7 +19,7 @@ from pipelinerl.commands.findings.model import (
     refuse_experts,
     trial_findings,
 )
-from pipelinerl.commands.findings.problems import MOST, instruction_findings, prompt_findings, refuse_problems
+from pipelinerl.commands.findings.problems import MOST, prompt_findings, refuse_problems, verifier_findings
 from pipelinerl.commands.findings.schedule import mini_batch_finding, stale_share
 from pipelinerl.commands.findings.trials import (
     called_by_place,
@@ -58,7 +58,6 @@ from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.explain import differing, slot_lines
 from pipelinerl.objective.presets import preset_of, resolve
 from pipelinerl.objective.streams import Loss
-from pipelinerl.plugins.trackers.tracker import missing_package
 from pipelinerl.roles.dtypes import Dtypes, dtypes_of
 from pipelinerl.roles.episodes import check_environment
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
@@ -113,8 +112,7 @@ def refuse(config: RunConfig) -> None:
         except SpecError as error:
             raise RecipeError(f"trainer.{error}") from error
     for tracker in config.trackers.chosen:
-        if sentence := missing_package(tracker):
-            raise RecipeError(sentence)
+        registry.find("trackers", registry.TRACKERS, tracker)
     dtypes_of(config)
     refuse_experts(config)
     objective_of(config)
@@ -191,7 +189,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "user code", f"{where} = {place_of(imported(name))}"
     for domain in config.domains:
         yield from (("warning", sentence) for sentence in called_by_place(domain))
-        yield from instruction_findings(config, domain)
+        yield from verifier_findings(config, domain)
         yield from _trials(domain, config, tokenizer)
         if (judge := open_filter(config)) is not None:
             problem = _problems_of(domain, config).problem(0)

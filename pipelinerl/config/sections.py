@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, create_model, field_validator, model_validator
 
 from inference_contract.weights import Backend, BaseUrl, OnUpdate, Transport
+from pipelinerl import registry
 from pipelinerl.enums import (
     COLDEST,
     HOTTEST,
@@ -467,38 +469,24 @@ class FiguresSection(Section):
         return 0 if trainer == "jax" else 10
 
 
-class WandbSection(Section):
-    """A Weights & Biases run; its key is read from where `wandb login` stored it."""
-
-    project: str = Field(min_length=1, max_length=128)
-    """Name of the project."""
-    entity: str | None = None
-    """A user or team; by default the user who is logged in."""
-    mode: Literal["online", "offline"] = "online"
-    """`offline` writes local files that `wandb sync` can upload later."""
-
-
-class TrackioSection(Section):
-    """A trackio run."""
-
-    project: str = Field(min_length=1, max_length=128)
-    """Name of the project."""
-    space_id: str | None = None
-    """A Hugging Face space; by default the run is tracked on this machine."""
-
-
 class TrackersSection(Section):
     """Experiment trackers, fed from the run's events by a separate process, so they cannot slow or end the run."""
-
-    tensorboard: bool = False
-    """Write event files to `tensorboard/` in the run's directory."""
-    wandb: WandbSection | None = None
-    """Settings of Weights & Biases; leave out to disable it."""
-    trackio: TrackioSection | None = None
-    """Settings of trackio; leave out to disable it."""
 
     @property
     def chosen(self) -> tuple[str, ...]:
         """Names of the enabled trackers."""
-        wanted = {"tensorboard": self.tensorboard, "wandb": self.wandb, "trackio": self.trackio}
-        return tuple(name for name, section in wanted.items() if section)
+        return tuple(name for name, section in self if section)
+
+
+def _tracker_fields() -> Iterator[tuple[str, Any]]:
+    for name, tracker in registry.TRACKERS.loadable():
+        if tracker.section is not None:
+            yield name, (tracker.section | None, None)
+        else:
+            yield name, (bool, Field(default=False, description=tracker.switch))
+
+
+# Type checkers see the class above, which has no fields: `chosen` names them.
+TrackersSection = create_model(  # type: ignore[misc]
+    "TrackersSection", __base__=TrackersSection, __module__=__name__, **dict(_tracker_fields())
+)

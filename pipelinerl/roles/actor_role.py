@@ -25,11 +25,11 @@ from pipelinerl.errors import AddressError, TokenRefused, UserError
 from pipelinerl.plugins.verifier_service.client import RemoteVerifier, VerifierServices
 from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.verification import JudgeBudget, open_filter, open_verifier, rules_of
+from pipelinerl.roles.verification import open_filter, open_verifier, rules_of
 from pipelinerl.section import shared_values
 from pipelinerl.system.service_client import ServicePatience
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.verifier import GroupVerifier, start
+from pipelinerl.verifiers.verifier import BudgetShare, GroupVerifier, start
 from pipelinerl.verifiers.worker_pool import default_workers
 
 log = logging.getLogger("pipelinerl")
@@ -113,7 +113,7 @@ def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, Grou
     judged = [domain for domain in config.domains if domain.has_verifier]
     if config.verification.uses_services:
         return {each.name: RemoteVerifier(services, domain=each.name, rules=rules_of(each)) for each in judged}
-    budget = JudgeBudget(identity.run_dir / "judging" / identity.name, config.actor.count)
+    budget = BudgetShare(identity.run_dir / "judging" / identity.name, config.actor.count)
     return {domain.name: open_verifier(domain, budget=budget) for domain in judged}
 
 

@@ -145,20 +145,11 @@ PLUGIN_IMPORTS_LEFT: frozenset[tuple[str, str]] = frozenset(
         ("pipelinerl/cli.py", "memory"),
         ("pipelinerl/commands/check.py", "evaluation"),
         ("pipelinerl/commands/check.py", "external_engines"),
-        ("pipelinerl/commands/check.py", "trackers"),
-        ("pipelinerl/commands/findings/problems.py", "instructions"),
         ("pipelinerl/commands/findings/schedule.py", "simulation"),
-        ("pipelinerl/config/verification.py", "instructions"),
-        ("pipelinerl/config/verification.py", "oubliette"),
-        ("pipelinerl/environments/user_code.py", "openenv"),
         ("pipelinerl/plugins/evaluation/respondents.py", "memory"),
-        ("pipelinerl/plugins/verifier_service/role.py", "oubliette"),
         ("pipelinerl/plugins/watch/timeline/command_line.py", "trackers"),
         ("pipelinerl/roles/actor_role.py", "verifier_service"),
-        ("pipelinerl/roles/episodes.py", "oubliette"),
         ("pipelinerl/roles/process.py", "memory"),
-        ("pipelinerl/roles/verification.py", "judge"),
-        ("pipelinerl/roles/verification.py", "verifier_service"),
     }
 )
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
+from pydantic import Field
+
+from pipelinerl.component import TrackerComponent
 from pipelinerl.roles.role import OnExit, Role, RoleOptions
+from pipelinerl.section import Section
 
 
 # The tracker stops after the controller, because it forwards the controller's last events.
@@ -19,3 +23,43 @@ def tracker(options: RoleOptions) -> None:
 
 
 ROLE: Final = tracker
+
+
+class WandbSection(Section):
+    """A Weights & Biases run; its key is read from where `wandb login` stored it."""
+
+    project: str = Field(min_length=1, max_length=128)
+    """Name of the project."""
+    entity: str | None = None
+    """A user or team; by default the user who is logged in."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes local files that `wandb sync` can upload later."""
+
+
+class TrackioSection(Section):
+    """A trackio run."""
+
+    project: str = Field(min_length=1, max_length=128)
+    """Name of the project."""
+    space_id: str | None = None
+    """A Hugging Face space; by default the run is tracked on this machine."""
+
+
+TENSORBOARD: Final = TrackerComponent(
+    build="pipelinerl.plugins.trackers.tracker:open_tensorboard",
+    switch="Write event files to `tensorboard/` in the run's directory.",
+    needs=("tensorboardX",),
+    remedy="pip install -e '.[track]'",
+)
+WANDB: Final = TrackerComponent(
+    build="pipelinerl.plugins.trackers.tracker:open_wandb",
+    section=WandbSection,
+    needs=("wandb",),
+    remedy="pip install wandb",
+)
+TRACKIO: Final = TrackerComponent(
+    build="pipelinerl.plugins.trackers.tracker:open_trackio",
+    section=TrackioSection,
+    needs=("trackio",),
+    remedy="pip install trackio",
+)

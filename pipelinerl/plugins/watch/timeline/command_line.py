@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipelinerl.commands.engines import RunPath
+from pipelinerl import registry
 from pipelinerl.commands.recorded_run import recorded_events
 from pipelinerl.errors import UserError
 from pipelinerl.numerics.causes import Cause
@@ -29,7 +30,7 @@ from pipelinerl.numerics.review import COMPARED, FIGURES, CauseReview, MetricSer
 from pipelinerl.observability.charts import draw_mismatch
 from pipelinerl.observability.events import EventFollower
 from pipelinerl.observability.run_history import tell
-from pipelinerl.plugins.trackers.tracker import TensorBoardTracker, TrackerFeed, missing_package
+from pipelinerl.plugins.trackers.tracker import TensorBoardTracker, TrackerFeed
 from pipelinerl.plugins.watch.timeline.chrome_trace import ChromeTrace, write_trace
 
 #: Name of the trace file in the run's directory, unless the user gives another path.
@@ -90,8 +91,7 @@ def track_run(run_dir: Path, directory: Path) -> str:
     """Add the events since the last call to TensorBoard files in `directory`; return a message or raise `UserError`."""
     if not (run_dir / "events.jsonl").is_file():
         raise UserError(f"{run_dir} is not a run: it has no events.jsonl")
-    if sentence := missing_package("tensorboard"):
-        raise UserError(sentence)
+    registry.find("trackers", registry.TRACKERS, "tensorboard")
     pieces, place = 0, directory.resolve()
     name = f"tensorboard-{hashlib.sha256(str(place).encode()).hexdigest()[:12]}"
     try:

@@ -46,6 +46,7 @@ class EngineComponent(Component):
         drives_server: it forwards requests to an inference server that the user runs (`engine.servers`).
         check_options: reference of a function that raises `RecipeError` for entries of `engine.options` that other keys
             of the recipe set; an engine without it takes no options.
+        slow_here: reference of a function `(dtype) -> str | None` that says why the engine is slow on this machine.
         reports_routing: it reports the experts of each token.
         reports_policy: it reports log-probs from before top-k and top-p (`policy_logprobs`).
     """
@@ -53,6 +54,7 @@ class EngineComponent(Component):
     on_host: bool = False
     drives_server: bool = False
     check_options: str = ""
+    slow_here: str = ""
     reports_routing: bool = False
     reports_policy: bool = False
 

@@ -145,6 +145,11 @@ VERIFIERS: Final = Components(
     },
 )
 
+#: Where answers are judged, if not in actors; `build` is a function `(token, patience) -> VerdictServices`.
+JUDGED_IN: Final = Components(
+    "place of judging", Component, {"services": "pipelinerl.plugins.verifier_service:COMPONENT"}
+)
+
 TOOLS: Final = Components("tool", ToolComponent, {"python": "pipelinerl.plugins.oubliette:PYTHON"})
 
 ENVIRONMENTS: Final = Components(

@@ -58,7 +58,7 @@ from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.explain import differing, slot_lines
 from pipelinerl.objective.presets import preset_of, resolve
 from pipelinerl.objective.streams import Loss
-from pipelinerl.roles.dtypes import Dtypes, dtypes_of
+from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.episodes import check_environment
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
 from pipelinerl.roles.wiring import (
@@ -158,12 +158,13 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
             unchecked = f"{left / 2**30:,.1f} GiB of {path} are not checked here"
             yield "model", f"{unchecked}; the trainer checks them when it loads"
     # This import is slow, and `pipelinerl run` does not need it.
-    from pipelinerl.plugins.evaluation.respondents import engine_outside_run
+    from pipelinerl.roles.engine_role import engine_outside_run
 
     engine_outside_run(config)
     dtypes = dtypes_of(config)
     engines = f"{config.engine.count} × {config.engine.type}, {config.engine.slots} slots each, in {dtypes.engine}"
-    slow = _slow(config, dtypes)
+    component = registry.ENGINES.get(config.engine.type)
+    slow = imported(component.slow_here)(dtypes.engine) if component is not None and component.slow_here else None
     yield "engine", f"{engines}; {slow}" if slow else engines
     yield "trainer", f"{config.trainer.type}, {config.trainer.passes_in}, sends {dtypes.wire}"
     for key, path in _other_models(config).items():
@@ -316,14 +317,6 @@ def _loss(domain: DomainSection, config: RunConfig) -> str:
             teacher = domain.teacher or (config.reference.place if config.reference else "") or "the initial policy"
             return f"{times}ref_kl to {teacher}, the mean over its sampled tokens; rewards are only reported"
     return f"{times}rl, the objective"
-
-
-def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
-    if config.engine.type != "vllm":
-        return None
-    from pipelinerl.plugins.external_engines.vllm.engine import slow_on_cpu
-
-    return slow_on_cpu(dtypes.engine)
 
 
 def _staleness(config: RunConfig, knobs: Knobs) -> str:

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
+from pipelinerl import registry
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes, Player
 from pipelinerl.actor.single_turn import SingleTurn
@@ -22,14 +23,13 @@ from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import AddressError, TokenRefused, UserError
-from pipelinerl.plugins.verifier_service.client import RemoteVerifier, VerifierServices
 from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.verification import open_filter, open_verifier, rules_of
 from pipelinerl.section import shared_values
 from pipelinerl.system.service_client import ServicePatience
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.verifier import BudgetShare, GroupVerifier, start
+from pipelinerl.verifiers.verifier import BudgetShare, GroupVerifier, VerdictServices, start
 from pipelinerl.verifiers.worker_pool import default_workers
 
 log = logging.getLogger("pipelinerl")
@@ -44,9 +44,11 @@ REFRESH_S = 0.5
 async def run(identity: Identity) -> None:
     """Sample and verify rollouts until the process is stopped."""
     config = identity.config
-    # The set of services is empty until the first assignment, and stays empty if actors judge the answers themselves.
-    patience = ServicePatience(**shared_values(config.verification, ServicePatience))
-    services = VerifierServices(token=identity.token, patience=patience)
+    services: VerdictServices | None = None
+    if config.verification.uses_services:
+        open_services = registry.load("verification.judged_in", registry.JUDGED_IN, "services")
+        patience = ServicePatience(**shared_values(config.verification, ServicePatience))
+        services = open_services(token=identity.token, patience=patience)  # knows none until the first assignment
     verifiers = _verifiers(identity, services)
     group_filter = open_filter(config)
     judges: list[GroupVerifier | GroupFilter] = [*verifiers.values(), *([group_filter] if group_filter else [])]
@@ -91,7 +93,8 @@ async def run(identity: Identity) -> None:
     finally:
         for judge in (*players, *judges):
             await judge.close()
-        await services.close()
+        if services is not None:
+            await services.close()
         await client.close()
         await stream.close()
 
@@ -108,11 +111,11 @@ def _with_gateway(
     return gateway.serve(), Episodes(gateway, pool, domains, attempts=attempts)
 
 
-def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, GroupVerifier]:
+def _verifiers(identity: Identity, services: VerdictServices | None) -> dict[str, GroupVerifier]:
     config = identity.config
     judged = [domain for domain in config.domains if domain.has_verifier]
-    if config.verification.uses_services:
-        return {each.name: RemoteVerifier(services, domain=each.name, rules=rules_of(each)) for each in judged}
+    if services is not None:
+        return {each.name: services.verifier(each.name, rules_of(each)) for each in judged}
     budget = BudgetShare(identity.run_dir / "judging" / identity.name, config.actor.count)
     return {domain.name: open_verifier(domain, budget=budget) for domain in judged}
 
@@ -129,7 +132,7 @@ async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None
 
 
 async def _follow_controller(
-    identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerifierServices
+    identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerdictServices | None
 ) -> None:
     """Apply each assignment of the controller: engines, verifier services, concurrency, version and staleness bound k.
 
@@ -152,7 +155,8 @@ async def _follow_controller(
                     log.info("the controller at %s answers", controller.url)
                 reachable = True
                 pool.update(assignment.serving, finishing=assignment.finishing, speeds=assignment.speeds)
-                services.update(assignment.verifiers)
+                if services is not None:
+                    services.update(assignment.verifiers)
                 actor.resize(assignment.groups_in_flight)
                 actor.follow(model_version=assignment.model_version, k=assignment.staleness_bound)
                 assigned.set()

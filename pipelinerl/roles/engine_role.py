@@ -18,6 +18,7 @@ from inference_contract.errors import EngineStopped
 from inference_contract.schemas import EngineState
 from pipelinerl import registry
 from pipelinerl.component import imported
+from pipelinerl.config.recipe import RunConfig
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.controller.routes import OFFER_S
 from pipelinerl.engines.http.server import create_app
@@ -78,6 +79,15 @@ def _puller(identity: Identity) -> PullSource | None:
         return None
     puller: PullSource = imported(chosen.fetch)(token=identity.token)
     return puller
+
+
+def engine_outside_run(config: RunConfig) -> Engine:
+    """Make the recipe's engine for use without a run: without streams, controller and token."""
+    return build_engine(
+        Identity(
+            config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
+        )
+    )
 
 
 def _server_of(identity: Identity) -> str | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 from pipelinerl.system.returned_values import shown as shown  # other verifiers import it from here
 from pipelinerl.types import Outcome, Problem, RewardPart, Verdict
@@ -58,6 +58,22 @@ class GroupVerifier(Protocol):
 
     async def close(self) -> None:
         """Stop everything that the verifier has started."""
+        ...
+
+
+class VerdictServices(Protocol):
+    """Verifier services: other processes that judge the answers of actors."""
+
+    def update(self, leases: Sequence[Any]) -> None:
+        """Use these services from now on, as the controller lists them (`VerifierLease`)."""
+        ...
+
+    def verifier(self, domain: str, rules: str) -> GroupVerifier:
+        """Return the verifier of a domain that is judged by `rules`, a digest."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections."""
         ...
 
 

@@ -143,12 +143,9 @@ def imports_go_down(module: Module) -> Problems:
 PLUGIN_IMPORTS_LEFT: frozenset[tuple[str, str]] = frozenset(
     {
         ("pipelinerl/cli.py", "memory"),
-        ("pipelinerl/commands/check.py", "evaluation"),
-        ("pipelinerl/commands/check.py", "external_engines"),
         ("pipelinerl/commands/findings/schedule.py", "simulation"),
         ("pipelinerl/plugins/evaluation/respondents.py", "memory"),
         ("pipelinerl/plugins/watch/timeline/command_line.py", "trackers"),
-        ("pipelinerl/roles/actor_role.py", "verifier_service"),
         ("pipelinerl/roles/process.py", "memory"),
     }
 )

@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
+from pipelinerl.component import Component
 from pipelinerl.roles.role import OnExit, Role, RoleOptions
 
 
@@ -23,3 +24,4 @@ def verifier(
 
 
 ROLE: Final = verifier
+COMPONENT: Final = Component(build="pipelinerl.plugins.verifier_service.client:VerifierServices")

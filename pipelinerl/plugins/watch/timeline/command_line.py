@@ -21,8 +21,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pipelinerl.commands.engines import RunPath
 from pipelinerl import registry
+from pipelinerl.commands.engines import RunPath
 from pipelinerl.commands.recorded_run import recorded_events
 from pipelinerl.errors import UserError
 from pipelinerl.numerics.causes import Cause

@@ -250,23 +250,26 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
 
 
 def refuse_absent_plugins(table: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` if the table names a component whose plug-in is missing, and whose keys are thus unknown."""
-    domains = _listed(table.get("domains"))
-    rewards = [part for domain in domains for part in _listed(domain.get("rewards"))]
-    episodes = [domain["episode"] for domain in domains if isinstance(domain.get("episode"), Mapping)]
-    trackers = table.get("trackers")
-    named: tuple[tuple[registry.Components[Any], list[Any]], ...] = (
-        (
-            registry.VERIFIERS,
-            [*(each.get("verifier") for each in domains), *(part.get("function") for part in rewards)],
-        ),
-        (registry.TOOLS, [name for each in episodes if isinstance(each.get("tools"), list) for name in each["tools"]]),
-        (registry.TRACKERS, [*trackers] if isinstance(trackers, Mapping) else []),
-    )
-    for kind, names in named:
-        for name in names:
-            if isinstance(name, str) and name in kind:
-                _ = kind[name]
+    """Raise `RecipeError` if the table names a verifier, tool or tracker that is missing, and whose keys are unknown.
+
+    Otherwise the keys would be called unknown, and the reader would not learn what to install.
+    """
+    for domain in _listed(table.get("domains")):
+        where = f"domains.{domain.get('name')}"
+        named = {f"{where}.verifier": domain.get("verifier")}
+        for number, part in enumerate(_listed(domain.get("rewards"))):
+            named[f"{where}.rewards.{number}.function"] = part.get("function")
+        for key, name in named.items():
+            if isinstance(name, str):
+                registry.known(key, registry.VERIFIERS, name)
+        tools = domain["episode"].get("tools") if isinstance(domain.get("episode"), Mapping) else None
+        _load(registry.TOOLS, tools)
+    _load(registry.TRACKERS, table.get("trackers"))
+
+
+def _load(kind: registry.Components[Any], names: Any) -> None:
+    if isinstance(names, Mapping | list):
+        _ = [kind[name] for name in names if isinstance(name, str) and name in kind]
 
 
 def _listed(value: Any) -> list[Mapping[str, Any]]:

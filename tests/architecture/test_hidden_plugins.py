@@ -1,4 +1,4 @@
-"""With any plug-in left out, the core imports, checks and trains `tiny`, and a recipe that names it says what is missing.
+"""Without any plug-in, the core imports, checks and trains `tiny`; a recipe that names one says what is missing.
 
 A plug-in is left out in a copy of the package, made of links, that child interpreters import instead of this one.
 """

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, final
+from typing import Annotated, Any, Final, final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -33,17 +33,14 @@ from pipelinerl.commands.compare import compare
 from pipelinerl.commands.conformance import bench, chaos, conformance_app, in_checkout
 from pipelinerl.commands.engines import Overrides, Recipe, Run, RunPath, engines_app
 from pipelinerl.commands.knobs import knobs_app
-from pipelinerl.component import imported
+from pipelinerl.component import Need, imported
 from pipelinerl.config import recipe as recipes
-from pipelinerl.errors import PipelineError, UserError
+from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.roles.catalogue import ROLES
 from pipelinerl.roles.role import Changes, hide_password, joined
 from pipelinerl.system.files import system_words, working_directory
 from pipelinerl.system.process import collect_rarely, run_process
-
-if TYPE_CHECKING:
-    from pipelinerl.plugins.memory.prediction import MemoryPrediction
 
 _ROLES: Final = "Roles (each is one process; `run` starts them all)"
 
@@ -142,8 +139,8 @@ def run(
     from launch import run as launching
     from launch.run_directory import change_recipe, open_run, record_change, refuse_namesake
     from pipelinerl.commands.remote import started_by_hand
-    from pipelinerl.plugins.memory.disk import refuse_full_disk, settled
     from pipelinerl.roles import controller_role
+    from pipelinerl.roles.dtypes import settled
 
     made = joined(overrides, changes)
     if recipe is not None and "=" in recipe and not Path(recipe).is_file():  # a change of the default recipe
@@ -157,7 +154,7 @@ def run(
         open_run(path)
         config = change_recipe(path, made)
         _refuse_here(config)
-        refuse_full_disk(config, _predicted(config), path)
+        _refuse_full_disk(_needs(config, {}, path))
         for change in record_change(path, config, step=controller_role.newest_step(config, path)):
             typer.echo(change)
         raise typer.Exit(launching.resume(path, connect=_connect))
@@ -173,11 +170,12 @@ def run(
     limits = launching.memory_limits(config) if members is None else {}
     if members is None:
         config = settled(config, limits)
-    predicted = _predicted(config)
-    refuse_full_disk(config, predicted)
+    needs = _needs(config, limits)
+    _refuse_full_disk(needs)
     directory = launching.prepare(config, claim=controller_role.claim, members=members)
-    for line in _memory_lines(predicted, limits):
-        typer.echo(line)
+    for need in needs:
+        if need.part != "disk":
+            typer.echo(need.text)
     raise typer.Exit(launching.resume(directory, connect=_connect))
 
 
@@ -214,8 +212,7 @@ def check(
     """
     from launch.run import describe_placement, memory_limits
     from pipelinerl.commands.check import findings, keys_without_gpu
-    from pipelinerl.plugins.memory import disk, prediction as memory
-    from pipelinerl.plugins.memory.disk import settled
+    from pipelinerl.roles.dtypes import settled
 
     config = recipes.load(recipe, joined(overrides, changes))
     limit = None if device_gib is None else int(device_gib * 2**30)
@@ -224,35 +221,34 @@ def check(
     for name, finding in findings(config):
         typer.echo(f"{name:<12} {finding}")
     typer.echo(f"{'placement':<12} {describe_placement(config)}")
-    predicted = _predicted(config)
-    for line in _memory_lines(predicted, limits):
-        typer.echo(f"{'memory':<12} {line}")
-    typer.echo(f"{'disk':<12} {disk.disk_line(config, predicted)}")
-    lacking = [] if memory.fits(predicted, limits=limits) else ["memory"]
+    needs = _needs(config, limits)
+    for need in needs:
+        typer.echo(f"{need.part:<12} {need.text}")
+    lacking = [need.part for need in needs if need.lacking]
     if limit is None and keys_without_gpu(config):
         lacking.append("GPUs")
-    for sentence in disk.disk_faults(config, predicted):
-        typer.echo(f"{'disk':<12} {sentence}")
-        lacking.append("disk")
     if lacking:
-        typer.echo(f"the recipe needs more {' and '.join(lacking)} than this machine has")
+        typer.echo(f"the recipe needs more {' and '.join(dict.fromkeys(lacking))} than this machine has")
         raise typer.Exit(1)
     typer.echo("the recipe can run")
 
 
-def _predicted(config: recipes.RunConfig) -> MemoryPrediction:
-    from pipelinerl.plugins.memory import prediction as memory
-    from pipelinerl.roles.wiring import objective_of
+def _needs(config: recipes.RunConfig, limits: Mapping[str, int], directory: Path | None = None) -> list[Need]:
+    needs = list[Need]()
+    for name in registry.NEEDS:
+        try:
+            prediction = registry.NEEDS[name]
+        except RecipeError as error:
+            needs.append(Need(name, f"not predicted: {error}"))
+        else:
+            needs += imported(prediction.build)(config, limits, directory)
+    return needs
 
-    return memory.predict(config, objective_of(config))
 
-
-def _memory_lines(predicted: MemoryPrediction, limits: Mapping[str, int]) -> Iterator[str]:
-    from pipelinerl.plugins.memory import prediction as memory
-
-    if (line := memory.trainable(predicted)) is not None:
-        yield line
-    yield from memory.lines(predicted, limits=limits)
+def _refuse_full_disk(needs: Sequence[Need]) -> None:
+    for need in needs:
+        if need.part == "disk" and need.lacking:
+            raise UserError(need.text)
 
 
 @app.command()

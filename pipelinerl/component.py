@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipelinerl.errors import RecipeError, ReferenceFailed
 from pipelinerl.section import Section
@@ -189,6 +189,27 @@ class TrackerComponent(Component):
     """
 
     switch: str = ""
+
+
+class Need(NamedTuple):
+    """A line on what a run needs of this machine; `lacking` if the machine has less."""
+
+    part: str
+    text: str
+    lacking: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeedsComponent(Component):
+    """A prediction of what a run needs; `build` is a function `(config, limits, directory | None) -> Iterator[Need]`.
+
+    `limits` are bytes of memory by kind of process, `all` for their sum. `directory` is that of a run that is resumed.
+
+    Attributes:
+        settle: reference of a function `(config, limits | None) -> config` that replaces `auto` values.
+    """
+
+    settle: str = ""
 
 
 def missing_packages(component: Component) -> list[str]:

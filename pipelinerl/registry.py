@@ -22,6 +22,7 @@ from pipelinerl.component import (
     Component,
     EngineComponent,
     EnvironmentComponent,
+    NeedsComponent,
     SourceComponent,
     ToolComponent,
     TrackerComponent,
@@ -176,6 +177,9 @@ TRANSPORTS: Final = Components(
     TransportComponent,
     {"broadcast": "pipelinerl.roles.broadcast:COMPONENT", "pull": "pipelinerl.plugins.parameter_server:COMPONENT"},
 )
+
+#: What `pipelinerl check` and `pipelinerl run` predict of a run's needs.
+NEEDS: Final = Components("prediction", NeedsComponent, {"memory": "pipelinerl.plugins.memory:COMPONENT"})
 
 #: Commands of plug-ins, in the order of `pipelinerl --help`; the command line itself has those of the core.
 COMMANDS: Final = Components(

@@ -26,6 +26,7 @@ from pipelinerl.commands.knobs import _knob_lines
 from pipelinerl.config.recipe import MODELS, RunConfig, load
 from pipelinerl.errors import HABITS
 from pipelinerl.roles import process
+from pipelinerl.roles.dtypes import settled
 from pipelinerl.roles.process import TOKEN_VARIABLE
 from pipelinerl.roles.role import LOCAL_REDIS, REDIS_VARIABLE
 from pipelinerl.system.http_service import listen
@@ -163,6 +164,15 @@ def test_listing_the_commands_imports_none_of_a_plugin(pipelinerl: Command, monk
         monkeypatch.delitem(sys.modules, module, raising=False)
     assert " simulate " in pipelinerl("-h").out
     assert not modules & {*sys.modules}
+
+
+def test_memory_and_disk_are_reported_as_not_predicted_without_their_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("tiny", ["trainer.micro_batch_tokens=auto"])
+    assert {need.part for need in cli._needs(config, {})} == {"memory", "disk"}
+    monkeypatch.setitem(sys.modules, "pipelinerl.plugins.memory", None)
+    (need,) = cli._needs(config, {})
+    assert need.text.startswith("not predicted: ") and not need.lacking
+    assert settled(config).trainer == config.changed("trainer", precision="fp32").trainer
 
 
 def test_developer_commands_are_listed_in_a_checkout_only(

@@ -13,11 +13,11 @@ from pipelinerl.errors import RecipeError
 
 KINDS: tuple[registry.Components[Any], ...] = (
     registry.ENGINES, registry.TRAINERS, registry.SOURCES, registry.VERIFIERS, registry.TOOLS, registry.ENVIRONMENTS,
-    registry.TRACKERS, registry.TRANSPORTS, registry.COMMANDS,
+    registry.TRACKERS, registry.TRANSPORTS, registry.COMMANDS, registry.NEEDS,
 )  # fmt: skip
 
 
-FURTHER = ("check_options", "look", "check_problem", "reference_answer", "probe", "check", "rank", "fetch")
+FURTHER = ("check_options", "look", "check_problem", "reference_answer", "probe", "check", "rank", "fetch", "settle")
 
 
 @pytest.mark.parametrize(("components", "name"), [(kind, name) for kind in KINDS for name in kind])

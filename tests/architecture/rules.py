@@ -142,11 +142,8 @@ def imports_go_down(module: Module) -> Problems:
 #: Imports of plug-ins that core modules or other plug-ins still contain; `COMPONENT`s are to replace them.
 PLUGIN_IMPORTS_LEFT: frozenset[tuple[str, str]] = frozenset(
     {
-        ("pipelinerl/cli.py", "memory"),
         ("pipelinerl/commands/findings/schedule.py", "simulation"),
-        ("pipelinerl/plugins/evaluation/respondents.py", "memory"),
         ("pipelinerl/plugins/watch/timeline/command_line.py", "trackers"),
-        ("pipelinerl/roles/process.py", "memory"),
     }
 )
 

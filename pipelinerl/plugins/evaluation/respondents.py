@@ -33,7 +33,7 @@ from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import UserError
 from pipelinerl.models.chat_template import check_chat_template
 from pipelinerl.models.checkpoint import check_directory
-from pipelinerl.plugins.memory.disk import with_dtype
+from pipelinerl.roles.dtypes import with_dtype
 from pipelinerl.roles.engine_role import engine_outside_run
 from pipelinerl.system.background import to_its_end
 from pipelinerl.system.files import from_home

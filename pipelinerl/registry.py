@@ -69,8 +69,9 @@ class Components(Mapping[str, C], Generic[C]):
         except ReferenceFailed as error:
             if name not in self._ours:
                 raise RecipeError(f"the {self.kind} {name} of another package cannot be loaded: {error}") from None
+            plugin = ".".join(place.partition(":")[0].split(".")[:3])
             raise RecipeError(
-                f"the {self.kind} {name} is in the plug-in {place.rpartition(':')[0]}, which this installation lacks; "
+                f"the {self.kind} {name} is in the plug-in {plugin}, which this installation lacks; "
                 "install pipelinerl with all its files: pip install --force-reinstall pipelinerl"
             ) from None
         if not isinstance(component, self._type):

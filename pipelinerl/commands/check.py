@@ -111,6 +111,9 @@ def refuse(config: RunConfig) -> None:
             imported(trainer.check_options)(config.trainer.options)
         except SpecError as error:
             raise RecipeError(f"trainer.{error}") from error
+    registry.find("weights.transport", registry.TRANSPORTS, config.weights.transport)
+    if config.verification.uses_services:
+        registry.find("verification.judged_in", registry.JUDGED_IN, "services")
     for tracker in config.trackers.chosen:
         registry.find("trackers", registry.TRACKERS, tracker)
     dtypes_of(config)

@@ -76,6 +76,7 @@ NAMED = {
     ("trackers", "the tracker wandb"): "trackers.wandb={project='p'}",
     ("jax", "the engine jax"): "engine.type=jax",
     ("external_engines", "the engine vllm"): "engine.type=vllm",
+    ("parameter_server", "the transport pull"): "weights.transport=pull",
     ("verifier_service", "the place of judging services"): "verification.services=1",
 }
 REFUSE_EACH = """

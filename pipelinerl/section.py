@@ -5,9 +5,6 @@ A component's section is both its table in the recipe and the type of its settin
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict
 
 
@@ -18,9 +15,3 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-
-
-def shared_values(section: Section, settings: type[Any]) -> dict[str, Any]:
-    """Return, by name, the values of the section's fields that also exist in the dataclass `settings`."""
-    names = [field.name for field in fields(settings) if field.name in type(section).model_fields]
-    return {name: getattr(section, name) for name in names}

@@ -19,7 +19,7 @@ from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.objective.streams import Loss
-from pipelinerl.section import Section, shared_values
+from pipelinerl.section import Section
 from pipelinerl.system.references import is_reference
 from pipelinerl.types import DomainSampling, Message
 
@@ -59,7 +59,13 @@ class EpisodeSection(Section):
     @property
     def limits(self) -> EpisodeLimits:
         """The section's limits as `EpisodeLimits`, the type that actors use."""
-        return EpisodeLimits(**shared_values(self, EpisodeLimits))
+        return EpisodeLimits(
+            max_turns=self.max_turns,
+            timeout_s=self.timeout_s,
+            turn_tokens=self.turn_tokens,
+            history=self.history,
+            concurrent=self.concurrent,
+        )
 
 
 class DomainSection(Section):
@@ -283,7 +289,13 @@ class DomainSection(Section):
     @property
     def sampling(self) -> DomainSampling:
         """The sampling parameters that the domain sets in place of the run's."""
-        return DomainSampling(**shared_values(self, DomainSampling))
+        return DomainSampling(
+            group_size=self.group_size,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
 
 #: The verifiers and tools that have their options at each key of a domain.

@@ -148,6 +148,11 @@ class CooldownSection(Section):
     times: int = Field(default=1, ge=1, le=100)
     """The number of groups of a problem that must have only correct answers before the problem is skipped."""
 
+    @property
+    def rests(self) -> bool:
+        """True if the rule lets problems rest, False if it disables the cooldown."""
+        return self.epochs > 0 or self.steps > 0
+
     @model_validator(mode="after")
     def _one_measure(self) -> Self:
         if self.epochs and self.steps:

@@ -22,7 +22,7 @@ from pipelinerl.enums import (
     WeightFormat,
 )
 from pipelinerl.errors import RecipeError, did_you_mean
-from pipelinerl.section import Section, shared_values
+from pipelinerl.section import Section
 from pipelinerl.staleness import PRESETS, StalenessBounds
 from pipelinerl.system.files import from_home
 from pipelinerl.types import Sampling
@@ -180,7 +180,7 @@ class OptimizerSection(Section):
     @property
     def spec(self) -> OptimizerSpec:
         """The settings that the trainer needs: all except the schedule, which belongs to the training loop."""
-        return OptimizerSpec(**shared_values(self, OptimizerSpec))
+        return OptimizerSpec(betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, grad_clip=self.grad_clip)
 
 
 #: The upper limit of `trainer.micro_batch_tokens = "auto"`.
@@ -409,7 +409,7 @@ class EngineLimits(Section):
 
 
 class ElasticSection(Section):
-    """Automatic scaling of the number of engines by the run's own metrics (docs/use/fleet.md, `ElasticRule`)."""
+    """Automatic scaling of the number of engines by the run's own metrics (docs/use/fleet.md)."""
 
     mode: Elasticity = Elasticity.ON
     """`on` scales the number of engines; `dry_run` only records what it would do."""

@@ -26,7 +26,6 @@ from pipelinerl.errors import AddressError, TokenRefused, UserError
 from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.verification import open_filter, open_verifier, rules_of
-from pipelinerl.section import shared_values
 from pipelinerl.system.service_client import ServicePatience
 from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.verifier import BudgetShare, GroupVerifier, VerdictServices, start
@@ -47,7 +46,11 @@ async def run(identity: Identity) -> None:
     services: VerdictServices | None = None
     if config.verification.uses_services:
         open_services = registry.load("verification.judged_in", registry.JUDGED_IN, "services")
-        patience = ServicePatience(**shared_values(config.verification, ServicePatience))
+        patience = ServicePatience(
+            grace_s=config.verification.grace_s,
+            silence_s=config.verification.silence_s,
+            timeout_s=config.verification.timeout_s,
+        )
         services = open_services(token=identity.token, patience=patience)  # knows none until the first assignment
     verifiers = _verifiers(identity, services)
     group_filter = open_filter(config)

@@ -26,7 +26,6 @@ from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
 from pipelinerl.controller.service.service import ControllerService, Start
-from pipelinerl.controller.state.cooldown import CooldownRule
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import ControllerSettings, RunState
@@ -50,7 +49,6 @@ from pipelinerl.roles.wiring import (
     objective_of,
     training_problems,
 )
-from pipelinerl.section import shared_values
 from pipelinerl.streams.stream import Stream, parse_id
 from pipelinerl.system.files import write_private
 from pipelinerl.system.http_service import listen, serve_until, url_of
@@ -107,7 +105,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
     objective = objective_of(config)
     filters = no_signal is NoSignal.FILTER or config.curation.filter is not None
     return ControllerSettings(
-        **shared_values(config.run, ControllerSettings),
+        run=config.run,
         max_groups=config.streams.max_groups,
         sampling=config.sampling.of_an_order,
         by_domain={domain.name: domain.sampling for domain in config.domains},
@@ -117,10 +115,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
         no_signal=no_signal,
         oversample=config.curation.oversample if filters else 1.0,
         corrects_lag=objective.is_weight.numerator is not None or objective.grad1.over is not None,
-        cooldown={
-            domain.name: CooldownRule(**(domain.cooldown or config.curation.cooldown).model_dump())
-            for domain in config.domains
-        },
+        cooldown={domain.name: domain.cooldown or config.curation.cooldown for domain in config.domains},
         elastic=elastic_of(config),
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,

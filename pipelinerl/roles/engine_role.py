@@ -27,7 +27,6 @@ from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, end, freeze_gc
-from pipelinerl.section import shared_values
 from pipelinerl.system.http_client import async_session
 from pipelinerl.system.http_service import OPEN_PATH, listen, serve_until, url_of
 from pipelinerl.system.machine import LOOPBACK, address_towards
@@ -49,19 +48,29 @@ def build_engine(identity: Identity) -> Engine:
     config = identity.config
     server = _server_of(identity)  # checked first, since the imports below are slow
     build = registry.load("engine.type", registry.ENGINES, config.engine.type)
-    of_the_run = {
-        "model_path": config.model.resolved,
-        "model_id": config.model.path.removeprefix("shipped:"),
-        "dtype": dtypes_of(config).engine,
-        "wire_dtype": dtypes_of(config).wire,
-        "head_precision": config.model.head_precision,
-        "kernels": config.model.kernels,
-        "threads": config.launch.threads,
-        "seed": config.run.seed,
-        "pull": _puller(identity),
-        "server": server,
-    }
-    engine: Engine = build(EngineOptions(**shared_values(config.engine, EngineOptions) | of_the_run))
+    section, dtypes = config.engine, dtypes_of(config)
+    options = EngineOptions(
+        model_path=config.model.resolved,
+        model_id=config.model.path.removeprefix("shipped:"),
+        slots=section.slots,
+        max_waiting=section.max_waiting,
+        context_length=section.context_length,
+        dtype=dtypes.engine,
+        wire_dtype=dtypes.wire,
+        weights=section.weights,
+        head_precision=config.model.head_precision,
+        kernels=config.model.kernels,
+        device=section.device,
+        devices=section.devices,
+        memory_share=section.memory_share,
+        options=section.options,
+        threads=config.launch.threads,
+        seed=config.run.seed,
+        pull=_puller(identity),
+        receiver=section.receiver,
+        server=server,
+    )
+    engine: Engine = build(options)
     if not registry.TRANSPORTS[config.weights.transport].fetch:
         import_module(_GROUPS)
     return engine

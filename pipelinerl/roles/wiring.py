@@ -11,8 +11,8 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.learning import ReferenceSection
 from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.sections import ElasticSection
 from pipelinerl.controller.state.knobs import Knobs
-from pipelinerl.controller.state.run_state import ElasticRule
 from pipelinerl.data.mixture import Domain, Mixture
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.data.source import ProblemSource
@@ -28,7 +28,6 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.reward import NormalizationScope
 from pipelinerl.objective.streams import ONE_LOSS, DomainLoss, DomainLosses, Loss
 from pipelinerl.objective.tokens import Policy
-from pipelinerl.section import shared_values
 from pipelinerl.system.references import is_reference
 from pipelinerl.training.batch import BatchRules, MiniBatching
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
@@ -239,7 +238,7 @@ def knobs_of(config: RunConfig) -> Knobs:
     )
 
 
-def elastic_of(config: RunConfig) -> ElasticRule | None:
+def elastic_of(config: RunConfig) -> ElasticSection | None:
     """Return the rule by which engines are added and removed; None if the recipe has no `elastic.types`.
 
     Raises:
@@ -258,7 +257,7 @@ def elastic_of(config: RunConfig) -> ElasticRule | None:
             raise RecipeError(
                 f"engine.count ({count}) must be within elastic.types.{type}, from {limits.min} to {limits.max}"
             )
-    return ElasticRule(**shared_values(config.elastic, ElasticRule)) if config.elastic.types else None
+    return config.elastic if config.elastic.types else None
 
 
 def servers_of(config: RunConfig) -> tuple[str, ...]:

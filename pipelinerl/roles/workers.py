@@ -19,7 +19,6 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
 from pipelinerl.roles.wiring import batch_rules_of, demonstrations_of, is_url, references_of
-from pipelinerl.section import shared_values
 from pipelinerl.system.secret_variables import read_secret
 from pipelinerl.training.passes import EntropyMeter, ForwardPasses, Teacher
 from pipelinerl.training.schedule import LearningRateSchedule
@@ -114,7 +113,11 @@ def _frozen(config: RunConfig, place: str) -> Teacher:
 def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
     """Return the policy's `TrainerSpec` from the recipe."""
     return TrainerSpec(
-        **{**shared_values(config.trainer, TrainerSpec), "precision": config.trainer.passes_in},
+        precision=config.trainer.passes_in,
+        device=config.trainer.device,
+        gradient_checkpointing=config.trainer.gradient_checkpointing,
+        options=config.trainer.options,
+        memory_share=config.trainer.memory_share,
         model_path=config.model.resolved,
         seed=config.run.seed,
         head_precision=config.model.head_precision,

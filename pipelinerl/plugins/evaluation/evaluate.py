@@ -131,7 +131,7 @@ def held_out_orders(config: RunConfig, version: int) -> Iterator[PromptOrder]:
     settings, plan, problems = settings_of(config), plan_of(config, [evaluation]), held_out_problems(config, evaluation)
     mixture = problems[evaluation.name]
     factory = PromptOrderFactory(
-        seed=settings.seed,
+        seed=settings.run.seed,
         sampling=settings.sampling,
         by_domain=settings.by_domain,
         held_out_problem=lambda _, index: mixture.problem(index),

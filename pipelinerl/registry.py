@@ -193,7 +193,7 @@ COMMANDS: Final = Components(
         "top": "pipelinerl.plugins.watch:TOP",
         "mismatch": "pipelinerl.plugins.watch:MISMATCH",
         "trace": "pipelinerl.plugins.watch:TRACE",
-        "track": "pipelinerl.plugins.watch:TRACK",
+        "track": "pipelinerl.plugins.trackers:TRACK",
         "explain": "pipelinerl.plugins.explain:COMMAND",
         "simulate": "pipelinerl.plugins.simulation:COMMAND",
         "replay": "pipelinerl.plugins.replay:COMMAND",

@@ -143,7 +143,6 @@ def imports_go_down(module: Module) -> Problems:
 PLUGIN_IMPORTS_LEFT: frozenset[tuple[str, str]] = frozenset(
     {
         ("pipelinerl/commands/findings/schedule.py", "simulation"),
-        ("pipelinerl/plugins/watch/timeline/command_line.py", "trackers"),
     }
 )
 

@@ -116,4 +116,4 @@ def test_tiny_trains_without_plugins(bare: dict[str, str], tmp_path: Path) -> No
     quick = (f"run.directory={tmp_path}", "run.steps=3", "training.rollouts_per_step=32", "evaluation.problems=4")
     status, text = ran(bare, "-m", "pipelinerl", "run", "tiny", *quick)
     assert status == 0, text
-    assert (tmp_path / "tiny" / "events.jsonl").read_text().count('"event":"step"') >= 3
+    assert (tmp_path / "tiny" / "events.jsonl").read_text().count('"kind":"step"') >= 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from pipelinerl.component import TrackerComponent
+from pipelinerl.component import CommandComponent, TrackerComponent
 from pipelinerl.plugins.trackers.section import TrackioSection, WandbSection
 from pipelinerl.roles.role import OnExit, Role, RoleOptions
 
@@ -40,4 +40,8 @@ TRACKIO: Final = TrackerComponent(
     section=TrackioSection,
     needs=("trackio",),
     remedy="pip install trackio",
+)
+TRACK: Final = CommandComponent(
+    build="pipelinerl.plugins.trackers.command_line:track",
+    help="Export a run's metrics to TensorBoard, live or finished; a repeated call adds only the latest events.",
 )

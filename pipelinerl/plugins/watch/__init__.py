@@ -23,7 +23,3 @@ TRACE: Final = CommandComponent(
     build="pipelinerl.plugins.watch.timeline.command_line:trace",
     help="Export a run's timeline for Perfetto: what each role and engine did when, and the origin of each version.",
 )
-TRACK: Final = CommandComponent(
-    build="pipelinerl.plugins.watch.timeline.command_line:track",
-    help="Export a run's metrics to TensorBoard, live or finished; a repeated call adds only the latest events.",
-)

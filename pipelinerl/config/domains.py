@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter, create_model, field_validator, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, create_model, field_validator, model_validator
 
 from inference_contract.weights import BaseUrl
 from pipelinerl import registry
@@ -310,8 +310,10 @@ def _option_fields() -> Iterator[tuple[str, Any]]:
         if section is None or key in DomainSection.model_fields:
             continue
         if key not in _USERS:
-            is_required = any(field.is_required() for field in section.model_fields.values())
-            yield key, (section | None, None) if is_required else (section, section())
+            try:
+                yield key, (section, section())
+            except ValidationError:  # some options have no default
+                yield key, (section | None, None)
         _USERS.setdefault(key, []).append(f"the {kind.kind} {name}")
 
 

@@ -47,6 +47,11 @@ class EngineComponent(Component):
         check_options: reference of a function that raises `RecipeError` for entries of `engine.options` that other keys
             of the recipe set; an engine without it takes no options.
         slow_here: reference of a function `(dtype) -> str | None` that says why the engine is slow on this machine.
+        check: reference of a function `(section, model, others)` that yields pairs (part of the recipe, finding) for
+            `pipelinerl check`. `section` is `[engine]` or `[trainer]`, `model` is `[model]`, and `others` are the
+            directories of critic, reference and teachers by key of the recipe, empty for an engine. It raises
+            `ModelError`, or `SpecError` for options.
+        computes_experts: it computes mixtures of experts.
         reports_routing: it reports the experts of each token.
         reports_policy: it reports log-probs from before top-k and top-p (`policy_logprobs`).
     """
@@ -55,6 +60,8 @@ class EngineComponent(Component):
     drives_server: bool = False
     check_options: str = ""
     slow_here: str = ""
+    check: str = ""
+    computes_experts: bool = True
     reports_routing: bool = False
     reports_policy: bool = False
 
@@ -67,6 +74,7 @@ class TrainerComponent(Component):
         on_host: it computes on the CPU even if the machine has GPUs.
         check_options: reference of a function that raises `SpecError` for invalid entries of `trainer.options`, without
             heavy imports; a trainer without it takes no options.
+        check, computes_experts: as for an engine.
         replays_routing: it can use the experts that the engine reports (`trainer.routing_replay`).
         rank: reference of a function `(options) -> (Distributed | None, Join, Start)` with which a rank above 0 finds,
             joins and follows rank 0; it raises `SpecError`. A trainer without it has one process.
@@ -74,6 +82,8 @@ class TrainerComponent(Component):
 
     on_host: bool = False
     check_options: str = ""
+    check: str = ""
+    computes_experts: bool = True
     replays_routing: bool = False
     rank: str = ""
 

@@ -139,14 +139,6 @@ def imports_go_down(module: Module) -> Problems:
             yield f"{here} (floor {FLOORS[here]}) must not import {target} ({there}, floor {FLOORS[there]})"
 
 
-#: Imports of plug-ins that core modules or other plug-ins still contain; `COMPONENT`s are to replace them.
-PLUGIN_IMPORTS_LEFT: frozenset[tuple[str, str]] = frozenset(
-    {
-        ("pipelinerl/commands/findings/schedule.py", "simulation"),
-    }
-)
-
-
 def plugins_stand_alone(module: Module) -> Problems:
     """The core imports no plug-in, and a plug-in imports no other: each can be left out."""
     if module.path.startswith("benchmarks/"):
@@ -154,7 +146,7 @@ def plugins_stand_alone(module: Module) -> Problems:
     here = _plugin_of(module.name)
     for target in module.imports:
         there = _plugin_of(target)
-        if there and there != here and (module.path, there) not in PLUGIN_IMPORTS_LEFT:
+        if there and there != here:
             yield f"{target} belongs to the plug-in {there}: reach it through the registry"
 
 

@@ -13,14 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.rules import PLUGIN_IMPORTS_LEFT
 from tests.architecture.tree import ROOT, project
 
 PACKAGE = ROOT / "pipelinerl"
 PLUGINS = sorted(path.name for path in (PACKAGE / "plugins").iterdir() if (path / "__init__.py").is_file())
-#: Plug-ins that the core still imports itself: without them it cannot work yet.
-IMPORTED = {plugin for path, plugin in PLUGIN_IMPORTS_LEFT if not path.startswith("pipelinerl/plugins/")}
-HIDEABLE = [name for name in PLUGINS if name not in IMPORTED]
 IMPORT_ALL = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
 #: Core modules that cannot be imported by themselves: they are programs, or need a library that is not a dependency.
 ALONE = ("pipelinerl.__main__", "pipelinerl.environments.verifiers_host")
@@ -48,7 +44,7 @@ def ran(environment: dict[str, str], *arguments: str) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return the environment of interpreters without any plug-in that can be left out."""
-    return without(HIDEABLE, tmp_path_factory.mktemp("bare"))
+    return without(PLUGINS, tmp_path_factory.mktemp("bare"))
 
 
 def test_every_module_of_the_core_imports_without_plugins(bare: dict[str, str]) -> None:
@@ -94,10 +90,9 @@ for change in sys.argv[1:]:
 
 
 def test_recipe_that_names_a_missing_plugin_says_which_one_and_how_to_get_it(bare: dict[str, str]) -> None:
-    wanted = {named: change for named, change in NAMED.items() if named[0] not in IMPORTED}
-    status, text = ran(bare, "-c", REFUSE_EACH, *wanted.values())
+    status, text = ran(bare, "-c", REFUSE_EACH, *NAMED.values())
     assert status == 0, text
-    for (plugin, part), sentence in zip(wanted, text.splitlines(), strict=True):
+    for (plugin, part), sentence in zip(NAMED, text.splitlines(), strict=True):
         assert sentence.endswith(
             f"{part} is in the plug-in pipelinerl.plugins.{plugin}, which this installation lacks; install pipelinerl "
             "with all its files: pip install --force-reinstall pipelinerl"
@@ -105,7 +100,7 @@ def test_recipe_that_names_a_missing_plugin_says_which_one_and_how_to_get_it(bar
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plugin", HIDEABLE)
+@pytest.mark.parametrize("plugin", PLUGINS)
 def test_core_works_without_this_plugin(plugin: str, tmp_path: Path) -> None:
     status, text = ran(without([plugin], tmp_path), "-m", "pipelinerl", "check", "tiny")
     assert status == 0, text

@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.commands.engines import Overrides
-from pipelinerl.commands.findings.schedule import mini_batch_finding, update_table
+from pipelinerl.commands.findings.learning import mini_batch_finding
 from pipelinerl.commands.recorded_run import recorded_groups, recorded_step
 from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import NoSignal
@@ -42,9 +42,11 @@ from pipelinerl.objective.presets import no_signal_of, preset_of, resolve
 from pipelinerl.objective.reward import PartReward, RewardShaping, TurnReward
 from pipelinerl.roles.role import Changes, joined
 from pipelinerl.streams.records import decode_group
-from pipelinerl.training.replay import trained_groups
+from pipelinerl.training.replay import RecordedStep, trained_groups
 from pipelinerl.types import RolloutGroup
 
+#: Metrics that number an optimizer step.
+_PLACE: Final = ("epoch", "mini_batch")
 _RECORD: Final = b"PLRL"
 _PLAIN: Final = RewardShaping()
 _COLUMNS: Final = ("behavior_logprobs", "logprobs", "old_logprobs", "ref_logprobs", "values")
@@ -404,3 +406,15 @@ def _numbers(entry: Mapping[str, Any], name: str, path: str) -> tuple[float, ...
     if not isinstance(column, list) or not all(type(value) in (int, float) for value in column):
         raise UserError(f"{path}.{name} must be a list of numbers, got {column!r}")
     return tuple(float(value) for value in column)
+
+
+def update_table(step: RecordedStep) -> Table | None:
+    """Return a table of a training step's metrics with a row per optimizer step; None if there was only one."""
+    if not step.updates:
+        return None
+    names = [name for name in step.updates[0] if name not in _PLACE]
+    table = Table(*_PLACE, *names, title=f"optimizer steps of step {step.version}", box=None, pad_edge=False)
+    for update in step.updates:
+        place = [f"{update[name]:.0f}" for name in _PLACE]
+        table.add_row(*place, *(f"{update[name]:.4g}" if name in update else "" for name in names))
+    return table

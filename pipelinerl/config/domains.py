@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError, create_model, field_va
 
 from inference_contract.weights import BaseUrl
 from pipelinerl import registry
-from pipelinerl.component import Component
+from pipelinerl.component import Component, VerifierComponent
 from pipelinerl.config.learning import CooldownSection, RewardSection
 from pipelinerl.config.verification import DEFAULT_VERIFIER, RewardPartSection, contradictions
 from pipelinerl.data.prompts import Prompts, Template
@@ -238,6 +238,14 @@ class DomainSection(Section):
             (f"domains.{self.name}.rewards.{number}.function", part.function)
             for number, part in enumerate(self.rewards)
         )
+
+    @property
+    def registered_verifiers(self) -> Iterator[tuple[str, VerifierComponent, Any]]:
+        """The name, component and options of each verifier that is no user code; raises like `options_of`."""
+        for _, name in self.verifiers:
+            if name in registry.VERIFIERS:
+                component = registry.VERIFIERS[name]
+                yield name, component, self.options_of(name, component)
 
     def options_of(self, name: str, component: Component) -> Any:
         """Return the domain's section for the component that is registered as `name`; None if it has no options.

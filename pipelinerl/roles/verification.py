@@ -42,18 +42,19 @@ def rules_of(domain: DomainSection) -> str:
 
     A user's file is identified by its contents.
     """
-    texts, options = [], {}
+    texts = []
     for _, name in domain.verifiers:
-        component, file = registry.VERIFIERS.get(name), Path(name.rpartition(":")[0])
-        if component is None and file.suffix == ".py" and file.is_file():
+        file = Path(name.rpartition(":")[0])
+        if registry.is_user_code(registry.VERIFIERS, name) and file.suffix == ".py" and file.is_file():
             name = f"{file.name}:{name.rpartition(':')[2]}:{hashlib.sha256(file.read_bytes()).hexdigest()}"
-        if component is not None and component.section is not None:
-            section = domain.options_of(name, component)
-            options[name] = section.model_dump(mode="json", exclude=set(component.places))
         texts.append(name)
     judging = {
         "correct_at": domain.correct_at,
-        "options": options,
+        "options": {
+            name: options.model_dump(mode="json", exclude=set(component.places))
+            for name, component, options in domain.registered_verifiers
+            if options is not None
+        },
         "rewards": [[part.name, part.weight] for part in domain.rewards],
         "code": texts,
     }

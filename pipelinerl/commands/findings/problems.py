@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from pipelinerl import registry
 from pipelinerl.component import imported
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
@@ -126,10 +125,8 @@ def _without_room(measured: dict[str, _Prompts]) -> Iterator[str]:
 
 def verifier_findings(config: RunConfig, domain: DomainSection) -> Iterator[tuple[str, str]]:
     """Yield findings of the domain's verifiers on its problems; raise `RecipeError` if one cannot be judged."""
-    for _, name in domain.verifiers:
-        component = registry.VERIFIERS.get(name)
-        if component is not None and component.check:
-            options = domain.options_of(name, component)
+    for name, component, options in domain.registered_verifiers:
+        if component.check:
             try:
                 for finding in imported(component.check)(options, _problems(config, domain)):
                     yield component.key or name, f"domains.{domain.name}: {finding}"
@@ -190,10 +187,8 @@ def refuse_problems(config: RunConfig, head: FirstRows) -> None:
 
 def _readable_by(domain: DomainSection) -> Callable[[Problem], None]:
     """Return a function that raises `RecipeError` for a problem that the domain's verifiers can never judge."""
-    verifiers = [
-        registry.VERIFIERS[name] for name in sorted({name for _, name in domain.verifiers} & {*registry.VERIFIERS})
-    ]
-    checks = [imported(verifier.check_problem) for verifier in verifiers if verifier.check_problem]
+    references = {component.check_problem for _, component, _ in domain.registered_verifiers if component.check_problem}
+    checks = [imported(reference) for reference in sorted(references)]
 
     def check(problem: Problem) -> None:
         for each in checks:

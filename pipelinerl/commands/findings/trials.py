@@ -264,10 +264,9 @@ def called_by_place(domain: DomainSection) -> Iterator[str]:
 def _cheaper(domain: DomainSection) -> DomainSection | None:
     """Return the domain with the options of a trial; None if none of its verifiers costs money."""
     changed: dict[str, Any] = {}
-    for _, name in domain.verifiers:
-        component = registry.VERIFIERS.get(name)
-        if component is not None and component.trial is not None:
-            changed[component.key or name] = domain.options_of(name, component).model_copy(update=component.trial)
+    for name, component, options in domain.registered_verifiers:
+        if component.trial is not None:
+            changed[component.key or name] = options.model_copy(update=component.trial)
     return domain.model_copy(update=changed) if changed else None
 
 

@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from pipelinerl import registry
 from pipelinerl.component import imported
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.controller.client import AsyncControllerClient
@@ -53,7 +52,7 @@ async def run(identity: Identity, *, only: Sequence[str] = ()) -> None:
         judged = [domain for domain in domains if domain.has_verifier]
         tiers = await _tiers_of(judged)
         service = VerifierService(
-            {each.name: served_domain(each, budget=budget, tier=tiers[each.name]) for each in judged},
+            {each.name: served_domain(each, budget=budget, tier=tiers.get(each.name, "")) for each in judged},
             cache=VerdictCache(config.verification.cache_mb << 20),
         )
         drained = asyncio.create_task(service.drained.wait())
@@ -73,36 +72,32 @@ def _chosen(domains: Sequence[DomainSection], only: Sequence[str]) -> list[Domai
 
 def served_domain(domain: DomainSection, *, budget: BudgetShare | None = None, tier: str = "") -> ServedDomain:
     """Return what the service needs to serve a domain; `tier` is that of its sandbox. Raises like `open_verifier`."""
-    components = [registry.VERIFIERS.get(name) for _, name in domain.verifiers]
+    registered = list(domain.registered_verifiers)
+    is_deterministic = all(component.deterministic for _, component, _ in registered)
     return ServedDomain(
         verifier=open_verifier(domain, budget=budget),
         rules=rules_of(domain),
-        kept=all(each is not None and each.deterministic for each in components),
+        kept=is_deterministic and len(registered) == len(domain.verifiers),  # user code may be random
         tier=tier,
     )
 
 
 async def _tiers_of(domains: Sequence[DomainSection]) -> dict[str, str]:
-    """Open each sandbox that the domains' verifiers need, once; return the tiers of each domain, by its name.
+    """Open each sandbox that the domains' verifiers need, once; return its tier by domain.
 
     Raises `RecipeError` if this machine lacks one of them.
     """
     tiers: dict[str, str] = {}
     opened: dict[tuple[str, str], str] = {}
     for domain in domains:
-        of_domain = []
-        for _, name in domain.verifiers:
-            component = registry.VERIFIERS.get(name)
-            if component is None or not component.probe:
-                continue
-            options = domain.options_of(name, component)
-            sandbox = name, options.model_dump_json()
-            try:
-                opened[sandbox] = opened.get(sandbox) or await imported(component.probe)(options)
-            except UserError as error:
-                raise RecipeError(f"domains.{domain.name}.{error}") from None
-            of_domain.append(opened[sandbox])
-        tiers[domain.name] = ", ".join(of_domain)
+        for name, component, options in domain.registered_verifiers:
+            if component.probe:
+                sandbox = name, options.model_dump_json()
+                try:
+                    opened[sandbox] = opened.get(sandbox) or await imported(component.probe)(options)
+                except UserError as error:
+                    raise RecipeError(f"domains.{domain.name}.{error}") from None
+                tiers[domain.name] = opened[sandbox]
     return tiers
 
 

@@ -139,7 +139,7 @@ def run(
     from launch import run as launching
     from launch.run_directory import change_recipe, open_run, record_change, refuse_namesake
     from pipelinerl.commands.remote import started_by_hand
-    from pipelinerl.roles import controller_role
+    from pipelinerl.roles import resumed_run
     from pipelinerl.roles.dtypes import settled
 
     made = joined(overrides, changes)
@@ -150,12 +150,12 @@ def run(
         if recipe is not None:
             raise UserError(f"--resume uses the recipe in {resume}; give only changes, such as run.steps=200")
         refuse_hosts(resume, on, host, hosts)
-        path = controller_role.directory_of(resume)
+        path = resumed_run.directory_of(resume)
         open_run(path)
         config = change_recipe(path, made)
         _refuse_here(config)
         _refuse_full_disk(_needs(config, {}, path))
-        for change in record_change(path, config, step=controller_role.newest_step(config, path)):
+        for change in record_change(path, config, step=resumed_run.newest_step(config, path)):
             typer.echo(change)
         raise typer.Exit(launching.resume(path, connect=_connect))
     config = recipes.load(recipe or "tiny", made)
@@ -166,13 +166,13 @@ def run(
     if on is not None:
         from launch.cluster.launchers import start_on
 
-        raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=controller_role.claim))
+        raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumed_run.claim))
     limits = launching.memory_limits(config) if members is None else {}
     if members is None:
         config = settled(config, limits)
     needs = _needs(config, limits)
     _refuse_full_disk(needs)
-    directory = launching.prepare(config, claim=controller_role.claim, members=members)
+    directory = launching.prepare(config, claim=resumed_run.claim, members=members)
     for need in needs:
         if need.part != "disk":
             typer.echo(need.text)
@@ -346,9 +346,9 @@ def _connect(url: str, token: str) -> Any:
 
 
 def _claim(config: recipes.RunConfig) -> bool:
-    from pipelinerl.roles import controller_role
+    from pipelinerl.roles import resumed_run
 
-    return controller_role.claim(config)
+    return resumed_run.claim(config)
 
 
 app.command(hidden=not in_checkout())(bench)

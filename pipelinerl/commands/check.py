@@ -41,20 +41,11 @@ from pipelinerl.models.directory_files import text_config
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.models.vocabulary import refuse_other_vocabulary
 from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.engine_rules import check_engine_options, check_truncation, elastic_of, servers_of
 from pipelinerl.roles.episodes import check_environment
+from pipelinerl.roles.problems import demonstrated_problems, held_out_problems, training_problems
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
-from pipelinerl.roles.wiring import (
-    check_engine_options,
-    check_truncation,
-    demonstrated_problems,
-    elastic_of,
-    held_out_problems,
-    is_url,
-    knobs_of,
-    objective_of,
-    servers_of,
-    training_problems,
-)
+from pipelinerl.roles.wiring import is_url, knobs_of, objective_of
 from pipelinerl.system.references import is_reference, place_of
 from pipelinerl.system.storage import Storage
 from trainer_contract.errors import SpecError

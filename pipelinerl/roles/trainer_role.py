@@ -24,8 +24,10 @@ from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.engine_rules import routing_of
+from pipelinerl.roles.problems import training_problems
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.wiring import checkpoints_of, objective_of, routing_of, training_problems
+from pipelinerl.roles.wiring import checkpoints_of, objective_of
 from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.streams.stream import Stream
 from pipelinerl.trainers.ranks.rank0 import leave_undone

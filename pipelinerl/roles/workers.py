@@ -18,7 +18,8 @@ from pipelinerl.models.vocabulary import refuse_other_vocabulary
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
-from pipelinerl.roles.wiring import batch_rules_of, demonstrations_of, is_url, references_of
+from pipelinerl.roles.problems import demonstrations_of
+from pipelinerl.roles.wiring import batch_rules_of, is_url, references_of
 from pipelinerl.system.secret_variables import read_secret
 from pipelinerl.training.passes import EntropyMeter, ForwardPasses, Teacher
 from pipelinerl.training.schedule import LearningRateSchedule

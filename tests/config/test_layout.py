@@ -15,8 +15,9 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages import LAYOUT
 from pipelinerl.plugins.replay.replayed_run import show
 from pipelinerl.roles import controller_role
-from pipelinerl.roles.controller_role import Start, directory_of
+from pipelinerl.roles.controller_role import Start
 from pipelinerl.roles.process import Identity
+from pipelinerl.roles.resumed_run import directory_of
 
 
 @pytest.fixture

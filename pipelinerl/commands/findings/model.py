@@ -14,7 +14,7 @@ from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import model_type
 from pipelinerl.models.model_shape import REPLAYED, mixture_of
-from pipelinerl.roles.wiring import routing_of
+from pipelinerl.roles.engine_rules import routing_of
 from trainer_contract.errors import SpecError
 
 

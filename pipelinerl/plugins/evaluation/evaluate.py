@@ -43,7 +43,7 @@ from pipelinerl.plugins.evaluation.evaluation_loop import (
 )
 from pipelinerl.plugins.evaluation.respondents import Target, respondent
 from pipelinerl.roles.controller_role import plan_of, settings_of
-from pipelinerl.roles.wiring import held_out_problems
+from pipelinerl.roles.problems import held_out_problems
 from pipelinerl.types import PromptOrder
 
 

@@ -51,9 +51,9 @@ from pipelinerl.models.tiny_decoder import (
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.models.weight_writer import WeightWriter
 from pipelinerl.objective.streams import CROSS_ENTROPY
+from pipelinerl.roles.problems import demonstrated_problems, problems_of
 from pipelinerl.roles.role import Changes, joined
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.roles.wiring import demonstrated_problems, problems_of
 from pipelinerl.roles.workers import opened_policy
 from pipelinerl.system.files import sync
 from pipelinerl.system.machine import free_ports

@@ -15,7 +15,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.oubliette import probe
 from pipelinerl.plugins.oubliette.runs import SandboxMissing, Tier
-from pipelinerl.roles.wiring import training_problems
+from pipelinerl.roles.problems import training_problems
 from pipelinerl.types import Message, Problem
 from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.scripted_judge import scripted_judge

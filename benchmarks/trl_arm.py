@@ -30,8 +30,8 @@ from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective import adv, agg, grad1, grad2
 from pipelinerl.objective.presets import resolve
+from pipelinerl.roles.problems import held_out_problems, training_problems
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.roles.wiring import held_out_problems, training_problems
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.verifier import SampledAnswer
 

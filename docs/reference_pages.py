@@ -54,7 +54,12 @@ def _section(model: type[BaseModel], path: str, *, repeats: bool = False) -> Ite
     if scalars:
         yield "\n| key | type | default | meaning |\n|---|---|---|---|\n"
     for name, field in scalars.items():
-        cells = (f"`{name}`", f"`{_type_name(field.annotation)}`", _default(field), texts.get(name, ""))
+        cells = (
+            f"`{name}`",
+            f"`{_type_name(field.annotation)}`",
+            _default(field),
+            field.description or texts.get(name, ""),
+        )
         yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |\n"
     for name, field in model.model_fields.items():
         child = _submodel(field)

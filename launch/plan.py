@@ -224,7 +224,7 @@ class Launch:
         """Return the spec of the trainer (rank 0 of several processes), which starts after the parameter servers."""
         several = TRAINER in self.ports
         _, cpu = _pinning(self.config, self.cores)
-        servers = [roles.parameter_server.numbered(number) for number in range(self.config.servers_to_start)]
+        servers = list(_numbered("parameter-server", self.config.servers_to_start))
         urls = ", ".join(f'"http://{self.at(server)}"' for server in servers)
         return self.spec(
             roles.trainer,
@@ -301,8 +301,8 @@ def listening(config: RunConfig) -> Iterator[str]:
     yield "controller"
     yield from map(roles.engine.numbered, range(config.engine.count))
     yield from ["redis"] if config.streams.redis_url is None else []
-    yield from map(roles.parameter_server.numbered, range(config.servers_to_start))
-    yield from map(roles.verifier.numbered, range(config.verification.services))
+    yield from _numbered("parameter-server", config.servers_to_start)
+    yield from _numbered("verifier", config.verification.services)
     yield from [TRAINER] if config.trainer_processes > 1 else []
 
 
@@ -310,20 +310,25 @@ def processes_of(launch: Launch) -> Plan:
     """Return the plan of the processes that the run begins with."""
     config = launch.config
 
-    def several(role: Role, count: int) -> Iterator[ProcessSpec]:
-        return (launch.spec(role, role.numbered(number)) for number in range(count))
+    def several(name: str, count: int) -> Iterator[ProcessSpec]:
+        return (launch.spec(roles.plugin_role(name), each) for each in _numbered(name, count))
 
     return Plan((
         *([launch.redis()] if "redis" in launch.ports else []),
         launch.spec(roles.controller, "controller"),
         *(launch.engine(roles.engine.numbered(number)) for number in range(config.engine.count)),
-        *several(roles.parameter_server, config.servers_to_start),
+        *several("parameter-server", config.servers_to_start),
         launch.trainer(),
         *(launch.trainer_rank(rank) for rank in range(1, config.trainer_processes)),
-        *several(roles.verifier, config.verification.services),
-        *several(roles.actor, config.actor.count),
-        *([launch.spec(roles.tracker, "tracker", grace_s=_UPLOAD_S)] if config.trackers.chosen else []),
+        *several("verifier", config.verification.services),
+        *(launch.spec(roles.actor, roles.actor.numbered(number)) for number in range(config.actor.count)),
+        *([launch.spec(roles.plugin_role("tracker"), "tracker", grace_s=_UPLOAD_S)] if config.trackers.chosen else []),
     ))  # fmt: skip
+
+
+def _numbered(role: str, count: int) -> Iterator[str]:
+    """Yield the names of `count` processes of a plug-in's role, which is only looked up if there are any."""
+    return (roles.plugin_role(role).numbered(number) for number in range(count))
 
 
 def _share_setting(key: str, on: Assignment, recipes: float | None) -> tuple[str, ...]:

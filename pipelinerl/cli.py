@@ -6,16 +6,14 @@ User errors are printed as one sentence on stderr with exit status 2. Commands i
 from __future__ import annotations
 
 import io
-import json as json_text
-import os
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Final, final
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from launch.cluster.command_line import (
     FirstPort,
@@ -30,26 +28,59 @@ from launch.cluster.command_line import (
     members_of,
     refuse_hosts,
 )
+from pipelinerl import registry
 from pipelinerl.commands.compare import compare
 from pipelinerl.commands.conformance import bench, chaos, conformance_app, in_checkout
-from pipelinerl.commands.engines import Overrides, Run, engines_app
+from pipelinerl.commands.engines import Overrides, Recipe, Run, RunPath, engines_app
 from pipelinerl.commands.knobs import knobs_app
-from pipelinerl.commands.live_views import top, watch
+from pipelinerl.component import Need, imported
 from pipelinerl.config import recipe as recipes
-from pipelinerl.enums import Skill
-from pipelinerl.errors import PipelineError, UserError
+from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.logs import without_secrets
-from pipelinerl.plugins.evaluation.command_line import evaluate, prefilter
-from pipelinerl.plugins.oubliette.command_line import oubliette_app
 from pipelinerl.roles.catalogue import ROLES
 from pipelinerl.roles.role import Changes, hide_password, joined
 from pipelinerl.system.files import system_words, working_directory
 from pipelinerl.system.process import collect_rarely, run_process
 
-if TYPE_CHECKING:
-    from pipelinerl.plugins.memory.prediction import MemoryPrediction
+_ROLES: Final = "Roles (each is one process; `run` starts them all)"
+
+
+@final
+class _Commands(TyperGroup):
+    """The commands and roles of the core, which are registered below, and those of plug-ins, imported when called."""
+
+    #: True in a context that only lists commands.
+    LISTS = "pipelinerl.lists"
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        ctx.meta[self.LISTS] = True
+        super().format_help(ctx, formatter)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        plugins = (name for kind in (registry.COMMANDS, registry.ROLES) for name, _ in kind.loadable())
+        return [*super().list_commands(ctx), *plugins]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        if name in registry.COMMANDS:
+            component = registry.COMMANDS[name]
+            if ctx.meta.get(self.LISTS):
+                return TyperCommand(name, help=component.help, hidden=component.hidden)
+            return _added(name, imported(component.build), help=component.help, hidden=component.hidden)
+        if name in registry.ROLES:
+            return _added(name, registry.ROLES[name].command, rich_help_panel=_ROLES)
+        return super().get_command(ctx, name)
+
+
+def _added(name: str, command: Any, **settings: Any) -> Any:
+    alone = typer.Typer(callback=lambda: None)  # with a callback, it stays a group of this one command
+    alone.add_typer(command, name=name, **settings) if isinstance(command, typer.Typer) else alone.command(
+        name, **settings
+    )(command)
+    return typer.main.get_group(alone).commands[name]
+
 
 app = typer.Typer(
+    cls=_Commands,
     name="pipelinerl",
     help="Asynchronous streaming RL post-training with in-flight weight updates.",
     no_args_is_help=True,
@@ -58,18 +89,8 @@ app = typer.Typer(
 )
 app.add_typer(knobs_app, name="knobs")
 app.add_typer(engines_app, name="engines")
-app.add_typer(oubliette_app, name="sandbox")
-app.add_typer(oubliette_app, name="oubliette", hidden=True)  # the earlier name
 app.add_typer(conformance_app, name="conformance")
-app.command("eval")(evaluate)
-app.command()(prefilter)
-app.command()(watch)
-app.command()(top)
 app.command()(compare)
-
-
-Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")]
-RunPath = Annotated[Path, typer.Argument(help="Directory of the run, such as runs/tiny.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -118,8 +139,8 @@ def run(
     from launch import run as launching
     from launch.run_directory import change_recipe, open_run, record_change, refuse_namesake
     from pipelinerl.commands.remote import started_by_hand
-    from pipelinerl.plugins.memory.disk import refuse_full_disk, settled
-    from pipelinerl.roles import controller_role
+    from pipelinerl.roles import resumed_run
+    from pipelinerl.roles.dtypes import settled
 
     made = joined(overrides, changes)
     if recipe is not None and "=" in recipe and not Path(recipe).is_file():  # a change of the default recipe
@@ -129,12 +150,12 @@ def run(
         if recipe is not None:
             raise UserError(f"--resume uses the recipe in {resume}; give only changes, such as run.steps=200")
         refuse_hosts(resume, on, host, hosts)
-        path = controller_role.directory_of(resume)
+        path = resumed_run.directory_of(resume)
         open_run(path)
         config = change_recipe(path, made)
         _refuse_here(config)
-        refuse_full_disk(config, _predicted(config), path)
-        for change in record_change(path, config, step=controller_role.newest_step(config, path)):
+        _refuse_full_disk(_needs(config, {}, path))
+        for change in record_change(path, config, step=resumed_run.newest_step(config, path)):
             typer.echo(change)
         raise typer.Exit(launching.resume(path, connect=_connect))
     config = recipes.load(recipe or "tiny", made)
@@ -145,15 +166,16 @@ def run(
     if on is not None:
         from launch.cluster.launchers import start_on
 
-        raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=controller_role.claim))
+        raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumed_run.claim))
     limits = launching.memory_limits(config) if members is None else {}
     if members is None:
         config = settled(config, limits)
-    predicted = _predicted(config)
-    refuse_full_disk(config, predicted)
-    directory = launching.prepare(config, claim=controller_role.claim, members=members)
-    for line in _memory_lines(predicted, limits):
-        typer.echo(line)
+    needs = _needs(config, limits)
+    _refuse_full_disk(needs)
+    directory = launching.prepare(config, claim=resumed_run.claim, members=members)
+    for need in needs:
+        if need.part != "disk":
+            typer.echo(need.text)
     raise typer.Exit(launching.resume(directory, connect=_connect))
 
 
@@ -202,8 +224,7 @@ def check(
     """
     from launch.run import describe_placement, memory_limits
     from pipelinerl.commands.check import findings, keys_without_gpu
-    from pipelinerl.plugins.memory import disk, prediction as memory
-    from pipelinerl.plugins.memory.disk import settled
+    from pipelinerl.roles.dtypes import settled
 
     config = recipes.load(recipe, joined(overrides, changes))
     limit = None if device_gib is None else int(device_gib * 2**30)
@@ -212,35 +233,34 @@ def check(
     for name, finding in findings(config):
         typer.echo(f"{name:<12} {finding}")
     typer.echo(f"{'placement':<12} {describe_placement(config)}")
-    predicted = _predicted(config)
-    for line in _memory_lines(predicted, limits):
-        typer.echo(f"{'memory':<12} {line}")
-    typer.echo(f"{'disk':<12} {disk.disk_line(config, predicted)}")
-    lacking = [] if memory.fits(predicted, limits=limits) else ["memory"]
+    needs = _needs(config, limits)
+    for need in needs:
+        typer.echo(f"{need.part:<12} {need.text}")
+    lacking = [need.part for need in needs if need.lacking]
     if limit is None and keys_without_gpu(config):
         lacking.append("GPUs")
-    for sentence in disk.disk_faults(config, predicted):
-        typer.echo(f"{'disk':<12} {sentence}")
-        lacking.append("disk")
     if lacking:
-        typer.echo(f"the recipe needs more {' and '.join(lacking)} than this machine has")
+        typer.echo(f"the recipe needs more {' and '.join(dict.fromkeys(lacking))} than this machine has")
         raise typer.Exit(1)
     typer.echo("the recipe can run")
 
 
-def _predicted(config: recipes.RunConfig) -> MemoryPrediction:
-    from pipelinerl.plugins.memory import prediction as memory
-    from pipelinerl.roles.wiring import objective_of
+def _needs(config: recipes.RunConfig, limits: Mapping[str, int], directory: Path | None = None) -> list[Need]:
+    needs = list[Need]()
+    for name in registry.NEEDS:
+        try:
+            prediction = registry.NEEDS[name]
+        except RecipeError as error:
+            needs.append(Need(name, f"not predicted: {error}"))
+        else:
+            needs += imported(prediction.build)(config, limits, directory)
+    return needs
 
-    return memory.predict(config, objective_of(config))
 
-
-def _memory_lines(predicted: MemoryPrediction, limits: Mapping[str, int]) -> Iterator[str]:
-    from pipelinerl.plugins.memory import prediction as memory
-
-    if (line := memory.trainable(predicted)) is not None:
-        yield line
-    yield from memory.lines(predicted, limits=limits)
+def _refuse_full_disk(needs: Sequence[Need]) -> None:
+    for need in needs:
+        if need.part == "disk" and need.lacking:
+            raise UserError(need.text)
 
 
 @app.command()
@@ -289,57 +309,6 @@ def report(run_dir: RunPath) -> None:
 
 
 @app.command()
-def warmstart(
-    output: Annotated[Path, typer.Argument(help="Directory to create for the model.")],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and demonstrations.")] = 0,
-    recipe: Annotated[str, typer.Option(help="Recipe whose domains provide the demonstrations.")] = "tiny",
-    hidden: Annotated[int, typer.Option(min=1, help="Width of the decoder.")] = 96,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the decoder.")] = 2,
-    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
-    vocab: Annotated[int, typer.Option(min=0, help="Tokens to learn from the problems (0: characters).")] = 0,
-    skill: Annotated[Skill, typer.Option(help="Measure greedy answers, or rewards by domain.")] = Skill.EXACT,
-    at_least: Annotated[float, typer.Option(min=0, max=1, help="Stop at this skill on the validation split.")] = 0.38,
-    at_most: Annotated[float, typer.Option(min=0, max=1, help="Fail above it: RL would have too little to do.")] = 0.44,
-) -> None:
-    """Create a small model and fit it to demonstrations until it has partial skill, as a starting point for RL."""
-    from pipelinerl.plugins.warmstart.command_line import WarmStartOptions, make
-
-    options = WarmStartOptions(
-        hidden=hidden, layers=layers, heads=heads, band=(at_least, at_most), seed=seed, skill=skill, vocab=vocab
-    )
-    make(recipes.load(recipe), options, output=output, say=typer.echo)
-
-
-@app.command()
-def sft(
-    recipe: Annotated[str, typer.Argument(help="Recipe whose model is trained, on the right answers of its domains.")],
-    output: Annotated[Path, typer.Argument(help="Directory to create for the trained model.")],
-    overrides: Overrides = None,
-    changes: Changes = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
-    demonstrations: Annotated[int, typer.Option(min=1, help="Demonstrations of each step.")] = 64,
-) -> None:
-    """Fine-tune a recipe's model on right answers, with the recipe's trainer, as a starting point for RL."""
-    from pipelinerl.plugins.warmstart.command_line import FineTuneOptions, fine_tune
-
-    options = FineTuneOptions(steps=steps, demonstrations=demonstrations)
-    fine_tune(recipes.load(recipe, joined(overrides, changes)), options, output=output, say=typer.echo)
-
-
-@app.command()
-def mismatch(
-    run_dir: RunPath,
-    json: Annotated[bool, typer.Option("--json", help="Print every figure and the advice as JSON.")] = False,
-) -> None:
-    """Show how far trainer and sampler log-probs differ, by cause, and what to do about it; draws mismatch.png."""
-    from rich.console import Console
-
-    from pipelinerl.plugins.watch.timeline.command_line import show_mismatch
-
-    show_mismatch(run_dir, Console(soft_wrap=json), as_json=json)
-
-
-@app.command()
 def samples(
     run_dir: RunPath,
     step: Annotated[int | None, typer.Option(help="Only samples of this step.")] = None,
@@ -381,156 +350,6 @@ def samples(
     (shown.follow if follow else shown.show)(run_dir, query, Console(soft_wrap=True), as_json=json)
 
 
-@app.command()
-def trace(
-    run_dir: RunPath,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write (default: the run's trace.json.gz).")
-    ] = None,
-) -> None:
-    """Export a run's timeline for Perfetto: what each role and engine did when, and the origin of each version."""
-    from pipelinerl.plugins.watch.timeline.command_line import trace_run
-
-    typer.echo(trace_run(run_dir, output))
-
-
-@app.command()
-def track(
-    run_dir: RunPath,
-    tensorboard: Annotated[Path, typer.Option(help="Directory for event files that TensorBoard reads.")],
-) -> None:
-    """Export a run's metrics to TensorBoard, live or finished; a repeated call adds only the latest events."""
-    from pipelinerl.plugins.watch.timeline.command_line import track_run
-
-    typer.echo(track_run(run_dir, tensorboard))
-
-
-@app.command()
-def explain(
-    choice: Annotated[
-        str | None,
-        typer.Argument(metavar="PRESET|RECIPE", help="An algorithm or a recipe (default: list the algorithms)."),
-    ] = None,
-    overrides: Overrides = None,
-    changes: Changes = None,
-    compare: Annotated[
-        tuple[str, str] | None,
-        typer.Option(metavar="A B", help="Two algorithms or recipes; shows what each makes of the same rollouts."),
-    ] = None,
-    rollout: Annotated[
-        list[Path] | None, typer.Option(help="Rollouts (JSON, or a group's record); shows each token's factors.")
-    ] = None,
-    run: Annotated[Path | None, typer.Option(help="A finished run; explains rollouts of one of its steps.")] = None,
-    step: Annotated[int | None, typer.Option(help="The step of that run.")] = None,
-    group: Annotated[int | None, typer.Option(help="Show only the group of this order.")] = None,
-) -> None:
-    """Explain an objective: its five terms (slots), formula, cost and source, and its effect on given rollouts."""
-    from rich.console import Console
-
-    from pipelinerl.plugins.explain import command_line as command
-
-    if compare is not None and choice is not None:
-        raise typer.BadParameter("--compare names both algorithms; leave out the argument")
-    if (run is None) != (step is None) or (group is not None and run is None):
-        raise typer.BadParameter("--run and --step belong together, and --group to both")
-    if rollout and choice is None and compare is None:
-        raise typer.BadParameter("name an algorithm or a recipe to explain the rollouts with")
-    if choice is None and run is None and compare is None:
-        command.catalogue(Console())
-        return
-    of_run = None if run is None or step is None else command.OfRun(run, step, group)
-    if of_run is not None:
-        recipes.load_run(of_run.run_dir)  # fail early if the run does not exist
-    if compare is not None:
-        command.compare(*compare, rollout or [], Console(), of_run=of_run)
-        return
-    command.show(choice or f"{run}/recipe.toml", joined(overrides, changes), rollout or [], Console(), of_run=of_run)
-
-
-@app.command()
-def simulate(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    changes: Changes = None,
-    from_runs: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--from", help="A finished, ideally synchronous run to calibrate from; a second one for contention."
-        ),
-    ] = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            "--hardware",
-            help="A hardware table instead of a run: a file, or h100, h200 or v5p with a model size (h100:7b), "
-            "computed from published figures. Sizes: 0.5b, 1.5b, 3b, 7b, 14b, 32b, 72b.",
-        ),
-    ] = None,
-    sweep: Annotated[
-        list[str] | None, typer.Option("--sweep", help="section.key=value,value,…; several are combined.")
-    ] = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Distribution of answer lengths: fixed:TOKENS or heavy:MEDIAN,SIGMA.")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Steps of each simulated run.")] = 100,
-    engine_hour: Annotated[float | None, typer.Option(min=0, help="Price of an engine per hour.")] = None,
-    trainer_hour: Annotated[float | None, typer.Option(min=0, help="Price of the trainer per hour.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
-) -> None:
-    """Predict throughput, waits, staleness, discards and cost of a recipe on given hardware, and compare knobs."""
-    from pipelinerl.plugins.simulation.planning import basis_of_runs, basis_of_table, json_of, lines_of, page_of, tried
-    from pipelinerl.plugins.simulation.prediction import grid, recommended
-
-    if bool(from_runs) == (hardware is not None):
-        raise UserError(
-            "timings are required: give either --from RUN (a finished run) or --hardware (a file, or such as h100:7b)"
-        )
-    basis = basis_of_runs(from_runs) if from_runs else basis_of_table(hardware or "")
-    prices = replace(
-        basis.hardware.prices,
-        **{k: v for k, v in (("engine_hour", engine_hour), ("trainer_hour", trainer_hour)) if v is not None},
-    )
-    basis = replace(basis, hardware=replace(basis.hardware, prices=prices), length_words=lengths or basis.length_words)
-    made = joined(overrides, changes)
-    trials = [tried(recipe, made, swept, basis, steps=steps) for swept in grid(sweep or [])]
-    best = recommended(trials) if sweep else None
-    notes = [basis.verdict, *([f"recommended: {' '.join(best.changes)}"] if best is not None else [])]
-    if html is not None:
-        html.write_text(page_of(f"{recipe}, simulated", trials, notes))
-    if json:
-        typer.echo(json_text.dumps(json_of(trials, best=best, checks=basis.checks) | {"verdict": basis.verdict}))
-        return
-    for line in lines_of(trials):
-        typer.echo(line)
-    for run, errors in basis.checks.items():
-        listed = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items())
-        typer.echo(f"simulated against measured, {run}: {listed}")
-    for note in notes:
-        typer.echo(note)
-    if html is not None:
-        typer.echo(str(html))
-    if all(trial.refusal for trial in trials):
-        raise typer.Exit(2)
-
-
-@app.command()
-def replay(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a finished run, such as runs/tiny.")],
-    step: Annotated[int, typer.Option(help="The step to repeat.")],
-    objective: Annotated[str | None, typer.Option(help="A preset to use for that step instead.")] = None,
-) -> None:
-    """Repeat a step from its checkpoint and recorded rollouts, without engines; exit status 1 if it differs."""
-    from rich.console import Console
-
-    # Set before torch is imported: sums depend on the number of threads, so use the trainer's number.
-    os.environ.setdefault("OMP_NUM_THREADS", str(recipes.load_run(run_dir).launch.threads))
-    from pipelinerl.plugins.replay.command_line import show
-
-    if not show(run_dir, step=step, objective=objective, console=Console()):
-        raise typer.Exit(1)
-
-
 def _connect(url: str, token: str) -> Any:
     from pipelinerl.controller.client import ControllerClient
     from pipelinerl.controller.routes import LAUNCHER
@@ -539,9 +358,9 @@ def _connect(url: str, token: str) -> Any:
 
 
 def _claim(config: recipes.RunConfig) -> bool:
-    from pipelinerl.roles import controller_role
+    from pipelinerl.roles import resumed_run
 
-    return controller_role.claim(config)
+    return resumed_run.claim(config)
 
 
 app.command(hidden=not in_checkout())(bench)
@@ -567,7 +386,7 @@ def _refuse_here(config: recipes.RunConfig) -> None:
 
 add_cluster_commands(app, connect=_connect, claim=_claim, refuse=_refuse)
 for _role in ROLES:
-    app.command(_role.subcommand, rich_help_panel="Roles (each is one process; `run` starts them all)")(_role.command)
+    app.command(_role.subcommand, rich_help_panel=_ROLES)(_role.command)
 
 
 def main() -> None:

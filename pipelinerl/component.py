@@ -10,10 +10,12 @@ imported when they are used.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipelinerl.errors import RecipeError, ReferenceFailed
+from pipelinerl.section import Section
 from pipelinerl.system.references import load_reference
 
 
@@ -23,10 +25,14 @@ class Component:
 
     Attributes:
         build: reference of the function or class that makes it; the kind says with which arguments.
+        section: its options, as a table of the recipe; None if it has none.
+        key: key of that table, by default the component's name.
         needs: packages that must be installed. `remedy` says how to install them.
     """
 
     build: str
+    section: type[Section] | None = None
+    key: str = ""
     needs: tuple[str, ...] = ()
     remedy: str = "pip install it"
 
@@ -40,6 +46,12 @@ class EngineComponent(Component):
         drives_server: it forwards requests to an inference server that the user runs (`engine.servers`).
         check_options: reference of a function that raises `RecipeError` for entries of `engine.options` that other keys
             of the recipe set; an engine without it takes no options.
+        slow_here: reference of a function `(dtype) -> str | None` that says why the engine is slow on this machine.
+        check: reference of a function `(section, model, others)` that yields pairs (part of the recipe, finding) for
+            `pipelinerl check`. `section` is `[engine]` or `[trainer]`, `model` is `[model]`, and `others` are the
+            directories of critic, reference and teachers by key of the recipe, empty for an engine. It raises
+            `ModelError`, or `SpecError` for options.
+        computes_experts: it computes mixtures of experts.
         reports_routing: it reports the experts of each token.
         reports_policy: it reports log-probs from before top-k and top-p (`policy_logprobs`).
     """
@@ -47,6 +59,9 @@ class EngineComponent(Component):
     on_host: bool = False
     drives_server: bool = False
     check_options: str = ""
+    slow_here: str = ""
+    check: str = ""
+    computes_experts: bool = True
     reports_routing: bool = False
     reports_policy: bool = False
 
@@ -59,12 +74,18 @@ class TrainerComponent(Component):
         on_host: it computes on the CPU even if the machine has GPUs.
         check_options: reference of a function that raises `SpecError` for invalid entries of `trainer.options`, without
             heavy imports; a trainer without it takes no options.
+        check, computes_experts: as for an engine.
         replays_routing: it can use the experts that the engine reports (`trainer.routing_replay`).
+        rank: reference of a function `(options) -> (Distributed | None, Join, Start)` with which a rank above 0 finds,
+            joins and follows rank 0; it raises `SpecError`. A trainer without it has one process.
     """
 
     on_host: bool = False
     check_options: str = ""
+    check: str = ""
+    computes_experts: bool = True
     replays_routing: bool = False
+    rank: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,18 +104,122 @@ class SourceComponent(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierComponent(Component):
-    """A verifier; `build` is a class that implements `Verifier`.
+    """A verifier; `build` is a function `(section, VerifierContext) -> GroupVerifier`.
+
+    `section` is the domain's table at `key`, or None for a verifier without options.
 
     Attributes:
+        deterministic: it always gives the same verdict on the same answer, so that verdicts can be cached.
+        places: options that do not change verdicts, such as the address of a service.
+        trial: options that `pipelinerl check` replaces where judging costs money; only one answer is then judged.
+        probe: reference of an async function `(section) -> str` that opens the sandbox and returns its tier; it raises
+            `UserError` if this machine lacks the sandbox.
+        check: reference of a function `(section, problems) -> Iterator[str]` that yields findings on a domain's
+            problems for `pipelinerl check`, and raises `RecipeError` for a problem that cannot be judged.
         check_problem: reference of a function `(Problem)` that raises `RecipeError` if it can judge no answer to it.
         reference_answer: reference of a function from a problem to a right answer as a model writes it; without it,
             that is the problem's ground truth.
         needs_reference: its problems must have a reference answer.
     """
 
+    deterministic: bool = False
+    places: frozenset[str] = frozenset()
+    trial: Mapping[str, Any] | None = None
+    probe: str = ""
+    check: str = ""
     check_problem: str = ""
     reference_answer: str = ""
     needs_reference: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandComponent(Component):
+    """A command of `pipelinerl`; `build` is a function with the command's options, or a typer app of several commands.
+
+    Attributes:
+        help: the command's help, which `pipelinerl --help` shows without importing the command.
+        hidden: `pipelinerl --help` does not list it.
+    """
+
+    help: str
+    hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportComponent(Component):
+    """A transport of weights; `build` is a function `(Identity, EngineControl, Stream, Grace) -> Publisher`.
+
+    Attributes:
+        fetch: reference of a function `(token) -> PullSource`, if engines fetch the weights.
+    """
+
+    fetch: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolComponent(Component):
+    """A tool of episodes; `build` is a function `(section, num_workers | None) -> Tool`.
+
+    `section` is the domain's table at `key`, or None for a tool without options.
+
+    Attributes:
+        check: reference of a function `(section)` that raises `UserError` if this machine cannot run the tool.
+    """
+
+    check: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentComponent(Component):
+    """Environments that a recipe names as `name:argument`; `build` is a function `(argument, options) -> Play`.
+
+    `build` raises `ReferenceFailed` if the argument or one of the options is invalid.
+
+    Attributes:
+        own_host: `build` returns the command (`list[str]`) of a process instead, which plays the episodes in the
+            protocol of `environments/episode_host.py`.
+        check: reference of a function `(argument, options)` that raises `ReferenceFailed` if episodes cannot be played
+            here; without it, `build` is called.
+        paths: options that are paths.
+    """
+
+    own_host: bool = False
+    check: str = ""
+    paths: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerComponent(Component):
+    """An experiment tracker; `build` is a function `(section, TrackedRun, Bookmark | None) -> Tracker`.
+
+    `section` is its table in `[trackers]`, under its name, or None for a tracker without options.
+
+    Attributes:
+        switch: what `trackers.NAME = true` does, for a tracker without options.
+    """
+
+    switch: str = ""
+
+
+class Need(NamedTuple):
+    """A line on what a run needs of this machine; `lacking` if the machine has less."""
+
+    part: str
+    text: str
+    lacking: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeedsComponent(Component):
+    """A prediction of what a run needs; `build` is a function `(config, limits, directory | None) -> Iterator[Need]`.
+
+    `limits` are bytes of memory by kind of process, `all` for their sum. `directory` is that of a run that is resumed.
+
+    Attributes:
+        settle: reference of a function `(config, limits | None) -> config` that replaces `auto` values.
+    """
+
+    settle: str = ""
 
 
 def missing_packages(component: Component) -> list[str]:

@@ -11,16 +11,23 @@ User code needs neither: wherever a name is accepted, so is `package.module:attr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import metadata
 from typing import Any, Final, Generic, TypeVar
 
 from pipelinerl.component import (
+    CommandComponent,
     Component,
     EngineComponent,
+    EnvironmentComponent,
+    NeedsComponent,
     SourceComponent,
+    ToolComponent,
+    TrackerComponent,
     TrainerComponent,
+    TransportComponent,
     VerifierComponent,
     imported,
     missing_packages,
@@ -30,7 +37,13 @@ from pipelinerl.system.references import is_reference, load_reference
 
 ENTRY_POINTS: Final = "pipelinerl.components"
 
-C = TypeVar("C", bound=Component)
+C = TypeVar("C")
+K = TypeVar("K", bound=Component)
+
+
+@cache
+def _entry_points() -> metadata.EntryPoints:
+    return metadata.entry_points(group=ENTRY_POINTS)
 
 
 class Components(Mapping[str, C], Generic[C]):
@@ -45,17 +58,28 @@ class Components(Mapping[str, C], Generic[C]):
     def _places(self) -> dict[str, str]:
         prefix = f"{self.kind}."
         others = {
-            point.name.removeprefix(prefix): point.value
-            for point in metadata.entry_points(group=ENTRY_POINTS)
-            if point.name.startswith(prefix)
+            point.name.removeprefix(prefix): point.value for point in _entry_points() if point.name.startswith(prefix)
         }
-        return others | dict(self._ours)
+        return {**self._ours, **{name: place for name, place in others.items() if name not in self._ours}}
 
     def __getitem__(self, name: str) -> C:
-        component = imported(self._places[name])
+        place = self._places[name]
+        try:
+            component = load_reference(place)
+        except ReferenceFailed as error:
+            if name not in self._ours:
+                raise RecipeError(f"the {self.kind} {name} of another package cannot be loaded: {error}") from None
+            plugin = ".".join(place.partition(":")[0].split(".")[:3])
+            raise RecipeError(
+                f"the {self.kind} {name} is in the plug-in {plugin}, which this installation lacks; "
+                "install pipelinerl with all its files: pip install --force-reinstall pipelinerl"
+            ) from None
         if not isinstance(component, self._type):
-            raise RecipeError(f"the {self.kind} {name}: {self._places[name]} must be a {self._type.__name__}")
+            raise RecipeError(f"the {self.kind} {name}: {place} must be a {self._type.__name__}")
         return component
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -63,9 +87,15 @@ class Components(Mapping[str, C], Generic[C]):
     def __len__(self) -> int:
         return len(self._places)
 
+    def loadable(self) -> Iterator[tuple[str, C]]:
+        """Yield the components by name, without those whose plug-in or package is missing or broken."""
+        for name in self:
+            with contextlib.suppress(RecipeError):
+                yield name, self[name]
+
     def having(self, trait: str) -> list[str]:
         """Return the names of the components whose attribute `trait` is true."""
-        return [name for name, component in self.items() if getattr(component, trait)]
+        return [name for name, component in self.loadable() if getattr(component, trait)]
 
 
 ENGINES: Final = Components(
@@ -109,11 +139,79 @@ VERIFIERS: Final = Components(
     "verifier",
     VerifierComponent,
     {
-        "math_answer": "pipelinerl.verifiers.math_answer:COMPONENT",
-        "reasoning_gym": "pipelinerl.verifiers.reasoning_gym:COMPONENT",
+        "math_answer": "pipelinerl.verifiers:MATH_ANSWER",
+        "reasoning_gym": "pipelinerl.verifiers:REASONING_GYM",
         "instruction_following": "pipelinerl.plugins.instructions:VERIFIER",
         "judge": "pipelinerl.plugins.judge:COMPONENT",
-        "oubliette": "pipelinerl.plugins.oubliette:COMPONENT",
+        "oubliette": "pipelinerl.plugins.oubliette:VERIFIER",
+    },
+)
+
+#: Where answers are judged, if not in actors; `build` is a function `(token, patience) -> VerdictServices`.
+JUDGED_IN: Final = Components(
+    "place of judging", Component, {"services": "pipelinerl.plugins.verifier_service:COMPONENT"}
+)
+
+TOOLS: Final = Components("tool", ToolComponent, {"python": "pipelinerl.plugins.oubliette:PYTHON"})
+
+ENVIRONMENTS: Final = Components(
+    "environment",
+    EnvironmentComponent,
+    {
+        "openenv": "pipelinerl.plugins.openenv:COMPONENT",
+        "verifiers": "pipelinerl.environments.tasksets:COMPONENT",
+    },
+)
+
+TRACKERS: Final = Components(
+    "tracker",
+    TrackerComponent,
+    {
+        "tensorboard": "pipelinerl.plugins.trackers:TENSORBOARD",
+        "wandb": "pipelinerl.plugins.trackers:WANDB",
+        "trackio": "pipelinerl.plugins.trackers:TRACKIO",
+    },
+)
+
+TRANSPORTS: Final = Components(
+    "transport",
+    TransportComponent,
+    {"broadcast": "pipelinerl.roles.broadcast:COMPONENT", "pull": "pipelinerl.plugins.parameter_server:COMPONENT"},
+)
+
+#: What `pipelinerl check` and `pipelinerl run` predict of a run's needs.
+NEEDS: Final = Components("prediction", NeedsComponent, {"memory": "pipelinerl.plugins.memory:COMPONENT"})
+
+#: Commands of plug-ins, in the order of `pipelinerl --help`; the command line itself has those of the core.
+COMMANDS: Final = Components(
+    "command",
+    CommandComponent,
+    {
+        "eval": "pipelinerl.plugins.evaluation:EVALUATE",
+        "prefilter": "pipelinerl.plugins.evaluation:PREFILTER",
+        "watch": "pipelinerl.plugins.watch:WATCH",
+        "top": "pipelinerl.plugins.watch:TOP",
+        "mismatch": "pipelinerl.plugins.watch:MISMATCH",
+        "trace": "pipelinerl.plugins.watch:TRACE",
+        "track": "pipelinerl.plugins.trackers:TRACK",
+        "explain": "pipelinerl.plugins.explain:COMMAND",
+        "simulate": "pipelinerl.plugins.simulation:COMMAND",
+        "replay": "pipelinerl.plugins.replay:COMMAND",
+        "warmstart": "pipelinerl.plugins.warmstart:WARMSTART",
+        "sft": "pipelinerl.plugins.warmstart:SFT",
+        "sandbox": "pipelinerl.plugins.oubliette:COMMAND",
+        "oubliette": "pipelinerl.plugins.oubliette:EARLIER_COMMAND",
+    },
+)
+
+#: Roles of plug-ins, by subcommand: values of `pipelinerl.roles.role.Role`. `roles/catalogue.py` has those of the core.
+ROLES: Final = Components[Any](
+    "role",
+    object,
+    {
+        "parameter-server": "pipelinerl.plugins.parameter_server:ROLE",
+        "verifier": "pipelinerl.plugins.verifier_service:ROLE",
+        "tracker": "pipelinerl.plugins.trackers:ROLE",
     },
 )
 
@@ -123,7 +221,7 @@ def is_user_code(components: Mapping[str, Component], name: str) -> bool:
     return name not in components and is_reference(name)
 
 
-def known(where: str, components: Mapping[str, C], name: str) -> C | None:
+def known(where: str, components: Mapping[str, K], name: str) -> K | None:
     """Return the component that is registered as `name`; None for a reference to user code, which is not loaded.
 
     `where` is the recipe's key. Raises `RecipeError` if the name is unknown.
@@ -138,7 +236,7 @@ def known(where: str, components: Mapping[str, C], name: str) -> C | None:
     return components[name]
 
 
-def find(where: str, components: Mapping[str, C], name: str) -> C | None:
+def find(where: str, components: Mapping[str, K], name: str) -> K | None:
     """Return the component like `known`. User code is imported to check it; what a component builds is not imported.
 
     Raises:
@@ -152,7 +250,7 @@ def find(where: str, components: Mapping[str, C], name: str) -> C | None:
     return component
 
 
-def load(where: str, components: Mapping[str, C], name: str) -> Any:
+def load(where: str, components: Mapping[str, K], name: str) -> Any:
     """Return what builds the component `name`, or the user code of this reference; raises like `find`."""
     component = find(where, components, name)
     return _user_code(where, name) if component is None else imported(component.build)

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from launch.run_directory import create
-from pipelinerl import cli
+from pipelinerl import cli, registry
 from pipelinerl.commands import conformance
 from pipelinerl.commands.knobs import _knob_lines
 from pipelinerl.config.recipe import MODELS, RunConfig, load
 from pipelinerl.errors import HABITS
 from pipelinerl.roles import process
+from pipelinerl.roles.dtypes import settled
 from pipelinerl.roles.process import TOKEN_VARIABLE
 from pipelinerl.roles.role import LOCAL_REDIS, REDIS_VARIABLE
 from pipelinerl.system.http_service import listen
@@ -142,6 +143,36 @@ def test_names_that_other_libraries_give_to_keys_lead_to_keys_of_a_recipe() -> N
 def test_common_options_and_aliases_work(pipelinerl: Command, arguments: str) -> None:
     done = pipelinerl(*arguments.split())
     assert done.err == "" and done.status == 0 and (version("pipelinerl") in done.out or "Usage" in done.out)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "command"), [("explain", "explain"), ("oubliette", "sandbox"), ("trackers", "tracker")]
+)
+def test_command_of_a_missing_plugin_is_not_listed_and_names_the_plugin(
+    pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, plugin: str, command: str
+) -> None:
+    assert f" {command} " in pipelinerl("-h").out
+    monkeypatch.setitem(sys.modules, f"pipelinerl.plugins.{plugin}", None)
+    assert f" {command} " not in pipelinerl("-h").out
+    done = pipelinerl(command)
+    assert done.status == 2 and f"{command} is in the plug-in pipelinerl.plugins.{plugin}, which" in done.err
+
+
+def test_listing_the_commands_imports_none_of_a_plugin(pipelinerl: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {each.build.partition(":")[0] for each in registry.COMMANDS.values()}
+    for module in modules:
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    assert " simulate " in pipelinerl("-h").out
+    assert not modules & {*sys.modules}
+
+
+def test_memory_and_disk_are_reported_as_not_predicted_without_their_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("tiny", ["trainer.micro_batch_tokens=auto"])
+    assert {need.part for need in cli._needs(config, {})} == {"memory", "disk"}
+    monkeypatch.setitem(sys.modules, "pipelinerl.plugins.memory", None)
+    (need,) = cli._needs(config, {})
+    assert need.text.startswith("not predicted: ") and not need.lacking
+    assert settled(config).trainer == config.changed("trainer", precision="fp32").trainer
 
 
 def test_developer_commands_are_listed_in_a_checkout_only(

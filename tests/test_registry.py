@@ -12,8 +12,12 @@ from pipelinerl.component import Component, imported, missing_packages
 from pipelinerl.errors import RecipeError
 
 KINDS: tuple[registry.Components[Any], ...] = (
-    registry.ENGINES, registry.TRAINERS, registry.SOURCES, registry.VERIFIERS,
+    registry.ENGINES, registry.TRAINERS, registry.SOURCES, registry.VERIFIERS, registry.TOOLS, registry.ENVIRONMENTS,
+    registry.TRACKERS, registry.TRANSPORTS, registry.COMMANDS, registry.NEEDS,
 )  # fmt: skip
+
+
+FURTHER = ("check_options", "look", "check_problem", "reference_answer", "probe", "check", "rank", "fetch", "settle")
 
 
 @pytest.mark.parametrize(("components", "name"), [(kind, name) for kind in KINDS for name in kind])
@@ -23,7 +27,7 @@ def test_every_registered_component_that_is_installed_can_be_loaded(
     component = components[name]
     if not missing_packages(component):
         assert callable(registry.load("engine.type", components, name))
-    further = [getattr(component, key, "") for key in ("check_options", "look", "check_problem", "reference_answer")]
+    further = [getattr(component, key, "") for key in FURTHER]
     assert all(callable(imported(reference)) for reference in further if reference)
 
 
@@ -57,7 +61,7 @@ def test_entry_points_add_components_of_their_kind_and_replace_none_of_ours(monk
     points = metadata_of(
         {"verifier.regex": f"{__name__}:HERE", "verifier.ours": "no.such:thing", "engine.other": "no.such:thing"}
     )
-    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: points)
+    monkeypatch.setattr(registry, "_entry_points", lambda: points)
     components = registry.Components("verifier", Component, {"ours": f"{__name__}:HERE"})
     assert sorted(components) == ["ours", "regex"]
     assert components["regex"] is components["ours"] is HERE

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from inference_contract.weights import Backend
 from pipelinerl import registry
-from pipelinerl.commands.findings.model import (
-    adapter_findings,
-    expert_findings,
-    mesh_findings,
-    refuse_experts,
-    trial_findings,
-)
-from pipelinerl.commands.findings.problems import MOST, instruction_findings, prompt_findings, refuse_problems
-from pipelinerl.commands.findings.schedule import mini_batch_finding, stale_share
+from pipelinerl.commands.findings.learning import objective_findings, step_findings
+from pipelinerl.commands.findings.model import component_findings, expert_findings, refuse_experts
+from pipelinerl.commands.findings.problems import MOST, prompt_findings, refuse_problems, verifier_findings
 from pipelinerl.commands.findings.trials import (
     called_by_place,
     episode_tried,
@@ -31,13 +23,9 @@ from pipelinerl.component import imported
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
-from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.data.problems import Split, check_source
-from pipelinerl.engines.http.engine_teacher import TEACHER_TOKEN, EngineTeacher
-from pipelinerl.engines.http.openai_client import models_at
-from pipelinerl.enums import OldLogprobs, Overdue
-from pipelinerl.errors import AddressError, EngineUnreachable, ModelError, RecipeError
+from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models import bigram
 from pipelinerl.models.chat_template import check_chat_template
 from pipelinerl.models.checkpoint import (
@@ -47,46 +35,23 @@ from pipelinerl.models.checkpoint import (
     model_type,
     refuse_quantised,
     vocab_size,
-    weight_files,
 )
 from pipelinerl.models.context_limit import context_problem
 from pipelinerl.models.directory_files import text_config
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.models.vocabulary import refuse_other_vocabulary
-from pipelinerl.objective.contradictions import doubts
-from pipelinerl.objective.explain import differing, slot_lines
-from pipelinerl.objective.presets import preset_of, resolve
-from pipelinerl.objective.streams import Loss
-from pipelinerl.plugins.trackers.tracker import missing_package
-from pipelinerl.roles.dtypes import Dtypes, dtypes_of
+from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.engine_rules import check_engine_options, check_truncation, elastic_of, servers_of
 from pipelinerl.roles.episodes import check_environment
+from pipelinerl.roles.problems import demonstrated_problems, held_out_problems, training_problems
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
-from pipelinerl.roles.wiring import (
-    check_engine_options,
-    check_truncation,
-    demonstrated_problems,
-    elastic_of,
-    held_out_problems,
-    is_url,
-    knobs_of,
-    losses_of,
-    objective_of,
-    references_of,
-    servers_of,
-    setting_of,
-    training_problems,
-)
+from pipelinerl.roles.wiring import is_url, knobs_of, objective_of
 from pipelinerl.system.references import is_reference, place_of
 from pipelinerl.system.storage import Storage
-from pipelinerl.types import Problem
 from trainer_contract.errors import SpecError
 
 #: At most this many bytes of a model's weights are checked for non-finite numbers, so that the check takes seconds.
 _MOST_READ: Final = 8 * 2**30
-#: Timeout in seconds of a request to a teacher.
-_TEACHER_S: Final = 10.0
-#: Ends of the names of parameters with a row for each token.
-_EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "lm_head.weight")
 
 
 def refuse(config: RunConfig) -> None:
@@ -111,9 +76,11 @@ def refuse(config: RunConfig) -> None:
             imported(trainer.check_options)(config.trainer.options)
         except SpecError as error:
             raise RecipeError(f"trainer.{error}") from error
+    registry.find("weights.transport", registry.TRANSPORTS, config.weights.transport)
+    if config.verification.uses_services:
+        registry.find("verification.judged_in", registry.JUDGED_IN, "services")
     for tracker in config.trackers.chosen:
-        if sentence := missing_package(tracker):
-            raise RecipeError(sentence)
+        registry.find("trackers", registry.TRACKERS, tracker)
     dtypes_of(config)
     refuse_experts(config)
     objective_of(config)
@@ -159,37 +126,30 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
             unchecked = f"{left / 2**30:,.1f} GiB of {path} are not checked here"
             yield "model", f"{unchecked}; the trainer checks them when it loads"
     # This import is slow, and `pipelinerl run` does not need it.
-    from pipelinerl.plugins.evaluation.respondents import engine_outside_run
+    from pipelinerl.roles.engine_role import engine_outside_run
 
     engine_outside_run(config)
     dtypes = dtypes_of(config)
     engines = f"{config.engine.count} × {config.engine.type}, {config.engine.slots} slots each, in {dtypes.engine}"
-    slow = _slow(config, dtypes)
+    component = registry.ENGINES.get(config.engine.type)
+    slow = imported(component.slow_here)(dtypes.engine) if component is not None and component.slow_here else None
     yield "engine", f"{engines}; {slow}" if slow else engines
     yield "trainer", f"{config.trainer.type}, {config.trainer.passes_in}, sends {dtypes.wire}"
     for key, path in _other_models(config).items():
         if sentence := refuse_other_vocabulary(model, path):
             yield "warning", f"{key}: {sentence}"
-    yield from trial_findings(config, _other_models(config))
-    yield from adapter_findings(config)
-    yield from mesh_findings(config)
+    yield from component_findings(config, _other_models(config))
     yield from expert_findings(config)
     if keys := keys_without_gpu(config):
         yield "warning", f"{', '.join(keys)} need a GPU, and this machine has none; a run here would end at its start"
-    yield from _objective_findings(config, tokenizer)
-    knobs = knobs_of(config)
-    yield "step", _step(config)
-    if several := mini_batch_finding(config):
-        yield "mini-batches", several
-    yield "staleness", _staleness(config, knobs)
-    if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:
-        yield "old log-probs", _weight_history(config, knobs)
+    yield from objective_findings(config, tokenizer, lambda: _problems_of(config.trained_domains[0], config).problem(0))
+    yield from step_findings(config)
     refuse_problems(config, MOST)
     for where, name in user_code(config):
         yield "user code", f"{where} = {place_of(imported(name))}"
     for domain in config.domains:
         yield from (("warning", sentence) for sentence in called_by_place(domain))
-        yield from instruction_findings(config, domain)
+        yield from verifier_findings(config, domain)
         yield from _trials(domain, config, tokenizer)
         if (judge := open_filter(config)) is not None:
             problem = _problems_of(domain, config).problem(0)
@@ -232,112 +192,6 @@ def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:
     return held_out_problems(config, evaluation)[evaluation.name]
 
 
-def _objective_findings(config: RunConfig, tokenizer: ChatTokenizer) -> Iterator[tuple[str, str]]:
-    objective, name = objective_of(config), preset_of(config.objective)
-    needs = ", ".join(sorted(objective.passes | objective.needs)) or "nothing beyond the rollouts"
-    others = differing(objective, resolve(name, max_tokens=config.sampling.max_tokens))
-    yield "objective", f"{name}{', changed in ' + ', '.join(others) if others else ''}; needs {needs}"
-    for line in slot_lines(objective):
-        preset = f"  ({name} has {others[line.slot]})" if line.slot in others else ""
-        yield "objective", f"{line.slot} = {line.kind}{preset}"
-    for domain in config.domains if losses_of(config).others else ():
-        if domain.weight:
-            yield "loss", f"{domain.name}: {_loss(domain, config)}"
-    for place in dict.fromkeys(references_of(config, objective).values()):
-        if is_url(place):
-            problem = _problems_of(config.trained_domains[0], config).problem(0)
-            yield from _teacher_tried(place, config, problem, tokenizer)
-    for sentence in doubts(objective, setting_of(config)):
-        yield "warning", f"objective.{sentence}"
-
-
-def _teacher_tried(
-    url: str, config: RunConfig, problem: Problem, tokenizer: ChatTokenizer
-) -> Iterator[tuple[str, str]]:
-    """Yield findings on a teacher's engine; raise `RecipeError` if it has too few tokens."""
-    longest, text, token = config.engine.context_length, problem.messages[-1].content, os.environ.get(TEACHER_TOKEN)
-    try:
-        card = asyncio.run(models_at(url, token=token))[0]
-    except AddressError as error:
-        yield "warning", f"the teacher {url} does not answer now, and the trainer will need it: {error}"
-        return
-    most = card.get("context_length")
-    if not isinstance(most, int):
-        yield "warning", f"the teacher {url} gives no context_length; it must be an engine of the inference contract"
-        return
-    if (rows := _rows_of(card)) is not None and rows < tokenizer.vocab_size:
-        raise RecipeError(
-            f"the teacher {url} has a vocabulary of {rows} tokens, and the policy's tokenizer makes "
-            f"{tokenizer.vocab_size}; use a teacher with the same tokenizer"
-        )
-    if most <= longest:
-        yield (
-            "warning",
-            f"the teacher {url} reads at most {most} tokens, and prompt and answer may have {longest}; "
-            f"start it with engine.context_length={longest + 1}",
-        )
-    else:
-        yield "teacher", f"{url} serves {card['id']}, up to {most} tokens"
-    teacher = EngineTeacher(url, token=token, timeout_s=_TEACHER_S)
-    try:
-        prompt = teacher.tokens_of(text)
-    except EngineUnreachable as error:
-        yield "warning", f"the tokens of the teacher {url} are not compared with the policy's: {error}"
-        return
-    finally:
-        teacher.close()
-    # The chat template may join its own characters to the first and the last token of the text.
-    inner = tokenizer.encode(text)[1:-1]
-    if not any(prompt[start : start + len(inner)] == inner for start in range(len(prompt))):
-        yield (
-            "warning",
-            f"the teacher {url} seems to have another tokenizer: its tokens for {text!r:.60} are not the policy's; "
-            "its log-probs would then be of another text",
-        )
-
-
-def _rows_of(card: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens of a served model from the layout in its card; None if it has no usable layout."""
-    try:
-        shapes = {str(each["name"]): each["shape"] for each in card["layout"]["parameters"]}
-        return max((int(shape[0]) for name, shape in shapes.items() if name.endswith(_EMBEDDINGS)), default=None)
-    except (LookupError, TypeError, ValueError):
-        return None
-
-
-def _loss(domain: DomainSection, config: RunConfig) -> str:
-    times = "" if domain.loss_weight == 1.0 else f"{domain.loss_weight:g} × "
-    match domain.loss:
-        case Loss.CE:
-            share = domain.weight / sum(each.weight for each in config.demonstrated_domains)
-            number = f"{config.demonstrations_per_update * share:.3g}"
-            return f"{times}ce, the mean over the tokens of about {number} right answers in each optimizer step"
-        case Loss.REF_KL:
-            teacher = domain.teacher or (config.reference.place if config.reference else "") or "the initial policy"
-            return f"{times}ref_kl to {teacher}, the mean over its sampled tokens; rewards are only reported"
-    return f"{times}rl, the objective"
-
-
-def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
-    if config.engine.type != "vllm":
-        return None
-    from pipelinerl.plugins.external_engines.vllm.engine import slow_on_cpu
-
-    return slow_on_cpu(dtypes.engine)
-
-
-def _staleness(config: RunConfig, knobs: Knobs) -> str:
-    bounds = f"j = {knobs.j}, k = {knobs.k:g}, {knobs.groups_in_flight} groups in flight"
-    if share := stale_share(config):
-        bounds += f"; {share}"
-    if len(config.trained_domains) == 1 or config.staleness.overdue is Overdue.WAIT or math.isinf(knobs.k):
-        return bounds
-    return (
-        f"{bounds}; groups older than k at their step are dropped, mostly from domains with long answers or slow "
-        'verifiers; watch their stale share, or keep such groups with staleness.overdue = "wait"'
-    )
-
-
 def keys_without_gpu(config: RunConfig) -> list[str]:
     """Return the keys of the recipe that need a GPU if this machine has none; the recipe may be for another machine."""
     from pipelinerl.weights.broadcast.collective import offers
@@ -350,32 +204,6 @@ def keys_without_gpu(config: RunConfig) -> list[str]:
         "launch.trainer_devices": bool(config.launch.trainer_devices),
     }
     return [] if offers(Backend.NCCL) else [key for key, is_needed in needs.items() if is_needed]
-
-
-def _step(config: RunConfig) -> str:
-    # If group sizes differ, the last group of a step may exceed the step's target.
-    rollouts = config.training.rollouts_per_step
-    sizes = {each.name: config.group_size_of(each) for each in config.trained_domains}
-    if len(set(sizes.values())) == 1:
-        (size,) = set(sizes.values())
-        return f"{rollouts} rollouts, {config.groups_per_step} groups of {size}"
-    unit = math.gcd(*sizes.values())
-    most = (rollouts - 1) // unit * unit + max(sizes.values())
-    groups = ", ".join(f"of {size} from {name}" for name, size in sizes.items())
-    return f"{rollouts} to {most} rollouts, about {config.groups_per_step} whole groups: {groups}"
-
-
-def _weight_history(config: RunConfig, knobs: Knobs) -> str:
-    """Describe the memory that past versions of the weights take; about k / j versions are kept.
-
-    Rollouts of the last k versions may be trained on, and only every j-th version is published.
-    """
-    each = sum(file.stat().st_size for file in weight_files(config.model.resolved)) / 2**20
-    versions = math.ceil(knobs.k / knobs.j)
-    return (
-        f"{versions} versions of the weights, {versions * each:,.0f} MiB of the trainer's host memory and of each "
-        f"checkpoint ({knobs.k * each:,.0f} MiB at most, if engines join at every step)"
-    )
 
 
 def _check_model(config: RunConfig) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # not imported at run time, because it loads an HTTP library,
 
 engines_app = typer.Typer(help="List the engines of a live run, or change them.", no_args_is_help=True)
 
+Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")]
+RunPath = Annotated[Path, typer.Argument(help="Directory of the run, such as runs/tiny.")]
 Run = Annotated[
     str,
     typer.Argument(

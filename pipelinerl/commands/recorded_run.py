@@ -21,9 +21,9 @@ from typing import Final
 
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.config.recipe import RunConfig, load_run
-from pipelinerl.config.sections import shared_values
+from pipelinerl.config.sections import ElasticSection
 from pipelinerl.controller.decisions.elastic import Want, in_words, next_change, note_change, note_step
-from pipelinerl.controller.state.run_state import ElasticMemory, ElasticRule
+from pipelinerl.controller.state.run_state import ElasticMemory
 from pipelinerl.errors import RecordError, UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import Event, read_events
@@ -149,7 +149,7 @@ def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
     config = load_run(run_dir, overrides)
     limits = config.elastic.types.values()
     least, most = sum(each.min for each in limits) or 1, sum(each.max for each in limits) or 4096
-    rule = ElasticRule(**shared_values(config.elastic, ElasticRule))
+    rule = config.elastic
     decisions = list(_decisions(events, rule, least=least, most=most))
     yield from decisions
     if decisions:
@@ -159,7 +159,7 @@ def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
         yield f"no decision in {len(events)} events: no {agreeing}"
 
 
-def _decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[str]:
+def _decisions(events: Iterable[Event], rule: ElasticSection, *, least: int, most: int) -> Iterator[str]:
     """Yield a line for each decision that `rule` would have made, each from the recorded number of engines."""
     memory, serving, step = ElasticMemory(), set[str](), 0
     for event in events:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter, field_validator, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, create_model, field_validator, model_validator
 
 from inference_contract.weights import BaseUrl
+from pipelinerl import registry
+from pipelinerl.component import Component, VerifierComponent
 from pipelinerl.config.learning import CooldownSection, RewardSection
-from pipelinerl.config.sections import Section, shared_values
-from pipelinerl.config.verification import (
-    InstructionsSection,
-    JudgeSection,
-    OublietteSection,
-    RewardPartSection,
-    contradictions,
-)
+from pipelinerl.config.verification import DEFAULT_VERIFIER, RewardPartSection, contradictions
 from pipelinerl.data.prompts import Prompts, Template
 from pipelinerl.enums import COLDEST, HOTTEST
-from pipelinerl.environments.environment import OPENENV, VERIFIERS, EpisodeLimits, History
+from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.objective.streams import Loss
+from pipelinerl.section import Section
 from pipelinerl.system.references import is_reference
 from pipelinerl.types import DomainSampling, Message
 
@@ -49,13 +46,26 @@ class EpisodeSection(Section):
     """The construction of the next prompt: from sampled tokens (`exact`), or by the chat template (`template`)."""
     concurrent: int | None = Field(default=None, ge=1, le=10_000)
     """The most episodes at once per actor; by default four per core for a `command`, otherwise unlimited."""
-    tools: tuple[Literal["python"], ...] = ()
+    tools: tuple[str, ...] = ()
     """Tools that the model may call in each answer; `python` runs code in the sandbox of `[domains.oubliette]`."""
+
+    @field_validator("tools")
+    @classmethod
+    def _are_registered(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not set(names) <= set(registry.TOOLS):
+            raise ValueError(f"must be among {', '.join(registry.TOOLS)}")
+        return names
 
     @property
     def limits(self) -> EpisodeLimits:
         """The section's limits as `EpisodeLimits`, the type that actors use."""
-        return EpisodeLimits(**shared_values(self, EpisodeLimits))
+        return EpisodeLimits(
+            max_turns=self.max_turns,
+            timeout_s=self.timeout_s,
+            turn_tokens=self.turn_tokens,
+            history=self.history,
+            concurrent=self.concurrent,
+        )
 
 
 class DomainSection(Section):
@@ -92,12 +102,6 @@ class DomainSection(Section):
     """Verifier processes per actor; by default one for each of its cores, and at least two."""
     reward: RewardSection | None = None
     """Reward shaping; by default rewards are used unchanged."""
-    instructions: InstructionsSection = InstructionsSection()
-    """Settings of the verifier `instruction_following`."""
-    judge: JudgeSection | None = None
-    """Settings of the verifier `judge`."""
-    oubliette: OublietteSection = OublietteSection()
-    """Settings of the verifier `oubliette`."""
     cooldown: CooldownSection | None = None
     """Cooldown of solved problems; overrides the one in [curation]."""
 
@@ -159,18 +163,25 @@ class DomainSection(Section):
     def _judged_in_one_way(self) -> Self:
         for sentence in contradictions(self.verifier, self.rewards):
             raise ValueError(sentence)
-        if self.judge is not None and "judge" not in {self.verifier, *(part.function for part in self.rewards)}:
-            raise ValueError(
-                'judge configures the verifier judge, which this domain does not use; set verifier = "judge"'
-            )
+        return self
+
+    @model_validator(mode="after")
+    def _uses_its_options(self) -> Self:
+        named = {f"the verifier {name}" for _, name in self.verifiers}
+        named |= {f"the tool {name}" for name in self.episode.tools}
+        for key, users in _USERS.items():
+            if getattr(self, key) != type(self).model_fields[key].default and named.isdisjoint(users):
+                raise ValueError(
+                    f"{key} configures {' or '.join(users)}, which this domain does not use; leave {key} out"
+                )
         return self
 
     @model_validator(mode="after")
     def _played_in_one_way(self) -> Self:
         if self.environment is not None and not self.is_hosted and not is_reference(self.environment):
             raise ValueError(
-                "environment must be path.py:name, package.module:name, openenv:http://host:port or verifiers:id, got "
-                f"{self.environment!r}"
+                f"environment must be path.py:name, package.module:name, or begin with one of "
+                f"{', '.join(f'{name}:' for name in registry.ENVIRONMENTS)}, got {self.environment!r}"
             )
         if self.environment_options and self.environment is None:
             raise ValueError("environment_options are arguments of an environment, and this domain has none; set one")
@@ -208,13 +219,49 @@ class DomainSection(Section):
 
     @property
     def is_hosted(self) -> bool:
-        """True if the environment is an OpenEnv server or a taskset of the `verifiers` library, not user code."""
-        return self.environment is not None and self.environment.startswith((OPENENV, VERIFIERS))
+        """True if the environment is a registered one, such as an OpenEnv server, and not user code."""
+        return self.environment is not None and self.environment.partition(":")[0] in registry.ENVIRONMENTS
 
     @property
     def has_environment(self) -> bool:
         """True if the domain's rollouts are episodes: with an environment, a user's program (`command`) or tools."""
         return self.environment is not None or bool(self.command) or bool(self.episode.tools)
+
+    @property
+    def verifiers(self) -> tuple[tuple[str, str], ...]:
+        """The recipe's key and the name of each verifier of the domain."""
+        if not self.has_verifier:
+            return ()
+        if not self.rewards:
+            return ((f"domains.{self.name}.verifier", self.verifier or DEFAULT_VERIFIER),)
+        return tuple(
+            (f"domains.{self.name}.rewards.{number}.function", part.function)
+            for number, part in enumerate(self.rewards)
+        )
+
+    @property
+    def registered_verifiers(self) -> Iterator[tuple[str, VerifierComponent, Any]]:
+        """The name, component and options of each verifier that is no user code; raises like `options_of`."""
+        for _, name in self.verifiers:
+            if name in registry.VERIFIERS:
+                component = registry.VERIFIERS[name]
+                yield name, component, self.options_of(name, component)
+
+    def options_of(self, name: str, component: Component) -> Any:
+        """Return the domain's section for the component that is registered as `name`; None if it has no options.
+
+        Raises `RecipeError` if options that the component needs are not given.
+        """
+        if component.section is None:
+            return None
+        key, section = component.key or name, component.section
+        options = getattr(self, key, None)
+        if options is not None and not isinstance(options, section):
+            raise RecipeError(f"{name} has its options at {key}, which is a key of another part; rename its key")
+        if options is None:
+            required = ", ".join(f"{field} = …" for field, info in section.model_fields.items() if info.is_required())
+            raise RecipeError(f"domains.{self.name}.{key} must be given for {name}: {key} = {{ {required} }}")
+        return options
 
     @property
     def names_verifier(self) -> bool:
@@ -250,4 +297,35 @@ class DomainSection(Section):
     @property
     def sampling(self) -> DomainSampling:
         """The sampling parameters that the domain sets in place of the run's."""
-        return DomainSampling(**shared_values(self, DomainSampling))
+        return DomainSampling(
+            group_size=self.group_size,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+#: The verifiers and tools that have their options at each key of a domain.
+_USERS: dict[str, list[str]] = {}
+
+
+def _option_fields() -> Iterator[tuple[str, Any]]:
+    """Yield a field for each section of a registered verifier or tool; a key that is taken is left as it is."""
+    kinds: tuple[registry.Components[Any], ...] = (registry.VERIFIERS, registry.TOOLS)
+    for kind, (name, component) in ((each, pair) for each in kinds for pair in each.loadable()):
+        key, section = component.key or name, component.section
+        if section is None or key in DomainSection.model_fields:
+            continue
+        if key not in _USERS:
+            try:
+                yield key, (section, section())
+            except ValidationError:  # some options have no default
+                yield key, (section | None, None)
+        _USERS.setdefault(key, []).append(f"the {kind.kind} {name}")
+
+
+# Type checkers see the class above, which has no fields for options: `options_of` returns them.
+DomainSection = create_model(  # type: ignore[misc]
+    "DomainSection", __base__=DomainSection, __module__=__name__, **dict(_option_fields())
+)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from pipelinerl.config.sections import Section, shared_values
 from pipelinerl.enums import COLDEST, HOTTEST, Pin
+from pipelinerl.section import Section
 
 SplitName = Literal["held_out", "validation"]
+T = TypeVar("T")
 #: Type of the keys `pass_at`: the values of k for which pass@k is estimated.
 PassAt = tuple[Annotated[int, Field(ge=1)], ...]
 
@@ -117,9 +118,20 @@ class EvaluationSetSection(Section):
 
         `domains` are the names of all trained domains, used if the set names none.
         """
-        own = {name: value for name, value in shared_values(self, HeldOutSet).items() if value is not None}
-        values = shared_values(common, HeldOutSet) | own
-        # Do not fill in the interval of `common`: it is only a knob's initial value, and a set without an interval must
-        # follow the knob.
-        values |= {"interval_steps": self.interval_steps, "domains": self.domains or tuple(domains)}
-        return HeldOutSet(**values, place=place)
+
+        def own(value: T | None, default: T) -> T:
+            return default if value is None else value
+
+        return HeldOutSet(
+            name=self.name,
+            place=place,
+            domains=self.domains or tuple(domains),
+            split=own(self.split, common.split),
+            # The interval of `common` is only a knob's initial value, and a set without an interval follows the knob.
+            interval_steps=self.interval_steps,
+            problems=own(self.problems, common.problems),
+            max_tokens=own(self.max_tokens, common.max_tokens),
+            samples=own(self.samples, common.samples),
+            temperature=own(self.temperature, common.temperature),
+            pass_at=own(self.pass_at, common.pass_at),
+        )

@@ -21,6 +21,7 @@ from typing import Any, Final, get_args
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from pipelinerl import registry
 from pipelinerl.errors import HABITS, RecipeError
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.system.files import from_home
@@ -142,8 +143,6 @@ _NAME_A_PART: Final = frozenset({"type", "source", "verifier", "function", "filt
 #: source `files` and for environments.
 _OF_A_PART: Final = frozenset({"parameters", "options", "environment_options"})
 _FILES: Final = "files"
-#: Options of `verifiers:` environments whose values are paths.
-_PATHS_OF_TASKSETS: Final = frozenset({"python", "path"})
 _PATHS: Final = frozenset({"path", "validation_path", "held_out_path"})
 
 
@@ -187,9 +186,11 @@ def _with_files(domain: Any, folder: Path) -> Any:
         made["parameters"] = {
             key: _absolute(value, folder) if key in _PATHS else value for key, value in parameters.items()
         }
-    if isinstance(options := domain.get("environment_options"), dict):
+    name, options = str(domain.get("environment")).partition(":")[0], domain.get("environment_options")
+    if name in registry.ENVIRONMENTS and isinstance(options, dict):
+        paths = registry.ENVIRONMENTS[name].paths
         made["environment_options"] = {
-            key: _absolute(value, folder) if key in _PATHS_OF_TASKSETS else value for key, value in options.items()
+            key: _absolute(value, folder) if key in paths else value for key, value in options.items()
         }
     if isinstance(domain.get("command"), list):
         made["command"] = [_file_of_command(part, folder) for part in domain["command"]]
@@ -246,6 +247,33 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
         raise RecipeError(f"{path}: contains bytes that are not UTF-8, got {value!r}; rename that file or folder")
     elif isinstance(value, int) and abs(value) > _LARGEST:
         raise RecipeError(f"{path}: a whole number must be between -2^63 and 2^63, got {value}")
+
+
+def refuse_absent_plugins(table: Mapping[str, Any]) -> None:
+    """Raise `RecipeError` if the table names a verifier, tool or tracker that is missing, and whose keys are unknown.
+
+    Otherwise the keys would be called unknown, and the reader would not learn what to install.
+    """
+    for domain in _listed(table.get("domains")):
+        where = f"domains.{domain.get('name')}"
+        named = {f"{where}.verifier": domain.get("verifier")}
+        for number, part in enumerate(_listed(domain.get("rewards"))):
+            named[f"{where}.rewards.{number}.function"] = part.get("function")
+        for key, name in named.items():
+            if isinstance(name, str):
+                registry.known(key, registry.VERIFIERS, name)
+        tools = domain["episode"].get("tools") if isinstance(domain.get("episode"), Mapping) else None
+        _load(registry.TOOLS, tools)
+    _load(registry.TRACKERS, table.get("trackers"))
+
+
+def _load(kind: registry.Components[Any], names: Any) -> None:
+    if isinstance(names, Mapping | list):
+        _ = [kind[name] for name in names if isinstance(name, str) and name in kind]
+
+
+def _listed(value: Any) -> list[Mapping[str, Any]]:
+    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
 def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str, Any]) -> str:

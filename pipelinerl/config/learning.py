@@ -8,10 +8,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from inference_contract.weights import BaseUrl
-from pipelinerl.config.sections import Section
 from pipelinerl.enums import NoSignal, OldLogprobs, Truncated
 from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.reward import NormalizationScope, RewardShaping
+from pipelinerl.section import Section
 
 
 class TrainingSection(Section):
@@ -147,6 +147,11 @@ class CooldownSection(Section):
     """The number of steps for which a solved problem is skipped, as an alternative to `epochs`."""
     times: int = Field(default=1, ge=1, le=100)
     """The number of groups of a problem that must have only correct answers before the problem is skipped."""
+
+    @property
+    def rests(self) -> bool:
+        """True if the rule lets problems rest, False if it disables the cooldown."""
+        return self.epochs > 0 or self.steps > 0
 
     @model_validator(mode="after")
     def _one_measure(self) -> Self:

@@ -22,7 +22,14 @@ from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import EvaluationSection, EvaluationSetSection, HeldOutSet
-from pipelinerl.config.layers import merged, overridden, refuse_unwritable, resolved_beside, sentences
+from pipelinerl.config.layers import (
+    merged,
+    overridden,
+    refuse_absent_plugins,
+    refuse_unwritable,
+    resolved_beside,
+    sentences,
+)
 from pipelinerl.config.learning import (
     CriticSection,
     CurationSection,
@@ -44,7 +51,6 @@ from pipelinerl.config.sections import (
     RunSection,
     SamplesSection,
     SamplingSection,
-    Section,
     StalenessSection,
     StreamsSection,
     TrackersSection,
@@ -57,6 +63,7 @@ from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import RecipeError, UserError, did_you_mean
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.observability.logs import without_secrets
+from pipelinerl.section import Section
 from pipelinerl.system.files import from_home, working_directory, write_private
 from trainer_contract.types import Device
 
@@ -99,9 +106,9 @@ class RunConfig(Section):
 
     @property
     def key_variables(self) -> set[str]:
-        """The environment variables that hold keys of judges and of sandbox services."""
-        sections = [section for domain in self.domains for section in (domain.judge, domain.oubliette)]
-        return {section.key_variable for section in sections if section is not None and section.key_variable}
+        """The environment variables that hold keys of domains' verifiers, such as those of judges."""
+        options = [value for domain in self.domains for _, value in domain if isinstance(value, Section)]
+        return {name for each in options if (name := getattr(each, "key_variable", None))}
 
     @field_validator("objective", mode="before")
     @classmethod
@@ -338,6 +345,7 @@ def load_run(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse(table: Mapping[str, Any]) -> RunConfig:
     """Validate a recipe whose base and overrides are merged; raise `RecipeError` with a line for each invalid field."""
     refuse_unwritable(table)
+    refuse_absent_plugins(table)
     if "imitation" in table:
         raise RecipeError(
             "imitation: demonstrations are now a domain's loss; replace the section by [[domains]] tables with the "

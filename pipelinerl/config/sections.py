@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, create_model, field_validator, model_validator
 
 from inference_contract.weights import Backend, BaseUrl, OnUpdate, Transport
+from pipelinerl import registry
 from pipelinerl.enums import (
     COLDEST,
     HOTTEST,
@@ -21,24 +22,13 @@ from pipelinerl.enums import (
     WeightFormat,
 )
 from pipelinerl.errors import RecipeError, did_you_mean
+from pipelinerl.section import Section
 from pipelinerl.staleness import PRESETS, StalenessBounds
 from pipelinerl.system.files import from_home
 from pipelinerl.types import Sampling
 from trainer_contract.types import Device, HeadPrecision, Kernels, OptimizerSpec, Precision, Rounding, WeightDType
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
-
-
-class Section(BaseModel):
-    """Base class of every section of a recipe: immutable, and unknown keys are rejected."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-
-
-def shared_values(section: Section, settings: type[Any]) -> dict[str, Any]:
-    """Return, by name, the values of the section's fields that also exist in the dataclass `settings`."""
-    names = [field.name for field in fields(settings) if field.name in type(section).model_fields]
-    return {name: getattr(section, name) for name in names}
 
 
 class RunSection(Section):
@@ -190,7 +180,7 @@ class OptimizerSection(Section):
     @property
     def spec(self) -> OptimizerSpec:
         """The settings that the trainer needs: all except the schedule, which belongs to the training loop."""
-        return OptimizerSpec(**shared_values(self, OptimizerSpec))
+        return OptimizerSpec(betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, grad_clip=self.grad_clip)
 
 
 #: The upper limit of `trainer.micro_batch_tokens = "auto"`.
@@ -419,7 +409,7 @@ class EngineLimits(Section):
 
 
 class ElasticSection(Section):
-    """Automatic scaling of the number of engines by the run's own metrics (docs/use/fleet.md, `ElasticRule`)."""
+    """Automatic scaling of the number of engines by the run's own metrics (docs/use/fleet.md)."""
 
     mode: Elasticity = Elasticity.ON
     """`on` scales the number of engines; `dry_run` only records what it would do."""
@@ -479,38 +469,24 @@ class FiguresSection(Section):
         return 0 if trainer == "jax" else 10
 
 
-class WandbSection(Section):
-    """A Weights & Biases run; its key is read from where `wandb login` stored it."""
-
-    project: str = Field(min_length=1, max_length=128)
-    """Name of the project."""
-    entity: str | None = None
-    """A user or team; by default the user who is logged in."""
-    mode: Literal["online", "offline"] = "online"
-    """`offline` writes local files that `wandb sync` can upload later."""
-
-
-class TrackioSection(Section):
-    """A trackio run."""
-
-    project: str = Field(min_length=1, max_length=128)
-    """Name of the project."""
-    space_id: str | None = None
-    """A Hugging Face space; by default the run is tracked on this machine."""
-
-
 class TrackersSection(Section):
     """Experiment trackers, fed from the run's events by a separate process, so they cannot slow or end the run."""
-
-    tensorboard: bool = False
-    """Write event files to `tensorboard/` in the run's directory."""
-    wandb: WandbSection | None = None
-    """Settings of Weights & Biases; leave out to disable it."""
-    trackio: TrackioSection | None = None
-    """Settings of trackio; leave out to disable it."""
 
     @property
     def chosen(self) -> tuple[str, ...]:
         """Names of the enabled trackers."""
-        wanted = {"tensorboard": self.tensorboard, "wandb": self.wandb, "trackio": self.trackio}
-        return tuple(name for name, section in wanted.items() if section)
+        return tuple(name for name, section in self if section)
+
+
+def _tracker_fields() -> Iterator[tuple[str, Any]]:
+    for name, tracker in registry.TRACKERS.loadable():
+        if tracker.section is not None:
+            yield name, (tracker.section | None, None)
+        else:
+            yield name, (bool, Field(default=False, description=tracker.switch))
+
+
+# Type checkers see the class above, which has no fields: `chosen` names them.
+TrackersSection = create_model(  # type: ignore[misc]
+    "TrackersSection", __base__=TrackersSection, __module__=__name__, **dict(_tracker_fields())
+)

@@ -18,9 +18,6 @@ from typing import Any, Final, Protocol
 
 from pipelinerl.types import Message, Problem
 
-#: Prefixes of environments that run outside this Python environment: a server, and a taskset of the library verifiers.
-OPENENV: Final = "openenv:"
-VERIFIERS: Final = "verifiers:"
 #: Prefix of the names of agents whose turns are not trained on.
 UNTRAINED: Final = "untrained-"
 #: Hosts at which processes of this machine reach each other.

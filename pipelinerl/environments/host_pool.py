@@ -17,19 +17,18 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, final
 
 import msgspec
 
-from pipelinerl.environments.environment import VERIFIERS, Task, variables_of_agents
+from pipelinerl import registry
+from pipelinerl.component import imported
+from pipelinerl.environments.environment import Task, variables_of_agents
 from pipelinerl.environments.verifiers_host import LONGEST_LINE
-from pipelinerl.errors import ReferenceFailed
 from pipelinerl.system.background import to_its_end
 from pipelinerl.system.child import Child, ChildLost, encoded
 
@@ -37,7 +36,6 @@ EPISODES_OF_A_HOST: Final = 128
 #: Time limit for importing user code, or for loading the data of a taskset.
 _STARTUP_S: Final = 300.0
 _CANCEL_S: Final = 5.0
-_LOOK_S: Final = 60.0
 #: Longest wait for the status of a host that has closed its connection.
 _REPORT_S: Final = 5.0
 _NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
@@ -193,29 +191,10 @@ class EpisodeHosts:
             return host
 
 
-def check_taskset(reference: str, options: Mapping[str, Any]) -> None:
-    """Raise `ReferenceFailed` if the option `python` of a `verifiers:` environment is missing or lacks verifiers."""
-    python = options.get("python")
-    if not isinstance(python, str) or not os.access(python, os.X_OK):
-        raise ReferenceFailed(
-            f"{reference} needs environment_options.python, the Python of an environment with verifiers, got "
-            f"{python!r}; make one by: python3 -m venv verifiers && verifiers/bin/pip install verifiers"
-        )
-    look = "import importlib.util as i; raise SystemExit(i.find_spec('verifiers.v1') is None)"
-    if subprocess.run([python, "-c", look], capture_output=True, timeout=_LOOK_S, check=False).returncode:
-        raise ReferenceFailed(f"{python} has no verifiers of version 0.4; {python} -m pip install 'verifiers>=0.4'")
-
-
 def _command(reference: str, options: Mapping[str, Any]) -> list[str]:
-    if not reference.startswith(VERIFIERS):
-        return [
-            sys.executable,
-            "-P",
-            "-m",
-            "pipelinerl.environments.episode_host",
-            reference,
-            json.dumps(dict(options)),
-        ]
-    own = {name: value for name, value in options.items() if name != "python"}
-    script = str(Path(__file__).with_name("verifiers_host.py"))
-    return [options["python"], script, reference.removeprefix(VERIFIERS), json.dumps(own)]
+    name, _, argument = reference.partition(":")
+    component = registry.ENVIRONMENTS.get(name)
+    if component is not None and component.own_host:
+        command: list[str] = imported(component.build)(argument, options)
+        return command
+    return [sys.executable, "-P", "-m", "pipelinerl.environments.episode_host", reference, json.dumps(dict(options))]

@@ -9,10 +9,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
+from pipelinerl import registry
+from pipelinerl.component import imported
 from pipelinerl.environments.client import EpisodeClient
-from pipelinerl.environments.environment import OPENENV, Environment, EnvironmentStep, Task
+from pipelinerl.environments.environment import Environment, EnvironmentStep, Task
 from pipelinerl.errors import ReferenceFailed
-from pipelinerl.plugins.openenv.environment import OpenEnv
 from pipelinerl.system.references import load_reference, position_of
 from pipelinerl.system.returned_values import MOST_REWARD, NotAReward, described, reward_of
 
@@ -26,8 +27,10 @@ def load_play(reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> Play:
 
     Raises `ReferenceFailed` if `reference` cannot be loaded, is no async function or environment, or rejects options.
     """
-    if reference.startswith(OPENENV):
-        return OpenEnv(reference.removeprefix(OPENENV), options).play
+    name, _, argument = reference.partition(":")
+    if name in registry.ENVIRONMENTS:
+        registered: Play = registry.load("environment", registry.ENVIRONMENTS, name)(argument, options)
+        return registered
     thing = load_reference(reference)
     if hasattr(thing, "step") and hasattr(thing, "reset"):
         _refuse_unknown(reference, thing, (), options)
@@ -42,9 +45,22 @@ def load_play(reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> Play:
     return play
 
 
+def check_playable(reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> None:
+    """Raise `ReferenceFailed` or `RecipeError` if episodes of the environment cannot be played here; start nothing."""
+    name, _, argument = reference.partition(":")
+    component = registry.ENVIRONMENTS.get(name)
+    if component is not None and component.check:
+        registry.find("environment", registry.ENVIRONMENTS, name)
+        imported(component.check)(argument, options)
+    else:
+        load_play(reference, options)
+
+
 def place_of_play(reference: str) -> str:
     """Return the place of an environment for error messages: file, line and name of user code, else its reference."""
-    return reference if reference.startswith(OPENENV) else position_of(load_reference(reference))
+    if reference.partition(":")[0] in registry.ENVIRONMENTS:
+        return reference
+    return position_of(load_reference(reference))
 
 
 def _refuse_unknown(reference: str, thing: Any, names: tuple[str, ...], options: Mapping[str, Any]) -> None:

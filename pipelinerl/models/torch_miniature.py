@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 
 from pipelinerl import rng
 from pipelinerl.errors import ModelError
+from pipelinerl.models.checkpoint import load_structure
 from pipelinerl.models.directory_files import foreign_failures
 from trainer_contract.errors import SpecError
 
@@ -254,3 +256,21 @@ def _fill(model: PreTrainedModel) -> None:
     for name, buffer in model.named_buffers():
         if name in stored and buffer.is_floating_point() and not buffer.any():
             buffer.copy_(0.1 * noise(buffer.shape))
+
+
+def trial(key: str, path: Path, refuse: Callable[[PreTrainedModel], bool]) -> Iterator[tuple[str, str]]:
+    """Let `refuse` compute a small random model of the configuration in `path`; yield a warning if it cannot be tried.
+
+    `key` is the recipe's key of the directory. Raises `ModelError` with the key if the model would be computed wrongly.
+    """
+    skeleton = load_structure(path, part="trunk" if key == "critic.path" else "causal_lm")
+    try:
+        tried = refuse(skeleton)
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
+    if not tried:
+        yield (
+            "warning",
+            f"{key}: no small model of the configuration of {type(skeleton).__name__} runs in transformers, so "
+            "engine and trainer are first tried when the run starts",
+        )

@@ -15,21 +15,20 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
+from pipelinerl import registry
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes, Player
 from pipelinerl.actor.single_turn import SingleTurn
-from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import AddressError, TokenRefused, UserError
-from pipelinerl.plugins.verifier_service.client import RemoteVerifier, VerifierServices
 from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.verification import JudgeBudget, open_filter, open_verifier, rules_of
+from pipelinerl.roles.verification import open_filter, open_verifier, rules_of
 from pipelinerl.system.service_client import ServicePatience
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.verifier import GroupVerifier, start
+from pipelinerl.verifiers.verifier import BudgetShare, GroupVerifier, VerdictServices, start
 from pipelinerl.verifiers.worker_pool import default_workers
 
 log = logging.getLogger("pipelinerl")
@@ -44,9 +43,15 @@ REFRESH_S = 0.5
 async def run(identity: Identity) -> None:
     """Sample and verify rollouts until the process is stopped."""
     config = identity.config
-    # The set of services is empty until the first assignment, and stays empty if actors judge the answers themselves.
-    patience = ServicePatience(**shared_values(config.verification, ServicePatience))
-    services = VerifierServices(token=identity.token, patience=patience)
+    services: VerdictServices | None = None
+    if config.verification.uses_services:
+        open_services = registry.load("verification.judged_in", registry.JUDGED_IN, "services")
+        patience = ServicePatience(
+            grace_s=config.verification.grace_s,
+            silence_s=config.verification.silence_s,
+            timeout_s=config.verification.timeout_s,
+        )
+        services = open_services(token=identity.token, patience=patience)  # knows none until the first assignment
     verifiers = _verifiers(identity, services)
     group_filter = open_filter(config)
     judges: list[GroupVerifier | GroupFilter] = [*verifiers.values(), *([group_filter] if group_filter else [])]
@@ -91,7 +96,8 @@ async def run(identity: Identity) -> None:
     finally:
         for judge in (*players, *judges):
             await judge.close()
-        await services.close()
+        if services is not None:
+            await services.close()
         await client.close()
         await stream.close()
 
@@ -108,12 +114,12 @@ def _with_gateway(
     return gateway.serve(), Episodes(gateway, pool, domains, attempts=attempts)
 
 
-def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, GroupVerifier]:
+def _verifiers(identity: Identity, services: VerdictServices | None) -> dict[str, GroupVerifier]:
     config = identity.config
     judged = [domain for domain in config.domains if domain.has_verifier]
-    if config.verification.uses_services:
-        return {each.name: RemoteVerifier(services, domain=each.name, rules=rules_of(each)) for each in judged}
-    budget = JudgeBudget(identity.run_dir / "judging" / identity.name, config.actor.count)
+    if services is not None:
+        return {each.name: services.verifier(each.name, rules_of(each)) for each in judged}
+    budget = BudgetShare(identity.run_dir / "judging" / identity.name, config.actor.count)
     return {domain.name: open_verifier(domain, budget=budget) for domain in judged}
 
 
@@ -129,7 +135,7 @@ async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None
 
 
 async def _follow_controller(
-    identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerifierServices
+    identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerdictServices | None
 ) -> None:
     """Apply each assignment of the controller: engines, verifier services, concurrency, version and staleness bound k.
 
@@ -152,7 +158,8 @@ async def _follow_controller(
                     log.info("the controller at %s answers", controller.url)
                 reachable = True
                 pool.update(assignment.serving, finishing=assignment.finishing, speeds=assignment.speeds)
-                services.update(assignment.verifiers)
+                if services is not None:
+                    services.update(assignment.verifiers)
                 actor.resize(assignment.groups_in_flight)
                 actor.follow(model_version=assignment.model_version, k=assignment.staleness_bound)
                 assigned.set()

@@ -1,4 +1,4 @@
-"""The roles: descriptions of all kinds of process of a run, for the commands `pipelinerl ROLE` and for the launcher."""
+"""The core's roles: descriptions of kinds of process, for the commands `pipelinerl ROLE` and for the launcher."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from pipelinerl import registry
 from pipelinerl.config import recipe as recipes
 from pipelinerl.roles.role import RESTARTED_VARIABLE, OnExit, Role, RoleOptions
 
@@ -55,7 +56,7 @@ def controller(
     from pipelinerl.controller.service.service import Start
     from pipelinerl.roles import controller_role
 
-    _run(options, partial(controller_role.run, start=Start.FROM_JOURNAL if go_on else Start.AFRESH))
+    run_role(options, partial(controller_role.run, start=Start.FROM_JOURNAL if go_on else Start.AFRESH))
 
 
 @partial(Role, name="engine-0", port=8001, stop_order=2)
@@ -68,26 +69,7 @@ def engine(
     from pipelinerl.roles import engine_role
 
     chosen = {"engine.type": type, "model.path": model}
-    _run(options, engine_role.run, changes=[f"{key}={value}" for key, value in chosen.items() if value])
-
-
-@partial(Role, name="parameter-server-0", port=8100, stop_order=3)
-def parameter_server(options: RoleOptions) -> None:
-    """Hold versions of the weights in memory, for engines to pull (weights.transport=pull)."""
-    from pipelinerl.plugins.parameter_server import role as parameter_server_role
-
-    _run(options, parameter_server_role.run)
-
-
-@partial(Role, name="verifier-0", port=8200, on_exit=OnExit.DONE, stop_order=2)
-def verifier(
-    options: RoleOptions,
-    domain: Annotated[list[str] | None, typer.Option(help="Judge only this domain; repeatable (default: all).")] = None,
-) -> None:
-    """Judge answers for the actors of a run (verification.services), on any machine that reaches the controller."""
-    from pipelinerl.plugins.verifier_service import role as verifier_role
-
-    _run(options, partial(verifier_role.run, only=domain or ()))
+    run_role(options, engine_role.run, changes=[f"{key}={value}" for key, value in chosen.items() if value])
 
 
 @partial(Role, name="actor-0", stop_order=0)
@@ -95,7 +77,7 @@ def actor(options: RoleOptions) -> None:
     """Sample answers from the engines, verify them, and stream the groups."""
     from pipelinerl.roles import actor_role
 
-    _run(options, actor_role.run)
+    run_role(options, actor_role.run)
 
 
 @partial(Role, name="trainer", on_exit=OnExit.DONE, stop_order=1)
@@ -103,21 +85,13 @@ def trainer(options: RoleOptions) -> None:
     """Train on the streamed groups and publish weights, beginning with the run's newest checkpoint."""
     from pipelinerl.roles import trainer_role
 
-    _run(options, trainer_role.run)
+    run_role(options, trainer_role.run)
 
 
-# The tracker stops after the controller, because it forwards the controller's last events.
-@partial(Role, name="tracker", on_exit=OnExit.SPARE, stop_order=5)
-def tracker(options: RoleOptions) -> None:
-    """Forward the run's metrics to the recipe's trackers (TensorBoard, W&B, trackio); the run does not wait for it."""
-    from pipelinerl.plugins.trackers import role as tracker_role
-
-    _run(options, tracker_role.run)
-
-
-def _run(
+def run_role(
     options: RoleOptions, main: Callable[[Identity], Coroutine[Any, Any, None]], *, changes: Sequence[str] = ()
 ) -> None:
+    """Run a role's process with the recipe's secrets out of reach of its children; exit with its status."""
     from pipelinerl.roles.process import identity_of, run_until_signalled
     from pipelinerl.system.secret_variables import withhold
 
@@ -126,7 +100,13 @@ def _run(
     run_until_signalled(main, identity)
 
 
-#: All roles, in the order in which `pipelinerl --help` lists them.
+#: The core's roles, in the order in which `pipelinerl --help` lists them.
 ROLES: Final[tuple[Role, ...]] = (
-    trainer_rank, redis, controller, engine, parameter_server, verifier, actor, trainer, tracker,
+    trainer_rank, redis, controller, engine, actor, trainer,
 )  # fmt: skip
+
+
+def plugin_role(name: str) -> Role:
+    """Return the role of a plug-in by its subcommand; raise `RecipeError` if the plug-in is missing."""
+    role: Role = registry.ROLES[name]
+    return role

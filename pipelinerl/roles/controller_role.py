@@ -1,14 +1,12 @@
-"""The controller's process: streams, mixtures of problems, HTTP routes and event log; also finds the run to resume."""
+"""The controller's process: streams, mixtures of problems, HTTP routes and event log."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import shutil
 import socket
 import time
-import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
@@ -17,46 +15,34 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import tomli_w
 from pydantic import SecretStr
 
 from pipelinerl.config.evaluation import HeldOutSet
-from pipelinerl.config.recipe import RunConfig, check_layout, load, parse, save, to_table, write_layout
-from pipelinerl.config.sections import shared_values
+from pipelinerl.config.recipe import RunConfig, check_layout, save, write_layout
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
 from pipelinerl.controller.service.service import ControllerService, Start
-from pipelinerl.controller.state.cooldown import CooldownRule
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import ControllerSettings, RunState
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.enums import NoSignal
-from pipelinerl.errors import CheckpointError, RecipeError, UserError
+from pipelinerl.errors import UserError
 from pipelinerl.messages import REPORTS, ROLLOUTS
-from pipelinerl.models.checkpoint import weight_files
-from pipelinerl.models.directory_copy import copy_model_files
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.observability.status import read_restarts
+from pipelinerl.roles.engine_rules import elastic_of
+from pipelinerl.roles.problems import held_out_problems, training_problems
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.wiring import (
-    checkpoints_of,
-    copies_of,
-    elastic_of,
-    held_out_problems,
-    knobs_of,
-    objective_of,
-    training_problems,
-)
+from pipelinerl.roles.resumed_run import claim
+from pipelinerl.roles.wiring import checkpoints_of, knobs_of, objective_of
 from pipelinerl.streams.stream import Stream, parse_id
 from pipelinerl.system.files import write_private
 from pipelinerl.system.http_service import listen, serve_until, url_of
-from pipelinerl.system.storage import Storage
-from pipelinerl.training.checkpoints.copies import RUN, CheckpointCopies
-from pipelinerl.training.checkpoints.manifest import Retention, TrainingState
+from pipelinerl.training.checkpoints.manifest import TrainingState
 
 #: Seconds to look for signs of another live controller or of its actors: longer than the actors' heartbeat interval.
 _LOOK_S: Final = 5.0
@@ -107,7 +93,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
     objective = objective_of(config)
     filters = no_signal is NoSignal.FILTER or config.curation.filter is not None
     return ControllerSettings(
-        **shared_values(config.run, ControllerSettings),
+        run=config.run,
         max_groups=config.streams.max_groups,
         sampling=config.sampling.of_an_order,
         by_domain={domain.name: domain.sampling for domain in config.domains},
@@ -117,10 +103,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
         no_signal=no_signal,
         oversample=config.curation.oversample if filters else 1.0,
         corrects_lag=objective.is_weight.numerator is not None or objective.grad1.over is not None,
-        cooldown={
-            domain.name: CooldownRule(**(domain.cooldown or config.curation.cooldown).model_dump())
-            for domain in config.domains
-        },
+        cooldown={domain.name: domain.cooldown or config.curation.cooldown for domain in config.domains},
         elastic=elastic_of(config),
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
@@ -303,134 +286,3 @@ def _advertised(identity: Identity, bound: tuple[Any, ...]) -> Iterator[None]:
         with suppress(FileNotFoundError):
             if path.read_text() == text:  # otherwise another controller has taken over
                 path.unlink()
-
-
-#: Text by which URLs are recognised; a path does not contain it.
-_SCHEME: Final = "://"
-_RECIPE: Final = "recipe.toml"
-
-
-def directory_of(where: str) -> Path:
-    """Return the local directory of the run at `where`, ready to resume; a run at a URL is downloaded first.
-
-    Raises:
-        UserError: there is no run, its checkpoint location has a newer checkpoint, or its directory has another layout
-            or, if the run is to be downloaded, exists already.
-    """
-    if _SCHEME in where:
-        return _restored(where.rstrip("/"))
-    run_dir = Path(where)
-    check_layout(run_dir)
-    if (run_dir / _RECIPE).is_file():
-        _refuse_older(load(run_dir / _RECIPE), run_dir)
-    return run_dir
-
-
-def newest_step(config: RunConfig, run_dir: Path) -> int:
-    """Return the step of the newest checkpoint in the directory; 0 if there is no checkpoint."""
-    return max((_step(path.name) for path in checkpoints_of(config, run_dir).all()), default=0)
-
-
-def claim(config: RunConfig) -> bool:
-    """Claim the run's name at the recipe's `checkpoint.location`, if any; return False if another run has the name."""
-    url = config.checkpoint.url_of(config.run.name)
-    if url is None:
-        return True
-    place = Storage(url)
-    if place.names():
-        return False
-    place.write(_RECIPE, tomli_w.dumps(to_table(config)).encode())
-    return True
-
-
-def _restored(url: str) -> Path:
-    """Rebuild a run's directory from the copies at `url`, completely or not at all; return its path on this machine."""
-    try:
-        recipe = Storage(url).read(_RECIPE)
-    except FileNotFoundError:
-        raise UserError(f"{url} holds no run; expected <checkpoint.location>/<run.name> of its recipe") from None
-    try:
-        run_dir = parse(tomllib.loads(recipe.decode())).run_directory.resolve()
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{url}/{_RECIPE}: not valid TOML: {error}") from None
-    if run_dir.exists():
-        raise UserError(
-            f"{run_dir} exists, and {url} would be restored there; resume what is there with --resume {run_dir}, or "
-            "move it away"
-        )
-    draft = run_dir.with_name(f".{run_dir.name}-arriving")
-    checkpoint = _fetch_newest(CheckpointCopies(url, retention=Retention(1)), draft)
-    if checkpoint is None:
-        log.warning("%s holds no complete checkpoint; the run begins again", url)
-    # The copies contain no recipe if the trainer ran in another directory.
-    if not (draft / _RECIPE).is_file():
-        (draft / _RECIPE).write_bytes(recipe)
-    if checkpoint is not None:
-        _bring_model(checkpoint, draft, run_dir)
-    (draft / _RECIPE).chmod(0o600)  # only for the owner: the recipe may contain the password of a stream server
-    write_layout(draft)  # the current layout is right, because streams and journal are not copied
-    draft.rename(run_dir)
-    return run_dir
-
-
-def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
-    """Download the newest complete checkpoint to `draft`, and the run's files that were copied with it.
-
-    Return the checkpoint's path below `draft`. If no copy is complete, leave `draft` empty and return None.
-    """
-    for copy in copies.newest():
-        shutil.rmtree(draft, ignore_errors=True)
-        checkpoint = draft / "checkpoints" / copy.name
-        try:
-            copies.fetch(copy, checkpoint)
-        except CheckpointError as error:
-            log.error("skipping a damaged checkpoint: %s", error)
-            continue
-        for file in (checkpoint / RUN).glob("*"):
-            shutil.copyfile(file, draft / file.name)
-        return checkpoint
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    return None
-
-
-def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
-    """Use the model in the checkpoint as the run's model if the recipe's model is missing on this machine.
-
-    Both models have the same configuration and tokenizer, and the trainer reads its weights from the checkpoint anyway.
-    Only a reference model and LoRA need the weights that the run began with; then a missing model is a `UserError`.
-    """
-    config = load(draft / _RECIPE)
-    if config.model.resolved.is_dir():
-        return
-    if "ref_logprobs" in objective_of(config).passes and (config.reference is None or config.reference.path is None):
-        raise UserError(
-            f"{config.model.resolved} is not on this machine, and is the reference of this run; copy it here"
-        )
-    if config.trainer.options.get("lora") is not None:
-        raise UserError(
-            f"{config.model.resolved} is not on this machine, and is the base of this run's LoRA; copy it here"
-        )
-    (draft / "model").mkdir()
-    copy_model_files(checkpoint, draft / "model")
-    for file in weight_files(checkpoint):
-        shutil.copyfile(file, draft / "model" / file.name)
-    save(config.changed("model", path=str(run_dir / "model")), draft / _RECIPE)
-
-
-def _refuse_older(config: RunConfig, run_dir: Path) -> None:
-    # Refuse if the run continued on another machine, so that its newer checkpoints at the location are not lost.
-    copies = copies_of(config, run_dir)
-    there = next(copies.newest(), None) if copies is not None else None
-    if copies is None or there is None:
-        return
-    here = newest_step(config, run_dir)
-    if here < _step(there.name):
-        raise UserError(
-            f"this run continued elsewhere: its newest checkpoint in {run_dir} is of step {here}, in {copies.url} of "
-            f"step {_step(there.name)}; move {run_dir} away and use --resume {copies.url}"
-        )
-
-
-def _step(name: str) -> int:
-    return int(name.removeprefix("step-"))

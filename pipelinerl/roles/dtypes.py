@@ -13,13 +13,23 @@ combinations that would ruin the run, before the run begins; an engine would rej
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
+from pipelinerl import registry
+from pipelinerl.component import imported
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.checkpoint import model_dtype
+from pipelinerl.system.machine import has_accelerator
 from pipelinerl.training.canary_check import TOLERANCES
-from trainer_contract.types import HeadPrecision, Kernels, Precision, WeightDType
+from trainer_contract.errors import SpecError
+from trainer_contract.types import Device, HeadPrecision, Kernels, Precision, WeightDType
+
+#: Types of engines and trainers that compute in another dtype than the model's, if the recipe says so. On a CPU,
+#: `engine.dtype = "auto"` becomes float32 for such engines.
+_CASTING: Final = frozenset({"torch", "jax", "vllm"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +89,44 @@ def dtypes_of(config: RunConfig) -> Dtypes:
             f"and engine.dtype={computes}"
         )
     return Dtypes(model=model, wire=wire, engine=engine)
+
+
+def settled(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunConfig:
+    """Replace `auto` values in the recipe by concrete values.
+
+    `limits` are bytes by kind of process, `all` for their sum (default: this machine's memory). A recipe that
+    `pipelinerl check` would reject is returned unchanged, because `check` has the better error message.
+    """
+    try:
+        chosen = _with_precision(with_dtype(config))
+        for _, prediction in registry.NEEDS.loadable():
+            chosen = imported(prediction.settle)(chosen, limits) if prediction.settle else chosen
+        return chosen
+    except (ModelError, RecipeError, SpecError):
+        return config
+
+
+def with_dtype(config: RunConfig) -> RunConfig:
+    """Replace `engine.dtype = "auto"` by float32 for engines on a CPU; raise `ModelError` for an unreadable model."""
+    section = config.engine
+    if section.dtype != "auto" or section.type not in _CASTING:
+        return config
+    if section.type not in registry.ENGINES.having("on_host") and on_accelerator(section.device):
+        return config
+    if model_dtype(config.model.resolved) is WeightDType.FLOAT32:
+        return config
+    return config.changed("engine", dtype=WeightDType.FLOAT32)
+
+
+def _with_precision(config: RunConfig) -> RunConfig:
+    section = config.trainer
+    if section.precision != "auto":
+        return config
+    is_fast = section.type in _CASTING and on_accelerator(section.device)
+    is_half = is_fast and model_dtype(config.model.resolved) is WeightDType.BFLOAT16
+    return config.changed("trainer", precision=Precision.BF16 if is_half else Precision.FP32)
+
+
+def on_accelerator(device: Device) -> bool:
+    """Return whether a process with this device setting uses a GPU or TPU; `auto` does if this machine has one."""
+    return device is not Device.CPU and (device is not Device.AUTO or has_accelerator())

@@ -16,21 +16,21 @@ import httpx
 from inference_contract.engine import Engine
 from inference_contract.errors import EngineStopped
 from inference_contract.schemas import EngineState
-from inference_contract.weights import Transport
 from pipelinerl import registry
-from pipelinerl.config.sections import shared_values
+from pipelinerl.component import imported
+from pipelinerl.config.recipe import RunConfig
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.controller.routes import OFFER_S
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
-from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, end, freeze_gc
 from pipelinerl.system.http_client import async_session
 from pipelinerl.system.http_service import OPEN_PATH, listen, serve_until, url_of
 from pipelinerl.system.machine import LOOPBACK, address_towards
+from pipelinerl.weights.pull import PullSource
 
 log = logging.getLogger("pipelinerl")
 
@@ -48,22 +48,55 @@ def build_engine(identity: Identity) -> Engine:
     config = identity.config
     server = _server_of(identity)  # checked first, since the imports below are slow
     build = registry.load("engine.type", registry.ENGINES, config.engine.type)
-    of_the_run = {
-        "model_path": config.model.resolved,
-        "model_id": config.model.path.removeprefix("shipped:"),
-        "dtype": dtypes_of(config).engine,
-        "wire_dtype": dtypes_of(config).wire,
-        "head_precision": config.model.head_precision,
-        "kernels": config.model.kernels,
-        "threads": config.launch.threads,
-        "seed": config.run.seed,
-        "pull": WeightPuller(token=identity.token),
-        "server": server,
-    }
-    engine: Engine = build(EngineOptions(**shared_values(config.engine, EngineOptions) | of_the_run))
-    if config.weights.transport is not Transport.PULL:
+    section, dtypes = config.engine, dtypes_of(config)
+    options = EngineOptions(
+        model_path=config.model.resolved,
+        model_id=config.model.path.removeprefix("shipped:"),
+        slots=section.slots,
+        max_waiting=section.max_waiting,
+        context_length=section.context_length,
+        dtype=dtypes.engine,
+        wire_dtype=dtypes.wire,
+        weights=section.weights,
+        head_precision=config.model.head_precision,
+        kernels=config.model.kernels,
+        device=section.device,
+        devices=section.devices,
+        memory_share=section.memory_share,
+        options=section.options,
+        threads=config.launch.threads,
+        seed=config.run.seed,
+        pull=_puller(identity),
+        receiver=section.receiver,
+        server=server,
+    )
+    engine: Engine = build(options)
+    if not registry.TRANSPORTS[config.weights.transport].fetch:
         import_module(_GROUPS)
     return engine
+
+
+def _puller(identity: Identity) -> PullSource | None:
+    """Return what fetches weights from servers, which an engine may be told to do in any run; None without the plug-in.
+
+    Raises `RecipeError` if the run's own transport is missing.
+    """
+    own = registry.TRANSPORTS[identity.config.weights.transport]
+    fetching = [each for _, each in registry.TRANSPORTS.loadable() if each.fetch]
+    chosen = own if own.fetch else next(iter(fetching), None)
+    if chosen is None:
+        return None
+    puller: PullSource = imported(chosen.fetch)(token=identity.token)
+    return puller
+
+
+def engine_outside_run(config: RunConfig) -> Engine:
+    """Make the recipe's engine for use without a run: without streams, controller and token."""
+    return build_engine(
+        Identity(
+            config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
+        )
+    )
 
 
 def _server_of(identity: Identity) -> str | None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
+from pipelinerl import registry
 from pipelinerl.actor.episodes import EpisodeDomain, Player
+from pipelinerl.component import imported
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.environments.command import Commands
-from pipelinerl.environments.environment import VERIFIERS
-from pipelinerl.environments.host_pool import EpisodeHosts, check_taskset
-from pipelinerl.environments.tool_loop import OneRequest, Toolbox
-from pipelinerl.environments.user_code import load_play
-from pipelinerl.errors import RecipeError, ReferenceFailed
-from pipelinerl.plugins.oubliette.runs import SandboxMissing
-from pipelinerl.plugins.oubliette.sandbox import isolation_of
-from pipelinerl.plugins.oubliette.verifier import PythonTool
+from pipelinerl.environments.host_pool import EpisodeHosts
+from pipelinerl.environments.tool_loop import OneRequest, Tool, Toolbox
+from pipelinerl.environments.user_code import check_playable
+from pipelinerl.errors import RecipeError, ReferenceFailed, UserError
 from pipelinerl.verifiers.verifier import GroupVerifier
 from pipelinerl.verifiers.worker_pool import num_cores
 
@@ -34,9 +32,7 @@ def open_episodes(config: RunConfig, verifiers: Mapping[str, GroupVerifier]) -> 
             places=places_of(domain),
             verifier=verifiers.get(domain.name),
             correct_at=domain.correct_at,
-            tools=Toolbox(PythonTool(domain.oubliette.rules, workers=domain.verifier_workers))
-            if domain.episode.tools
-            else None,
+            tools=Toolbox(*_tools(domain)) if domain.episode.tools else None,
         )
         for domain in config.domains
         if domain.has_environment
@@ -49,20 +45,26 @@ def check_environment(domain: DomainSection) -> None:
     Raises:
         RecipeError: the environment cannot be loaded or has a wrong type, or its tools need a missing sandbox.
     """
-    if domain.episode.tools and not domain.oubliette.url:
-        try:
-            isolation_of(domain.oubliette.tier, 0)
-        except SandboxMissing as error:
-            raise RecipeError(f"domains.{domain.name}.episode.tools: {error}") from None
+    where = f"domains.{domain.name}.episode.tools"
+    for name in domain.episode.tools:
+        tool = registry.find(where, registry.TOOLS, name)
+        if tool is not None and tool.check:
+            try:
+                imported(tool.check)(domain.options_of(name, tool))
+            except UserError as error:
+                raise RecipeError(f"{where}: {error}") from None
     if domain.environment is None:
         return
     try:
-        if domain.environment.startswith(VERIFIERS):
-            check_taskset(domain.environment, domain.environment_options)
-        else:
-            load_play(domain.environment, domain.environment_options)
+        check_playable(domain.environment, domain.environment_options)
     except ReferenceFailed as error:
         raise RecipeError(f"domains.{domain.name}.environment: {error}") from None
+
+
+def _tools(domain: DomainSection) -> Iterator[Tool]:
+    for name in domain.episode.tools:
+        build = registry.load(f"domains.{domain.name}.episode.tools", registry.TOOLS, name)
+        yield build(domain.options_of(name, registry.TOOLS[name]), domain.verifier_workers)
 
 
 def places_of(domain: DomainSection) -> asyncio.Semaphore | None:

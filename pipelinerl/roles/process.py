@@ -30,7 +30,7 @@ from pipelinerl.errors import AddressError, UserError
 from pipelinerl.observability.logs import ProcessLog, configure, without_secrets
 from pipelinerl.observability.samples.reading import FOLDER
 from pipelinerl.observability.samples.sample_log import SampleLog
-from pipelinerl.plugins.memory.disk import settled
+from pipelinerl.roles.dtypes import settled
 from pipelinerl.roles.role import LOCAL_REDIS, REDIS_PASSWORD_VARIABLE, RoleOptions
 from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import Stream

@@ -6,14 +6,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Never
+from collections.abc import Mapping
+from typing import Final, Never
 
+from pipelinerl import registry
+from pipelinerl.component import imported
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError
 from pipelinerl.observability.logs import configure
 from pipelinerl.trainers.ranks.follower import follow
-from pipelinerl.trainers.ranks.rendezvous import Distributed
 from trainer_contract.errors import RankError, SpecError, TrainerError
 
 _REFUSED: Final = 2
@@ -32,16 +33,21 @@ def run(config: RunConfig, *, rank: int) -> Never:
     """
     section = config.trainer
     distributed = section.options.get("distributed")
-    if section.type not in _FOLLOW or not isinstance(distributed, Mapping):
+    component = registry.TRAINERS.get(section.type)
+    if component is None or not component.rank or not isinstance(distributed, Mapping):
         raise RecipeError(
-            f"trainer.type must be {' or '.join(_FOLLOW)} and trainer.options.distributed must be given for a trainer "
-            f"of several processes, got {section.type!r} and {distributed!r}; one process is started with `pipelinerl "
-            "trainer` alone"
+            f"trainer.type must be {' or '.join(registry.TRAINERS.having('rank'))} and trainer.options.distributed "
+            f"must be given for a trainer of several processes, got {section.type!r} and {distributed!r}; one process "
+            "is started with `pipelinerl trainer` alone"
         )
     configure(run=config.run.name, role=f"trainer-rank-{rank}")
     outlast_notice(config.launch.save_s)
     try:
-        _FOLLOW[section.type]({**section.options, "distributed": {**distributed, "process": rank}})
+        options = {**section.options, "distributed": {**distributed, "process": rank}}
+        meeting, join, start = imported(component.rank)(options)
+        if meeting is None or meeting.process == 0:
+            raise SpecError("--rank must be 1 or above: rank 0 is `pipelinerl trainer`")
+        follow(meeting, join=join, start=start, say=print)
     except SpecError as error:
         _leave(error, _REFUSED)
     except RankError as error:
@@ -65,36 +71,8 @@ def outlast_notice(save_s: float) -> None:
     signal.signal(signal.SIGTERM, start_deadline)
 
 
-def _follow_jax(options: Mapping[str, Any]) -> None:
-    from pipelinerl.plugins.jax.trainer.mesh import join
-    from pipelinerl.plugins.jax.trainer.options import JaxOptions
-    from pipelinerl.plugins.jax.trainer.trainer import JaxFollower
-
-    distributed = _rank_of(JaxOptions.of(options, gradient_checkpointing=False).distributed)
-    follow(distributed, join=join, start=JaxFollower, say=print)
-
-
-def _follow_torch(options: Mapping[str, Any]) -> None:
-    from pipelinerl.trainers.torch.joining import join
-    from pipelinerl.trainers.torch.mesh_worker import MeshFollower
-    from pipelinerl.trainers.torch.options import distributed_of, options_of
-
-    distributed = _rank_of(distributed_of(options, options_of(options).mesh))
-    follow(distributed, join=join, start=MeshFollower, say=print)
-
-
-def _rank_of(distributed: Distributed | None) -> Distributed:
-    if distributed is None or distributed.process == 0:
-        raise SpecError("--rank must be 1 or above: rank 0 is `pipelinerl trainer`")
-    return distributed
-
-
 def _leave(error: TrainerError | None, status: int) -> Never:
     if error is not None:
         print(f"pipelinerl: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(status)
-
-
-#: For each trainer type, the function with which a rank joins and follows rank 0.
-_FOLLOW: Final[Mapping[str, Callable[[Mapping[str, Any]], None]]] = {"torch": _follow_torch, "jax": _follow_jax}

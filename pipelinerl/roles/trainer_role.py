@@ -12,22 +12,22 @@ from functools import partial
 from typing import final
 
 from inference_contract.schemas import ChatMessage
-from inference_contract.weights import OnUpdate, Transport
+from inference_contract.weights import OnUpdate
+from pipelinerl import registry
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.enums import NoSignal, Overdue, RoutingReplay, StalenessScope
-from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.models.model_shape import mixture_of
 from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of
-from pipelinerl.plugins.parameter_server.publisher import PullPublisher
-from pipelinerl.plugins.parameter_server.upload import Uploader
 from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.engine_rules import routing_of
+from pipelinerl.roles.problems import training_problems
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.wiring import checkpoints_of, objective_of, routing_of, training_problems
+from pipelinerl.roles.wiring import checkpoints_of, objective_of
 from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.streams.stream import Stream
 from pipelinerl.trainers.ranks.rank0 import leave_undone
@@ -36,7 +36,7 @@ from pipelinerl.training.checkpoints.checkpoint import Checkpointing, Checkpoint
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.domain_metrics import DomainMetrics
 from pipelinerl.training.loop import TrainingLoop
-from pipelinerl.training.publishing import Publishing, StreamAnnouncer
+from pipelinerl.training.publishing import Publishing
 from pipelinerl.training.rollouts.admission import (
     ConsumedLedger,
     GroupOutcome,
@@ -51,8 +51,6 @@ from pipelinerl.training.schedule import AdaptiveObjective, LearningRateSchedule
 from pipelinerl.training.step import Step
 from pipelinerl.training.step_samples import StepSamples
 from pipelinerl.types import RolloutGroup
-from pipelinerl.weights.broadcast.collective import offers
-from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.engine_control import EngineControl
 from pipelinerl.weights.grace import Grace
 from pipelinerl.weights.publisher import Publisher
@@ -225,20 +223,11 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream, gra
     Raises:
         RecipeError: weights are pulled without a parameter server, or broadcast by a backend that torch lacks.
     """
-    weights = identity.config.weights
-    if weights.transport is Transport.BROADCAST:
-        if not offers(weights.backend):
-            raise RecipeError(f"weights.backend is {weights.backend}, which torch cannot use here; use gloo")
-        return BroadcastPublisher(control, host=weights.host, backend=weights.backend, grace=grace)
-    servers = identity.config.parameter_server
-    if not servers.urls:
-        raise RecipeError(
-            "weights.transport is pull, and no parameter server is named; name them with --set "
-            "'parameter_server.urls=[\"http://host:port\"]', as the launcher does"
-        )
-    announcer = StreamAnnouncer(stream) if weights.announced_to(identity.config.engine.count) else None
-    uploader = Uploader(servers.urls, shards=servers.shards, token=identity.token)
-    return PullPublisher(control, uploader, announcer=announcer, grace=grace)
+    transport = identity.config.weights.transport
+    publisher: Publisher = registry.load("weights.transport", registry.TRANSPORTS, transport)(
+        identity, control, stream, grace
+    )
+    return publisher
 
 
 def canary_of(config: RunConfig) -> Canary:

@@ -9,7 +9,7 @@ from pathlib import Path
 from pipelinerl import registry
 from pipelinerl.config.learning import CriticSection
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.config.sections import ModelSection, shared_values
+from pipelinerl.config.sections import ModelSection
 from pipelinerl.engines.http.engine_teacher import TEACHER_TOKEN, EngineTeacher
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import ModelError, RecipeError
@@ -18,7 +18,8 @@ from pipelinerl.models.vocabulary import refuse_other_vocabulary
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
-from pipelinerl.roles.wiring import batch_rules_of, demonstrations_of, is_url, references_of
+from pipelinerl.roles.problems import demonstrations_of
+from pipelinerl.roles.wiring import batch_rules_of, is_url, references_of
 from pipelinerl.system.secret_variables import read_secret
 from pipelinerl.training.passes import EntropyMeter, ForwardPasses, Teacher
 from pipelinerl.training.schedule import LearningRateSchedule
@@ -113,7 +114,11 @@ def _frozen(config: RunConfig, place: str) -> Teacher:
 def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
     """Return the policy's `TrainerSpec` from the recipe."""
     return TrainerSpec(
-        **{**shared_values(config.trainer, TrainerSpec), "precision": config.trainer.passes_in},
+        precision=config.trainer.passes_in,
+        device=config.trainer.device,
+        gradient_checkpointing=config.trainer.gradient_checkpointing,
+        options=config.trainer.options,
+        memory_share=config.trainer.memory_share,
         model_path=config.model.resolved,
         seed=config.run.seed,
         head_precision=config.model.head_precision,

@@ -18,13 +18,20 @@ import resource
 from collections.abc import Callable
 from typing import Final, final
 
-from pipelinerl.component import VerifierComponent
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.equality.final_answer import final_answer, reference_answer
 from pipelinerl.verifiers.equality.notation import normal_form
 from pipelinerl.verifiers.equality.structures import equal
-from pipelinerl.verifiers.verifier import correct, failed, timed_out, wrong
+from pipelinerl.verifiers.verifier import (
+    GroupVerifier,
+    PerAnswerVerifier,
+    VerifierContext,
+    correct,
+    failed,
+    timed_out,
+    wrong,
+)
 from pipelinerl.verifiers.worker_pool import Overran, WorkerLost, WorkerPool
 
 #: Longest answer that is read, in characters.
@@ -164,8 +171,6 @@ def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
     return compared
 
 
-COMPONENT: Final = VerifierComponent(
-    build=f"{__name__}:MathAnswer",
-    check_problem=f"{__name__}:refuse_unreadable",
-    reference_answer=f"{__name__}:boxed_reference",
-)
+def open_verifier(_: None, context: VerifierContext) -> GroupVerifier:
+    """Return the verifier of a domain; its worker processes enforce the deadline."""
+    return PerAnswerVerifier(MathAnswer(deadline_s=context.deadline_s, workers=context.workers))

@@ -17,11 +17,19 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Final, final
 
-from pipelinerl.component import VerifierComponent
 from pipelinerl.errors import RecipeError
 from pipelinerl.system import gym_tasks
 from pipelinerl.types import Problem, Verdict
-from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_out, wrong
+from pipelinerl.verifiers.verifier import (
+    GroupVerifier,
+    PerAnswerVerifier,
+    VerifierContext,
+    correct,
+    failed,
+    last_tagged,
+    timed_out,
+    wrong,
+)
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 #: Tasks whose scorer passes the answer to eval, exec or sympy's parse_expr (which evaluates). A test searches the
@@ -205,6 +213,6 @@ def _verdict(score: float | str, answer: str) -> Verdict:
     return correct(stated) if score >= 1.0 else wrong(f"score {score:g}", answer=stated)
 
 
-COMPONENT: Final = VerifierComponent(
-    build=f"{__name__}:ReasoningGym", needs=("reasoning_gym",), check_problem=f"{__name__}:entry_of"
-)
+def open_verifier(_: None, context: VerifierContext) -> GroupVerifier:
+    """Return the verifier of a domain; its worker processes enforce the deadline."""
+    return PerAnswerVerifier(ReasoningGym(deadline_s=context.deadline_s, workers=context.workers))

@@ -39,7 +39,19 @@ from pipelinerl.system.references import last_line, load_reference, position_of
 from pipelinerl.system.returned_values import described
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.verdicts import checked, verdict_of, verdicts_of
-from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, Verifier, close, failed, start, timed_out, wrong
+from pipelinerl.verifiers.verifier import (
+    GroupVerifier,
+    Judgement,
+    PerAnswerVerifier,
+    SampledAnswer,
+    Verifier,
+    VerifierContext,
+    close,
+    failed,
+    start,
+    timed_out,
+    wrong,
+)
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 
@@ -355,3 +367,34 @@ class Shielded:
 
     async def close(self) -> None:
         await close(self._verifier)
+
+
+def open_user_code(where: str, reference: str, thing: Any, context: VerifierContext) -> GroupVerifier:
+    """Return the verifier of a domain whose recipe names `thing` by `reference` under the key `where`.
+
+    `thing` is a reward function, or a `Verifier`, or a class of it. Raises `RecipeError` if it cannot be called.
+    """
+    if hasattr(thing, "verify"):
+        return PerAnswerVerifier(Shielded(_instance_of(where, thing)), deadline_s=context.deadline_s)
+    try:
+        reward = RewardFunction.of_callable(thing)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {reference}: {error}") from None
+    if reward.is_async:
+        return AsyncReward(reward, correct_at=context.correct_at, deadline_s=context.deadline_s)
+    return PooledReward(
+        reference,
+        reward,
+        correct_at=context.correct_at,
+        deadline_s=context.deadline_s,
+        workers=context.workers,
+    )
+
+
+def _instance_of(where: str, thing: Any) -> Any:
+    if not inspect.isclass(thing):
+        return thing
+    try:
+        return thing()
+    except Exception as error:  # user code may raise any exception
+        raise RecipeError(f"{where}: {thing.__name__}() failed: {last_line(error)}") from None

@@ -11,7 +11,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, final
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol, final
 
 from pipelinerl.system.returned_values import shown as shown  # other verifiers import it from here
 from pipelinerl.types import Outcome, Problem, RewardPart, Verdict
@@ -58,6 +59,56 @@ class GroupVerifier(Protocol):
     async def close(self) -> None:
         """Stop everything that the verifier has started."""
         ...
+
+
+class VerdictServices(Protocol):
+    """Verifier services: other processes that judge the answers of actors."""
+
+    def update(self, leases: Sequence[Any]) -> None:
+        """Use these services from now on, as the controller lists them (`VerifierLease`)."""
+        ...
+
+    def verifier(self, domain: str, rules: str) -> GroupVerifier:
+        """Return the verifier of a domain that is judged by `rules`, a digest."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+class BudgetShare(NamedTuple):
+    """One process's share of what a run may spend on judging.
+
+    `folder` is where the process records its spending, and `sharers` the number of processes that divide the budget.
+    """
+
+    folder: Path
+    sharers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierContext:
+    """What a verifier gets from its domain, apart from its own options.
+
+    Attributes:
+        domain: the domain's name.
+        correct_at: the lowest reward with which an answer counts as correct.
+        deadline_s: time limit for judging one answer.
+        workers: number of worker processes; None for the verifier's default.
+        budget: this process's share of the run's budget; None if it may spend the whole.
+    """
+
+    domain: str
+    correct_at: float = 1.0
+    deadline_s: float = 10.0
+    workers: int | None = None
+    budget: BudgetShare | None = None
+
+    @property
+    def where(self) -> str:
+        """The domain's key in the recipe, for messages."""
+        return f"domains.{self.domain}"
 
 
 async def start(verifier: object) -> None:

@@ -74,6 +74,7 @@ CODE_ALLOWED = {
 
 #: For each file, the third-party classes from which its classes inherit because a library requires that.
 BASES_ALLOWED: dict[str, frozenset[str]] = {
+    "pipelinerl/cli.py": frozenset({"TyperGroup"}),
     "inference_contract/conformance/pull_checks.py": frozenset({"BaseHTTPRequestHandler"}),
     "pipelinerl/environments/verifiers_host.py": frozenset({"Harness", "HarnessConfig"}),
     "pipelinerl/plugins/watch/top/textual_app.py": frozenset({"App", "Horizontal"}),
@@ -139,44 +140,6 @@ def imports_go_down(module: Module) -> Problems:
             yield f"{here} (floor {FLOORS[here]}) must not import {target} ({there}, floor {FLOORS[there]})"
 
 
-#: Imports of plug-ins that core modules or other plug-ins still contain; `COMPONENT`s are to replace them.
-PLUGIN_IMPORTS_LEFT: frozenset[tuple[str, str]] = frozenset(
-    {
-        ("pipelinerl/cli.py", "evaluation"),
-        ("pipelinerl/cli.py", "explain"),
-        ("pipelinerl/cli.py", "memory"),
-        ("pipelinerl/cli.py", "oubliette"),
-        ("pipelinerl/cli.py", "replay"),
-        ("pipelinerl/cli.py", "simulation"),
-        ("pipelinerl/cli.py", "warmstart"),
-        ("pipelinerl/cli.py", "watch"),
-        ("pipelinerl/commands/check.py", "evaluation"),
-        ("pipelinerl/commands/check.py", "external_engines"),
-        ("pipelinerl/commands/check.py", "trackers"),
-        ("pipelinerl/commands/findings/problems.py", "instructions"),
-        ("pipelinerl/commands/findings/schedule.py", "simulation"),
-        ("pipelinerl/commands/live_views.py", "watch"),
-        ("pipelinerl/config/verification.py", "instructions"),
-        ("pipelinerl/config/verification.py", "oubliette"),
-        ("pipelinerl/environments/user_code.py", "openenv"),
-        ("pipelinerl/plugins/evaluation/respondents.py", "memory"),
-        ("pipelinerl/plugins/verifier_service/role.py", "oubliette"),
-        ("pipelinerl/plugins/watch/timeline/command_line.py", "trackers"),
-        ("pipelinerl/roles/actor_role.py", "verifier_service"),
-        ("pipelinerl/roles/catalogue.py", "parameter_server"),
-        ("pipelinerl/roles/catalogue.py", "trackers"),
-        ("pipelinerl/roles/catalogue.py", "verifier_service"),
-        ("pipelinerl/roles/engine_role.py", "parameter_server"),
-        ("pipelinerl/roles/episodes.py", "oubliette"),
-        ("pipelinerl/roles/process.py", "memory"),
-        ("pipelinerl/roles/trainer_rank_role.py", "jax"),
-        ("pipelinerl/roles/trainer_role.py", "parameter_server"),
-        ("pipelinerl/roles/verification.py", "judge"),
-        ("pipelinerl/roles/verification.py", "verifier_service"),
-    }
-)
-
-
 def plugins_stand_alone(module: Module) -> Problems:
     """The core imports no plug-in, and a plug-in imports no other: each can be left out."""
     if module.path.startswith("benchmarks/"):
@@ -184,7 +147,7 @@ def plugins_stand_alone(module: Module) -> Problems:
     here = _plugin_of(module.name)
     for target in module.imports:
         there = _plugin_of(target)
-        if there and there != here and (module.path, there) not in PLUGIN_IMPORTS_LEFT:
+        if there and there != here:
             yield f"{target} belongs to the plug-in {there}: reach it through the registry"
 
 

@@ -24,6 +24,7 @@ FLOORS: dict[str, float] = {
     "numerics": 2,
     "component": 2.4,
     "registry": 2.5,
+    "sections": 2.6,
     "data": 3,
     "streams": 3,
     "verifiers": 3,
@@ -43,7 +44,10 @@ FLOORS: dict[str, float] = {
     "launch": 8,
     "benchmarks": 9,
 }
-VALUES = frozenset({"types", "enums", "arrays", "staleness", "rng", "errors", "messages"})
+VALUES = frozenset({"types", "enums", "arrays", "staleness", "rng", "errors", "messages", "section"})
+
+#: Modules of `config` that stand below the rooms that they configure, so that these take a section as it is.
+SECTIONS = ("pipelinerl.config.sections", "pipelinerl.config.learning")
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ def room_of(dotted: str) -> str | None:
         return parts[0]
     if parts[0] != "pipelinerl" or len(parts) == 1:
         return None
+    if dotted.startswith(SECTIONS):
+        return "sections"
     if parts[1] in VALUES:
         return "values"
     if parts[1] == "__main__":

@@ -9,7 +9,8 @@ from benchmarks.arms import FinishedRun, Job
 from benchmarks.schedules import RECIPE, Cell, Schedule, cells, chosen, figures, ratios, schedules
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.observability.run_history import tell
-from pipelinerl.roles.wiring import held_out_problems, mini_batching_of, objective_of
+from pipelinerl.roles.problems import held_out_problems
+from pipelinerl.roles.wiring import objective_of
 from tests.benchmarks.test_arms import events_of
 
 CELLS = cells(quick=False, recipe=RECIPE)
@@ -25,7 +26,7 @@ def test_compared_schedules_use_equal_numbers_of_rollouts_and_optimizer_steps(ce
         rollouts = load(RECIPE).training.rollouts_per_step
         assert config.run.steps * config.training.rollouts_per_step == rollouts * cell.optimizer_steps
         assert config.optimizer_steps == cell.optimizer_steps
-        assert config.training.rollouts_per_step == rollouts * mini_batching_of(config).mini_batches
+        assert config.training.rollouts_per_step == rollouts * config.training.mini_batches
 
 
 def test_recipes_of_compared_schedules_differ_only_in_the_settings_of_the_schedule() -> None:

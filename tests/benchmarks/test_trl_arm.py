@@ -17,7 +17,7 @@ from benchmarks.trl_smollm2 import SMOLLM2, gain
 from pipelinerl.config.recipe import load, to_table
 from pipelinerl.models.checkpoint import load_model
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.roles.wiring import training_problems
+from pipelinerl.roles.problems import training_problems
 from tests.patience import PATIENCE_S
 
 

@@ -25,7 +25,9 @@ from pipelinerl.errors import ModelError, RecipeError, UserError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.registry import ENGINES
-from pipelinerl.roles.wiring import check_engine_options, check_truncation, objective_of, training_problems
+from pipelinerl.roles.engine_rules import check_engine_options, check_truncation
+from pipelinerl.roles.problems import training_problems
+from pipelinerl.roles.wiring import objective_of
 from pipelinerl.types import Message
 from tests.patience import PATIENCE_S
 

@@ -12,7 +12,8 @@ from pipelinerl.config.layers import overridden
 from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.controller_role import settings_of
-from pipelinerl.roles.wiring import held_out_problems, knobs_of, training_problems
+from pipelinerl.roles.problems import held_out_problems, training_problems
+from pipelinerl.roles.wiring import knobs_of
 
 DOMAINS = [
     {"name": "a", "source": "addition", "weight": 1.0},

@@ -13,10 +13,11 @@ from pipelinerl.commands.remote import controller_of
 from pipelinerl.config.recipe import check_layout, load, save, write_layout
 from pipelinerl.errors import UserError
 from pipelinerl.messages import LAYOUT
-from pipelinerl.plugins.replay.command_line import show
+from pipelinerl.plugins.replay.replayed_run import show
 from pipelinerl.roles import controller_role
-from pipelinerl.roles.controller_role import Start, directory_of
+from pipelinerl.roles.controller_role import Start
 from pipelinerl.roles.process import Identity
+from pipelinerl.roles.resumed_run import directory_of
 
 
 @pytest.fixture

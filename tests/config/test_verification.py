@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import load, parse, to_table
-from pipelinerl.config.verification import JudgeSection, OublietteSection
 from pipelinerl.errors import RecipeError
-from pipelinerl.plugins.oubliette.checkers import CodeRules
+from pipelinerl.plugins.judge.section import JudgeSection
+from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.roles.verification import open_verifier
 
 URL = "http://127.0.0.1:9000"
@@ -57,9 +57,22 @@ def test_error_names_the_invalid_judge_setting(judge: dict[str, Any], sentence: 
 
 
 def test_judge_verifier_needs_a_judge_section_and_a_judge_section_needs_the_judge_verifier() -> None:
-    assert "domains.d.judge must name a server" in refused(verifier="judge")
+    assert "domains.d.judge must be given for judge: judge = { url = … }" in refused(verifier="judge")
     assert "judge configures the verifier judge, which this domain does not use" in refused(judge={"url": URL})
-    assert "domains.d.judge must name a server" in refused(rewards=[{"function": "judge"}])
+    assert "domains.d.judge must be given for judge" in refused(rewards=[{"function": "judge"}])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"instructions": {"score": "all"}}, "instructions configures the verifier instruction_following, which"),
+        ({"oubliette": {"language": "cpp"}}, "oubliette configures the verifier oubliette or the tool python, which"),
+    ],
+)
+def test_options_of_a_verifier_that_the_domain_does_not_use_are_rejected(
+    options: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in refused(verifier="math_answer", **options)
 
 
 @pytest.mark.parametrize("url", [f"{URL}", f"{URL}/", f"{URL}/v1", f"{URL}/v1/"])
@@ -72,19 +85,14 @@ def test_judge_key_is_absent_from_repr_and_saved_recipe(monkeypatch: pytest.Monk
     section = JudgeSection(url=URL, key_variable="A_KEY")
     domain = DomainSection(name="d", source="addition", verifier="judge", judge=section)
     config = load("tiny").model_copy(update={"domains": (domain,)})
-    key = section.key
-    assert key is not None and key.get_secret_value() == "secret-7"
-    assert "secret-7" not in repr((section, key, to_table(config)))
+    assert section.token == "secret-7"
+    assert "secret-7" not in repr((section, to_table(config)))
     assert to_table(config)["domains"][0]["judge"]["key_variable"] == "A_KEY"
 
 
-def test_empty_oubliette_section_gives_the_default_rules_of_the_code_verifier() -> None:
-    assert OublietteSection().rules == CodeRules()
-
-
 def test_programming_languages_in_the_oubliette_section_must_be_known() -> None:
-    assert OublietteSection(language="cpp").rules.languages == ("cpp",)
-    assert OublietteSection(language="cpp", languages=("python", "cpp")).rules.languages == ("python", "cpp")
+    assert OublietteSection(language="cpp").accepted_languages == ("cpp",)
+    assert OublietteSection(language="cpp", languages=("python", "cpp")).accepted_languages == ("python", "cpp")
     with pytest.raises(ValidationError, match=r"language must be one of python, .* got 'cobol'"):
         OublietteSection(language="cobol")
     with pytest.raises(ValidationError, match=r"languages must hold language \(python\), got cpp"):

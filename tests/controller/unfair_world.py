@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from pipelinerl.config.sections import RunSection
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
@@ -79,15 +80,12 @@ def unfair_controller(rng: random.Random) -> Controller:
     )
     start = knobs(k=8.0, evaluation_interval_steps=3, max_groups=ROOM)
     settings = ControllerSettings(
-        seed=0,
-        steps=10**6,
-        until_accuracy=None,
+        run=RunSection(steps=10**6, engine_timeout_s=1e9),
         max_groups=ROOM,
         sampling=Sampling(num_samples=2),
         evaluation=plan,
         checkpoint_interval_steps=5,
         engines_expected=1,
-        engine_timeout_s=float("inf"),
         oversample=rng.choice([1.0, None]),
         scope=rng.choice(list(StalenessScope)),
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipelinerl.config.sections import RunSection
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.inputs_and_effects import (
@@ -103,9 +104,7 @@ def controller(
     first_set = EvaluationSet(problems=evaluation_problems, max_tokens=8, samples=samples)
     plan = EvaluationPlan(sets=(first_set, *other_sets) if evaluation_problems else (), pin=pin)
     settings = ControllerSettings(
-        seed=0,
-        steps=steps,
-        until_accuracy=until_accuracy,
+        run=RunSection(steps=steps, until_accuracy=until_accuracy, engine_timeout_s=300.0),
         max_groups=room,
         sampling=Sampling(num_samples=2),
         by_domain={"a": DomainSampling(group_size=large)} if large else {},

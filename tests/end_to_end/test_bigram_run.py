@@ -19,6 +19,7 @@ from inference_contract.weights import OnUpdate
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.config.recipe import parse
+from pipelinerl.config.sections import RunSection
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
@@ -68,9 +69,7 @@ def problem(index: int) -> Problem:
 
 def new_controller(*, steps: int = STEPS, k: float = 4) -> Controller:
     settings = ControllerSettings(
-        seed=0,
-        steps=steps,
-        until_accuracy=None,
+        run=RunSection(steps=steps),
         max_groups=256,
         sampling=Sampling(num_samples=8, max_tokens=2),
         evaluation=EvaluationPlan(sets=(EvaluationSet(problems=4, max_tokens=2),)),

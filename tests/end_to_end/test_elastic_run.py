@@ -17,9 +17,9 @@ from typing import Any, Final, final
 import pytest
 
 from inference_contract.engine import Engine
+from pipelinerl.config.sections import ElasticSection
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered, KnobsPatched, StopAsked
-from pipelinerl.controller.state.run_state import ElasticRule
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
@@ -35,7 +35,7 @@ from tests.patience import PATIENCE_S
 #: Seconds per decode step and per training step. With SLOW the trainer waits for engines, and with FAST the engines
 #: wait for the trainer.
 SLOW, FAST = {"decode_s": 0.02, "step_s": 0.0}, {"decode_s": 0.0, "step_s": 0.25}
-RULE: Final = ElasticRule(interval_s=0.3, patience=1, settle_s=0.0, waiting=0.5, content=0.4, busy=0.7)
+RULE: Final = ElasticSection(interval_s=0.3, patience=1, settle_s=0.0, waiting=0.5, content=0.4, busy=0.7)
 
 
 @final
@@ -117,7 +117,7 @@ async def test_run_adds_engines_under_load_and_removes_them(tmp_path: Path) -> N
     model = model_in(tmp_path / "model", alphabet="ab")  # small: one of five equally likely tokens is right
     set_pace(model, **SLOW)
     site, made = Site(model), new_controller(steps=100_000)
-    made.settings = replace(made.settings, elastic=replace(RULE, mode=Elasticity.DRY_RUN))
+    made.settings = replace(made.settings, elastic=RULE.model_copy(update={"mode": Elasticity.DRY_RUN}))
     limits: dict[str, Any] = {"engines_min": {ENGINE: 1}, "engines_max": {ENGINE: 1}}
     made.state.knobs = replace(made.state.knobs, learning_rate=1e-9, **limits)
     url = site.start("engine-0")

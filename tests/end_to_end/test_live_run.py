@@ -21,7 +21,7 @@ from rich.console import Console
 
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
-from pipelinerl.plugins.replay.command_line import show
+from pipelinerl.plugins.replay.replayed_run import show
 from pipelinerl.system.machine import free_ports, is_free
 from tests.fakes.live_fleet import swap_to_and_fro
 from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, new_run, output_of, resumed

@@ -18,8 +18,8 @@ from pipelinerl.models.tiny_decoder import sampled_answers
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.oubliette import probe
 from pipelinerl.plugins.oubliette.runs import SandboxMissing
+from pipelinerl.roles.problems import problems_of
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.roles.wiring import problems_of
 from pipelinerl.types import Verdict
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes.live_run import launched

@@ -15,7 +15,7 @@ from pipelinerl.config.sections import SamplingSection
 from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.episode import _SAMPLING, Episode
 from pipelinerl.errors import UserError
-from pipelinerl.roles.wiring import check_truncation
+from pipelinerl.roles.engine_rules import check_truncation
 from tests.fakes.talking_sampler import order
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "understand" / "mismatch.md"

@@ -14,7 +14,8 @@ from pipelinerl.actor.episodes import EpisodeDomain, Episodes
 from pipelinerl.actor.group_maker import GroupProgress, MadeRollout
 from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.gateway import Gateway
-from pipelinerl.environments.host_pool import EpisodeHosts, check_taskset
+from pipelinerl.environments.host_pool import EpisodeHosts
+from pipelinerl.environments.tasksets import check_taskset
 from pipelinerl.errors import PipelineError, ReferenceFailed
 from pipelinerl.types import Message, Outcome, Problem, PromptOrder
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
@@ -84,9 +85,9 @@ def vars_of(made: PromptOrder) -> dict[str, object]:
 
 def test_python_without_the_verifiers_library_is_rejected_with_an_install_command() -> None:
     with pytest.raises(ReferenceFailed, match=r"needs environment_options.python"):
-        check_taskset("verifiers:letters", {})
+        check_taskset("letters", {})
     with pytest.raises(ReferenceFailed, match=r"has no verifiers of version 0.4; .* -m pip install"):
-        check_taskset("verifiers:letters", {"python": sys.executable})
+        check_taskset("letters", {"python": sys.executable})
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def options(verifiers_python: str, tmp_path: Path) -> dict[str, object]:
 
 
 async def played(options: dict[str, object], *orders: PromptOrder) -> list[list[MadeRollout]]:
-    check_taskset("verifiers:letters", options)
+    check_taskset("letters", options)
     hosts, gateway = EpisodeHosts("verifiers:letters", options), Gateway()
     domain = EpisodeDomain(player=hosts, limits=EpisodeLimits(max_turns=4), verifier=None, correct_at=1.0)
     maker = Episodes(gateway, TalkingSampler(lambda messages: "c"), {"talk": domain}, attempts=1)

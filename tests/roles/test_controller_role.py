@@ -23,7 +23,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages import REPORTS, ROLLOUTS, ActorAlive, encode
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.observability.events import read_events
-from pipelinerl.roles import controller_role
+from pipelinerl.roles import controller_role, resumed_run
 from pipelinerl.roles.controller_role import overruled
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.wiring import checkpoints_of, knobs_of
@@ -110,7 +110,7 @@ async def test_run_whose_processes_were_started_one_by_one_can_be_resumed(tmp_pa
     )
     assert stat.S_IMODE(directory.recipe.stat().st_mode) == 0o600
     directory.path.rename(tmp_path / "lost")
-    assert controller_role.directory_of(f"memory://{tmp_path.name}/tiny") == directory.path
+    assert resumed_run.directory_of(f"memory://{tmp_path.name}/tiny") == directory.path
     assert to_table(open_run(directory.path).config) == to_table(config)
 
 
@@ -301,7 +301,7 @@ def url_of(config: RunConfig) -> str:
 
 def begun(config: RunConfig) -> tuple[Path, CheckpointStore]:
     """Create a run; return its directory and its checkpoint store."""
-    directory = create(config, claim=controller_role.claim)
+    directory = create(config, claim=resumed_run.claim)
     return directory.path, checkpoints_of(directory.config, directory.path)
 
 
@@ -312,18 +312,16 @@ def test_new_run_gets_a_number_if_its_name_is_taken_at_the_checkpoint_location(
     shutil.rmtree(tmp_path / "runs")  # as on another machine, which lacks the directory
     path, _ = begun(config)
     assert path.name == "tiny-2"
-    assert controller_role.claim(load(path / "recipe.toml")) is False
+    assert resumed_run.claim(load(path / "recipe.toml")) is False
     elsewhere = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"location": None})})
-    assert controller_role.claim(elsewhere) is True
+    assert resumed_run.claim(elsewhere) is True
 
 
 def test_resuming_by_path_uses_the_given_run_directory_even_if_it_does_not_exist(config: RunConfig) -> None:
     path, store = begun(config)
     store.copy(save(store, 3))
-    assert controller_role.directory_of(str(path)) == path
-    assert controller_role.directory_of("no/such/run") == Path("no/such/run"), (
-        "the launcher reports what is wrong with it"
-    )
+    assert resumed_run.directory_of(str(path)) == path
+    assert resumed_run.directory_of("no/such/run") == Path("no/such/run"), "the launcher reports what is wrong with it"
 
 
 def test_run_is_restored_from_a_url_with_checkpoint_recipe_and_events(config: RunConfig) -> None:
@@ -333,7 +331,7 @@ def test_run_is_restored_from_a_url_with_checkpoint_recipe_and_events(config: Ru
         store.copy(save(store, version))
     (path / "events.jsonl").unlink()
     shutil.rmtree(path)
-    assert controller_role.directory_of(url_of(config) + "/") == path
+    assert resumed_run.directory_of(url_of(config) + "/") == path
     assert to_table(load(path / "recipe.toml")) == to_table(config)
     assert (path / "events.jsonl").read_text() == '{"kind": "run_started"}\n'
     newest = checkpoints_of(config, path).latest()
@@ -352,7 +350,7 @@ def test_run_secrets_are_neither_copied_nor_readable_by_others(config: RunConfig
     for name in ("recipe.toml", f"{copy}/run/recipe.toml"):
         assert b"s3cret" not in place.read(name) and b"ada" not in place.read(name)
     shutil.rmtree(path)
-    controller_role.directory_of(url_of(config))
+    resumed_run.directory_of(url_of(config))
     address = load(path / "recipe.toml").streams.redis_url
     assert address is not None and address.get_secret_value() == "redis://db:6379/3?db=1&timeout=9"
     assert stat.S_IMODE((path / "recipe.toml").stat().st_mode) == 0o600
@@ -366,7 +364,7 @@ def test_restoring_a_checkpoint_that_contains_no_recipe_uses_the_recipe_next_to_
     (path / "recipe.toml").unlink()
     store.copy(save(store, 3))
     shutil.rmtree(path)
-    assert controller_role.directory_of(url_of(config)) == path
+    assert resumed_run.directory_of(url_of(config)) == path
     assert to_table(load(path / "recipe.toml")) == to_table(config)
 
 
@@ -381,7 +379,7 @@ def test_damaged_checkpoint_copy_is_skipped_with_a_log_entry(
     place.write(f"{newest}/model.safetensors", b"other weights")
     shutil.rmtree(path)
     with caplog.at_level(logging.ERROR):
-        controller_role.directory_of(url_of(config))
+        resumed_run.directory_of(url_of(config))
     assert "skipping a damaged checkpoint" in caplog.text
     assert [copy.name for copy in checkpoints_of(config, path).all()] == ["step-000003"]
 
@@ -391,7 +389,7 @@ def test_missing_model_directory_is_restored_from_the_checkpoint(config: RunConf
     store.copy(save(store, 3))
     shutil.rmtree(path)
     shutil.rmtree(config.model.resolved)
-    controller_role.directory_of(url_of(config))
+    resumed_run.directory_of(url_of(config))
     moved = load(path / "recipe.toml")
     assert moved.model.resolved == path / "model"
     assert BigramModel.load(path / "model").logits[0, 0] == 3.0
@@ -407,14 +405,14 @@ def test_resume_is_rejected_if_the_reference_model_is_missing(config: RunConfig)
     shutil.rmtree(path)
     shutil.rmtree(config.model.resolved)
     with pytest.raises(UserError, match="is the reference of this run; copy it here"):
-        controller_role.directory_of(url_of(config))
+        resumed_run.directory_of(url_of(config))
     assert not path.exists()
 
 
 def test_run_restored_without_any_checkpoint_starts_from_the_beginning(config: RunConfig) -> None:
     path, _ = begun(config)
     shutil.rmtree(path)
-    assert controller_role.directory_of(url_of(config)) == path
+    assert resumed_run.directory_of(url_of(config)) == path
     assert sorted(entry.name for entry in path.iterdir()) == ["layout", "recipe.toml"]
 
 
@@ -422,16 +420,16 @@ def test_resume_is_rejected_if_run_directory_and_checkpoint_location_both_hold_c
     path, store = begun(config)
     store.copy(save(store, 3))
     with pytest.raises(UserError, match=f"resume what is there with --resume {path}"):
-        controller_role.directory_of(url_of(config))
+        resumed_run.directory_of(url_of(config))
     store.copy(save(store, 6))  # another machine copies a newer checkpoint than this one has
     shutil.rmtree(path / "checkpoints" / "step-000006")
     with pytest.raises(UserError, match=r"continued elsewhere: .* of step 3, .* of step 6"):
-        controller_role.directory_of(str(path))
+        resumed_run.directory_of(str(path))
 
 
 def test_resume_from_a_url_that_holds_no_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no run; expected <checkpoint\.location>/<run\.name>"):
-        controller_role.directory_of(f"file://{tmp_path}/nothing")
+        resumed_run.directory_of(f"file://{tmp_path}/nothing")
 
 
 def test_log_of_a_run_says_how_many_rows_of_its_data_were_dropped(

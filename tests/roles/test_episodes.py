@@ -11,7 +11,6 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import parse
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.episodes import check_environment
-from pipelinerl.roles.verification import names_of
 
 GAME = {"name": "d", "source": "addition", "environment": "game.py:play"}
 
@@ -21,8 +20,8 @@ def domain(**fields: Any) -> DomainSection:
 
 
 def test_reward_of_an_episode_comes_from_its_environment_unless_the_recipe_names_a_verifier() -> None:
-    assert not list(names_of(domain()))
-    assert [name for _, name in names_of(domain(verifier="math_answer"))] == ["math_answer"]
+    assert not list(domain().verifiers)
+    assert [name for _, name in domain(verifier="math_answer").verifiers] == ["math_answer"]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_error_for_user_code_that_is_not_an_environment_names_its_recipe_key(
 
 def test_recipe_with_tools_is_rejected_if_the_sandbox_for_tools_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     tools = domain(environment=None, episode={"tools": ("python",)})
-    assert [name for _, name in names_of(tools)] == ["math_answer"]
+    assert [name for _, name in tools.verifiers] == ["math_answer"]
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RecipeError, match=r"domains\.d\.episode\.tools: .*needs bubblewrap"):
         check_environment(tools)

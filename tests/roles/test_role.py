@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from pipelinerl import registry
 from pipelinerl.roles.catalogue import ROLES
 from pipelinerl.roles.role import Role, RoleOptions
 
@@ -61,7 +62,7 @@ def test_launcher_passes_only_the_options_that_a_process_accepts() -> None:
     assert words == ["judge", "--set", "run.steps=2", "--set", "engine.options={}"]
 
 
-@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.subcommand)
+@pytest.mark.parametrize("role", [*ROLES, *registry.ROLES.values()], ids=lambda role: role.subcommand)
 def test_every_process_of_a_run_has_a_command_with_help(role: Role) -> None:
     assert role.main.__doc__ and role.parameters[-1].name == "changes"
     assert role.arguments(RoleOptions(name="x"))[0] == role.subcommand

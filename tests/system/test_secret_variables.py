@@ -41,11 +41,10 @@ def test_role_keeps_its_secrets_from_the_programs_that_it_starts(
     async def main(identity: Identity) -> None:
         seen.append(subprocess.run([sys.executable, "-c", "import os; print(os.environ)"], stdout=-1, text=True).stdout)
         assert identity.token == "hunter2-1" == read_token(None)
-        key = identity.config.domains[0].judge.key  # type: ignore[union-attr]
-        assert key is not None and key.get_secret_value() == "hunter2-4"
+        assert identity.config.domains[0].judge.token == "hunter2-4"  # type: ignore[attr-defined]
         assert {name: read_secret(name) for name in secrets} == secrets
 
     monkeypatch.setattr("pipelinerl.roles.process.Identity.log", lambda self: None)
-    catalogue._run(RoleOptions(name="actor-0", recipe=str(tmp_path / "recipe.toml"), run_dir=tmp_path), main)
+    catalogue.run_role(RoleOptions(name="actor-0", recipe=str(tmp_path / "recipe.toml"), run_dir=tmp_path), main)
     assert "hunter2" not in seen[0]
     assert "SEARCH_KEY" in seen[0], "users name the keys of their own agents as they like"

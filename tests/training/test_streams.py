@@ -16,7 +16,8 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.streams import CROSS_ENTROPY, DomainLoss, DomainLosses, Loss, StreamedObjective
 from pipelinerl.rng import generator
-from pipelinerl.roles.wiring import demonstrations_of, losses_of, objective_of, setting_of
+from pipelinerl.roles.problems import demonstrations_of
+from pipelinerl.roles.wiring import losses_of, objective_of, setting_of
 from pipelinerl.training.batch import BatchRules, MiniBatching
 from pipelinerl.training.demonstrations import DemonstrationStream
 from pipelinerl.training.passes import ForwardPasses

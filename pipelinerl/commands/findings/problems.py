@@ -1,4 +1,4 @@
-"""Checks that problems can be built, judged and rendered, that prompts fit, and that instructions are valid.
+"""Checks that problems can be built, judged and rendered, and that prompts fit.
 
 `pipelinerl run` checks a few problems, `pipelinerl check` many. If many prompts leave no room for an answer, the recipe
 is refused. If only a few do, as in most large data sets, their share is reported. The engine rejects a prompt that
@@ -7,13 +7,11 @@ fills the context, and truncates an answer at the end of the context.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from pipelinerl import registry
 from pipelinerl.component import imported
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
@@ -24,15 +22,12 @@ from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.chat_template import refuse_unrenderable
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.plugins.instructions.verifier import instructions_of_problem
-from pipelinerl.roles.verification import names_of
 from pipelinerl.types import Problem
 
-#: Number of training problems to check. Evaluation sets, and instructions in finite sources, are checked in full.
+#: Number of training problems to check. Evaluation sets are checked in full, and by verifiers finite sources, too.
 LOOKED_AT: Final = 256
 #: The recipe is refused if a larger share of its prompts leaves no room for an answer.
 MOST_WITHOUT_ROOM: Final = 0.1
-_FOLLOWS_INSTRUCTIONS: Final = "instruction_following"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +123,19 @@ def _without_room(measured: dict[str, _Prompts]) -> Iterator[str]:
             )
 
 
-def instruction_findings(config: RunConfig, domain: DomainSection) -> Iterator[tuple[str, str]]:
-    """Yield findings on the instructions in the domain's problems; raise `RecipeError` if an instruction is invalid."""
-    if _FOLLOWS_INSTRUCTIONS not in {name for _, name in names_of(domain)}:
-        return
-    counts: Counter[str] = Counter()
-    looked_at = 0
+def verifier_findings(config: RunConfig, domain: DomainSection) -> Iterator[tuple[str, str]]:
+    """Yield findings of the domain's verifiers on its problems; raise `RecipeError` if one cannot be judged."""
+    for name, component, options in domain.registered_verifiers:
+        if component.check:
+            try:
+                for finding in imported(component.check)(options, _problems(config, domain)):
+                    yield component.key or name, f"domains.{domain.name}: {finding}"
+            except RecipeError as error:
+                raise RecipeError(f"domains.{domain.name}: {error}") from None
+
+
+def _problems(config: RunConfig, domain: DomainSection) -> Iterator[Problem]:
+    """Yield the domain's training problems, the first ones if there is no end of them, and its held-out problems."""
     evaluated = [Split(config.evaluation.split)] if config.evaluation.problems else []
     for split in (Split.TRAIN, *evaluated):
         source = open_source(
@@ -146,16 +148,7 @@ def instruction_findings(config: RunConfig, domain: DomainSection) -> Iterator[t
         )
         length = getattr(source, "__len__", None)
         count = length() if length else LOOKED_AT if split is Split.TRAIN else config.evaluation.problems
-        for index in range(count):
-            problem = source.problem(index)
-            try:
-                instructions = instructions_of_problem(problem)
-            except RecipeError as error:
-                raise RecipeError(f"domains.{domain.name}: {problem.problem_id}: {error}") from None
-            counts.update({each.id for each in instructions})
-            looked_at += 1
-    most = ", ".join(f"{id} {count / looked_at:.0%}" for id, count in counts.most_common())
-    yield "instructions", f"domains.{domain.name}: of {looked_at} problems, {most}"
+        yield from (source.problem(index) for index in range(count))
 
 
 #: The first rows of each data file, which `pipelinerl run` checks in about a tenth of a second.
@@ -194,10 +187,8 @@ def refuse_problems(config: RunConfig, head: FirstRows) -> None:
 
 def _readable_by(domain: DomainSection) -> Callable[[Problem], None]:
     """Return a function that raises `RecipeError` for a problem that the domain's verifiers can never judge."""
-    verifiers = [
-        registry.VERIFIERS[name] for name in sorted({name for _, name in names_of(domain)} & {*registry.VERIFIERS})
-    ]
-    checks = [imported(verifier.check_problem) for verifier in verifiers if verifier.check_problem]
+    references = {component.check_problem for _, component, _ in domain.registered_verifiers if component.check_problem}
+    checks = [imported(reference) for reference in sorted(references)]
 
     def check(problem: Problem) -> None:
         for each in checks:

@@ -2,14 +2,14 @@
 
 The scripted model first answers with nothing, or with a call of the `python` tool, and then with the reference answer.
 The output shows the exact tokens that the model would see, turn by turn. The verifier judges the reference answer and
-an empty answer; an LLM judge, which may cost money, casts one vote, on the reference answer only.
+an empty answer; a verifier that may cost money, such as an LLM judge, judges the reference answer only.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, final
+from typing import Any, Final, final
 
 from inference_contract.schemas import (
     AssistantMessage,
@@ -31,7 +31,7 @@ from pipelinerl.environments.gateway import Gateway
 from pipelinerl.errors import RecipeError, UnshownFieldError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.roles.episodes import open_episodes
-from pipelinerl.roles.verification import names_of, open_verifier
+from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Answered, Outcome, Problem, PromptOrder, Purpose, Sampling
 from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.user_code import RewardFunction, parameters_of
@@ -210,8 +210,8 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> list[tuple
             the first `_TRIED` reference answers.
     """
     where = f"domains.{domain.name}"
-    if domain.judge is not None:
-        return [("verifier", await _tried_once(domain, problems, where=where))]
+    if (cheaper := _cheaper(domain)) is not None:
+        return [("verifier", await _tried_once(cheaper, problems, where=where))]
     verifier, unjudged = open_verifier(domain), list[tuple[str, str]]()
     try:
         truth, empty = [
@@ -219,7 +219,7 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> list[tuple
         ]
         if not (truth.verdict.outcome.is_judgement or empty.verdict.outcome.is_judgement):
             raise RecipeError(f"{where}.verifier cannot judge its problems: {truth.verdict.reason}")
-        names = {name for _, name in names_of(domain)}
+        names = {name for _, name in domain.verifiers}
         if names <= {*registry.VERIFIERS.having("needs_reference")}:
             await _find_one_right(verifier, domain, problems, truth, where=where)
         tried = {"the reference answer": truth, "an empty answer": empty}
@@ -249,7 +249,7 @@ def called_by_place(domain: DomainSection) -> Iterator[str]:
     Parameters with unusual names are filled by position: the first with the problem, the second with the answer's text.
     The author of a function with the parameters `(response, label)` probably meant the answer and the ground truth.
     """
-    for where, name in names_of(domain):
+    for where, name in domain.verifiers:
         thing = imported(name) if registry.is_user_code(registry.VERIFIERS, name) else None
         if thing is not None and not hasattr(thing, "verify"):
             reward = RewardFunction.of_callable(thing)
@@ -261,17 +261,24 @@ def called_by_place(domain: DomainSection) -> Iterator[str]:
                 )
 
 
+def _cheaper(domain: DomainSection) -> DomainSection | None:
+    """Return the domain with the options of a trial; None if none of its verifiers costs money."""
+    changed: dict[str, Any] = {}
+    for name, component, options in domain.registered_verifiers:
+        if component.trial is not None:
+            changed[component.key or name] = options.model_copy(update=component.trial)
+    return domain.model_copy(update=changed) if changed else None
+
+
 async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -> str:
-    # A single vote is enough to test an LLM judge.
-    once = domain.model_copy(update={"judge": domain.judge and domain.judge.model_copy(update={"votes": 1})})
-    verifier = open_verifier(once)
+    verifier = open_verifier(domain)
     try:
         judgement = await _judged(verifier, problems.problem(0), problems.problem(0).ground_truth)
     finally:
         await verifier.close()
     if not judgement.verdict.outcome.is_judgement:
-        raise RecipeError(f"{where}.judge cannot judge: {judgement.verdict.reason}")
-    return f"{where}: of the reference answer, by one vote, {_summary(judgement)}"
+        raise RecipeError(f"{where}.verifier cannot judge: {judgement.verdict.reason}")
+    return f"{where}: of the reference answer alone, because answers cost money, {_summary(judgement)}"
 
 
 async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) -> str:
@@ -309,7 +316,7 @@ async def _find_one_right(
 
 def _reference(domain: DomainSection, problem: Problem) -> str:
     """Return a right answer as a model would write it."""
-    names = [name for _, name in names_of(domain)]
+    names = [name for _, name in domain.verifiers]
     verifier = registry.VERIFIERS.get(names[0]) if len(names) == 1 else None
     if verifier is not None and verifier.reference_answer:
         answer: str = imported(verifier.reference_answer)(problem)

@@ -121,7 +121,7 @@ class Controller:
         self._training_problem = training_problem
         self.state = state
         self._orders = PromptOrderFactory(
-            seed=settings.seed,
+            seed=settings.run.seed,
             sampling=settings.sampling,
             by_domain=settings.by_domain,
             held_out_problem=held_out_problem,
@@ -250,7 +250,7 @@ class Controller:
         effects = engine_decisions.overdue(self.state, now=now)
         watchdog = self.state.watchdog
         still_s = now - watchdog.moved_at if watchdog.mark else 0.0
-        is_stalled = still_s > self.settings.stall_s and self.state.phase is not RunPhase.FINISHED
+        is_stalled = still_s > self.settings.run.stall_s and self.state.phase is not RunPhase.FINISHED
         if is_stalled and not watchdog.reported:
             watchdog.reported = True
             effects.append(Record("stalled", {"still_s": still_s, "waits_for": waiting_for(self.state, now=now)}))
@@ -519,7 +519,7 @@ class Controller:
         effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result)) for result in results]
         if self.state.phase is RunPhase.FINISHING:
             return effects + finish(self.state, self.settings)
-        target, reached = self.settings.until_accuracy, results[0].at_least if results[0].place == 0 else None
+        target, reached = self.settings.run.until_accuracy, results[0].at_least if results[0].place == 0 else None
         if target is not None and reached is not None and reached >= target:
             of = f" of {results[0].name}" if len(self.settings.evaluation.sets) > 1 else ""
             effects += self.stop(f"held-out accuracy {reached:.3f}{of} has reached {target:g}")

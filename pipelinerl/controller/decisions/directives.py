@@ -15,8 +15,8 @@ from pipelinerl.messages import Directive, TrainerKnobs
 
 def ending(state: RunState, settings: ControllerSettings) -> str | None:
     """Return why the run ends at the next step boundary; None while it continues."""
-    if state.stop_reason is None and state.phase is not RunPhase.STARTING and state.version >= settings.steps:
-        return f"all {settings.steps} steps are done"
+    if state.stop_reason is None and state.phase is not RunPhase.STARTING and state.version >= settings.run.steps:
+        return f"all {settings.run.steps} steps are done"
     return state.stop_reason
 
 

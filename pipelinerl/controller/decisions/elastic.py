@@ -19,17 +19,11 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Final
 
+from pipelinerl.config.sections import ElasticSection
 from pipelinerl.controller.decisions.engine_decisions import drain, request_engines
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.inputs_and_effects import Effect, EnginesRequested, FleetMeasured, Record
-from pipelinerl.controller.state.run_state import (
-    ControllerSettings,
-    ElasticMemory,
-    ElasticRule,
-    Figures,
-    RunPhase,
-    RunState,
-)
+from pipelinerl.controller.state.run_state import ControllerSettings, ElasticMemory, Figures, RunPhase, RunState
 from pipelinerl.enums import Elasticity
 
 
@@ -49,7 +43,7 @@ _WHY: Final = {
 }
 
 
-def suggestion(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
+def suggestion(rule: ElasticSection, figures: Figures, *, engines: int) -> Want:
     """Return the change that the measurements of one interval suggest while `engines` engines serve."""
     if figures.occupancy >= rule.busy:
         return Want.MORE if figures.waiting > rule.waiting or figures.stale > rule.stale else Want.SAME
@@ -57,7 +51,7 @@ def suggestion(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
     return Want.FEWER if fits and figures.waiting < rule.content and figures.stale <= rule.stale else Want.SAME
 
 
-def next_change(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engines: int, now: float) -> Want:
+def next_change(rule: ElasticSection, memory: ElasticMemory, figures: Figures, *, engines: int, now: float) -> Want:
     """Remember this interval's suggestion; return the change that `patience` intervals in a row suggest, or `SAME`."""
     want = suggestion(rule, figures, engines=engines)
     same_way = want is not Want.SAME and memory.streak * want.value >= 0

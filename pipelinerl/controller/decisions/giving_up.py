@@ -105,9 +105,9 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
     if state.phase is RunPhase.FINISHING:
         return  # no reason to give up: the state is saved already, and the last evaluation has time limits of its own
     yield from _all_refuse(state, settings)
-    if state.failing.engineless_since and now - state.failing.engineless_since > settings.engine_timeout_s:
+    if state.failing.engineless_since and now - state.failing.engineless_since > settings.run.engine_timeout_s:
         yield (
-            f"no engine has been alive for {settings.engine_timeout_s:g} s (run.engine_timeout_s)"
+            f"no engine has been alive for {settings.run.engine_timeout_s:g} s (run.engine_timeout_s)"
             f"{lost_engines(state)}; start one, or see the engines' logs"
         )
     yield from _no_verdicts(state, now)

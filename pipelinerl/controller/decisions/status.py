@@ -31,13 +31,13 @@ def run_status(
 ) -> status.RunStatus:
     """Return a snapshot of the run for users; `now` is on the controller's monotonic clock."""
     state = controller.state
-    remaining = controller.settings.steps - state.version
+    remaining = controller.settings.run.steps - state.version
     done = state.version - state.trainer.first_version
     return status.RunStatus(
         run=name,
         phase=_phase(state),
         step=state.version,
-        total_steps=controller.settings.steps,
+        total_steps=controller.settings.run.steps,
         model_version=state.version,
         epoch=state.epoch,
         last_step=_last_step(state),

@@ -295,7 +295,7 @@ def review(state: RunState, settings: ControllerSettings) -> list[Effect]:
         return []
     steps = _steps_without_signal(state, only_refused=False)
     effects: list[Effect] = []
-    if steps >= settings.no_signal_steps / 2 and _NO_SIGNAL not in state.watched.alarms:
+    if steps >= settings.run.no_signal_steps / 2 and _NO_SIGNAL not in state.watched.alarms:
         counts = _sum(state)
         what = (
             f"no signal: the last {counts.total} groups have nothing to teach ({_counts(counts)}); change the "
@@ -308,7 +308,7 @@ def review(state: RunState, settings: ControllerSettings) -> list[Effect]:
         effects.append(_cleared(_NO_SIGNAL, state.version))
     evaluates = state.evaluations.current is not None or state.evaluations.due is not None
     dropped = _steps_without_signal(state, only_refused=settings.no_signal is NoSignal.TRAIN)
-    if dropped >= settings.no_signal_steps and not evaluates:
+    if dropped >= settings.run.no_signal_steps and not evaluates:
         effects += _end(state, settings)
     return effects
 

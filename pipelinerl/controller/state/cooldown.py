@@ -14,11 +14,11 @@ groups after sampling.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
 import msgspec
 
+from pipelinerl.config.learning import CooldownSection
 from pipelinerl.types import Problem
 
 #: The most resting problems that are skipped in search of a problem for one prompt order.
@@ -26,20 +26,6 @@ MOST_PASSED: Final = 1000
 
 #: By domain, the prompt orders whose answers were all correct, each with the id of its problem.
 Solved = Mapping[str, Sequence[tuple[int, str]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CooldownRule:
-    """A domain's rule: after `times` fully correct groups, a problem is skipped for `epochs` turns or `steps` steps."""
-
-    epochs: int = 0
-    steps: int = 0
-    times: int = 1
-
-    @property
-    def rests(self) -> bool:
-        """True if the rule lets problems rest, False if it disables the cooldown."""
-        return self.epochs > 0 or self.steps > 0
 
 
 class CooldownPeriod(NamedTuple):
@@ -66,7 +52,7 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
         """Return the total number of turns (problems) that the domain has skipped up to order `index`, inclusive."""
         return next((turns for since, turns in reversed(self.passed) if since <= index), 0)
 
-    def note(self, order: int, problem_id: str, rule: CooldownRule, *, version: int) -> None:
+    def note(self, order: int, problem_id: str, rule: CooldownSection, *, version: int) -> None:
         """Record a prompt order whose answers were all correct; recording the same order again has no effect."""
         if problem_id in self.resting:
             return
@@ -98,7 +84,7 @@ class Cooldown(msgspec.Struct, kw_only=True):
     drawn: int = 0
     domains: dict[str, DomainCooldown] = {}
 
-    def note(self, solved: Solved, rules: Mapping[str, CooldownRule], *, version: int) -> None:
+    def note(self, solved: Solved, rules: Mapping[str, CooldownSection], *, version: int) -> None:
         """Record groups whose answers were all correct, and end the cooldown of problems whose rest is over."""
         # Domains without a cooldown rule have no resting problems, even if the recipe had a rule for them before.
         by_domain = {domain: rule for domain, rule in rules.items() if rule.rests}

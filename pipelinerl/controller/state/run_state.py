@@ -13,12 +13,14 @@ from typing import Any, Final, Self, final
 
 import msgspec
 
-from pipelinerl.controller.state.cooldown import Cooldown, CooldownRule
+from pipelinerl.config.learning import CooldownSection
+from pipelinerl.config.sections import ElasticSection, RunSection
+from pipelinerl.controller.state.cooldown import Cooldown
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationPlan, EvaluationResult
 from pipelinerl.controller.state.fleet import Fleet
 from pipelinerl.controller.state.issued_ledger import FilteredShare, IssuedLedger, StepsAhead
 from pipelinerl.controller.state.knobs import KnobChange, Knobs
-from pipelinerl.enums import Elasticity, NoSignal, Overdue, StalenessScope
+from pipelinerl.enums import NoSignal, Overdue, StalenessScope
 from pipelinerl.messages import (
     ActorAlive,
     ConsumedReport,
@@ -31,34 +33,8 @@ from pipelinerl.messages import (
 from pipelinerl.types import DomainSampling, Quota, Sampling
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticRule:
-    """Thresholds for having too few engines, or too many.
-
-    Attributes:
-        interval_s: length of a measurement interval. A change needs `patience` consecutive intervals that agree, and at
-            least `settle_s` since the previous change.
-        waiting: if the trainer waits for more than this share of its time, and engines are busy, there are too few.
-        content: if the trainer waits for less than this share of its time, there may be too many engines.
-        busy: share of occupied slots from which on engines count as busy. No engine is removed if this would make the
-            remaining engines busy.
-        stale: if more than this share of the groups is too old to be trained, no engine is removed. If the engines are
-            busy as well, there are too few.
-    """
-
-    mode: Elasticity = Elasticity.ON
-    interval_s: float = 10.0
-    patience: int = 3
-    settle_s: float = 60.0
-    waiting: float = 0.15
-    content: float = 0.05
-    busy: float = 0.8
-    stale: float = 0.1
-    drain_s: float = 60.0
-
-
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of one interval for automatic scaling, as shares (0 to 1); `ElasticRule` has the thresholds."""
+    """Measurements of one interval for automatic scaling, as shares (0 to 1); `ElasticSection` has the thresholds."""
 
     waiting: float
     occupancy: float
@@ -444,21 +420,13 @@ OVERSAMPLED: Final = 3.0
 class ControllerSettings:
     """The settings of a recipe that the controller uses."""
 
-    seed: int
-    steps: int
-    until_accuracy: float | None
+    run: RunSection
     max_groups: int
     sampling: Sampling
     by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
     evaluation: EvaluationPlan
-    stall_s: float = 120.0
-    """Seconds without progress after which the watchdog reports a stall."""
-    engine_timeout_s: float = 300.0
-    """Seconds without a live engine after which the run ends."""
     no_signal: NoSignal = NoSignal.FILTER
     """The treatment of groups whose rewards are all equal."""
-    no_signal_steps: int = 20
-    """Consecutive steps' worth of groups without signal after which the run ends, if such groups are dropped."""
     save_s: float = 30.0
     """Seconds to wait for the trainer's state to be saved when a run fails or is suspended."""
     scope: StalenessScope = StalenessScope.GROUP
@@ -469,8 +437,8 @@ class ControllerSettings:
     """The most orders issued per order that is expected to train; None: `OVERSAMPLED` while k > j, otherwise 1."""
     corrects_lag: bool = False
     """True if the objective has importance weights or a policy ratio, whose sample size shows what lag costs."""
-    cooldown: Mapping[str, CooldownRule] = field(default_factory=dict)
-    elastic: ElasticRule | None = None
+    cooldown: Mapping[str, CooldownSection] = field(default_factory=dict)
+    elastic: ElasticSection | None = None
     """The rule for scaling the number of engines automatically; None: only operators change it."""
     checkpoint_interval_steps: int
     engines_expected: int

@@ -9,6 +9,7 @@ from pipelinerl.component import EngineComponent
 COMPONENT: Final = EngineComponent(
     build="pipelinerl.engines.torch.engine:from_options",
     needs=("torch", "transformers"),
+    check="pipelinerl.engines.torch.engine:findings",
     reports_routing=True,
     reports_policy=True,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inference_contract.engine import Engine
+from pipelinerl.config.sections import EngineSection, ModelSection
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.memory_budget import DeviceMemory, EngineBudget, budget_of
@@ -100,6 +102,11 @@ def load_runner(
             "out model.kernels"
         )
     return runner
+
+
+def findings(section: EngineSection, model: ModelSection, others: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
+    """Yield what `pipelinerl check` says of this engine and the model; see `EngineComponent.check`."""
+    yield from torch_miniature.trial("model.path", model.resolved, partial(refuse_different, kernels=model.kernels))
 
 
 def refuse_different(skeleton: PreTrainedModel, kernels: Kernels = Kernels.FAST) -> bool:

@@ -43,7 +43,7 @@ from pipelinerl.plugins.evaluation.evaluation_loop import (
 )
 from pipelinerl.plugins.evaluation.respondents import Target, respondent
 from pipelinerl.roles.controller_role import plan_of, settings_of
-from pipelinerl.roles.wiring import held_out_problems
+from pipelinerl.roles.problems import held_out_problems
 from pipelinerl.types import PromptOrder
 
 
@@ -131,7 +131,7 @@ def held_out_orders(config: RunConfig, version: int) -> Iterator[PromptOrder]:
     settings, plan, problems = settings_of(config), plan_of(config, [evaluation]), held_out_problems(config, evaluation)
     mixture = problems[evaluation.name]
     factory = PromptOrderFactory(
-        seed=settings.seed,
+        seed=settings.run.seed,
         sampling=settings.sampling,
         by_domain=settings.by_domain,
         held_out_problem=lambda _, index: mixture.problem(index),

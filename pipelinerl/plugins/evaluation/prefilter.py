@@ -26,7 +26,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages import EvaluationDone
 from pipelinerl.plugins.evaluation.evaluation_loop import answer_log, ask, digest_of_domains, run_until_interrupted
 from pipelinerl.plugins.evaluation.respondents import Target, respondent
-from pipelinerl.roles.wiring import training_problems
+from pipelinerl.roles.problems import training_problems
 from pipelinerl.types import Problem, PromptOrder, Purpose
 
 #: File name of the log of answers.

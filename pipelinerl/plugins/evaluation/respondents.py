@@ -33,9 +33,8 @@ from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import UserError
 from pipelinerl.models.chat_template import check_chat_template
 from pipelinerl.models.checkpoint import check_directory
-from pipelinerl.plugins.memory.disk import with_dtype
-from pipelinerl.roles.engine_role import build_engine
-from pipelinerl.roles.process import Identity
+from pipelinerl.roles.dtypes import with_dtype
+from pipelinerl.roles.engine_role import engine_outside_run
 from pipelinerl.system.background import to_its_end
 from pipelinerl.system.files import from_home
 from pipelinerl.types import Answered, PromptOrder
@@ -159,15 +158,6 @@ def _with_model(config: RunConfig, model: Path) -> RunConfig:
         )
     # A run serves a bfloat16 model on a CPU in float32; in bfloat16, greedy answers would differ.
     return with_dtype(config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})}))
-
-
-def engine_outside_run(config: RunConfig) -> Engine:
-    """Build the recipe's engine for use without a run: without streams, controller and token."""
-    return build_engine(
-        Identity(
-            config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
-        )
-    )
 
 
 @asynccontextmanager

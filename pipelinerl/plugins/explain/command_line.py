@@ -20,14 +20,16 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Annotated, Any, Final, NamedTuple, final
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.commands.findings.schedule import mini_batch_finding, update_table
+from pipelinerl.commands.engines import Overrides
+from pipelinerl.commands.findings.learning import mini_batch_finding
 from pipelinerl.commands.recorded_run import recorded_groups, recorded_step
 from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import NoSignal
@@ -38,13 +40,55 @@ from pipelinerl.objective.explain import COSTS, EXAMPLE, FIELDS, FORMULA, Scored
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of, preset_of, resolve
 from pipelinerl.objective.reward import PartReward, RewardShaping, TurnReward
+from pipelinerl.roles.role import Changes, joined
 from pipelinerl.streams.records import decode_group
-from pipelinerl.training.replay import trained_groups
+from pipelinerl.training.replay import RecordedStep, trained_groups
 from pipelinerl.types import RolloutGroup
 
+#: Metrics that number an optimizer step.
+_PLACE: Final = ("epoch", "mini_batch")
 _RECORD: Final = b"PLRL"
 _PLAIN: Final = RewardShaping()
 _COLUMNS: Final = ("behavior_logprobs", "logprobs", "old_logprobs", "ref_logprobs", "values")
+
+
+def explain(
+    choice: Annotated[
+        str | None,
+        typer.Argument(metavar="PRESET|RECIPE", help="An algorithm or a recipe (default: list the algorithms)."),
+    ] = None,
+    overrides: Overrides = None,
+    changes: Changes = None,
+    compare_: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            "--compare", metavar="A B", help="Two algorithms or recipes; shows what each makes of the same rollouts."
+        ),
+    ] = None,
+    rollout: Annotated[
+        list[Path] | None, typer.Option(help="Rollouts (JSON, or a group's record); shows each token's factors.")
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="A finished run; explains rollouts of one of its steps.")] = None,
+    step: Annotated[int | None, typer.Option(help="The step of that run.")] = None,
+    group: Annotated[int | None, typer.Option(help="Show only the group of this order.")] = None,
+) -> None:
+    """Print the algorithms, one objective, or a comparison of two."""
+    if compare_ is not None and choice is not None:
+        raise typer.BadParameter("--compare names both algorithms; leave out the argument")
+    if (run is None) != (step is None) or (group is not None and run is None):
+        raise typer.BadParameter("--run and --step belong together, and --group to both")
+    if rollout and choice is None and compare_ is None:
+        raise typer.BadParameter("name an algorithm or a recipe to explain the rollouts with")
+    if choice is None and run is None and compare_ is None:
+        catalogue(Console())
+        return
+    of_run = None if run is None or step is None else OfRun(run, step, group)
+    if of_run is not None:
+        recipes.load_run(of_run.run_dir)  # fail early if the run does not exist
+    if compare_ is not None:
+        compare(*compare_, rollout or [], Console(), of_run=of_run)
+        return
+    show(choice or f"{run}/recipe.toml", joined(overrides, changes), rollout or [], Console(), of_run=of_run)
 
 
 def catalogue(console: Console) -> None:
@@ -362,3 +406,15 @@ def _numbers(entry: Mapping[str, Any], name: str, path: str) -> tuple[float, ...
     if not isinstance(column, list) or not all(type(value) in (int, float) for value in column):
         raise UserError(f"{path}.{name} must be a list of numbers, got {column!r}")
     return tuple(float(value) for value in column)
+
+
+def update_table(step: RecordedStep) -> Table | None:
+    """Return a table of a training step's metrics with a row per optimizer step; None if there was only one."""
+    if not step.updates:
+        return None
+    names = [name for name in step.updates[0] if name not in _PLACE]
+    table = Table(*_PLACE, *names, title=f"optimizer steps of step {step.version}", box=None, pad_edge=False)
+    for update in step.updates:
+        place = [f"{update[name]:.0f}" for name in _PLACE]
+        table.add_row(*place, *(f"{update[name]:.4g}" if name in update else "" for name in names))
+    return table

@@ -10,16 +10,26 @@ answers are checked in the caller's process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
 import msgspec
 
 from pipelinerl.errors import RecipeError
+from pipelinerl.plugins.instructions import InstructionsSection
 from pipelinerl.plugins.instructions.catalogue import Matching, NamedInstruction, Score, followed, instructions_of
 from pipelinerl.plugins.instructions.wording import ResponseLanguage, is_slow_language, preload_languages
 from pipelinerl.types import Problem, RewardPart, Verdict
-from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out
+from pipelinerl.verifiers.verifier import (
+    GroupVerifier,
+    PerAnswerVerifier,
+    VerifierContext,
+    failed,
+    graded,
+    shown,
+    timed_out,
+)
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 #: An answer is checked on the event loop, which takes up to 5 ms, if characters · instructions is at most this number.
@@ -80,6 +90,28 @@ class InstructionFollowing:
             reason=shown(f"does not follow {broken}" if broken else ""),
             parts=tuple(RewardPart(id, sum(results) / len(results)) for id, results in by_id.items()),
         )
+
+
+def open_verifier(section: InstructionsSection, context: VerifierContext) -> GroupVerifier:
+    """Return the verifier of a domain; its worker processes enforce the deadline."""
+    return PerAnswerVerifier(
+        InstructionFollowing(
+            score=section.score, matching=section.matching, deadline_s=context.deadline_s, workers=context.workers
+        )
+    )
+
+
+def findings(_: InstructionsSection, problems: Iterable[Problem]) -> Iterator[str]:
+    """Yield how often each instruction occurs; raise `RecipeError` for a problem whose instructions are invalid."""
+    counts: Counter[str] = Counter()
+    number = 0
+    for problem in problems:
+        number += 1
+        try:
+            counts.update({each.id for each in instructions_of_problem(problem)})
+        except RecipeError as error:
+            raise RecipeError(f"{problem.problem_id}: {error}") from None
+    yield f"of {number} problems, {', '.join(f'{id} {count / number:.0%}' for id, count in counts.most_common())}"
 
 
 def instructions_of_problem(problem: Problem) -> tuple[NamedInstruction, ...]:

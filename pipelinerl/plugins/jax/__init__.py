@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
 from pipelinerl.component import EngineComponent, TrainerComponent
+from pipelinerl.config.sections import ModelSection
+from pipelinerl.section import Section
 
 _REMEDY: Final = "pip install -e '.[jax]'"
+_CHECK: Final = "pipelinerl.plugins.jax:findings"
 
 ENGINE: Final = EngineComponent(
-    build="pipelinerl.plugins.jax.engine.engine:from_options", needs=("jax",), remedy=_REMEDY, reports_policy=True
+    build="pipelinerl.plugins.jax.engine.engine:from_options",
+    needs=("jax",),
+    remedy=_REMEDY,
+    reports_policy=True,
+    check=_CHECK,
+    computes_experts=False,
 )
 TRAINER: Final = TrainerComponent(
     build="pipelinerl.plugins.jax.trainer.trainer:JaxTrainer",
     needs=("jax", "optax", "tensorstore"),
     remedy=_REMEDY,
     check_options="pipelinerl.trainers.option_table:refuse_lora",
+    check=_CHECK,
+    computes_experts=False,
+    rank="pipelinerl.plugins.jax.trainer.trainer:as_rank",
 )
+
+
+def findings(section: Section, model: ModelSection, others: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
+    """Yield nothing; raise `ModelError` if JAX cannot compute the model."""
+    from pipelinerl.models.decoder_config import read_config
+
+    read_config(model.resolved)
+    yield from ()

@@ -5,5 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from pipelinerl.component import VerifierComponent
+from pipelinerl.plugins.judge.section import JudgeSection
 
-COMPONENT: Final = VerifierComponent(build="pipelinerl.plugins.judge.verifier:Judge", needs_reference=False)
+COMPONENT: Final = VerifierComponent(
+    build="pipelinerl.plugins.judge.verifier:open_judge",
+    section=JudgeSection,
+    trial={"votes": 1},
+    needs_reference=False,
+)

@@ -23,15 +23,21 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, Self, final
+from urllib.parse import quote
 
 from pipelinerl import rng
-from pipelinerl.errors import PipelineError, RecipeError
+from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
+from pipelinerl.errors import AddressError, PipelineError, RecipeError
+from pipelinerl.plugins.judge.section import JudgeSection
 from pipelinerl.types import Message, Problem, RewardPart, Sampling, Verdict
-from pipelinerl.verifiers.verifier import ROUNDING, Judgement, SampledAnswer, failed, graded, shown
+from pipelinerl.verifiers.verifier import ROUNDING, Judgement, SampledAnswer, VerifierContext, failed, graded, shown
 
 #: Estimated number of characters per token, for servers that do not report token counts.
 _CHARS_OF_A_TOKEN: Final = 3
+
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
 
 _SYSTEM: Final = (
     "You are a strict and fair judge of answers. The material to judge stands between fences, which are lines that "
@@ -69,37 +75,43 @@ class JudgeServer(Protocol):
         ...
 
 
-class Rubric(Protocol):
-    """Template of the judge's prompt."""
+def open_judge(section: JudgeSection, context: VerifierContext) -> Judge:
+    """Open the LLM judge of a domain. Without a budget share, it may spend the run's whole budget.
 
-    def render(self, fields: Mapping[str, Any]) -> str:
-        """Return the text with the fields filled in. Raises `PipelineError` for a missing field."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeSettings:
-    """Settings of a judge.
-
-    Attributes:
-        votes: number of replies for each answer, each sampled with its own seed.
-        least_agreement: agreement of the votes (1 − their spread, from 0 to 1) below which they are discarded.
-        correct_at: least reward, 0 to 1, of an answer that counts as correct.
-        most_chars: maximum number of characters of each quoted text.
-        concurrency: maximum number of concurrent calls.
-        remembered: maximum number of cached verdicts.
+    Raises `RecipeError` if the server's API key is missing.
     """
+    try:
+        token = section.token
+    except RecipeError as error:
+        raise RecipeError(f"{context.where}.{error}") from None
+    limits = {name: getattr(section, name) for name in ("most_calls", "most_tokens")}
+    file, budget = None, context.budget
+    if budget is not None:
+        limits = {name: most and max(1, most // budget.sharers) for name, most in limits.items()}
+        if any(most is not None for most in limits.values()):
+            file = budget.folder / f"{quote(context.domain, safe='')}.json"
+    return Judge(
+        section,
+        correct_at=context.correct_at,
+        open_server=lambda: _open_server(section, token),
+        spending=Spending(where=context.where, **limits, file=file),
+    )
 
-    rubric: Rubric
-    format: ScoreFormat
-    votes: int = 1
-    least_agreement: float = 0.0
-    correct_at: float = 1.0
-    temperature: float = 0.0
-    max_tokens: int = 256
-    most_chars: int = 20_000
-    concurrency: int = 8
-    remembered: int = 10_000
+
+async def _open_server(section: JudgeSection, token: str | None) -> JudgeServer:
+    # If the recipe names no model, request the model's name from the server, with retries for as long as a vote may
+    # take.
+    model, deadline, pause_s = section.model, time.monotonic() + section.timeout_s, _FIRST_PAUSE_S
+    while model is None:
+        try:
+            model = (await models_at(section.url, token=token))[0]["id"]
+        except AddressError:
+            if time.monotonic() + pause_s >= deadline:
+                raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    fields = {str(field): name for field, name in section.request_fields.items()}
+    return OpenAIServer(section.url, model=model, token=token, deadline_s=section.timeout_s, fields=fields)
 
 
 class _Vote(NamedTuple):
@@ -112,14 +124,21 @@ class Judge:
     """A `GroupVerifier` that lets a language model grade answers; it connects to the model at the first answer."""
 
     def __init__(
-        self, settings: JudgeSettings, *, open_server: Callable[[], Awaitable[JudgeServer]], spending: Spending
+        self,
+        section: JudgeSection,
+        *,
+        correct_at: float = 1.0,
+        open_server: Callable[[], Awaitable[JudgeServer]],
+        spending: Spending,
     ) -> None:
-        self._settings = settings
+        self._section = section
+        self._format = ScoreFormat.of(section)
+        self._correct_at = correct_at
         self._open_server = open_server
         self._spending = spending
         self._server: JudgeServer | None = None
         self._opening: asyncio.Task[JudgeServer] | None = None
-        self._turns = asyncio.Semaphore(settings.concurrency)
+        self._turns = asyncio.Semaphore(section.concurrency)
         self._remembered: OrderedDict[bytes, Verdict] = OrderedDict()
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
@@ -140,7 +159,7 @@ class Judge:
     async def _judged(self, problem: Problem, text: str) -> Judgement:
         began = time.monotonic()
         try:
-            messages = prompt_of(self._settings, problem, text)
+            messages = prompt_of(self._section, problem, text)
         except PipelineError as error:
             return Judgement(failed(f"the rubric cannot be written: {error}"), 0.0)
         key = hashlib.blake2b(repr(messages).encode("utf-8", "replace"), digest_size=16).digest()
@@ -148,7 +167,7 @@ class Judge:
         if verdict is None:
             seed = int.from_bytes(key[:4], "little")
             votes = await asyncio.gather(
-                *(self._vote(messages, rng.key(seed, vote)) for vote in range(self._settings.votes))
+                *(self._vote(messages, rng.key(seed, vote)) for vote in range(self._section.votes))
             )
             verdict = self._verdict(votes)
             if verdict.outcome.is_judgement:
@@ -158,8 +177,8 @@ class Judge:
         return Judgement(verdict, time.monotonic() - began)
 
     async def _vote(self, messages: tuple[Message, ...], seed: int) -> _Vote | str:
-        settings = self._settings
-        sampling = Sampling(num_samples=1, temperature=settings.temperature, max_tokens=settings.max_tokens)
+        section = self._section
+        sampling = Sampling(num_samples=1, temperature=section.temperature, max_tokens=section.max_tokens)
         async with self._turns:
             try:
                 server = await self._opened()
@@ -169,7 +188,7 @@ class Judge:
             except (PipelineError, Spent) as error:
                 return str(error)
         try:
-            return _Vote(*settings.format.read(reply.text))
+            return _Vote(*self._format.read(reply.text))
         except Unreadable as error:
             return f"{error} (the judge at {server.url})"
 
@@ -193,19 +212,19 @@ class Judge:
             self._opening = None
 
     def _verdict(self, votes: Sequence[_Vote | str]) -> Verdict:
-        settings, good = self._settings, [vote for vote in votes if isinstance(vote, _Vote)]
+        section, good = self._section, [vote for vote in votes if isinstance(vote, _Vote)]
         if 2 * len(good) <= len(votes):
             reason = next(vote for vote in votes if isinstance(vote, str))
             return failed(reason if len(votes) == 1 else f"only {len(good)} of {len(votes)} votes succeeded: {reason}")
-        shares = [settings.format.share(vote.score) for vote in good]
+        shares = [self._format.share(vote.score) for vote in good]
         reward, agreement = sum(shares) / len(shares), 1.0 - (max(shares) - min(shares))
         listed = ", ".join(f"{vote.score:g}" for vote in good)
-        if agreement < settings.least_agreement - ROUNDING:
+        if agreement < section.least_agreement - ROUNDING:
             return failed(f"the votes of the judge differ too much: {listed}")
         parts = [RewardPart("judge", reward)]
-        parts += [RewardPart("agreement", agreement)] if settings.votes > 1 else []
+        parts += [RewardPart("agreement", agreement)] if section.votes > 1 else []
         return Verdict(
-            outcome=graded(reward, settings.correct_at),
+            outcome=graded(reward, self._correct_at),
             reward=reward,
             reason=shown(f"score {listed}: {good[0].reason}"),
             parts=tuple(parts),
@@ -213,7 +232,7 @@ class Judge:
 
     def _remember(self, key: bytes, verdict: Verdict) -> None:
         self._remembered[key] = verdict
-        while len(self._remembered) > self._settings.remembered:
+        while len(self._remembered) > self._section.remembered:
             self._remembered.popitem(last=False)
 
 
@@ -223,7 +242,7 @@ def _retrieve_exception(opening: asyncio.Task[JudgeServer]) -> None:
         opening.exception()
 
 
-def prompt_of(settings: JudgeSettings, problem: Problem, text: str) -> tuple[Message, ...]:
+def prompt_of(section: JudgeSection, problem: Problem, text: str) -> tuple[Message, ...]:
     """Return the judge's prompt for an answer; all text from the data and the model is quoted.
 
     The rubric's fields are `question` (the whole conversation if it has several messages), `answer`, `reference` (the
@@ -237,11 +256,11 @@ def prompt_of(settings: JudgeSettings, problem: Problem, text: str) -> tuple[Mes
         for name, value in problem.metadata.items()
         if name.isidentifier() and name not in own and value is not None
     }
-    quotation = Quotation(metadata | own, most_chars=settings.most_chars)
-    body = settings.rubric.render(quotation.blocks)
+    quotation = Quotation(metadata | own, most_chars=section.most_chars)
+    body = section.template.render(quotation.blocks)
     return (
         Message("system", _SYSTEM.format(mark=quotation.mark)),
-        Message("user", f"{body}\n\n{settings.format.request}"),
+        Message("user", f"{body}\n\n{ScoreFormat.of(section).request}"),
     )
 
 
@@ -316,6 +335,12 @@ class ScoreFormat:
     low: float
     high: float
     pattern: re.Pattern[str] | None = None
+
+    @classmethod
+    def of(cls, section: JudgeSection) -> Self:
+        """Return the format that a recipe sets."""
+        pattern = None if section.pattern is None else re.compile(section.pattern)
+        return cls(low=section.low, high=section.high, pattern=pattern)
 
     @property
     def request(self) -> str:

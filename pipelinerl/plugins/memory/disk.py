@@ -1,4 +1,4 @@
-"""The disk space that a run needs, checked before it begins, and defaults that depend on the machine's memory."""
+"""What a run needs of memory and disk, predicted before it begins, and the micro-batch size that fits into memory."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from pipelinerl import registry
+from pipelinerl.component import Need
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import MOST_TOKENS
 from pipelinerl.enums import OldLogprobs
-from pipelinerl.errors import ModelError, RecipeError, UserError
-from pipelinerl.models.checkpoint import model_dtype, weight_files
+from pipelinerl.models.checkpoint import weight_files
 from pipelinerl.models.model_shape import BYTES
-from pipelinerl.plugins.memory.prediction import MemoryPrediction, fits, gib, on_accelerator, predict
+from pipelinerl.plugins.memory.prediction import MemoryPrediction, fits, gib, lines, predict, trainable
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType
-from trainer_contract.errors import SpecError
-from trainer_contract.types import Precision, WeightDType
 
 #: Bytes for events, logs and the stream server's files, in a run of usual length.
 _BESIDE: Final = 256 * 2**20
@@ -89,18 +86,22 @@ def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | No
     yield f"run.directory: the run writes up to {gib(needed)} and {gib(free)} are free in {place}; {remedy}"
 
 
-def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> None:
-    """Raise `UserError` if the run does not fit on its disk; `place` is the directory of a run that is resumed."""
+def needs(config: RunConfig, limits: Mapping[str, int], place: Path | None = None) -> Iterator[Need]:
+    """Yield the lines on memory and disk; `limits` and `place` are as in `NeedsComponent`."""
+    predicted = predict(config, objective_of(config))
+    lacking = not fits(predicted, limits=limits)
+    if (line := trainable(predicted)) is not None:
+        yield Need("memory", line, lacking)
+    for line in lines(predicted, limits=limits):
+        yield Need("memory", line, lacking)
+    yield Need("disk", disk_line(config, predicted))
     for sentence in disk_faults(config, predicted, place):
-        raise UserError(sentence)
+        yield Need("disk", sentence, lacking=True)
 
 
 #: Fraction of the memory that the predicted processes may fill; libraries, stream server and verifiers use the rest.
 _USED: Final = 0.8
 _LEAST_TOKENS: Final = 1024
-#: Types of engines and trainers that compute in another dtype than the model's, if the recipe says so. On a CPU,
-#: `engine.dtype = "auto"` becomes float32 for such engines.
-_CASTING: Final = frozenset({"torch", "jax", "vllm"})
 
 
 def host_memory() -> int:
@@ -108,44 +109,12 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def settled(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunConfig:
-    """Replace `auto` values in the recipe by concrete values.
-
-    `limits` are bytes by kind of process, `all` for their sum (default: this machine's memory). A recipe that
-    `pipelinerl check` would reject is returned unchanged, because `check` has the better error message.
-    """
-    try:
-        return _with_tokens(_with_precision(with_dtype(config)), {"all": host_memory()} if limits is None else limits)
-    except (ModelError, RecipeError, SpecError):
-        return config
-
-
-def with_dtype(config: RunConfig) -> RunConfig:
-    """Replace `engine.dtype = "auto"` by float32 for engines on a CPU; raise `ModelError` for an unreadable model."""
-    section = config.engine
-    if section.dtype != "auto" or section.type not in _CASTING:
-        return config
-    if section.type not in registry.ENGINES.having("on_host") and on_accelerator(section.device):
-        return config
-    if model_dtype(config.model.resolved) is WeightDType.FLOAT32:
-        return config
-    return config.changed("engine", dtype=WeightDType.FLOAT32)
-
-
-def _with_precision(config: RunConfig) -> RunConfig:
-    section = config.trainer
-    if section.precision != "auto":
-        return config
-    is_fast = section.type in _CASTING and on_accelerator(section.device)
-    is_half = is_fast and model_dtype(config.model.resolved) is WeightDType.BFLOAT16
-    return config.changed("trainer", precision=Precision.BF16 if is_half else Precision.FP32)
-
-
-def _with_tokens(config: RunConfig, limits: Mapping[str, int]) -> RunConfig:
+def with_tokens(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunConfig:
+    """Replace `trainer.micro_batch_tokens = "auto"` by the largest value that fits; by default, into all the memory."""
     if config.trainer.micro_batch_tokens != "auto":
         return config
     predicted = predict(config, objective_of(config))
-    usable = {kind: int(size * _USED) for kind, size in limits.items()}
+    usable = {kind: int(size * _USED) for kind, size in ({"all": host_memory()} if limits is None else limits).items()}
     tokens = MOST_TOKENS
     while tokens > _LEAST_TOKENS and predicted.trainer is not None:
         tried = config.changed("trainer", micro_batch_tokens=tokens)

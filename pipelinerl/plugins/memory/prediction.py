@@ -18,14 +18,13 @@ from pipelinerl.models.checkpoint import model_type
 from pipelinerl.models.model_shape import BYTES, ModelShape, read_shape
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.plugins.memory.trainer_memory import TrainerMemory
-from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.dtypes import dtypes_of, on_accelerator
 from pipelinerl.roles.wiring import is_url, references_of
-from pipelinerl.system.machine import has_accelerator
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, share_of
 from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
 from pipelinerl.trainers.torch.options import options_of
-from trainer_contract.types import Device, Precision, WeightDType
+from trainer_contract.types import Precision, WeightDType
 
 _ENGINES: Final = frozenset({"torch", "jax", "vllm"})
 _SHARDS: Final = (2, 4, 8, 16, 32, 64)
@@ -132,11 +131,6 @@ def predict(config: RunConfig, objective: PolicyObjective) -> MemoryPrediction:
         return MemoryPrediction(None, None, 0)
     shape = read_shape(path)
     return MemoryPrediction(_trainer(config, shape, objective), _engine(config, shape), config.engine.count)
-
-
-def on_accelerator(device: Device) -> bool:
-    """Return whether a process with this device setting uses a GPU or TPU; `auto` does if this machine has one."""
-    return device is not Device.CPU and (device is not Device.AUTO or has_accelerator())
 
 
 def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -> TrainerMemory | None:

@@ -24,7 +24,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 from urllib.parse import urlsplit
 
@@ -33,7 +33,7 @@ from msgspec.structs import replace
 
 from pipelinerl import rng
 from pipelinerl.environments.client import ChatAnswer, EpisodeClient
-from pipelinerl.environments.environment import OPENENV, Task
+from pipelinerl.environments.environment import Task
 from pipelinerl.errors import AddressError, ReferenceFailed, UserError
 from pipelinerl.system.http_client import hot_session
 from pipelinerl.system.outside import OutsideClient, OutsideUnreachable, ResponseRejected, proxy_of
@@ -95,6 +95,11 @@ class Observed(msgspec.Struct, frozen=True):
     done: bool = False
 
 
+def open_environment(url: str, options: Mapping[str, Any]) -> Callable[[Task, EpisodeClient], Awaitable[Any]]:
+    """Return the function that plays one episode on the server; raises like `OpenEnv`."""
+    return OpenEnv(url, options).play
+
+
 @final
 class OpenEnv:
     """Plays episodes on one server. Raises `ReferenceFailed` if the URL or an option is invalid."""
@@ -103,7 +108,7 @@ class OpenEnv:
         self._url = url.rstrip("/").replace("ws", "http", 1) if url.startswith("ws") else url.rstrip("/")
         parts = urlsplit(self._url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ReferenceFailed(f"expected {OPENENV}http://host:port, the base URL of an OpenEnv server, got {url!r}")
+            raise ReferenceFailed(f"expected openenv:http://host:port, the base URL of an OpenEnv server, got {url!r}")
         try:
             self._options = msgspec.convert(dict(options), OpenEnvOptions)
         except msgspec.ValidationError as error:

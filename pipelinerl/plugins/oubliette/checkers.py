@@ -21,7 +21,7 @@ from typing import Final
 
 from pipelinerl.plugins.oubliette import toolchains
 from pipelinerl.plugins.oubliette.repository import Content
-from pipelinerl.plugins.oubliette.runs import Ending, Limits, ProgramResult, Run, Tier
+from pipelinerl.plugins.oubliette.runs import Ending, Limits, ProgramResult, Run
 from pipelinerl.plugins.oubliette.toolchains import COMPILING
 
 
@@ -40,33 +40,6 @@ class Scoring(StrEnum):
     """1 if the program passes every test, else 0."""
     SHARE = "share"
     """The share of tests that the program passes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodeRules:
-    """Rules for judging programs; a problem may override some of them.
-
-    Attributes:
-        tier: the required sandbox; weaker sandboxes are rejected.
-        language: language of a code block that names none. languages: accepted languages.
-        time_limit_s: processor time of one test; elapsed time may be twice that plus a second.
-        tolerance: largest difference between numbers for the checker `float`.
-        url: the Oubliette service that runs programs; if empty, this machine runs them.
-        key_variable: name of the environment variable that holds the service's token.
-        repository: folder with the data to which problems refer by link, if this machine runs programs.
-    """
-
-    tier: Tier = Tier.DEFAULT
-    language: str = "python"
-    languages: tuple[str, ...] = ("python",)
-    scoring: Scoring = Scoring.ALL
-    checker: Checker = Checker.TOKENS
-    tolerance: float = 1e-6
-    time_limit_s: float = 4.0
-    memory_bytes: int = 512 << 20
-    url: str = ""
-    key_variable: str = ""
-    repository: str = ""
 
 
 class Protocol(StrEnum):

@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 
 from pipelinerl.errors import UserError
-from pipelinerl.plugins.oubliette.checkers import CodeRules
 from pipelinerl.plugins.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
+from pipelinerl.plugins.oubliette.section import OublietteSection
 
 oubliette_app = typer.Typer(
     help="Test the code sandbox, run programs in it, serve it, upload tests.", no_args_is_help=True
@@ -83,7 +83,7 @@ def run_(
         given = language or program.suffix or "a file without a suffix"
         raise UserError(f"--language must be one of {', '.join(toolchains.LANGUAGES)}, got {given}")
     limits = Limits(cpu_s=time_limit, wall_s=2 * time_limit + 1, memory_bytes=memory_mb << 20)
-    rules = CodeRules(tier=tier, url=url, key_variable=key_variable)
+    rules = OublietteSection(tier=tier, url=url, key_variable=key_variable)
     try:
         succeeded = asyncio.run(_ran(rules, toolchain.name, source, read, limits))
     except (SandboxLost, ContentMissing) as error:
@@ -92,7 +92,7 @@ def run_(
         raise typer.Exit(1)
 
 
-async def _ran(rules: CodeRules, language: str, source: str, inputs: Sequence[bytes], limits: Limits) -> bool:
+async def _ran(rules: OublietteSection, language: str, source: str, inputs: Sequence[bytes], limits: Limits) -> bool:
     from pipelinerl.plugins.oubliette import toolchains
     from pipelinerl.plugins.oubliette.runner import Program
     from pipelinerl.plugins.oubliette.sandbox import default_slots
@@ -133,7 +133,7 @@ def upload_(
 
     if (repository is None) == (not url):
         raise UserError("upload needs either --url, of a service, or --repository, a folder")
-    rules = CodeRules(tier=tier, url=url, key_variable=key_variable, repository=str(repository or ""))
+    rules = OublietteSection(tier=tier, url=url, key_variable=key_variable, repository=str(repository or ""))
     try:
         done = asyncio.run(upload(files, out, rules, answer_field=answer_field))
     except (SandboxLost, OSError) as error:

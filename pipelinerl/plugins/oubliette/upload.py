@@ -21,11 +21,12 @@ from pipelinerl.data.files.rows import ArrowRows, DataRows, JsonRows, Row, suffi
 from pipelinerl.data.files.values import plain
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.plugins.oubliette import probe
-from pipelinerl.plugins.oubliette.checkers import CheckerFailed, CodeRules, CustomChecker
+from pipelinerl.plugins.oubliette.checkers import CheckerFailed, CustomChecker
 from pipelinerl.plugins.oubliette.code_problem import PROGRAM, TEST_FIELDS, CodeProblem, TestsMalformed
 from pipelinerl.plugins.oubliette.remote.client import RemoteRunner
 from pipelinerl.plugins.oubliette.repository import LINK, Content, Link, PersistentRepository
 from pipelinerl.plugins.oubliette.runner import LocalRunner
+from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.toolchains import ToolchainMissing
 from pipelinerl.plugins.oubliette.verifier import open_runner
 from pipelinerl.types import Problem
@@ -125,7 +126,7 @@ class UploadReport:
     num_bytes: int
 
 
-async def upload(files: Sequence[Path], out: Path, rules: CodeRules, *, answer_field: str) -> UploadReport:
+async def upload(files: Sequence[Path], out: Path, rules: OublietteSection, *, answer_field: str) -> UploadReport:
     """Upload the tests of all rows in `files` to the store set in `rules`; write rows with links instead to `out`.
 
     Raises:
@@ -166,7 +167,7 @@ def _rows_of(file: Path) -> DataRows:
     return ArrowRows.read(file, None) if suffix_of(file) in (".parquet", ".arrow") else JsonRows.read(file)
 
 
-async def _store(rules: CodeRules, stack: AsyncExitStack) -> RepositoryFolder | RemoteRunner:
+async def _store(rules: OublietteSection, stack: AsyncExitStack) -> RepositoryFolder | RemoteRunner:
     if not rules.url:
         folder = RepositoryFolder(PersistentRepository(Path(rules.repository)), rules)
         stack.push_async_callback(folder.close)
@@ -181,7 +182,7 @@ async def _store(rules: CodeRules, stack: AsyncExitStack) -> RepositoryFolder | 
 class RepositoryFolder:
     """A local store of tests' inputs, answers and checkers; opens the sandbox only to compile the first checker."""
 
-    def __init__(self, repository: PersistentRepository, rules: CodeRules) -> None:
+    def __init__(self, repository: PersistentRepository, rules: OublietteSection) -> None:
         self._repository = repository
         self._rules = rules
         self._runner: LocalRunner | None = None

@@ -21,18 +21,28 @@ from typing import Final, final
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.oubliette import probe, toolchains
-from pipelinerl.plugins.oubliette.checkers import CheckerFailed, CodeRules, CustomChecker, Scoring
+from pipelinerl.plugins.oubliette.checkers import CheckerFailed, CustomChecker, Scoring
 from pipelinerl.plugins.oubliette.code_problem import CodeProblem, CodeTest, TestsMalformed, program_block
 from pipelinerl.plugins.oubliette.remote.client import RemoteRunner
 from pipelinerl.plugins.oubliette.repository import Content, ContentMissing, PersistentRepository, size_of
 from pipelinerl.plugins.oubliette.runner import Check, CodeRunner, Executed, LocalRunner, Program
 from pipelinerl.plugins.oubliette.runs import Ending, Limits, ProgramResult, SandboxLost, SandboxMissing
-from pipelinerl.plugins.oubliette.sandbox import default_slots
+from pipelinerl.plugins.oubliette.sandbox import default_slots, isolation_of
+from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.toolchains import COMPILING, ToolchainMissing
 from pipelinerl.system.files import from_home
 from pipelinerl.system.secret_variables import read_secret
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out, wrong
+from pipelinerl.verifiers.verifier import (
+    GroupVerifier,
+    PerAnswerVerifier,
+    VerifierContext,
+    failed,
+    graded,
+    shown,
+    timed_out,
+    wrong,
+)
 
 #: A program's output may have twice as many bytes as the expected answer, plus this number.
 _SPARE_OUTPUT: Final = 64 << 10
@@ -42,6 +52,32 @@ _TRIES: Final = 8
 _GRACE_S: Final = 60.0
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
+
+
+_DEFAULTS: Final = OublietteSection()
+
+
+def open_verifier(section: OublietteSection, context: VerifierContext) -> GroupVerifier:
+    """Return the verifier of a domain; it enforces the deadline itself."""
+    return PerAnswerVerifier(Oubliette(section, deadline_s=context.deadline_s, workers=context.workers))
+
+
+async def tier_of_opened(section: OublietteSection) -> str:
+    """Open the sandbox and return its tier. A local sandbox is tested with attacks, a remote one only for availability.
+
+    Raises `SandboxMissing` or `SandboxLost` if there is none.
+    """
+    try:
+        await (await open_runner(section, at_once=1)).close()
+    except (SandboxMissing, SandboxLost) as error:
+        raise SandboxMissing(f"oubliette.tier: {error}") from None
+    return f"remote {section.tier}" if section.url else section.tier.value
+
+
+def check_sandbox(section: OublietteSection) -> None:
+    """Raise `SandboxMissing` if programs are to run on this machine, and it lacks the tier."""
+    if not section.url:
+        isolation_of(section.tier, 0)
 
 
 def refuse_unreadable(problem: Problem) -> None:
@@ -59,8 +95,10 @@ class Oubliette:
     `start` or the first answer opens the sandbox; the caller must close the verifier.
     """
 
-    def __init__(self, rules: CodeRules | None = None, *, deadline_s: float = 60.0, workers: int | None = None) -> None:
-        self._rules = rules or CodeRules()
+    def __init__(
+        self, rules: OublietteSection = _DEFAULTS, *, deadline_s: float = 60.0, workers: int | None = None
+    ) -> None:
+        self._rules = rules
         self._deadline_s = deadline_s
         self._sandbox = _LazyRunner(self._rules, workers)
 
@@ -99,7 +137,7 @@ class Oubliette:
 class _LazyRunner:
     """A runner that the first use opens."""
 
-    def __init__(self, rules: CodeRules, workers: int | None) -> None:
+    def __init__(self, rules: OublietteSection, workers: int | None) -> None:
         self._rules = rules
         self._at_once = workers or default_slots()
         self._runner: CodeRunner | None = None
@@ -148,7 +186,7 @@ class _LazyRunner:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
+async def open_runner(rules: OublietteSection, *, at_once: int) -> CodeRunner:
     """Open the service that the rules name, or this machine's sandbox; the caller must close the runner.
 
     Raises `SandboxMissing` if the tier is not available, and `SandboxLost` if the service cannot be reached now.
@@ -170,17 +208,17 @@ class _Judged:
 
     _runner: CodeRunner
     _problem: CodeProblem
-    _rules: CodeRules
+    _rules: OublietteSection
     _left_s: float
 
     async def verdict(self, text: str) -> Verdict:
         """Compile and test the program in `text`. Raises `TimeoutError` if the verifier's time runs out."""
-        block = program_block(text, self._rules.languages)
+        block = program_block(text, self._rules.accepted_languages)
         if block is None:
             return wrong("the answer has no closed fenced block of code")
         named = toolchains.named(block.language or self._rules.language)
-        if named is None or named.name not in self._rules.languages:
-            return wrong(f"the code is in {block.language!r}; accepted are {', '.join(self._rules.languages)}")
+        if named is None or named.name not in self._rules.accepted_languages:
+            return wrong(f"the code is in {block.language!r}; accepted are {', '.join(self._rules.accepted_languages)}")
         program = await self._runner.compile(named.name, block.code, wall_s=self._left_s)
         if not isinstance(program, Program):
             if program.ending is Ending.DEADLINE and self._left_s < COMPILING.wall_s:
@@ -271,7 +309,7 @@ class PythonTool:
     )
     argument = "code"
 
-    def __init__(self, rules: CodeRules, *, workers: int | None = None) -> None:
+    def __init__(self, rules: OublietteSection, workers: int | None = None) -> None:
         self._sandbox = _LazyRunner(rules, workers)
         self._limits = Limits(
             cpu_s=rules.time_limit_s,

@@ -31,10 +31,13 @@ from inference_contract.weights import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.errors import DeadlineError, PipelineError, UpdateError
+from pipelinerl.errors import DeadlineError, PipelineError, RecipeError, UpdateError
 from pipelinerl.plugins.parameter_server.connection import Key
 from pipelinerl.plugins.parameter_server.upload import Uploaded, Uploader
+from pipelinerl.roles.process import Identity
+from pipelinerl.streams.stream import Stream
 from pipelinerl.system.background import in_background, settled
+from pipelinerl.training.publishing import StreamAnnouncer
 from pipelinerl.weights.engine_control import Announcer, EngineControl, Failure, Preparation, lasting
 from pipelinerl.weights.grace import Grace
 from pipelinerl.weights.publisher import Publication, PublicationProgress, PublishReport
@@ -50,6 +53,19 @@ _ATTEMPTS: Final = 3
 _FEW: Final = 64
 #: Time limit in seconds for the report to the servers; if it fails, the next publication reports again.
 _CONFIRM_S: Final = 5.0
+
+
+def publisher_of(identity: Identity, control: EngineControl, stream: Stream, grace: Grace) -> PullPublisher:
+    """Return the publisher of the transport `pull`; raise `RecipeError` if the recipe names no parameter server."""
+    servers, weights = identity.config.parameter_server, identity.config.weights
+    if not servers.urls:
+        raise RecipeError(
+            "weights.transport is pull, and no parameter server is named; name them with --set "
+            "'parameter_server.urls=[\"http://host:port\"]', as the launcher does"
+        )
+    announcer = StreamAnnouncer(stream) if weights.announced_to(identity.config.engine.count) else None
+    uploader = Uploader(servers.urls, shards=servers.shards, token=identity.token)
+    return PullPublisher(control, uploader, announcer=announcer, grace=grace)
 
 
 @final

@@ -16,21 +16,17 @@ import logging
 import threading
 from contextlib import closing
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Final
 
+from pipelinerl import registry
 from pipelinerl.config.recipe import RunConfig, to_table
 from pipelinerl.errors import UserError
 from pipelinerl.observability.logs import table_without_secrets
 from pipelinerl.plugins.trackers.tracker import (
     OpenTracker,
-    TensorBoardTracker,
     TrackedRun,
     TrackerFeed,
-    TrackioTracker,
-    WandbTracker,
-    missing_package,
 )
 from pipelinerl.roles.process import Identity
 from pipelinerl.system.background import in_background, settled
@@ -93,19 +89,13 @@ def feed_until(
 def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
     """Return, for each tracker of the recipe, a function that opens it; raise `UserError` if a package is missing."""
     section = config.trackers
-    for name in section.chosen:
-        if sentence := missing_package(name):
-            raise UserError(sentence)
     recipe = table_without_secrets(to_table(config))  # trackers upload the recipe, and its URLs may hold passwords
     tracked = TrackedRun(name=config.run.name, directory=run_dir, recipe=recipe)
-
-    opens: dict[str, OpenTracker] = {
-        "tensorboard": partial(TensorBoardTracker, run_dir / "tensorboard"),
-        "wandb": lambda bookmark: WandbTracker(
-            tracked, bookmark, wandb=import_module("wandb"), **dict(section.wandb or {})
-        ),
-        "trackio": lambda bookmark: TrackioTracker(
-            tracked, bookmark, trackio=import_module("trackio"), **dict(section.trackio or {})
-        ),
+    return {
+        name: partial(
+            registry.load("trackers", registry.TRACKERS, name),
+            getattr(section, name) if registry.TRACKERS[name].section else None,
+            tracked,
+        )
+        for name in section.chosen
     }
-    return {name: opens[name] for name in section.chosen}

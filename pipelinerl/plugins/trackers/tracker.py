@@ -10,7 +10,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, final
 
@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 
 from pipelinerl.observability.events import ENDS, EventFollower
 from pipelinerl.plugins.trackers.metric_names import HistoryRewind, MetricReader, ReaderState
+from pipelinerl.plugins.trackers.section import TrackioSection, WandbSection
 
 #: State from which a tracker can continue: plain JSON, which the feed stores together with its position in the log.
 Bookmark = dict[str, Any]
@@ -56,18 +57,20 @@ class TrackedRun:
 #: A function that opens a tracker: at a bookmark, or a new one if there is no bookmark.
 OpenTracker = Callable[[Bookmark | None], Tracker]
 
-#: By the tracker's key in `[trackers]`: the package that it needs, and how to install this package.
-PACKAGES: Final = {
-    "tensorboard": ("tensorboardX", "pip install -e '.[track]'"),
-    "wandb": ("wandb", "pip install wandb"),
-    "trackio": ("trackio", "pip install trackio"),
-}
+
+def open_tensorboard(_: None, run: TrackedRun, bookmark: Bookmark | None) -> Tracker:
+    """Open the run's event files."""
+    return TensorBoardTracker(run.directory / "tensorboard", bookmark)
 
 
-def missing_package(tracker: str) -> str:
-    """Return an error message if the tracker's package is not installed, else an empty string."""
-    package, install = PACKAGES[tracker]
-    return "" if find_spec(package) is not None else f"trackers.{tracker} needs the package {package}: {install}"
+def open_wandb(section: WandbSection, run: TrackedRun, bookmark: Bookmark | None) -> Tracker:
+    """Start or resume the run in W&B."""
+    return WandbTracker(run, bookmark, wandb=import_module("wandb"), **dict(section))
+
+
+def open_trackio(section: TrackioSection, run: TrackedRun, bookmark: Bookmark | None) -> Tracker:
+    """Start or continue the run in trackio."""
+    return TrackioTracker(run, bookmark, trackio=import_module("trackio"), **dict(section))
 
 
 FOLDER: Final = "trackers"

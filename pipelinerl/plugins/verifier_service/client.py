@@ -105,6 +105,10 @@ class VerifierServices:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def verifier(self, domain: str, rules: str) -> RemoteVerifier:
+        """Return the verifier of a domain that is judged by `rules`, a digest."""
+        return RemoteVerifier(self, domain=domain, rules=rules)
+
     async def judge(
         self, domain: str, rules: str, problem: Problem, answers: Sequence[SampledAnswer]
     ) -> list[Judgement]:

@@ -20,17 +20,18 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from pipelinerl.component import imported
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.controller.routes import VerifierLease
 from pipelinerl.errors import RecipeError, UserError
-from pipelinerl.plugins.oubliette.runs import SandboxLost, SandboxMissing, Tier
-from pipelinerl.plugins.oubliette.verifier import open_runner
 from pipelinerl.plugins.verifier_service.server import VerdictCache, VerifierService, create_app
+from pipelinerl.plugins.verifier_service.wire import ServedDomain
 from pipelinerl.roles.engine_role import offered_url
 from pipelinerl.roles.process import Identity, end, freeze_gc
-from pipelinerl.roles.verification import JudgeBudget, served_domain
+from pipelinerl.roles.verification import open_verifier, rules_of
 from pipelinerl.system.http_service import listen, serve_until
+from pipelinerl.verifiers.verifier import BudgetShare
 
 log = logging.getLogger("pipelinerl")
 
@@ -43,14 +44,15 @@ async def run(identity: Identity, *, only: Sequence[str] = ()) -> None:
     """Serve the named domains, or all, until stopped or drained; raise `RecipeError` if one cannot be served here."""
     config = identity.config
     domains = _chosen(config.domains, only)
-    budget = JudgeBudget(identity.run_dir / "judging" / identity.name, max(1, config.verification.services))
+    budget = BudgetShare(identity.run_dir / "judging" / identity.name, max(1, config.verification.services))
     with listen(identity.host, identity.port) as listener:
         url = ""
         if identity.controller_url:
             url = offered_url(listener.getsockname(), identity.controller_url, what="verifier service")
-        await _try_sandboxes(domains)
+        judged = [domain for domain in domains if domain.has_verifier]
+        tiers = await _tiers_of(judged)
         service = VerifierService(
-            {domain.name: served_domain(domain, budget=budget) for domain in domains if domain.has_verifier},
+            {each.name: served_domain(each, budget=budget, tier=tiers.get(each.name, "")) for each in judged},
             cache=VerdictCache(config.verification.cache_mb << 20),
         )
         drained = asyncio.create_task(service.drained.wait())
@@ -68,18 +70,35 @@ def _chosen(domains: Sequence[DomainSection], only: Sequence[str]) -> list[Domai
     return [domain for domain in domains if not only or domain.name in only]
 
 
-async def _try_sandboxes(domains: Sequence[DomainSection]) -> None:
-    """Open each required sandbox: a local one is tested with attacks, a remote one is only checked for availability."""
-    sandboxes: dict[tuple[Tier, str], DomainSection] = {}
+def served_domain(domain: DomainSection, *, budget: BudgetShare | None = None, tier: str = "") -> ServedDomain:
+    """Return what the service needs to serve a domain; `tier` is that of its sandbox. Raises like `open_verifier`."""
+    registered = list(domain.registered_verifiers)
+    is_deterministic = all(component.deterministic for _, component, _ in registered)
+    return ServedDomain(
+        verifier=open_verifier(domain, budget=budget),
+        rules=rules_of(domain),
+        kept=is_deterministic and len(registered) == len(domain.verifiers),  # user code may be random
+        tier=tier,
+    )
+
+
+async def _tiers_of(domains: Sequence[DomainSection]) -> dict[str, str]:
+    """Open each sandbox that the domains' verifiers need, once; return its tier by domain.
+
+    Raises `RecipeError` if this machine lacks one of them.
+    """
+    tiers: dict[str, str] = {}
+    opened: dict[tuple[str, str], str] = {}
     for domain in domains:
-        if "oubliette" in {domain.verifier, *(part.function for part in domain.rewards)}:
-            sandboxes.setdefault((domain.oubliette.tier, domain.oubliette.url), domain)
-    for domain in sandboxes.values():
-        try:
-            runner = await open_runner(domain.oubliette.rules, at_once=1)
-        except (SandboxMissing, SandboxLost) as error:
-            raise RecipeError(f"domains.{domain.name}.oubliette.tier: {error}") from None
-        await runner.close()
+        for name, component, options in domain.registered_verifiers:
+            if component.probe:
+                sandbox = name, options.model_dump_json()
+                try:
+                    opened[sandbox] = opened.get(sandbox) or await imported(component.probe)(options)
+                except UserError as error:
+                    raise RecipeError(f"domains.{domain.name}.{error}") from None
+                tiers[domain.name] = opened[sandbox]
+    return tiers
 
 
 async def _lease(identity: Identity, service: VerifierService, url: str) -> None:

@@ -22,9 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any, Final, final
+from typing import Annotated, Any, Final, final
+
+import typer
 
 from pipelinerl import rng
+from pipelinerl.commands.engines import Overrides
+from pipelinerl.config import recipe as recipes
 from pipelinerl.config.recipe import RunConfig, save
 from pipelinerl.data.problems import Split
 from pipelinerl.enums import Skill
@@ -47,8 +51,9 @@ from pipelinerl.models.tiny_decoder import (
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.models.weight_writer import WeightWriter
 from pipelinerl.objective.streams import CROSS_ENTROPY
+from pipelinerl.roles.problems import demonstrated_problems, problems_of
+from pipelinerl.roles.role import Changes, joined
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.roles.wiring import demonstrated_problems, problems_of
 from pipelinerl.roles.workers import opened_policy
 from pipelinerl.system.files import sync
 from pipelinerl.system.machine import free_ports
@@ -90,6 +95,38 @@ class FineTuneOptions:
     steps: int
     demonstrations: int = 64
     validation: int = 64
+
+
+def warmstart(
+    output: Annotated[Path, typer.Argument(help="Directory to create for the model.")],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and demonstrations.")] = 0,
+    recipe: Annotated[str, typer.Option(help="Recipe whose domains provide the demonstrations.")] = "tiny",
+    hidden: Annotated[int, typer.Option(min=1, help="Width of the decoder.")] = 96,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the decoder.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    vocab: Annotated[int, typer.Option(min=0, help="Tokens to learn from the problems (0: characters).")] = 0,
+    skill: Annotated[Skill, typer.Option(help="Measure greedy answers, or rewards by domain.")] = Skill.EXACT,
+    at_least: Annotated[float, typer.Option(min=0, max=1, help="Stop at this skill on the validation split.")] = 0.38,
+    at_most: Annotated[float, typer.Option(min=0, max=1, help="Fail above it: RL would have too little to do.")] = 0.44,
+) -> None:
+    """Make a small model with the command line's options."""
+    options = WarmStartOptions(
+        hidden=hidden, layers=layers, heads=heads, band=(at_least, at_most), seed=seed, skill=skill, vocab=vocab
+    )
+    make(recipes.load(recipe), options, output=output, say=typer.echo)
+
+
+def sft(
+    recipe: Annotated[str, typer.Argument(help="Recipe whose model is trained, on the right answers of its domains.")],
+    output: Annotated[Path, typer.Argument(help="Directory to create for the trained model.")],
+    overrides: Overrides = None,
+    changes: Changes = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
+    demonstrations: Annotated[int, typer.Option(min=1, help="Demonstrations of each step.")] = 64,
+) -> None:
+    """Fine-tune a model with the command line's options."""
+    options = FineTuneOptions(steps=steps, demonstrations=demonstrations)
+    fine_tune(recipes.load(recipe, joined(overrides, changes)), options, output=output, say=typer.echo)
 
 
 def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say: Callable[[str], None]) -> None:

@@ -1,1 +1,25 @@
 """`pipelinerl watch`: a live web page of a run, made from its files; changes are sent to the run's controller."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pipelinerl.component import CommandComponent
+
+WATCH: Final = CommandComponent(
+    build="pipelinerl.plugins.watch.command_line:watch",
+    help="Show live, finished or crashed runs in the browser, and change live ones. "
+    "Ctrl-C ends the server, not the run.",
+)
+TOP: Final = CommandComponent(
+    build="pipelinerl.plugins.watch.command_line:top",
+    help="Show a run in the terminal and change its knobs while it is live; q quits.",
+)
+MISMATCH: Final = CommandComponent(
+    build="pipelinerl.plugins.watch.timeline.command_line:mismatch",
+    help="Show how far trainer and sampler log-probs differ, by cause, and what to do about it; draws mismatch.png.",
+)
+TRACE: Final = CommandComponent(
+    build="pipelinerl.plugins.watch.timeline.command_line:trace",
+    help="Export a run's timeline for Perfetto: what each role and engine did when, and the origin of each version.",
+)

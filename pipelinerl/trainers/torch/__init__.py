@@ -10,5 +10,7 @@ COMPONENT: Final = TrainerComponent(
     build="pipelinerl.trainers.torch.trainer:TorchTrainer",
     needs=("torch", "transformers", "accelerate"),
     check_options="pipelinerl.trainers.torch.options:options_of",
+    check="pipelinerl.trainers.torch.findings:findings",
     replays_routing=True,
+    rank="pipelinerl.trainers.torch.mesh_worker:as_rank",
 )

@@ -41,14 +41,16 @@ from pipelinerl.trainers.ranks.commands import (
     decode_batch,
     decode_objective,
 )
+from pipelinerl.trainers.ranks.follower import Start
+from pipelinerl.trainers.ranks.rendezvous import Distributed, Join
 from pipelinerl.trainers.ranks.shared_block import Block, Place, opened, write_at
 from pipelinerl.trainers.torch import state as torch_state
-from pipelinerl.trainers.torch.joining import in_agreement, world
+from pipelinerl.trainers.torch.joining import in_agreement, join, world
 from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device
 from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh, device_index, refuse_heads
 from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, dtype_of, restored_state
-from pipelinerl.trainers.torch.options import TorchOptions, options_of
+from pipelinerl.trainers.torch.options import TorchOptions, distributed_of, options_of
 from pipelinerl.trainers.torch.packed.planner import planning
 from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, made_up_batch, predict, predicted
 from pipelinerl.trainers.torch.shard_files import VALUE, key_of, write_shard
@@ -475,3 +477,8 @@ def _device(spec: TrainerSpec) -> torch.device:
     if spec.memory_share is not None:
         torch.cuda.set_per_process_memory_fraction(spec.memory_share)
     return device
+
+
+def as_rank(options: Mapping[str, Any]) -> tuple[Distributed | None, Join, Start]:
+    """Return where rank 0 is, and how a rank above 0 joins and follows it; raise `SpecError` for invalid options."""
+    return distributed_of(options, options_of(options).mesh), join, MeshFollower

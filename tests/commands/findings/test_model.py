@@ -1,4 +1,4 @@
-"""Findings and errors of `pipelinerl check` about mixtures of experts, attention kernels and device meshes."""
+"""Findings and errors of `pipelinerl check` about mixtures of experts, and those of engine and trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.commands.check import refuse
-from pipelinerl.commands.findings.model import attention_findings, expert_findings, mesh_findings
+from pipelinerl.commands.findings.model import component_findings, expert_findings
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.trainer_role import canary_of, loop_settings
@@ -25,7 +25,6 @@ QWEN3_30B: dict[str, Any] = {
     "dtype": "bfloat16",
     "vocab_size": 64,
 }
-ON_GPU = ("trainer.device=cuda", "trainer.precision=bf16")
 REPLAYED = "trainer.routing_replay=rollout"
 
 
@@ -92,51 +91,9 @@ def test_canary_tolerance_is_larger_if_the_trainer_does_not_replay_the_routing_o
     assert canary_of(recipe(mixture, [])).tolerance == TOLERANCES["bfloat16"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (["trainer.device=cpu"], "buckets of segments of similar length (the device is cpu, and the kernel needs"),
-        (["trainer.device=cuda"], "buckets of segments of similar length (the precision is fp32, and the kernel"),
-        ([*ON_GPU], "varlen, one kernel over all segments of a row, if its trial on that GPU succeeds"),
-        ([*ON_GPU, "trainer.options.attention=varlen"], "varlen, one kernel over all segments of a row, if its trial"),
-        (
-            [*ON_GPU, "trainer.options.attention=buckets"],
-            "buckets of segments of similar length (set by options.attention",
-        ),
-    ],
-)
-def test_check_shows_the_attention_kernel_for_packed_rollouts(overrides: list[str], text: str) -> None:
-    ((part, sentence),) = attention_findings(recipe(None, overrides))
-    assert part == "attention" and sentence.startswith(text)
-
-
-def test_check_rejects_the_varlen_kernel_on_a_cpu() -> None:
-    with pytest.raises(
-        RecipeError, match=r'^trainer\.options\.attention = "varlen" is not possible: the device is cpu, and'
-    ):
-        list(attention_findings(recipe(None, ["trainer.device=cpu", "trainer.options.attention=varlen"])))
-
-
-def test_check_says_which_models_train_padded_and_rejects_what_needs_packed_rows() -> None:
-    ((part, sentence),) = attention_findings(recipe(None, []), "reference.path", packs=False)
-    assert part == "attention" and sentence.startswith("reference.path trains padded: packed, it would compute otherw")
-    for override in ("trainer.options.attention=varlen", "trainer.options.mesh.cp=2"):
-        with pytest.raises(
-            RecipeError, match=r"^trainer\.options\..* packed rows; the model trains padded, so leave it"
-        ):
-            list(attention_findings(recipe(None, [override]), packs=False))
-
-
-def test_check_shows_expert_parallelism_or_rejects_a_mesh_that_divides_experts_unevenly(mixture: Path) -> None:
-    empty = b"{}"
-    (mixture / "model.safetensors").write_bytes(len(empty).to_bytes(8, "little") + empty)
-    (mixture / "config.json").write_text(json.dumps(QWEN3_30B | {"hidden_size": 64, "num_attention_heads": 4}))
-    travelling = ["trainer.options.mesh.dp_shard=4", "trainer.options.experts=parallel"]
-    ((part, text),) = mesh_findings(recipe(mixture, travelling))
-    assert part == "mesh" and text.endswith("4 micro-batches at once; tokens travel to their experts")
-    for path, mesh, sentence in (
-        (mixture, 3, "a layer has 128 experts, which 3 processes cannot divide"),
-        (None, 2, "a layer has 0 experts"),
-    ):
-        with pytest.raises(RecipeError, match=f'^trainer.options.experts = "parallel": {sentence}'):
-            list(mesh_findings(recipe(path, [*travelling, f"trainer.options.mesh.dp_shard={mesh}"])))
+def test_check_shows_what_engine_and_trainer_find_and_names_the_section_of_an_error() -> None:
+    ((part, text),) = component_findings(recipe(None, ["trainer.device=cpu"]), {})
+    assert part == "attention" and text.startswith("buckets of segments of similar length (the device is cpu, and")
+    with pytest.raises(RecipeError, match=r'^trainer\.options\.attention = "varlen" is not possible'):
+        list(component_findings(recipe(None, ["trainer.device=cpu", "trainer.options.attention=varlen"]), {}))
+    assert list(component_findings(recipe(None, ["trainer.type=jax"]), {})) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.commands.findings.problems import instruction_findings
+from pipelinerl.commands.findings.problems import verifier_findings
 from pipelinerl.config.recipe import RunConfig, load, parse, to_table
 from pipelinerl.errors import RecipeError
 
@@ -30,7 +30,7 @@ def of_rows(folder: Path, *last: dict[str, object]) -> RunConfig:
 
 def test_check_counts_the_instructions_in_a_file_with_the_layout_of_the_public_data_sets(tmp_path: Path) -> None:
     config = of_rows(tmp_path)
-    ((part, text),) = instruction_findings(config, config.domains[0])
+    ((part, text),) = verifier_findings(config, config.domains[0])
     assert part == "instructions" and text.endswith("problems, punctuation:no_comma 100%")
 
 
@@ -50,7 +50,7 @@ def test_check_names_the_wrong_instruction_of_one_row_among_hundreds(
     for seed in range(8):  # with other seeds, the row is in other splits
         row_config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
         try:
-            list(instruction_findings(row_config, config.domains[0]))
+            list(verifier_findings(row_config, config.domains[0]))
         except RecipeError as error:
             refused.append(str(error))
     assert len(refused) == 8 and all(sentence in text for text in refused)
@@ -58,7 +58,7 @@ def test_check_names_the_wrong_instruction_of_one_row_among_hundreds(
 
 def test_check_counts_instructions_only_in_domains_with_the_instruction_verifier() -> None:
     config = config_of(source="instructions", parameters={"kinds": ["punctuation:no_comma", "startend:quotation"]})
-    ((_, text),) = instruction_findings(config, config.domains[0])
+    ((_, text),) = verifier_findings(config, config.domains[0])
     assert "of 260 problems" in text and "startend:quotation" in text
     other = config_of(source="addition", verifier="math_answer")
-    assert list(instruction_findings(other, other.domains[0])) == []
+    assert list(verifier_findings(other, other.domains[0])) == []

@@ -15,7 +15,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.oubliette import probe
 from pipelinerl.plugins.oubliette.runs import SandboxMissing, Tier
-from pipelinerl.roles.wiring import training_problems
+from pipelinerl.roles.problems import training_problems
 from pipelinerl.types import Message, Problem
 from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.scripted_judge import scripted_judge
@@ -142,13 +142,13 @@ async def test_check_asks_a_judge_for_one_vote_and_shows_its_reply() -> None:
     with in_thread(fake.app) as url:
         report = await trial(verifier="judge", judge={"url": url, "votes": 3, "temperature": 1.0})
     assert len(fake.bodies) == 1
-    assert report.startswith("of the reference answer, by one vote, partial, reward 0.111111 (judge 0.111111) in")
+    assert report.startswith("of the reference answer alone, because answers cost money, partial, reward 0.111111 (")
     assert report.endswith("score 2: so it seems")
 
 
 async def test_check_rejects_a_judge_whose_reply_has_no_score() -> None:
     fake = OpenAIFake(lambda body: "I like it")
-    sentence = "domains.d.judge cannot judge: the judge's reply has no score: 'I like it'"
+    sentence = "domains.d.verifier cannot judge: the judge's reply has no score: 'I like it'"
     with in_thread(fake.app) as url, pytest.raises(RecipeError, match=re.escape(sentence)):
         await trial(verifier="judge", judge={"url": url})
 

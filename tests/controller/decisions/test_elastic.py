@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from pipelinerl.config.sections import ElasticSection
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.elastic import Want, next_change, note_change, suggestion
 from pipelinerl.controller.decisions.engine_decisions import to_stop
@@ -27,17 +28,17 @@ from pipelinerl.controller.state.inputs_and_effects import (
     ReportReceived,
     StopAsked,
 )
-from pipelinerl.controller.state.run_state import ElasticMemory, ElasticRule, Figures, RunState
+from pipelinerl.controller.state.run_state import ElasticMemory, Figures, RunState
 from pipelinerl.enums import Elasticity
 from pipelinerl.errors import RecipeError
 from pipelinerl.messages import CanaryChecked, ConsumedReport, Published, StepDone, TrainerReady
 from tests.controller.world import controller
 
-RULE = ElasticRule(interval_s=2.0, patience=2, settle_s=10.0)
+RULE = ElasticSection(interval_s=2.0, patience=2, settle_s=10.0)
 SHARES = st.floats(0.0, 1.0)
 
 
-def _made(rule: ElasticRule, *, least: int = 1, most: int = 6) -> Controller:
+def _made(rule: ElasticSection, *, least: int = 1, most: int = 6) -> Controller:
     limits: dict[str, Any] = {"engines_min": {"bigram": least}, "engines_max": {"bigram": most}}
     made = controller(evaluation_problems=0, steps=10_000, **limits)
     made.settings = replace(made.settings, elastic=rule)
@@ -47,7 +48,7 @@ def _made(rule: ElasticRule, *, least: int = 1, most: int = 6) -> Controller:
 class Site:
     """A run for which `work` engines just suffice: fewer engines delay the trainer, and more are partly idle."""
 
-    def __init__(self, rule: ElasticRule, *, work: float, most: int = 6, least: int = 1) -> None:
+    def __init__(self, rule: ElasticSection, *, work: float, most: int = 6, least: int = 1) -> None:
         self.made = _made(rule, least=least, most=most)
         self.work = work
         self.now = 0.0
@@ -173,11 +174,11 @@ def test_removing_an_engine_never_makes_the_others_too_busy(figures: Figures, en
 @given(
     shares=st.lists(st.tuples(SHARES, SHARES, SHARES), max_size=40),
     rule=st.builds(
-        ElasticRule, patience=st.integers(1, 4), settle_s=st.sampled_from([0.0, 3.0, 30.0]), interval_s=st.just(1.0)
+        ElasticSection, patience=st.integers(1, 4), settle_s=st.sampled_from([0.0, 3.0, 30.0]), interval_s=st.just(1.0)
     ),
 )
 def test_number_of_engines_changes_only_after_several_equal_suggestions_and_a_settling_time(
-    shares: list[tuple[float, float, float]], rule: ElasticRule
+    shares: list[tuple[float, float, float]], rule: ElasticSection
 ) -> None:
     memory, verdicts, decided = ElasticMemory(), list[Want](), list[tuple[int, Want]]()
     for now, (waiting, occupancy, stale) in enumerate(shares):
@@ -193,7 +194,7 @@ def test_number_of_engines_changes_only_after_several_equal_suggestions_and_a_se
 
 
 def test_dry_run_of_scaling_only_records_its_decisions() -> None:
-    site = Site(replace(RULE, mode=Elasticity.DRY_RUN), work=3.0)
+    site = Site(RULE.model_copy(update={"mode": Elasticity.DRY_RUN}), work=3.0)
     assert set(site.pass_time(60)) == {1}
     assert set(site.scaled("engines_would_scale")) == {(1, 2)} and not site.state.engine_requests
     why = next(fields["why"] for kind, fields in site.event_records if kind == "engines_would_scale")

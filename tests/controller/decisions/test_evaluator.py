@@ -259,7 +259,8 @@ def test_stopped_run_evaluates_its_final_weights_with_all_engines() -> None:
 def test_problems_without_an_answer_count_as_wrong_for_the_target_accuracy(fails: int, at_least: float | None) -> None:
     """Actors mostly give up long answers, so the accuracy over the other answers is biased."""
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000)
-    run.controller.settings = replace(run.controller.settings, until_accuracy=0.5)
+    settings = run.controller.settings
+    run.controller.settings = replace(settings, run=settings.run.model_copy(update={"until_accuracy": 0.5}))
     run.begin()
     run.publish()
     for _ in range(run.controller.settings.evaluation.attempts):

@@ -135,7 +135,7 @@ def test_run_goes_on_while_an_engine_that_was_expelled_for_failures_may_return()
     assert ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE])) == (None, None)
     made.decide(EngineRegistered(now=1.0, url=OTHER, incarnation="1"))
     returns_at = fleet.by_url[OTHER].returns_at
-    assert 1.0 < returns_at < made.settings.engine_timeout_s
+    assert 1.0 < returns_at < made.settings.run.engine_timeout_s
     made.decide(EngineRegistered(now=returns_at, url=OTHER, incarnation="1"))
     assert fleet.by_url[OTHER].lifecycle is EngineLifecycle.JOINING and not made.state.failing.reason
 
@@ -384,7 +384,7 @@ def test_groups_with_equal_rewards_raise_only_an_alarm_if_the_recipe_trains_on_t
 
 def test_groups_with_equal_rewards_after_the_last_step_do_not_change_the_reason_why_the_run_ends() -> None:
     made = serving()
-    made.controller.state.version = made.controller.settings.steps
+    made.controller.state.version = made.controller.settings.run.steps
     assert kinds(without_signal(made, NoSignalGroups(right=400), NoSignalGroups(right=400))) == []
     assert last_word(made.controller.state, made.controller.settings).reason == "all 20 steps are done"
 
@@ -433,7 +433,7 @@ def test_stopping_run_can_still_be_suspended() -> None:
     assert suspended(run) == (None, Finish("suspended by somebody", End.SUSPENDED))
 
 
-STALL_S = controller().settings.stall_s
+STALL_S = controller().settings.run.stall_s
 
 
 def stalls(run: World, now: float) -> list[dict[str, Any]]:

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.config.sections import ElasticSection
 from pipelinerl.controller.decisions import status
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered, EngineRemoved, KnobsPatched
 from pipelinerl.controller.state.issued_ledger import StepsAhead
-from pipelinerl.controller.state.run_state import ElasticRule
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import (
     DIRECTIVES,
@@ -361,9 +361,9 @@ async def test_expelled_engine_is_not_polled(tmp_path: Path) -> None:
         assert run.service.status().fleet.engines[0].slots == 0, "it has no load"
 
 
-@pytest.mark.parametrize("elastic", [None, ElasticRule()], ids=["fixed number of engines", "elastic"])
+@pytest.mark.parametrize("elastic", [None, ElasticSection()], ids=["fixed number of engines", "elastic"])
 async def test_load_of_engines_is_journaled_only_in_runs_with_elastic_scaling(
-    tmp_path: Path, elastic: ElasticRule | None
+    tmp_path: Path, elastic: ElasticSection | None
 ) -> None:
     async with running(tmp_path, engines_min={"bigram": 0}, engines_max={"bigram": 2}) as world:
         world.controller.settings = replace(world.controller.settings, elastic=elastic)

@@ -14,13 +14,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from pipelinerl.controller.state.cooldown import MOST_PASSED, Cooldown, CooldownRule
+from pipelinerl.config.learning import CooldownSection
+from pipelinerl.controller.state.cooldown import MOST_PASSED, Cooldown
 from pipelinerl.data.mixture import Domain, Mixture
 from pipelinerl.messages import ConsumedReport, StepDone
 from pipelinerl.types import Message, Problem, Quota
 from tests.controller.world import World, controller
 
-EPOCHS = {"easy": CooldownRule(epochs=2), "hard": CooldownRule(epochs=2)}
+EPOCHS = {"easy": CooldownSection(epochs=2), "hard": CooldownSection(epochs=2)}
 QUOTA = Quota(0, 4)
 
 
@@ -47,7 +48,7 @@ def problem_of(cooldown: Cooldown, mixture: Mixture, index: int, *, version: int
 
 
 def solve(
-    cooldown: Cooldown, order: int, name: str, *, rules: Mapping[str, CooldownRule] = EPOCHS, version: int = 0
+    cooldown: Cooldown, order: int, name: str, *, rules: Mapping[str, CooldownSection] = EPOCHS, version: int = 0
 ) -> None:
     cooldown.note({name.partition(":")[0]: [(order, name)]}, rules, version=version)
 
@@ -63,14 +64,14 @@ def test_problem_solved_once_is_skipped_for_the_configured_two_epochs() -> None:
 
 
 def test_cooldown_given_in_steps_ends_after_that_many_steps() -> None:
-    cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownRule(steps=3)}
+    cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownSection(steps=3)}
     solve(cooldown, 0, "easy:0", rules=rules, version=5)
     assert [problem_of(cooldown, mixture, index, version=7) for index in range(3)] == ["easy:1"] * 3
     assert problem_of(cooldown, mixture, 3, version=8) == "easy:0"
 
 
 def test_problem_is_skipped_only_after_two_different_groups_solved_it() -> None:
-    cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownRule(epochs=1, times=2)}
+    cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownSection(epochs=1, times=2)}
     for _ in range(3):
         solve(cooldown, 0, "easy:0", rules=rules)
     assert problem_of(cooldown, mixture, 2) == "easy:0"
@@ -78,8 +79,8 @@ def test_problem_is_skipped_only_after_two_different_groups_solved_it() -> None:
     assert problem_of(cooldown, mixture, 4) == "easy:1"
 
 
-@pytest.mark.parametrize("rules", [{}, {"easy": CooldownRule()}, {"another": CooldownRule(epochs=1)}])
-def test_no_problem_is_skipped_without_a_cooldown_rule(rules: Mapping[str, CooldownRule]) -> None:
+@pytest.mark.parametrize("rules", [{}, {"easy": CooldownSection()}, {"another": CooldownSection(epochs=1)}])
+def test_no_problem_is_skipped_without_a_cooldown_rule(rules: Mapping[str, CooldownSection]) -> None:
     cooldown, mixture = Cooldown(), alone(2)
     solve(cooldown, 0, "easy:0")
     solve(cooldown, 1, "easy:1", rules=rules)
@@ -98,7 +99,7 @@ def test_group_that_is_requested_again_gets_the_same_problem() -> None:
 
 
 def test_solved_problems_are_sampled_again_if_no_others_are_left() -> None:
-    cooldown, mixture, rules = Cooldown(), alone(3), {"easy": CooldownRule(steps=100)}
+    cooldown, mixture, rules = Cooldown(), alone(3), {"easy": CooldownSection(steps=100)}
     for number in range(3):
         solve(cooldown, number, f"easy:{number}", rules=rules)
     assert problem_of(cooldown, mixture, 3).startswith("easy:")
@@ -135,7 +136,7 @@ def test_skipping_solved_problems_keeps_domain_quotas_exact_and_is_restored_on_r
 
 
 def test_problem_that_the_trainer_reports_as_solved_is_skipped_in_later_groups() -> None:
-    def turns_of(rule: CooldownRule) -> tuple[list[str], float]:
+    def turns_of(rule: CooldownSection) -> tuple[list[str], float]:
         run = World(controller(evaluation_problems=0, k=1), random.Random(0))
         run.controller.settings = replace(run.controller.settings, cooldown={"b": rule})
         domains = [Domain(name=name, weight=1.0, source=Ring(name, 3)) for name in "ab"]
@@ -155,7 +156,7 @@ def test_problem_that_the_trainer_reports_as_solved_is_skipped_in_later_groups()
             run.publish()
         return [order.problem.problem_id for order in run.orders_issued if order.problem.domain == "b"], passed
 
-    (always, none), (rested, passed) = turns_of(CooldownRule()), turns_of(CooldownRule(epochs=1))
+    (always, none), (rested, passed) = turns_of(CooldownSection()), turns_of(CooldownSection(epochs=1))
     turn = always.index(always[0], 1)
     assert always[:turn] == rested[:turn] and rested[turn] != always[turn]
     assert (none, passed) == (0.0, 1.0)

@@ -17,7 +17,7 @@ from typing import Final
 
 import psutil
 
-from pipelinerl.plugins.oubliette.checkers import CodeRules
+from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.verifier import Oubliette
 from pipelinerl.system.machine import free_ports
 from pipelinerl.types import Message, Outcome, Problem
@@ -85,7 +85,7 @@ async def _judged(
     draw: random.Random, service: _Service, started: list[psutil.Process], kills: int
 ) -> tuple[dict[str, int], list[str]]:
     languages = ("python", "c") if shutil.which("gcc") else ("python",)
-    rules = CodeRules(languages=languages, time_limit_s=PATIENCE_S, url=f"http://127.0.0.1:{service.port}")
+    rules = OublietteSection(languages=languages, time_limit_s=PATIENCE_S, url=f"http://127.0.0.1:{service.port}")
     verifier = Oubliette(rules, deadline_s=PATIENCE_S)
     figures, broken, over = {"kills": 0, "answers": 0, "lost": 0, "wrong": 0}, list[str](), asyncio.Event()
 

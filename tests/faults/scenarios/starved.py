@@ -161,14 +161,18 @@ def drawn(seed: int) -> Starved:
     k = min(k, 4.0) if situation is Situation.ALL_STALE else k
     made = controller(steps=10_000, evaluation_problems=0, j=j, k=k, max_groups=6)
     # The controller would end a run that has no engine for `engine_timeout_s`; here the run must wait without limit.
-    made.settings = replace(made.settings, max_groups=rng.choice([2, 3, 6]), engine_timeout_s=math.inf)
+    made.settings = replace(
+        made.settings,
+        max_groups=rng.choice([2, 3, 6]),
+        run=made.settings.run.model_copy(update={"engine_timeout_s": 1e9}),
+    )
     timed = TimedController(made)
     return Starved(situation, World(timed, rng), timed, rng)  # type: ignore[arg-type]
 
 
 def play(seed: int, directory: Path) -> Verdict:
     run, broken = drawn(seed), []
-    world, situation, grace_s = run.world, run.situation, run.timed.settings.stall_s
+    world, situation, grace_s = run.world, run.situation, run.timed.settings.run.stall_s
     run.begin()
     warm = 0 if situation is Situation.NO_ENGINE else run.rng.randrange(6, 12)
     while world.version < warm and run.timed.now < RELIEF_S:

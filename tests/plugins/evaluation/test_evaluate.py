@@ -33,7 +33,7 @@ from pipelinerl.plugins.evaluation.evaluate import (
 )
 from pipelinerl.plugins.evaluation.evaluation_loop import MOST_FAILURES
 from pipelinerl.plugins.evaluation.respondents import _with_model, recipe_of, target_of
-from pipelinerl.plugins.memory.disk import settled
+from pipelinerl.roles.dtypes import settled
 from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S

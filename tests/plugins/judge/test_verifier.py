@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from pipelinerl.config.domains import DomainSection
-from pipelinerl.data.prompts import Template
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import EngineUnreachable, RecipeError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
-from pipelinerl.plugins.judge.verifier import Judge, JudgeSettings, ScoreFormat, Spending, Unreadable
+from pipelinerl.plugins.judge.section import JudgeSection
+from pipelinerl.plugins.judge.verifier import Judge, ScoreFormat, Spending, Unreadable
 from pipelinerl.registry import ENGINES, load
-from pipelinerl.roles.verification import JudgeBudget, open_judge
+from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
-from pipelinerl.verifiers.verifier import SampledAnswer
+from pipelinerl.verifiers.verifier import BudgetShare, SampledAnswer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.scripted_judge import scripted_judge
@@ -38,11 +38,11 @@ CAPITAL = Problem(
 
 @asynccontextmanager
 async def judging(
-    url: str, *, budget: JudgeBudget | None = None, correct_at: float = 0.5, **judge: Any
+    url: str, *, budget: BudgetShare | None = None, correct_at: float = 0.5, **judge: Any
 ) -> AsyncIterator[Judge]:
     section = {"url": f"{url}/v1", "timeout_s": PATIENCE_S, **judge}
     domain = DomainSection(name="d/e", source="addition", verifier="judge", correct_at=correct_at, judge=section)  # type: ignore[arg-type]
-    opened = open_judge(domain, budget=budget)
+    opened = open_verifier(domain, budget=budget)
     try:
         yield opened
     finally:
@@ -152,7 +152,7 @@ async def test_answer_gets_a_verifier_error_if_the_judge_is_unreachable(tmp_path
 async def test_number_of_calls_to_the_judge_stays_within_its_budget_even_after_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake, budget = OpenAIFake(scripted_judge()), JudgeBudget(tmp_path / "judging", sharers=2)
+    fake, budget = OpenAIFake(scripted_judge()), BudgetShare(tmp_path / "judging", sharers=2)
     with in_thread(fake.app) as url, caplog.at_level(logging.ERROR, logger="pipelinerl"):
         async with judging(url, budget=budget, model="small", most_calls=10) as judge:
             first = await verdicts(judge, "a", "b", "c")
@@ -166,7 +166,7 @@ async def test_number_of_calls_to_the_judge_stays_within_its_budget_even_after_a
 
 
 async def test_tokens_that_the_judges_server_reports_count_against_the_judges_budget(tmp_path: Path) -> None:
-    fake, budget = OpenAIFake(lambda body: '{"score": 5}'), JudgeBudget(tmp_path, sharers=1)
+    fake, budget = OpenAIFake(lambda body: '{"score": 5}'), BudgetShare(tmp_path, sharers=1)
     with in_thread(fake.app) as url:
         async with judging(url, budget=budget, model="small", most_tokens=30, concurrency=1) as judge:
             outcomes = [each.outcome for each in await verdicts(judge, "a", "b", "c", "d")]
@@ -231,7 +231,7 @@ UNLIMITED = Spending(where="d", most_calls=None, most_tokens=None)
 def opening(
     open_server: Callable[[], Awaitable[CountingServer]], spending: Spending = UNLIMITED, **settings: Any
 ) -> Judge:
-    chosen = JudgeSettings(rubric=Template("{{ answer }}"), format=ScoreFormat(low=0, high=10), **settings)
+    chosen = JudgeSection(url=CountingServer.url, rubric="{{ answer }}", low=0, high=10, **settings)
     return Judge(chosen, open_server=open_server, spending=spending)
 
 
@@ -317,9 +317,7 @@ async def test_verifier_error_because_of_a_failing_judge_is_not_cached() -> None
 
 
 async def test_answer_gets_a_verifier_error_if_the_problem_lacks_a_field_that_the_rubric_names() -> None:
-    chosen = JudgeSettings(
-        rubric=Template("{{ answer }} {{ hint }}", where="rubric"), format=ScoreFormat(low=0, high=1)
-    )
+    chosen = JudgeSection(url=CountingServer.url, rubric="{{ answer }} {{ hint }}", low=0, high=1)
     judge = Judge(chosen, open_server=None, spending=Spending(where="d", most_calls=0, most_tokens=0))  # type: ignore[arg-type]
     (verdict,) = await verdicts(judge, "a")
     assert verdict.outcome is Outcome.VERIFIER_ERROR and 'rubric: field "hint" is missing' in verdict.reason

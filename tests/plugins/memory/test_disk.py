@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.recipe import RunConfig, load
-from pipelinerl.errors import UserError
-from pipelinerl.plugins.memory import disk, prediction
-from pipelinerl.plugins.memory.disk import settled
+from pipelinerl.plugins.memory import disk
 from pipelinerl.plugins.memory.prediction import fits, lines, predict
+from pipelinerl.roles import dtypes
+from pipelinerl.roles.dtypes import settled
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.system.machine import has_accelerator
 from tests.roles.test_dtypes import directory
@@ -51,7 +51,7 @@ def test_engines_of_a_half_precision_model_use_float32_on_a_cpu(
 ) -> None:
     import torch
 
-    monkeypatch.setattr(prediction, "has_accelerator", lambda: here)
+    monkeypatch.setattr(dtypes, "has_accelerator", lambda: here)
     model = directory(tmp_path / "model", torch.bfloat16)
     assert settled(recipe(f"model.path={model}", f"engine.device={device}")).engine.dtype == dtype
     given = settled(recipe(f"model.path={model}", "engine.dtype=bfloat16"))
@@ -68,7 +68,7 @@ def test_trainer_of_a_bfloat16_model_computes_in_bf16_on_an_accelerator(
 ) -> None:
     import torch
 
-    monkeypatch.setattr(prediction, "has_accelerator", lambda: here)
+    monkeypatch.setattr(dtypes, "has_accelerator", lambda: here)
     config = recipe(f"model.path={directory(tmp_path / 'model', getattr(torch, dtype))}", f"trainer.device={device}")
     assert config.trainer.precision == "auto" and settled(config).trainer.passes_in == precision
     given = settled(config.model_copy(update={"trainer": config.trainer.model_copy(update={"precision": "fp32"})}))
@@ -92,11 +92,11 @@ def test_run_whose_checkpoints_do_not_fit_on_the_disk_is_rejected(
 ) -> None:
     config = recipe(f"run.directory={tmp_path}", "checkpoint.keep=50", "samples.log=off", "checkpoint.interval_steps=1")
     predicted = predict(config, objective_of(config))
-    disk.refuse_full_disk(config, predicted)
+    assert not [need for need in disk.needs(config, {}) if need.lacking]
     each = disk.checkpoint_bytes(config, predicted)
     monkeypatch.setattr(disk, "free_bytes", lambda _: 256 * 2**20 + 10 * each)
-    with pytest.raises(UserError, match=r"checkpoint\.keep=1 checkpoint\.keep_best=0"):
-        disk.refuse_full_disk(config, predicted)
+    *_, lacking = disk.needs(config, {})
+    assert lacking.lacking and "checkpoint.keep=1 checkpoint.keep_best=0" in lacking.text
     assert "50 checkpoints of" in disk.disk_line(config, predicted)
 
 
@@ -109,10 +109,10 @@ def test_disk_space_that_a_resumed_run_already_uses_is_not_required_again(
     monkeypatch.setattr(disk, "free_bytes", lambda _: needed - 1000)
     place = tmp_path / "elsewhere"
     place.mkdir()
-    with pytest.raises(UserError, match=r"checkpoint\.keep=1"):
-        disk.refuse_full_disk(config, predicted, place)
+    (sentence,) = disk.disk_faults(config, predicted, place)
+    assert "checkpoint.keep=1" in sentence
     (place / "weights").write_bytes(b"0" * 1000)
-    disk.refuse_full_disk(config, predicted, place)
+    assert not [*disk.disk_faults(config, predicted, place)]
 
 
 def test_default_groups_in_flight_contain_four_times_as_many_rollouts_as_engines_sample_at_once() -> None:

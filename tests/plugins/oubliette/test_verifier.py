@@ -9,20 +9,20 @@ from typing import Any, final
 import pytest
 
 from pipelinerl.config.domains import DomainSection
-from pipelinerl.config.verification import OublietteSection
 from pipelinerl.plugins.oubliette import verifier as verifiers
-from pipelinerl.plugins.oubliette.checkers import CodeRules, Scoring
+from pipelinerl.plugins.oubliette.checkers import Scoring
 from pipelinerl.plugins.oubliette.repository import Content, ContentMissing, Link
 from pipelinerl.plugins.oubliette.runner import Check, Executed, Program
 from pipelinerl.plugins.oubliette.runs import Ending, Limits, ProgramResult, SandboxLost, SandboxMissing, Tier
 from pipelinerl.plugins.oubliette.sandbox import Sandbox
+from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.verifier import Oubliette, PythonTool
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, Verdict
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.patience import PATIENCE_S
 
-RULES = CodeRules(languages=("python", "c"), time_limit_s=PATIENCE_S)
+RULES = OublietteSection(languages=("python", "c"), time_limit_s=PATIENCE_S)
 DOUBLES = [{"input": f"{n}\n", "output": f"{2 * n}\n"} for n in range(6)]
 RIGHT = "print(2 * int(input()))"
 HALF = "n = int(input())\nprint(2 * n if n < 3 else 0)"
@@ -98,7 +98,7 @@ async def test_program_over_its_limit_is_judged_wrong_but_a_missed_verifier_dead
 
 
 async def test_reward_of_a_program_can_be_the_share_of_tests_passed(sandbox: Sandbox) -> None:
-    verifier = Oubliette(CodeRules(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S), deadline_s=PATIENCE_S)
+    verifier = Oubliette(OublietteSection(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S), deadline_s=PATIENCE_S)
     try:
         verdict = await judged(verifier, HALF)
         assert (verdict.outcome, verdict.reward) == (Outcome.PARTIAL, 0.5)
@@ -260,7 +260,7 @@ def opening(*results: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[
     """Return a fake of `open_runner` that gives these results in order, repeating the last, and a list of its calls."""
     tries: list[int] = []
 
-    async def opened(rules: CodeRules, *, at_once: int) -> Forgetful:
+    async def opened(rules: OublietteSection, *, at_once: int) -> Forgetful:
         tries.append(at_once)
         await asyncio.sleep(0)
         come = results[min(len(tries), len(results)) - 1]
@@ -310,7 +310,7 @@ async def test_concurrent_judgements_share_one_failed_attempt_to_connect_to_the_
 
 @pytest.fixture
 async def tool(sandbox: Sandbox) -> AsyncIterator[PythonTool]:
-    made = PythonTool(CodeRules(time_limit_s=1.0), workers=1)
+    made = PythonTool(OublietteSection(time_limit_s=1.0), workers=1)
     yield made
     await made.close()
 
@@ -334,4 +334,4 @@ async def test_python_tool_without_a_sandbox_fails_at_start_and_names_the_cause(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxMissing, match=r"python tool needs a sandbox: .*bubblewrap, which is not installed"):
-        await PythonTool(CodeRules()).start()
+        await PythonTool(OublietteSection()).start()

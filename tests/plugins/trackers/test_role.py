@@ -14,14 +14,14 @@ from typing import Any, Final, final
 
 import pytest
 
+from pipelinerl import registry
 from pipelinerl.commands.check import refuse
 from pipelinerl.config.recipe import RunConfig, load, parse
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
-from pipelinerl.plugins.trackers import tracker
+from pipelinerl.plugins.trackers.command_line import track_run
 from pipelinerl.plugins.trackers.role import feed_until, trackers_of
 from pipelinerl.plugins.trackers.tracker import TrackedRun, TrackioTracker, WandbTracker
-from pipelinerl.plugins.watch.timeline.command_line import track_run
 from tests.fakes import small_disk
 from tests.fakes.live_run import LiveRun, endless_run, launched
 from tests.patience import PATIENCE_S
@@ -226,7 +226,7 @@ def test_passwords_are_removed_from_the_recipe_that_is_sent_to_a_tracker(
     """Trackers upload the recipe to third-party servers; passwords in URLs are removed from every recipe key."""
     package = Package()
     monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.setattr(tracker, "find_spec", lambda _: package)
+    monkeypatch.setattr(registry, "missing_packages", lambda _: [])
     config = _config(**{name: {"project": "p"}})
     places = {"path": "https://u:hunter2@data.lab/x", "more": [{"at": "ftp://u:hunter2@host"}]}
     domain = config.domains[0].model_copy(update={"parameters": places})
@@ -237,10 +237,12 @@ def test_passwords_are_removed_from_the_recipe_that_is_sent_to_a_tracker(
 
 
 def test_missing_tracker_package_is_rejected_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker, "find_spec", lambda name: None)
+    monkeypatch.setattr(
+        registry, "missing_packages", lambda component: [name for name in component.needs if name == "wandb"]
+    )
     config = load("tiny", ["trackers.wandb={project='p'}"])
     for refused in (lambda: refuse(config), lambda: trackers_of(config, Path("/runs/x"))):
-        with pytest.raises(UserError, match=r"^trackers.wandb needs the package wandb: pip install wandb$"):
+        with pytest.raises(UserError, match=r"^trackers 'wandb' needs wandb, which is not installed; pip install"):
             refused()
 
 

@@ -8,7 +8,7 @@ micro-batch is a command of its own, so that a publication can gather a paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,9 @@ from pipelinerl.trainers.ranks.commands import (
     encode_objective,
     encode_spec,
 )
+from pipelinerl.trainers.ranks.follower import Start
 from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, lead
+from pipelinerl.trainers.ranks.rendezvous import Distributed, Join
 from trainer_contract.batch import check, check_measures
 from trainer_contract.errors import ProtocolError, RankError, SpecError, StateError, TrainerError
 from trainer_contract.host_weights import check_weights
@@ -249,3 +251,8 @@ def read_spec(spec: TrainerSpec) -> tuple[JaxOptions, DecoderConfig]:
         raise SpecError(f"model_path: {error}") from error
     jax_mesh.check_divides(options.mesh, config)
     return options, config
+
+
+def as_rank(options: Mapping[str, Any]) -> tuple[Distributed | None, Join, Start]:
+    """Return where rank 0 is, and how a rank above 0 joins and follows it; raise `SpecError` for invalid options."""
+    return JaxOptions.of(options, gradient_checkpointing=False).distributed, join, JaxFollower

@@ -1,25 +1,23 @@
-"""The commands `pipelinerl trace`, `track` and `mismatch`, for a live, finished or crashed run.
+"""The commands `pipelinerl trace` and `mismatch`, for a live, finished or crashed run.
 
-`trace` exports a timeline for Perfetto, to a draft file that is renamed once complete. `track` exports metrics to
-TensorBoard with the code that also feeds a live run's trackers. `mismatch` shows how far the log-probs of trainer and
-sampler differ, why, and how to reduce the difference.
+`trace` exports a timeline for Perfetto, to a draft file that is renamed once complete. `mismatch` shows how far the
+log-probs of trainer and sampler differ, why, and how to reduce the difference.
 """
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Annotated, Final
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from pipelinerl.commands.engines import RunPath
 from pipelinerl.commands.recorded_run import recorded_events
 from pipelinerl.errors import UserError
 from pipelinerl.numerics.causes import Cause
@@ -27,11 +25,28 @@ from pipelinerl.numerics.review import COMPARED, FIGURES, CauseReview, MetricSer
 from pipelinerl.observability.charts import draw_mismatch
 from pipelinerl.observability.events import EventFollower
 from pipelinerl.observability.run_history import tell
-from pipelinerl.plugins.trackers.tracker import TensorBoardTracker, TrackerFeed, missing_package
 from pipelinerl.plugins.watch.timeline.chrome_trace import ChromeTrace, write_trace
 
 #: Name of the trace file in the run's directory, unless the user gives another path.
 DEFAULT_NAME: Final = "trace.json.gz"
+
+
+def mismatch(
+    run_dir: RunPath,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every figure and the advice as JSON.")] = False,
+) -> None:
+    """Print a run's mismatch and advice."""
+    show_mismatch(run_dir, Console(soft_wrap=as_json), as_json=as_json)
+
+
+def trace(
+    run_dir: RunPath,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write (default: the run's trace.json.gz).")
+    ] = None,
+) -> None:
+    """Export a run's timeline."""
+    typer.echo(trace_run(run_dir, output))
 
 
 def trace_run(run_dir: Path, output: Path | None) -> str:
@@ -56,30 +71,6 @@ def _opened(path: Path) -> IO[str]:
     if path.name.endswith(".gz.part"):
         return gzip.open(path, "wt", compresslevel=6, encoding="utf-8")
     return path.open("w", encoding="utf-8")
-
-
-def track_run(run_dir: Path, directory: Path) -> str:
-    """Add the events since the last call to TensorBoard files in `directory`; return a message or raise `UserError`."""
-    if not (run_dir / "events.jsonl").is_file():
-        raise UserError(f"{run_dir} is not a run: it has no events.jsonl")
-    if sentence := missing_package("tensorboard"):
-        raise UserError(sentence)
-    pieces, place = 0, directory.resolve()
-    name = f"tensorboard-{hashlib.sha256(str(place).encode()).hexdigest()[:12]}"
-    try:
-        with closing(TrackerFeed(run_dir, name, partial(TensorBoardTracker, place))) as feed:
-            while feed.advance():
-                pieces += 1
-            over = feed.is_over
-    except BlockingIOError as error:
-        raise UserError(f"{error}; wait until it has ended") from None
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    except OSError as error:
-        raise UserError(f"{directory} cannot be written: {error.strerror or error}") from None
-    new = "" if pieces else "nothing new for "
-    going = "" if over else "; the run is not over: repeat the command for later steps"
-    return f"{new}{directory}; view it with: tensorboard --logdir {directory}{going}"
 
 
 def show_mismatch(run_dir: Path, console: Console, *, as_json: bool) -> None:

@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI, Response
 
 from pipelinerl.plugins.oubliette import toolchains
-from pipelinerl.plugins.oubliette.checkers import CheckerFailed, CodeRules, CustomChecker, Protocol
+from pipelinerl.plugins.oubliette.checkers import CheckerFailed, CustomChecker, Protocol
 from pipelinerl.plugins.oubliette.remote import wire
 from pipelinerl.plugins.oubliette.remote.client import RemoteRunner
 from pipelinerl.plugins.oubliette.remote.service import OublietteService, create_app
@@ -24,6 +24,7 @@ from pipelinerl.plugins.oubliette.repository import ContentMissing, Link, Persis
 from pipelinerl.plugins.oubliette.runner import Executed, LocalRunner, Program
 from pipelinerl.plugins.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
 from pipelinerl.plugins.oubliette.sandbox import Sandbox, isolation_of
+from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.verifier import Oubliette
 from pipelinerl.system.service_client import IS_FULL, ServicePatience
 from pipelinerl.types import Message, Outcome, Problem, Verdict
@@ -92,7 +93,7 @@ async def runner_at(url: str, *, tier: Tier = Tier.DEFAULT, token: str = TOKEN) 
 @pytest.fixture
 async def verifier(served: Served, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Oubliette]:
     monkeypatch.setenv(VARIABLE, TOKEN)
-    rules = CodeRules(languages=("python", "c"), time_limit_s=PATIENCE_S, url=served.url, key_variable=VARIABLE)
+    rules = OublietteSection(languages=("python", "c"), time_limit_s=PATIENCE_S, url=served.url, key_variable=VARIABLE)
     made = Oubliette(rules, deadline_s=PATIENCE_S)
     yield made
     await made.close()
@@ -189,7 +190,7 @@ async def test_answers_get_a_verifier_error_if_the_sandbox_service_is_unavailabl
     with pytest.raises(SandboxLost, match=r"http://127\.0\.0\.1:9/status cannot be reached"):
         await RemoteRunner.open("http://127.0.0.1:9", token=None, tier=Tier.DEFAULT)
     monkeypatch.delenv(VARIABLE, raising=False)
-    verifier = Oubliette(CodeRules(url=served.url, key_variable=VARIABLE))
+    verifier = Oubliette(OublietteSection(url=served.url, key_variable=VARIABLE))
     verdict = await judged(verifier, RIGHT)
     assert verdict.outcome is Outcome.VERIFIER_ERROR
     assert f"names ${VARIABLE}, which is not set" in verdict.reason
@@ -323,7 +324,9 @@ def test_linked_test_cases_are_read_from_the_repository_that_the_recipe_names(sa
     test = {"input": {"link": str(repository.put(b"21\n"))}, "output": {"link": str(repository.put(b"42\n"))}}
 
     async def verdict(folder: str) -> Verdict:
-        verifier = Oubliette(CodeRules(time_limit_s=PATIENCE_S, repository=folder), deadline_s=PATIENCE_S, workers=1)
+        verifier = Oubliette(
+            OublietteSection(time_limit_s=PATIENCE_S, repository=folder), deadline_s=PATIENCE_S, workers=1
+        )
         try:
             return await judged(verifier, RIGHT, tests=[test])
         finally:

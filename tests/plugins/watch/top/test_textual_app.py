@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipelinerl.commands.live_views import top
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.errors import UserError
+from pipelinerl.plugins.watch.command_line import top
 from pipelinerl.plugins.watch.top.run_follower import RunFollower, source_of
 from pipelinerl.system.http_service import listen, serve_until, url_of
 from tests.controller.service.test_service import Running, running

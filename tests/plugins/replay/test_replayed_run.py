@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pipelinerl.config.recipe import load, save as save_recipe, write_layout
 from pipelinerl.errors import UserError
-from pipelinerl.plugins.replay.command_line import _checkpoint_before, show
+from pipelinerl.plugins.replay.replayed_run import _checkpoint_before, show
 from pipelinerl.roles.wiring import checkpoints_of
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from tests.fakes.checkpoints import model_directory, save

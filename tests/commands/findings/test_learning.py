@@ -7,12 +7,12 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from pipelinerl.commands.findings.schedule import mini_batch_finding, update_table
+from pipelinerl.commands.findings.learning import mini_batch_finding
 from pipelinerl.config.recipe import load
 from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
-from pipelinerl.plugins.explain.command_line import show
+from pipelinerl.plugins.explain.command_line import show, update_table
 from pipelinerl.roles.trainer_role import loop_settings
 from pipelinerl.roles.wiring import batch_rules_of, objective_of, setting_of
 from pipelinerl.training.replay import RecordedStep

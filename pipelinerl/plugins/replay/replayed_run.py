@@ -1,0 +1,125 @@
+"""`pipelinerl replay`: repeat a step of a run from its checkpoint and streams, and compare the results.
+
+Rollouts are stored from the oldest kept checkpoint on, so earlier steps cannot be replayed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from pipelinerl.commands.recorded_run import recorded_groups, recorded_step, recorded_steps
+from pipelinerl.config.recipe import RunConfig, check_layout, load_run
+from pipelinerl.errors import CheckpointError, RecordError, UserError
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
+from pipelinerl.roles.trainer_role import loop_settings
+from pipelinerl.roles.wiring import checkpoints_of, objective_of
+from pipelinerl.roles.workers import close_workers, started
+from pipelinerl.training.checkpoints import checkpoint
+from pipelinerl.training.checkpoints.manifest import TrainingState
+from pipelinerl.training.replay import COMPARED, RecordedStep, Replay, ReplayedStep
+from pipelinerl.training.schedule import AdaptiveObjective
+
+log = logging.getLogger("pipelinerl")
+
+#: Inputs of an objective that other models than the policy compute: a reference or a critic.
+_OTHER_WEIGHTS: Final = frozenset({"ref_logprobs", "values"})
+#: Metrics that are shown, but not compared with the record.
+_MORE: Final = ("kl_k3", "ess", "clip_fraction", "truncated_fraction")
+
+
+def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -> bool:
+    """Replay step `step` and print its metrics next to the recorded ones; return True if both are bit-identical.
+
+    `objective` names a preset to use for that step instead of the run's objective.
+
+    Raises:
+        UserError: the run, the step or its inputs are missing, or the run has another layout.
+    """
+    check_layout(run_dir)
+    config = load_run(run_dir).in_one_process
+    other = None if objective is None else _other(config, objective)
+    steps = recorded_steps(run_dir)
+    recorded_step(run_dir, step)
+    place, state = _checkpoint_before(config, run_dir, step)
+    groups = recorded_groups(config, run_dir)
+    chosen = objective_of(config)
+    workers = started(config, chosen, checkpoint=place, version=state.model_version)
+    settings = loop_settings(config)
+    adaptive = AdaptiveObjective(
+        chosen, controller=settings.kl, restored=state.kl_coefficient, baselines=state.baselines
+    )
+    replay = Replay(
+        step=workers,
+        objective=adaptive,
+        groups=groups,
+        began_at=state.model_version,
+        acceptance=max(each.figures.get("staleness_max", math.inf) for each in steps.values()),
+    )
+    first = state.model_version + 1
+    try:
+        before = range(first, step if objective else step + 1)
+        replayed = []
+        for each in replay.run([_step(steps, version) for version in before]):
+            replayed.append(each)
+            console.print(f"step {each.recorded.version}: {_verdict(each)}", highlight=False)
+        if other is not None:
+            console.print(_table(replay.instead(steps[step], other), str(objective)))
+    except RecordError as error:
+        raise UserError(str(error)) from None
+    finally:
+        close_workers(workers)
+    same = not any(each.differences for each in replayed)
+    if not objective:
+        console.print(_table(replayed[-1], "replayed"))
+    return same
+
+
+def _other(config: RunConfig, preset: str) -> PolicyObjective:
+    chosen = resolve(preset, max_tokens=config.sampling.max_tokens)
+    lacking = sorted((chosen.passes - objective_of(config).passes) & _OTHER_WEIGHTS)
+    if lacking:
+        raise UserError(f"{preset} needs {' and '.join(lacking)}, for which this run has no weights; choose another")
+    return chosen
+
+
+def _step(steps: Mapping[int, RecordedStep], version: int) -> RecordedStep:
+    if version not in steps or not steps[version].orders:
+        raise RecordError(
+            f"step {version} is recorded without its groups: the log is from an older version, or truncated"
+        )
+    return steps[version]
+
+
+def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Path | None, TrainingState]:
+    """Return the newest intact checkpoint before the step and its state, or None and the initial state."""
+    for path in reversed(checkpoints_of(config, run_dir).all()):
+        try:
+            state = checkpoint.load(path)
+        except CheckpointError as error:
+            log.error("skipping a damaged checkpoint: %s", error)
+            continue
+        if state.model_version < step:
+            return path, state
+    return None, TrainingState(model_version=0, epoch=0, offsets={}, ledger={}, controller={})
+
+
+def _verdict(replayed: ReplayedStep) -> str:
+    if not replayed.differences:
+        return "bit-identical"
+    return "; ".join(f"{name} was {was!r}, is {now!r}" for name, (was, now) in replayed.differences.items())
+
+
+def _table(replayed: ReplayedStep, heading: str) -> Table:
+    table = Table("figure", "recorded", heading, title=f"step {replayed.recorded.version}")
+    for name in (*COMPARED, *_MORE):
+        values = (replayed.recorded.figures.get(name), replayed.figures.get(name))
+        table.add_row(name, *("" if value is None else f"{value:.9g}" for value in values))
+    return table

@@ -1,0 +1,119 @@
+"""Rules of a recipe's engines: their servers, options, log-probs and automatic scaling."""
+
+from __future__ import annotations
+
+from pipelinerl import registry
+from pipelinerl.component import imported
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.sections import ElasticSection
+from pipelinerl.enums import RoutingReplay
+from pipelinerl.errors import ModelError, RecipeError
+from pipelinerl.models.model_shape import replayed_routing
+from pipelinerl.system.references import is_reference
+from trainer_contract.types import RoutingShape
+
+
+def check_truncation(config: RunConfig) -> None:
+    """Raise `RecipeError` if training rollouts are truncated and an engine cannot report the policy's log-probs.
+
+    Log-probs of the truncated distribution would make every ratio over them too small, by the probability of the tokens
+    that are kept.
+    """
+    sampling = config.sampling
+    if not (config.trained_domains and sampling.of_an_order.truncates):
+        return
+    for key, type in (("engine.type", config.engine.type), *(("elastic.types", each) for each in config.elastic.types)):
+        if type not in registry.ENGINES.having("reports_policy") and not is_reference(type):
+            raise RecipeError(
+                f"sampling.top_p = {sampling.top_p:g} and top_k = {sampling.top_k} need an engine that reports "
+                f"log-probs from before this truncation, as the trainer computes them, and {key} {type!r} cannot; use "
+                f"{', '.join(sorted(registry.ENGINES.having('reports_policy')))}, or set top_p = 1 and top_k = 0"
+            )
+
+
+def elastic_of(config: RunConfig) -> ElasticSection | None:
+    """Return the rule by which engines are added and removed; None if the recipe has no `elastic.types`.
+
+    Raises:
+        RecipeError: the launcher cannot start a type of engine, or the initial number of engines is outside the limits.
+    """
+    for type, limits in config.elastic.types.items():
+        own = registry.is_user_code(registry.ENGINES, type)
+        servers = registry.ENGINES.having("drives_server")
+        if not own and (type not in registry.ENGINES or type in servers):
+            started = ", ".join(name for name in registry.ENGINES if name not in servers)
+            raise RecipeError(
+                f"elastic.types must name engines that can be started: {started}, or code of your own; got {type!r}"
+            )
+        count = config.engine.count
+        if type == config.engine.type and not limits.min <= count <= limits.max:
+            raise RecipeError(
+                f"engine.count ({count}) must be within elastic.types.{type}, from {limits.min} to {limits.max}"
+            )
+    return config.elastic if config.elastic.types else None
+
+
+def servers_of(config: RunConfig) -> tuple[str, ...]:
+    """Return the URLs of the external servers, one per engine; empty for engines that run their own model.
+
+    Raises:
+        RecipeError: there are fewer servers than engines, or servers for a type of engine that uses none.
+    """
+    section, types = config.engine, registry.ENGINES.having("drives_server")
+    if section.type not in types:
+        if section.servers:
+            raise RecipeError(
+                f"engine.servers are for the types {' and '.join(sorted(types))}, got engine.type "
+                f"{section.type}; remove them"
+            )
+    elif len(section.servers) < section.count:
+        raise RecipeError(
+            f"engine.servers must name one server for each of the {section.count} engines, got {len(section.servers)}; "
+            'set engine.servers=["http://host:port"]'
+        )
+    return section.servers
+
+
+def check_engine_options(config: RunConfig) -> None:
+    """Check the names in `engine.options`; the engine itself checks whether the installed library has these options.
+
+    Raises:
+        RecipeError: the engine's type takes no options, or the recipe already sets one of them in another key.
+    """
+    options, chosen = config.engine.options, config.engine.type
+    if not options:
+        return
+    component = registry.ENGINES.get(chosen)
+    if component is None:
+        return  # the user's engine checks its own options
+    if component.drives_server:
+        raise RecipeError(
+            f"engine.options {', '.join(options)} would not reach a server that runs already; start the server with "
+            "them, and remove them here"
+        )
+    if not component.check_options:
+        raise RecipeError(f"engine.type {chosen!r} takes no options, got {', '.join(options)}; remove them")
+    imported(component.check_options)(options)
+
+
+def routing_of(config: RunConfig) -> RoutingShape | None:
+    """Return the sizes (layers, experts, top k) of the routing that the trainer replays; None without routing replay.
+
+    Raises:
+        RecipeError: the engine does not report routing, the trainer cannot replay it, or the model has no routers.
+    """
+    replay = config.trainer.routing_replay
+    if replay is RoutingReplay.OFF:
+        return None
+    setting = f'trainer.routing_replay = "{replay}"'
+    if config.engine.type not in registry.ENGINES.having("reports_routing") and not is_reference(config.engine.type):
+        raise RecipeError(
+            f"{setting} needs an engine that reports which experts computed each token: "
+            f"{' or '.join(registry.ENGINES.having('reports_routing'))}; engine.type is {config.engine.type!r}"
+        )
+    if config.trainer.type not in registry.TRAINERS.having("replays_routing") and not is_reference(config.trainer.type):
+        raise RecipeError(f"{setting} needs trainer.type torch, got {config.trainer.type!r}")
+    try:
+        return replayed_routing(config.model.resolved)
+    except ModelError as error:
+        raise RecipeError(f"{setting}: {error}") from None

@@ -1,0 +1,152 @@
+"""The run to resume: its local directory, rebuilt from copies if need be, and the claim of a run's name."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Final
+
+import tomli_w
+
+from pipelinerl.config.recipe import RunConfig, check_layout, load, parse, save, to_table, write_layout
+from pipelinerl.errors import CheckpointError, RecipeError, UserError
+from pipelinerl.models.checkpoint import weight_files
+from pipelinerl.models.directory_copy import copy_model_files
+from pipelinerl.roles.wiring import checkpoints_of, copies_of, objective_of
+from pipelinerl.system.storage import Storage
+from pipelinerl.training.checkpoints.copies import RUN, CheckpointCopies
+from pipelinerl.training.checkpoints.manifest import Retention
+
+log = logging.getLogger("pipelinerl")
+
+#: Text by which URLs are recognised; a path does not contain it.
+_SCHEME: Final = "://"
+_RECIPE: Final = "recipe.toml"
+
+
+def directory_of(where: str) -> Path:
+    """Return the local directory of the run at `where`, ready to resume; a run at a URL is downloaded first.
+
+    Raises:
+        UserError: there is no run, its checkpoint location has a newer checkpoint, or its directory has another layout
+            or, if the run is to be downloaded, exists already.
+    """
+    if _SCHEME in where:
+        return _restored(where.rstrip("/"))
+    run_dir = Path(where)
+    check_layout(run_dir)
+    if (run_dir / _RECIPE).is_file():
+        _refuse_older(load(run_dir / _RECIPE), run_dir)
+    return run_dir
+
+
+def newest_step(config: RunConfig, run_dir: Path) -> int:
+    """Return the step of the newest checkpoint in the directory; 0 if there is no checkpoint."""
+    return max((_step(path.name) for path in checkpoints_of(config, run_dir).all()), default=0)
+
+
+def claim(config: RunConfig) -> bool:
+    """Claim the run's name at the recipe's `checkpoint.location`, if any; return False if another run has the name."""
+    url = config.checkpoint.url_of(config.run.name)
+    if url is None:
+        return True
+    place = Storage(url)
+    if place.names():
+        return False
+    place.write(_RECIPE, tomli_w.dumps(to_table(config)).encode())
+    return True
+
+
+def _restored(url: str) -> Path:
+    """Rebuild a run's directory from the copies at `url`, completely or not at all; return its path on this machine."""
+    try:
+        recipe = Storage(url).read(_RECIPE)
+    except FileNotFoundError:
+        raise UserError(f"{url} holds no run; expected <checkpoint.location>/<run.name> of its recipe") from None
+    try:
+        run_dir = parse(tomllib.loads(recipe.decode())).run_directory.resolve()
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{url}/{_RECIPE}: not valid TOML: {error}") from None
+    if run_dir.exists():
+        raise UserError(
+            f"{run_dir} exists, and {url} would be restored there; resume what is there with --resume {run_dir}, or "
+            "move it away"
+        )
+    draft = run_dir.with_name(f".{run_dir.name}-arriving")
+    checkpoint = _fetch_newest(CheckpointCopies(url, retention=Retention(1)), draft)
+    if checkpoint is None:
+        log.warning("%s holds no complete checkpoint; the run begins again", url)
+    # The copies contain no recipe if the trainer ran in another directory.
+    if not (draft / _RECIPE).is_file():
+        (draft / _RECIPE).write_bytes(recipe)
+    if checkpoint is not None:
+        _bring_model(checkpoint, draft, run_dir)
+    (draft / _RECIPE).chmod(0o600)  # only for the owner: the recipe may contain the password of a stream server
+    write_layout(draft)  # the current layout is right, because streams and journal are not copied
+    draft.rename(run_dir)
+    return run_dir
+
+
+def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
+    """Download the newest complete checkpoint to `draft`, and the run's files that were copied with it.
+
+    Return the checkpoint's path below `draft`. If no copy is complete, leave `draft` empty and return None.
+    """
+    for copy in copies.newest():
+        shutil.rmtree(draft, ignore_errors=True)
+        checkpoint = draft / "checkpoints" / copy.name
+        try:
+            copies.fetch(copy, checkpoint)
+        except CheckpointError as error:
+            log.error("skipping a damaged checkpoint: %s", error)
+            continue
+        for file in (checkpoint / RUN).glob("*"):
+            shutil.copyfile(file, draft / file.name)
+        return checkpoint
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    return None
+
+
+def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
+    """Use the model in the checkpoint as the run's model if the recipe's model is missing on this machine.
+
+    Both models have the same configuration and tokenizer, and the trainer reads its weights from the checkpoint anyway.
+    Only a reference model and LoRA need the weights that the run began with; then a missing model is a `UserError`.
+    """
+    config = load(draft / _RECIPE)
+    if config.model.resolved.is_dir():
+        return
+    if "ref_logprobs" in objective_of(config).passes and (config.reference is None or config.reference.path is None):
+        raise UserError(
+            f"{config.model.resolved} is not on this machine, and is the reference of this run; copy it here"
+        )
+    if config.trainer.options.get("lora") is not None:
+        raise UserError(
+            f"{config.model.resolved} is not on this machine, and is the base of this run's LoRA; copy it here"
+        )
+    (draft / "model").mkdir()
+    copy_model_files(checkpoint, draft / "model")
+    for file in weight_files(checkpoint):
+        shutil.copyfile(file, draft / "model" / file.name)
+    save(config.changed("model", path=str(run_dir / "model")), draft / _RECIPE)
+
+
+def _refuse_older(config: RunConfig, run_dir: Path) -> None:
+    # Refuse if the run continued on another machine, so that its newer checkpoints at the location are not lost.
+    copies = copies_of(config, run_dir)
+    there = next(copies.newest(), None) if copies is not None else None
+    if copies is None or there is None:
+        return
+    here = newest_step(config, run_dir)
+    if here < _step(there.name):
+        raise UserError(
+            f"this run continued elsewhere: its newest checkpoint in {run_dir} is of step {here}, in {copies.url} of "
+            f"step {_step(there.name)}; move {run_dir} away and use --resume {copies.url}"
+        )
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix("step-"))

@@ -24,7 +24,7 @@ from pipelinerl.controller.routes import OFFER_S
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
-from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
+from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError, reason_of
 from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, end, freeze_gc
@@ -39,6 +39,8 @@ WATCH_S = 0.5
 #: Module that is imported in advance because it imports torch, which is slow: at the first update, all engines of the
 #: process group would wait for the import.
 _GROUPS = "pipelinerl.weights.broadcast.collective"
+#: Seconds between two lines about an engine that is still loading its model.
+_LOADING_S = 15.0
 #: Seconds between two attempts to connect to the streams.
 _AGAIN_S = 10.0
 
@@ -130,8 +132,13 @@ def _address_towards(controller_url: str) -> str:
 
 async def _stopped(engine: Engine) -> None:
     """Wait for the engine's start, exempt all objects loaded by then from garbage collection, and wait for its stop."""
+    began = told_at = time.monotonic()
     while not _started(engine):
+        if time.monotonic() - told_at >= _LOADING_S:
+            told_at = time.monotonic()
+            log.info("the engine is loading its model, for %.0f s so far", told_at - began)
         await asyncio.sleep(WATCH_S)
+    log.info("the engine has loaded its model")
     freeze_gc()
     while engine.health().state is not EngineState.STOPPED:
         await asyncio.sleep(WATCH_S)
@@ -179,6 +186,6 @@ async def _offer(identity: Identity, url: str) -> None:
                     reachable = True
             except (httpx.HTTPError, UserError) as error:
                 if reachable:
-                    log.warning("the controller at %s did not take this engine: %s", controller.url, error)
+                    log.warning("the controller at %s did not take this engine: %s", controller.url, reason_of(error))
                 reachable = False
             await asyncio.sleep(again_s if reachable else OFFER_S / 4)

@@ -108,6 +108,8 @@ class _Gate:
         if hmac.compare_digest(scheme.lower() + b" " + credential.strip(), self._expected):
             return None
         message = "a valid bearer token is required: send the header Authorization: Bearer <token>"
+        if credential:
+            message = "the bearer token is not the one of this run; use the one in tokens.json of the run's directory"
         return refusal(401, message, code="unauthorized")
 
     def _web_page(self, scope: Scope, given: dict[bytes, bytes]) -> Response | None:

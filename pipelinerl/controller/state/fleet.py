@@ -15,7 +15,7 @@
 | `update_missed` | dirty           | dirty    | dirty    | expelled | –        | –        | –        |
 | `on_missed_poll`| –               | suspect  | –        | –        | –        | –        | –        |
 | `answered`      | –               | –        | healthy* | –        | joining  | joining  | –        |
-| `on_timeout`    | dead            | dead     | dead     | expelled | –        | –        | –        |
+| `on_timeout`    | dead            | dead     | dead     | expelled | dead     | –        | –        |
 | `restarted`     | joining         | joining  | joining  | expelled | –        | –        | –        |
 | `drain`         | draining        | draining | draining | –        | expelled | expelled | –        |
 | `expel`         | expelled        | expelled | expelled | expelled | expelled | expelled | –        |
@@ -219,6 +219,11 @@ class Fleet:
         if known is None or (known.incarnation, known.name, known.type) != (incarnation, name, type):
             return False
         return not known.may_return or now < known.returns_at
+
+    def namesake_of(self, url: str, name: str) -> str | None:
+        """Return the URL of another live engine with this name; None if there is none, or if the name is empty."""
+        alive = (each for each in self.by_url.values() if each.lifecycle.is_alive and each.url != url)
+        return next((each.url for each in alive if name and each.name == name), None)
 
     def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
         """Return the seconds until a process may join at `url`; 0 unless earlier ones died before the canary check."""

@@ -194,13 +194,18 @@ class ControllerLink:
 
         Raises DeadlineError if no answer arrives in time, and FencedError if another trainer has taken over.
         """
-        deadline = time.monotonic() + self.deadline_s
-        sent_at = float("-inf")
+        began, sent_at = time.monotonic(), float("-inf")
+        deadline, is_told = began + self.deadline_s, False
         self._awaited = question.report_id
         while (now := time.monotonic()) < deadline:
             if now - sent_at >= RESEND_S:
                 await self.report(question)
                 sent_at = now
+            if not is_told and now - began >= RESEND_S:
+                is_told = True
+                log.info(
+                    "the trainer waits for the controller's answer to %s, up to %.0f s", self._awaited, self.deadline_s
+                )
             yield await self.read()
             if not self._awaited:
                 return

@@ -217,7 +217,7 @@ def _engines(engines: tuple[EngineStatus, ...]) -> Table:
         grid.add_row(
             Text(engine.url, style="dim"),
             Text(engine.state, style=style),
-            f"v{engine.version}",
+            "no weights yet" if engine.version is None else f"v{engine.version}",
             f"{engine.running}/{engine.slots} running",
             f"{engine.waiting} waiting",
             f"{engine.tokens_per_s:,.0f} tok/s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -40,6 +41,12 @@ def redis(options: RoleOptions) -> None:
         listen(host, identity.port).close()  # fail here if the port is taken; the server would only log it
     claim(identity.run_dir / "redis")
     argv = command(identity.run_dir / "redis", identity.port, host=identity.host)
+    print(
+        f"pipelinerl: the streams of {identity.run_dir} are at redis://{identity.host}:{identity.port}/0; its "
+        f"password is in {identity.run_dir / 'redis' / 'password'}",
+        file=sys.stderr,
+        flush=True,
+    )
     os.execv(argv[0], argv)
 
 

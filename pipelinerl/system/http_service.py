@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
+import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -37,6 +38,8 @@ from pipelinerl.errors import AddressError
 from pipelinerl.system.background import cancel_all, to_its_end
 from pipelinerl.system.connection import KEEP_ALIVE_S, LimitedConnection
 from pipelinerl.system.service_client import IS_FULL
+
+log = logging.getLogger("pipelinerl")
 
 GRACE_S: Final = 3
 OPEN_PATH: Final = "/health"
@@ -302,6 +305,7 @@ async def serve_until(app: Starlette, listener: socket.socket, *, over: asyncio.
         over.add_done_callback(lambda _: setattr(server, "should_exit", True))
     lifespan = app.router.lifespan_context(app)
     with listener:
+        log.info("serving at %s", url_of(*listener.getsockname()[:2]))
         await lifespan.__aenter__()  # startup errors are raised here, but would only be logged by uvicorn
         try:
             await server.serve(sockets=[listener])

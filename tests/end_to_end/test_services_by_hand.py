@@ -82,4 +82,4 @@ def test_engine_swap_prints_the_start_command_and_continues_when_the_new_engine_
         assert f"the process at http://127.0.0.1:{engine} keeps running until you stop it" in swap_log.read_text()
         status = until(directory, lambda status: status.step > 4)
         standings = {each.name: each.state for each in status.fleet.engines}
-        assert standings == {"engine-0": "expelled", "engine-1": "healthy"}
+        assert standings == {"engine-0": "left", "engine-1": "healthy"}

@@ -166,19 +166,19 @@ def _trainer(state: RunState, *, now: float) -> status.TrainerStatus | None:
 
 
 def _engine(record: EngineRecord, load: EngineLoad, speed: float) -> status.EngineStatus:
+    left = record.to_stop and record.lifecycle is EngineLifecycle.EXPELLED
     return status.EngineStatus(
         url=record.url,
-        state="pinned" if record.pinned else record.lifecycle.value,
+        state="pinned" if record.pinned else "left" if left else record.lifecycle.value,
         name=record.name,
         type=record.type,
-        version=max(record.loaded, 0),
+        version=record.loaded if record.loaded >= 0 else None,
         running=load.metrics.running_sequences,
         waiting=load.metrics.waiting_sequences,
         slots=load.metrics.slots,
         tokens_per_s=load.tokens_per_s,
         speed=speed,
         last_error=record.last_error,
-        left_as_planned=record.to_stop and record.lifecycle is EngineLifecycle.EXPELLED,
     )
 
 

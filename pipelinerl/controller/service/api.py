@@ -283,7 +283,9 @@ def run_metrics(status: RunStatus, last_step: Mapping[str, float]) -> str:
         "fleet_occupancy": {(): fleet.occupancy},
         "fleet_update_pause_s": {(): fleet.update_pause_s},
         "fleet_engine_serves": {_engine(each.url, each.name): float(each.serves) for each in fleet.engines},
-        "fleet_engine_version": {_engine(each.url, each.name): each.version for each in fleet.engines},
+        "fleet_engine_version": {
+            _engine(each.url, each.name): each.version for each in fleet.engines if each.version is not None
+        },
         "trainer_silent_s": {(): status.trainer.silent_s} if status.trainer is not None else {},
         "actor_silent_s": {_of("actor", each.name): each.silent_s for each in status.actors},
         "actor_groups_in_flight": {_of("actor", each.name): each.groups_in_flight for each in status.actors},

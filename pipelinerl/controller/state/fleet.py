@@ -413,7 +413,9 @@ class Fleet:
         return now >= self.by_url[url].returns_at
 
     def on_timeout(self, url: str, reason: str) -> bool:
-        """Mark the engine as dead: it has not answered for too long."""
+        """Mark the engine as dead: it has not answered for too long. A dirty engine is lost already: return False."""
+        if self._lifecycle(url) is EngineLifecycle.DIRTY:
+            self._change(url, lifecycle=EngineLifecycle.DEAD, last_error=reason)
         return self._lose(url, reason, EngineLifecycle.DEAD)
 
     def restarted(self, url: str) -> bool:

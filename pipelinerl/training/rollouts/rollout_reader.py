@@ -7,6 +7,7 @@ again that were already trained or dropped; `ConsumedLedger` recognises and igno
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -159,6 +160,8 @@ class RolloutReader:
         self._waiting.setdefault(entry.stream, {}).setdefault(group.index, entry.entry_id)
         return group
 
+
+log = logging.getLogger("pipelinerl")
 
 #: Interval in seconds after which an unanswered report is sent again.
 RESEND_S: Final = 5.0

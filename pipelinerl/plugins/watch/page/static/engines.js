@@ -88,7 +88,6 @@ function Engine({ engine, types, able, order }) {
   const [sure, setSure] = useState("");
   const [type, setType] = useState(engine.type || types[0]);
   const name = engine.name || engine.url;
-  const shown = engine.left_as_planned ? "left" : engine.state;
   const actions = {
     drain: [
       "Drain",
@@ -108,7 +107,7 @@ function Engine({ engine, types, able, order }) {
   };
   return html`<tr class=${isOut(engine) ? "out" : ""}><td>${name}<div class="soft">${engine.name ? engine.url : ""}</div>${engine.last_error && html`<div
     class="soft">${engine.last_error}</div>`}</td><td>${engine.type}</td>
-    <td><span class=${`pill ${LOOKS[shown] ?? "plain"}`}>${shown}</span></td>
+    <td><span class=${`pill ${LOOKS[engine.state] ?? "plain"}`}>${engine.state}</span></td>
       ${figuresOf(engine).map((text, at) => html`<td key=${at} class="number">${text}</td>`)}
     <td>${
       !able || isOut(engine)

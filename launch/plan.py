@@ -55,7 +55,8 @@ class ProcessSpec:
 
     Attributes:
         argv: program and arguments.
-        env: added to the launcher's environment.
+        env: added to the launcher's environment, or all of it unless the process `inherits`.
+        cwd: working directory; None for the launcher's.
         health: address that shows when the process is ready: an `http://…` URL answers with 200, and
             `redis://host:port/<password file>` answers PING. None if the process is ready immediately.
         after: names of the processes that must be healthy before this one is started.
@@ -69,6 +70,8 @@ class ProcessSpec:
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
+    inherits: bool = True
+    cwd: Path | None = None
     health: str | None = None
     after: tuple[str, ...] = ()
     on_exit: OnExit = OnExit.RESTART

@@ -102,7 +102,12 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.spec.env, **({RESTARTED_VARIABLE: "1"} if self.budget.deaths else {})},
+                env={
+                    **(os.environ if self.spec.inherits else {}),
+                    **self.spec.env,
+                    **({RESTARTED_VARIABLE: "1"} if self.budget.deaths else {}),
+                },
+                cwd=self.spec.cwd,
                 start_new_session=True,
             )
         self.state, self.started_at = State.STARTING, now

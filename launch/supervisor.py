@@ -162,6 +162,14 @@ class Supervisor:
         self._announce(f"starting {spec.name}")
         self._processes[spec.name] = Process(spec, self._run_dir / "logs")
 
+    def revive(self, spec: ProcessSpec, *, up_s: float) -> None:
+        """Restart a process that was not started here and has died after `up_s` seconds; supervise it from now on.
+
+        Call this only from `on_tick`.
+        """
+        process = self._processes[spec.name] = Process(spec, self._run_dir / "logs")
+        self._died(process, f"{spec.name} died", up_s, time.monotonic())
+
     def refuse(self, spec: ProcessSpec, reason: str) -> None:
         """Record that the run continues without this process, and write the reason into its log."""
         self._announce(f"the run continues without {spec.name}: {reason}")
@@ -288,15 +296,22 @@ class Supervisor:
             return
         if spec.on_exit is OnExit.DONE and status == 0:
             return
-        words, up_s, budget = f"{spec.name} ended ({exit_words(status)})", now - process.started_at, process.budget
-        if status == _USER_ERROR or budget.is_spent_by(up_s):
+        words, up_s = f"{spec.name} ended ({exit_words(status)})", now - process.started_at
+        if status == _USER_ERROR:
+            self._fail(process, words)
+        else:
+            self._died(process, words, up_s, now)
+
+    def _died(self, process: Process, words: str, up_s: float, now: float) -> None:
+        budget = process.budget
+        if budget.is_spent_by(up_s):
             unforgiven = round(budget.unforgiven)
             spent = f" after {unforgiven} restarts, its whole budget" if unforgiven else ""
             self._fail(process, words + spent)
             return
         wait_s = budget.died(up_s)
         process.state, process.due = State.BACKING_OFF, now + wait_s
-        self._announce(f"{words}; restarting it in {wait_s:g} s ({budget.unforgiven:.0f} of {spec.restarts})")
+        self._announce(f"{words}; restarting it in {wait_s:g} s ({budget.unforgiven:.0f} of {process.spec.restarts})")
         self._restart_with(process)
         self._tell_restarts()
 

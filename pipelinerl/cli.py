@@ -553,6 +553,14 @@ def _refuse_here(config: recipes.RunConfig) -> None:
     refuse_episodes(config)
 
 
+@app.command(rich_help_panel="Roles (each is one process; `run` starts them all)")
+def adopt(run_dir: RunPath) -> None:
+    """Watch the roles of a run that were started one by one on this machine, and restart those that die."""
+    from launch.adoption import adopt as watch_over
+
+    raise typer.Exit(watch_over(run_dir))
+
+
 add_cluster_commands(app, connect=_connect, claim=_claim, refuse=_refuse)
 for _role in ROLES:
     app.command(_role.subcommand, rich_help_panel="Roles (each is one process; `run` starts them all)")(_role.command)

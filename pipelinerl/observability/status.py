@@ -35,8 +35,8 @@ class StatusPhase(StrEnum):
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One engine.
 
-    `state` is its state in the fleet, `pinned` if it is reserved for an evaluation, or `left` if it was drained, replaced
-    or removed on request.
+    `state` is its state in the fleet, `pinned` if it is reserved for an evaluation, or `left` if it was drained,
+    replaced or removed on request.
     """
 
     url: str

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from pipelinerl.config import recipe as recipes
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.roles.role import RESTARTED_VARIABLE, OnExit, Role, RoleOptions
 
 if TYPE_CHECKING:  # not imported at run time, so that `pipelinerl --help` starts quickly
@@ -32,7 +33,8 @@ def trainer_rank(
 def redis(options: RoleOptions) -> None:
     """Run the embedded stream server; its password is in <run>/redis/password."""
     from pipelinerl.roles.process import identity_of
-    from pipelinerl.streams.embedded_redis import claim, command
+    from pipelinerl.roles.record import write_record
+    from pipelinerl.streams.embedded_redis import PID_FILE, claim, command
     from pipelinerl.system.http_service import listen
     from pipelinerl.system.machine import LOOPBACK
 
@@ -41,6 +43,13 @@ def redis(options: RoleOptions) -> None:
         listen(host, identity.port).close()  # fail here if the port is taken; the server would only log it
     claim(identity.run_dir / "redis")
     argv = command(identity.run_dir / "redis", identity.port, host=identity.host)
+    write_record(
+        identity.run_dir,
+        "redis",
+        identity.name,
+        argv=[without_secrets(word) for word in sys.orig_argv],  # afterwards this process shows the server's arguments
+        ended_without=identity.run_dir / "redis" / PID_FILE,
+    )
     print(
         f"pipelinerl: the streams of {identity.run_dir} are at redis://{identity.host}:{identity.port}/0; its "
         f"password is in {identity.run_dir / 'redis' / 'password'}",
@@ -62,7 +71,7 @@ def controller(
     from pipelinerl.controller.service.service import Start
     from pipelinerl.roles import controller_role
 
-    _run(options, partial(controller_role.run, start=Start.FROM_JOURNAL if go_on else Start.AFRESH))
+    _run("controller", options, partial(controller_role.run, start=Start.FROM_JOURNAL if go_on else Start.AFRESH))
 
 
 @partial(Role, name="engine-0", port=8001, stop_order=2)
@@ -75,7 +84,7 @@ def engine(
     from pipelinerl.roles import engine_role
 
     chosen = {"engine.type": type, "model.path": model}
-    _run(options, engine_role.run, changes=[f"{key}={value}" for key, value in chosen.items() if value])
+    _run("engine", options, engine_role.run, changes=[f"{key}={value}" for key, value in chosen.items() if value])
 
 
 @partial(Role, name="parameter-server-0", port=8100, stop_order=3)
@@ -83,7 +92,7 @@ def parameter_server(options: RoleOptions) -> None:
     """Hold versions of the weights in memory, for engines to pull (weights.transport=pull)."""
     from pipelinerl.plugins.parameter_server import role as parameter_server_role
 
-    _run(options, parameter_server_role.run)
+    _run("parameter-server", options, parameter_server_role.run)
 
 
 @partial(Role, name="verifier-0", port=8200, on_exit=OnExit.DONE, stop_order=2)
@@ -94,7 +103,7 @@ def verifier(
     """Judge answers for the actors of a run (verification.services), on any machine that reaches the controller."""
     from pipelinerl.plugins.verifier_service import role as verifier_role
 
-    _run(options, partial(verifier_role.run, only=domain or ()))
+    _run("verifier", options, partial(verifier_role.run, only=domain or ()))
 
 
 @partial(Role, name="actor-0", stop_order=0)
@@ -102,7 +111,7 @@ def actor(options: RoleOptions) -> None:
     """Sample answers from the engines, verify them, and stream the groups."""
     from pipelinerl.roles import actor_role
 
-    _run(options, actor_role.run)
+    _run("actor", options, actor_role.run)
 
 
 @partial(Role, name="trainer", on_exit=OnExit.DONE, stop_order=1)
@@ -110,7 +119,7 @@ def trainer(options: RoleOptions) -> None:
     """Train on the streamed groups and publish weights, beginning with the run's newest checkpoint."""
     from pipelinerl.roles import trainer_role
 
-    _run(options, trainer_role.run)
+    _run("trainer", options, trainer_role.run)
 
 
 # The tracker stops after the controller, because it forwards the controller's last events.
@@ -119,18 +128,27 @@ def tracker(options: RoleOptions) -> None:
     """Forward the run's metrics to the recipe's trackers (TensorBoard, W&B, trackio); the run does not wait for it."""
     from pipelinerl.plugins.trackers import role as tracker_role
 
-    _run(options, tracker_role.run)
+    _run("tracker", options, tracker_role.run)
 
 
 def _run(
-    options: RoleOptions, main: Callable[[Identity], Coroutine[Any, Any, None]], *, changes: Sequence[str] = ()
+    role: str,
+    options: RoleOptions,
+    main: Callable[[Identity], Coroutine[Any, Any, None]],
+    *,
+    changes: Sequence[str] = (),
 ) -> None:
     from pipelinerl.roles.process import identity_of, run_until_signalled
+    from pipelinerl.roles.record import recorded
     from pipelinerl.system.secret_variables import withhold
 
     identity = identity_of(options, changes)
     withhold(identity.config.key_variables)
-    run_until_signalled(main, identity)
+    if not identity.controller_url:  # an engine of no run
+        run_until_signalled(main, identity)
+        return
+    with recorded(identity.run_dir, role, identity.name):
+        run_until_signalled(main, identity)
 
 
 #: All roles, in the order in which `pipelinerl --help` lists them.

@@ -109,7 +109,8 @@ def _engines(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
         yield Text(f"{'engine':<{room}}{'state':>11}{'version':>8}{load}{'tok/s':>6}", "dim")
     for each in engines[:_MOST]:
         name = _fitted(one_line(each.name or each.url.removeprefix("http://")), room)
-        counts = f"{'-' if each.version is None else each.version:>8}{f'{each.running:>6}' if loads else ''}{each.tokens_per_s:>6.0f}"
+        version = "-" if each.version is None else each.version
+        counts = f"{version:>8}{f'{each.running:>6}' if loads else ''}{each.tokens_per_s:>6.0f}"
         yield Text.assemble(name, (f"{each.state:>11}", "green" if each.serves else "red"), counts)
         if each.note and (each.speed < 1 or not each.serves):
             yield Text("  " + one_line(each.note), "dim")

@@ -107,7 +107,7 @@ def _spec_of(record: ProcessRecord, restarts: int) -> ProcessSpec:
     try:
         argv = record.argv or tuple(os.fsdecode(word) for word in _words(proc / "cmdline"))
         variables = (os.fsdecode(word).partition("=") for word in _words(proc / "environ"))
-        env, directory = {name: value for name, _, value in variables}, Path(os.readlink(proc / "cwd"))
+        env = {name: value for name, _, value in variables}
     except OSError as error:
         raise UserError(
             f"{record.name} (process {record.pid}) cannot be adopted: {error.strerror}; adopt it as its user"
@@ -117,7 +117,7 @@ def _spec_of(record: ProcessRecord, restarts: int) -> ProcessSpec:
         argv=argv,
         env=env,
         inherits=False,
-        cwd=directory,
+        cwd=Path(record.cwd),
         on_exit=OnExit.SPARE if role.on_exit is OnExit.RESTART else role.on_exit,
         restarts=restarts,
         stop_order=role.stop_order,

@@ -30,6 +30,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         role: subcommand of `pipelinerl`, such as `engine`.
         started: start time in clock ticks since boot, which tells the process from a later one with the same id.
+        cwd: the working directory at the start.
         argv: the command line, if the process has since executed another program; else empty.
         ended_without: a file that the process removes when it ends by itself; empty if it removes its record instead.
     """
@@ -39,6 +40,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     started: int
     host: str
+    cwd: str
     argv: tuple[str, ...] = ()
     ended_without: str = ""
 
@@ -68,6 +70,7 @@ def write_record(
         pid=pid,
         started=started_at(pid) or 0,
         host=socket.gethostname(),
+        cwd=os.getcwd(),
         argv=tuple(argv),
         ended_without="" if ended_without is None else str(ended_without.absolute()),
     )

@@ -44,7 +44,7 @@ from pipelinerl.observability.samples.record import (
     shortened,
     visible,
 )
-from pipelinerl.observability.status import format_duration, format_milliseconds, reward_words
+from pipelinerl.observability.status import format_duration, format_milliseconds, reward_words, staleness_words
 
 _PAGE = Path(__file__).with_name("report_page.html")
 
@@ -306,7 +306,7 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
         rows.append(("tokens sampled", f"{history.sampled_tokens:,}, {rate:,.0f} a second"))
     mean, most = history.median(history.steps, "staleness_mean"), history.max_of(history.steps, "staleness_max")
     if mean is not None and most is not None:
-        rows.append(("staleness", f"{mean:.1f} versions typically, {most:.0f} at most (1 = on policy)"))
+        rows.append(("staleness", staleness_words(mean, most)))
     pause, longest = history.median(history.publications, "pause_s"), history.max_of(history.publications, "pause_s")
     if pause is not None and longest is not None:
         updates = f"{len(history.publications):,} weight updates"

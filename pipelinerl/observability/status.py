@@ -245,6 +245,14 @@ def reward_words(reward: float | None, unjudged: float | None) -> str:
     return f"{shown} ({unjudged:.1%} unjudged)" if unjudged else shown
 
 
+def staleness_words(mean: float, most: float) -> str:
+    """Return a step's staleness as text: `1.3, max 2 (1 = on policy)`; a dash before the first step.
+
+    Staleness counts the version that the step makes, as k does (`StalenessBounds`).
+    """
+    return f"{mean:.1f}, max {most:.0f} (1 = on policy)" if most else "–"
+
+
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run at one moment."""
 

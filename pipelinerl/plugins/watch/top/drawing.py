@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.text import Text
 
 from pipelinerl.observability.samples.record import one_line
-from pipelinerl.observability.status import HeldOutStatus, format_duration, reward_words
+from pipelinerl.observability.status import HeldOutStatus, format_duration, reward_words, staleness_words
 from pipelinerl.plugins.watch.top.run_follower import RunSnapshot
 
 _STATE_STYLES: Final = {"live": "bold green", "finished": "bold cyan", "starting": "bold yellow", "suspended": "bold"}
@@ -56,7 +56,7 @@ def _pairs(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
         "reward": reward_words(step.reward, step.unjudged),
         "held out": _held_out(status.held_out),
         "version": f"{status.model_version:,}",
-        "staleness": f"{step.staleness_mean:.1f}, max {step.staleness_max}",
+        "staleness": staleness_words(step.staleness_mean, step.staleness_max),
         "tokens/s": f"{status.fleet.tokens_per_s:,.0f}",
         "engines": f"{status.fleet.occupancy:.0%} busy",
         "entropy": _figure(step.entropy, ".3f"),

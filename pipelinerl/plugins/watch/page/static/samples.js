@@ -10,7 +10,7 @@ const COLUMNS = [
   ["reward", "reward"],
   ["advantage", "advantage"],
   ["length", "length"],
-  ["staleness", "staleness"],
+  ["staleness", "staleness, 1 = on policy"],
 ];
 const FILTERS = ["kind", "sort", "order", "domain", "tag", "set", "signal", "outcome", "finish", "step", "step_to"];
 

@@ -41,6 +41,11 @@ class Assignment:
     indices: tuple[int, ...] = ()
     share: float | None = None
 
+    @property
+    def gpus(self) -> float:
+        """The number of GPUs that the process holds, a shared one in part."""
+        return len(self.indices) * (1.0 if self.share is None else self.share)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -64,6 +64,7 @@ class ProcessSpec:
         stop_order: processes with lower numbers stop earlier; those with equal numbers stop together.
         grace_s: seconds from SIGTERM to SIGKILL, if longer than the launcher's own.
         group: name of a group whose processes are all restarted if one of them dies; None without a group.
+        gpus: number of GPUs that the process holds; its share of a GPU that it shares.
         cpu: cores that the process may run on; None for all.
     """
 
@@ -79,6 +80,7 @@ class ProcessSpec:
     stop_order: int = 0
     grace_s: float = 0.0
     group: str | None = None
+    gpus: float = 0.0
     cpu: tuple[int, ...] | None = None
     host: str = LOCALHOST.name
 
@@ -219,6 +221,7 @@ class Launch:
             changes=changes,
             own={"type": type},
             shown=self._shown(name, type or config.engine.type, config.engine.device, on),
+            gpus=on.gpus,
             cpu=engine_cores[number % len(engine_cores)] if engine_cores else None,
             on_exit=OnExit.RESTART if type is None else OnExit.SPARE,
         )
@@ -235,6 +238,7 @@ class Launch:
             changes=(*([f"parameter_server.urls=[{urls}]"] if servers else []), *self._trainer_settings),
             shown=self._trainer_shown(TRAINER),
             after=servers,
+            gpus=self.assignment_of(TRAINER).gpus,
             group=TRAINER if several else None,
             cpu=None if several else cpu,
         )
@@ -248,6 +252,7 @@ class Launch:
             changes=self._trainer_settings,
             own={"rank": rank},
             shown=self._trainer_shown(name),
+            gpus=self.assignment_of(name).gpus,
             group=TRAINER,
         )
 

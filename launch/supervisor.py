@@ -39,12 +39,14 @@ from launch.placement import ROUNDING, Assignment
 from launch.plan import Launch, Plan, ProcessSpec
 from launch.process import Process, State, answers, exit_words
 from pipelinerl.observability.status import RequestedEngine, RestartStatus, RunStatus, write_restarts
+from pipelinerl.observability.usage import Usage, read_usage, write_usage
 from pipelinerl.roles.role import OnExit
 from pipelinerl.system.machine import free_ports
 
 _REAPER = Path(__file__).with_name("reaper.py")
 _TICK_S = 0.02
 _PROBE_EVERY_S = 0.1
+_USAGE_EVERY_S = 10.0
 #: Exit status of a user error, which a restart cannot fix.
 _USER_ERROR = 2
 
@@ -119,6 +121,7 @@ class Supervisor:
         self._interrupts = 0
         self._result: RunResult | None = None
         self._spared: set[str] = set()
+        self._usage_before = read_usage(run_dir)
         self._reaper: IO[str] | None = None
 
     def run(self) -> RunResult:
@@ -131,6 +134,7 @@ class Supervisor:
                 self._on_end(result)
             finally:
                 self._stop()
+                self._tell_usage()
         return result
 
     @property
@@ -199,7 +203,7 @@ class Supervisor:
 
     def _watch(self) -> RunResult:
         """Advance the processes until the run has a result; raise what `on_tick` raises."""
-        ticked_at = float("-inf")
+        ticked_at = written_at = float("-inf")
         while self._result is None:
             now = time.monotonic()
             if self._interrupts and not self._saves(now):
@@ -210,6 +214,9 @@ class Supervisor:
             if now - ticked_at >= self._tick_every_s:
                 ticked_at = now
                 self._on_tick()
+            if now - written_at >= _USAGE_EVERY_S:
+                written_at = now
+                self._tell_usage()
             time.sleep(_TICK_S)
         return self._result
 
@@ -332,6 +339,11 @@ class Supervisor:
             self._write_restarts(tuple(died))
         except OSError as error:
             self._announce(f"cannot write the restarts to {self._run_dir}: {error.strerror}")
+
+    def _tell_usage(self) -> None:
+        with contextlib.suppress(OSError):  # these figures must not end a run
+            for name, process in self._processes.items():
+                write_usage(self._run_dir, name, self._usage_before.get(name, Usage()) + process.usage)
 
     def _fail(self, process: Process, words: str) -> None:
         words = f"{words}; its log {process.log} ends:\n{process.last_lines()}"

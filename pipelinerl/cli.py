@@ -30,7 +30,7 @@ from launch.cluster.command_line import (
     members_of,
     refuse_hosts,
 )
-from pipelinerl.commands.compare import compare
+from pipelinerl.commands.compare import compare, runs
 from pipelinerl.commands.conformance import bench, chaos, conformance_app, in_checkout
 from pipelinerl.commands.engines import Overrides, Run, engines_app
 from pipelinerl.commands.knobs import knobs_app
@@ -66,6 +66,7 @@ app.command()(prefilter)
 app.command()(watch)
 app.command()(top)
 app.command()(compare)
+app.command()(runs)
 
 
 Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")]

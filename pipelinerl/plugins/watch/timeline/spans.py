@@ -32,7 +32,7 @@ from typing import Any, Final, NamedTuple, final
 
 import msgspec
 
-from pipelinerl.observability.events import ENDS, Event, amount, kind_of
+from pipelinerl.observability.events import ENDS, Event, amount, changes_words, kind_of
 
 #: Maximum numbers of groups without a known step, and of orders without known stages; the oldest are dropped.
 _PENDING: Final = 1024
@@ -337,9 +337,7 @@ _WORDS: Final[Mapping[str, str]] = {
 
 def _marks(kind: str, event: Event, now: float) -> Iterator[RunMark]:
     if kind == "knobs":
-        changes = event.get("changes")
-        made = ", ".join(f"{name} = {value}" for name, value in changes.items()) if isinstance(changes, dict) else ""
-        yield RunMark(now, kind, f"{made} by {event.get('who', 'unknown')}")
+        yield RunMark(now, kind, f"{changes_words(event.get('changes'))} by {event.get('who', 'unknown')}")
     elif kind in _WORDS:
         yield RunMark(now, kind, _WORDS[kind].format_map(defaultdict(str, event)))
 

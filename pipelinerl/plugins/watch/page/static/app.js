@@ -5,6 +5,7 @@ import { clock, duration, number, runName } from "./format.js";
 import { Group } from "./group.js";
 import { notify, useAnswer, useStream } from "./live.js";
 import { Now } from "./now.js";
+import { Recipe } from "./recipe.js";
 import { link, useRoute } from "./route.js";
 import { Samples } from "./samples.js";
 import { Steer } from "./steer.js";
@@ -19,6 +20,7 @@ const SCREENS = [
   ["timeline", "Timeline", Timeline],
   ["samples", "Samples", Samples],
   ["compare", "Compare", Compare],
+  ["recipe", "Recipe", Recipe],
 ];
 const PARTS = { group: ["samples", Group, "Group"], tokens: ["samples", Tokens, "Tokens"] };
 // Domains and metrics mostly appear in these first steps; afterwards they are requested less often.

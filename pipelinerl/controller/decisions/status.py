@@ -166,10 +166,11 @@ def _trainer(state: RunState, *, now: float) -> status.TrainerStatus | None:
 
 
 def _engine(record: EngineRecord, load: EngineLoad, speed: float) -> status.EngineStatus:
+    pinned = record.pinned and record.lifecycle is EngineLifecycle.HEALTHY
     left = record.to_stop and record.lifecycle is EngineLifecycle.EXPELLED
     return status.EngineStatus(
         url=record.url,
-        state="pinned" if record.pinned else "left" if left else record.lifecycle.value,
+        state="left" if left else "pinned" if pinned else record.lifecycle.value,
         name=record.name,
         type=record.type,
         version=record.loaded if record.loaded >= 0 else None,

@@ -54,7 +54,7 @@ _LIFECYCLES: Final = {
     "engine_back": "healthy",
     "engine_suspect": "suspect",
     "engine_draining": "draining",
-    "engine_lost": "expelled",
+    "engine_lost": "lost",
     "engine_left": "left",
     "engine_canary_failed": "unverified",
 }

@@ -100,7 +100,7 @@ function Page() {
     <header class="bar"><div class="inner">
       <div class="head">
         <h1>${facts?.name ?? "…"}</h1><${State} facts=${facts} />
-        <div class="right"><${Connection} state=${connection} over=${facts && !["live", "starting"].includes(facts.state)} />
+        <div class="right"><${Connection} state=${connection} />
           <button type="button" onClick=${() => {
             toggleTheme();
             redraw((count) => count + 1);
@@ -144,8 +144,8 @@ function Progress({ facts }) {
   return html`<span class="facts">step ${number(step)}${of} · ${duration(elapsed_s)}</span>`;
 }
 
-function Connection({ state, over }) {
-  const known = { open: over ? "connected" : "● live", opening: "connecting…" };
+function Connection({ state }) {
+  const known = { open: "● connected", opening: "connecting…" };
   const text = known[state] ?? "connection lost: reconnecting";
   const look = state in known ? "plain" : "bad";
   return html`<span class=${`pill ${look}`} role="status" data-heard=${state}>${text}</span>`;

@@ -56,17 +56,25 @@ const heldOut = (state) => [...new Set(state.runs.flatMap((each) => Object.keys(
 function List({ state }) {
   const sets = heldOut(state);
   const roles = [...new Set(state.runs.flatMap((each) => Object.keys(each.usage)))];
-  const numbers = ["steps", "duration", "reward", ...sets.map(words), ...roles.map((role) => `${role}, processor / GPU`)];
+  const numbers = ["steps", "duration", "reward", ...sets.map(words)];
+  const names = state.runs.map((each) => runName(each, state.runs));
+  const used = ({ cpu_s: cpu, gpu_s: gpu } = {}) => duration(cpu) + (gpu > 0 ? ` / ${duration(gpu)}` : "");
   return html`<section class="card"><h2>Runs</h2><${Table} label="Runs" head=${["run", "state", "began", ...numbers]}
     numbers=${numbers}>${state.runs.map(
       (each) => html`<tr key=${each.run}><td>${runName(each, state.runs)}</td><td>${each.state}</td>
       <td class="figure">${clock(each.started)}</td><td class="number">${number(each.step)}</td>
       <td class="number">${duration(each.elapsed_s)}</td><td class="number">${number(each.reward)}</td>
-      ${sets.map((set) => html`<td class="number" key=${set}>${percent(each.accuracies[set])}</td>`)}
-      ${roles.map(
-        (role) => html`<td class="number" key=${role}>${duration(each.usage[role]?.cpu_s)} / ${duration(each.usage[role]?.gpu_s)}</td>`,
-      )}</tr>`,
-    )}</></section>`;
+      ${sets.map((set) => html`<td class="number" key=${set}>${percent(each.accuracies[set])}</td>`)}</tr>`,
+    )}</></section>
+    ${
+      roles.length > 0 &&
+      html`<section class="card"><h2>Processor time, and GPU time, by role</h2><${Table} label="Time by role"
+      head=${["role", ...names]} numbers=${names}>${roles.map(
+        (role) => html`<tr key=${role}><td>${role}</td>${state.runs.map(
+          (each) => html`<td class="number" key=${each.run}>${used(each.usage[role])}</td>`,
+        )}</tr>`,
+      )}</></section>`
+    }`;
 }
 
 function Lines({ state, metrics, label, smooth }) {

@@ -105,6 +105,7 @@ def pipelinerl(
         ("stop absent", "absent has no live run"),
         ("knobs show absent", "absent has no live run"),
         ("knobs set absent k=3", "absent has no live run"),
+        ("knobs set absent k=1 k=3", "k is given twice, as 1 and as 3; give it once"),
         ("report absent", "absent has no readable events.jsonl to report on"),
         ("warmstart /", "/ exists; name a new directory"),
         ("conformance trainer zzz", "expected package.module:attribute or path.py:attribute, got 'zzz'"),

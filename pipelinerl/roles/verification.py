@@ -23,7 +23,7 @@ from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
 from pipelinerl.errors import AddressError, RecipeError
 from pipelinerl.plugins.judge.verifier import Judge, JudgeServer, JudgeSettings, ScoreFormat, Spending
 from pipelinerl.plugins.verifier_service.wire import ServedDomain
-from pipelinerl.system.references import is_reference, last_line
+from pipelinerl.system.references import is_reference, users_errors
 from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded
 from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, WeightedPart, WeightedSum
@@ -173,10 +173,8 @@ def _open(domain: DomainSection, where: str, name: str, budget: JudgeBudget | No
 def _instance_of(where: str, thing: Any) -> Any:
     if not inspect.isclass(thing):
         return thing
-    try:
+    with users_errors(where, thing):
         return thing()
-    except Exception as error:  # user code may raise any exception
-        raise RecipeError(f"{where}: {thing.__name__}() failed: {last_line(error)}") from None
 
 
 def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:

@@ -36,7 +36,7 @@ def run_status(
     return status.RunStatus(
         run=name,
         phase=_phase(state),
-        step=state.version,
+        step=state.version if state.trainer.begun else state.resumed_step,
         total_steps=controller.settings.steps,
         model_version=state.version,
         epoch=state.epoch,

@@ -72,7 +72,7 @@ def test_whatever_user_code_raises_becomes_one_sentence_that_names_its_line(tmp_
     f = load_reference(f"{file}:f")
     with pytest.raises(RecipeError, match=r"^domains\.a\.source: .*r\.py:2: \w+"), users_errors("domains.a.source", f):
         f()
-    with pytest.raises(UserError, match="^as it is$"), users_errors("domains.a.source", f):
+    with pytest.raises(UserError, match=r"^as it is$"), users_errors("domains.a.source", f):
         raise UserError("as it is")
 
 

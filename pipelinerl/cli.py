@@ -113,7 +113,7 @@ def run(
 
     `pipelinerl train` is the same.
 
-    With --host, this machine is the first of several that each run `pipelinerl node`. With --on, a cluster launcher
+    With --node, this machine is the first of several that each run `pipelinerl node`. With --on, a cluster launcher
     starts them (docs/use/clusters.md).
     """
     from launch import run as launching

@@ -2,7 +2,7 @@
 
 A role that dies is restarted with its arguments, environment and working directory, as a child of this process and with
 the restart budget of `pipelinerl run` (`launch.process`). A role that ends by itself or on SIGTERM, or is stopped with
-Ctrl-C, removes its record (`pipelinerl.roles.record`) and is not restarted. Roles that start later are watched, too.
+Ctrl-C, removes its record (`pipelinerl.system.process_record`) and is not restarted. Roles that start later are watched, too.
 When the run is over, or on Ctrl-C, only the roles that this process has restarted are stopped.
 
 | it waits for | how long | then |
@@ -29,8 +29,8 @@ from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
 from pipelinerl.observability.run_history import tell
 from pipelinerl.roles.catalogue import ROLES
-from pipelinerl.roles.record import ProcessRecord, read_records
 from pipelinerl.roles.role import OnExit
+from pipelinerl.system.process_record import ProcessRecord, read_records
 
 _LOOK_S: Final = 0.25
 

@@ -33,10 +33,10 @@ def trainer_rank(
 def redis(options: RoleOptions) -> None:
     """Run the embedded stream server; its password is in <run>/redis/password."""
     from pipelinerl.roles.process import identity_of
-    from pipelinerl.roles.record import write_record
     from pipelinerl.streams.embedded_redis import PID_FILE, claim, command
     from pipelinerl.system.http_service import listen
     from pipelinerl.system.machine import LOOPBACK
+    from pipelinerl.system.process_record import write_record
 
     identity = identity_of(options)
     for host in (identity.host, LOOPBACK):
@@ -139,7 +139,7 @@ def _run(
     changes: Sequence[str] = (),
 ) -> None:
     from pipelinerl.roles.process import identity_of, run_until_signalled
-    from pipelinerl.roles.record import recorded
+    from pipelinerl.system.process_record import recorded
     from pipelinerl.system.secret_variables import withhold
 
     identity = identity_of(options, changes)

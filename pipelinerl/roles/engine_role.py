@@ -24,7 +24,7 @@ from pipelinerl.controller.routes import OFFER_S
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
-from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError, reason_of
+from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
 from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, end, freeze_gc
@@ -170,22 +170,29 @@ async def _follow(identity: Identity, engine: Engine, url: str) -> None:
         await asyncio.sleep(_AGAIN_S)
 
 
+async def _answers(itself: httpx.AsyncClient) -> bool:
+    try:
+        return (await itself.get(OPEN_PATH)).status_code == httpx.codes.OK
+    except httpx.HTTPError:  # it is loading its model, which `_stopped` logs
+        return False
+
+
 async def _offer(identity: Identity, url: str) -> None:
     incarnation = f"{os.getpid()}-{time.time_ns()}"
-    reachable, again_s = True, OFFER_S
+    reachable, again_s = True, OFFER_S / 4
     async with (
         AsyncControllerClient(identity.controller_url, identity.token) as controller,
         async_session(url, timeout_s=5.0) as itself,
     ):
         while True:
             try:
-                if (await itself.get(OPEN_PATH)).status_code == httpx.codes.OK:
+                if await _answers(itself):
                     again_s = await controller.register_engine(
                         url, incarnation=incarnation, name=identity.name, type=identity.config.engine.type
                     )
                     reachable = True
-            except (httpx.HTTPError, UserError) as error:
+            except UserError as error:
                 if reachable:
-                    log.warning("the controller at %s did not take this engine: %s", controller.url, reason_of(error))
+                    log.warning("the controller at %s did not take this engine: %s", controller.url, error)
                 reachable = False
             await asyncio.sleep(again_s if reachable else OFFER_S / 4)

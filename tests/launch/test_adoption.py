@@ -17,7 +17,7 @@ import pytest
 from launch.adoption import adopt
 from pipelinerl.config.recipe import load, save, write_layout
 from pipelinerl.errors import UserError
-from pipelinerl.roles.record import FOLDER, read_records, recorded
+from pipelinerl.system.process_record import FOLDER, read_records, recorded
 from tests.fakes.live_run import CLI
 from tests.patience import PATIENCE_S, is_running, wait_until
 
@@ -25,7 +25,7 @@ from tests.patience import PATIENCE_S, is_running, wait_until
 _ROLE = """
 import json, os, sys, time
 from pathlib import Path
-from pipelinerl.roles.record import recorded
+from pipelinerl.system.process_record import recorded
 with recorded(Path(sys.argv[1]), "engine", "engine-0"):
     with open(Path(sys.argv[1]) / "starts", "a") as starts:
         starts.write(json.dumps([os.getpid(), sys.argv[2], os.environ.get("COLOUR"), os.environ.get("LAUNCHER"),
@@ -110,7 +110,7 @@ def test_role_that_ends_by_itself_is_not_restarted(run_dir: Path) -> None:
 
 
 def test_adopt_ends_when_the_controller_has_recorded_the_end_of_the_run(run_dir: Path) -> None:
-    role = "import sys; from pathlib import Path; from pipelinerl.roles.record import recorded\n"
+    role = "import sys; from pathlib import Path; from pipelinerl.system.process_record import recorded\n"
     role += 'with recorded(Path(sys.argv[1]), "controller", "controller"): sys.stdin.read()'
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     with process([sys.executable, "-c", role, str(run_dir)], stdin=subprocess.PIPE, env=environment) as controller:

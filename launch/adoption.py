@@ -1,8 +1,8 @@
 """`pipelinerl adopt`: watch the roles of a run that were started one by one on this machine; restart those that die.
 
 A role that dies is restarted with its arguments, environment and working directory, as a child of this process and with
-the restart budget of `pipelinerl run` (`launch.process`). A role that ends by itself or on SIGTERM, or is stopped with
-Ctrl-C, removes its record (`pipelinerl.system.process_record`) and is not restarted. Roles that start later are watched, too.
+the restart budget of `pipelinerl run` (`launch.process`). A role that ends by itself, on SIGTERM or on Ctrl-C removes
+its record (`pipelinerl.system.process_record`) and is not restarted. Roles that start later are watched, too.
 When the run is over, or on Ctrl-C, only the roles that this process has restarted are stopped.
 
 | it waits for | how long | then |

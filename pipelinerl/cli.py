@@ -61,12 +61,6 @@ app.add_typer(engines_app, name="engines")
 app.add_typer(oubliette_app, name="sandbox")
 app.add_typer(oubliette_app, name="oubliette", hidden=True)  # the earlier name
 app.add_typer(conformance_app, name="conformance")
-app.command("eval")(evaluate)
-app.command()(prefilter)
-app.command()(watch)
-app.command()(top)
-app.command()(compare)
-app.command()(runs)
 
 
 Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")]
@@ -533,6 +527,12 @@ def _claim(config: recipes.RunConfig) -> bool:
     return controller_role.claim(config)
 
 
+app.command()(watch)
+app.command()(top)
+app.command()(runs)
+app.command()(compare)
+app.command("eval")(evaluate)
+app.command()(prefilter)
 app.command(hidden=not in_checkout())(bench)
 app.command(hidden=not in_checkout())(chaos)
 

@@ -32,6 +32,7 @@ import tomli_w
 
 from benchmarks.measure import Interval, Row, bootstrap_median, print_table, read_record, write_record
 from benchmarks.processes import python
+from pipelinerl.commands.compare import flat_keys
 from pipelinerl.config.recipe import load, to_table
 from pipelinerl.observability.events import Event, read_events
 
@@ -218,12 +219,42 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (), changes: Sequence[str
 
 
 def recorded(benchmark: str, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
-    """Return the benchmark's recorded pairs of runs by seed. Raises ValueError if they are of another recipe."""
+    """Return the benchmark's recorded pairs of runs by seed; none without a record.
+
+    Raises ValueError, which names the keys, if the record is of another recipe.
+    """
     table = read_record(benchmark)
-    if table.get("recipe") != _portable(to_table(load(recipe, overrides))):
-        raise ValueError(f"{benchmark}.json is of another recipe than {recipe} is now: measure all seeds again")
+    if not table:
+        return {}
+    if changed := changed_keys(table["recipe"], recipe, overrides):
+        raise ValueError(
+            f"{benchmark}.json is of another recipe than {recipe} is now ({', '.join(changed)} differ); measure all "
+            f"seeds again: python -m benchmarks {benchmark}"
+        )
     pairs = [(Arm(**mine), Arm(**other)) for mine, other in zip(table["ours"], table["trl"], strict=True)]
-    return dict(zip(table["seeds"], pairs, strict=True))
+    return dict(zip(table.get("seeds", range(len(pairs))), pairs, strict=True))
+
+
+#: Keys that change neither what a run learns nor how long it takes.
+_WITHOUT_EFFECT: Final = ("launch.", "run.engine_timeout_s", "run.no_signal_steps", "run.stall_s")
+
+
+def changed_keys(recorded: Mapping[str, Any], recipe: str, overrides: Sequence[str] = ()) -> list[str]:
+    """Return the keys in which a recorded recipe differs from the recipe as it is now.
+
+    A key that the record lacks counts only if the recipe sets it: its default is what the code did before the key came.
+    On CPUs, `auto` is float32.
+    """
+    config = load(recipe, overrides)
+    before, now = dict(flat_keys(recorded)), dict(flat_keys(_portable(to_table(config))))
+    made = dict(flat_keys(_portable(to_table(config, without_defaults=True))))
+    return [
+        key
+        for key in sorted(now.keys() & (before.keys() | made.keys()))
+        if before.get(key) != now[key]
+        and not key.startswith(_WITHOUT_EFFECT)
+        and not (now[key] == "auto" and before.get(key) in ("float32", "fp32"))
+    ]
 
 
 def on_two_cores(

@@ -93,7 +93,7 @@ class Host:
 
     @property
     def word(self) -> str:
-        """The argument of `--host` that describes this host."""
+        """The argument of `--node` that describes this host."""
         return f"{self.name}={self.address}:gpus={len(self.devices)},roles={'+'.join(sorted(self.roles))}"
 
     def to_json(self) -> dict[str, Any]:
@@ -135,9 +135,9 @@ def read_hosts(config: RunConfig, words: Sequence[str], *, count: int | None, gp
         RecipeError: the recipe could use GPUs, and the number of a host's GPUs is not given.
     """
     if words and count is not None:
-        raise UserError("pass --hosts N or --host for each host, not both")
+        raise UserError("pass --nodes N or --node for each host, not both")
     if count is not None and count < 1:
-        raise UserError(f"--hosts must be 1 or above, got {count}")
+        raise UserError(f"--nodes must be 1 or above, got {count}")
     words = words or [f"host-{number}" for number in range(count or 0)]
     hosts = tuple(_read(word, gpus, may_use=bool(config.gpus_of_engine() or config.gpus_of_trainer)) for word in words)
     names = [host.name for host in hosts]
@@ -150,13 +150,13 @@ def _read(word: str, gpus: int | None, *, may_use: bool) -> Host:
     where, _, rest = word.partition(":")
     name, _, address = where.partition("=")
     if not _NAME.fullmatch(name) or (address and not _NAME.fullmatch(address)):
-        raise UserError(f"--host must be {_EXAMPLE}, got {word!r}")
+        raise UserError(f"--node must be {_EXAMPLE}, got {word!r}")
     options = dict(_option(part, word) for part in rest.split(",")) if rest else {}
     given = options.get("gpus", gpus)
     if given is None and may_use:
         raise RecipeError(
             f"engines or trainer of this recipe may use GPUs, and the number of GPUs of {name} is not given; pass "
-            f"--host {name}:gpus=8 (0 for none), or --gpus for all hosts"
+            f"--node {name}:gpus=8 (0 for none), or --gpus for all hosts"
         )
     try:
         roles = frozenset(HostRole(role) for role in options.get("roles", "+".join(HostRole)).split("+"))
@@ -165,7 +165,7 @@ def _read(word: str, gpus: int | None, *, may_use: bool) -> Host:
         devices = numbered_devices(count)
     except ValueError:
         raise UserError(
-            f"--host must be {_EXAMPLE}, with a number of gpus and roles of {', '.join(HostRole)}, got {word!r}"
+            f"--node must be {_EXAMPLE}, with a number of gpus and roles of {', '.join(HostRole)}, got {word!r}"
         ) from None
     return Host(name=name, address=address or name, devices=devices, roles=roles)
 
@@ -173,7 +173,7 @@ def _read(word: str, gpus: int | None, *, may_use: bool) -> Host:
 def _option(part: str, word: str) -> tuple[str, str]:
     key, equals, value = part.partition("=")
     if not equals or key not in ("gpus", "roles"):
-        raise UserError(f"--host knows gpus and roles, such as {_EXAMPLE}; got {part!r} in {word!r}")
+        raise UserError(f"--node knows gpus and roles, such as {_EXAMPLE}; got {part!r} in {word!r}")
     return key, value
 
 

@@ -41,6 +41,11 @@ class Assignment:
     indices: tuple[int, ...] = ()
     share: float | None = None
 
+    @property
+    def gpus(self) -> float:
+        """The number of GPUs that the process holds, a shared one in part."""
+        return len(self.indices) * (1.0 if self.share is None else self.share)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -86,7 +91,7 @@ class Placement:
         if len(devices) < planned:
             raise UserError(
                 f"the plan gives host {name} {planned} GPU{'s' if planned > 1 else ''}, and it has "
-                f"{len(devices) or 'none'}; pass --host {name}:gpus={len(devices)}, or use a host that has them"
+                f"{len(devices) or 'none'}; pass --node {name}:gpus={len(devices)}, or use a host that has them"
             )
         own = Devices(devices.each[:planned], devices.origin)
         return replace(self, hosts=tuple(replace(h, devices=own) if h.name == name else h for h in self.hosts))
@@ -292,7 +297,7 @@ def spread(config: RunConfig, hosts: Sequence[Host]) -> Placement:
     if config.launch.engine_devices or config.launch.trainer_devices:
         raise RecipeError(
             "launch.engine_devices and launch.trainer_devices name the GPUs of one host, and the run has "
-            f"{len(hosts)}; remove them, and pass the number of each host with --host NAME:gpus=8"
+            f"{len(hosts)}; remove them, and pass the number of each host with --node NAME:gpus=8"
         )
     if not any(len(host.devices) for host in hosts):
         check_none_is_needed(config, Devices())
@@ -331,7 +336,7 @@ class _HostAllocator:
             return [roomy[0]]
         if len(ranks) < needs or sum(len(self._free[name]) for name in able) < needs:
             raise RecipeError(
-                self._too_few("the trainer", needs, "add some with --host NAME:gpus=8, or lower its mesh")
+                self._too_few("the trainer", needs, "add some with --node NAME:gpus=8, or lower its mesh")
             )
         slots = [name for name in able for _ in self._free[name]]
         for rank, name in zip(ranks, slots, strict=False):
@@ -349,7 +354,7 @@ class _HostAllocator:
         for number in range(count):
             roomy = [name for name in able if len(self._free[name]) >= needs]
             if not roomy:
-                remedy = "add some with --host NAME:gpus=8, or lower engine.count or engine.devices"
+                remedy = "add some with --node NAME:gpus=8, or lower engine.count or engine.devices"
                 raise RecipeError(self._too_few(f"engine-{number} of {count}", needs, remedy))
             self.host_by_process[f"engine-{number}"] = roomy[0]
             self._take(f"engine-{number}", roomy[0], needs, config.engine.memory_share)
@@ -369,7 +374,7 @@ class _HostAllocator:
         able = [host.name for host in self._hosts if role in host.roles]
         if not able:
             raise RecipeError(
-                f"no host has the role {role}; pass --host NAME:roles={role} for one of them, or no roles"
+                f"no host has the role {role}; pass --node NAME:roles={role} for one of them, or no roles"
             )
         return able
 

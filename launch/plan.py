@@ -55,7 +55,8 @@ class ProcessSpec:
 
     Attributes:
         argv: program and arguments.
-        env: added to the launcher's environment.
+        env: added to the launcher's environment, or all of it unless the process `inherits`.
+        cwd: working directory; None for the launcher's.
         health: address that shows when the process is ready: an `http://…` URL answers with 200, and
             `redis://host:port/<password file>` answers PING. None if the process is ready immediately.
         after: names of the processes that must be healthy before this one is started.
@@ -63,12 +64,15 @@ class ProcessSpec:
         stop_order: processes with lower numbers stop earlier; those with equal numbers stop together.
         grace_s: seconds from SIGTERM to SIGKILL, if longer than the launcher's own.
         group: name of a group whose processes are all restarted if one of them dies; None without a group.
+        gpus: number of GPUs that the process holds; its share of a GPU that it shares.
         cpu: cores that the process may run on; None for all.
     """
 
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
+    inherits: bool = True
+    cwd: Path | None = None
     health: str | None = None
     after: tuple[str, ...] = ()
     on_exit: OnExit = OnExit.RESTART
@@ -76,6 +80,7 @@ class ProcessSpec:
     stop_order: int = 0
     grace_s: float = 0.0
     group: str | None = None
+    gpus: float = 0.0
     cpu: tuple[int, ...] | None = None
     host: str = LOCALHOST.name
 
@@ -216,6 +221,7 @@ class Launch:
             changes=changes,
             own={"type": type},
             shown=self._shown(name, type or config.engine.type, config.engine.device, on),
+            gpus=on.gpus,
             cpu=engine_cores[number % len(engine_cores)] if engine_cores else None,
             on_exit=OnExit.RESTART if type is None else OnExit.SPARE,
         )
@@ -232,6 +238,7 @@ class Launch:
             changes=(*([f"parameter_server.urls=[{urls}]"] if servers else []), *self._trainer_settings),
             shown=self._trainer_shown(TRAINER),
             after=servers,
+            gpus=self.assignment_of(TRAINER).gpus,
             group=TRAINER if several else None,
             cpu=None if several else cpu,
         )
@@ -245,6 +252,7 @@ class Launch:
             changes=self._trainer_settings,
             own={"rank": rank},
             shown=self._trainer_shown(name),
+            gpus=self.assignment_of(name).gpus,
             group=TRAINER,
         )
 

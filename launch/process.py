@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +25,7 @@ import httpx
 
 from launch.plan import ProcessSpec
 from pipelinerl.observability.status import FORGIVEN_EVERY_S, RestartStatus
+from pipelinerl.observability.usage import Usage, cpu_seconds
 from pipelinerl.roles.role import RESTARTED_VARIABLE
 from pipelinerl.system import http_client
 from pipelinerl.system.supervised_process import tied
@@ -88,6 +90,8 @@ class Process:
         self.started_at = 0.0
         self.due = 0.0
         self.budget = RestartBudget(spec.restarts)
+        self._used = Usage()
+        self._is_measured = False
         self._log_offset = 0
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -102,10 +106,15 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.spec.env, **({RESTARTED_VARIABLE: "1"} if self.budget.deaths else {})},
+                env={
+                    **(os.environ if self.spec.inherits else {}),
+                    **self.spec.env,
+                    **({RESTARTED_VARIABLE: "1"} if self.budget.deaths else {}),
+                },
+                cwd=self.spec.cwd,
                 start_new_session=True,
             )
-        self.state, self.started_at = State.STARTING, now
+        self.state, self.started_at, self._is_measured = State.STARTING, now, False
         return self._child.pid
 
     def note(self, line: str) -> None:
@@ -119,9 +128,26 @@ class Process:
         """The process id, which is also the group's; None if the process does not run."""
         return None if self._child is None else self._child.pid
 
+    @property
+    def usage(self) -> Usage:
+        """Processor and GPU seconds of the process, over all its restarts by this launcher."""
+        if self._child is None or self._is_measured:
+            return self._used
+        held_s = self.spec.gpus * (time.monotonic() - self.started_at)
+        return self._used + Usage(cpu_seconds(self._child.pid), held_s)
+
     def exit_status(self) -> int | None:
         """Return the exit status: None while the process runs, negative if a signal ended it."""
-        return None if self._child is None else self._child.poll()
+        if self._child is None:
+            return None
+        self._measure(os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        return self._child.poll()
+
+    def _measure(self, options: int) -> None:
+        """Note what the process has used once it has ended: the system forgets this when its exit status is read."""
+        child = self._child
+        if child is not None and child.returncode is None and os.waitid(os.P_PID, child.pid, options) is not None:
+            self._used, self._is_measured = self.usage, True
 
     def answers(self) -> bool:
         """Return whether the process's health check succeeds now."""
@@ -129,7 +155,7 @@ class Process:
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM to the process itself, which stops its own children."""
-        if self._child is not None and self._child.poll() is None:
+        if self._child is not None and self.exit_status() is None:
             self._child.terminate()
 
     def finish(self) -> None:
@@ -138,6 +164,7 @@ class Process:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)
+        self._measure(os.WEXITED | os.WNOWAIT)
         self._child.wait()
         self._child = None
 

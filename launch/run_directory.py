@@ -67,18 +67,25 @@ class RunDirectory:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the directory for this launcher and write a new bearer token; raise `UserError` if it is locked."""
-        lock = self.path / _LOCK
-        try:
-            held = _lock(lock).acquire()
-        except Timeout:
-            holder = lock.read_text() or "unknown"
-            raise UserError(
-                f"{self.path} is being run by process {holder}; stop that run first, or start another one"
-            ) from None
-        with held:
-            lock.write_text(str(os.getpid()))
+        with held(self.path):
             write_private(self.tokens, json.dumps({"token": secrets.token_urlsafe(32)}))
             yield
+
+
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Lock a run's directory for the supervisor of its processes; raise `UserError` if another one has locked it."""
+    lock = run_dir / _LOCK
+    try:
+        acquired = _lock(lock).acquire()
+    except Timeout:
+        holder = lock.read_text() or "unknown"
+        raise UserError(
+            f"{run_dir} is being run by process {holder}; stop that run first, or start another one"
+        ) from None
+    with acquired:
+        lock.write_text(str(os.getpid()))
+        yield
 
 
 def _lock(path: Path) -> BaseFileLock:

@@ -39,12 +39,14 @@ from launch.placement import ROUNDING, Assignment
 from launch.plan import Launch, Plan, ProcessSpec
 from launch.process import Process, State, answers, exit_words
 from pipelinerl.observability.status import RequestedEngine, RestartStatus, RunStatus, write_restarts
+from pipelinerl.observability.usage import Usage, read_usage, write_usage
 from pipelinerl.roles.role import OnExit
 from pipelinerl.system.machine import free_ports
 
 _REAPER = Path(__file__).with_name("reaper.py")
 _TICK_S = 0.02
 _PROBE_EVERY_S = 0.1
+_USAGE_EVERY_S = 10.0
 #: Exit status of a user error, which a restart cannot fix.
 _USER_ERROR = 2
 
@@ -119,6 +121,7 @@ class Supervisor:
         self._interrupts = 0
         self._result: RunResult | None = None
         self._spared: set[str] = set()
+        self._usage_before = read_usage(run_dir)
         self._reaper: IO[str] | None = None
 
     def run(self) -> RunResult:
@@ -131,6 +134,7 @@ class Supervisor:
                 self._on_end(result)
             finally:
                 self._stop()
+                self._tell_usage()
         return result
 
     @property
@@ -162,6 +166,14 @@ class Supervisor:
         self._announce(f"starting {spec.name}")
         self._processes[spec.name] = Process(spec, self._run_dir / "logs")
 
+    def revive(self, spec: ProcessSpec, *, up_s: float) -> None:
+        """Restart a process that was not started here and has died after `up_s` seconds; supervise it from now on.
+
+        Call this only from `on_tick`.
+        """
+        process = self._processes[spec.name] = Process(spec, self._run_dir / "logs")
+        self._died(process, f"{spec.name} died", up_s, time.monotonic())
+
     def refuse(self, spec: ProcessSpec, reason: str) -> None:
         """Record that the run continues without this process, and write the reason into its log."""
         self._announce(f"the run continues without {spec.name}: {reason}")
@@ -191,7 +203,7 @@ class Supervisor:
 
     def _watch(self) -> RunResult:
         """Advance the processes until the run has a result; raise what `on_tick` raises."""
-        ticked_at = float("-inf")
+        ticked_at = written_at = float("-inf")
         while self._result is None:
             now = time.monotonic()
             if self._interrupts and not self._saves(now):
@@ -202,6 +214,9 @@ class Supervisor:
             if now - ticked_at >= self._tick_every_s:
                 ticked_at = now
                 self._on_tick()
+            if now - written_at >= _USAGE_EVERY_S:
+                written_at = now
+                self._tell_usage()
             time.sleep(_TICK_S)
         return self._result
 
@@ -288,15 +303,22 @@ class Supervisor:
             return
         if spec.on_exit is OnExit.DONE and status == 0:
             return
-        words, up_s, budget = f"{spec.name} ended ({exit_words(status)})", now - process.started_at, process.budget
-        if status == _USER_ERROR or budget.is_spent_by(up_s):
+        words, up_s = f"{spec.name} ended ({exit_words(status)})", now - process.started_at
+        if status == _USER_ERROR:
+            self._fail(process, words)
+        else:
+            self._died(process, words, up_s, now)
+
+    def _died(self, process: Process, words: str, up_s: float, now: float) -> None:
+        budget = process.budget
+        if budget.is_spent_by(up_s):
             unforgiven = round(budget.unforgiven)
             spent = f" after {unforgiven} restarts, its whole budget" if unforgiven else ""
             self._fail(process, words + spent)
             return
         wait_s = budget.died(up_s)
         process.state, process.due = State.BACKING_OFF, now + wait_s
-        self._announce(f"{words}; restarting it in {wait_s:g} s ({budget.unforgiven:.0f} of {spec.restarts})")
+        self._announce(f"{words}; restarting it in {wait_s:g} s ({budget.unforgiven:.0f} of {process.spec.restarts})")
         self._restart_with(process)
         self._tell_restarts()
 
@@ -317,6 +339,11 @@ class Supervisor:
             self._write_restarts(tuple(died))
         except OSError as error:
             self._announce(f"cannot write the restarts to {self._run_dir}: {error.strerror}")
+
+    def _tell_usage(self) -> None:
+        with contextlib.suppress(OSError):  # these figures must not end a run
+            for name, process in self._processes.items():
+                write_usage(self._run_dir, name, self._usage_before.get(name, Usage()) + process.usage)
 
     def _fail(self, process: Process, words: str) -> None:
         words = f"{words}; its log {process.log} ends:\n{process.last_lines()}"

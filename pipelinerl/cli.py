@@ -29,7 +29,7 @@ from launch.cluster.command_line import (
     refuse_hosts,
 )
 from pipelinerl import registry
-from pipelinerl.commands.compare import compare
+from pipelinerl.commands.compare import compare, runs
 from pipelinerl.commands.conformance import bench, chaos, conformance_app, in_checkout
 from pipelinerl.commands.engines import Overrides, Recipe, Run, RunPath, engines_app
 from pipelinerl.commands.knobs import knobs_app
@@ -90,7 +90,6 @@ app = typer.Typer(
 app.add_typer(knobs_app, name="knobs")
 app.add_typer(engines_app, name="engines")
 app.add_typer(conformance_app, name="conformance")
-app.command()(compare)
 
 
 def _print_version(wanted: bool) -> None:
@@ -133,7 +132,7 @@ def run(
 
     `pipelinerl train` is the same.
 
-    With --host, this machine is the first of several that each run `pipelinerl node`. With --on, a cluster launcher
+    With --node, this machine is the first of several that each run `pipelinerl node`. With --on, a cluster launcher
     starts them (docs/use/clusters.md).
     """
     from launch import run as launching
@@ -363,6 +362,8 @@ def _claim(config: recipes.RunConfig) -> bool:
     return resumed_run.claim(config)
 
 
+app.command()(runs)
+app.command()(compare)
 app.command(hidden=not in_checkout())(bench)
 app.command(hidden=not in_checkout())(chaos)
 
@@ -382,6 +383,14 @@ def _refuse_here(config: recipes.RunConfig) -> None:
 
     _refuse(config)
     refuse_episodes(config)
+
+
+@app.command(rich_help_panel="Roles (each is one process; `run` starts them all)")
+def adopt(run_dir: RunPath) -> None:
+    """Watch the roles of a run that were started one by one on this machine, and restart those that die."""
+    from launch.adoption import adopt as watch_over
+
+    raise typer.Exit(watch_over(run_dir))
 
 
 add_cluster_commands(app, connect=_connect, claim=_claim, refuse=_refuse)

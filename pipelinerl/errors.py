@@ -53,6 +53,11 @@ class MissingFieldError(RecipeError):
         self.present = names
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the error's message, or the name of its class if it has none, as a timeout has."""
+    return str(error) or type(error).__name__
+
+
 class TokenRefused(RecipeError):
     """The controller rejected the bearer token."""
 

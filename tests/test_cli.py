@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from typer.main import get_command
 
 from launch.run_directory import create
 from pipelinerl import cli, registry
@@ -106,6 +107,7 @@ def pipelinerl(
         ("stop absent", "absent has no live run"),
         ("knobs show absent", "absent has no live run"),
         ("knobs set absent k=3", "absent has no live run"),
+        ("knobs set absent k=1 k=3", "k is given twice, as 1 and as 3; give it once"),
         ("report absent", "absent has no readable events.jsonl to report on"),
         ("warmstart /", "/ exists; name a new directory"),
         ("conformance trainer zzz", "expected package.module:attribute or path.py:attribute, got 'zzz'"),
@@ -190,8 +192,8 @@ def test_run_with_an_invalid_data_file_is_rejected_before_any_process_starts(
     table = '[[domains]]\nname = "d"\nsource = "files"\nparameters = { path = "rows.jsonl" }\n'
     (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
     sentence = f'pipelinerl: {tmp_path}/rows.jsonl line 2: field "answer" is missing or null; the row has prompt\n'
-    head = ("node", "run", "--name", "a", "--host", "a=127.0.0.1", "--host", "b=127.0.0.1", "--gpus", "0", "--recipe")
-    for command in (("run",), ("run", "--on", "slurm", "--hosts", "2", "--gpus", "0"), head):
+    head = ("node", "run", "--name", "a", "--node", "a=127.0.0.1", "--node", "b=127.0.0.1", "--gpus", "0", "--recipe")
+    for command in (("run",), ("run", "--on", "slurm", "--nodes", "2", "--gpus", "0"), head):
         done = pipelinerl(*command, "my.toml")
         assert (done.status, done.out, done.err) == (2, "", sentence)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my.toml", "rows.jsonl"]
@@ -216,7 +218,7 @@ def test_resuming_a_run_with_an_invalid_data_file_is_rejected_with_the_files_nam
     (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
     begun = create(load(str(tmp_path / "my.toml"), [f"run.directory={tmp_path}"]))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
-    node = ("node", str(begun.path), "--name", "a", "--host", "a=127.0.0.1", "--host", "b=127.0.0.1", "--gpus", "0")
+    node = ("node", str(begun.path), "--name", "a", "--node", "a=127.0.0.1", "--node", "b=127.0.0.1", "--gpus", "0")
     for command in (("run", "--resume", str(begun.path)), node):
         done = pipelinerl(*command)
         assert (done.status, done.out) == (2, "")
@@ -340,6 +342,28 @@ def test_command_line_can_be_run_as_python_m_pipelinerl_cli() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("pipelinerl: /nope has no live run")
+
+
+def commands(group: Any, path: str = "pipelinerl") -> Iterator[tuple[str, Any]]:
+    if not hasattr(group, "commands"):
+        yield path, group
+        return
+    for name, command in group.commands.items():
+        if not command.hidden:
+            yield from commands(command, f"{path} {name}")
+
+
+def test_every_command_and_option_has_a_help_and_an_option_means_the_same_in_all_commands() -> None:
+    helps: dict[str, dict[str, str]] = {}
+    for path, command in commands(get_command(cli.app)):
+        assert command.help, path
+        for each in command.params:
+            text = getattr(each, "help", "")
+            assert text, f"{path} {each.name} has no help"
+            for option in each.opts:
+                helps.setdefault(option, {})[path] = text
+    for option in ("--host", "--port", "--set", "--node", "--nodes", "--gpus", "--on"):
+        assert len(set(helps[option].values())) == 1, helps[option]
 
 
 def test_process_takes_its_redis_url_from_the_argument_or_the_environment_or_the_recipe_in_this_order(

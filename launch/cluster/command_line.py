@@ -34,12 +34,12 @@ _PANEL: Final = "More than one machine"
 HostWords = Annotated[
     list[str] | None,
     typer.Option(
-        "--host",
+        "--node",
         help="A host: NAME, NAME=ADDRESS or NAME=ADDRESS:gpus=8,roles=engine+actor; repeatable. The first is the head.",
     ),
 ]
-HostCount = Annotated[int | None, typer.Option("--hosts", help="Number of hosts, if the launcher names them.")]
-Gpus = Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs of each host whose --host does not give them.")]
+HostCount = Annotated[int | None, typer.Option("--nodes", help="Number of hosts, if the launcher names them.")]
+Gpus = Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs of each host whose --node does not give them.")]
 FirstPort = Annotated[
     int | None,
     typer.Option("--first-port", min=1024, max=65000, help="First port of a run on several hosts."),
@@ -67,7 +67,7 @@ def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | No
     if by not in list(Launcher):
         raise UserError(f"--on must be one of {', '.join(Launcher)}, or ray://HOST:10001; got {on!r}")
     if members is None:
-        raise UserError(f"--on {on} needs the number of hosts; pass --hosts 2, or --host for each")
+        raise UserError(f"--on {on} needs the number of hosts; pass --nodes 2, or --node for each")
     return ClusterTarget(Launcher(by), members, tuple(slurm_options or ()), image, address)
 
 
@@ -75,8 +75,8 @@ def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: in
     """Raise `UserError` if the command line of a resumed run names hosts: the run continues on its earlier hosts."""
     if on is not None or words or count is not None:
         raise UserError(
-            f"--resume continues {resume} on its own hosts; remove --on, --host and --hosts. To use other hosts, start "
-            "its nodes with `pipelinerl node --host …`, or submit its slurm.sh (docs/use/clusters.md)"
+            f"--resume continues {resume} on its own hosts; remove --on, --node and --nodes. To use other hosts, start "
+            "its nodes with `pipelinerl node --node …`, or submit its slurm.sh (docs/use/clusters.md)"
         )
 
 

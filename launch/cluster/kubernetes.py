@@ -56,7 +56,7 @@ def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str)
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", word):
             raise UserError(
                 f"Kubernetes names are up to 40 lower-case letters, digits and dashes, got {word!r}; change run.name "
-                "or --host"
+                "or --node"
             )
     # A pod's address is its name at the headless service.
     hosts = tuple(replace(host, address=f"{host.name}.{name}") for host in members.hosts)
@@ -155,7 +155,7 @@ def _job(
     config: RunConfig, host: Host, hosts: Sequence[Host], share: Plan, first_port: int, run_dir: Path, image: str
 ) -> dict[str, Any]:
     run, labels = config.run.name, {_LABEL: config.run.name, _HOST_LABEL: host.name}
-    words = [each for other in hosts for each in ("--host", other.word)]
+    words = [each for other in hosts for each in ("--node", other.word)]
     command = ["python3", "-P", "-m", "pipelinerl.cli", "node", str(run_dir), "--name", host.name, "--first-port"]
     command += [str(first_port), *words, "--recipe", f"{RECIPE_FOLDER}/recipe.toml"]
     container: dict[str, Any] = {

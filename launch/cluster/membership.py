@@ -97,7 +97,7 @@ def read_members(run_dir: Path) -> Members | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read: {error}; pass the hosts again with --host") from None
+        raise UserError(f"{path} cannot be read: {error}; pass the hosts again with --node") from None
 
 
 def write_launch(run_dir: Path, record: LaunchRecord) -> None:

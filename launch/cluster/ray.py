@@ -162,7 +162,7 @@ class _Nodes:
         raise UserError(
             f"Ray has no room for {len(bundles)} hosts, each on a machine of its own, within {PLACED_S:g} s:\n"
             f"{describe(self._config, self._members)}\nits machines have: {there}; add machines, or lower "
-            "--hosts or --gpus"
+            "--nodes or --gpus"
         )
 
     def _ready(self) -> list[Any]:
@@ -217,7 +217,7 @@ class _Nodes:
 
     def _serve(self, name: str) -> None:
         located = [self._hosts[host.name] for host in self._members.hosts]
-        hosts = [word for host in located for word in ("--host", host.word)]
+        hosts = [word for host in located for word in ("--node", host.word)]
         words = [str(self._run_dir), "--name", name, "--first-port", str(self._members.first_port), *hosts]
         output = self._run_dir / "cluster" / f"node-{name}.out"
         self._announce(f"{name} is {self._hosts[name].address}; its output goes to {output}")

@@ -45,7 +45,7 @@ pipelinerl=({pipelinerl})
 hosts=(--first-port {first_port})
 for name in "${{names[@]}}"; do
     address=$(scontrol --oneliner show node "$name" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
-    hosts+=(--host "$name=${{address:-$name}}{options}")
+    hosts+=(--node "$name=${{address:-$name}}{options}")
 done
 
 # Slurm's notice: save the run, and end it.
@@ -98,7 +98,7 @@ def slurm_script(config: RunConfig, members: Members, *, run_dir: Path, extra: S
     hosts = members.hosts
     named = not all(re.fullmatch(r"host-\d+", host.name) for host in hosts)
     if not named and len({len(host.devices) for host in hosts}) > 1:
-        raise UserError("hosts with different numbers of GPUs need Slurm's names; pass --host NAME:gpus=8 for each")
+        raise UserError("hosts with different numbers of GPUs need Slurm's names; pass --node NAME:gpus=8 for each")
     most = max(len(host.devices) for host in hosts)
     directives = [
         f"--job-name={config.run.name}",

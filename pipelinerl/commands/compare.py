@@ -1,10 +1,11 @@
-"""`pipelinerl compare`: the summaries of several runs side by side, and the settings in which their recipes differ."""
+"""`pipelinerl compare` and `pipelinerl runs`: several runs side by side, and the list of the runs in a folder."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import typer
@@ -12,9 +13,16 @@ import typer
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
 
+if TYPE_CHECKING:  # not imported at run time, so that `pipelinerl --help` starts quickly
+    from pipelinerl.observability.run_history import RunHistory
+
+
+#: Maximum number of runs that a folder of runs stands for.
+MOST_RUNS: Final = 16
+
 
 def compare(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Directories of two or more runs.")],
+    run_dirs: Annotated[list[Path], typer.Argument(help="Directories of two or more runs, or a folder of runs.")],
 ) -> None:
     """Show runs side by side: results, and the settings in which their recipes differ."""
     from rich.console import Console
@@ -24,11 +32,17 @@ def compare(
     from pipelinerl.commands.recorded_run import recorded_events
     from pipelinerl.observability.report import summary_rows
     from pipelinerl.observability.run_history import tell
+    from pipelinerl.observability.usage import usage_rows
 
+    run_dirs = expanded(run_dirs)
     if len(run_dirs) < 2:
         raise UserError(f"compare needs two runs or more, got {run_dirs[0]}; name another, such as runs/tiny-2")
     configs = [recipes.load_run(run_dir) for run_dir in run_dirs]
-    summaries = [dict(summary_rows(tell(recorded_events(run_dir)))) for run_dir in run_dirs]
+    histories = [tell(recorded_events(run_dir)) for run_dir in run_dirs]
+    summaries = [
+        {**dict(summary_rows(history)), **_curves(history), **dict(usage_rows(run_dir))}
+        for run_dir, history in zip(run_dirs, histories, strict=True)
+    ]
     table = Table("", *(str(run_dir) for run_dir in run_dirs))
     for name in dict.fromkeys(name for summary in summaries for name in summary):
         table.add_row(name, *(Text(summary.get(name, "–")) for summary in summaries))
@@ -39,13 +53,91 @@ def compare(
     Console().print(table)
 
 
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Folder that holds the directories of runs.")] = Path("runs"),
+) -> None:
+    """List the runs of a folder, newest first: state, start, steps, accuracy and reward."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from pipelinerl.observability.events import Event, amount, read_events
+    from pipelinerl.observability.run_history import tell
+    from pipelinerl.observability.status import format_duration
+
+    table = Table("run", "state", "began", "steps", "took", "held out", "reward")
+    for run_dir in runs_in(folder):
+        try:
+            events: list[Event] = read_events(run_dir / "events.jsonl")
+        except OSError:
+            events = []
+        history = tell(events)
+        last, began = history.last_evaluation or {}, history.started.get("time")
+        row = (
+            str(run_dir),
+            _state(run_dir, history),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if isinstance(began, int | float) else "–",
+            f"{len(history.steps):,}",
+            format_duration(max((amount(event, "elapsed_s") for event in events), default=0.0)),
+            "–" if last.get("accuracy") is None else f"{last['accuracy']:.1%}",
+            "–" if history.last_reward is None else f"{history.last_reward:.3f}",
+        )
+        table.add_row(*map(Text, row))
+    if not table.rows:
+        raise UserError(f"{folder} holds no runs; `pipelinerl run` makes one, and run.directory says where")
+    Console().print(table)
+
+
+def _state(run_dir: Path, history: RunHistory) -> str:
+    from pipelinerl.commands.remote import started_by_hand
+
+    if history.finished is not None:
+        return str(history.finished["kind"]).removeprefix("run_")
+    return "live" if started_by_hand(run_dir) else "crashed" if history.started else "not started"
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the directories of the runs in a folder, the run with the newest events first."""
+    found = [path.parent for path in folder.glob("*/recipe.toml")]
+    return sorted(found, key=_changed_at, reverse=True)
+
+
+def _changed_at(run_dir: Path) -> float:
+    path = run_dir / "events.jsonl"
+    return (path if path.is_file() else run_dir).stat().st_mtime
+
+
+def expanded(run_dirs: Sequence[Path]) -> list[Path]:
+    """Return the directories, with the newest runs of a folder in place of a folder that holds runs."""
+    return [
+        each
+        for path in run_dirs
+        for each in ([path] if (path / "recipe.toml").is_file() else runs_in(path)[:MOST_RUNS] or [path])
+    ]
+
+
+def _curves(history: RunHistory) -> dict[str, str]:
+    """Return the accuracies of each evaluation set over the run, drawn as bars, with the first and the last."""
+    from pipelinerl.observability.progress import sparkline
+
+    known = {
+        name: [each["accuracy"] for each in events if each.get("accuracy") is not None]
+        for name, events in history.evaluation_sets.items()
+    }
+    return {
+        f"{name} over the run": f"{values[0]:.1%} {sparkline(values, width=24)} {values[-1]:.1%}"
+        for name, values in known.items()
+        if len(values) > 1
+    }
+
+
 def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the keys whose values differ between recipes, each with its value in every recipe (None if missing).
 
     `made` holds the non-default settings of each recipe; keys that have their default in all recipes are left out.
     """
-    flat = [dict(_flat(recipe, "")) for recipe in recipes]
-    paths = sorted({path for each in made for path, _ in _flat(each, "")})
+    flat = [dict(flat_keys(recipe)) for recipe in recipes]
+    paths = sorted({path for each in made for path, _ in flat_keys(each)})
     return [
         {"path": path, "values": [each.get(path) for each in flat]}
         for path in paths
@@ -53,7 +145,7 @@ def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str
     ]
 
 
-def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def flat_keys(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, value) for each value in nested tables and lists; a table in a list goes by its `name`."""
     if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
         value = {str(each["name"]): each for each in value}
@@ -61,4 +153,4 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     for name, each in value.items():
-        yield from _flat(each, f"{path}.{name}" if path else name)
+        yield from flat_keys(each, f"{path}.{name}" if path else name)

@@ -43,6 +43,8 @@ Timeout = Annotated[float, typer.Option(help="Seconds for its running requests; 
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result.")]
 
 _POLL_S: Final = 0.2
+#: States of an engine that is out of the run.
+_OUT: Final = ("expelled", "left")
 #: Format of a row of the table: name, type, lifecycle, version, running, waiting, tokens/s, URL.
 _ROW: Final = "{:<12}{:<10}{:<10}{:>8}{:>9}{:>9}{:>10}  {}"
 #: Seconds within which an engine must join the run: it must load its model and receive a publication of weights.
@@ -163,10 +165,10 @@ def _known(type: str) -> str:
     return type
 
 
-def _logs(run: str) -> Path:
+def _logs(run: str) -> Path | None:
     from pipelinerl.commands.remote import is_url
 
-    return Path("logs") if is_url(run) else Path(run) / "logs"
+    return None if is_url(run) else Path(run) / "logs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,8 @@ def table(fleet: FleetStatus) -> list[str]:
 def line(engine: EngineStatus) -> str:
     """Return one engine as a row of the table."""
     name, type, rate = engine.name or "-", engine.type or "-", f"{engine.tokens_per_s:.0f}"
-    row = _ROW.format(name, type, engine.state, engine.version, engine.running, engine.waiting, rate, engine.url)
+    version = "-" if engine.version is None else engine.version
+    row = _ROW.format(name, type, engine.state, version, engine.running, engine.waiting, rate, engine.url)
     return f"{row}  {engine.note}".rstrip()
 
 
@@ -230,7 +233,7 @@ def joined(
     controller: ControllerClient,
     which: str,
     *,
-    logs: Path,
+    logs: Path | None,
     within_s: float = _JOIN_S,
     start: ManualStart | None = None,
 ) -> EngineStatus:
@@ -241,18 +244,17 @@ def joined(
         DeadlineError: the engine has not joined in time.
     """
 
-    def is_decided(engine: EngineStatus) -> bool:
-        return engine.serves or engine.state == "expelled"
-
-    engine = _until(controller, which, is_decided, within_s, "serve", logs, start=start)
-    if engine.state == "expelled":
+    engine = _until(
+        controller, which, lambda each: each.serves or each.state in _OUT, within_s, "serve", logs, start=start
+    )
+    if engine.state in _OUT:
         raise UserError(f"{which} was expelled: {engine.last_error}")
     return engine
 
 
 def gone(controller: ControllerClient, which: str, *, within_s: float) -> EngineStatus:
     """Wait until the engine has left; return its last status, or raise `DeadlineError` after `within_s` seconds."""
-    return _until(controller, which, lambda engine: engine.state == "expelled", within_s, "leave", None)
+    return _until(controller, which, lambda engine: engine.state in _OUT, within_s, "leave", None)
 
 
 def _until(
@@ -267,28 +269,31 @@ def _until(
 ) -> EngineStatus:
     from pipelinerl.controller.state.fleet import base_url
 
-    hint = "" if logs is None else f"; see {logs}"
+    log = None if logs is None else logs / f"{which}.log"
+    hint = ""
     deadline = time.monotonic() + within_s
-    lifecycle = "unknown"
+    lifecycle = ""
     while time.monotonic() < deadline:
+        if log is not None and log.is_file():
+            hint = f"; see {log}"
         fleet = controller.engines()
         for engine in fleet.engines:
             if base_url(which) in (engine.url, engine.name):
                 lifecycle = f"{engine.state} {engine.last_error}".strip()
                 if reached(engine):
                     return engine
-        if lifecycle == "unknown" and which in fleet.to_stop:
-            raise UserError(f"{which} did not join, and the run continues without it{_last_word(which, logs)}{hint}")
-        if lifecycle == "unknown" and start is not None and not fleet.has_launcher:
+        if not lifecycle and which in fleet.to_stop:
+            raise UserError(f"{which} did not join, and the run continues without it{_last_word(log)}{hint}")
+        if not lifecycle and start is not None and not fleet.has_launcher:
             _explain(start, [which], waits=True)
-            start = None
+            start, hint = None, "; the terminal in which you started it shows why"
         time.sleep(_POLL_S)
-    raise DeadlineError(f"{which} did not {what} within {within_s:g} s; it is {lifecycle}{hint}")
+    state = f"it is {lifecycle}" if lifecycle else "it has not joined the run"
+    raise DeadlineError(f"{which} did not {what} within {within_s:g} s; {state}{hint}")
 
 
-def _last_word(which: str, logs: Path | None) -> str:
+def _last_word(log: Path | None) -> str:
     """Return `: ` and the error message in the last line of the engine's log; empty if that line is no such message."""
-    log = None if logs is None else logs / f"{which}.log"
     lines = log.read_text(errors="replace").splitlines() if log is not None and log.is_file() else []
     sentence = lines[-1].removeprefix("pipelinerl: ") if lines else ""
     return f": {sentence}" if lines and sentence != lines[-1] else ""

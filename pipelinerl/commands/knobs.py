@@ -9,6 +9,7 @@ import typer
 
 from pipelinerl.commands.engines import Run
 from pipelinerl.errors import RecipeError
+from pipelinerl.observability.events import changes_words
 
 knobs_app = typer.Typer(help="Show or change the knobs of a live run.", no_args_is_help=True)
 
@@ -23,8 +24,7 @@ def knobs_show(run: Run) -> None:
     for line in _knob_lines(answer.knobs):
         typer.echo(line)
     for change in answer.log:
-        made = ", ".join(f"{name} = {value}" for name, value in change.changes.items())
-        typer.echo(f"step {change.step}: {made} by {change.who}")
+        typer.echo(f"step {change.step}: {changes_words(change.changes)} by {change.who}")
 
 
 @knobs_app.command("set")
@@ -32,8 +32,9 @@ def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=
     """Change knobs of a live run; changes take effect at the next step boundary."""
     from pipelinerl.commands.remote import controller_of
 
+    made = _assignments(changes)
     with controller_of(run) as controller:
-        answer = controller.change_knobs(dict(_assignment(change) for change in changes))
+        answer = controller.change_knobs(made)
     for line in _knob_lines(answer.knobs):
         typer.echo(line)
     typer.echo(f"effective {answer.effective}")
@@ -48,7 +49,16 @@ def _knob_lines(knobs: Mapping[str, Any], within: str = "") -> Iterator[str]:
             yield f"{within}{name} = {value}"
 
 
-def _assignment(text: str) -> tuple[str, Any]:
+def _assignments(changes: list[str]) -> dict[str, str]:
+    made: dict[str, str] = {}
+    for name, value in map(_assignment, changes):
+        if name in made:
+            raise RecipeError(f"{name} is given twice, as {made[name]} and as {value}; give it once")
+        made[name] = value
+    return made
+
+
+def _assignment(text: str) -> tuple[str, str]:
     name, separator, value = text.partition("=")
     if not (separator and name.strip()):
         raise RecipeError(f"expected knob=value, got {text!r}")

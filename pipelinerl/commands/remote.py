@@ -66,6 +66,8 @@ def address_of(run: Path | str) -> ControllerAddress:
 def _why_none(run_dir: Path) -> str:
     if not run_dir.is_dir():
         return "there is no such directory"
+    if not (run_dir / "recipe.toml").is_file() and (run_dir / "tokens.json").is_file():
+        return "its controller has not started yet; start it with pipelinerl controller"
     if not (run_dir / "recipe.toml").is_file():
         return "it is not a run's directory: recipe.toml is missing"
     try:

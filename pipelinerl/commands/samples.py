@@ -157,7 +157,7 @@ def _answer(answer: AnswerRecord) -> Iterable[Text]:
     facts.append(f"{answer.length:,} tokens, ended by {_line(answer.finish_reason)}")
     facts.append("versions " + (", ".join(f"v{version} × {tokens}" for version, tokens in answer.spans) or "unknown"))
     if answer.staleness is not None:
-        facts.append(f"staleness {answer.staleness}")
+        facts.append(f"staleness {answer.staleness} (1 = on policy)")
     if answer.trained:
         facts.append("trained")
     yield Text.assemble(" ▸ ", (_line(answer.outcome), f"bold {style}"), " · " + " · ".join(facts))

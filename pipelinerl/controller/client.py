@@ -27,7 +27,7 @@ from pipelinerl.controller.routes import (
     Refusal,
     VerifierLease,
 )
-from pipelinerl.errors import AddressError, RecipeError, TokenRefused
+from pipelinerl.errors import AddressError, RecipeError, TokenRefused, reason_of
 from pipelinerl.observability.status import FleetStatus, RunStatus
 from pipelinerl.system.http_client import async_session, session
 
@@ -164,8 +164,7 @@ class AsyncControllerClient:
 
 
 def _silent(url: str, error: Exception, hint: str = "") -> AddressError:
-    reason = str(error) or type(error).__name__  # some errors have no message, such as a connection timeout
-    return AddressError(f"the controller at {url} does not answer ({reason}){hint}")
+    return AddressError(f"the controller at {url} does not answer ({reason_of(error)}){hint}")
 
 
 def _decoded(url: str, response: httpx.Response, answer: type[T], hint: str = "") -> T:

@@ -29,6 +29,7 @@ from pipelinerl.data.files.source import SPLIT_BY, Indexed, RowSource, SplitBy, 
 from pipelinerl.data.prompts import NO_PROMPTS, Prompts
 from pipelinerl.data.source import ProblemSource, SourceRequest, Split
 from pipelinerl.errors import RecipeError
+from pipelinerl.system.references import users_errors
 from pipelinerl.types import Message, Problem
 
 __all__ = ["ProblemSource", "Split", "open_source"]
@@ -110,7 +111,8 @@ class UserSource:
 
     def problem(self, index: int) -> Problem:
         """Return problem `index` of the user's source. Raises `RecipeError` for an invalid problem."""
-        problem = self._source.problem(index)
+        with users_errors(f"{self._request.where}.source", self._source.problem):
+            problem = self._source.problem(index)
         if not isinstance(problem, Problem) or not all(isinstance(each, Message) for each in problem.messages):
             raise RecipeError(
                 f"{self._request.where}.source: problem({index}) must return a Problem with Messages, got "
@@ -145,7 +147,8 @@ def _called(function: Callable[..., Any], given: dict[str, Any], request: Source
         inspect.signature(function).bind(**given)
     except TypeError as error:
         raise RecipeError(f"{request.where}.parameters do not fit {_name(function)}: {error}") from None
-    return function(**given)
+    with users_errors(f"{request.where}.source", function):
+        return function(**given)
 
 
 def _indexed(
@@ -158,7 +161,8 @@ def _indexed(
         )
     rows: Any = made  # a sequence is not copied into a list, since a data set may build its rows on demand
     if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
-        rows = list(itertools.islice(made, MOST_ROWS + 1))
+        with users_errors(f"{request.where}.source", function):
+            rows = list(itertools.islice(made, MOST_ROWS + 1))
     if len(rows) > MOST_ROWS:
         raise RecipeError(
             f"{request.where}.source: {_name(function)} returns more than {MOST_ROWS:,} problems; return an object "

@@ -15,6 +15,7 @@ from typing import Final
 
 from pipelinerl.numerics.causes import CONTRADICTION, Cause
 from pipelinerl.observability.run_history import RunHistory, Series
+from pipelinerl.staleness import LOCKSTEP
 
 #: The statistics reported for each cause, with their labels, in display order.
 FIGURES: Final[Mapping[str, str]] = {
@@ -285,11 +286,11 @@ def _staleness(cause: CauseReview, review: Review) -> Iterator[Advice]:
 def _on_ages(review: Review) -> Iterator[Advice]:
     for age, shares in review.ages.items():
         cut = sum(shares.get(name, 0.0) for name in ("clipped", "masked"))
-        if age != "0" and cut > CUT:
-            youngest = int(age.split("_")[0])
+        youngest = int(age.split("_")[0])
+        if youngest > LOCKSTEP and cut > CUT:
             yield Advice(
-                f"of the tokens {youngest} or more versions old, {cut:.0%} are clipped or masked",
-                f"staleness.k = {youngest} or less",
+                f"of the tokens of staleness {youngest} or more (1 = on policy), {cut:.0%} are clipped or masked",
+                f"staleness.k = {youngest - 1} or less",
                 "they were sampled and verified, and then have no gradient",
             )
             return

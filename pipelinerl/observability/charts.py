@@ -46,13 +46,17 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Lines over one x axis; `unit` is appended to the labels of the y axis, which reaches at least `y_max`."""
+    """Lines over one x axis; `unit` is appended to the labels of the y axis, which reaches at least `y_max`.
+
+    `marks` are places on the x axis, each with a text, such as a changed knob.
+    """
 
     lines: tuple[Line, ...]
     x_label: str
     unit: str = ""
     y_max: float = 0.0
     percent: bool = False
+    marks: tuple[tuple[float, str], ...] = ()
     width: float = 350.0
     height: float = 195.0
 
@@ -84,6 +88,10 @@ def svg(chart: Chart) -> str:
     frame = _frame(chart, lines)
     names = ", ".join(line.label for line in lines if line.label)
     parts = [f'<svg {size} role="img" aria-label="{escape(names or chart.x_label)}">', *_axes(frame)]
+    for at, text in chart.marks:
+        if frame.x0 <= at <= frame.x1:
+            place = f'x1="{frame.x(at):.1f}" x2="{frame.x(at):.1f}" y1="{_TOP:g}" y2="{chart.height - _BOTTOM:g}"'
+            parts.append(f'<line class="mark" {place}><title>{escape(f"{text}, at {compact(at)}")}</title></line>')
     for line in lines:
         parts += _drawn(frame, line)
     return "".join([*parts, "</svg>"])

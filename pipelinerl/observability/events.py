@@ -229,6 +229,19 @@ def record_of(line: bytes) -> Event | None:
     return event if isinstance(event.get("kind"), str) else None
 
 
+def changes_words(changes: object) -> str:
+    """Return changed knobs as text: `k = 8, domain_weights.sums = 2`."""
+    return ", ".join(f"{name} = {value}" for name, value in _flat(changes, "")) if changes else ""
+
+
+def _flat(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for name, each in value.items():
+        yield from _flat(each, f"{path}.{name}" if path else str(name))
+
+
 def _whole_length(file: int) -> int:
     end = os.fstat(file).st_size
     while end > 0:

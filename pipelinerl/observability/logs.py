@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any, Final, TextIO, final
 
 #: Loggers of libraries whose messages are only logged from `warning` on, since their `info` is irrelevant to a run.
-_TALKATIVE = ("httpx", "httpcore", "uvicorn.access", "matplotlib", "asyncio", "filelock", "urllib3")
+_TALKATIVE = ("httpx", "httpcore", "uvicorn.access", "uvicorn.error", "matplotlib", "asyncio", "filelock", "urllib3")
 
 
 @final

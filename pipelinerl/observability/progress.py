@@ -32,6 +32,7 @@ from pipelinerl.observability.status import (
     format_milliseconds,
     restarts_line,
     reward_words,
+    staleness_words,
 )
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -128,7 +129,7 @@ def line(status: RunStatus) -> str:
         f"held-out {_accuracy(status.held_out)}",
         *(f"{each.name} {_accuracy(each)}" for each in status.other_sets),
         f"{status.fleet.tokens_per_s:,.0f} tok/s",
-        f"staleness {status.last_step.staleness_mean:.1f} (max {status.last_step.staleness_max})",
+        f"staleness {staleness_words(status.last_step.staleness_mean, status.last_step.staleness_max)}",
         f"pause {format_milliseconds(status.fleet.update_pause_s)}",
         f"engines {status.fleet.occupancy:.0%}",
         f"{format_duration(status.elapsed_s)}, {_eta(status)}",
@@ -194,7 +195,7 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
         ("reward", Text(reward_words(status.last_step.reward, status.last_step.unjudged), style="bold")),
         ("held-out", held_out),
         ("tokens/s", f"{status.fleet.tokens_per_s:,.0f}"),
-        ("staleness", f"{status.last_step.staleness_mean:.1f}, max {status.last_step.staleness_max}"),
+        ("staleness", staleness_words(status.last_step.staleness_mean, status.last_step.staleness_max)),
         ("update pause", format_milliseconds(status.fleet.update_pause_s)),
         ("engines", f"{status.fleet.occupancy:.0%} busy"),
         ("entropy", entropy + ("" if step.exact_entropy is None else f", exact {step.exact_entropy:.3f}")),
@@ -217,7 +218,7 @@ def _engines(engines: tuple[EngineStatus, ...]) -> Table:
         grid.add_row(
             Text(engine.url, style="dim"),
             Text(engine.state, style=style),
-            f"v{engine.version}",
+            "no weights yet" if engine.version is None else f"v{engine.version}",
             f"{engine.running}/{engine.slots} running",
             f"{engine.waiting} waiting",
             f"{engine.tokens_per_s:,.0f} tok/s",

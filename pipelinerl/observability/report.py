@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -32,7 +32,7 @@ from pipelinerl.observability.evaluations import (
     pass_at_words,
     weights,
 )
-from pipelinerl.observability.events import Event, kind_of, read_events
+from pipelinerl.observability.events import Event, amount, changes_words, kind_of, read_events
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.observability.run_history import HELD_OUT, RunHistory, Series, groups_of, mean_of, stale_share, tell
 from pipelinerl.observability.samples.reading import ChosenSample, Ranking, SampleQuery, read_samples
@@ -44,7 +44,8 @@ from pipelinerl.observability.samples.record import (
     shortened,
     visible,
 )
-from pipelinerl.observability.status import format_duration, format_milliseconds, reward_words
+from pipelinerl.observability.status import format_duration, format_milliseconds, reward_words, staleness_words
+from pipelinerl.observability.usage import usage_rows
 
 _PAGE = Path(__file__).with_name("report_page.html")
 
@@ -186,7 +187,12 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
         _chart("Trainer − sampler, P95 |Δ log-prob|", _by_cause(history, "p95")),
         _chart("Trainer − sampler, max |Δp| of a response", _by_cause(history, "response_max")),
     ]
-    return [(title, chart) for title, chart in figures if any(line.series for line in chart.lines)]
+    changed = tuple((amount(each, "step"), changes_words(each.get("changes"))) for each in history.knobs)
+    return [
+        (title, replace(chart, marks=changed) if chart.x_label == "step" else chart)
+        for title, chart in figures
+        if any(line.series for line in chart.lines)
+    ]
 
 
 def update_charts(history: RunHistory) -> list[tuple[str, Chart]]:
@@ -233,11 +239,8 @@ def _legend(lines: tuple[Line, ...]) -> str:
 def _knobs(history: RunHistory) -> str:
     rows = []
     for event in history.knobs:
-        changes = event.get("changes") or {}
-        text = (
-            ", ".join(f"{name} = {value}" for name, value in changes.items()) if isinstance(changes, dict) else changes
-        )
-        rows.append((_when(event), str(event.get("step", "")), str(text), str(event.get("who", ""))))
+        made = changes_words(event.get("changes"))
+        rows.append((_when(event), str(event.get("step", "")), made, str(event.get("who", ""))))
     return _table(("time", "step", "changed", "by"), rows) if rows else "<p class=none>No knobs were changed.</p>"
 
 
@@ -306,7 +309,7 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
         rows.append(("tokens sampled", f"{history.sampled_tokens:,}, {rate:,.0f} a second"))
     mean, most = history.median(history.steps, "staleness_mean"), history.max_of(history.steps, "staleness_max")
     if mean is not None and most is not None:
-        rows.append(("staleness", f"{mean:.1f} versions typically, {most:.0f} at most (1 = on policy)"))
+        rows.append(("staleness", staleness_words(mean, most)))
     pause, longest = history.median(history.publications, "pause_s"), history.max_of(history.publications, "pause_s")
     if pause is not None and longest is not None:
         updates = f"{len(history.publications):,} weight updates"
@@ -332,7 +335,7 @@ def summary(history: RunHistory, *, run_dir: Path, report: Path | None = None) -
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
-    for name, value in summary_rows(history):
+    for name, value in (*summary_rows(history), *usage_rows(run_dir)):
         grid.add_row(name, Text(value, style="bold" if name in ("held-out accuracy", "mean reward") else ""))
     grid.add_row("run", str(run_dir))
     if report is not None:

@@ -33,13 +33,18 @@ class StatusPhase(StrEnum):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. `state` is its state in the fleet, or `pinned` if it is reserved for an evaluation."""
+    """One engine.
+
+    `state` is its state in the fleet, `pinned` if it is reserved for an evaluation, or `left` if it was drained,
+    replaced or removed on request.
+    """
 
     url: str
     state: str
     name: str = ""
     type: str = ""
-    version: int = 0
+    version: int | None = None
+    """Version of the weights that it serves; None if it has no weights of this run."""
     running: int = 0
     waiting: int = 0
     slots: int = 0
@@ -47,8 +52,6 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     speed: float = 1.0
     """Speed of its decode steps relative to the fleet's, if the two differ: 0.5 is half as fast."""
     last_error: str = ""
-    left_as_planned: bool = False
-    """True if the engine left because it was drained, replaced or removed on request."""
 
     @property
     def serves(self) -> bool:
@@ -240,6 +243,14 @@ def reward_words(reward: float | None, unjudged: float | None) -> str:
     """Return a reward as text, with the share of answers that it leaves out: `0.750 (12.5% unjudged)`."""
     shown = "–" if reward is None else f"{reward:.3f}"
     return f"{shown} ({unjudged:.1%} unjudged)" if unjudged else shown
+
+
+def staleness_words(mean: float, most: float) -> str:
+    """Return a step's staleness as text: `1.3, max 2 (1 = on policy)`; a dash before the first step.
+
+    Staleness counts the version that the step makes, as k does (`StalenessBounds`).
+    """
+    return f"{mean:.1f}, max {most:.0f} (1 = on policy)" if most else "–"
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -11,6 +12,7 @@ import typer
 
 from pipelinerl import registry
 from pipelinerl.config import recipe as recipes
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.roles.role import RESTARTED_VARIABLE, OnExit, Role, RoleOptions
 
 if TYPE_CHECKING:  # not imported at run time, so that `pipelinerl --help` starts quickly
@@ -32,15 +34,29 @@ def trainer_rank(
 def redis(options: RoleOptions) -> None:
     """Run the embedded stream server; its password is in <run>/redis/password."""
     from pipelinerl.roles.process import identity_of
-    from pipelinerl.streams.embedded_redis import claim, command
+    from pipelinerl.streams.embedded_redis import PID_FILE, claim, command
     from pipelinerl.system.http_service import listen
     from pipelinerl.system.machine import LOOPBACK
+    from pipelinerl.system.process_record import write_record
 
     identity = identity_of(options)
     for host in (identity.host, LOOPBACK):
         listen(host, identity.port).close()  # fail here if the port is taken; the server would only log it
     claim(identity.run_dir / "redis")
     argv = command(identity.run_dir / "redis", identity.port, host=identity.host)
+    write_record(
+        identity.run_dir,
+        "redis",
+        identity.name,
+        argv=[without_secrets(word) for word in sys.orig_argv],  # afterwards this process shows the server's arguments
+        ended_without=identity.run_dir / "redis" / PID_FILE,
+    )
+    print(
+        f"pipelinerl: the streams of {identity.run_dir} are at redis://{identity.host}:{identity.port}/0; its "
+        f"password is in {identity.run_dir / 'redis' / 'password'}",
+        file=sys.stderr,
+        flush=True,
+    )
     os.execv(argv[0], argv)
 
 
@@ -56,7 +72,7 @@ def controller(
     from pipelinerl.controller.service.service import Start
     from pipelinerl.roles import controller_role
 
-    run_role(options, partial(controller_role.run, start=Start.FROM_JOURNAL if go_on else Start.AFRESH))
+    run_role("controller", options, partial(controller_role.run, start=Start.FROM_JOURNAL if go_on else Start.AFRESH))
 
 
 @partial(Role, name="engine-0", port=8001, stop_order=2)
@@ -69,7 +85,7 @@ def engine(
     from pipelinerl.roles import engine_role
 
     chosen = {"engine.type": type, "model.path": model}
-    run_role(options, engine_role.run, changes=[f"{key}={value}" for key, value in chosen.items() if value])
+    run_role("engine", options, engine_role.run, changes=[f"{key}={value}" for key, value in chosen.items() if value])
 
 
 @partial(Role, name="actor-0", stop_order=0)
@@ -77,7 +93,7 @@ def actor(options: RoleOptions) -> None:
     """Sample answers from the engines, verify them, and stream the groups."""
     from pipelinerl.roles import actor_role
 
-    run_role(options, actor_role.run)
+    run_role("actor", options, actor_role.run)
 
 
 @partial(Role, name="trainer", on_exit=OnExit.DONE, stop_order=1)
@@ -85,19 +101,28 @@ def trainer(options: RoleOptions) -> None:
     """Train on the streamed groups and publish weights, beginning with the run's newest checkpoint."""
     from pipelinerl.roles import trainer_role
 
-    run_role(options, trainer_role.run)
+    run_role("trainer", options, trainer_role.run)
 
 
 def run_role(
-    options: RoleOptions, main: Callable[[Identity], Coroutine[Any, Any, None]], *, changes: Sequence[str] = ()
+    role: str,
+    options: RoleOptions,
+    main: Callable[[Identity], Coroutine[Any, Any, None]],
+    *,
+    changes: Sequence[str] = (),
 ) -> None:
     """Run a role's process with the recipe's secrets out of reach of its children; exit with its status."""
     from pipelinerl.roles.process import identity_of, run_until_signalled
+    from pipelinerl.system.process_record import recorded
     from pipelinerl.system.secret_variables import withhold
 
     identity = identity_of(options, changes)
     withhold(identity.config.key_variables)
-    run_until_signalled(main, identity)
+    if not identity.controller_url:  # an engine of no run
+        run_until_signalled(main, identity)
+        return
+    with recorded(identity.run_dir, role, identity.name):
+        run_until_signalled(main, identity)
 
 
 #: The core's roles, in the order in which `pipelinerl --help` lists them.

@@ -39,6 +39,8 @@ WATCH_S = 0.5
 #: Module that is imported in advance because it imports torch, which is slow: at the first update, all engines of the
 #: process group would wait for the import.
 _GROUPS = "pipelinerl.weights.broadcast.collective"
+#: Seconds between two lines about an engine that is still loading its model.
+_LOADING_S = 15.0
 #: Seconds between two attempts to connect to the streams.
 _AGAIN_S = 10.0
 
@@ -163,8 +165,13 @@ def _address_towards(controller_url: str) -> str:
 
 async def _stopped(engine: Engine) -> None:
     """Wait for the engine's start, exempt all objects loaded by then from garbage collection, and wait for its stop."""
+    began = told_at = time.monotonic()
     while not _started(engine):
+        if time.monotonic() - told_at >= _LOADING_S:
+            told_at = time.monotonic()
+            log.info("the engine is loading its model, for %.0f s so far", told_at - began)
         await asyncio.sleep(WATCH_S)
+    log.info("the engine has loaded its model")
     freeze_gc()
     while engine.health().state is not EngineState.STOPPED:
         await asyncio.sleep(WATCH_S)
@@ -196,21 +203,28 @@ async def _follow(identity: Identity, engine: Engine, url: str) -> None:
         await asyncio.sleep(_AGAIN_S)
 
 
+async def _answers(itself: httpx.AsyncClient) -> bool:
+    try:
+        return (await itself.get(OPEN_PATH)).status_code == httpx.codes.OK
+    except httpx.HTTPError:  # it is loading its model, which `_stopped` logs
+        return False
+
+
 async def _offer(identity: Identity, url: str) -> None:
     incarnation = f"{os.getpid()}-{time.time_ns()}"
-    reachable, again_s = True, OFFER_S
+    reachable, again_s = True, OFFER_S / 4
     async with (
         AsyncControllerClient(identity.controller_url, identity.token) as controller,
         async_session(url, timeout_s=5.0) as itself,
     ):
         while True:
             try:
-                if (await itself.get(OPEN_PATH)).status_code == httpx.codes.OK:
+                if await _answers(itself):
                     again_s = await controller.register_engine(
                         url, incarnation=incarnation, name=identity.name, type=identity.config.engine.type
                     )
                     reachable = True
-            except (httpx.HTTPError, UserError) as error:
+            except UserError as error:
                 if reachable:
                     log.warning("the controller at %s did not take this engine: %s", controller.url, error)
                 reachable = False

@@ -192,7 +192,7 @@ def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], i
     except asyncio.CancelledError:
         log.info("stopped by a signal")
         sys.exit(128 + signal.SIGTERM)  # 0 would mean that the role's work is done
-    except Exception as error:  # the outermost frame: any error ends the process
+    except (Exception, KeyboardInterrupt) as error:  # the outermost frame: any error, also of user code, ends it
         sys.exit(_status_of(error))
 
 

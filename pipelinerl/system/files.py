@@ -6,12 +6,12 @@ import os
 import threading
 from pathlib import Path
 
-from pipelinerl.errors import UserError
+from pipelinerl.errors import UserError, reason_of
 
 
 def system_words(error: OSError) -> str:
     """Describe the error by the file's name and the system's reason: `runs/x/recipe.toml: Permission denied`."""
-    reason = error.strerror or str(error) or type(error).__name__
+    reason = error.strerror or reason_of(error)
     return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
+import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -37,6 +38,8 @@ from pipelinerl.errors import AddressError
 from pipelinerl.system.background import cancel_all, to_its_end
 from pipelinerl.system.connection import KEEP_ALIVE_S, LimitedConnection
 from pipelinerl.system.service_client import IS_FULL
+
+log = logging.getLogger("pipelinerl")
 
 GRACE_S: Final = 3
 OPEN_PATH: Final = "/health"
@@ -108,6 +111,8 @@ class _Gate:
         if hmac.compare_digest(scheme.lower() + b" " + credential.strip(), self._expected):
             return None
         message = "a valid bearer token is required: send the header Authorization: Bearer <token>"
+        if credential:
+            message = "the bearer token is not the one of this run; use the one in tokens.json of the run's directory"
         return refusal(401, message, code="unauthorized")
 
     def _web_page(self, scope: Scope, given: dict[bytes, bytes]) -> Response | None:
@@ -300,6 +305,7 @@ async def serve_until(app: Starlette, listener: socket.socket, *, over: asyncio.
         over.add_done_callback(lambda _: setattr(server, "should_exit", True))
     lifespan = app.router.lifespan_context(app)
     with listener:
+        log.info("serving at %s", url_of(*listener.getsockname()[:2]))
         await lifespan.__aenter__()  # startup errors are raised here, but would only be logged by uvicorn
         try:
             await server.serve(sockets=[listener])

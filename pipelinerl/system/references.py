@@ -18,11 +18,13 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from pipelinerl.errors import ReferenceFailed
+from pipelinerl.errors import RecipeError, ReferenceFailed, UserError
 from pipelinerl.system.files import from_home
 
 _IN_A_FILE: Final = re.compile(r"(?P<path>[^\n]*\.py):(?P<attribute>[A-Za-z_]\w*)")
@@ -56,6 +58,21 @@ def load_reference(text: str) -> Any:
     except AttributeError:
         place = module.__file__ or module.__name__
         raise ReferenceFailed(f"{place} has no {match['attribute']!r}{_what_it_has(module)}") from None
+
+
+#: What user code may raise. Ctrl-C while user code runs counts as its error, since the two cannot be told apart.
+_ANYTHING: Final = (Exception, SystemExit, KeyboardInterrupt)
+
+
+@contextmanager
+def users_errors(where: str, thing: Any) -> Iterator[None]:
+    """Turn what user code raises in the block into a `RecipeError` that names the key `where`, file and line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except _ANYTHING as error:
+        raise RecipeError(f"{where}: {last_line(error, position_of(thing))}") from None
 
 
 def place_of(thing: Any) -> str:
@@ -115,7 +132,7 @@ def _from_file(path: Path) -> ModuleType:
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except _ANYTHING as error:
         del sys.modules[name]
         raise ReferenceFailed(f"{path} cannot be imported: {last_line(error)}") from None
     finally:
@@ -134,7 +151,7 @@ def _from_name(name: str, text: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ReferenceFailed(f"{text!r} cannot be imported: {last_line(error)}") from None
         raise ReferenceFailed(f"expected module:attribute of an installed module, got {text!r}") from None
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except _ANYTHING as error:
         raise ReferenceFailed(f"{text!r} cannot be imported: {last_line(error)}") from None
 
 

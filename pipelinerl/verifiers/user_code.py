@@ -35,7 +35,7 @@ import msgspec
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.background import raise_if_cancelled
-from pipelinerl.system.references import last_line, load_reference, position_of
+from pipelinerl.system.references import last_line, load_reference, position_of, users_errors
 from pipelinerl.system.returned_values import described
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.verdicts import checked, verdict_of, verdicts_of
@@ -394,7 +394,5 @@ def open_user_code(where: str, reference: str, thing: Any, context: VerifierCont
 def _instance_of(where: str, thing: Any) -> Any:
     if not inspect.isclass(thing):
         return thing
-    try:
+    with users_errors(where, thing):
         return thing()
-    except Exception as error:  # user code may raise any exception
-        raise RecipeError(f"{where}: {thing.__name__}() failed: {last_line(error)}") from None

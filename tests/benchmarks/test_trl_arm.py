@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from benchmarks.trl import TINY, Arm
+from benchmarks.measure import read_record
+from benchmarks.trl import TINY, Arm, changed_keys, recorded
 from benchmarks.trl_arm import Clock, grpo_arguments, held_out_accuracy, judge_of, until_end
 from benchmarks.trl_smollm2 import SMOLLM2, gain
 from pipelinerl.config.recipe import load, to_table
@@ -19,6 +20,33 @@ from pipelinerl.models.checkpoint import load_model
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.roles.problems import training_problems
 from tests.patience import PATIENCE_S
+
+FIGURES = (Path(__file__).parents[2] / "docs/reference/figures.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "recipe", "overrides"), [("trl", TINY.recipe, []), ("trl_smollm2", SMOLLM2.recipe, ["run.steps=30"])]
+)
+def test_figures_mark_exactly_the_records_of_another_recipe_than_the_one_that_ships(
+    benchmark: str, recipe: str, overrides: list[str]
+) -> None:
+    (row,) = (line for line in FIGURES.splitlines() if f"`python -m benchmarks {benchmark}`" in line)
+    changed = changed_keys(read_record(benchmark)["recipe"], recipe, overrides)
+    assert ("(an earlier version of the recipe)" in row) is bool(changed), changed
+
+
+def test_recorded_seeds_are_kept_only_if_the_recipe_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.trl.read_record", lambda name: {})
+    assert recorded("trl", TINY.recipe) == {}, "without a record, the seeds begin one"
+    table = to_table(load(TINY.recipe))
+    assert changed_keys(table, TINY.recipe) == []
+    assert changed_keys(table, TINY.recipe, ["optimizer.learning_rate=1e-3"]) == ["optimizer.learning_rate"]
+    del table["weights"]
+    assert changed_keys(table, TINY.recipe) == [], "keys that came later have the defaults of before"
+    assert changed_keys(table, TINY.recipe, ["weights.transport=pull"]) == ["weights.transport"]
+    monkeypatch.setattr("benchmarks.trl.read_record", lambda name: {"recipe": table | {"optimizer": {}}})
+    with pytest.raises(ValueError, match=r"optimizer\..* differ\); measure all seeds again: python -m benchmarks trl"):
+        recorded("trl", TINY.recipe)
 
 
 def test_rewards_in_trl_benchmark_runs_come_from_the_verifiers_of_the_recipe() -> None:

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from typer.testing import CliRunner
 
-from pipelinerl.commands.engines import engines_app, gone, joined, table
+from pipelinerl.commands.engines import ManualStart, engines_app, gone, joined, table
 from pipelinerl.commands.remote import address_of, controller_of
 from pipelinerl.config.recipe import load, save, write_layout
 from pipelinerl.errors import DeadlineError, UserError
@@ -86,17 +86,17 @@ def test_engine_table_shows_present_and_requested_engines() -> None:
     heading, first, second, third = (" ".join(line.split()) for line in table(fleet))
     assert heading == "name type lifecycle version running waiting tokens/s url"
     assert first == f"engine-0 torch healthy 7 3 0 10 {URL}"
-    assert second == f"- - dead 0 0 0 0 {URL}1 no answer"
+    assert second == f"- - dead - 0 0 0 {URL}1 no answer"
     assert third == "engine-1 vllm requested - - - -"
 
 
 def test_engine_swap_waits_until_the_new_engine_serves_and_the_old_one_leaves(
     controller: Controller, tmp_path: Path
 ) -> None:
-    controller.standings = {"engine-0": ["healthy", "draining", "expelled"], "engine-1": ["joining", "healthy"]}
+    controller.standings = {"engine-0": ["healthy", "draining", "left"], "engine-1": ["joining", "healthy"]}
     joined, gone = run(tmp_path, "swap", "engine-0", "--type", "vllm", "--timeout", "9").splitlines()
     assert joined.startswith("engine-1") and " healthy " in joined
-    assert gone.startswith("engine-0") and " expelled " in gone
+    assert gone.startswith("engine-0") and " left " in gone
     order = {"type": "vllm", "count": 1, "replaces": "engine-0", "grace_s": 9.0}
     assert controller.requests == [("POST", "/engines/request", order)]
 
@@ -105,13 +105,13 @@ def test_engine_swap_without_a_launcher_prints_the_command_to_start_the_engine_a
     controller: Controller, tmp_path: Path
 ) -> None:
     controller.has_launcher = False
-    controller.standings = {"engine-0": ["healthy"] * 3 + ["expelled"], "engine-1": ["not there", "healthy"]}
+    controller.standings = {"engine-0": ["healthy"] * 3 + ["left"], "engine-1": ["not there", "healthy"]}
     lines = run(tmp_path, "swap", "engine-0", "--type", "jax").splitlines()
     assert "start engine-1 yourself" in lines[0]
     expected = f"pipelinerl engine --name engine-1 --type jax --port 0 --controller-url {address_of(tmp_path).url}"
     assert lines[1].strip() == f"{expected} --recipe {tmp_path}/recipe.toml --run-dir {tmp_path}"
     assert lines[2].startswith("waiting for engine-1") and f"pipelinerl engines remove {tmp_path} engine-1" in lines[2]
-    assert " healthy " in lines[3] and " expelled " in lines[4]
+    assert " healthy " in lines[3] and " left " in lines[4]
     assert lines[5] == f"no launcher is running: the process at {URL}0 keeps running until you stop it (Ctrl-C)"
 
 
@@ -186,7 +186,7 @@ def test_unknown_engine_type_is_rejected_before_any_request(
 
 def test_engine_add_fails_with_the_reason_if_the_engine_cannot_start(controller: Controller, tmp_path: Path) -> None:
     controller.to_stop = ("engine-1",)
-    with pytest.raises(UserError, match=r"engine-1 did not join, and the run continues without it; see .*logs"):
+    with pytest.raises(UserError, match=r"engine-1 did not join, and the run continues without it$"):
         run(tmp_path, "add", "--type", "vllm")
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "engine-1.log"
@@ -196,7 +196,7 @@ def test_engine_add_fails_with_the_reason_if_the_engine_cannot_start(controller:
     ):
         run(tmp_path, "add", "--type", "vllm")
     log.write_text("Traceback\nKeyError\n")
-    with pytest.raises(UserError, match=r"continues without it; see .*logs"):
+    with pytest.raises(UserError, match=r"continues without it; see .*logs/engine-1\.log"):
         run(tmp_path, "add", "--type", "vllm")
 
 
@@ -204,15 +204,22 @@ def test_timeout_error_names_the_engine_that_does_not_join_or_leave_and_its_stat
     controller: Controller, tmp_path: Path
 ) -> None:
     controller.standings = {"engine-0": ["joining"], "engine-1": ["expelled"]}
+    (tmp_path / "engine-0.log").touch()
     with controller_of(tmp_path) as remote:
         with pytest.raises(
-            DeadlineError, match=r"engine-0 did not serve within 0\.3 s; it is joining why not; see logs"
+            DeadlineError, match=r"engine-0 did not serve within 0\.3 s; it is joining why not; see .*engine-0\.log"
         ):
-            joined(remote, "engine-0", logs=Path("logs"), within_s=0.3)
+            joined(remote, "engine-0", logs=tmp_path, within_s=0.3)
         with pytest.raises(UserError, match="engine-1 was expelled: why not"):
             joined(remote, "engine-1", logs=Path("logs"))
-        with pytest.raises(DeadlineError, match=r"engine-7 did not leave within 0\.3 s; it is unknown"):
+        with pytest.raises(DeadlineError, match=r"engine-7 did not leave within 0\.3 s; it has not joined the run$"):
             gone(remote, "engine-7", within_s=0.3)
+        with pytest.raises(DeadlineError, match=r"it has not joined the run$"):
+            joined(remote, "engine-7", logs=tmp_path / "logs", within_s=0.3)
+        controller.has_launcher = False
+        by_hand = ManualStart(str(tmp_path), remote.url, "torch")
+        with pytest.raises(DeadlineError, match=r"it has not joined the run; the terminal in which you started it"):
+            joined(remote, "engine-7", logs=tmp_path / "logs", within_s=0.3, start=by_hand)
 
 
 def test_engine_list_says_how_clients_reach_the_engines(controller: Controller, tmp_path: Path) -> None:

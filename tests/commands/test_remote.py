@@ -82,6 +82,8 @@ def test_error_for_a_run_without_a_controller_says_in_what_state_the_run_is(tmp_
 
     assert error_for(tmp_path / "absent") == "there is no such directory"
     assert error_for(tmp_path) == "it is not a run's directory: recipe.toml is missing"
+    (tmp_path / "tokens.json").touch()  # as `pipelinerl redis` leaves the directory
+    assert error_for(tmp_path).startswith("its controller has not started yet; start it with pipelinerl controller")
     (tmp_path / "recipe.toml").write_text("")
     write_layout(tmp_path)
     assert error_for(tmp_path) == f"it is starting or has crashed; pipelinerl run --resume {tmp_path} continues it"

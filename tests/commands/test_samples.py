@@ -56,7 +56,7 @@ def test_samples_command_shows_all_known_facts_of_a_sample(tmp_path: Path) -> No
         "step 2 · words · trained · words-2",
         "<|im_start|>user",
         "correct · reward 0.5 (format 1) · shaped 0.4 · 3 tokens, ended by stop · versions v7 × 2, v8 × 1",
-        "staleness 2 · trained",
+        "staleness 2 (1 = on policy) · trained",
         "reason  because",
         "answer  third",
         "1 of 5 answers kept",

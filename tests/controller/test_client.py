@@ -74,7 +74,7 @@ async def test_every_call_of_the_async_controller_client_works_or_raises_its_err
             await asyncio.to_thread(operator.change_knobs, {"k": "inf"})
         assert (await controller.assignment()).staleness_bound == math.inf
     async with AsyncControllerClient(url, "another") as stranger:
-        with pytest.raises(TokenRefused, match="a valid bearer token is required"):
+        with pytest.raises(TokenRefused, match="the bearer token is not the one of this run; use the one in tokens"):
             await stranger.assignment()
     async with AsyncControllerClient("http://127.0.0.1:1", TOKEN) as nobody:
         with pytest.raises(AddressError, match=r"^the controller at http://127\.0\.0\.1:1 does not answer \(.*\)$"):

@@ -170,7 +170,7 @@ def _turn(run: LiveRun, limit: str, number: int) -> None:
 
 
 def _until_gone(run: LiveRun, name: str) -> None:
-    run.until(lambda run: fleet(run)[name].state == "expelled", f"{name} to be drained")
+    run.until(lambda run: fleet(run)[name].state == "left", f"{name} to be drained")
 
 
 @pytest.mark.slow

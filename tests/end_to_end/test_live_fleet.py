@@ -77,7 +77,7 @@ def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path: Path) -> Non
         heading, first, second, _ = engines(run, "list").splitlines()
         assert heading.split()[:3] == ["name", "type", "lifecycle"]
         assert (first.split()[:3], second.split()[:3]) == (
-            ["engine-0", "bigram", "expelled"],
+            ["engine-0", "bigram", "left"],
             ["engine-2", "bigram", "healthy"],
         )
         stop(run)

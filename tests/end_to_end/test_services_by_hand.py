@@ -18,7 +18,7 @@ from pipelinerl.system.machine import free_ports
 from pipelinerl.system.supervised_process import tied
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.live_run import CLI
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 
 #: The command must print within this many seconds that the user has to start the engine.
 _ANSWERS_S = 15.0
@@ -82,4 +82,33 @@ def test_engine_swap_prints_the_start_command_and_continues_when_the_new_engine_
         assert f"the process at http://127.0.0.1:{engine} keeps running until you stop it" in swap_log.read_text()
         status = until(directory, lambda status: status.step > 4)
         standings = {each.name: each.state for each in status.fleet.engines}
-        assert standings == {"engine-0": "expelled", "engine-1": "healthy"}
+        assert standings == {"engine-0": "left", "engine-1": "healthy"}
+
+
+@pytest.mark.slow  # tests/launch/test_adoption.py tests this faster, with a role that only sleeps
+@pytest.mark.timeout(600)
+def test_adopted_services_come_back_after_they_are_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+    recipe, directory = bigram_recipe(tmp_path / "bigram", walking=True), tmp_path / "run"
+    redis, controller, engine = free_ports(3)
+    common = [
+        *("--recipe", str(recipe), "--run-dir", str(directory), "--controller-url", f"http://127.0.0.1:{controller}"),
+        *("--redis-url", f"redis://127.0.0.1:{redis}/0", "--set", "run.steps=100000"),
+    ]
+    ports = {"redis": redis, "controller": controller, "engine": engine}
+    roles = {}
+    with ExitStack() as stack:
+        for role in ("redis", "controller", "engine", "actor", "trainer"):
+            listens = ["--port", str(ports[role])] if role in ports else []
+            roles[role] = stack.enter_context(started([role, *common, *listens], tmp_path / f"{role}.log"))
+        step = until(directory, lambda status: status.step > 2).step
+        adopted = tmp_path / "adopt.log"
+        stack.enter_context(started(["adopt", str(directory)], adopted))
+        wait_until(lambda: adopted.read_text().count("watching") == len(roles), "all roles are watched")
+        for role, process in roles.items():
+            process.kill()
+            name = {"engine": "engine-0", "actor": "actor-0"}.get(role, role)
+            wait_until(lambda name=name: f"{name} died; restarting it" in adopted.read_text(), f"{name} is restarted")
+            before = step
+            step = until(directory, lambda status, before=before: status.step > before + 2).step
+            print(f"{role} is back: step {step}")
+        assert "continues without" not in adopted.read_text()

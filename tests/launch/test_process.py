@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
+import time
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,6 +16,7 @@ from launch.process import Process, RestartBudget
 from pipelinerl.observability.progress import line
 from pipelinerl.observability.status import FORGIVEN_EVERY_S, RestartStatus, RunStatus, read_restarts, write_restarts
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
+from tests.patience import wait_until
 
 
 def healthy(port: int, password: Path) -> bool:
@@ -49,6 +52,20 @@ def test_stream_server_that_gives_no_valid_answer_is_not_healthy(tmp_path: Path,
         answering.start()
         assert not healthy(listening.getsockname()[1], tmp_path / "password")
         answering.join()
+
+
+def test_processor_and_gpu_time_of_a_process_is_kept_over_its_deaths(tmp_path: Path) -> None:
+    burn = "import time\nwhile time.process_time() < 0.2: pass"
+    process = Process(ProcessSpec(name="busy", argv=(sys.executable, "-S", "-c", burn), gpus=0.5), tmp_path)
+    used = [process.usage]
+    for _ in range(2):
+        process.start(began := time.monotonic())
+        wait_until(lambda: process.exit_status() is not None, "the process has ended")
+        process.finish()
+        used.append(process.usage)
+        assert used[-1].cpu_s - used[-2].cpu_s == pytest.approx(0.2, abs=0.1)
+        assert used[-1].gpu_s - used[-2].gpu_s <= 0.5 * (time.monotonic() - began)
+    assert 0 < used[1].gpu_s < used[2].gpu_s
 
 
 def test_process_that_keeps_crashing_restarts_after_growing_waits_until_its_budget_is_spent() -> None:

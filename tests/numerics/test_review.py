@@ -84,8 +84,8 @@ def test_run_with_mismatch_within_bounds_gets_no_advice() -> None:
         ({"ess": 0.4, "staleness": {}}, "effective sample size is 40%", "lower learning rate"),
         (
             {"staleness": {}, "ages": {"age_5_8_share": 1.0, "age_5_8_clipped": 0.6}},
-            "5 or more versions old, 60% are clipped or masked",
-            "staleness.k = 5",
+            "of staleness 5 or more (1 = on policy), 60% are clipped or masked",
+            "staleness.k = 4",
         ),
     ],
 )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.errors import ReferenceFailed
-from pipelinerl.system.references import is_reference, last_line, load_reference, place_of
+from pipelinerl.errors import RecipeError, ReferenceFailed, UserError
+from pipelinerl.system.references import is_reference, last_line, load_reference, place_of, users_errors
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,20 @@ def test_user_code_that_failed_to_load_is_read_again_at_the_next_attempt(tmp_pat
         load_reference(f"{file}:x")
     file.write_text("x = 1 + 10\n")
     assert load_reference(f"{file}:x") == 11
+
+
+@pytest.mark.parametrize("raised", ["ValueError('no')", "SystemExit(3)", "KeyboardInterrupt"])
+def test_whatever_user_code_raises_becomes_one_sentence_that_names_its_line(tmp_path: Path, raised: str) -> None:
+    file = tmp_path / "r.py"
+    file.write_text(f"raise {raised}\n")
+    with pytest.raises(ReferenceFailed, match=r"r.py cannot be imported: .*r.py:1: \w+"):
+        load_reference(f"{file}:f")
+    file.write_text(f"def f():\n    raise {raised}\n")
+    f = load_reference(f"{file}:f")
+    with pytest.raises(RecipeError, match=r"^domains\.a\.source: .*r\.py:2: \w+"), users_errors("domains.a.source", f):
+        f()
+    with pytest.raises(UserError, match=r"^as it is$"), users_errors("domains.a.source", f):
+        raise UserError("as it is")
 
 
 def test_error_in_user_code_names_the_line_in_the_users_file_and_not_in_the_library_it_called(tmp_path: Path) -> None:

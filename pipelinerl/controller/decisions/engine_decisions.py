@@ -48,16 +48,16 @@ def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) 
     match given:
         case EngineRegistered(url=url, incarnation=life, name=name, type=kind, now=now):
             waits = fleet.offer_wait_s(url, life, now=now) > 0
-            return [] if waits or not fleet.join(url, life, name=name, type=kind, now=now) else _join_of(url)
+            return [] if waits or not fleet.join(url, life, name=name, type=kind, now=now) else _join_of(state, url)
         case HealthCheckMissed(url=url):
             return [Record("engine_suspect", {"url": url})] if fleet.on_missed_poll(url) else []
         case EngineAnswered(url=url):
             if not fleet.answered(url, version=state.version, now=given.now):
                 return []
             is_back = fleet.by_url[url].lifecycle is EngineLifecycle.HEALTHY
-            return [Record("engine_back", {"url": url})] if is_back else _join_of(url)
+            return [Record("engine_back", {"url": url})] if is_back else _join_of(state, url)
         case EngineRestarted(url=url):
-            return _join_of(url) if fleet.restarted(url) else []
+            return _join_of(state, url) if fleet.restarted(url) else []
         case EngineTimedOut(url=url, reason=reason):
             return _loss_of(url, reason) if fleet.on_timeout(url, reason) else []
         case EngineIdle(url=url):
@@ -170,8 +170,9 @@ def _publish_failed(
     return effects
 
 
-def _join_of(url: str) -> list[Effect]:
-    return [Record("engine_joined", {"url": url})]
+def _join_of(state: RunState, url: str) -> list[Effect]:
+    name = state.fleet.by_url[url].name
+    return [Record("engine_joined", {"url": url} | ({"name": name} if name else {}))]
 
 
 def _loss_of(url: str, reason: str) -> list[Effect]:

@@ -36,7 +36,7 @@ def run_status(
     return status.RunStatus(
         run=name,
         phase=_phase(state),
-        step=state.version,
+        step=state.version if state.trainer.begun else state.resumed_step,
         total_steps=controller.settings.run.steps,
         model_version=state.version,
         epoch=state.epoch,
@@ -166,19 +166,20 @@ def _trainer(state: RunState, *, now: float) -> status.TrainerStatus | None:
 
 
 def _engine(record: EngineRecord, load: EngineLoad, speed: float) -> status.EngineStatus:
+    pinned = record.pinned and record.lifecycle is EngineLifecycle.HEALTHY
+    left = record.to_stop and record.lifecycle is EngineLifecycle.EXPELLED
     return status.EngineStatus(
         url=record.url,
-        state="pinned" if record.pinned else record.lifecycle.value,
+        state="left" if left else "pinned" if pinned else record.lifecycle.value,
         name=record.name,
         type=record.type,
-        version=max(record.loaded, 0),
+        version=record.loaded if record.loaded >= 0 else None,
         running=load.metrics.running_sequences,
         waiting=load.metrics.waiting_sequences,
         slots=load.metrics.slots,
         tokens_per_s=load.tokens_per_s,
         speed=speed,
         last_error=record.last_error,
-        left_as_planned=record.to_stop and record.lifecycle is EngineLifecycle.EXPELLED,
     )
 
 

@@ -135,6 +135,9 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         taken = routes.EngineTaken("joining", again_s)
         if offer.incarnation and fleet.is_known(url, offer.incarnation, name=offer.name, type=offer.type, now=now):
             return _answer(taken)  # a repeated offer needs no decision and therefore no journal entry
+        if (namesake := fleet.namesake_of(url, offer.name)) is not None:
+            message = f"name: the engine at {namesake} is {offer.name!r} already; start this one with another --name"
+            return refusal(409, message, code="name_taken", param="name")
         if (wait_s := fleet.offer_wait_s(url, offer.incarnation, now=now)) > 0:
             return _answer(routes.EngineTaken("waiting", wait_s))
         try:  # check first that the engine answers: in the process group, all engines would wait for a silent one
@@ -280,7 +283,9 @@ def run_metrics(status: RunStatus, last_step: Mapping[str, float]) -> str:
         "fleet_occupancy": {(): fleet.occupancy},
         "fleet_update_pause_s": {(): fleet.update_pause_s},
         "fleet_engine_serves": {_engine(each.url, each.name): float(each.serves) for each in fleet.engines},
-        "fleet_engine_version": {_engine(each.url, each.name): each.version for each in fleet.engines},
+        "fleet_engine_version": {
+            _engine(each.url, each.name): each.version for each in fleet.engines if each.version is not None
+        },
         "trainer_silent_s": {(): status.trainer.silent_s} if status.trainer is not None else {},
         "actor_silent_s": {_of("actor", each.name): each.silent_s for each in status.actors},
         "actor_groups_in_flight": {_of("actor", each.name): each.groups_in_flight for each in status.actors},

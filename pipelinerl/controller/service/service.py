@@ -441,7 +441,7 @@ class ControllerService:
 
     def _missed(self, record: EngineRecord, reason: str) -> EngineInput | None:
         url, now = record.url, self._now()
-        if self.watch.on_missed_poll(url) and record.lifecycle.is_alive:
+        if self.watch.on_missed_poll(url) and (record.lifecycle.is_alive or record.lifecycle is EngineLifecycle.DIRTY):
             return EngineTimedOut(now=now, url=url, reason=reason)
         return HealthCheckMissed(now=now, url=url) if record.lifecycle is EngineLifecycle.HEALTHY else None
 

@@ -15,7 +15,7 @@
 | `update_missed` | dirty           | dirty    | dirty    | expelled | –        | –        | –        |
 | `on_missed_poll`| –               | suspect  | –        | –        | –        | –        | –        |
 | `answered`      | –               | –        | healthy* | –        | joining  | joining  | –        |
-| `on_timeout`    | dead            | dead     | dead     | expelled | –        | –        | –        |
+| `on_timeout`    | dead            | dead     | dead     | expelled | dead     | –        | –        |
 | `restarted`     | joining         | joining  | joining  | expelled | –        | –        | –        |
 | `drain`         | draining        | draining | draining | –        | expelled | expelled | –        |
 | `expel`         | expelled        | expelled | expelled | expelled | expelled | expelled | –        |
@@ -220,6 +220,11 @@ class Fleet:
             return False
         return not known.may_return or now < known.returns_at
 
+    def namesake_of(self, url: str, name: str) -> str | None:
+        """Return the URL of another live engine with this name; None if there is none, or if the name is empty."""
+        alive = (each for each in self.by_url.values() if each.lifecycle.is_alive and each.url != url)
+        return next((each.url for each in alive if name and each.name == name), None)
+
     def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
         """Return the seconds until a process may join at `url`; 0 unless earlier ones died before the canary check."""
         known = self.by_url.get(url)
@@ -408,7 +413,9 @@ class Fleet:
         return now >= self.by_url[url].returns_at
 
     def on_timeout(self, url: str, reason: str) -> bool:
-        """Mark the engine as dead: it has not answered for too long."""
+        """Mark the engine as dead: it has not answered for too long. A dirty engine is lost already: return False."""
+        if self._lifecycle(url) is EngineLifecycle.DIRTY:
+            self._change(url, lifecycle=EngineLifecycle.DEAD, last_error=reason)
         return self._lose(url, reason, EngineLifecycle.DEAD)
 
     def restarted(self, url: str) -> bool:

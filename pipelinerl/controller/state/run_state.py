@@ -294,6 +294,8 @@ class RunState(msgspec.Struct, kw_only=True):
     account: IssuedLedger = msgspec.field(default_factory=IssuedLedger)
     resumed_account: dict[str, Any] | None = None
     """The ledger of orders from a checkpoint, until the trainer reports its own counts."""
+    resumed_step: int = 0
+    """The step of the checkpoint from which the run continues."""
     actors: dict[str, tuple[ActorAlive, float]] = {}
     """Each actor's last heartbeat, with its arrival time."""
     trainer: TrainerRecord = msgspec.field(default_factory=TrainerRecord)
@@ -364,7 +366,7 @@ class RunState(msgspec.Struct, kw_only=True):
         The recipe, which may have been edited, provides the knobs; live changes override them. Reissued orders keep the
         domain weights with which their problems were first drawn. Raises RecipeError if the knobs are then invalid.
         """
-        self.epoch = int(record["epoch"])
+        self.epoch, self.resumed_step = int(record["epoch"]), step
         before, recipe = record["knobs"], self.knobs
         self.knob_log = [KnobChange(**change) for change in record["knob_log"]]
         self.first_domain_weights = record.get("first_domain_weights", self.first_domain_weights)

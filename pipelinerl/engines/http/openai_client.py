@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, Self, final
 
 from inference_contract import routes
 from inference_contract.schemas import FinishReason
-from pipelinerl.errors import AddressError, DeadlineError, EngineUnreachable
+from pipelinerl.errors import AddressError, DeadlineError, EngineUnreachable, reason_of
 from pipelinerl.system.outside import OutsideClient, OutsideResponse, OutsideUnreachable, ResponseRejected
 from pipelinerl.types import Message, Sampling
 
@@ -120,7 +120,7 @@ async def models_at(url: str, *, token: str | None) -> list[dict[str, Any]]:
             raise AddressError(f"{call} failed: HTTP {response.status}: {response.quoted()}")
         cards = [dict(card) for card in response.json()["data"]]
     except (OutsideUnreachable, ResponseRejected, TimeoutError) as error:
-        raise AddressError(f"{call} failed: {error}; is the server running?") from None
+        raise AddressError(f"{call} failed: {reason_of(error)}; is the server running?") from None
     except (ValueError, LookupError, TypeError):
         raise AddressError(
             f"{call} must list models as OpenAI's API does; is this a server of language models?"

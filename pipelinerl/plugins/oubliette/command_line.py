@@ -17,6 +17,7 @@ import typer
 from pipelinerl.errors import UserError
 from pipelinerl.plugins.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
 from pipelinerl.plugins.oubliette.section import OublietteSection
+from pipelinerl.roles.role import LISTEN_HELP
 
 oubliette_app = typer.Typer(
     help="Test the code sandbox, run programs in it, serve it, upload tests.", no_args_is_help=True
@@ -152,8 +153,8 @@ def upload_(
 @oubliette_app.command("serve")
 def serve_(
     repository: Annotated[Path, typer.Option(help="The folder of inputs, answers and compiled checkers.")],
-    host: Annotated[str, typer.Option(help="Address to serve on; any but loopback needs a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8300,
+    host: Annotated[str, typer.Option(help=LISTEN_HELP)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8300,
     tier: Which = Tier.DEFAULT,
     at_once: Annotated[int | None, typer.Option(min=1, help="Concurrent programs (default: one per core).")] = None,
     key_variable: Key = "",

@@ -20,7 +20,7 @@ def parameter_server(options: RoleOptions) -> None:
     from pipelinerl.plugins.parameter_server import role as parameter_server_role
     from pipelinerl.roles.catalogue import run_role
 
-    run_role(options, parameter_server_role.run)
+    run_role("parameter-server", options, parameter_server_role.run)
 
 
 ROLE: Final = parameter_server

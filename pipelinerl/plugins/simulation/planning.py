@@ -210,7 +210,7 @@ _COLUMNS: Final = (
     ("held by updates", "trainer_held", ".0%"),
     ("engines idle", "engine_idle", ".0%"),
     ("rows", "rows", ",.0f"),
-    ("age", "staleness_mean", ".1f"),
+    ("staleness", "staleness_mean", ".1f"),
     ("discarded", "discarded", ".1%"),
 )
 _COST: Final = (("per hour", "cost_per_hour", ",.2f"), ("per 10⁶ tokens", "cost_per_million_tokens", ",.3g"))

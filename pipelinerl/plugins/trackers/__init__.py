@@ -17,7 +17,7 @@ def tracker(options: RoleOptions) -> None:
     from pipelinerl.plugins.trackers import role as tracker_role
     from pipelinerl.roles.catalogue import run_role
 
-    run_role(options, tracker_role.run)
+    run_role("tracker", options, tracker_role.run)
 
 
 ROLE: Final = tracker

@@ -20,7 +20,7 @@ def verifier(
     from pipelinerl.plugins.verifier_service import role as verifier_role
     from pipelinerl.roles.catalogue import run_role
 
-    run_role(options, partial(verifier_role.run, only=domain or ()))
+    run_role("verifier", options, partial(verifier_role.run, only=domain or ()))
 
 
 ROLE: Final = verifier

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipelinerl.commands.compare import expanded
 from pipelinerl.commands.engines import Run
 from pipelinerl.errors import UserError
+from pipelinerl.roles.role import LISTEN_HELP
 
 if TYPE_CHECKING:
     from pipelinerl.plugins.watch.access import SharedLink
 
 
 def watch(
-    runs: Annotated[list[Path], typer.Argument(help="Directories of runs, such as runs/tiny; several are compared.")],
-    port: Annotated[int, typer.Option(help="Port to serve on; 0 takes a free one.")] = 0,
-    host: Annotated[str, typer.Option(help="Address to serve on; any but loopback is open to the network.")] = (
-        "127.0.0.1"
-    ),
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs, or a folder of runs; several are compared.")],
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 0,
+    host: Annotated[str, typer.Option(help=LISTEN_HELP)] = ("127.0.0.1"),
     read_only: Annotated[bool, typer.Option("--read-only", help="No link can change the run.")] = False,
     share: Annotated[
         bool, typer.Option("--share", help="Also print a permanent read-only link for any number of browsers.")
@@ -37,6 +37,7 @@ def watch(
     from pipelinerl.system.http_service import serve, url_of
     from pipelinerl.system.machine import outward_address
 
+    runs = expanded(runs)
     watched = watched_runs(runs, read_only=read_only)
     shared = lasting_link(runs[0]) if share else SharedLink("")
     with _listening(host, port, shared.port) as bound:

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
+import msgspec
+import numpy as np
 from fastapi import FastAPI, Query
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from pipelinerl.commands.compare import differences
+from pipelinerl.commands.compare import differences, flat_keys
 from pipelinerl.observability.samples.record import SampleKind
 from pipelinerl.observability.status import RunStatus
+from pipelinerl.observability.usage import usage_by_role
 from pipelinerl.plugins.watch.page.now import overview
 from pipelinerl.plugins.watch.page.step_table import StepRows, plain, plain_columns
 from pipelinerl.plugins.watch.watched_run import (
@@ -100,6 +103,13 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         made = [watched.settings_made() for watched in chosen]
         return answer({"x": x, "runs": overlays, "differences": differences(recipes, made)})
 
+    @app.get("/api/recipe")
+    def recipe(number: RunNumber = 0) -> Response:
+        watched = pages.of(number)
+        made = dict(flat_keys(watched.settings_made()))
+        rows = [{"path": path, "value": value, "made": path in made} for path, value in flat_keys(watched.recipe())]
+        return answer({"rows": rows})
+
     @app.get("/api/timeline")
     def timeline(
         number: RunNumber = 0,
@@ -116,6 +126,10 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
 def _now(run: WatchedRun, status: RunStatus | None, window: int) -> dict[str, Any]:
     view = run.view
     state = overview(view, window=window) | {"state": run.state, "waiting_for": ""}
+    for incident in state["incidents"]:
+        log = run.run_dir / "logs" / f"{incident.pop('engine', '')}.log"
+        if log.is_file():
+            incident["what"] += f"; its log: {log}"
     if status is not None:
         return state | {"waiting_for": status.waiting_for, "ledger": status.ledger, "fleet": status.fleet}
     fleet = {name: view.fleet.get(name) for name in ("tokens_per_s", "occupancy")}
@@ -209,14 +223,49 @@ def _chosen(pages: Pages, runs: str) -> list[WatchedRun]:
     return [pages.of(int(number)) for number in dict.fromkeys(numbers)]
 
 
+def _summary(watched: WatchedRun) -> dict[str, Any]:
+    """Return what a list of runs shows of a run."""
+    view = watched.view
+    last = view.recent[-1] if view.recent else {}
+    return {
+        "state": watched.state,
+        "started": view.started.get("time"),
+        "elapsed_s": view.newest.get("elapsed_s"),
+        "step": view.step,
+        "reward": last.get("reward"),
+        "accuracies": {name: event.get("accuracy") for name, event in view.evaluations.items()},
+        "usage": {role: msgspec.to_builtins(usage) for role, usage in usage_by_role(watched.run_dir).items()},
+    }
+
+
+def _held_out(watched: WatchedRun, rows: StepRows, axis: Axis) -> dict[str, dict[str, list[Any]]]:
+    """Return the accuracies of each evaluation set over the axis; samples are interpolated between steps."""
+    curves: dict[str, dict[str, list[Any]]] = {}
+    for mark in watched.view.held_out:
+        step, accuracy = mark["step"], mark["accuracy"]
+        if not isinstance(accuracy, int | float) or not isinstance(step, int):
+            continue
+        place: Any = mark["elapsed_s"] if axis is Axis.SECONDS else step
+        if axis is Axis.SAMPLES:
+            steps, samples = rows.places["step"], rows.places["samples"]
+            place = float(np.interp(step, [0, *steps], [0, *samples]))
+        if isinstance(place, int | float):
+            curve = curves.setdefault(mark["set"], {"x": [], "y": []})
+            curve["x"].append(place)
+            curve["y"].append(accuracy)
+    return curves
+
+
 def _overlaid(watched: WatchedRun, metrics: Sequence[str], axis: Axis, points: int) -> dict[str, Any]:
     with watched.lock:
         rows = watched.view.steps.rows(metrics, points=points)
+        facts = {**_summary(watched), "held_out": _held_out(watched, rows, axis)}
     columns = _columns(rows)
     parts = {part: {name: column.get(part) for name, column in columns.items()} for part in ("low", "high")}
     return {
         "run": watched.number,
         "name": watched.name,
+        **facts,
         "x": plain(rows.places[_PLACES[axis]], 12),
         "y": {name: column["mean"] for name, column in columns.items()},
         **parts,

@@ -7,6 +7,7 @@ again that were already trained or dropped; `ConsumedLedger` recognises and igno
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -160,6 +161,8 @@ class RolloutReader:
         return group
 
 
+log = logging.getLogger("pipelinerl")
+
 #: Interval in seconds after which an unanswered report is sent again.
 RESEND_S: Final = 5.0
 #: Longest time that one read waits for its first entry, in seconds.
@@ -194,13 +197,18 @@ class ControllerLink:
 
         Raises DeadlineError if no answer arrives in time, and FencedError if another trainer has taken over.
         """
-        deadline = time.monotonic() + self.deadline_s
-        sent_at = float("-inf")
+        began, sent_at = time.monotonic(), float("-inf")
+        deadline, is_told = began + self.deadline_s, False
         self._awaited = question.report_id
         while (now := time.monotonic()) < deadline:
             if now - sent_at >= RESEND_S:
                 await self.report(question)
                 sent_at = now
+            if not is_told and now - began >= RESEND_S:
+                is_told = True
+                log.info(
+                    "the trainer waits for the controller's answer to %s, up to %.0f s", self._awaited, self.deadline_s
+                )
             yield await self.read()
             if not self._awaited:
                 return

@@ -265,7 +265,7 @@ def test_frozen_engine_is_left_out_of_publications_and_named_until_it_has_caught
     assert publication_due(state, made.settings) == [ENGINE]
     give_weights(run, ENGINE, version=1)
     assert publication_due(state, made.settings) == []
-    assert recorded(made, EngineAnswered(now=9.0, url=NEW)) == [("engine_joined", {"url": NEW})]
+    assert recorded(made, EngineAnswered(now=9.0, url=NEW)) == [("engine_joined", {"url": NEW, "name": "engine-1"})]
     assert lifecycle(made, NEW) is EngineLifecycle.JOINING
     give_weights(run, NEW, version=1)
     made.decide(proof(run, version=1, worst={NEW: 0.0}))

@@ -157,6 +157,22 @@ async def test_engine_that_registers_itself_repeatedly_joins_once(run: Running, 
     assert len(run.events("engine_joined")) == 1
 
 
+async def test_engine_with_the_name_of_a_live_engine_is_rejected_until_that_one_is_gone(
+    run: Running, http: httpx.AsyncClient
+) -> None:
+    first = {"url": ENGINE, "incarnation": "1", "name": "engine-0"}
+    second = first | {"url": "http://127.0.0.1:7002", "incarnation": "2"}
+    await http.post("/engines", json=first)
+    answer = await http.post("/engines", json=second)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "name_taken")
+    assert answer.json()["error"]["message"] == (
+        f"name: the engine at {ENGINE} is 'engine-0' already; start this one with another --name"
+    )
+    assert (await http.post("/engines", json=first)).json() == {"state": "joining"}, "the engine itself keeps its name"
+    await http.delete("/engines", params={"engine": ENGINE})
+    assert (await http.post("/engines", json=second)).json() == {"state": "joining"}
+
+
 async def test_repeated_registration_of_an_engine_is_journaled_only_if_its_process_restarted(
     run: Running, http: httpx.AsyncClient
 ) -> None:
@@ -402,7 +418,7 @@ async def test_drained_engine_is_removed_after_it_has_been_idle_for_a_while(
     run.probe.answer = {"slots": 4.0}
     await run.until(lambda: run.events("engine_lost"))
     assert run.events("engine_lost")[0]["reason"] == "drained" and run.events("engine_lost")[0]["planned"]
-    assert (await http.get("/engines")).json()["engines"][0]["left_as_planned"]
+    assert (await http.get("/engines")).json()["engines"][0]["state"] == "left"
     (record,) = run.controller.state.fleet.records()
     assert record.to_stop
 

@@ -73,7 +73,7 @@ TABLE: dict[str, tuple[EngineLifecycle, ...]] = {
     "update_missed": (_D, _D, _D, _E, _D, _X, _E),
     "missed": (_J, _S, _S, _R, _D, _X, _E),
     "answered": (_J, _H, _H, _R, _J, _J, _E),
-    "silent": (_X, _X, _X, _E, _D, _X, _E),
+    "silent": (_X, _X, _X, _E, _X, _X, _E),
     "restarted": (_J, _J, _J, _E, _D, _X, _E),
     "drain": (_R, _R, _R, _R, _E, _E, _E),
     "expel": (_E, _E, _E, _E, _E, _E, _E),

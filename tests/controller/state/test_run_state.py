@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.decisions.status import EngineWatch, run_status
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.run_state import NOWHERE, Evaluations
 from pipelinerl.errors import RecipeError
@@ -32,6 +33,12 @@ def test_resumed_run_follows_the_edited_recipe_except_for_knobs_that_were_change
     assert (last.step, last.who, last.changes, last.live) == (5, "the edited recipe", {"learning_rate": 0.01}, False)
     again = gone_on(resumed, learning_rate=0.002, k=5)
     assert (again.state.knobs.learning_rate, again.state.knobs.k) == (0.002, 9), "an edit is no live change"
+
+
+def test_resumed_run_shows_the_step_of_its_checkpoint_before_its_trainer_is_ready() -> None:
+    resumed = gone_on(controller())
+    shown = run_status(resumed, watch=EngineWatch(), name="run", now=0.0, elapsed_s=0.0)
+    assert (shown.step, shown.phase) == (5, "starting")
 
 
 def test_resumed_run_keeps_the_last_change_of_each_knob_made_during_the_run() -> None:

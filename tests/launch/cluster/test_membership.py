@@ -59,7 +59,7 @@ def test_cluster_members_and_launch_records_are_read_as_they_were_written(tmp_pa
 def test_error_for_a_damaged_membership_file_names_the_file(tmp_path: Path) -> None:
     write_members(tmp_path, MEMBERS)
     (folder_of(tmp_path) / "hosts.json").write_text('{"hosts": []')
-    with pytest.raises(UserError, match=r"hosts\.json cannot be read.*with --host"):
+    with pytest.raises(UserError, match=r"hosts\.json cannot be read.*with --node"):
         read_members(tmp_path)
     (folder_of(tmp_path) / "launch.json").write_text("{")
     assert read_launch(tmp_path) is None, "the file may appear late on a shared file system"

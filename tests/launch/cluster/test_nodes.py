@@ -44,7 +44,7 @@ def _begun(run: LiveRun) -> bool:
 def test_run_continues_and_completes_after_a_host_is_killed(tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "b.out"
     with two_hosts() as (one, two):
-        hosts = ["--host", f"a={one.address}", "--host", f"b={two.address}:roles=engine"]
+        hosts = ["--node", f"a={one.address}", "--node", f"b={two.address}:roles=engine"]
         changes = ("engine.count=2",)
         with launched([*endless_run(directory, *changes), *hosts], directory, through=one.enter) as run:
             run.until(_begun, "the launch")
@@ -62,7 +62,7 @@ def test_killed_host_comes_back_and_serves_the_run_again(tmp_path: Path) -> None
     directory, log = tmp_path / "run", tmp_path / "b.out"
     changes = ("engine.count=2", "actor.count=2")
     with two_hosts() as (one, two):
-        hosts = ["--host", f"a={one.address}", "--host", f"b={two.address}:roles=engine"]
+        hosts = ["--node", f"a={one.address}", "--node", f"b={two.address}:roles=engine"]
         with launched([*endless_run(directory, *changes), *hosts], directory, through=one.enter) as run:
             run.until(_begun, "the launch")
             with _node(two, directory, log):

@@ -104,7 +104,7 @@ def test_ranks_of_one_trainer_form_one_process_group_with_one_gpu_for_each_rank(
 @pytest.mark.parametrize(
     ("words", "sections", "refusal"),
     [
-        (("a", "b"), {}, "number of GPUs of a is not given; pass --host a:gpus=8"),
+        (("a", "b"), {}, "number of GPUs of a is not given; pass --node a:gpus=8"),
         (("a:gpus=1", "b:gpus=1"), {"engine": {"count": 2}}, "engine-1 of 2 takes 1 GPU .* a none, b none; add some"),
         (
             ("a:gpus=4", "b:gpus=1"),
@@ -116,11 +116,11 @@ def test_ranks_of_one_trainer_form_one_process_group_with_one_gpu_for_each_rank(
         (TWO, {"launch": {"trainer_devices": [0]}}, "name the GPUs of one host, and the run has 2"),
         (("a:gpus=0", "b:gpus=0"), {"trainer": {"device": "cuda"}}, "trainer.device=cuda require GPUs"),
         (("a", "a"), {}, "got a twice"),
-        (("a:gpu=8",), {}, "--host knows gpus and roles"),
+        (("a:gpu=8",), {}, "--node knows gpus and roles"),
         (("a:gpus=many",), {}, "with a number of gpus"),
         (("a:gpus=1,roles=judge",), {}, "roles of engine, trainer, actor"),
-        (("-x",), {}, "--host must be NAME"),
-        (("a=b c",), {}, "--host must be NAME"),
+        (("-x",), {}, "--node must be NAME"),
+        (("a=b c",), {}, "--node must be NAME"),
         (("a:gpus=-1",), {}, "with a number of gpus"),
     ],
 )
@@ -147,7 +147,7 @@ def test_host_uses_the_gpus_that_it_detects_and_is_rejected_if_they_are_too_few(
     own = placement.knowing("b", Devices((VisibleDevice("GPU-1"), VisibleDevice("GPU-2")), Origin.VARIABLE))
     assert own.host("b").devices == Devices((VisibleDevice("GPU-1"),), Origin.VARIABLE)
     assert own.host("a") == placement.host("a")
-    with pytest.raises(UserError, match="host b 1 GPU, and it has none; pass --host b:gpus=0"):
+    with pytest.raises(UserError, match="host b 1 GPU, and it has none; pass --node b:gpus=0"):
         placement.knowing("b", Devices())
     with pytest.raises(UserError, match="has no host 'c'; its hosts are a, b"):
         placement.host("c")

@@ -112,7 +112,7 @@ def _served(run: LiveRun) -> int:
 def test_run_continues_after_a_lost_machine_of_the_ray_cluster_was_replaced(tmp_path: Path) -> None:
     """Ray decides which host of the run is on the lost machine; if the head is, the run resumes from a checkpoint."""
     directory = tmp_path / "run"
-    words = [*endless_run(directory, "engine.count=2"), "--on", "ray", "--hosts", "2", "--first-port", "23000"]
+    words = [*endless_run(directory, "engine.count=2"), "--on", "ray", "--nodes", "2", "--first-port", "23000"]
     with ray_cluster() as cluster, launched(words, directory, environment=cluster.environment) as run:
         run.until(lambda run: _served(run) == 2, "an engine on both machines")
         run.until_step(3)

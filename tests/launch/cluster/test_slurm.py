@@ -48,7 +48,7 @@ def test_slurm_script_requests_resources_and_a_signal_before_the_time_limit() ->
     assert directives[-2:] == ["--partition=gpu", "--time=4:00:00"], "options of the user come last and take precedence"
     assert not any(directive.startswith("--nodelist") for directive in directives)
     assert "run='/runs/a run'\n" in script
-    assert '--host "$name=${address:-$name}:gpus=8"' in script
+    assert '--node "$name=${address:-$name}:gpus=8"' in script
 
 
 def test_hosts_named_in_a_slurm_script_keep_their_order_and_options() -> None:
@@ -126,7 +126,7 @@ def test_slurm_script_restarts_killed_srun_steps_and_suspends_the_run_before_the
         job = cluster.run("sbatch", "--parsable", str(run_dir / "slurm.sh")).strip()
         served = partial(_lives, run_dir)
         _until(cluster, run_dir, lambda: served("n1", 0) and served("n2", 0), "a node on both hosts")
-        hosts = "--first-port 21000 --host n1=127.0.0.1:gpus=0 --host n2=127.0.0.2:gpus=0"
+        hosts = "--first-port 21000 --node n1=127.0.0.1:gpus=0 --node n2=127.0.0.2:gpus=0"
         first = served("n2", 0)[0]
         assert first.split(" ", 1)[1] == hosts and served("n1", 0)[0].split(" ", 1)[1] == hosts
         os.kill(int(first.split()[0]), signal.SIGKILL)
@@ -145,7 +145,7 @@ def test_slurm_script_restarts_killed_srun_steps_and_suspends_the_run_before_the
 
 def _submitted(cluster: SlurmCluster, arguments: Sequence[str]) -> str:
     (port,) = free_ports(1)  # tests that run at the same time share this machine's addresses
-    hosts = ("--hosts", "2", "--first-port", str(port))
+    hosts = ("--nodes", "2", "--first-port", str(port))
     output = cluster.run(*CLI, "run", *arguments, "--on", "slurm", *hosts)
     return output.partition("submitted as job ")[2].partition(";")[0]
 

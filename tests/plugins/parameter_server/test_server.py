@@ -183,10 +183,10 @@ def test_every_route_of_a_parameter_server_except_health_requires_the_token(serv
     for method, path in routes:
         for headers in ({}, {"authorization": "Bearer wrong"}):
             assert httpx.request(method, server + path, headers=headers).status_code == 401, (method, path)
-    with pytest.raises(UpdateError, match="a valid bearer token is required"):
+    with pytest.raises(UpdateError, match="the bearer token is not the one of this run"):
         WeightPuller(token="wrong").fetch(order(1, server), into=np.zeros(LAYOUT.num_bytes, np.uint8))
     with closing(Uploader([server], token="wrong")) as unauthorized:
-        assert "a valid bearer token" in unauthorized.confirm(1, {}, deadline=soon())[server]
+        assert "the bearer token is not the one" in unauthorized.confirm(1, {}, deadline=soon())[server]
 
 
 def test_byte_ranges_of_weights_are_served_exactly_and_invalid_ranges_are_rejected(server: str) -> None:

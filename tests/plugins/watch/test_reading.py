@@ -14,6 +14,7 @@ from pipelinerl.commands.compare import differences
 from pipelinerl.errors import UserError
 from pipelinerl.numerics.causes import Cause
 from pipelinerl.observability.events import EventLog
+from pipelinerl.observability.usage import Usage, write_usage
 from pipelinerl.plugins.watch.sample_routes import causes_of, differing_parts
 from pipelinerl.plugins.watch.watched_run import watched_runs
 from tests.observability.synthetic import events
@@ -88,7 +89,7 @@ def test_live_view_returns_confidence_intervals_token_ages_and_the_trainers_caus
     assert now["staleness"] == [{"age": "1", "share": 0.75}, {"age": "3_4", "share": 0.25}]
     assert now["stale"]["groups"] == 40 and now["mismatch"][0]["cause"] == "numerics"
     assert sum(each["share"] for each in now["waits"][:2]) == pytest.approx(1.0)
-    assert now["held_out"][0]["accuracy"] is not None and now["fleet"]["engines"][0]["state"] == "expelled"
+    assert now["held_out"][0]["accuracy"] is not None and now["fleet"]["engines"][0]["state"] == "lost"
     assert any(each["kind"] == "engine_lost" for each in now["incidents"])
 
 
@@ -142,6 +143,44 @@ def test_page_returns_a_sampled_group_and_its_tokens(page: ServedPage) -> None:
     assert page.http.get(f"/api/tokens/{row['group']}/1").json()["error"]["code"] == "no_tokens"
     for gone in ("0" * 16, "x", "0", "9" * 30, "-1", "f" * 16):
         assert page.http.get(f"/api/samples/{gone}").json()["error"]["code"] == "sample_gone"
+
+
+def test_comparison_has_held_out_curves_on_each_axis_and_the_time_used_by_role(page: ServedPage) -> None:
+    write_usage(page.runs[0].run_dir, "engine-0", Usage(60.0, 30.0))
+    write_usage(page.runs[0].run_dir, "engine-1", Usage(40.0, 0.0))
+    by_step = page.get("/api/compare", runs="0", x="step")["runs"][0]
+    curve = by_step["held_out"]["held_out"]
+    assert len(curve["x"]) == len(curve["y"]) > 1 and all(0 <= each <= 1 for each in curve["y"])
+    by_samples = page.get("/api/compare", runs="0", x="samples")["runs"][0]["held_out"]["held_out"]
+    assert by_samples["x"] == pytest.approx([256 * step for step in curve["x"]])
+    seconds = page.get("/api/compare", runs="0", x="seconds")["runs"][0]["held_out"]["held_out"]["x"]
+    assert seconds == sorted(seconds)
+    assert by_step["usage"] == {"engine": {"cpu_s": 100.0, "gpu_s": 30.0}} and by_step["step"] == 40
+
+
+def test_recipe_is_listed_by_key_and_says_which_settings_were_made(page: ServedPage) -> None:
+    rows = {row["path"]: row for row in page.get("/api/recipe")["rows"]}
+    assert rows["domains.long_words.source"] == {
+        "path": "domains.long_words.source",
+        "value": "reasoning_gym:spell_backward",
+        "made": True,
+    }
+    assert any(not row["made"] for row in rows.values())
+
+
+def test_incident_of_a_lost_engine_names_its_log_and_a_changed_knob_is_an_incident(tmp_path: Path) -> None:
+    run_dir = written_run(tmp_path / "run", steps=3, end=False)
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs" / "engine-3.log").touch()
+    with EventLog(run_dir / "events.jsonl") as log:
+        log.write("engine_joined", url="http://e:1", name="engine-3")
+        log.write("engine_lost", url="http://e:1", reason="no answer")
+        log.write("knobs", changes={"k": 3, "domain_weights": {"sums": 2.0}}, who="ada", step=3)
+    with served_page(run_dir) as served:
+        loaded(served)
+        changed, lost, *_ = served.get("/api/now")["incidents"]
+    assert lost["what"] == f"http://e:1: no answer; its log: {run_dir / 'logs' / 'engine-3.log'}"
+    assert (changed["kind"], changed["what"]) == ("knobs", "k = 3, domain_weights.sums = 2.0 by ada")
 
 
 def test_page_compares_runs_over_a_common_x_axis(page: ServedPage) -> None:

@@ -35,7 +35,7 @@ import orjson
 
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.sequence import Request, Sequence
-from pipelinerl.errors import EngineUnreachable, PipelineError
+from pipelinerl.errors import EngineUnreachable, PipelineError, reason_of
 from pipelinerl.plugins.external_engines.core_loop import Sampled, Step, label_of, named_by, sample_id
 from pipelinerl.system import http_client
 from pipelinerl.system.background import cancel_all
@@ -365,7 +365,7 @@ class ServerHttp:
                             return
                         yield orjson.loads(data)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise EngineUnreachable(f"POST {self.url}{path} was interrupted: {_reason(error)}") from error
+            raise EngineUnreachable(f"POST {self.url}{path} was interrupted: {reason_of(error)}") from error
         raise EngineUnreachable(f"POST {self.url}{path}: the stream ended without data: [DONE]; is the server closing?")
 
     async def _call(
@@ -383,13 +383,9 @@ class ServerHttp:
         except TimeoutError as error:
             raise EngineUnreachable(f"{method} {self.url}{path} had no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:
-            raise EngineUnreachable(f"{method} {self.url}{path} failed: {_reason(error)}") from error
+            raise EngineUnreachable(f"{method} {self.url}{path} failed: {reason_of(error)}") from error
 
     async def _check(self, method: str, path: str, answer: aiohttp.ClientResponse) -> None:
         if answer.status != 200:
             text = (await answer.text(errors="replace"))[:_SHOWN]
             raise EngineUnreachable(f"{method} {self.url}{path} must answer 200, got {answer.status}: {text}")
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, final
 
-from pipelinerl.observability.events import Event, kind_of
+from pipelinerl.observability.events import Event, changes_words, kind_of
 from pipelinerl.observability.run_history import HELD_OUT
 from pipelinerl.plugins.watch.page.step_table import StepTable
 from pipelinerl.plugins.watch.timeline.run_timeline import RunTimeline
@@ -31,7 +31,8 @@ _INCIDENTS: Final = frozenset(
         "engine_joined", "engine_lost", "engine_left", "engine_suspect", "engine_back", "engine_draining",
         "engine_slow", "engine_canary_failed", "engines_hired", "engines_scaled", "engines_would_scale", "alarm",
         "alarm_cleared", "checkpoint_delayed", "controller_returned", "trainer_left", "trainer_ready", "step_skipped",
-        "stalled", "orders_lost", "evaluation_restarted", "run_started", "run_failing", "run_suspending", *_ENDS,
+        "stalled", "orders_lost", "evaluation_restarted", "knobs", "run_started", "run_failing", "run_suspending",
+        *_ENDS,
     }
 )  # fmt: skip
 _MARKS: Final = frozenset(
@@ -53,7 +54,7 @@ _LIFECYCLES: Final = {
     "engine_back": "healthy",
     "engine_suspect": "suspect",
     "engine_draining": "draining",
-    "engine_lost": "expelled",
+    "engine_lost": "lost",
     "engine_left": "left",
     "engine_canary_failed": "unverified",
 }
@@ -69,6 +70,7 @@ class RunView:
         recent: the last `step` events.
         pauses_s: how long engines paused for each of the last weight updates.
         marks, mark_count: the last chart marks, and the number of all marks so far.
+        held_out: the last evaluations as chart marks.
         evaluations: the newest evaluation of each set. alarms: the active alarms. engines: the state of each, by URL.
         given_up: for each step in `recent`, the number of groups that actors gave up since the step before.
         given_up_now: that number since the last step.
@@ -81,6 +83,7 @@ class RunView:
     newest: Event = field(default_factory=dict)
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
     pauses_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
+    held_out: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
     marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
     mark_count: int = 0
     incidents: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_INCIDENTS))
@@ -129,10 +132,14 @@ class RunView:
         if kind in _LIFECYCLES:
             self._take_engine(_LIFECYCLES[kind], event)
         if kind in _MARKS:
-            self.marks.append(self._mark(kind, event))
+            self.marks.append(mark := self._mark(kind, event))
             self.mark_count += 1
+            if kind == "evaluation":
+                self.held_out.append(mark)
         if kind in _INCIDENTS:
-            self.incidents.append({"time": event.get("time"), "kind": kind, "what": sentence(event)})
+            engine = self.engines.get(cut(event.get("url", "")), {}).get("name", "") if kind == "engine_lost" else ""
+            incident = {"time": event.get("time"), "kind": kind, "what": sentence(event)}
+            self.incidents.append(incident | {"engine": engine} if engine else incident)
         return rewound
 
     def marks_after(self, number: int) -> list[dict[str, Any]]:
@@ -208,6 +215,8 @@ class RunView:
             if len(self.engines) >= _MOST_ENGINES:
                 return
             engine = self.engines[url] = {"url": url, "state": lifecycle, "version": None, "last_error": ""}
+        if event.get("name"):
+            engine["name"] = cut(event["name"])
         engine["state"] = lifecycle
         if event.get("reason"):
             engine["last_error"] = cut(event["reason"])
@@ -233,8 +242,7 @@ def sentence(event: Event) -> str:
     """Describe an event in a few words, for lists of incidents and alarms and for chart marks."""
     changes = event.get("changes")
     if isinstance(changes, Mapping):
-        made = ", ".join(f"{name} = {value}" for name, value in changes.items())
-        return cut(f"{made} by {event.get('who', 'unknown')}")
+        return cut(f"{changes_words(changes)} by {event.get('who', 'unknown')}")
     for name in ("what", "reason", "waits_for", "path"):
         if event.get(name):
             return cut(f"{event['url']}: {event[name]}" if event.get("url") else event[name])

@@ -32,7 +32,7 @@ from typing import Any, Final, NamedTuple, final
 
 import msgspec
 
-from pipelinerl.observability.events import ENDS, Event, amount, kind_of
+from pipelinerl.observability.events import ENDS, Event, amount, changes_words, kind_of
 
 #: Maximum numbers of groups without a known step, and of orders without known stages; the oldest are dropped.
 _PENDING: Final = 1024
@@ -172,6 +172,7 @@ class SpanReader:
     """Time of the newest event, in seconds since the run began."""
     _serves: dict[str, _Begun] = field(default_factory=dict)
     _away: dict[str, _Begun] = field(default_factory=dict)
+    _served: dict[str, int] = field(default_factory=dict)  # versions of suspect engines
     _engineless: _Begun | None = None
     _evaluation: _Begun | None = None
     # By lane and track, the time at which the last span ends.
@@ -256,13 +257,18 @@ class SpanReader:
             self._engineless = _Begun(self.now, -1)
 
     def _suspect(self, event: Event) -> Iterator[Drawn]:
-        self._away.setdefault(str(event.get("url")), _Begun(self.now, -1, "no answer"))
-        return iter(())
+        url = str(event.get("url"))
+        self._away.setdefault(url, _Begun(self.now, -1, "no answer"))
+        if (served := self._serves.get(url)) is not None:
+            yield from self._ended_serving(url)
+            self._served[url] = served.value
 
     def _back(self, event: Event) -> Iterator[Drawn]:
         url = str(event.get("url"))
         if (begun := self._away.pop(url, None)) is not None:
             yield from self._span(url, "away", begun.start, self.now, begun.value, begun.note)
+        if (version := self._served.pop(url, None)) is not None and event["kind"] == "engine_back":
+            yield from self._now_serves(url, version)
 
     def _evaluation_began(self, event: Event) -> Iterator[Drawn]:
         self._evaluation = _Begun(self.now, _whole(event, "model_version"))
@@ -287,7 +293,7 @@ class SpanReader:
         for span in list(self.open()):
             yield from self._span(*span)
         self.now = now
-        self._serves, self._away, self._evaluation, self._engineless = {}, {}, None, None
+        self._serves, self._away, self._served, self._evaluation, self._engineless = {}, {}, {}, None, None
 
     # --- details ---------------------------------------------------------------------------------------------------
 
@@ -337,9 +343,7 @@ _WORDS: Final[Mapping[str, str]] = {
 
 def _marks(kind: str, event: Event, now: float) -> Iterator[RunMark]:
     if kind == "knobs":
-        changes = event.get("changes")
-        made = ", ".join(f"{name} = {value}" for name, value in changes.items()) if isinstance(changes, dict) else ""
-        yield RunMark(now, kind, f"{made} by {event.get('who', 'unknown')}")
+        yield RunMark(now, kind, f"{changes_words(event.get('changes'))} by {event.get('who', 'unknown')}")
     elif kind in _WORDS:
         yield RunMark(now, kind, _WORDS[kind].format_map(defaultdict(str, event)))
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.text import Text
 
 from pipelinerl.observability.samples.record import one_line
-from pipelinerl.observability.status import HeldOutStatus, format_duration, reward_words
+from pipelinerl.observability.status import HeldOutStatus, format_duration, reward_words, staleness_words
 from pipelinerl.plugins.watch.top.run_follower import RunSnapshot
 
 _STATE_STYLES: Final = {"live": "bold green", "finished": "bold cyan", "starting": "bold yellow", "suspended": "bold"}
@@ -56,7 +56,7 @@ def _pairs(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
         "reward": reward_words(step.reward, step.unjudged),
         "held out": _held_out(status.held_out),
         "version": f"{status.model_version:,}",
-        "staleness": f"{step.staleness_mean:.1f}, max {step.staleness_max}",
+        "staleness": staleness_words(step.staleness_mean, step.staleness_max),
         "tokens/s": f"{status.fleet.tokens_per_s:,.0f}",
         "engines": f"{status.fleet.occupancy:.0%} busy",
         "entropy": _figure(step.entropy, ".3f"),
@@ -109,7 +109,8 @@ def _engines(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
         yield Text(f"{'engine':<{room}}{'state':>11}{'version':>8}{load}{'tok/s':>6}", "dim")
     for each in engines[:_MOST]:
         name = _fitted(one_line(each.name or each.url.removeprefix("http://")), room)
-        counts = f"{each.version:>8}{f'{each.running:>6}' if loads else ''}{each.tokens_per_s:>6.0f}"
+        version = "-" if each.version is None else each.version
+        counts = f"{version:>8}{f'{each.running:>6}' if loads else ''}{each.tokens_per_s:>6.0f}"
         yield Text.assemble(name, (f"{each.state:>11}", "green" if each.serves else "red"), counts)
         if each.note and (each.speed < 1 or not each.serves):
             yield Text("  " + one_line(each.note), "dim")

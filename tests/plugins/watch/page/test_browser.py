@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 STEPS: Final = 12
-SCREENS: Final = ("now", "steer", "timeline", "samples", "compare")
+SCREENS: Final = ("now", "steer", "timeline", "samples", "compare", "recipe")
 ROWS: Final = 1000
 #: The metrics that the first screen charts for every run, in the order of the charts.
 CHARTED: Final = (
@@ -155,6 +155,7 @@ def shown(page: Page, screen: str) -> None:
         "samples": lambda: main.get_by_role("link", name=re.compile("^Group of the answer")).first,
         "group": lambda: main.get_by_role("article", name="Answer 1"),
         "tokens": lambda: main.get_by_role("button", pressed=True).first,
+        "recipe": lambda: main.get_by_role("heading", name="staleness", exact=True),
         "compare": lambda: main.get_by_role("heading", name="Recipe differences"),
     }
     try:

@@ -49,7 +49,7 @@ def test_drained_engine_is_shown_as_left_and_not_as_lost() -> None:
         ("engine_left", "http://a:1: drained"),
     ]
     made.take(lost)
-    assert made.engines["http://a:1"]["state"] == "expelled" and made.incidents[-1]["kind"] == "engine_lost"
+    assert made.engines["http://a:1"]["state"] == "lost" and made.incidents[-1]["kind"] == "engine_lost"
 
 
 def test_chart_marks_after_a_number_are_those_still_kept_or_all_if_the_run_has_fewer() -> None:

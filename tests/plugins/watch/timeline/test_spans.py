@@ -28,6 +28,12 @@ def test_timeline_shows_that_an_engine_serves_a_version_until_the_next_version_i
     assert [span.end for span in served] == [4.0, 10.1, 11.1, 12.1, 13.0], "the last ends with the run"
 
 
+def test_suspect_engine_is_shown_to_serve_only_until_it_stops_answering_and_from_its_return_on() -> None:
+    away = [event("engine_suspect", 20.0, url=A), event("engine_back", 30.0, url=A), event("run_finished", 40.0)]
+    served = _spans([*(each for each in run(3) if each["kind"] != "run_finished"), *away], A, "serves")
+    assert [(span.value, span.start, span.end) for span in served[-2:]] == [(3, 12.1, 20.0), (3, 30.0, 40.0)]
+
+
 def test_pause_in_the_timeline_has_the_duration_measured_by_the_engine() -> None:
     assert [(s.value, pytest.approx(s.end - s.start)) for s in _spans(run(2), B, "pause")] == [
         (0, 0.001), (1, 0.001), (2, 0.001),

@@ -5,6 +5,7 @@ import { clock, duration, number, runName } from "./format.js";
 import { Group } from "./group.js";
 import { notify, useAnswer, useStream } from "./live.js";
 import { Now } from "./now.js";
+import { Recipe } from "./recipe.js";
 import { link, useRoute } from "./route.js";
 import { Samples } from "./samples.js";
 import { Steer } from "./steer.js";
@@ -19,6 +20,7 @@ const SCREENS = [
   ["timeline", "Timeline", Timeline],
   ["samples", "Samples", Samples],
   ["compare", "Compare", Compare],
+  ["recipe", "Recipe", Recipe],
 ];
 const PARTS = { group: ["samples", Group, "Group"], tokens: ["samples", Tokens, "Tokens"] };
 // Domains and metrics mostly appear in these first steps; afterwards they are requested less often.
@@ -98,7 +100,7 @@ function Page() {
     <header class="bar"><div class="inner">
       <div class="head">
         <h1>${facts?.name ?? "…"}</h1><${State} facts=${facts} />
-        <div class="right"><${Connection} state=${connection} over=${facts && !["live", "starting"].includes(facts.state)} />
+        <div class="right"><${Connection} state=${connection} />
           <button type="button" onClick=${() => {
             toggleTheme();
             redraw((count) => count + 1);
@@ -142,8 +144,8 @@ function Progress({ facts }) {
   return html`<span class="facts">step ${number(step)}${of} · ${duration(elapsed_s)}</span>`;
 }
 
-function Connection({ state, over }) {
-  const known = { open: over ? "connected" : "● live", opening: "connecting…" };
+function Connection({ state }) {
+  const known = { open: "● connected", opening: "connecting…" };
   const text = known[state] ?? "connection lost: reconnecting";
   const look = state in known ? "plain" : "bad";
   return html`<span class=${`pill ${look}`} role="status" data-heard=${state}>${text}</span>`;

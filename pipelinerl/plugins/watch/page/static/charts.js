@@ -3,7 +3,7 @@
 import { number } from "./format.js";
 import { Plot } from "./plot.js";
 import { settle } from "./route.js";
-import { html, useEffect, useRef } from "./view.js";
+import { html, useEffect, useRef, visible } from "./view.js";
 
 const LEAST_SPAN = 4;
 const SPANS = [5, 20, 50, 200];
@@ -69,6 +69,7 @@ function lastOf(values) {
 }
 
 // A figure with its lines. `lines`: {label, values, colour 1-8, low, high, dots, faint}; arrays as long as x.
+// `marks`: {x, text}, vertical lines such as changes of knobs.
 export function Chart(props) {
   const { title, unit, x, lines, format = number, label = "step", tall = false, window: shared } = props;
   const box = useRef(null);
@@ -89,7 +90,7 @@ export function Chart(props) {
     made.canvas.addEventListener("dblclick", () => shared.set(null));
     return () => made.close();
   }, [shared]);
-  useEffect(() => plot.current.show(latest.current), [x, lines, shared]);
+  useEffect(() => plot.current.show(latest.current), [x, lines, props.marks, shared]);
   const key = (event) => {
     if (x.length < 2) return;
     const range = byKey(event.key, shared.range, [x[0], x[x.length - 1]], LEAST_SPAN);
@@ -111,14 +112,16 @@ export function Chart(props) {
 }
 
 // Writes next to each name its value at the cursor, or the newest.
-function showCursorValues(keys, { x, lines, format = number, formatX = number, label = "step" }, at) {
+function showCursorValues(keys, { x, lines, marks = [], format = number, formatX = number, label = "step" }, at) {
   const places = keys.querySelectorAll("b");
+  const passed = at === null ? [] : marks.filter((mark) => mark.x > (x[at - 1] ?? -Infinity) && mark.x <= x[at]);
+  const marked = passed.map((mark) => ` · ${mark.text}`).join("");
   lines
     .filter((line) => line.label)
     .forEach((line, index) => {
       const value = at === null ? lastOf(line.values) : line.values[at];
       const where = at === null || index > 0 ? "" : ` at ${label} ${formatX(x[at])}`;
-      if (places[index]) places[index].textContent = format(value) + where;
+      if (places[index]) places[index].textContent = visible(format(value) + where + (index ? "" : marked));
     });
 }
 

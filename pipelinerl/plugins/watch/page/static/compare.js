@@ -1,6 +1,6 @@
 // Compare: several runs on one axis of steps, samples or seconds, and the differences of their recipes.
 import { Chart, Smoothing, sharedWindow, smoothLines } from "./charts.js";
-import { anything, duration, measureOf, number, runName, words } from "./format.js";
+import { anything, clock, duration, measureOf, number, percent, runName, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { settle } from "./route.js";
 import { html, Table, useMemo } from "./view.js";
@@ -46,7 +46,35 @@ export function Compare({ facts, query }) {
       class="note">One run is open. To compare, open several: <code>pipelinerl watch RUN RUN</code>.</p>`}
     ${error && html`<p class="note bad" role="alert">${error.message}</p>`}
     ${state && html`<${Lines} state=${state} metrics=${metrics} label=${x} smooth=${smooth} />
+      <${List} state=${state} />
       <${Differences} state=${state} />`}</div>`;
+}
+
+const heldOut = (state) => [...new Set(state.runs.flatMap((each) => Object.keys(each.held_out)))];
+
+// The chosen runs as a table: when each began, how far it is, what it reached and what it used.
+function List({ state }) {
+  const sets = heldOut(state);
+  const roles = [...new Set(state.runs.flatMap((each) => Object.keys(each.usage)))];
+  const numbers = ["steps", "duration", "reward", ...sets.map(words)];
+  const names = state.runs.map((each) => runName(each, state.runs));
+  const used = ({ cpu_s: cpu, gpu_s: gpu } = {}) => duration(cpu) + (gpu > 0 ? ` / ${duration(gpu)}` : "");
+  return html`<section class="card"><h2>Runs</h2><${Table} label="Runs" head=${["run", "state", "began", ...numbers]}
+    numbers=${numbers}>${state.runs.map(
+      (each) => html`<tr key=${each.run}><td>${runName(each, state.runs)}</td><td>${each.state}</td>
+      <td class="figure">${clock(each.started)}</td><td class="number">${number(each.step)}</td>
+      <td class="number">${duration(each.elapsed_s)}</td><td class="number">${number(each.reward)}</td>
+      ${sets.map((set) => html`<td class="number" key=${set}>${percent(each.accuracies[set])}</td>`)}</tr>`,
+    )}</></section>
+    ${
+      roles.length > 0 &&
+      html`<section class="card"><h2>Processor time, and GPU time, by role</h2><${Table} label="Time by role"
+      head=${["role", ...names]} numbers=${names}>${roles.map(
+        (role) => html`<tr key=${role}><td>${role}</td>${state.runs.map(
+          (each) => html`<td class="number" key=${each.run}>${used(each.usage[role])}</td>`,
+        )}</tr>`,
+      )}</></section>`
+    }`;
 }
 
 function Lines({ state, metrics, label, smooth }) {
@@ -74,7 +102,25 @@ function Lines({ state, metrics, label, smooth }) {
       }),
     [state, metrics.join(), label, smooth],
   );
-  return html`<div class="grid two">${figures.map((figure, index) =>
+  const sets = useMemo(
+    () =>
+      heldOut(state).map((set) => {
+        const known = state.runs.filter((each) => each.held_out[set]);
+        const { x, columns } = overlaid(known.map((each) => [each.held_out[set].x, each.held_out[set].y]));
+        const lines = known.map((each, index) => ({
+          label: runName(each, state.runs),
+          values: columns[index],
+          colour: 1 + (each.run % 8),
+          dots: true,
+        }));
+        const title = `${words(set)} accuracy`;
+        return { title, format: percent, formatX: label === "seconds" ? duration : number, x, lines };
+      }),
+    [state, label],
+  );
+  return html`<div class="grid two">${sets.map(
+    (figure) => html`<${Chart} key=${figure.title} ...${figure} label=${label} window=${shared} tall=${true} />`,
+  )}${figures.map((figure, index) =>
     figure
       ? html`<${Chart} key=${metrics[index]} ...${figure} label=${label} window=${shared} tall=${true} />`
       : html`<p class="none" key=${metrics[index]}>No run has measured ${words(metrics[index])}.</p>`,

@@ -2,7 +2,9 @@
 import { send } from "./api.js";
 import { duration, number, percent } from "./format.js";
 import { useAnswer } from "./live.js";
-import { html, useState } from "./view.js";
+import { html, Table, useState } from "./view.js";
+
+const NUMBERS = ["version", "running", "waiting", "tokens/s"];
 
 const LOOKS = {
   healthy: "good",
@@ -11,6 +13,8 @@ const LOOKS = {
   draining: "warn",
   joining: "live",
   expelled: "bad",
+  dead: "bad",
+  lost: "bad",
   left: "plain",
 };
 
@@ -46,13 +50,9 @@ export function Engines({ run, facts }) {
     <p class="soft">${summaryOf(state, facts)}</p>
     ${
       state.engines.length > 0
-        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Engines"><table><thead><tr>
-          <th scope="col">engine</th><th scope="col">type</th><th scope="col">state</th>
-      <th class="number" scope="col">version</th><th class="number" scope="col">running</th>
-        <th class="number" scope="col">waiting</th><th class="number" scope="col">tokens/s</th>
-        <th scope="col"><span class="said">actions</span></th></tr></thead>
-      <tbody>${inOrder(state.engines).map((engine) => html`<${Engine} key=${engine.url} engine=${engine} types=${state.types}
-        able=${state.may_steer} order=${order} />`)}</tbody></table></div>`
+        ? html`<${Table} label="Engines" head=${["engine", "type", "state", ...NUMBERS, "actions"]}
+          numbers=${NUMBERS}>${inOrder(state.engines).map((engine) => html`<${Engine} key=${engine.url} engine=${engine}
+          types=${state.types} able=${state.may_steer} order=${order} />`)}</>`
         : html`<p class="none">No engine has joined.</p>`
     }
     ${starting.length > 0 && html`<p>Starting: ${starting.map((each) => `${each.name} (${each.type})`).join(", ")}</p>`}
@@ -61,7 +61,7 @@ export function Engines({ run, facts }) {
 }
 
 function isOut(engine) {
-  return engine.state === "expelled" || engine.state === "left";
+  return ["expelled", "left", "lost"].includes(engine.state);
 }
 
 // Engines that left come last.
@@ -70,8 +70,8 @@ function inOrder(engines) {
 }
 
 function summaryOf(state, facts) {
-  const serving = state.engines.filter((each) => !isOut(each)).length;
-  const parts = [`${number(serving)} ${serving === 1 ? "engine" : "engines"}`];
+  const alive = state.engines.filter((each) => !isOut(each) && each.state !== "dead").length;
+  const parts = [`${number(alive)} ${alive === 1 ? "engine" : "engines"}`];
   if (Number.isFinite(state.tokens_per_s)) parts.push(`${number(state.tokens_per_s)} tokens/s`);
   if (Number.isFinite(state.occupancy)) parts.push(`${percent(state.occupancy, 0)} busy`);
   if (Number.isFinite(state.update_pause_s)) parts.push(`${duration(state.update_pause_s)} pause for an update`);
@@ -81,14 +81,13 @@ function summaryOf(state, facts) {
 // Version, running, waiting, tokens/s; dashes for an engine that left.
 function figuresOf(engine) {
   const { version, running, waiting, tokens_per_s: rate, slots } = isOut(engine) ? {} : engine;
-  return [number(version), number(running) + (slots > 0 ? ` of ${number(slots)}` : ""), number(waiting), number(rate)];
+  return [version === null ? "no weights yet" : number(version), number(running) + (slots > 0 ? ` of ${number(slots)}` : ""), number(waiting), number(rate)];
 }
 
 function Engine({ engine, types, able, order }) {
   const [sure, setSure] = useState("");
   const [type, setType] = useState(engine.type || types[0]);
   const name = engine.name || engine.url;
-  const shown = engine.left_as_planned ? "left" : engine.state;
   const actions = {
     drain: [
       "Drain",
@@ -108,7 +107,7 @@ function Engine({ engine, types, able, order }) {
   };
   return html`<tr class=${isOut(engine) ? "out" : ""}><td>${name}<div class="soft">${engine.name ? engine.url : ""}</div>${engine.last_error && html`<div
     class="soft">${engine.last_error}</div>`}</td><td>${engine.type}</td>
-    <td><span class=${`pill ${LOOKS[shown] ?? "plain"}`}>${shown}</span></td>
+    <td><span class=${`pill ${LOOKS[engine.state] ?? "plain"}`}>${engine.state}</span></td>
       ${figuresOf(engine).map((text, at) => html`<td key=${at} class="number">${text}</td>`)}
     <td>${
       !able || isOut(engine)

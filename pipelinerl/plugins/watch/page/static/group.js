@@ -63,7 +63,7 @@ function Answer({ answer, group, keep }) {
     }
     <dl class="facts-list"><dt>tokens</dt><dd>${number(answer.length)}, ended by ${answer.finish_reason || "–"}</dd>
       <dt>versions</dt><dd>${answer.spans.map(([version, count]) => `v${version} × ${count}`).join(", ") || "–"}</dd>
-      <dt>staleness</dt><dd>${number(answer.staleness)}${answer.trained ? "" : ", had no gradient"}</dd>
+      <dt>staleness, 1 = on policy</dt><dd>${number(answer.staleness)}${answer.trained ? "" : ", had no gradient"}</dd>
       ${answer.parts.map(([name, value]) => html`<dt key=${name}>${name}</dt><dd>${number(value)}</dd>`)}
       ${answer.shaped !== null && answer.shaped !== answer.reward && html`<dt>shaped</dt>
         <dd>${number(answer.shaped)}</dd>`}

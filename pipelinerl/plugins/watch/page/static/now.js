@@ -211,6 +211,8 @@ function Charts({ run, facts, coarse, metrics, domains, extra, smooth }) {
   );
   if (!rows || rows.count === 0) return html`<p class="none">No steps yet.</p>`;
   const all = [rows.first, rows.last];
+  const changed = (rows.marks ?? []).filter((mark) => mark.kind === "knobs");
+  const marks = changed.map((mark) => ({ x: mark.step, text: mark.what }));
   return html`<section aria-label="Over the steps">
     <div class="row"><h2>Over the steps</h2>
       <${ZoomButtons} shared=${shared} all=${all} />
@@ -226,7 +228,7 @@ function Charts({ run, facts, coarse, metrics, domains, extra, smooth }) {
       ${rows.each > 1 && html`<span class="soft">each point is ${number(rows.each)} steps; zoom in for more</span>`}
     </div>
     <div class="grid">${figures.map((figure) => html`<${Chart} key=${figure.title} x=${rows.x.step}
-      window=${shared} ...${figure} />`)}</div>
+      window=${shared} marks=${marks} ...${figure} />`)}</div>
   </section>`;
 }
 

@@ -55,7 +55,7 @@ export class Plot {
     this.canvas.addEventListener("pointercancel", () => this.drop());
   }
 
-  // A figure is {x, lines, format, label, formatX}; see `Chart`.
+  // A figure is {x, lines, marks, format, label, formatX}; see `Chart`.
   show(figure) {
     this.figure = figure;
     this.drawSoon();
@@ -101,7 +101,7 @@ export class Plot {
     const [width, height] = this.size;
     if (!this.figure || !width || !height) return;
     const paper = sheet(this.canvas, width, height);
-    const { x, lines, format = number, formatX = number } = this.figure;
+    const { x, lines, marks = [], format = number, formatX = number } = this.figure;
     const range = this.range();
     const [from, to] = [Math.max(0, firstFrom(x, range[0]) - 1), Math.min(x.length, firstFrom(x, range[1]) + 2)];
     const limits = limitsOf(lines, from, to);
@@ -118,6 +118,7 @@ export class Plot {
     paper.beginPath();
     paper.rect(left, 0, this.area.width + RIGHT, height - BOTTOM + 1);
     paper.clip();
+    for (const mark of marks) drawMark(paper, scale.x(mark.x), this.area.height);
     for (const line of lines) drawLine(paper, scale, x, line, from, to, colour(`c${line.colour}`));
     paper.restore();
     this.showCursor();
@@ -258,6 +259,17 @@ function ticksOf([low, high], count, least = 0) {
     ticks.push(Number((number * step).toPrecision(12)));
   }
   return ticks;
+}
+
+function drawMark(paper, place, height) {
+  paper.strokeStyle = colour("soft");
+  paper.lineWidth = 1;
+  paper.setLineDash([3, 3]);
+  paper.beginPath();
+  paper.moveTo(place, TOP);
+  paper.lineTo(place, TOP + height);
+  paper.stroke();
+  paper.setLineDash([]);
 }
 
 function drawLine(paper, scale, x, line, from, to, colour) {

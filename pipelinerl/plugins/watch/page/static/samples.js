@@ -3,7 +3,7 @@ import { get } from "./api.js";
 import { number, signed, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { link, settle } from "./route.js";
-import { html, useEffect, useState } from "./view.js";
+import { html, useColumnNames, useEffect, useState } from "./view.js";
 
 const COLUMNS = [
   ["step", "step"],
@@ -43,7 +43,7 @@ export function Samples({ run, facts, query }) {
     ${
       state &&
       html`<p class="soft" role="status">${number(state.matched)} samples${state.complete ? "" : " so far; the files are still being read"}.
-      Shaded groups have equal rewards and so no signal.</p>`
+      Shaded groups have equal rewards and so no signal. Staleness: 1 = on policy.</p>`
     }
     ${
       rows.length > 0
@@ -108,7 +108,7 @@ function Head({ name, title, wanted }) {
 
 function Table({ rows, wanted, run }) {
   const keep = run === "0" ? {} : { run };
-  return html`<div class="card scroll samples" tabindex="0" role="region" aria-label="Samples"><table><thead><tr>
+  return html`<div class="card scroll samples" ref=${useColumnNames()} tabindex="0" role="region" aria-label="Samples"><table><thead><tr>
     <th scope="col">answer</th>
     ${COLUMNS.map(([name, title]) => html`<${Head} key=${name} name=${name} title=${title} wanted=${wanted} />`)}
     <th scope="col">outcome</th><th scope="col">domain</th><th scope="col">versions</th><th scope="col">prompt</th>

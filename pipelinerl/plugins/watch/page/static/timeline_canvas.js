@@ -152,11 +152,13 @@ function drawTrack({ paper, left, low, scale, look, right }, track, top) {
 
 function label(paper, track, at, from, wide, middle, look) {
   const name =
-    track.kind === "serves"
+    track.kind === "serves" && track.value[at] >= 0
       ? `v${track.value[at]}`
       : track.kind === "wait" || track.kind === "away"
         ? visible(track.note[at] || track.kind)
-        : `${track.value[at] ?? ""}`;
+        : track.value[at] >= 0
+          ? `${track.value[at]}`
+          : visible(track.note[at] ?? "");
   paper.font = NARROW;
   if (paper.measureText(name).width > wide - 8) return;
   paper.fillStyle = track.kind === "away" ? look.bad : look.ink;
@@ -219,7 +221,9 @@ export function partAt(data, time, y, span) {
     const at = firstFrom(track.end, time);
     if (at >= track.start.length || track.start[at] > time) continue;
     const what =
-      track.kind === "serves" ? `serves version ${track.value[at]}` : `${words(track.kind)} ${track.value[at] ?? ""}`;
+      track.kind === "serves" && track.value[at] >= 0
+        ? `serves version ${track.value[at]}`
+        : `${words(track.kind)} ${track.value[at] >= 0 ? track.value[at] : ""}`.trim();
     const note = track.note[at] ? `, ${visible(String(track.note[at]))}` : "";
     const many = track.count[at] > 1 ? `, the longest of ${number(track.count[at])}` : "";
     parts.push(`${what}${note}${many}: ${duration(track.busy[at])} from ${duration(track.start[at])}`);

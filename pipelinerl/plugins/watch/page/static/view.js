@@ -34,9 +34,22 @@ function visibleElement(type, props, ...children) {
 
 export const html = templates(visibleElement);
 
+// Returns a reference for the box of a table. Each cell gets the title of its column, which narrow windows show beside it.
+export function useColumnNames() {
+  const box = useRef(null);
+  useEffect(() => {
+    const titles = [...box.current.querySelectorAll("th")].map((each) => each.textContent.replace(/ [↑↓]$/, ""));
+    for (const row of box.current.querySelectorAll("tbody tr"))
+      [...row.cells].forEach((cell, at) => {
+        cell.dataset.title = titles[at] ?? "";
+      });
+  });
+  return box;
+}
+
 // A table that scrolls in its box, with the column titles `head`, of which `numbers` align right; its children are the rows.
 export function Table({ label, look = "scroll", head, numbers = [], children }) {
-  return html`<div class=${look} tabindex="0" role="region" aria-label=${label}><table><thead><tr>
+  return html`<div class=${look} ref=${useColumnNames()} tabindex="0" role="region" aria-label=${label}><table><thead><tr>
     ${head.map((title) => html`<th class=${numbers.includes(title) ? "number" : undefined} scope="col">${title}</th>`)}</tr></thead>
     <tbody>${children}</tbody></table></div>`;
 }

@@ -32,7 +32,7 @@ START = "0-0"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One record in a stream, with its id. `deliveries` counts how often the consumer group got it, this time included."""
+    """One record in a stream, with its id; `deliveries` counts how often its consumer group has got it."""
 
     stream: str
     entry_id: str
@@ -141,6 +141,8 @@ class Stream(Protocol):
 
 
 DEAD_LETTERS: Final = "dead-letters"
+#: Orders that killed the processes that worked on them.
+DEADLY_ORDERS: Final = "deadly-orders"
 
 
 @final

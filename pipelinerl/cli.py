@@ -245,7 +245,12 @@ def status(
     if json:
         typer.echo(state.to_json())
         return
-    for line in (progress.line(state), *progress.domain_lines(state), access_line(run, state.fleet.engines)):
+    for line in (
+        progress.line(state),
+        *progress.server_lines(state),
+        *progress.domain_lines(state),
+        access_line(run, state.fleet.engines),
+    ):
         typer.echo(line)
 
 

@@ -112,6 +112,7 @@ def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> R
         parts.append(_engines(status.fleet.engines))
     if status.evaluating is not None:
         parts.append(Text(_evaluating(status.evaluating), style="dim"))
+    parts += [Text(line, style="dim") for line in server_lines(status)]
     parts += [Text.assemble(("alarm ", "bold red"), alarm) for alarm in status.alarms]
     if status.restarts:
         parts.append(Text(restarts_line(status.restarts), style="dim"))
@@ -141,6 +142,15 @@ def line(status: RunStatus) -> str:
     if status.waiting_for:
         parts.append(f"waits for {status.waiting_for}")
     return " · ".join(parts)
+
+
+def server_lines(status: RunStatus) -> list[str]:
+    """Return a line of plain text for each parameter server: `parameter server http://a:1: shard 0, replica 1, up`."""
+    return [
+        f"parameter server {each.url}: shard {each.shard}, replica {each.replica}, {each.state}"
+        + (f" ({each.last_error})" if each.last_error else "")
+        for each in status.parameter_servers
+    ]
 
 
 def domain_lines(status: RunStatus) -> list[str]:

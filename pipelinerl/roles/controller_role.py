@@ -24,6 +24,7 @@ from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig, check_layout, load, parse, save, to_table, write_layout
 from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.decisions.status import ServerWatch
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
 from pipelinerl.controller.service.service import ControllerService, Start
@@ -197,6 +198,9 @@ async def run(identity: Identity, *, start: Start) -> None:
                 start=start,
                 samples=samples,
                 restarts=partial(read_restarts, identity.run_dir),
+                parameter_servers=ServerWatch(
+                    identity.config.parameter_server.urls, shards=identity.config.parameter_server.shards
+                ),
             )
             freeze_gc()
             await _serve(identity, service, listener)

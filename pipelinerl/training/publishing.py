@@ -127,6 +127,7 @@ class Publishing:
                 failed=dict(report.failed),
                 permanent=sorted(report.permanent),
                 blameless=sorted(report.blameless),
+                error=report.error,
                 send_s=report.send_s,
                 total_s=report.total_s,
                 directive=directive.answers,

@@ -31,7 +31,7 @@ from inference_contract.weights import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.errors import DeadlineError, PipelineError, UpdateError
+from pipelinerl.errors import DeadlineError, NotUploaded, PipelineError, UpdateError
 from pipelinerl.plugins.parameter_server.connection import Key
 from pipelinerl.plugins.parameter_server.upload import Uploaded, Uploader
 from pipelinerl.system.background import in_background, settled
@@ -77,7 +77,8 @@ class PullPublisher:
     async def publish(self, publication: Publication) -> PublishReport:
         """Send the weights to every engine that can take them.
 
-        Raises UpdateError, with reasons, if no engine serves them; FencedError if a later trainer process took over.
+        Raises NotUploaded if no parameter server takes them, UpdateError, with reasons, if no engine serves them, and
+        FencedError if a later trainer process took over.
         """
         async with self._turn:
             progress = PublicationProgress(publication)
@@ -96,9 +97,10 @@ class PullPublisher:
             try:
                 uploaded = await self._uploaded(progress)
             except UpdateError as error:
-                if not progress.pauses_s:
-                    raise
-                # After an error, all engines that no earlier attempt has served count as failed.
+                if attempt == 1:
+                    raise NotUploaded(str(error)) from error
+                # The engines that an earlier attempt has not served lost their parameter server, and are not at fault.
+                progress.blameless |= set(progress.targets)
                 progress.failed |= dict.fromkeys(progress.targets, str(error))
                 return
             await self._serve(progress, uploaded, is_last=attempt == _ATTEMPTS)

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, Final, final
 
 from pipelinerl.observability.events import Event, kind_of
-from pipelinerl.observability.run_history import HELD_OUT
+from pipelinerl.observability.run_history import HELD_OUT, Incidents
 from pipelinerl.plugins.watch.page.step_table import StepTable
 from pipelinerl.plugins.watch.timeline.run_timeline import RunTimeline
 
@@ -21,19 +21,10 @@ from pipelinerl.plugins.watch.timeline.run_timeline import RunTimeline
 MOST_RECENT: Final = 500
 _MOST_MARKS: Final = 2000
 _MOST_CHANGES: Final = 1000
-_MOST_INCIDENTS: Final = 200
 _MOST_ENGINES: Final = 1024
 _MOST_TEXT: Final = 500
 
 _ENDS: Final = {"run_finished": "finished", "run_suspended": "suspended", "run_failed": "failed"}
-_INCIDENTS: Final = frozenset(
-    {
-        "engine_joined", "engine_lost", "engine_left", "engine_suspect", "engine_back", "engine_draining",
-        "engine_slow", "engine_canary_failed", "engines_hired", "engines_scaled", "engines_would_scale", "alarm",
-        "alarm_cleared", "checkpoint_delayed", "controller_returned", "trainer_left", "trainer_ready", "step_skipped",
-        "stalled", "orders_lost", "evaluation_restarted", "run_started", "run_failing", "run_suspending", *_ENDS,
-    }
-)  # fmt: skip
 _MARKS: Final = frozenset(
     {
         "knobs",
@@ -83,7 +74,7 @@ class RunView:
     pauses_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
     marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
     mark_count: int = 0
-    incidents: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_INCIDENTS))
+    incidents: Incidents = field(default_factory=Incidents)
     knob_log: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_CHANGES))
     knobs: dict[str, Any] = field(default_factory=dict)
     evaluations: dict[str, Event] = field(default_factory=dict)
@@ -131,8 +122,7 @@ class RunView:
         if kind in _MARKS:
             self.marks.append(self._mark(kind, event))
             self.mark_count += 1
-        if kind in _INCIDENTS:
-            self.incidents.append({"time": event.get("time"), "kind": kind, "what": sentence(event)})
+        self.incidents.take(event)
         return rewound
 
     def marks_after(self, number: int) -> list[dict[str, Any]]:

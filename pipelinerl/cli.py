@@ -39,6 +39,7 @@ from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import Skill
 from pipelinerl.errors import PipelineError, UserError
 from pipelinerl.observability.logs import without_secrets
+from pipelinerl.observability.samples.record import visible
 from pipelinerl.plugins.evaluation.command_line import evaluate, prefilter
 from pipelinerl.plugins.oubliette.command_line import oubliette_app
 from pipelinerl.roles.catalogue import ROLES
@@ -251,7 +252,7 @@ def status(
         *progress.domain_lines(state),
         access_line(run, state.fleet.engines),
     ):
-        typer.echo(line)
+        typer.echo(visible(line))
 
 
 @app.command()
@@ -574,13 +575,13 @@ def main() -> None:
         working_directory()
         app(prog_name="pipelinerl")
     except UserError as error:
-        print(without_secrets(f"pipelinerl: {error}"), file=sys.stderr)
+        print(visible(without_secrets(f"pipelinerl: {error}")), file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:  # such as an unreadable file or a full disk; the system's message names the file
-        print(without_secrets(f"pipelinerl: {system_words(error)}"), file=sys.stderr)
+        print(visible(without_secrets(f"pipelinerl: {system_words(error)}")), file=sys.stderr)
         raise SystemExit(1) from None
     except PipelineError as error:
-        print(without_secrets(f"pipelinerl: {error}"), file=sys.stderr)
+        print(visible(without_secrets(f"pipelinerl: {error}")), file=sys.stderr)
         raise SystemExit(1) from None
 
 

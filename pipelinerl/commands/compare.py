@@ -11,6 +11,7 @@ import typer
 
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
+from pipelinerl.observability.logs import table_without_secrets
 
 
 def compare(
@@ -33,7 +34,9 @@ def compare(
     for name in dict.fromkeys(name for summary in summaries for name in summary):
         table.add_row(name, *(Text(summary.get(name, "–")) for summary in summaries))
     table.add_section()
-    tables, made = ([recipes.to_table(c, without_defaults=least) for c in configs] for least in (False, True))
+    tables, made = (
+        [table_without_secrets(recipes.to_table(c, without_defaults=least)) for c in configs] for least in (False, True)
+    )
     for each in differences(tables, made):
         table.add_row(each["path"], *(Text("–" if value is None else str(value)) for value in each["values"]))
     Console().print(table)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -125,7 +124,7 @@ class EpisodeHosts:
     """The hosts of one environment, given as in the recipe: its `reference`, and `environment_options`."""
 
     def __init__(self, reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> None:
-        self._command = _command(reference, options)
+        self._command, self._options = _command(reference, options)
         self._hosts: list[_Host] = []
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
@@ -186,6 +185,7 @@ class EpisodeHosts:
                     startup_s=_STARTUP_S,
                     most_bytes=LONGEST_LINE,
                     env=variables_of_agents(os.environ),
+                    options=self._options,
                 )
             except ChildLost as error:
                 raise HostLost(str(error)) from None
@@ -206,16 +206,10 @@ def check_taskset(reference: str, options: Mapping[str, Any]) -> None:
         raise ReferenceFailed(f"{python} has no verifiers of version 0.4; {python} -m pip install 'verifiers>=0.4'")
 
 
-def _command(reference: str, options: Mapping[str, Any]) -> list[str]:
+def _command(reference: str, options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Return the command of a host, and the options that it gets through its socket: `ps` shows commands to all."""
     if not reference.startswith(VERIFIERS):
-        return [
-            sys.executable,
-            "-P",
-            "-m",
-            "pipelinerl.environments.episode_host",
-            reference,
-            json.dumps(dict(options)),
-        ]
+        return [sys.executable, "-P", "-m", "pipelinerl.environments.episode_host", reference], dict(options)
     own = {name: value for name, value in options.items() if name != "python"}
     script = str(Path(__file__).with_name("verifiers_host.py"))
-    return [options["python"], script, reference.removeprefix(VERIFIERS), json.dumps(own)]
+    return [options["python"], script, reference.removeprefix(VERIFIERS)], own

@@ -33,7 +33,7 @@ from pipelinerl.observability.evaluations import (
     weights,
 )
 from pipelinerl.observability.events import Event, read_events
-from pipelinerl.observability.logs import without_secrets
+from pipelinerl.observability.logs import recipe_without_secrets, without_secrets
 from pipelinerl.observability.run_history import HELD_OUT, RunHistory, Series, groups_of, mean_of, stale_share, tell
 from pipelinerl.observability.samples.reading import ChosenSample, Ranking, SampleQuery, read_samples
 from pipelinerl.observability.samples.record import (
@@ -64,7 +64,7 @@ def write_report(run_dir: Path) -> ReportFiles:
     """
     history = tell(read_events(run_dir / "events.jsonl"))
     recipe = run_dir / "recipe.toml"
-    text = recipe.read_text() if recipe.is_file() else ""
+    text = recipe_without_secrets(recipe.read_text()) if recipe.is_file() else ""
     page = without_secrets(render(history, text, samples=read_samples(run_dir)))
     files = ReportFiles(run_dir / "report.html", run_dir / "learning_curve.png")
     with _in_place_of(files.html) as draft:

@@ -29,6 +29,7 @@ from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import AddressError, UserError
 from pipelinerl.observability.logs import ProcessLog, configure, without_secrets
 from pipelinerl.observability.samples.reading import FOLDER
+from pipelinerl.observability.samples.record import visible
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.plugins.memory.disk import settled
 from pipelinerl.roles.role import LOCAL_REDIS, REDIS_PASSWORD_VARIABLE, RoleOptions
@@ -222,7 +223,7 @@ def _status_of(error: BaseException) -> int:
     """Report the error to the user or the log; return the process's exit status."""
     causes = _leaves(error)
     if all(isinstance(cause, UserError) for cause in causes):
-        print(without_secrets("\n".join(f"pipelinerl: {cause}" for cause in causes)), file=sys.stderr)
+        print(visible(without_secrets("\n".join(f"pipelinerl: {cause}" for cause in causes))), file=sys.stderr)
         # An unreachable peer may come back, so the supervisor should restart this process.
         return 1 if any(isinstance(cause, AddressError) for cause in causes) else 2
     for cause in causes:

@@ -106,7 +106,7 @@ class Cluster:
 
     def start(self, name: str, *, stopped_at: str = "") -> None:
         """Start a role's process, which must not be alive; it suspends itself (SIGSTOP) at `stopped_at`, if given."""
-        self.fuses[name].put_out()
+        self.fuses.setdefault(name, Fuse(self.seats[name].fuse)).put_out()
         if stopped_at:
             self.fuses[name].light(stopped_at, 0, signal.SIGSTOP)
         self.processes[name] = _FORKS.Process(target=play_role, args=(self.seats[name],), name=name)

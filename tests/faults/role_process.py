@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 from zlib import crc32
@@ -302,6 +303,7 @@ async def control(identity: process.Identity) -> None:
 
 ROLES: Mapping[str, Any] = {
     "controller": control,
+    "controller_afresh": partial(controller_role.run, start=Start.AFRESH),
     "engine": engine_role.run,
     "trainer": trainer_role.run,
     "actor": actor_role.run,

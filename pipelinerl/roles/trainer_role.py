@@ -267,7 +267,7 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream, gra
             "weights.transport is pull, and no parameter server is named; name them with --set "
             "'parameter_server.urls=[\"http://host:port\"]', as the launcher does"
         )
-    announcer = StreamAnnouncer(stream) if weights.announced_to(identity.config.engine.count) else None
+    announcer = StreamAnnouncer(stream, grace=grace) if weights.announced_to(identity.config.engine.count) else None
     uploader = Uploader(servers.urls, shards=servers.shards, token=identity.token)
     return PullPublisher(control, uploader, announcer=announcer, grace=grace)
 

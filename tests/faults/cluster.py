@@ -75,8 +75,16 @@ class Cluster:
         self.model = Path(recipe["model"]["path"])
         self.server = EmbeddedRedis(directory / "redis").start()
         self._controller, *of_engines = free_ports(1 + len(engines))
-        roles = {"controller": "controller", **dict.fromkeys(engines, "engine"), "trainer": "trainer", "actor": "actor"}
-        ports = {"controller": self._controller, **dict(zip(engines, of_engines, strict=True))}
+        urls = recipe.get("parameter_server", {}).get("urls", ())
+        servers = {f"parameter-server-{number}": int(url.rpartition(":")[2]) for number, url in enumerate(urls)}
+        roles = {
+            "controller": "controller",
+            **dict.fromkeys(engines, "engine"),
+            **dict.fromkeys(servers, "parameter_server"),
+            "trainer": "trainer",
+            "actor": "actor",
+        }
+        ports = {"controller": self._controller, **dict(zip(engines, of_engines, strict=True)), **servers}
         self.seats = {
             name: GroupEndpoint(
                 role=role,

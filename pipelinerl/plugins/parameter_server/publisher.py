@@ -24,7 +24,6 @@ from typing import Any, Final, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, NotPrepared, PeerLost
 from inference_contract.weights import (
-    OnUpdate,
     Transport,
     UpdatePhase,
     UpdateStatus,
@@ -36,7 +35,7 @@ from pipelinerl.plugins.parameter_server.connection import Key
 from pipelinerl.plugins.parameter_server.upload import Uploaded, Uploader
 from pipelinerl.system.background import in_background, settled
 from pipelinerl.weights.engine_control import Announcer, EngineControl, Failure, Preparation, lasting
-from pipelinerl.weights.grace import Grace
+from pipelinerl.weights.grace import Grace, update_kind
 from pipelinerl.weights.publisher import Publication, PublicationProgress, PublishReport
 
 log = logging.getLogger("pipelinerl")
@@ -127,12 +126,9 @@ class PullPublisher:
 
     async def _serve(self, progress: PublicationProgress, uploaded: Uploaded, *, is_last: bool) -> None:
         order = {url: number for number, url in enumerate(progress.targets)}
-        what = "an update with drain" if progress.publication.on_update is OnUpdate.DRAIN else "an update"
-        began, answers = time.monotonic(), await self._announced(progress, uploaded)
-        for url in answers:
-            self._grace.note(what, url, time.monotonic() - began)
+        answers = await self._announced(progress, uploaded)
         answers |= await self._grace.each(
-            what,
+            update_kind(progress.publication.on_update),
             [url for url in progress.targets if url not in answers],
             lambda url: self._update(progress, uploaded, url, _turned(uploaded, order[url])),
             engines=len(progress.publication.engines),

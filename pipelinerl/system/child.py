@@ -133,7 +133,7 @@ class Child:
                 if options is not None:
                     await child.lines.send(options)
                 child.first = await child.lines.receive()
-        except (TimeoutError, EOFError, ValueError):
+        except (TimeoutError, EOFError, ValueError, OSError):
             child.first = {"error": f"{name} did not start; its output says why"}
         except BaseException:
             await child.close()  # after a cancellation, reap the killed process while the event loop still runs

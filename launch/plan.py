@@ -226,18 +226,26 @@ class Launch:
             on_exit=OnExit.RESTART if type is None else OnExit.SPARE,
         )
 
+    @property
+    def _servers(self) -> list[str]:
+        return list(_numbered("parameter-server", self.config.servers_to_start))
+
+    @property
+    def server_settings(self) -> tuple[str, ...]:
+        """The override that names the parameter servers which the launcher starts; empty if it starts none."""
+        urls = ", ".join(f'"http://{self.at(server)}"' for server in self._servers)
+        return (f"parameter_server.urls=[{urls}]",) if urls else ()
+
     def trainer(self) -> ProcessSpec:
         """Return the spec of the trainer (rank 0 of several processes), which starts after the parameter servers."""
         several = TRAINER in self.ports
         _, cpu = _pinning(self.config, self.cores)
-        servers = list(_numbered("parameter-server", self.config.servers_to_start))
-        urls = ", ".join(f'"http://{self.at(server)}"' for server in servers)
         return self.spec(
             roles.trainer,
             TRAINER,
-            changes=(*([f"parameter_server.urls=[{urls}]"] if servers else []), *self._trainer_settings),
+            changes=(*self.server_settings, *self._trainer_settings),
             shown=self._trainer_shown(TRAINER),
-            after=servers,
+            after=self._servers,
             gpus=self.assignment_of(TRAINER).gpus,
             group=TRAINER if several else None,
             cpu=None if several else cpu,
@@ -323,7 +331,7 @@ def processes_of(launch: Launch) -> Plan:
 
     return Plan((
         *([launch.redis()] if "redis" in launch.ports else []),
-        launch.spec(roles.controller, "controller"),
+        launch.spec(roles.controller, "controller", changes=launch.server_settings),
         *(launch.engine(roles.engine.numbered(number)) for number in range(config.engine.count)),
         *several("parameter-server", config.servers_to_start),
         launch.trainer(),

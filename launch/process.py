@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from launch.plan import ProcessSpec
+from pipelinerl.observability.samples.record import visible
 from pipelinerl.observability.status import FORGIVEN_EVERY_S, RestartStatus
 from pipelinerl.observability.usage import Usage, cpu_seconds
 from pipelinerl.roles.role import RESTARTED_VARIABLE
@@ -178,7 +179,7 @@ class Process:
         except OSError:
             lines = []
         shown = [text for line in lines[-count:] for text in _readable(line).splitlines()]
-        return "\n".join(f"    {text}" for text in shown[-count:]) or "    (it wrote nothing)"
+        return "\n".join(f"    {visible(text)}" for text in shown[-count:]) or "    (it wrote nothing)"
 
 
 def _private(path: str, flags: int) -> int:

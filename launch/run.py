@@ -33,6 +33,7 @@ from pipelinerl.observability.events import Event, EventFollower, EventLog, amou
 from pipelinerl.observability.progress import ProgressDisplay
 from pipelinerl.observability.report import summary, write_report
 from pipelinerl.observability.run_history import tell
+from pipelinerl.observability.samples.record import visible
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.system.machine import free_ports
 
@@ -216,7 +217,7 @@ def show_end(result: RunResult, directory: RunDirectory, events: Sequence[Event]
         console.print(f"to resume from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
     style = {RunOutcome.COMPLETED: "green", RunOutcome.STOPPED: "yellow", RunOutcome.FAILED: "red"}[result.outcome]
     message = _why_it_ended(result.outcome, directory, events) or result.message
-    console.print(f"[{style}]{result.outcome}[/]: {escape(message)}", highlight=False, soft_wrap=True)
+    console.print(f"[{style}]{result.outcome}[/]: {escape(visible(message))}", highlight=False, soft_wrap=True)
 
 
 def _suspends(controller: ControllerCalls) -> bool:

@@ -30,7 +30,7 @@ from launch.cluster.membership import read_members
 from pipelinerl.config.recipe import RunConfig, check_layout, load, load_run, save, to_table, write_layout
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import read_events
-from pipelinerl.observability.logs import without_secrets
+from pipelinerl.observability.logs import table_without_secrets
 from pipelinerl.system.files import system_words, write_private
 
 _LOCK: Final = ".lock"
@@ -289,7 +289,7 @@ def _started(run_dir: Path) -> RunConfig:
 
 def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[str, str]]:
     """Return the keys whose values differ, each with both values as text; `-` for a missing value."""
-    old, new = dict(_flat(to_table(before))), dict(_flat(to_table(after)))
+    old, new = (dict(_flat(table_without_secrets(to_table(each)))) for each in (before, after))
     for one, other in ((old, new), (new, old)):
         for empty in [key for key, value in one.items() if value == _EMPTY]:
             if any(key.startswith(f"{empty}.") for key in other):
@@ -308,7 +308,7 @@ def _flat(table: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for key, value in table.items():
             yield from _flat(value, f"{path}.{key}" if path else key)
     else:
-        yield path, without_secrets(str(table))
+        yield path, str(table)
 
 
 def _reason(key: str) -> str:

@@ -37,6 +37,7 @@ from pipelinerl.component import Need, imported
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.logs import without_secrets
+from pipelinerl.observability.samples.record import visible
 from pipelinerl.roles.catalogue import ROLES
 from pipelinerl.roles.role import Changes, hide_password, joined
 from pipelinerl.system.files import system_words, working_directory
@@ -276,8 +277,13 @@ def status(
     if json:
         typer.echo(state.to_json())
         return
-    for line in (progress.line(state), *progress.domain_lines(state), access_line(run, state.fleet.engines)):
-        typer.echo(line)
+    for line in (
+        progress.line(state),
+        *progress.server_lines(state),
+        *progress.domain_lines(state),
+        access_line(run, state.fleet.engines),
+    ):
+        typer.echo(visible(line))
 
 
 @app.command()
@@ -409,13 +415,13 @@ def main() -> None:
         working_directory()
         app(prog_name="pipelinerl")
     except UserError as error:
-        print(without_secrets(f"pipelinerl: {error}"), file=sys.stderr)
+        print(visible(without_secrets(f"pipelinerl: {error}")), file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:  # such as an unreadable file or a full disk; the system's message names the file
-        print(without_secrets(f"pipelinerl: {system_words(error)}"), file=sys.stderr)
+        print(visible(without_secrets(f"pipelinerl: {system_words(error)}")), file=sys.stderr)
         raise SystemExit(1) from None
     except PipelineError as error:
-        print(without_secrets(f"pipelinerl: {error}"), file=sys.stderr)
+        print(visible(without_secrets(f"pipelinerl: {error}")), file=sys.stderr)
         raise SystemExit(1) from None
 
 

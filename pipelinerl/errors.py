@@ -147,6 +147,10 @@ class ReachedNoEngine(UpdateError):
         self.blameless = blameless
 
 
+class NotUploaded(UpdateError):
+    """No parameter server took the weights, so no engine was asked to load them; the message names the servers."""
+
+
 class ServerLost(UpdateError):
     """A parameter server is unreachable or dropped the connection; it may come back."""
 

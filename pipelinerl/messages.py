@@ -184,7 +184,7 @@ class Published(ControlMessage, frozen=True):
 
     `directive` is the id of the report that the directive answered.
     `failed` holds the reasons of engines that failed. Engines in `permanent` failed for reasons that retries cannot
-    fix; engines in `blameless` failed only because other engines did.
+    fix; engines in `blameless` failed only because other engines did. `error` says why no engine serves the version.
     """
 
     epoch: int
@@ -197,6 +197,7 @@ class Published(ControlMessage, frozen=True):
     permanent: list[str] = []
     blameless: list[str] = []
     directive: str = ""
+    error: str = ""
 
 
 class CanaryChecked(ControlMessage, frozen=True):

@@ -137,6 +137,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "permanent": ["http://b"],
             "blameless": [],
             "directive": "e1-step-3",
+            "error": "",
         },
     ),
     (

@@ -32,7 +32,7 @@ from launch.hosts import Host
 from launch.plan import Plan, ProcessSpec, processes_of
 from pipelinerl.config.recipe import RunConfig, to_table
 from pipelinerl.errors import UserError
-from pipelinerl.observability.logs import without_secrets
+from pipelinerl.observability.logs import table_without_secrets
 
 #: Path of the recipe in a pod.
 RECIPE_FOLDER: Final = "/mnt/recipe"
@@ -62,11 +62,12 @@ def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str)
     hosts = tuple(replace(host, address=f"{host.name}.{name}") for host in members.hosts)
     plan = processes_of(replace(members, hosts=hosts).launch(config, run_dir))
     labels = {_LABEL: name}
-    recipe = tomli_w.dumps(to_table(config))
-    if recipe != without_secrets(recipe):
+    table = to_table(config)
+    recipe = tomli_w.dumps(table)
+    if recipe != tomli_w.dumps(table_without_secrets(table)):
         raise UserError(
-            "the recipe holds a password outside streams.redis_url, and a ConfigMap would show it to every reader of "
-            "this namespace; remove it, and pass it to the pods in another way"
+            "the recipe holds a password, token or key outside streams.redis_url, and a ConfigMap would show it to "
+            "every reader of this namespace; remove it, and pass it to the pods in another way"
         )
     claim = {
         "accessModes": ["ReadWriteMany"],

@@ -13,6 +13,11 @@ may therefore be appended twice; the trainer drops the duplicate by its group id
 one that started earlier exits (`RolloutWriter`). Every order ends as a group, an evaluation answer, a failure with its
 reason, or a dropped group that would be stale (`freshness.py`). An exception of user code is such a failure, so no
 order ends the actor. Unreadable orders, and those that fail by an exception, go to the dead-letter stream.
+
+An order may also kill the actor's process: user code that crashes or exits, or exhausts the memory. The restarted actor
+gets its orders again, and the stream counts the deliveries. Orders that two processes did not survive run alone, so
+that a third death has only one suspect; an order that three processes did not survive goes to the dead-letter stream.
+Later orders of the same problem fail at once; actors that start read these problems from `DEADLY_ORDERS`.
 """
 
 from __future__ import annotations
@@ -20,9 +25,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final, final
 
 from msgspec.structs import replace
@@ -50,7 +56,7 @@ from pipelinerl.messages import (
     encode,
 )
 from pipelinerl.streams.records import decode_order, encode_group
-from pipelinerl.streams.stream import DeadLetters, Entry, Stream
+from pipelinerl.streams.stream import DEADLY_ORDERS, START, DeadLetters, Entry, Stream
 from pipelinerl.system.background import raise_if_cancelled
 from pipelinerl.system.references import last_line
 from pipelinerl.types import Outcome, PromptOrder, Purpose, RolloutGroup, Verdict
@@ -68,6 +74,12 @@ _MOST_STAGES: Final = 4
 _MOST_STAGE_SPANS: Final = 32
 #: An actor keeps at most this many orders that failed unexpectedly in the dead-letter stream.
 _MOST_BURIED: Final = 16
+#: An order runs beside others in its first deliveries, then alone, and fails without running after the last.
+_BESIDE_OTHERS: Final = 2
+_MOST_DEADLY: Final = 10_000
+_MOST_DELIVERIES: Final = 3
+#: Seconds in which an actor that stops in order gives back its orders.
+_GIVE_BACK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +239,10 @@ class Actor:
         self._maker_of = maker_of
         self._filter = group_filter
         self._outbox = _Outbox()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._in_work: dict[str, Entry] = {}  # by entry id, until the acknowledgement is written
+        self._all_acknowledged = asyncio.Event()
+        self._deadly: set[tuple[str, str]] = set()  # (domain, problem id)
+        self._suspects: list[Entry] = []  # delivered to this actor, and waiting to run alone
         self._limiter = GroupLimiter(settings.groups_in_flight)
         self._freshness = Freshness()
         self._dead_letters = DeadLetters(stream)
@@ -248,16 +263,29 @@ class Actor:
     async def run(self) -> None:
         """Work until cancelled. Raises `FencedError` in an ExceptionGroup if another actor of this name starts."""
         partition = await RolloutWriter.begin(self._stream, actor=self.settings.name)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._flush(partition))
-            group.create_task(self._heartbeat())
-            await self._claim(group)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._flush(partition))
+                group.create_task(self._heartbeat())
+                await self._claim(group)
+        finally:
+            # An actor that reaches this line was not killed by its orders, so this delivery does not count.
+            with suppress(TimeoutError, PipelineError):
+                async with asyncio.timeout(_GIVE_BACK_S):
+                    await self._uncount(self._in_work.values())
 
     async def _claim(self, group: asyncio.TaskGroup) -> None:
-        for entry in await self._stream.held(PROMPTS, group=ACTORS_GROUP, consumer=self.settings.name):
-            await self._limiter.take(1)
-            self._begin(group, entry)
+        for entry in await self._stream.read({DEADLY_ORDERS: START}, count=_MOST_DEADLY, block_s=0):
+            self._deadly.add(_problem_of(decode_order(entry.payload)))
+        held = await self._stream.held(PROMPTS, group=ACTORS_GROUP, consumer=self.settings.name)
+        await self._set_aside([entry for entry in held if entry.deliveries > _BESIDE_OTHERS])
+        await self._run_suspects(group)
+        for entry in held:
+            if entry.deliveries <= _BESIDE_OTHERS:
+                await self._limiter.take(1)
+                self._begin(group, entry)
         while True:
+            await self._run_suspects(group)
             free = await self._limiter.take()
             entries = await self._stream.claim(
                 PROMPTS,
@@ -267,21 +295,63 @@ class Actor:
                 block_s=self.settings.block_s,
                 reclaim_idle_s=self.settings.reclaim_idle_s,
             )
-            for entry in entries:
+            begun = [entry for entry in entries if entry.deliveries <= _BESIDE_OTHERS]
+            for entry in begun:
                 self._begin(group, entry)
-            self._limiter.give_back(free - len(entries))
+            self._limiter.give_back(free - len(begun))
+            await self._set_aside([entry for entry in entries if entry.deliveries > _BESIDE_OTHERS])
 
     def _begin(self, group: asyncio.TaskGroup, entry: Entry) -> None:
-        if entry.entry_id in self._tasks:  # already in progress: after an outage, streams repeat orders
+        if entry.entry_id in self._in_work:  # after an outage, streams repeat orders
             self._limiter.give_back()
             return
-        task = group.create_task(self._work(entry))
-        self._tasks[entry.entry_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(entry.entry_id))
+        self._in_work[entry.entry_id] = entry
+        self._all_acknowledged.clear()
+        group.create_task(self._work(entry))
+
+    async def _set_aside(self, entries: Sequence[Entry]) -> None:
+        """Keep orders to run alone. While they wait, their latest delivery does not count."""
+        waiting = {entry.entry_id for entry in self._suspects} | self._in_work.keys()
+        suspects = [entry for entry in entries if entry.entry_id not in waiting]
+        self._suspects += suspects
+        await self._uncount(suspects)
+
+    async def _run_suspects(self, group: asyncio.TaskGroup) -> None:
+        """Run the orders that were set aside, each while no other order of this actor is in work."""
+        while self._suspects:
+            await self._finish_work()
+            entry = self._suspects.pop(0)
+            await self._set_deliveries([entry], entry.deliveries)
+            await self._limiter.take(1)
+            self._begin(group, entry)
+            await self._finish_work()
+
+    async def _finish_work(self) -> None:
+        while self._in_work:
+            await self._all_acknowledged.wait()
+
+    async def _uncount(self, entries: Iterable[Entry]) -> None:
+        for deliveries, alike in groupby(sorted(entries, key=_deliveries), key=_deliveries):
+            await self._set_deliveries(list(alike), deliveries - 1)
+
+    async def _set_deliveries(self, entries: Sequence[Entry], deliveries: int) -> None:
+        await self._stream.renew(
+            PROMPTS,
+            group=ACTORS_GROUP,
+            consumer=self.settings.name,
+            entry_ids=[entry.entry_id for entry in entries],
+            deliveries=deliveries,
+        )
 
     async def _work(self, entry: Entry) -> None:
         try:
-            await self._fulfil(entry, decode_order(entry.payload))
+            order = decode_order(entry.payload)
+            if entry.deliveries > _MOST_DELIVERIES:
+                await self._fail_deadly(entry, order)
+            elif _problem_of(order) in self._deadly:
+                self._fail(order, "an earlier order of this problem killed its actors", PipelineError())
+            else:
+                await self._fulfil(entry, order)
         except RecordError as error:
             # A retry cannot help. Acknowledge the order below, or actors would claim it forever.
             log.error("an order cannot be read: %s", error)
@@ -329,6 +399,22 @@ class Actor:
         """
         reason = last_line(error)
         log.error("order %s failed: %s", order.order_id, reason, exc_info=error)
+        await self._fail_and_bury(entry, order, reason, error)
+
+    async def _fail_deadly(self, entry: Entry, order: PromptOrder) -> None:
+        """Fail an order without running it, because actor processes did not survive it, even when it ran alone."""
+        deaths = entry.deliveries - 1
+        reason = (
+            f"order {order.order_id} of domain {order.problem.domain} was in work when the actor's process died, "
+            f"{deaths} times and the last time alone; let the domain's reward or environment code not exit, crash or "
+            "exhaust the memory"
+        )
+        log.error("problem %s is given up: %s", order.problem.problem_id, reason)
+        self._deadly.add(_problem_of(order))
+        await self._stream.append(DEADLY_ORDERS, [entry.payload])
+        await self._fail_and_bury(entry, order, reason, PipelineError(reason))
+
+    async def _fail_and_bury(self, entry: Entry, order: PromptOrder, reason: str, error: BaseException) -> None:
         self._tally.note(order.problem.domain, [Judgement(failed(reason), 0.0)])
         self._fail(order, reason, error)
         if self._dead_letters.counts[entry.stream] < _MOST_BURIED:
@@ -417,13 +503,17 @@ class Actor:
                 await self._stream.append(REPORTS, reports)
             if done:
                 await self._stream.acknowledge(PROMPTS, group=ACTORS_GROUP, entry_ids=done)
+                for entry_id in done:
+                    self._in_work.pop(entry_id, None)
+                if not self._in_work:
+                    self._all_acknowledged.set()
 
     async def _heartbeat(self) -> None:
         while True:
             self._report(
                 ActorAlive(
                     name=self.settings.name,
-                    groups_in_flight=len(self._tasks),
+                    groups_in_flight=len(self._in_work),
                     groups_done=self._groups_done,
                     retries=self._resampled,
                     verifiers=self._tally.by_domain,
@@ -432,10 +522,17 @@ class Actor:
                 )
             )
             self._outbox.ready.set()
-            await self._stream.renew(
-                PROMPTS, group=ACTORS_GROUP, consumer=self.settings.name, entry_ids=list(self._tasks)
-            )
+            held = [*self._in_work, *(entry.entry_id for entry in self._suspects)]
+            await self._stream.renew(PROMPTS, group=ACTORS_GROUP, consumer=self.settings.name, entry_ids=held)
             await asyncio.sleep(self.settings.heartbeat_s)
+
+
+def _deliveries(entry: Entry) -> int:
+    return entry.deliveries
+
+
+def _problem_of(order: PromptOrder) -> tuple[str, str]:
+    return order.problem.domain, order.problem.problem_id
 
 
 def _evaluation(order: PromptOrder, group: RolloutGroup, shown: ShownProblem) -> EvaluationDone:

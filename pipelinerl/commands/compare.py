@@ -12,6 +12,7 @@ import typer
 
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
+from pipelinerl.observability.logs import table_without_secrets
 
 if TYPE_CHECKING:  # not imported at run time, so that `pipelinerl --help` starts quickly
     from pipelinerl.observability.run_history import RunHistory
@@ -47,7 +48,9 @@ def compare(
     for name in dict.fromkeys(name for summary in summaries for name in summary):
         table.add_row(name, *(Text(summary.get(name, "–")) for summary in summaries))
     table.add_section()
-    tables, made = ([recipes.to_table(c, without_defaults=least) for c in configs] for least in (False, True))
+    tables, made = (
+        [table_without_secrets(recipes.to_table(c, without_defaults=least)) for c in configs] for least in (False, True)
+    )
     for each in differences(tables, made):
         table.add_row(each["path"], *(Text("–" if value is None else str(value)) for value in each["values"]))
     Console().print(table)

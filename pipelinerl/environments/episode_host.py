@@ -1,9 +1,9 @@
 """An episode host: a child process that runs an environment.
 
-    python -m pipelinerl.environments.episode_host REFERENCE OPTIONS
+    python -m pipelinerl.environments.episode_host REFERENCE
 
-A single event loop plays many episodes. Standard input is a socket. For each episode the host reads a JSON line from
-it, and writes one when the episode ends:
+A single event loop plays many episodes. Standard input is a socket. The host reads the environment's options from it,
+as a JSON line. For each episode it then reads a JSON line, and writes one when the episode ends:
 
     {"begin": id, "task": …, "base_url": …, "api_key": …}    {"cancel": id}
     {"ended": id, "how": "returned" | "over" | "raised" | "cancelled", "value" | "reason": …}
@@ -41,9 +41,9 @@ _KEEP_ALIVE_S: Final = 15.0
 
 def main() -> None:
     """Import the user's code, report readiness, and play episodes until the socket closes."""
-    connection = take_connection()
+    connection, options = take_connection()
     try:
-        play = load_play(sys.argv[1], json.loads(sys.argv[2]))
+        play = load_play(sys.argv[1], options)
         place = place_of_play(sys.argv[1])
     except UserError as error:
         connection.sendall(json.dumps({"error": str(error)}).encode() + b"\n")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -123,7 +122,7 @@ class EpisodeHosts:
     """The hosts of one environment, given as in the recipe: its `reference`, and `environment_options`."""
 
     def __init__(self, reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> None:
-        self._command = _command(reference, options)
+        self._command, self._options = _command(reference, options)
         self._hosts: list[_Host] = []
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
@@ -184,6 +183,7 @@ class EpisodeHosts:
                     startup_s=_STARTUP_S,
                     most_bytes=LONGEST_LINE,
                     env=variables_of_agents(os.environ),
+                    options=self._options,
                 )
             except ChildLost as error:
                 raise HostLost(str(error)) from None
@@ -191,10 +191,11 @@ class EpisodeHosts:
             return host
 
 
-def _command(reference: str, options: Mapping[str, Any]) -> list[str]:
+def _command(reference: str, options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Return the command of a host, and the options that it gets through its socket: `ps` shows commands to all."""
     name, _, argument = reference.partition(":")
     component = registry.ENVIRONMENTS.get(name)
     if component is not None and component.own_host:
-        command: list[str] = imported(component.build)(argument, options)
+        command: tuple[list[str], dict[str, Any]] = imported(component.build)(argument, options)
         return command
-    return [sys.executable, "-P", "-m", "pipelinerl.environments.episode_host", reference, json.dumps(dict(options))]
+    return [sys.executable, "-P", "-m", "pipelinerl.environments.episode_host", reference], dict(options)

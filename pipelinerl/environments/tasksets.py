@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Mapping
@@ -15,10 +14,10 @@ from pipelinerl.errors import ReferenceFailed
 _LOOK_S: Final = 60.0
 
 
-def host_command(taskset: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the command of the process that plays the taskset's episodes."""
+def host_command(taskset: str, options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Return the command of the process that plays the taskset's episodes, and the options that it gets."""
     own = {name: value for name, value in options.items() if name != "python"}
-    return [options["python"], str(Path(__file__).with_name("verifiers_host.py")), taskset, json.dumps(own)]
+    return [options["python"], str(Path(__file__).with_name("verifiers_host.py")), taskset], own
 
 
 def check_taskset(taskset: str, options: Mapping[str, Any]) -> None:

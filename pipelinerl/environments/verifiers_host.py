@@ -1,14 +1,14 @@
-"""An episode host for a taskset of the library verifiers: `PYTHON verifiers_host.py TASKSET OPTIONS`.
+"""An episode host for a taskset of the library verifiers: `PYTHON verifiers_host.py TASKSET`.
 
 The script runs in a Python environment that has verifiers and not pipelinerl, so it imports nothing of ours. It speaks
 the protocol of `episode_host.py`, which uses `serve` too. A task's number in the taskset is `metadata["index"]`. The
 taskset's rubric scores an episode: its reward is the sum of the rewards of the traces whose agents train.
 
 If an environment has several agents, each calls the gateway under the name of its role. An agent does not train if
-OPTIONS say so (`judge = { trains = false }`) or the environment marks it as not trainable.
+the options say so (`judge = { trains = false }`) or the environment marks it as not trainable.
 
 By default the agent is a conversation in this process (`ChatHarness`). verifiers' own harnesses start a program for
-each episode; OPTIONS name one as `agent = { harness = { id = "null" } }`.
+each episode; the options name one as `agent = { harness = { id = "null" } }`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _UNTRAINED, _MAIN = "untrained-", "main"
 
 def main() -> None:
     """Load the taskset, report readiness, and play episodes until the socket closes."""
-    connection = take_connection()
+    connection, options = take_connection()
     # A judge of verifiers opens a client for each call, and would spend most of the time on reading certificates.
     ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
     try:
-        environment = _environment(sys.argv[1], json.loads(sys.argv[2]))
+        environment = _environment(sys.argv[1], options)
         tasks = environment.taskset
         if not tasks.INFINITE:
             tasks = list(tasks)
@@ -123,11 +123,19 @@ async def _serve(connection: socket.socket, environment: Any, tasks: Any) -> Non
         await serve(connection, functools.partial(_played, environment, tasks))
 
 
-def take_connection() -> socket.socket:
-    """Return the socket that is this process's standard input, and replace the input by an empty one."""
+def take_connection() -> tuple[socket.socket, dict[str, Any]]:
+    """Return the socket that is this process's standard input, and the options that its first line holds.
+
+    The standard input is replaced by an empty one.
+    """
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    return connection
+    line = b""
+    while not line.endswith(b"\n"):  # byte by byte: what follows belongs to the episodes
+        if not (byte := connection.recv(1)):
+            sys.exit("the actor has closed the connection")
+        line += byte
+    return connection, json.loads(line)
 
 
 def run_to_its_end(main: Coroutine[Any, Any, None]) -> None:

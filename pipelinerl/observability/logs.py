@@ -17,8 +17,12 @@ import json
 import logging
 import re
 import sys
+import tomllib
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any, Final, TextIO, final
+
+import tomli_w
 
 #: Loggers of libraries whose messages are only logged from `warning` on, since their `info` is irrelevant to a run.
 _TALKATIVE = ("httpx", "httpcore", "uvicorn.access", "uvicorn.error", "matplotlib", "asyncio", "filelock", "urllib3")
@@ -76,7 +80,9 @@ def configure(*, run: str, role: str, stream: TextIO | None = None, level: int =
 
 #: Patterns for the user and password in an address: before the host, and in the query, where redis-py accepts them.
 _USER_INFO: Final = re.compile(r"""(?<=://)[^/?#\s"']*@""")
-_USER_QUERY: Final = re.compile(r"""(?:(?<=[?&])|(?<=&amp;))(?:username|password)=[^&#\s"']*(?:&(?:amp;)?)?""")
+_USER_QUERY: Final = re.compile(
+    r"""(?:(?<=[?&])|(?<=&amp;))(?:username|password|(?:access_|auth_)?token|api_?key|secret)=[^&#\s"']*(?:&(?:amp;)?)?"""
+)
 #: Pattern for keys of well-known services (OpenAI and similar, Hugging Face, GitHub, AWS, Slack), and for text after
 #: `Bearer` in a header.
 _KEY: Final = re.compile(
@@ -90,10 +96,56 @@ def without_secrets(text: str) -> str:
     return _KEY.sub("[key]", _USER_QUERY.sub("", _USER_INFO.sub("", text)))
 
 
+HIDDEN: Final = "[hidden]"
+_SECRET_NAMES: Final = (
+    *("password", "passwords", "passwd", "passphrase", "secret", "secrets", "token", "key", "authorization"),
+    *("credential", "credentials", "cookie"),
+)
+
+
 def table_without_secrets(value: Any) -> Any:
-    """Return `value` with secrets removed from every text in it, including texts in nested lists and tables."""
+    """Return a recipe, or a part of it, as people may see it: without secrets, in nested lists and tables too.
+
+    A value is hidden if its key ends like `password`, `token`, `secret`, `key` or `authorization`; so is the argument
+    of such an option in a command. Of all other texts, `without_secrets` is kept. Recipes are shown and recorded
+    for people only through this function.
+    """
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, Mapping):
-        return {key: table_without_secrets(item) for key, item in value.items()}
-    return [table_without_secrets(item) for item in value] if isinstance(value, list | tuple) else value
+        return {
+            key: _hidden(item) if _is_secret(str(key)) else table_without_secrets(item) for key, item in value.items()
+        }
+    if not isinstance(value, list | tuple):
+        return value
+    plain = []
+    for before, item in zip([None, *value], value, strict=False):
+        name, equals, _ = item.partition("=") if isinstance(item, str) else ("", "", "")
+        if isinstance(before, str) and before.startswith("-") and _is_secret(before):
+            plain.append(_hidden(item))
+        else:
+            plain.append(f"{name}={HIDDEN}" if equals and _is_secret(name) else table_without_secrets(item))
+    return plain
+
+
+def recipe_without_secrets(text: str) -> str:
+    """Return the text of a resolved recipe, with the comments at its top, as `table_without_secrets` shows it."""
+    try:
+        shown = tomli_w.dumps(table_without_secrets(tomllib.loads(text)))
+    except ValueError:
+        return "(the recipe cannot be read)"
+    comments = takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True))
+    return without_secrets("".join(comments)) + shown
+
+
+def _is_secret(name: str) -> bool:
+    return name.lower().endswith(_SECRET_NAMES)
+
+
+def _hidden(value: Any) -> Any:
+    """Hide all texts and numbers in a value; empty and boolean ones reveal nothing, and stay."""
+    if isinstance(value, Mapping):
+        return {key: _hidden(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden(item) for item in value]
+    return value if value is None or value == "" or isinstance(value, bool) else HIDDEN

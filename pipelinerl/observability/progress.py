@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.observability.samples.record import one_line
+from pipelinerl.observability.samples.record import one_line, visible
 from pipelinerl.observability.status import (
     EngineStatus,
     EvaluatingStatus,
@@ -113,11 +113,12 @@ def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> R
         parts.append(_engines(status.fleet.engines))
     if status.evaluating is not None:
         parts.append(Text(_evaluating(status.evaluating), style="dim"))
-    parts += [Text.assemble(("alarm ", "bold red"), alarm) for alarm in status.alarms]
+    parts += [Text(visible(line), style="dim") for line in server_lines(status)]
+    parts += [Text.assemble(("alarm ", "bold red"), visible(alarm)) for alarm in status.alarms]
     if status.restarts:
         parts.append(Text(restarts_line(status.restarts), style="dim"))
     if status.waiting_for:
-        parts.append(Text.assemble(("waits for ", "yellow"), status.waiting_for))
+        parts.append(Text.assemble(("waits for ", "yellow"), visible(status.waiting_for)))
     return Group(*parts)
 
 
@@ -141,7 +142,16 @@ def line(status: RunStatus) -> str:
         parts.append(restarts_line(status.restarts))
     if status.waiting_for:
         parts.append(f"waits for {status.waiting_for}")
-    return " · ".join(parts)
+    return visible(" · ".join(parts))
+
+
+def server_lines(status: RunStatus) -> list[str]:
+    """Return a line of plain text for each parameter server: `parameter server http://a:1: shard 0, replica 1, up`."""
+    return [
+        f"parameter server {each.url}: shard {each.shard}, replica {each.replica}, {each.state}"
+        + (f" ({each.last_error})" if each.last_error else "")
+        for each in status.parameter_servers
+    ]
 
 
 def domain_lines(status: RunStatus) -> list[str]:

@@ -32,8 +32,8 @@ from pipelinerl.observability.evaluations import (
     pass_at_words,
     weights,
 )
-from pipelinerl.observability.events import Event, amount, changes_words, kind_of, read_events
-from pipelinerl.observability.logs import without_secrets
+from pipelinerl.observability.events import Event, amount, changes_words, read_events
+from pipelinerl.observability.logs import recipe_without_secrets, without_secrets
 from pipelinerl.observability.run_history import HELD_OUT, RunHistory, Series, groups_of, mean_of, stale_share, tell
 from pipelinerl.observability.samples.reading import ChosenSample, Ranking, SampleQuery, read_samples
 from pipelinerl.observability.samples.record import (
@@ -65,7 +65,7 @@ def write_report(run_dir: Path) -> ReportFiles:
     """
     history = tell(read_events(run_dir / "events.jsonl"))
     recipe = run_dir / "recipe.toml"
-    text = recipe.read_text() if recipe.is_file() else ""
+    text = recipe_without_secrets(recipe.read_text()) if recipe.is_file() else ""
     page = without_secrets(render(history, text, samples=read_samples(run_dir)))
     files = ReportFiles(run_dir / "report.html", run_dir / "learning_curve.png")
     with _in_place_of(files.html) as draft:
@@ -263,12 +263,15 @@ def _domains(history: RunHistory) -> str:
 
 def _incidents(history: RunHistory) -> str:
     rows = []
-    for event in history.incidents:
+    for each in history.incidents:
         rest = ", ".join(
-            f"{k} {v}" for k, v in event.items() if k not in ("time", "kind", "elapsed_s", "decision") and v is not None
+            f"{k} {v}"
+            for k, v in each.event.items()
+            if k not in ("time", "kind", "elapsed_s", "decision") and v is not None
         )
-        rows.append((_when(event), kind_of(event).replace("_", " "), rest))
-    return _table(("time", "event", "details"), rows) if rows else "<p class=none>No incidents.</p>"
+        lasted = format_duration(each.seconds) if each.seconds else ""
+        rows.append((_when(each.event), each.kind.replace("_", " "), str(each.count), lasted, rest))
+    return _table(("last at", "event", "times", "lasted", "details"), rows) if rows else "<p class=none>None.</p>"
 
 
 def _when(event: Event) -> str:
@@ -319,6 +322,8 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
                 f"{format_milliseconds(pause)} typically, {format_milliseconds(longest)} at most, {updates}",
             )
         )
+    if history.checkpoint:
+        rows.append(("newest checkpoint", history.checkpoint))
     return rows
 
 

@@ -8,15 +8,109 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Final
 
-from pipelinerl.observability.events import ENDS, Event, amount, number
+from pipelinerl.observability.events import ENDS, Event, amount, kind_of, number
 
-_ALARMS: Final = ("alarm", "alarm_cleared")
 #: Name of the evaluation set if an event does not name its set.
 HELD_OUT: Final = "held_out"
+
+
+#: Kinds of incidents, the most harmful first: kinds in one row are equally harmful.
+_HARM: Final = (
+    ("run_failed", "run_failing"),
+    ("engine_lost", "engine_canary_failed", "trainer_lost", "parameter_server_lost", "controller_returned"),
+    ("stalled", "orders_lost", "checkpoint_delayed", "group_failed", "step_skipped", "evaluation_restarted"),
+    ("engine_suspect", "engine_slow"),
+    ("alarm",),
+)
+_HARM_OF: Final = {kind: harm for harm, kinds in enumerate(_HARM) for kind in kinds}
+#: For each kind that ends incidents of the same subject, the kinds that it ends.
+_ENDED_BY: Final = {
+    "engine_back": ("engine_suspect", "engine_lost"),
+    "engine_verified": ("engine_suspect", "engine_lost", "engine_canary_failed"),
+    "engine_lost": ("engine_suspect",),
+    "engine_left": ("engine_suspect", "engine_lost", "engine_canary_failed"),
+    "parameter_server_back": ("parameter_server_lost",),
+    "alarm_cleared": ("alarm",),
+    "step": ("stalled",),
+    "checkpoint": ("checkpoint_delayed",),
+}
+_MOST_INCIDENTS: Final = 500
+
+
+@dataclass(slots=True, kw_only=True)
+class Incident:
+    """Something that went wrong, with all its repetitions: one engine's losses, or one alarm.
+
+    Attributes:
+        event: its newest event. count: the number of its events.
+        seconds: its duration so far, without times between repetitions. since: `elapsed_s` of its newest beginning;
+            None if it is over.
+    """
+
+    kind: str
+    event: Event
+    count: int = 0
+    seconds: float = 0.0
+    since: float | None = None
+
+
+class Incidents:
+    """The incidents of a run, at most `_MOST_INCIDENTS`, from its events in order."""
+
+    def __init__(self) -> None:
+        self._incidents: dict[tuple[str, str], Incident] = {}
+        self._has_trainer = False
+        self._elapsed_s = 0.0
+
+    def take(self, event: Event) -> None:
+        """Add the next event; events that are no incident may end one."""
+        kind = kind_of(event)
+        self._elapsed_s = max(self._elapsed_s, amount(event, "elapsed_s"))
+        if kind == "trainer_ready":
+            kind = "trainer_lost" if self._has_trainer else kind
+            self._has_trainer = True
+        elif kind in ("trainer_left", "run_started"):
+            self._has_trainer = False
+        for ended in _ENDED_BY.get(kind, ()):
+            self._end((ended, _subject(ended, event)))
+        if kind in _HARM_OF:
+            self._begin(kind, event)
+
+    def ranked(self) -> list[Incident]:
+        """Return copies, the most harmful kinds first, then by duration and number, with durations up to now."""
+        now = [replace(each, seconds=each.seconds + self._open_s(each)) for each in self._incidents.values()]
+        return sorted(now, key=lambda each: (_HARM_OF[each.kind], -each.seconds, -each.count))
+
+    def _begin(self, kind: str, event: Event) -> None:
+        key = kind, _subject(kind, event)
+        if key not in self._incidents and len(self._incidents) >= _MOST_INCIDENTS:
+            least = self.ranked()[-1]
+            if _HARM_OF[least.kind] < _HARM_OF[kind]:
+                return
+            del self._incidents[least.kind, _subject(least.kind, least.event)]
+        incident = self._incidents.setdefault(key, Incident(kind=kind, event=event))
+        incident.event, incident.count = event, incident.count + 1
+        if incident.since is None and any(kind in ended for ended in _ENDED_BY.values()):
+            incident.since = self._elapsed_s
+
+    def _end(self, key: tuple[str, str]) -> None:
+        incident = self._incidents.get(key)
+        if incident is not None:
+            incident.seconds += self._open_s(incident)
+            incident.since = None
+
+    def _open_s(self, incident: Incident) -> float:
+        return 0.0 if incident.since is None else self._elapsed_s - incident.since
+
+
+def _subject(kind: str, event: Event) -> str:
+    """Return what an incident of this kind is about: an engine's URL, or an alarm's kind and domain."""
+    fields = {"alarm": ("alarm", "domain"), "stalled": (), "checkpoint_delayed": ()}.get(kind, ("url",))
+    return " ".join(str(event.get(name, "")) for name in fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +144,7 @@ class RunHistory:
         steps: `step` events by rising step. publications: `publish` events by rising model version.
         evaluation_sets: for each set's name, its `evaluation` events by rising model version; the recipe's first set
             comes first.
-        incidents: engines that joined or were lost, restarted evaluations, checkpoints, alarms.
+        incidents: what went wrong, the most harmful first.
         finished: the last `run_finished`, `run_failed` or `run_suspended`, if the run is over.
     """
 
@@ -61,7 +155,9 @@ class RunHistory:
     publications: tuple[Event, ...]
     engines: tuple[Event, ...]
     knobs: tuple[Event, ...]
-    incidents: tuple[Event, ...]
+    incidents: tuple[Incident, ...]
+    checkpoint: str = ""
+    """Path of the newest checkpoint; empty if there is none."""
 
     @property
     def evaluations(self) -> tuple[Event, ...]:
@@ -159,7 +255,7 @@ class RunHistory:
         return sum(values) / len(values) if values else None
 
     def _all(self) -> Iterable[Event]:
-        yield from (self.started, *self.steps, *self.publications, *self.engines, *self.incidents)
+        yield from (self.started, *self.steps, *self.publications, *self.engines)
         for evaluations in self.evaluation_sets.values():
             yield from evaluations
         if self.finished is not None:
@@ -174,11 +270,9 @@ def tell(events: Sequence[Event]) -> RunHistory:
     # A resumed run writes another `run_started`; events before it that ended the run do not count.
     last_start = max((at for at, event in enumerate(events) if event["kind"] == "run_started"), default=-1)
     ends = [event for event in events[last_start + 1 :] if event["kind"] in ENDS]
-    incidents = [
-        e
-        for e in events
-        if e["kind"] in ("engine_joined", "engine_lost", "evaluation_restarted", "checkpoint", *_ALARMS)
-    ]
+    incidents = Incidents()
+    for event in events:
+        incidents.take(event)
     return RunHistory(
         started=next(iter(by_kind.get("run_started", [])), {}),
         finished=ends[-1] if ends else None,
@@ -187,7 +281,8 @@ def tell(events: Sequence[Event]) -> RunHistory:
         publications=_latest(by_kind.get("publish", []), "model_version"),
         engines=tuple(by_kind.get("engines", [])),
         knobs=tuple(by_kind.get("knobs", [])),
-        incidents=tuple(incidents),
+        incidents=tuple(incidents.ranked()),
+        checkpoint=str(by_kind.get("checkpoint", [{}])[-1].get("path", "")),
     )
 
 

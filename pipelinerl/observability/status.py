@@ -86,6 +86,17 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float = 0.0
 
 
+class ParameterServerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter server: the shard of the weights that it holds, and its number among this shard's replicas."""
+
+    url: str
+    shard: int
+    replica: int
+    state: str
+    """`starting` until its first answer, then `up` or `down`."""
+    last_error: str = ""
+
+
 class RestartStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A launched process that has died. Deaths are forgiven over time.
 
@@ -272,6 +283,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     evaluating: EvaluatingStatus | None = None
     fleet: FleetStatus = FleetStatus()
     actors: tuple[ActorStatus, ...] = ()
+    parameter_servers: tuple[ParameterServerStatus, ...] = ()
+    """The parameter servers of a run whose engines pull weights, by shard and replica."""
     ledger: LedgerStatus = LedgerStatus()
     knobs: dict[str, Any] = {}
     trainer: TrainerStatus | None = None

@@ -20,6 +20,7 @@ from pydantic import SecretStr
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig, check_layout, save, write_layout
 from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.decisions.status import ServerWatch
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
 from pipelinerl.controller.service.service import ControllerService, Start
@@ -180,6 +181,9 @@ async def run(identity: Identity, *, start: Start) -> None:
                 start=start,
                 samples=samples,
                 restarts=partial(read_restarts, identity.run_dir),
+                parameter_servers=ServerWatch(
+                    identity.config.parameter_server.urls, shards=identity.config.parameter_server.shards
+                ),
             )
             freeze_gc()
             await _serve(identity, service, listener)

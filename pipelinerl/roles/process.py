@@ -29,6 +29,7 @@ from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import AddressError, UserError
 from pipelinerl.observability.logs import ProcessLog, configure, without_secrets
 from pipelinerl.observability.samples.reading import FOLDER
+from pipelinerl.observability.samples.record import visible
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.dtypes import settled
 from pipelinerl.roles.role import LOCAL_REDIS, REDIS_PASSWORD_VARIABLE, RoleOptions
@@ -36,6 +37,7 @@ from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import Stream
 from pipelinerl.system.files import make_private
 from pipelinerl.system.process import collect_as_usual
+from pipelinerl.system.references import last_line
 from pipelinerl.system.secret_variables import read_secret
 
 log = logging.getLogger("pipelinerl")
@@ -188,12 +190,29 @@ def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], i
         await task
 
     try:
-        uvloop.run(guarded())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            _run_to_its_end(runner.get_loop(), guarded())
     except asyncio.CancelledError:
         log.info("stopped by a signal")
         sys.exit(128 + signal.SIGTERM)  # 0 would mean that the role's work is done
     except (Exception, KeyboardInterrupt) as error:  # the outermost frame: any error, also of user code, ends it
         sys.exit(_status_of(error))
+
+
+def _run_to_its_end(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` until it ends, although user code exits: event loops stop if a task or a callback raises `SystemExit`.
+
+    The task that raised it has ended with this error, which the code that awaits the task gets.
+    """
+    task = loop.create_task(work)
+    while True:
+        try:
+            loop.run_until_complete(task)
+            return
+        except (SystemExit, KeyboardInterrupt) as error:  # signals do not raise it: this process handles them
+            if task.done():
+                raise
+            log.error("user code in this process raised %s; the process goes on", last_line(error), exc_info=error)
 
 
 def _cancel_here(_number: int, _frame: FrameType | None) -> None:
@@ -204,7 +223,7 @@ def _status_of(error: BaseException) -> int:
     """Report the error to the user or the log; return the process's exit status."""
     causes = _leaves(error)
     if all(isinstance(cause, UserError) for cause in causes):
-        print(without_secrets("\n".join(f"pipelinerl: {cause}" for cause in causes)), file=sys.stderr)
+        print(visible(without_secrets("\n".join(f"pipelinerl: {cause}" for cause in causes))), file=sys.stderr)
         # An unreachable peer may come back, so the supervisor should restart this process.
         return 1 if any(isinstance(cause, AddressError) for cause in causes) else 2
     for cause in causes:

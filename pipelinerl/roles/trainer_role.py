@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from pathlib import Path
+from typing import Final, TypeVar, final
 
 from inference_contract.schemas import ChatMessage
 from inference_contract.weights import OnUpdate
@@ -17,6 +18,7 @@ from pipelinerl import registry
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.enums import NoSignal, Overdue, RoutingReplay, StalenessScope
+from pipelinerl.errors import CheckpointError
 from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.models.model_shape import mixture_of
 from pipelinerl.models.tokenizer import decoder_of
@@ -58,6 +60,10 @@ from trainer_contract.types import RoutingShape
 
 log = logging.getLogger("pipelinerl")
 
+T = TypeVar("T")
+#: How often a trainer loads the newest checkpoint if another trainer removes it meanwhile.
+_STARTS: Final = 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
@@ -88,9 +94,11 @@ async def run(identity: Identity) -> None:
     process_log = identity.log()
     objective = objective_of(config)
     checkpoints = checkpoints_of(config, identity.run_dir)
-    latest = checkpoints.latest()
-    version = latest[1].model_version if latest else 0
-    step = started(config, objective, checkpoint=latest[0] if latest else None, version=version)
+    restored, step = from_newest(
+        checkpoints,
+        lambda checkpoint, version: started(config, objective, checkpoint=checkpoint, version=version),
+        attempts=1 if config.trainer_processes > 1 else _STARTS,  # several processes start again together
+    )
     checkpoints.prepare(step.policy.weight_layout())
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
@@ -103,7 +111,7 @@ async def run(identity: Identity) -> None:
         publisher=publisher_of(identity, client, stream, grace),
         check_canary=partial(check_canary, canary_of(config), client, grace),
         checkpoints=checkpoints,
-        restored=latest[1] if latest else None,
+        restored=restored,
         at=lambda version: process_log.at(step=version, model_version=version),
         samples=samples,
     )
@@ -192,6 +200,30 @@ def training_loop(
         overdue=None if settings.overdue_s is None else OverdueWait(settings.overdue_s),
         at=at,
     )
+
+
+def from_newest(
+    checkpoints: CheckpointStore, start: Callable[[Path | None, int], T], *, attempts: int = _STARTS
+) -> tuple[TrainingState | None, T]:
+    """Call `start` with the newest checkpoint and its version, or (None, 0); return its state and the result.
+
+    If a trainer that is still alive removes the checkpoint meanwhile, the next newest is taken.
+
+    Raises CheckpointError if this happens in each of `attempts` attempts, and otherwise the errors of `start`.
+    """
+    while True:
+        latest, attempts = checkpoints.latest(), attempts - 1
+        try:
+            if latest is None:
+                return None, start(None, 0)
+            return latest[1], start(latest[0], latest[1].model_version)
+        except Exception as error:  # whatever a library raises for files that vanish
+            if latest is None or latest[0].is_dir():
+                raise
+            removed = f"{latest[0]} was removed while this trainer loaded it, since another trainer of the run is alive"
+            if not attempts:
+                raise CheckpointError(f"{removed}; start this trainer again, and it loads the newest one") from error
+            log.warning("%s; loading the newest one", removed)
 
 
 @final

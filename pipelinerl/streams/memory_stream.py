@@ -10,7 +10,7 @@ import asyncio
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 from pipelinerl.streams.stream import START, Entry, Fence, parse_id
@@ -22,6 +22,7 @@ _Id = tuple[int, int]
 class _Pending:
     consumer: str
     since: float
+    deliveries: int
 
 
 @dataclass(slots=True)
@@ -97,24 +98,25 @@ class MemoryStream:
             entries = self._abandoned(stream, shared, count, reclaim_idle_s)
             if not entries:
                 entries = self._after(stream, shared.delivered, count)
-            now = time.monotonic()
             for entry in entries:
-                entry_id = parse_id(entry.entry_id)
-                shared.pending[entry_id] = _Pending(consumer, now)
-                shared.delivered = max(shared.delivered, entry_id)
-            return entries
+                shared.delivered = max(shared.delivered, parse_id(entry.entry_id))
+            return _deliver(shared.pending, consumer, entries)
 
         return await self._first(mine, block_s=block_s, look_again_s=max(reclaim_idle_s, 0.01))
 
     async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
         pending = self._pending(stream, group)
-        return self._kept(stream, sorted(entry_id for entry_id, held in pending.items() if held.consumer == consumer))
+        mine = sorted(entry_id for entry_id, held in pending.items() if held.consumer == consumer)
+        return _deliver(pending, consumer, self._kept(stream, mine))
 
-    async def renew(self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
+    async def renew(
+        self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str], deliveries: int | None = None
+    ) -> None:
         pending = self._pending(stream, group)
         for entry_id in map(parse_id, entry_ids):
-            if entry_id in pending:
-                pending[entry_id] = _Pending(consumer, time.monotonic())
+            if (held := pending.get(entry_id)) is not None:
+                count = held.deliveries if deliveries is None else deliveries
+                pending[entry_id] = _Pending(consumer, time.monotonic(), count)
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
         pending = self._pending(stream, group)
@@ -182,6 +184,17 @@ class MemoryStream:
             for entry_id, place in places
             if place < len(log.ids) and log.ids[place] == entry_id
         ]
+
+
+def _deliver(pending: dict[_Id, _Pending], consumer: str, entries: Sequence[Entry]) -> list[Entry]:
+    """Record one more delivery of the entries, to `consumer`; return them with their new counts."""
+    delivered = []
+    for entry in entries:
+        entry_id = parse_id(entry.entry_id)
+        before = pending[entry_id].deliveries if entry_id in pending else 0
+        pending[entry_id] = _Pending(consumer, time.monotonic(), before + 1)
+        delivered.append(replace(entry, deliveries=before + 1))
+    return delivered
 
 
 def _text(entry_id: _Id) -> str:

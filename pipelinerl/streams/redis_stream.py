@@ -4,6 +4,7 @@
     read          XREAD BLOCK         several streams at once
     claim         XAUTOCLAIM, then XREADGROUP BLOCK
     held          XREADGROUP 0        entries that this consumer has claimed and not acknowledged
+    deliveries    XPENDING            after XAUTOCLAIM and XREADGROUP 0, which increment the server's count
     renew XCLAIM JUSTID   acknowledge XACK   length XLEN   trim XTRIM MINID (in EVAL)   last_id XINFO STREAM
 
 A server that has not answered yet gets `timeout_s`; then an `AddressError` names it. Later, commands are retried with
@@ -27,6 +28,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final, Self, final
 
@@ -81,7 +83,7 @@ return redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1])
 
 #: Large appends are split, because a script call blocks the server, and larger scripts exceed the server's CPU caches.
 _MAX_APPEND_BYTES: Final = 1 << 20
-#: Bound on ids: Lua's numbers are doubles, so above it neighbouring ids would become equal.
+#: Bound on ids and counts: Lua's numbers are doubles, so above it neighbouring ids would become equal.
 _MAX_NUMBER: Final = 1 << 53
 #: Codes of errors that the server's state causes. redis-py removes the code from a message that has a class of its own.
 _STATES: Final[Mapping[str, type[RedisError] | None]] = {
@@ -96,7 +98,7 @@ _STATES: Final[Mapping[str, type[RedisError] | None]] = {
 }
 #: An error's code at the message's beginning, or after a hyphen in errors of scripts.
 _STATE: Final = re.compile(rf"(?:^|-)({'|'.join(_STATES)})\b")
-_RAW_ANSWERS: Final = ("XREAD", "XREADGROUP", "XAUTOCLAIM", "XCLAIM", "SCAN")
+_RAW_ANSWERS: Final = ("XREAD", "XREADGROUP", "XAUTOCLAIM", "XCLAIM", "XPENDING", "SCAN")
 
 #: A function that builds a command, given the milliseconds for which the command may still block.
 _Command = Callable[[int], tuple[Any, ...]]
@@ -232,15 +234,19 @@ class RedisStream:
     async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
         key = self._prefix + stream
         try:
-            return self._entries(await self._call("XREADGROUP", "GROUP", group, consumer, "STREAMS", key, START))
+            entries = self._entries(await self._call("XREADGROUP", "GROUP", group, consumer, "STREAMS", key, START))
+            return await self._counted(key, group, consumer, entries)
         except _RefusedError as error:
             if not str(error).startswith("NOGROUP"):
                 raise
             return []
 
-    async def renew(self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
+    async def renew(
+        self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str], deliveries: int | None = None
+    ) -> None:
         if entry_ids:
-            await self._call("XCLAIM", self._prefix + stream, group, consumer, 0, *entry_ids, "JUSTID")
+            count = () if deliveries is None else ("RETRYCOUNT", deliveries)
+            await self._call("XCLAIM", self._prefix + stream, group, consumer, 0, *entry_ids, *count, "JUSTID")
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
         if entry_ids:
@@ -286,10 +292,19 @@ class RedisStream:
             entries = list(self._of(stream, answer[1]))
             cursor = answer[0].decode()
             if entries:
-                return entries
+                return await self._counted(self._prefix + stream, group, consumer, entries)
             if cursor == START:
                 self._walked[key] = now
                 return []
+
+    async def _counted(self, key: str, group: str, consumer: str, entries: list[Entry]) -> list[Entry]:
+        """Return the entries, which are in order and claimed by this consumer, with the server's delivery counts."""
+        if not entries:
+            return entries
+        first, last = entries[0].entry_id, entries[-1].entry_id
+        pending = await self._call("XPENDING", key, group, first, last, _MAX_NUMBER, consumer)
+        deliveries = {entry_id.decode(): count for entry_id, _, _, count in pending}
+        return [replace(entry, deliveries=deliveries.get(entry.entry_id, 1)) for entry in entries]
 
     async def _create_group(self, key: str, group: str) -> None:
         try:

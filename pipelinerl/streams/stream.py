@@ -6,7 +6,8 @@ There are two ways to read, with different guarantees:
   again. Rollouts are read this way; deduplication by group id then gives exactly-once processing.
 - By consumer group (`claim` / `acknowledge`): consumers share the work, at least once. A dead consumer's entries are
   claimed by others after `reclaim_idle_s`, or immediately by the restarted consumer (`held`). A consumer with a long
-  task renews its claim (`renew`). Orders for prompts are read this way; processing an order twice does no harm.
+  task renews its claim (`renew`). Orders for prompts are read this way; processing an order twice does no harm. The
+  stream counts the deliveries of each entry, so that an entry that kills its consumers can be recognized.
 
 Entry ids are `"<number>-<number>"` and increase. A producer that chooses its ids can safely repeat an append after a
 lost response: appending the same id, or a lower one, is a no-op. With ids chosen by the server, an append happens at
@@ -31,11 +32,12 @@ START = "0-0"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One record in a stream, with its id."""
+    """One record in a stream, with its id; `deliveries` counts how often its consumer group has got it."""
 
     stream: str
     entry_id: str
     payload: bytes
+    deliveries: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +103,16 @@ class Stream(Protocol):
         ...
 
     async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
-        """Return entries that this consumer claimed before a restart and did not acknowledge, oldest first."""
+        """Return entries that this consumer claimed before a restart and did not acknowledge, oldest first.
+
+        Each call counts as one more delivery of these entries.
+        """
         ...
 
-    async def renew(self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
-        """Reset the idle time of entries that this consumer is still processing."""
+    async def renew(
+        self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str], deliveries: int | None = None
+    ) -> None:
+        """Reset the idle time of entries that this consumer is still processing; set their `deliveries` if given."""
         ...
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
@@ -134,6 +141,8 @@ class Stream(Protocol):
 
 
 DEAD_LETTERS: Final = "dead-letters"
+#: Orders that killed the processes that worked on them.
+DEADLY_ORDERS: Final = "deadly-orders"
 
 
 @final

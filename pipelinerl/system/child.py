@@ -109,10 +109,12 @@ class Child:
         startup_s: float,
         most_bytes: int = 2**16,
         env: Mapping[str, str] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> Self:
         """Start a program; return it once it is ready. Raises `ChildLost`, with the child's own reason or its `name`.
 
-        `env` replaces the environment. The calling thread must live as long as the child.
+        `env` replaces the environment. The child gets `options` as its first message, since `ps` shows commands to all.
+        The calling thread must live as long as the child.
         """
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as given_up:
@@ -128,8 +130,10 @@ class Child:
             raise
         try:
             async with asyncio.timeout(startup_s):
+                if options is not None:
+                    await child.lines.send(options)
                 child.first = await child.lines.receive()
-        except (TimeoutError, EOFError, ValueError):
+        except (TimeoutError, EOFError, ValueError, OSError):
             child.first = {"error": f"{name} did not start; its output says why"}
         except BaseException:
             await child.close()  # after a cancellation, reap the killed process while the event loop still runs

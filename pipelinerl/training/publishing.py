@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -30,6 +31,7 @@ from pipelinerl.messages import (
 from pipelinerl.streams.stream import START, Stream, fresh_number
 from pipelinerl.training.canary_check import CanaryCheck
 from pipelinerl.training.rollouts.rollout_reader import ControllerLink
+from pipelinerl.weights.grace import Grace, floor_s, update_kind
 from pipelinerl.weights.publisher import Publication, Publisher, PublishReport, wire_layout
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Float32, MicroBatch
@@ -127,6 +129,7 @@ class Publishing:
                 failed=dict(report.failed),
                 permanent=sorted(report.permanent),
                 blameless=sorted(report.blameless),
+                error=report.error,
                 send_s=report.send_s,
                 total_s=report.total_s,
                 directive=directive.answers,
@@ -161,10 +164,15 @@ _BLOCK_S: Final = 1.0
 
 @final
 class StreamAnnouncer:
-    """An `Announcer` for engines that read announcements from a stream. Use one event loop, and one call at a time."""
+    """An `Announcer` for engines that read announcements from a stream. Use one event loop, and one call at a time.
 
-    def __init__(self, stream: Stream, *, quiet_s: float = 5.0) -> None:
+    Once an engine has answered, others get their grace (`weights/grace.py`): a later one is reported as late. An engine
+    without history gets `quiet_s` after the newest answer, and then a request by the publisher.
+    """
+
+    def __init__(self, stream: Stream, *, grace: Grace | None = None, quiet_s: float = 5.0) -> None:
         self._stream = stream
+        self._grace = Grace() if grace is None else grace
         self._quiet_s = quiet_s
         self._offset = START
         self._follow: set[str] = set()
@@ -182,20 +190,41 @@ class StreamAnnouncer:
         announced = WeightsAnnounced(prepare=prepare.model_dump_json(exclude_none=True).encode(), left_out=[*left_out])
         number = fresh_number(await self._stream.last_id(ANNOUNCEMENTS))
         await self._stream.append(ANNOUNCEMENTS, [encode(announced)], first_id=number)
-        answers: dict[str, _Outcome] = {}
-        last_report_at = time.monotonic()
-        while awaited and (now := time.monotonic()) < (until := min(deadline, last_report_at + self._quiet_s)):
-            for report in await self._read_reports(block_s=min(_BLOCK_S, until - now)):
-                if report.url in awaited and (report.epoch, report.version) == (prepare.epoch, prepare.version):
-                    answers[report.url] = _answer(report)
-                    awaited.discard(report.url)
-                    last_report_at = time.monotonic()
-        if awaited:
-            log.warning("%d engines that follow announcements have not reported; sending them requests", len(awaited))
-            self._follow -= awaited
+        answers = await self._answers(prepare, awaited, engines=len(engines), deadline=deadline)
+        self._follow -= awaited
         await self._stream.trim(ANNOUNCEMENTS, before=f"{number}-0")
         # Keep the reports of this update, since later trainers read them; trim only older reports.
         await self._stream.trim(TAKEN, before=before)
+        return answers
+
+    async def _answers(
+        self, prepare: WeightUpdateRequest, awaited: set[str], *, engines: int, deadline: float
+    ) -> dict[str, _Outcome]:
+        """Return the answers of engines in `awaited`, which keeps those that have not answered."""
+        what, began, answers = update_kind(prepare.on_update), time.monotonic(), dict[str, _Outcome]()
+        until = min(deadline, began + self._quiet_s)
+        first_at = 0.0
+        while awaited and (now := time.monotonic()) < until:
+            for report in await self._read_reports(block_s=min(_BLOCK_S, until - now)):
+                if report.url not in awaited or (report.epoch, report.version) != (prepare.epoch, prepare.version):
+                    continue
+                now = time.monotonic()
+                answers[report.url], first_at = _answer(report), first_at or now
+                awaited.discard(report.url)
+                self._grace.note(what, report.url, now - began)
+                limit_s = self._grace.of(what, awaited, engines=engines, most_s=math.inf)
+                until = min(deadline, now + self._quiet_s, max(began + limit_s, first_at + floor_s(engines)))
+        waited_s = time.monotonic() - began
+        late = [
+            url
+            for url in awaited
+            if answers and math.isfinite(self._grace.of(what, [url], engines=engines, most_s=math.inf))
+        ]
+        answers |= {url: self._grace.late(what, url, waited_s) for url in late}
+        if len(awaited) > len(late):
+            log.warning(
+                "engines that follow announcements have not reported, and get requests: %s", awaited - set(late)
+            )
         return answers
 
     async def _read_reports(self, *, block_s: float) -> list[WeightsTaken]:

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar, final
 
+from inference_contract.weights import OnUpdate
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.weights.engine_control import Failure, guarded
 
@@ -33,6 +34,11 @@ _MOMENT_S: Final = 0.05
 def floor_s(engines: int) -> float:
     """Return the shortest grace in seconds: 2 s for two engines, falling to 0.5 s for eight or more."""
     return max(2 * _LONGEST_FLOOR_S / max(engines, 2), _SHORTEST_FLOOR_S)
+
+
+def update_kind(on_update: OnUpdate) -> str:
+    """Return the kind of request that an engine's whole update is: with drain, it takes as long as the answers."""
+    return "an update with drain" if on_update is OnUpdate.DRAIN else "an update"
 
 
 @final
@@ -91,7 +97,7 @@ class Grace:
                     await asyncio.wait({task}, timeout=ends - time.monotonic())
                     await asyncio.wait({task}, timeout=_MOMENT_S)
                     if not task.done():
-                        return self._late(what, url, time.monotonic() - began)
+                        return self.late(what, url, time.monotonic() - began)
                 answer = await task
             finally:
                 task.cancel()
@@ -111,7 +117,8 @@ class Grace:
         """Record that the engine did not answer `what` in time, so that it gets more time at the next request."""
         self._usual[what, url] = max(waited_s, self._usual.get((what, url), 0.0))
 
-    def _late(self, what: str, url: str, waited_s: float) -> EngineUnreachable:
+    def late(self, what: str, url: str, waited_s: float) -> EngineUnreachable:
+        """Record that the engine did not answer `what` in time; return the error that says so."""
         usual = self._usual.get((what, url), 0.0)
         self.was_late(what, url, waited_s)
         return EngineUnreachable(

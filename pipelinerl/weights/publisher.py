@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, Self, final
 
 from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLayout
-from pipelinerl.errors import ReachedNoEngine, UpdateError
+from pipelinerl.errors import NotUploaded, ReachedNoEngine, UpdateError
 from trainer_contract.types import ParameterInfo
 
 #: Function that returns an iterator over (name, full parameter) in layout order. Each attempt to send calls it, since
@@ -70,11 +70,17 @@ class PublishReport:
     failed: Mapping[str, str]
     permanent: frozenset[str] = frozenset()
     blameless: frozenset[str] = frozenset()
+    error: str = ""
+    """Why the publication failed as a whole; empty if an engine serves the version."""
 
     @classmethod
     def failure(cls, publication: Publication, error: UpdateError) -> Self:
-        """Return the report of a publication that failed with `error` for all engines."""
+        """Return the report of a publication that failed with `error` for all engines.
+
+        If nothing was uploaded, the report has no engines, since none was asked, and only the error.
+        """
         known = error if isinstance(error, ReachedNoEngine) else ReachedNoEngine("", failed={})
+        asked = () if isinstance(error, NotUploaded) else publication.engines
         return cls(
             version=publication.version,
             epoch=publication.epoch,
@@ -82,7 +88,8 @@ class PublishReport:
             send_s=0.0,
             total_s=0.0,
             pauses_s={},
-            failed=dict.fromkeys(publication.engines, str(error)) | dict(known.failed),
+            failed=dict.fromkeys(asked, str(error)) | dict(known.failed),
+            error=str(error),
             permanent=known.permanent,
             blameless=known.blameless,
         )

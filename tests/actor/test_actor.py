@@ -175,7 +175,7 @@ class Watched:
         return [report for report in decoded if isinstance(report, kind)]
 
     async def unacknowledged(self) -> int:
-        return len(await self.stream.held(PROMPTS, group=ACTORS_GROUP, consumer=NAME))
+        return len(self.stream._pending(PROMPTS, ACTORS_GROUP))
 
 
 @final
@@ -469,6 +469,84 @@ class BadVerifier:
         return [Judgement(Verdict(outcome="partial", reward=reward, reason=None), 0)] * len(answers)  # type: ignore[arg-type]
 
     async def close(self) -> None: ...
+
+
+@final
+class Process:
+    """A stream and a group maker of an actor's process, which dies when the deadly order runs: it stops answering."""
+
+    def __init__(self, watched: Watched, *, deadly: int) -> None:
+        self.died = asyncio.Event()
+        self.begun: list[int] = []
+        self._watched, self._deadly = watched, deadly
+        self._maker = SingleTurn(ScriptedSampler(), exact, attempts=1)
+
+    def __getattr__(self, name: str) -> Any:
+        if self.died.is_set():
+            raise AddressError("this process is dead")
+        return getattr(self._watched.stream, name)
+
+    async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
+        self.begun.append(order.index)
+        if order.index == self._deadly:
+            self.died.set()
+        await asyncio.sleep(0.01)
+        return await self._maker.make(order, progress)
+
+    async def run(self, *, groups: int) -> None:
+        """Run an actor until it dies, or until there are `groups` groups and no order is left."""
+        settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
+        task = asyncio.create_task(Actor(settings, stream=self, maker_of=lambda _: self).run())  # type: ignore[arg-type]
+
+        async def is_over() -> bool:
+            done = await appended(self._watched, groups) and await none_of(self._watched.unacknowledged())
+            return done or self.died.is_set()
+
+        await until(is_over)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_order_that_three_processes_did_not_survive_fails_and_the_orders_beside_it_succeed() -> None:
+    watched = Watched()
+    await watched.order(*map(order, range(1, 5)))
+    begun = []
+    for death in range(4):
+        process = Process(watched, deadly=2)
+        await process.run(groups=3)
+        assert process.died.is_set() is (death < 3)
+        begun.append(process.begun)
+    assert begun == [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2], [3, 4]], "after two deaths, each order runs alone"
+    (report,) = await watched.reports(GroupFailed)
+    assert report.index == 2 and report.reason.startswith(
+        "problem 2: order prompt-000002 of domain d was in work when the actor's process died, 3 times"
+    )
+    assert sorted(group.index for group in await watched.groups()) == [1, 3, 4]
+    await watched.order(replace(order(2), order_id="prompt-000009", index=9), order(5))
+    process = Process(watched, deadly=2)
+    await process.run(groups=4)
+    assert process.begun == [5], "the problem that killed actors is not tried again"
+    assert [each.index for each in await watched.reports(GroupFailed)] == [2, 9]
+    assert len(await watched.stream.read({DEAD_LETTERS: START}, count=10, block_s=0)) == 1
+    assert await _reported(watched, lambda alive: alive.verifiers.get("d", VerifierFigures()).errors == 1)
+
+
+async def test_orders_of_actors_that_were_stopped_and_not_killed_are_never_given_up() -> None:
+    watched, sampler = Watched(), ScriptedSampler()
+    sampler.gate.clear()
+    await watched.order(order(1), order(2))
+
+    async def both_begun() -> bool:
+        return len(sampler.requests) == 2
+
+    for _ in range(5):
+        async with working(watched, sampler):
+            assert await until(both_begun)
+        sampler.requests.clear()
+    sampler.gate.set()
+    async with working(watched, sampler):
+        assert await until(lambda: none_of(watched.unacknowledged()))
+    assert sorted(group.index for group in await watched.groups()) == [1, 2]
 
 
 async def appended(watched: Watched, count: int) -> bool:

@@ -24,7 +24,7 @@ from pipelinerl.observability.events import read_events
 from pipelinerl.plugins.replay.replayed_run import show
 from pipelinerl.system.machine import free_ports, is_free
 from tests.fakes.live_fleet import swap_to_and_fro
-from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, new_run, output_of, resumed
+from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, light_run, new_run, output_of, resumed
 from tests.fakes.undisturbed import LOCKSTEP, STEPS, Kind, undisturbed as undisturbed_run
 from tests.fakes.wheel import install
 from tests.faults.scenarios.system_killed import Learned, differences
@@ -185,6 +185,36 @@ def test_live_run_survives_killed_processes_and_a_replaced_engine(tmp_path: Path
     assert [change["changes"] for change in state["controller"]["knob_log"]] == [{"j": 2, "k": 2}]
     last_words = {event["step"]: pytest.approx(event["reward"], abs=1e-5) for event in run.events("step")}
     assert series(directory / "tensorboard", "reward") == sorted(last_words.items())
+
+
+_DEADLY = """
+import asyncio, os
+from pathlib import Path
+
+DEADLY = Path(__file__).with_name("deadly")
+
+async def judge(problem, completion_text):
+    await asyncio.sleep(0)
+    if not DEADLY.exists():
+        DEADLY.write_text(problem.problem_id)
+    if DEADLY.read_text() == problem.problem_id:
+        os._exit(1)
+    return len(completion_text) / 1000
+"""
+
+
+#: tests/actor/test_actor.py is the fast version of this test, without processes.
+@pytest.mark.slow
+def test_reward_that_kills_its_process_on_one_problem_costs_only_that_group(tmp_path: Path) -> None:
+    directory, rewards = tmp_path / "run", tmp_path / "rewards.py"
+    rewards.write_text(_DEADLY)
+    changes = ("run.steps=3", "training.rollouts_per_step=24", "actor.groups_in_flight=4", "evaluation.problems=0")
+    arguments = light_run(directory, *changes, f"domains.divisors.verifier={rewards}:judge")
+    with launched(arguments, directory) as run:
+        assert run.end(3 * PATIENCE_S) == 0, run.story()
+    failed, *_ = run.events("group_failed")
+    assert "of domain divisors was in work when the actor's process died, 3 times" in failed["reason"]
+    assert sorted(set(run.steps())) == [1, 2, 3]
 
 
 # --- longer: make chaos -----------------------------------------------------------------------------------------------

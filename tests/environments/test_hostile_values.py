@@ -157,6 +157,21 @@ async def hosts(folder: Path, name: str = "play") -> AsyncIterator[EpisodeHosts]
         await made.close()
 
 
+async def test_options_of_an_environment_are_in_no_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(
+        "import subprocess\n"
+        "async def play(task, client, password):\n"
+        "    shown = subprocess.run(['ps', '-ww', '-eo', 'args'], capture_output=True, text=True).stdout\n"
+        "    return float('game.py:play' in shown and password not in shown and len(password))\n"
+    )
+    made = EpisodeHosts(f"{file}:play", {"password": "swordfish"})
+    try:
+        assert (await played(made, "any")).value == len("swordfish")
+    finally:
+        await made.close()
+
+
 async def played(made: EpisodeHosts, name: str) -> EpisodeEnd:
     return await made.play(task(name), base_url="http://nowhere", api_key="k", timeout_s=PATIENCE_S)
 

@@ -75,8 +75,16 @@ class Cluster:
         self.model = Path(recipe["model"]["path"])
         self.server = EmbeddedRedis(directory / "redis").start()
         self._controller, *of_engines = free_ports(1 + len(engines))
-        roles = {"controller": "controller", **dict.fromkeys(engines, "engine"), "trainer": "trainer", "actor": "actor"}
-        ports = {"controller": self._controller, **dict(zip(engines, of_engines, strict=True))}
+        urls = recipe.get("parameter_server", {}).get("urls", ())
+        servers = {f"parameter-server-{number}": int(url.rpartition(":")[2]) for number, url in enumerate(urls)}
+        roles = {
+            "controller": "controller",
+            **dict.fromkeys(engines, "engine"),
+            **dict.fromkeys(servers, "parameter_server"),
+            "trainer": "trainer",
+            "actor": "actor",
+        }
+        ports = {"controller": self._controller, **dict(zip(engines, of_engines, strict=True)), **servers}
         self.seats = {
             name: GroupEndpoint(
                 role=role,
@@ -106,7 +114,7 @@ class Cluster:
 
     def start(self, name: str, *, stopped_at: str = "") -> None:
         """Start a role's process, which must not be alive; it suspends itself (SIGSTOP) at `stopped_at`, if given."""
-        self.fuses[name].put_out()
+        self.fuses.setdefault(name, Fuse(self.seats[name].fuse)).put_out()
         if stopped_at:
             self.fuses[name].light(stopped_at, 0, signal.SIGSTOP)
         self.processes[name] = _FORKS.Process(target=play_role, args=(self.seats[name],), name=name)

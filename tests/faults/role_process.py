@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 from zlib import crc32
@@ -39,6 +40,7 @@ from pipelinerl.engines.bigram import engine as bigram_engine  # noqa: F401  imp
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.environments import episode
 from pipelinerl.messages import REPORTS, ROLLOUTS, StepDone, decode_report
+from pipelinerl.plugins.parameter_server import role as parameter_server_role
 from pipelinerl.roles import actor_role, controller_role, engine_role, process, trainer_role
 from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.stream import Entry, Stream
@@ -302,7 +304,9 @@ async def control(identity: process.Identity) -> None:
 
 ROLES: Mapping[str, Any] = {
     "controller": control,
+    "controller_afresh": partial(controller_role.run, start=Start.AFRESH),
     "engine": engine_role.run,
+    "parameter_server": parameter_server_role.run,
     "trainer": trainer_role.run,
     "actor": actor_role.run,
 }

@@ -31,11 +31,15 @@ def played(name: str, seeds: Sequence[int], capsys: pytest.CaptureFixture[str]) 
 
 #: Scenarios that are too slow for `make test`. Faster tests of the same promises: for dead engines,
 #: tests/weights/broadcast/test_publisher.py and test_api.py; for a killed run, tests/end_to_end/test_live_run.py; for a
-#: frozen engine, tests/weights/test_grace.py and test_engine_decisions.py; for a slow one, test_pool.py.
+#: frozen engine, tests/weights/test_grace.py and test_engine_decisions.py; for a slow one, test_pool.py; for a second
+#: controller, tests/roles/test_controller_role.py.
 TOLD_ELSEWHERE = {
     name: [pytest.mark.slow]
     for name in ("system_killed", "rank_killed", "oubliette_killed", "told_to_stop", "dead_offers", "knobs_turned")
-} | {name: [pytest.mark.slow] for name in ("frozen_engine", "slow_engine")}
+} | {
+    name: [pytest.mark.slow]
+    for name in ("frozen_engine", "slow_engine", "second_controller", "controller_without_continue")
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=TOLD_ELSEWHERE.get(name, [])) for name in names()])

@@ -81,6 +81,7 @@ def test_parameter_servers_start_before_the_trainer_that_gets_their_urls() -> No
         "redis", "controller", "engine-0", "parameter-server-0", "parameter-server-1", "trainer", "actor-0",
     ]  # fmt: skip
     server, trainer = spec_of(made, "parameter-server-1"), spec_of(made, "trainer")
+    assert spec_of(made, "controller").argv[-2:] == trainer.argv[-2:]
     assert server.argv[4] == "parameter-server" and server.argv[-2:] == ("--port", "5004")
     assert server.health == "http://127.0.0.1:5004/health"
     assert trainer.after == ("controller", "parameter-server-0", "parameter-server-1")

@@ -179,6 +179,14 @@ def test_piped_output_gets_a_status_line_at_intervals_and_when_the_phase_of_the_
     assert "finished" in lines[-1]
 
 
+def test_escape_sequences_in_a_status_have_no_effect_on_a_terminal() -> None:
+    state = RunStatus(run="a", alarms=("\x1b[2J gone",), waiting_for="\x1b]0;title\x07")
+    assert "\x1b" not in line(state) and "\\x1b[2J gone" in line(state)
+    with (console := Console(width=120, file=io.StringIO(), no_color=True)).capture() as captured:
+        console.print(render(state, width=120))
+    assert "\x1b" not in captured.get() and "\\x1b]0;title" in captured.get()
+
+
 def test_sparkline_scales_values_and_averages_them_to_its_width() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 1, 1], width=2) == "▁█"

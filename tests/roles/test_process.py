@@ -133,6 +133,28 @@ def test_signal_ends_a_process_that_is_still_importing_modules(tmp_path: Path, n
     assert (ended.value.code, happened) == (143, ["in order"])
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_user_code_that_exits_in_a_subtask_or_a_callback_does_not_end_the_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: type[BaseException]
+) -> None:
+    def leave() -> None:
+        raise kind("of user code")
+
+    async def leave_later() -> None:
+        await asyncio.sleep(0)
+        leave()
+
+    seen: list[BaseException | str] = []
+
+    async def role(_: Identity) -> None:
+        asyncio.get_running_loop().call_soon(leave)
+        seen.extend(await asyncio.gather(leave_later(), asyncio.sleep(0.01, "done"), return_exceptions=True))
+
+    run_until_signalled(role, identity(tmp_path))
+    assert [type(each) for each in seen] == [kind, str]
+    assert capfd.readouterr().err.count("user code in this process raised") == 2
+
+
 def test_process_that_has_finished_its_work_ends_without_an_error_and_without_a_signal(tmp_path: Path) -> None:
     async def role(given: Identity) -> None:
         await (await given.stream()).close()

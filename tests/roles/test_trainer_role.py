@@ -11,18 +11,45 @@ import torch
 from pipelinerl.config.recipe import load
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.enums import Truncated
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import CheckpointError, RecipeError
 from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.roles.process import Identity
-from pipelinerl.roles.trainer_role import loop_settings, publisher_of, samples_of
+from pipelinerl.roles.trainer_role import from_newest, loop_settings, publisher_of, samples_of
 from pipelinerl.roles.wiring import batch_rules_of
 from pipelinerl.streams.memory_stream import MemoryStream
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.grace import Grace
+from tests.fakes.checkpoints import model_directory, save, state_of
 
 
 def test_training_loop_gets_the_vocabulary_size_of_the_model() -> None:
     assert loop_settings(load("tiny")).vocab_size == 57
+
+
+def test_trainer_whose_checkpoint_is_removed_while_it_starts_takes_the_newest_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=model_directory(tmp_path / "model"))
+    seen: list[int] = []
+
+    def start(path: Path | None, version: int) -> str:
+        assert path is not None
+        seen.append(version)
+        if len(seen) < 3:
+            save(store, version + 1)  # the trainer that is alive goes on, and keeps one checkpoint
+            return (path / "trainer" / "optimizer").read_text()
+        return "started"
+
+    save(store, 1)
+    assert from_newest(store, start) == (state_of(3), "started") and seen == [1, 2, 3]
+    seen.clear()
+    with pytest.raises(CheckpointError, match="step-000004 was removed while this trainer loaded it"):
+        from_newest(store, start, attempts=2)
+
+    def fail(_: Path | None, __: int) -> str:
+        raise RecipeError("trainer.type: the state belongs to others")
+
+    with pytest.raises(RecipeError, match="belongs to others"):
+        from_newest(store, fail)
 
 
 def test_weight_publisher_follows_the_transport_in_the_recipe(tmp_path: Path) -> None:

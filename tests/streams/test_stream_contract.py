@@ -166,6 +166,25 @@ async def test_restarted_consumer_gets_the_entries_that_it_claimed_and_did_not_a
     )
 
 
+async def test_each_delivery_of_an_entry_is_counted_and_a_consumer_may_correct_the_count(streams: Stream) -> None:
+    async def held(consumer: str) -> list[tuple[str, int]]:
+        entries = await streams.held("prompts", group="actors", consumer=consumer)
+        return [(entry.entry_id, entry.deliveries) for entry in entries]
+
+    await streams.append("prompts", [b"1", b"2", b"3"], first_id=1)
+    assert [entry.deliveries for entry in await claim(streams, "a")] == [1, 1, 1]
+    assert await held("a") == [("1-0", 2), ("2-0", 2), ("3-0", 2)]
+    await streams.renew("prompts", group="actors", consumer="a", entry_ids=["1-0", "3-0"])
+    await streams.renew("prompts", group="actors", consumer="a", entry_ids=["2-0"], deliveries=0)
+    assert await held("a") == [("1-0", 3), ("2-0", 1), ("3-0", 3)]
+    await streams.acknowledge("prompts", group="actors", entry_ids=["3-0"])
+    assert [(entry.entry_id, entry.deliveries) for entry in await claim(streams, "b", idle_s=0.0)] == [
+        ("1-0", 4),
+        ("2-0", 2),
+    ]
+    assert await held("a") == []
+
+
 async def test_entry_whose_claim_was_renewed_is_not_claimed_by_another_consumer(streams: Stream) -> None:
     await streams.append("prompts", [b"1", b"2"], first_id=1)
     await claim(streams, "a")

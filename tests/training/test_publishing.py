@@ -19,10 +19,12 @@ from inference_contract.weights import (
     WeightUpdateResponse,
 )
 from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
+from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import ANNOUNCEMENTS, TAKEN, WeightsTaken, encode
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.training.publishing import StreamAnnouncer
-from tests.patience import PATIENCE_S
+from pipelinerl.weights.grace import Grace
+from tests.patience import PATIENCE_S, SOON_S
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
@@ -149,6 +151,22 @@ async def test_trainer_skips_a_silent_engine_and_includes_it_again_once_it_repor
                 await asyncio.sleep(0)
         announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
         assert set(await tell(announcer, 2, A, B)) == {A, B}
+
+
+async def test_silent_engine_with_history_is_late_after_its_grace_and_gets_no_second_wait() -> None:
+    stream, a, b, grace = MemoryStream(), Taking(), Taking(), Grace()
+    announcer = StreamAnnouncer(stream, grace=grace, quiet_s=PATIENCE_S)
+    async with following(stream, a=a, b=b):
+        engines = (A, B, *(f"http://gone-{number}:1" for number in range(6)))
+        assert set(await tell(announcer, 1, *engines)) == {A, B}
+        b.may_go_on.clear()
+        began = time.monotonic()
+        answers = await tell(announcer, 2, *engines)
+        assert 0.4 < time.monotonic() - began < SOON_S
+        assert isinstance(answers[A], WeightUpdateResponse)
+        assert isinstance(answers[B], EngineUnreachable) and "did not answer an update" in str(answers[B])
+        assert set(await tell(announcer, 3, *engines)) == {A}, "it is asked by a request next time"
+        b.may_go_on.set()
 
 
 async def test_engine_loads_only_the_newest_of_several_announced_versions() -> None:

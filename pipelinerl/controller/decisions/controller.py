@@ -184,7 +184,7 @@ class Controller:
             case TrainerReady():
                 return self._trainer_ready(report, now=now)
             case StepDone():
-                return self._step_done(report, queued)
+                return self._step_done(report, queued, now=now)
             case StepSkipped():
                 return self._step_skipped(report)
             case OrdersEnded():
@@ -392,7 +392,7 @@ class Controller:
             self._answer(report.report_id, publish_to=sorted(state.fleet.members())),
         ]
 
-    def _step_done(self, report: StepDone, queued: int) -> list[Effect]:
+    def _step_done(self, report: StepDone, queued: int, *, now: float) -> list[Effect]:
         self.state.version = report.model_version
         self.state.trainer.note_step(report.model_version)
         self.state.account.update(report.consumed)
@@ -404,7 +404,7 @@ class Controller:
         self._note_supply(report.stats, queued)
         self.state.cooldown.note(report.solved, self.settings.cooldown, version=self.state.version)
         self.state.failing.refused_groups = self.state.failing.too_long_groups = 0
-        effects = step_taken(self.state, report)
+        effects = step_taken(self.state, report, now=now)
         if self.settings.elastic is not None:
             elastic.note_step(self.state.elastic, report.stats, self.state.watched.by_domain)
         if self.ending is None:
@@ -437,6 +437,7 @@ class Controller:
             "pauses_s": report.pauses_s,
             "engines": len(report.pauses_s),
             "failed": report.failed,
+            **({"error": report.error} if report.error else {}),
         }
         return [Record("publish", publication), *engine_decisions.published(self.state, report)]
 

@@ -16,15 +16,19 @@ become due during an evaluation wait for its end.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import final
+from typing import Final, final
 
 from pipelinerl import rng
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationPlan, EvaluationResult
+from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs_and_effects import Effect, IssuePrompts, Record
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.enums import Pin
 from pipelinerl.messages import EvaluationDone
+
+#: An evaluation leaves a pinned engine that has been suspect for longer than this; a dead one it leaves at once.
+_SUSPECT_S: Final = 5.0
 
 
 @final
@@ -63,7 +67,7 @@ class Evaluator:
     def advance(self, state: RunState, *, now: float) -> list[Effect]:
         """After any input, restart an evaluation whose pin broke, begin one that is due, and issue more questions."""
         effects: list[Effect] = []
-        if state.evaluations.current is not None and (reason := broken(state)):
+        if state.evaluations.current is not None and (reason := broken(state) or _frozen(state, now=now)):
             effects += self._restart(state, state.evaluations.current, reason)
         if state.evaluations.due is not None and state.evaluations.current is None:
             effects += self._begin(state, state.evaluations.due, now=now)
@@ -212,6 +216,22 @@ def broken(state: RunState) -> str:
         if record.loaded != evaluation.model_version:
             return f"{url} has loaded version {record.loaded}"
     return ""
+
+
+def _frozen(state: RunState, *, now: float) -> str:
+    """Return that the pinned engine has not answered polls for a while, if another engine can evaluate; else empty.
+
+    No answer of one version can move to an engine with another one, so the evaluation restarts there.
+    """
+    evaluation = state.evaluations.current
+    assert evaluation is not None
+    record = state.fleet.by_url.get(evaluation.engine)
+    if evaluation.pin is not Pin.ENGINE or record is None or record.lifecycle is not EngineLifecycle.SUSPECT:
+        evaluation.suspect_since = None
+        return ""
+    evaluation.suspect_since = now if evaluation.suspect_since is None else evaluation.suspect_since
+    silent_s = now - evaluation.suspect_since
+    return f"{evaluation.engine} is suspect" if silent_s > _SUSPECT_S and state.fleet.serving() else ""
 
 
 def release(state: RunState) -> None:

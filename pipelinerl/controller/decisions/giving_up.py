@@ -50,7 +50,7 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
     state.failing.engineless_since = 0.0 if is_alive else state.failing.engineless_since or now
     reason = next(_reasons(state, settings, now), None)
     if reason is None:
-        return step_review.review(state, settings)
+        return step_review.review(state, settings, now=now)
     return [Record("run_failing", {"reason": reason}), *_end(state, settings, reason, now=now)]
 
 

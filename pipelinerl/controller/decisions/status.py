@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, final
+from typing import Any, Final, final
 
 import msgspec
 
@@ -301,6 +301,86 @@ class EngineWatch:
         self.speeds.forget(url)
         self._loads.pop(url, None)
         self._polled_at.pop(url, None)
+
+
+#: A parameter server is down after this many missed polls in a row; one that has never answered may still be starting.
+_SERVER_MISSES: Final = 2
+_STARTING_MISSES: Final = 30
+
+
+@dataclass(slots=True)
+class _Server:
+    shard: int
+    replica: int
+    state: str = "starting"
+    missed: int = 0
+    error: str = ""
+
+
+@final
+class ServerWatch:
+    """The parameter servers that answer polls, and the shards of the weights that no server provides. Pure.
+
+    `urls` are ordered by shard: the first `len(urls) / shards` servers are the replicas of shard 0.
+    """
+
+    def __init__(self, urls: Sequence[str] = (), *, shards: int = 1) -> None:
+        replicas = len(urls) // shards
+        self._servers = {url: _Server(at // replicas, at % replicas) for at, url in enumerate(urls)}
+        self._lost_shards: set[int] = set()
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """The servers to poll."""
+        return list(self._servers)
+
+    def answered(self, url: str) -> list[tuple[str, dict[str, Any]]]:
+        """Record an answer of the server; return the events that follow, as kind and fields."""
+        server = self._servers[url]
+        was_down, server.state, server.missed, server.error = server.state == "down", "up", 0, ""
+        return [self._event("parameter_server_back", url), *self._alarms()] if was_down else []
+
+    def missed(self, url: str, reason: str) -> list[tuple[str, dict[str, Any]]]:
+        """Record a missed poll; return the events that follow, as kind and fields."""
+        server = self._servers[url]
+        server.missed, server.error = server.missed + 1, reason
+        most = _STARTING_MISSES if server.state == "starting" else _SERVER_MISSES
+        if server.state == "down" or server.missed < most:
+            return []
+        server.state = "down"
+        return [self._event("parameter_server_lost", url, reason=reason), *self._alarms()]
+
+    def statuses(self) -> tuple[status.ParameterServerStatus, ...]:
+        """Return the servers as the run's status shows them."""
+        return tuple(
+            status.ParameterServerStatus(
+                url=url, shard=each.shard, replica=each.replica, state=each.state, last_error=each.error
+            )
+            for url, each in self._servers.items()
+        )
+
+    def alarms(self) -> tuple[str, ...]:
+        """Return a sentence for each shard without a server."""
+        return tuple(map(self._sentence, sorted(self._lost_shards)))
+
+    def _alarms(self) -> list[tuple[str, dict[str, Any]]]:
+        provided = {each.shard for each in self._servers.values() if each.state != "down"}
+        lost = {each.shard for each in self._servers.values()} - provided
+        raised, self._lost_shards = self._lost_shards, lost
+        events = [("alarm", {**self._of(shard), "what": self._sentence(shard)}) for shard in sorted(lost - raised)]
+        return events + [("alarm_cleared", self._of(shard)) for shard in sorted(raised - lost)]
+
+    def _sentence(self, shard: int) -> str:
+        urls = ", ".join(url for url, each in self._servers.items() if each.shard == shard)
+        return f"no parameter server of shard {shard} answers ({urls}), so engines get no new weights; restart one"
+
+    @staticmethod
+    def _of(shard: int) -> dict[str, Any]:
+        return {"alarm": "parameter_servers", "domain": f"shard {shard}"}
+
+    def _event(self, kind: str, url: str, **fields: str) -> tuple[str, dict[str, Any]]:
+        server = self._servers[url]
+        return kind, {"url": url, "shard": server.shard, "replica": server.replica, **fields}
 
 
 def _occupancy(before: EngineMetrics, after: EngineMetrics, seconds: float) -> float:

@@ -22,11 +22,13 @@ from pipelinerl.controller.state.inputs_and_effects import Effect, Record, Send
 from pipelinerl.controller.state.run_state import (
     FIRST_STEPS,
     WINDOW,
+    AlarmClock,
     ControllerSettings,
     DomainCounts,
     RunPhase,
     RunState,
     WatchedStep,
+    WatchedSteps,
 )
 from pipelinerl.enums import NoSignal
 from pipelinerl.messages import ActorAlive, GroupOutdated, NoSignalGroups, StepDone, VerifierFigures
@@ -42,8 +44,43 @@ _TOTALS: Final = (
 
 Figures = Mapping[str, Mapping[str, float]]
 
+#: Steps in a row in which an alarm's condition must hold before it is raised.
+RAISE_STEPS: Final = 3
+#: An alarm is cleared after this many steps, and this many seconds, in which its condition did not hold.
+CALM_STEPS: Final = 5
+CALM_S: Final = 60.0
 
-def step_taken(state: RunState, report: StepDone) -> list[Effect]:
+
+class AlarmKind(StrEnum):
+    """The metric that raised an alarm."""
+
+    ENTROPY = "entropy"
+    LENGTH = "length"
+    TRUNCATED = "truncated"
+    STALE = "stale"
+    UNJUDGED = "unjudged"
+    NO_SIGNAL = "no_signal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """One alarm: `what` is a sentence with the measured values and a remedy."""
+
+    kind: AlarmKind
+    what: str
+    domain: str = ""
+
+    @property
+    def key(self) -> str:
+        """The alarm's identity, made of its kind and its domain."""
+        return f"{self.kind}:{self.domain}"
+
+    def event(self, step: int) -> Record:
+        """Return the event that the alarm was raised at `step`."""
+        return Record("alarm", {"alarm": self.kind, "domain": self.domain, "step": step, "what": self.what})
+
+
+def step_taken(state: RunState, report: StepDone, *, now: float) -> list[Effect]:
     """Return the step's event, and the events of alarms that it raises or clears."""
     version, watched = report.model_version, state.watched
     watched.by_domain = _by_domain(state, report.by_domain)
@@ -53,7 +90,10 @@ def step_taken(state: RunState, report: StepDone) -> list[Effect]:
     step = {"step": version, "model_version": version, "orders": report.orders}
     stages, watched.stages = msgspec.to_builtins(watched.stages), []
     _remember(state, report)
-    return [Record("step", step | report.stats | several | by | {"stages": stages}), *_alarms(state, step=version)]
+    return [
+        Record("step", step | report.stats | several | by | {"stages": stages}),
+        *_alarms(state, step=version, now=now),
+    ]
 
 
 def note_stages(state: RunState, report: ActorAlive) -> None:
@@ -69,20 +109,42 @@ def note_outdated(state: RunState, report: GroupOutdated) -> None:
         state.watched.outdated[report.domain] = state.watched.outdated.get(report.domain, 0) + 1
 
 
-def _alarms(state: RunState, *, step: int) -> list[Effect]:
+def _alarms(state: RunState, *, step: int, now: float) -> list[Effect]:
     watched = state.watched
     alarms = alarms_of(watched.recent, first_entropies=watched.first_entropies, raised=watched.alarms)
-    raised = {alarm.key: alarm.what for alarm in alarms}
-    raised |= {key: what for key, what in watched.alarms.items() if key == _NO_SIGNAL}  # `review` clears this alarm
-    new = [alarm.event(step) for alarm in alarms if alarm.key not in watched.alarms]
-    over = [_cleared(key, step) for key in watched.alarms.keys() - raised.keys()]
-    watched.alarms = raised
-    return [*new, *over]
+    found = {alarm.key: alarm for alarm in alarms}
+    keys = (found.keys() | watched.alarms.keys() | watched.alarm_clocks.keys()) - {_NO_SIGNAL}  # `review` has this one
+    effects: list[Effect] = []
+    for key in sorted(keys):
+        effects += settle_alarm(watched, key, found.get(key), step=step, now=now)
+    return effects
 
 
-def _cleared(key: str, step: int) -> Record:
-    kind, _, domain = key.partition(":")
-    return Record("alarm_cleared", {"alarm": kind, "domain": domain, "step": step})
+def settle_alarm(
+    watched: WatchedSteps, key: str, alarm: Alarm | None, *, step: int, now: float, raise_after: int = RAISE_STEPS
+) -> list[Effect]:
+    """Raise or clear the alarm `key`; `alarm` is given if its condition holds now. Return the event, if any.
+
+    An alarm is raised after its condition has held `raise_after` times in a row. It is cleared after `CALM_STEPS` steps
+    and `CALM_S` seconds without the condition, so a measure at its threshold gives one alarm and not one per crossing.
+    """
+    clock = watched.alarm_clocks.get(key, AlarmClock())
+    if alarm is not None:
+        watched.alarm_clocks[key] = AlarmClock(held=clock.held + 1)
+        if key not in watched.alarms and clock.held + 1 < raise_after:
+            return []
+        is_new = key not in watched.alarms
+        watched.alarms[key] = alarm.what
+        return [alarm.event(step)] if is_new else []
+    if key not in watched.alarms:
+        watched.alarm_clocks.pop(key, None)
+    elif clock.calm_since is None:
+        watched.alarm_clocks[key] = AlarmClock(calm_since=now, calm_step=step)
+    elif now - clock.calm_since >= CALM_S and step - clock.calm_step >= CALM_STEPS:
+        del watched.alarms[key], watched.alarm_clocks[key]
+        kind, _, domain = key.partition(":")
+        return [Record("alarm_cleared", {"alarm": kind, "domain": domain, "step": step})]
+    return []
 
 
 def _by_domain(state: RunState, reported: Figures) -> dict[str, dict[str, float]]:
@@ -150,17 +212,6 @@ def _remember(state: RunState, report: StepDone) -> None:
         watched.first_entropies = [*watched.first_entropies, step.entropy]
 
 
-class AlarmKind(StrEnum):
-    """The metric that raised an alarm."""
-
-    ENTROPY = "entropy"
-    LENGTH = "length"
-    TRUNCATED = "truncated"
-    STALE = "stale"
-    UNJUDGED = "unjudged"
-    NO_SIGNAL = "no_signal"
-
-
 #: The metrics of alarms are means over this number of newest steps.
 RECENT_STEPS: Final = 5
 #: An alarm is raised if the entropy falls below this share of the entropy of the run's first steps.
@@ -179,24 +230,6 @@ UNJUDGED_SHARE: Final = 0.05
 _ENOUGH: Final = 20
 #: An alarm is cleared when its metric is better than the threshold by this share of the threshold.
 _CLEARANCE: Final = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alarm:
-    """One alarm: `what` is a sentence with the measured values and a remedy."""
-
-    kind: AlarmKind
-    what: str
-    domain: str = ""
-
-    @property
-    def key(self) -> str:
-        """The alarm's identity, made of its kind and its domain."""
-        return f"{self.kind}:{self.domain}"
-
-    def event(self, step: int) -> Record:
-        """Return the event that the alarm was raised at `step`."""
-        return Record("alarm", {"alarm": self.kind, "domain": self.domain, "step": step, "what": self.what})
 
 
 def alarms_of(
@@ -289,23 +322,21 @@ _SOLVED: Final = 0.9
 _NO_SIGNAL: Final = f"{AlarmKind.NO_SIGNAL}:"
 
 
-def review(state: RunState, settings: ControllerSettings) -> list[Effect]:
+def review(state: RunState, settings: ControllerSettings, *, now: float) -> list[Effect]:
     """Raise or clear the alarm for missing signal, or end the run because of it; called after each decision."""
     if state.phase is not RunPhase.TRAINING or ending(state, settings) is not None:
         return []
     steps = _steps_without_signal(state, only_refused=False)
     effects: list[Effect] = []
-    if steps >= settings.run.no_signal_steps / 2 and _NO_SIGNAL not in state.watched.alarms:
+    holds = steps >= settings.run.no_signal_steps / 2
+    if holds or _NO_SIGNAL in state.watched.alarms:
         counts = _sum(state)
         what = (
             f"no signal: the last {counts.total} groups have nothing to teach ({_counts(counts)}); change the "
             "problems, or check the reward with `pipelinerl check`"
         )
-        state.watched.alarms[_NO_SIGNAL] = what
-        effects.append(Alarm(kind=AlarmKind.NO_SIGNAL, what=what).event(state.version))
-    elif steps == 0 and _NO_SIGNAL in state.watched.alarms:
-        del state.watched.alarms[_NO_SIGNAL]
-        effects.append(_cleared(_NO_SIGNAL, state.version))
+        alarm = Alarm(kind=AlarmKind.NO_SIGNAL, what=what) if holds else None
+        effects += settle_alarm(state.watched, _NO_SIGNAL, alarm, step=state.version, now=now, raise_after=1)
     evaluates = state.evaluations.current is not None or state.evaluations.due is not None
     dropped = _steps_without_signal(state, only_refused=settings.no_signal is NoSignal.TRAIN)
     if dropped >= settings.run.no_signal_steps and not evaluates:

@@ -32,7 +32,7 @@ from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_speeds import ALIKE
 from pipelinerl.controller.decisions.giving_up import last_word
 from pipelinerl.controller.decisions.report_checks import implausible
-from pipelinerl.controller.decisions.status import EngineWatch, assignment_of, run_status
+from pipelinerl.controller.decisions.status import EngineWatch, ServerWatch, assignment_of, run_status
 from pipelinerl.controller.routes import LEASE_S, ActorAssignment, VerifierLease
 from pipelinerl.controller.service.journal import Decision, Journal, Recovered
 from pipelinerl.controller.state.evaluation import samples_of
@@ -86,6 +86,8 @@ _DIRECTIVES_KEPT: Final = 64
 _IDLE_S: Final = 2.0
 #: The launcher counts as gone after this many seconds without a request; it polls the status twice a second.
 _LAUNCHER_S: Final = 10.0
+#: Seconds in which a parameter server has to answer a poll.
+_SERVER_S: Final = 3.0
 #: A `count` that is large enough to read all entries of any stream.
 _ALL: Final = 2**31
 
@@ -133,6 +135,7 @@ class ControllerService:
         start: Start = Start.AFRESH,
         samples: SampleLog | None = None,
         restarts: Callable[[], tuple[RestartStatus, ...]] = lambda: (),
+        parameter_servers: ServerWatch | None = None,
     ) -> None:
         """Create the service.
 
@@ -140,7 +143,9 @@ class ControllerService:
             elapsed_s: age of a resumed run, so that its events continue the same timeline.
             samples: log of evaluation answers, for users.
             restarts: returns the launched processes that have died so far, for the status.
+            parameter_servers: the servers from which engines pull weights, to be polled; None if there are none.
         """
+        self._servers = parameter_servers or ServerWatch()
         self._restarts = restarts
         self.controller = controller
         self.watch = EngineWatch()
@@ -252,7 +257,14 @@ class ControllerService:
             waiting_for = f"the stream server, which {self._stream.outage}"
         has_launcher = self._clock() - self._launcher_at < _LAUNCHER_S
         fleet = msgspec.structs.replace(status.fleet, has_launcher=has_launcher)
-        return msgspec.structs.replace(status, restarts=self._restarts(), waiting_for=waiting_for, fleet=fleet)
+        return msgspec.structs.replace(
+            status,
+            restarts=self._restarts(),
+            waiting_for="; ".join([waiting_for, *self._servers.alarms()]),
+            fleet=fleet,
+            parameter_servers=self._servers.statuses(),
+            alarms=(*self._servers.alarms(), *status.alarms),
+        )
 
     def note_launcher(self) -> None:
         """Note that a launcher has polled the status, so it is alive and can start and end engines."""
@@ -382,6 +394,7 @@ class ControllerService:
                 if self._clock() - slept_at < 2 * self._poll_s:
                     await self._suspect_late_engines()
                 self._poll_all(polls)
+                self._poll_servers(polls)
                 await self.perform(Ticked(now=self._now()))
                 async with self._turn:
                     if not await self._journal.whole():
@@ -396,7 +409,8 @@ class ControllerService:
 
     async def _suspect_late_engines(self) -> None:
         now = self._clock()
-        for url in [url for url, began in self._being_polled.items() if self.watch.is_late(url, now - began)]:
+        engines = {url: began for url, began in self._being_polled.items() if url not in self._servers.urls}
+        for url in [url for url, began in engines.items() if self.watch.is_late(url, now - began)]:
             self.watch.on_late_poll(url)
             if self._engine(url).lifecycle is EngineLifecycle.HEALTHY:
                 await self.perform(HealthCheckMissed(now=self._now(), url=url))
@@ -434,6 +448,27 @@ class ControllerService:
         if change is not None:
             await self.perform(change)
         del self._being_polled[url]
+
+    def _poll_servers(self, polls: asyncio.TaskGroup) -> None:
+        for url in self._servers.urls:
+            if url not in self._being_polled:
+                self._being_polled[url] = self._clock()
+                polls.create_task(self._poll_server(url))
+
+    async def _poll_server(self, url: str) -> None:
+        try:
+            async with asyncio.timeout(_SERVER_S):
+                await self._probe.metrics(url)
+            events = self._servers.answered(url)
+        except TimeoutError:
+            events = self._servers.missed(url, f"no answer within {_SERVER_S:g} s")
+        except (ContractError, PipelineError) as error:
+            events = self._servers.missed(url, str(error))
+        del self._being_polled[url]
+        for kind, fields in events if not self.finished.is_set() else ():
+            version = self.controller.state.version
+            log.warning("%s: %s", kind, fields.get("what") or fields.get("url") or fields["domain"])
+            self._record(kind, {**fields, "step": version} if kind.startswith("alarm") else fields)
 
     def _engine(self, url: str) -> EngineRecord:
         """Return the engine's record as it is now: it may have changed while the poll was in flight."""
@@ -510,6 +545,7 @@ class ControllerService:
                 await self._stream.trim(DIRECTIVES, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
             case Record(kind, fields):
                 if kind == "stalled":
+                    fields = {**fields, "waits_for": "; ".join([fields["waits_for"], *self._servers.alarms()])}
                     log.warning("no progress for %.0f s: waiting for %s", fields["still_s"], fields["waits_for"])
                 if kind == "alarm":
                     log.warning("step %d: %s", fields["step"], fields["what"])

@@ -167,6 +167,8 @@ class Evaluation:
     engine: str = ""
     held_since: float | None = None
     """Time when updates were first postponed for this evaluation; None if they were not."""
+    suspect_since: float | None = None
+    """Time since which the pinned engine is suspect; None while it answers."""
     last_report_at: float = 0.0
     """Time when the evaluation began or last received an answer, on the controller's clock."""
     restarts: int = 0

@@ -244,6 +244,14 @@ class Watchdog(msgspec.Struct, kw_only=True):
     reported: bool = False
 
 
+class AlarmClock(msgspec.Struct, frozen=True, kw_only=True):
+    """How often in a row an alarm's condition has held, or else the time and step since which it does not hold."""
+
+    held: int = 0
+    calm_since: float | None = None
+    calm_step: int = 0
+
+
 class WatchedSteps(msgspec.Struct, kw_only=True):
     """Metrics of the newest step by domain and tag, data for the next step's metrics, and data for alarms."""
 
@@ -261,6 +269,8 @@ class WatchedSteps(msgspec.Struct, kw_only=True):
     """Stage timings of a few groups that ended since the last step, for the next step's event."""
     alarms: dict[str, str] = {}
     """Messages of active alarms, by key."""
+    alarm_clocks: dict[str, AlarmClock] = {}
+    """By key, for how long the conditions of active and coming alarms have held or not held."""
 
 
 @final

@@ -10,11 +10,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
 from pipelinerl.errors import UserError
+from pipelinerl.observability.samples.record import visible
 from pipelinerl.plugins.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
 from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.roles.role import LISTEN_HELP
@@ -93,6 +94,12 @@ def run_(
         raise typer.Exit(1)
 
 
+def _write(to: TextIO, output: bytes) -> None:
+    """Write a program's output unchanged to a file or pipe, and without effective escape sequences to a terminal."""
+    text = output.decode("utf-8", "replace")
+    to.write(visible(text) if to.isatty() else text)
+
+
 async def _ran(rules: OublietteSection, language: str, source: str, inputs: Sequence[bytes], limits: Limits) -> bool:
     from pipelinerl.plugins.oubliette import toolchains
     from pipelinerl.plugins.oubliette.runner import Program
@@ -103,13 +110,13 @@ async def _ran(rules: OublietteSection, language: str, source: str, inputs: Sequ
     try:
         program = await runner.compile(language, source, wall_s=toolchains.COMPILING.wall_s)
         if not isinstance(program, Program):
-            sys.stderr.write(program.stderr.decode("utf-8", "replace"))
+            _write(sys.stderr, program.stderr)
             typer.echo(f"it does not compile: {program.describe()} ({runner.tier} sandbox)", err=True)
             return False
         runs = await asyncio.gather(*(runner.run(program, stdin, limits) for stdin in inputs))
         for each in runs:
-            sys.stdout.write((await runner.read(each.output)).decode("utf-8", "replace"))
-            sys.stderr.write(each.result.stderr.decode("utf-8", "replace"))
+            _write(sys.stdout, await runner.read(each.output))
+            _write(sys.stderr, each.result.stderr)
             used = f"{each.result.cpu_s:.2f} s of CPU time, {each.result.wall_s:.2f} s of wall time"
             typer.echo(f"{each.result.describe()} ({used}, {runner.tier} sandbox)", err=True)
         return all(each.result.succeeded for each in runs)

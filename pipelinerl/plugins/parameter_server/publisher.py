@@ -24,14 +24,13 @@ from typing import Any, Final, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, NotPrepared, PeerLost
 from inference_contract.weights import (
-    OnUpdate,
     Transport,
     UpdatePhase,
     UpdateStatus,
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.errors import DeadlineError, PipelineError, RecipeError, UpdateError
+from pipelinerl.errors import DeadlineError, NotUploaded, PipelineError, RecipeError, UpdateError
 from pipelinerl.plugins.parameter_server.connection import Key
 from pipelinerl.plugins.parameter_server.upload import Uploaded, Uploader
 from pipelinerl.roles.process import Identity
@@ -39,7 +38,7 @@ from pipelinerl.streams.stream import Stream
 from pipelinerl.system.background import in_background, settled
 from pipelinerl.training.publishing import StreamAnnouncer
 from pipelinerl.weights.engine_control import Announcer, EngineControl, Failure, Preparation, lasting
-from pipelinerl.weights.grace import Grace
+from pipelinerl.weights.grace import Grace, update_kind
 from pipelinerl.weights.publisher import Publication, PublicationProgress, PublishReport
 
 log = logging.getLogger("pipelinerl")
@@ -63,7 +62,7 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream, gra
             "weights.transport is pull, and no parameter server is named; name them with --set "
             "'parameter_server.urls=[\"http://host:port\"]', as the launcher does"
         )
-    announcer = StreamAnnouncer(stream) if weights.announced_to(identity.config.engine.count) else None
+    announcer = StreamAnnouncer(stream, grace=grace) if weights.announced_to(identity.config.engine.count) else None
     uploader = Uploader(servers.urls, shards=servers.shards, token=identity.token)
     return PullPublisher(control, uploader, announcer=announcer, grace=grace)
 
@@ -93,7 +92,8 @@ class PullPublisher:
     async def publish(self, publication: Publication) -> PublishReport:
         """Send the weights to every engine that can take them.
 
-        Raises UpdateError, with reasons, if no engine serves them; FencedError if a later trainer process took over.
+        Raises NotUploaded if no parameter server takes them, UpdateError, with reasons, if no engine serves them, and
+        FencedError if a later trainer process took over.
         """
         async with self._turn:
             progress = PublicationProgress(publication)
@@ -112,9 +112,10 @@ class PullPublisher:
             try:
                 uploaded = await self._uploaded(progress)
             except UpdateError as error:
-                if not progress.pauses_s:
-                    raise
-                # After an error, all engines that no earlier attempt has served count as failed.
+                if attempt == 1:
+                    raise NotUploaded(str(error)) from error
+                # The engines that an earlier attempt has not served lost their parameter server, and are not at fault.
+                progress.blameless |= set(progress.targets)
                 progress.failed |= dict.fromkeys(progress.targets, str(error))
                 return
             await self._serve(progress, uploaded, is_last=attempt == _ATTEMPTS)
@@ -141,12 +142,9 @@ class PullPublisher:
 
     async def _serve(self, progress: PublicationProgress, uploaded: Uploaded, *, is_last: bool) -> None:
         order = {url: number for number, url in enumerate(progress.targets)}
-        what = "an update with drain" if progress.publication.on_update is OnUpdate.DRAIN else "an update"
-        began, answers = time.monotonic(), await self._announced(progress, uploaded)
-        for url in answers:
-            self._grace.note(what, url, time.monotonic() - began)
+        answers = await self._announced(progress, uploaded)
         answers |= await self._grace.each(
-            what,
+            update_kind(progress.publication.on_update),
             [url for url in progress.targets if url not in answers],
             lambda url: self._update(progress, uploaded, url, _turned(uploaded, order[url])),
             engines=len(progress.publication.engines),

@@ -11,6 +11,8 @@ when the version is published again for an engine that joined late.
 
 from __future__ import annotations
 
+import logging
+import math
 import queue
 import time
 from bisect import bisect_right
@@ -56,9 +58,13 @@ _BUCKETS_PER_SHARD: Final = 8
 #: (`_ANSWER_S`).
 _AGAIN_S: Final = 0.1
 _ANSWER_S: Final = 10.0
+#: Seconds between two warnings about a version that waits for a server.
+_WARN_EVERY_S: Final = 10.0
 
 #: Temporary failures: a server restarts or has just restarted, a server is full, or bytes were corrupted.
 _PASSING: Final = (ServerLost, NotPrepared, Overloaded, DigestMismatch)
+
+log = logging.getLogger("pipelinerl")
 
 T = TypeVar("T")
 Memory = NDArray[np.uint8]
@@ -106,12 +112,22 @@ class Uploader:
         for one another. `deadline` is in monotonic seconds. Raises FencedError if a later trainer process has
         announced itself, and UpdateError with each server's reason if no server accepts one of the shards.
         """
+        warned_at = -math.inf
         while True:
             try:
                 return self._uploaded(publication, progress, deadline)
             except _PASSING as error:
-                if time.monotonic() > deadline - _AGAIN_S:
+                now = time.monotonic()
+                if now > deadline - _AGAIN_S:
                     raise UpdateError(str(error)) from error
+                if now > warned_at + _WARN_EVERY_S:
+                    warned_at = now
+                    log.warning(
+                        "version %s waits for a parameter server, %.0f s at most: %s",
+                        publication.name,
+                        deadline - now,
+                        error,
+                    )
                 time.sleep(_AGAIN_S)
 
     def _uploaded(self, publication: Publication, progress: dict[str, Key | None], deadline: float) -> Uploaded:

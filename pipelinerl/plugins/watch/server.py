@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import mimetypes
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -48,6 +49,9 @@ from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 
 #: Maximum number of open pages that may listen to the event stream at the same time.
 SEATS: Final = 32
+#: Of these, visitors of the shared link have at most `VISITOR_SEATS`, and one address has `ADDRESS_SEATS` at most.
+VISITOR_SEATS: Final = 24
+ADDRESS_SEATS: Final = 8
 #: A listener that lags by more entries than this receives one request to refetch the steps, instead of every step.
 _FAR_BEHIND: Final = 200
 #: Seconds without an event after which an SSE comment is sent, because proxies close silent connections.
@@ -61,14 +65,25 @@ def add_stream(app: FastAPI, pages: Pages) -> None:
     FastAPI's event generators are not used: they build a pydantic model per listener and event, and fail if a client
     disconnects within an event.
     """
-    seats = asyncio.BoundedSemaphore(SEATS)
+    seats = Counter[tuple[bool, str]]()  # by whether the page is a visitor's, and its address
 
-    async def seat(number: RunNumber = 0) -> AsyncIterator[None]:
+    async def seat(request: Request, number: RunNumber = 0) -> AsyncIterator[None]:
         pages.of(number)  # reject an unknown run now: once a response has begun, it cannot become a 404
-        if seats.locked():
+        is_visitor = bool(getattr(request.state, "looks_only", False))
+        mine = is_visitor, request.client.host if request.client else ""
+        if seats.total() >= SEATS:
             raise HTTPException(503, f"{SEATS} pages are listening already; close one of them")
-        async with seats:
+        if is_visitor and seats[mine] >= ADDRESS_SEATS:
+            raise HTTPException(503, f"{ADDRESS_SEATS} pages of your address are listening already; close one of them")
+        if is_visitor and sum(count for (visits, _), count in seats.items() if visits) >= VISITOR_SEATS:
+            raise HTTPException(503, f"{VISITOR_SEATS} visitors are listening already; try again later")
+        seats[mine] += 1
+        try:
             yield
+        finally:
+            seats[mine] -= 1
+            if not seats[mine]:
+                del seats[mine]
 
     @app.get("/api/stream", dependencies=[Depends(seat)])
     async def stream(number: RunNumber = 0, last_event_id: Annotated[str, Header(max_length=64)] = "") -> Response:

@@ -30,7 +30,7 @@ from starlette.exceptions import HTTPException
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event
-from pipelinerl.observability.logs import without_secrets
+from pipelinerl.observability.logs import table_without_secrets
 from pipelinerl.observability.samples.reading import FOLDER
 from pipelinerl.plugins.watch.page.event_tail import EventTail
 from pipelinerl.plugins.watch.page.run_view import RunView, whole
@@ -189,15 +189,16 @@ class WatchedRun:
             table = tomllib.loads((self.run_dir / "recipe.toml").read_text())
         except (OSError, ValueError):
             return {}
-        plain: dict[str, Any] = _plain(table)
+        plain: dict[str, Any] = _plain(table_without_secrets(table))
         return plain
 
     def settings_made(self) -> dict[str, Any]:
         """Return the recipe's non-default settings; the whole recipe if this version of pipelinerl cannot read it."""
         try:
-            plain: dict[str, Any] = _plain(recipes.to_table(recipes.load_run(self.run_dir), without_defaults=True))
+            table = recipes.to_table(recipes.load_run(self.run_dir), without_defaults=True)
         except UserError:
             return self.recipe()
+        plain: dict[str, Any] = _plain(table_without_secrets(table))
         return plain
 
     def advance(self) -> bool:
@@ -300,7 +301,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, float) and value - value != 0.0:
         return str(value)
-    return without_secrets(value) if isinstance(value, str) else value if isinstance(value, int | float) else str(value)
+    return value if isinstance(value, int | float) else str(value)
 
 
 #: Seconds between two polls of the controllers, while a page listens.

@@ -19,6 +19,7 @@ from pipelinerl.controller.state.inputs_and_effects import (
     EngineDrainAsked,
     EngineRegistered,
     EngineTimedOut,
+    HealthCheckMissed,
     Record,
     StopAsked,
     Ticked,
@@ -216,6 +217,22 @@ def test_evaluation_restarts_when_its_pinned_engine_is_lost_and_ends_after_too_m
     assert results(run)[-1].incomplete.startswith(
         f"its pin broke 4 times, most recently because {evaluation.engine} is"
     )
+
+
+def test_evaluation_leaves_an_engine_that_is_suspect_for_longer_than_5_s() -> None:
+    run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
+    records = recorded(run)
+    run.give(HealthCheckMissed(now=10.0, url=OTHER))
+    run.give(Ticked(now=14.0))
+    run.give(EngineAnswered(now=14.5, url=OTHER))
+    run.give(HealthCheckMissed(now=15.0, url=OTHER))
+    run.give(Ticked(now=20.0))
+    assert abandoned(records) == []
+    run.give(Ticked(now=20.1))
+    assert abandoned(records) == [f"{OTHER} is suspect"]
+    until_evaluation(run, 5)
+    evaluation = run.controller.state.evaluations.current
+    assert evaluation is not None and evaluation.engine != OTHER
 
 
 def test_evaluation_restarts_when_its_engine_drains_or_a_new_trainer_begins() -> None:

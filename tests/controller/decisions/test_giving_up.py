@@ -12,6 +12,7 @@ import pytest
 from inference_contract.errors import ContextExceeded, Persistence
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.giving_up import last_word, waiting_for
+from pipelinerl.controller.decisions.step_review import CALM_S, CALM_STEPS
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
@@ -378,8 +379,9 @@ def test_groups_with_equal_rewards_raise_only_an_alarm_if_the_recipe_trains_on_t
     made.controller.settings = replace(made.controller.settings, no_signal=NoSignal.TRAIN)
     effects = without_signal(made, NoSignalGroups(wrong=400), NoSignalGroups(wrong=400))
     assert kinds(effects) == ["alarm"] and made.controller.state.stop_reason is None
-    effects = without_signal(made, NoSignalGroups(), NoSignalGroups(wrong=800))
-    assert kinds(effects) == ["alarm_cleared"]
+    assert kinds(without_signal(made, NoSignalGroups(), NoSignalGroups(wrong=800))) == []
+    made.controller.state.version += CALM_STEPS
+    assert kinds(made.controller.decide(Ticked(now=CALM_S))) == ["alarm_cleared"]
 
 
 def test_groups_with_equal_rewards_after_the_last_step_do_not_change_the_reason_why_the_run_ends() -> None:

@@ -14,14 +14,16 @@ from pipelinerl.controller.decisions.step_review import (
     STALE_SHARE,
     TRUNCATED_SHARE,
     UNJUDGED_SHARE,
+    Alarm,
     AlarmKind,
     alarms_of,
     note_outdated,
     note_stages,
+    settle_alarm,
     step_taken,
 )
 from pipelinerl.controller.state.inputs_and_effects import Record
-from pipelinerl.controller.state.run_state import FIRST_STEPS, WINDOW, DomainCounts, RunState, WatchedStep
+from pipelinerl.controller.state.run_state import FIRST_STEPS, WINDOW, DomainCounts, RunState, WatchedStep, WatchedSteps
 from pipelinerl.messages import ActorAlive, ConsumedReport, GroupOutdated, GroupStages, StepDone, VerifierFigures
 from tests.controller.world import knobs
 
@@ -43,7 +45,7 @@ def taken(
         by_domain=by_domain,
         by_tag={"hard": {"rollouts": 4.0}},
     )
-    effects = step_taken(state, report)
+    effects = step_taken(state, report, now=20.0 * version)
     return [{"kind": each.kind} | each.fields for each in effects if isinstance(each, Record)]
 
 
@@ -82,12 +84,35 @@ def test_alarm_is_raised_once_and_cleared_once(state: RunState) -> None:
     cut = {"a": {"rollouts": 100.0, "truncated": 0.5}}
     fine = {"a": {"rollouts": 100.0, "truncated": 0.0}}
     alarms = [taken(state, version, by_domain=cut)[1:] for version in range(1, 11)]
-    assert [len(each) for each in alarms] == [0, 0, 0, 0, 1, 0, 0, 0, 0, 0]
-    (alarm,) = alarms[4]
-    assert (alarm["kind"], alarm["alarm"], alarm["domain"], alarm["step"]) == ("alarm", "truncated", "a", 5)
+    assert [len(each) for each in alarms] == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0]
+    (alarm,) = alarms[6]
+    assert (alarm["kind"], alarm["alarm"], alarm["domain"], alarm["step"]) == ("alarm", "truncated", "a", 7)
     assert state.watched.alarms.keys() == {"truncated:a"}
-    alarms = [taken(state, version, by_domain=fine)[1:] for version in range(11, 17)]
+    alarms = [taken(state, version, by_domain=fine)[1:] for version in range(11, 21)]
     assert [each["kind"] for events in alarms for each in events] == ["alarm_cleared"] and not state.watched.alarms
+
+
+#: Per row: whether the condition holds at each step, the seconds per step, and the events, as kind and step.
+COURSES = {
+    "a short excursion raises nothing": ("++..++..", 30.0, []),
+    "three steps in a row raise it": ("..+++", 30.0, [("alarm", 4)]),
+    "five calm steps and 60 s clear it": ("+++" + "." * 7, 30.0, [("alarm", 2), ("alarm_cleared", 8)]),
+    "calm of less than 60 s does not clear it": ("+++" + "." * 20, 2.0, [("alarm", 2)]),
+    "crossings of the limit are one alarm": ("+++" + "...+" * 30, 10.0, [("alarm", 2)]),
+    "it may be raised again": ("+++......+++", 60.0, [("alarm", 2), ("alarm_cleared", 8), ("alarm", 11)]),
+}
+
+
+@pytest.mark.parametrize(("course", "step_s", "expected"), COURSES.values(), ids=COURSES.keys())
+def test_alarm_does_not_flap(course: str, step_s: float, expected: list[tuple[str, int]]) -> None:
+    watched, alarm = WatchedSteps(), Alarm(kind=AlarmKind.STALE, what="too old", domain="a")
+    effects: list[tuple[str, int]] = []
+    for number, holds in enumerate(course):
+        given = alarm if holds == "+" else None
+        for each in settle_alarm(watched, alarm.key, given, step=number, now=number * step_s):
+            assert isinstance(each, Record)
+            effects.append((each.kind, each.fields["step"]))
+    assert effects == expected
 
 
 def test_controller_keeps_the_metrics_of_a_bounded_number_of_steps_for_its_alarms(state: RunState) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,12 +152,23 @@ def published(*, epoch: int, version: int, membership: int = 99) -> Published:
 
 @asynccontextmanager
 async def running(
-    path: Path, stream: MemoryStream | None = None, samples: SampleLog | None = None, **changes: Any
+    path: Path,
+    stream: MemoryStream | None = None,
+    samples: SampleLog | None = None,
+    servers: Sequence[str] = (),
+    **changes: Any,
 ) -> AsyncIterator[Running]:
     made, probe, stream = controller(**{"evaluation_problems": 0, **changes}), Probe(), stream or MemoryStream()
     with EventLog(path / "events.jsonl") as events:
         service = ControllerService(
-            made, name="test", stream=stream, probe=probe, events=events, poll_s=0.01, samples=samples
+            made,
+            name="test",
+            stream=stream,
+            probe=probe,
+            events=events,
+            poll_s=0.01,
+            samples=samples,
+            parameter_servers=status.ServerWatch(servers),
         )
         lives = (path / "events.jsonl").read_text().count("run_started")
         task = asyncio.create_task(service.run())
@@ -180,6 +191,22 @@ async def test_controller_answers_trainer_reports_with_directives_and_requests_r
         await run.tell(step(1))
         assert [d.answers for d in await run.directives()] == ["ready-1", "e1-step-1"]
         assert run.events("step")[0] | {"step": 1, "loss": 0.5} == run.events("step")[0]
+
+
+async def test_lost_parameter_server_is_an_event_an_alarm_and_part_of_the_status(tmp_path: Path) -> None:
+    async with running(tmp_path, servers=["http://store:1"]) as run:
+        await run.until(lambda: run.service.status().parameter_servers[0].state == "up")
+        run.probe.answer = EngineUnreachable("connection refused")
+        await run.until(lambda: run.events("alarm"))
+        shown = run.service.status()
+        assert (shown.parameter_servers[0].state, shown.parameter_servers[0].last_error) == (
+            "down", "connection refused"
+        )  # fmt: skip
+        assert "http://store:1" in shown.alarms[0] and "http://store:1" in shown.waiting_for
+        run.probe.answer = FACTS
+        await run.until(lambda: run.events("alarm_cleared"))
+        assert run.service.status().alarms == ()
+    assert [len(run.events(f"parameter_server_{what}")) for what in ("lost", "back")] == [1, 1]
 
 
 async def test_invalid_report_goes_to_the_dead_letters_and_the_next_report_is_processed(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """An engine freezes (SIGSTOP) and thaws later: the other engines go on, its answers move, and it returns by a canary.
 
 A frozen process keeps its connections and answers nothing, like a swapping machine or a hung driver. Seeds alternate
-between two engines and eight. The engine freezes at a random moment, often in the middle of a weight update.
+between two engines and eight, and every third and fourth one pulls its weights after announcements instead of a
+broadcast. The engine freezes at a random moment, often in the middle of a weight update.
 
     longest gap    no two steps are further apart than the fleet's limit, which grows with the pace before the fault
     named          an event and the status name the frozen engine
@@ -17,13 +18,15 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.observability.events import Event
 from pipelinerl.rng import generator
+from pipelinerl.system.machine import free_ports
 from tests.faults.cluster import Cluster, recipe, running
 from tests.faults.scenarios.scenario import Verdict
 
-SHORT = range(2)
+SHORT = range(3)
 LONG = range(20)
 
 #: Engines of a run, and the longest gap in seconds between two steps that a frozen engine may cause on an idle machine.
@@ -39,8 +42,15 @@ def play(seed: int, directory: Path) -> Verdict:
     count, limit_s = FLEETS[seed % len(FLEETS)]
     names = [f"engine-{number}" for number in range(count)]
     engine = recipe(seed)["engine"] | {"count": count}
+    transport, pulls = dict[str, Any](), bool(seed // len(FLEETS) % 2)
+    if pulls:
+        (port,) = free_ports(1)
+        transport["weights"] = {"transport": "pull", "announce": "stream"}
+        transport["parameter_server"] = {"urls": [f"http://127.0.0.1:{port}"]}
     random = generator(seed, "frozen")
-    with running(directory, seed=seed, engines=names, engine=engine, staleness={"j": 1, "k": 8}) as cluster:
+    with running(
+        directory, seed=seed, engines=names, engine=engine, staleness={"j": 1, "k": 8}, **transport
+    ) as cluster:
         cluster.until(lambda: len(cluster.events("engine_verified")) >= count, f"{count} engines to serve")
         usual = _gaps(_steps_from(cluster, len(cluster.events("step")), _STEPS))
         victim, wait_s = names[random.integers(count)], float(random.uniform(0.0, 0.3))
@@ -55,9 +65,10 @@ def play(seed: int, directory: Path) -> Verdict:
         gaps = _gaps([*cluster.events("step")[max(0, steps - 1) : steps], *_steps_from(cluster, steps, _STEPS)])
         events = cluster.events()[began:]
     longest, allowed = max(gaps), max(limit_s, _BUSY * max(usual))
+    fleet = f"{count} engines{' that pull' if pulls else ''}"
     figures = {
-        f"ms longest gap of {count} engines": round(1000 * longest),
-        f"ms usual gap of {count} engines": round(1000 * statistics.median(usual)),
+        f"ms longest gap of {fleet}": round(1000 * longest),
+        f"ms usual gap of {fleet}": round(1000 * statistics.median(usual)),
     }
     return Verdict(figures, tuple(_broken(events, url, longest=longest, allowed=allowed)))
 

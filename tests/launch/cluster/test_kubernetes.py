@@ -91,7 +91,7 @@ def test_redis_password_in_manifests_comes_from_a_kubernetes_secret() -> None:
 
 def test_recipe_with_a_password_outside_its_section_streams_is_rejected_for_kubernetes() -> None:
     places = {"path": "https://u:s3cret@data.lab/x"}
-    with pytest.raises(UserError, match="a password outside streams") as refused:
+    with pytest.raises(UserError, match="a password, token or key outside streams") as refused:
         _manifests(domains=[{"name": "d", "source": "s", "parameters": places}])
     assert "s3cret" not in str(refused.value)
 

@@ -13,12 +13,13 @@ from inference_contract.errors import NotPrepared, PeerLost
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.errors import FencedError, UpdateError
+from pipelinerl.errors import FencedError, NotUploaded, UpdateError
 from pipelinerl.plugins.parameter_server.publisher import PullPublisher
 from pipelinerl.plugins.parameter_server.upload import Uploaded, Uploader
+from pipelinerl.system.machine import free_ports
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.engine_control import Failure
-from pipelinerl.weights.publisher import Publication
+from pipelinerl.weights.publisher import Publication, PublishReport
 from tests.fakes import parameter_server, scripted_engine
 from tests.fakes.parameter_server import TOKEN, state
 from tests.fakes.scripted_engine import LAYOUT
@@ -203,6 +204,21 @@ async def test_updated_engines_are_reported_as_updated_even_if_a_repeated_upload
     report = await made.publish(publication(1, ["http://a", "http://b"]))
     assert list(report.pauses_s) == ["http://a"]
     assert report.failed == {"http://b": "no parameter server takes the version"}
+    assert report.blameless == {"http://b"}
+
+
+async def test_lost_parameter_servers_are_named_and_no_engine_is_blamed(
+    control: Recording, engines: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (port,) = free_ports(1)
+    made = PullPublisher(control, Uploader([f"http://127.0.0.1:{port}"], token=TOKEN))
+    sent = publication(1, engines, timeout_s=0.3)
+    with pytest.raises(NotUploaded, match=f"no parameter server takes the version: .*127.0.0.1:{port}") as raised:
+        await made.publish(sent)
+    report = PublishReport.failure(sent, raised.value)
+    assert report.failed == {} and f"127.0.0.1:{port}" in report.error
+    assert "waits for a parameter server" in caplog.text
+    await made.close()
 
 
 async def test_publication_to_no_engines_is_uploaded_to_the_parameter_servers(

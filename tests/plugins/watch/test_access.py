@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import quote
 
@@ -11,7 +12,7 @@ import httpx
 import pytest
 
 from pipelinerl.plugins.watch.access import PageLinks, SharedLink, keep_link, lasting_link
-from pipelinerl.plugins.watch.server import create_page
+from pipelinerl.plugins.watch.server import ADDRESS_SEATS, create_page
 from tests.patience import PATIENCE_S
 from tests.plugins.watch.run_files import TOKEN, ServedPage, served_page, written_run
 from tests.security.servers import TOKEN as GATE_TOKEN, application
@@ -78,6 +79,18 @@ def test_shared_link_gives_any_number_of_browsers_read_only_access(page: ServedP
     assert ask(page, "/api/stop", "POST", **both).json()["error"]["code"] != "read_only"
     for wrong in ("/?share=", "/?share=x", f"/?key={SHARE}"):
         assert ask(page, wrong).status_code == 401, wrong
+
+
+def test_visitors_of_one_address_leave_seats_at_the_event_stream_to_others(page: ServedPage) -> None:
+    visitor = {"cookie": f"pipelinerl_share={SHARE}"}
+    with ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(base_url=page.url, trust_env=False, timeout=PATIENCE_S))
+
+        def listen(headers: dict[str, str]) -> int:
+            return stack.enter_context(client.stream("GET", "/api/stream", headers=headers)).status_code
+
+        assert [listen(visitor) for _ in range(ADDRESS_SEATS)] == [200] * ADDRESS_SEATS
+        assert listen(visitor) == 503 and listen(COOKIE) == 200
 
 
 def test_shared_link_is_the_same_after_a_restart(tmp_path: Path) -> None:

@@ -61,7 +61,16 @@ def overview(view: RunView, *, window: int) -> dict[str, Any]:
         ],
         "held_out": [_held_out(name, event) for name, event in view.evaluations.items()],
         "ledger": view.ledger,
-        "incidents": [dict(each) for each in islice(reversed(view.incidents), 50)],
+        "incidents": [
+            {
+                "time": each.event.get("time"),
+                "kind": each.kind,
+                "count": each.count,
+                "seconds": each.seconds,
+                "what": sentence(each.event),
+            }
+            for each in view.incidents.ranked()[:50]
+        ],
     }
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, Final, final
 
 from pipelinerl.observability.events import Event, changes_words, kind_of
-from pipelinerl.observability.run_history import HELD_OUT
+from pipelinerl.observability.run_history import HELD_OUT, Incidents
 from pipelinerl.plugins.watch.page.step_table import StepTable
 from pipelinerl.plugins.watch.timeline.run_timeline import RunTimeline
 
@@ -21,20 +21,10 @@ from pipelinerl.plugins.watch.timeline.run_timeline import RunTimeline
 MOST_RECENT: Final = 500
 _MOST_MARKS: Final = 2000
 _MOST_CHANGES: Final = 1000
-_MOST_INCIDENTS: Final = 200
 _MOST_ENGINES: Final = 1024
 _MOST_TEXT: Final = 500
 
 _ENDS: Final = {"run_finished": "finished", "run_suspended": "suspended", "run_failed": "failed"}
-_INCIDENTS: Final = frozenset(
-    {
-        "engine_joined", "engine_lost", "engine_left", "engine_suspect", "engine_back", "engine_draining",
-        "engine_slow", "engine_canary_failed", "engines_hired", "engines_scaled", "engines_would_scale", "alarm",
-        "alarm_cleared", "checkpoint_delayed", "controller_returned", "trainer_left", "trainer_ready", "step_skipped",
-        "stalled", "orders_lost", "evaluation_restarted", "knobs", "run_started", "run_failing", "run_suspending",
-        *_ENDS,
-    }
-)  # fmt: skip
 _MARKS: Final = frozenset(
     {
         "knobs",
@@ -86,7 +76,7 @@ class RunView:
     held_out: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
     marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
     mark_count: int = 0
-    incidents: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_INCIDENTS))
+    incidents: Incidents = field(default_factory=Incidents)
     knob_log: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_CHANGES))
     knobs: dict[str, Any] = field(default_factory=dict)
     evaluations: dict[str, Event] = field(default_factory=dict)
@@ -136,10 +126,7 @@ class RunView:
             self.mark_count += 1
             if kind == "evaluation":
                 self.held_out.append(mark)
-        if kind in _INCIDENTS:
-            engine = self.engines.get(cut(event.get("url", "")), {}).get("name", "") if kind == "engine_lost" else ""
-            incident = {"time": event.get("time"), "kind": kind, "what": sentence(event)}
-            self.incidents.append(incident | {"engine": engine} if engine else incident)
+        self.incidents.take(event)
         return rewound
 
     def marks_after(self, number: int) -> list[dict[str, Any]]:

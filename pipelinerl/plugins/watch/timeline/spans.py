@@ -331,6 +331,8 @@ _WORDS: Final[Mapping[str, str]] = {
     "engine_left": "{url} left: {reason}",
     "engine_slow": "{url} has {speed} of the fleet's speed",
     "engine_draining": "{url} is draining",
+    "parameter_server_lost": "parameter server {url} of shard {shard} was lost: {reason}",
+    "parameter_server_back": "parameter server {url} of shard {shard} is back",
     "engines_scaled": "{from} → {to} {type} engines: {why}",
     "engines_would_scale": "{from} → {to} {type} engines, but for the dry run: {why}",
     "step_skipped": "step {step} was skipped: {what} not finite",

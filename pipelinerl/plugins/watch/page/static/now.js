@@ -400,9 +400,10 @@ function Shares({ state }) {
 function Incidents({ incidents }) {
   return html`<section class="card"><h2>Incidents</h2>${
     incidents.length
-      ? html`<${Table} label="Incidents" look="scroll long" head=${["time", "event", "details"]}>${incidents.map(
+      ? html`<${Table} label="Incidents" look="scroll long" head=${["last at", "event", "times", "lasted", "details"]}>${incidents.map(
           (each, index) => html`<tr key=${index}><td class="figure">${clock(each.time)}</td>
-      <td class="figure">${words(each.kind)}</td><td>${each.what}</td></tr>`,
+      <td class="figure">${words(each.kind)}</td><td class="number">${each.count}</td>
+      <td class="figure">${each.seconds ? duration(each.seconds) : ""}</td><td>${each.what}</td></tr>`,
         )}</>`
       : html`<p class="none">No incidents yet.</p>`
   }</section>`;

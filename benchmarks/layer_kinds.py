@@ -1,4 +1,4 @@
-"""Compare the torch engine's decode step of models with states, latents or sinks with that of a Llama of equal size.
+"""Compare the torch engine's decode step of models with states, latents or sinks with that of a Llama.
 
     llama      attention in all layers, by the engine's own forward
     modules    the same model by transformers' modules, as every other family runs

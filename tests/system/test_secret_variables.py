@@ -45,6 +45,8 @@ def test_role_keeps_its_secrets_from_the_programs_that_it_starts(
         assert {name: read_secret(name) for name in secrets} == secrets
 
     monkeypatch.setattr("pipelinerl.roles.process.Identity.log", lambda self: None)
-    catalogue.run_role(RoleOptions(name="actor-0", recipe=str(tmp_path / "recipe.toml"), run_dir=tmp_path), main)
+    catalogue.run_role(
+        "actor", RoleOptions(name="actor-0", recipe=str(tmp_path / "recipe.toml"), run_dir=tmp_path), main
+    )
     assert "hunter2" not in seen[0]
     assert "SEARCH_KEY" in seen[0], "users name the keys of their own agents as they like"

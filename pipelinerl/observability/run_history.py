@@ -25,6 +25,7 @@ _HARM: Final = (
     ("stalled", "orders_lost", "checkpoint_delayed", "group_failed", "step_skipped", "evaluation_restarted"),
     ("engine_suspect", "engine_slow"),
     ("alarm",),
+    ("knobs",),
 )
 _HARM_OF: Final = {kind: harm for harm, kinds in enumerate(_HARM) for kind in kinds}
 #: For each kind that ends incidents of the same subject, the kinds that it ends.

@@ -178,7 +178,9 @@ def test_incident_of_a_lost_engine_names_its_log_and_a_changed_knob_is_an_incide
         log.write("knobs", changes={"k": 3, "domain_weights": {"sums": 2.0}}, who="ada", step=3)
     with served_page(run_dir) as served:
         loaded(served)
-        changed, lost, *_ = served.get("/api/now")["incidents"]
+        incidents = served.get("/api/now")["incidents"]
+    (lost,) = [each for each in incidents if each["what"].startswith("http://e:1")]
+    (changed,) = [each for each in incidents if each["kind"] == "knobs"]
     assert lost["what"] == f"http://e:1: no answer; its log: {run_dir / 'logs' / 'engine-3.log'}"
     assert (changed["kind"], changed["what"]) == ("knobs", "k = 3, domain_weights.sums = 2.0 by ada")
 

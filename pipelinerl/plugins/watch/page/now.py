@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from pipelinerl.observability.events import Event, amount, number
 from pipelinerl.observability.run_history import groups_of, mean_of, stale_share
-from pipelinerl.plugins.watch.page.run_view import RunView, sentence
+from pipelinerl.plugins.watch.page.run_view import RunView, cut, sentence
 
 _Z: Final = 1.959964
 #: Metrics of a domain that are averaged over its rollouts.
@@ -68,6 +68,9 @@ def overview(view: RunView, *, window: int) -> dict[str, Any]:
                 "count": each.count,
                 "seconds": each.seconds,
                 "what": sentence(each.event),
+                "engine": view.engines.get(cut(each.event.get("url", "")), {}).get("name", "")
+                if each.kind == "engine_lost"
+                else "",
             }
             for each in view.incidents.ranked()[:50]
         ],

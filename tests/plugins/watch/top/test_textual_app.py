@@ -118,7 +118,7 @@ async def test_top_shows_a_finished_run_from_its_files_and_allows_no_changes(tmp
     run_dir = written_run(tmp_path / "run", steps=12)
     async with shown(run_dir, (40, 24)) as pilot:
         output = text(pilot, "#figures-text")
-        assert "tiny finished" in output and "12/12" in output and "short_words" in output and "expelled" in output
+        assert "tiny finished" in output and "12/12" in output and "short_words" in output and "lost" in output
         assert values(pilot)["staleness.k"] == "16", "the value of the last change"
         await pilot.press("enter")
         assert "the run is over" in text(pilot, "#message")

@@ -8,6 +8,9 @@ quantised correctly.
 Then the engine answers longer prompts, made of the tokens of its answers, up to the run's context: positional
 embeddings, windows and caches may be wrong at some lengths only.
 
+An engine that joins is checked so. After each later update, a brief check repeats the first prompt with few tokens: an
+update may go wrong in a way that no digest of the bytes shows.
+
 | waits for | unblocked by | at the latest |
 |---|---|---|
 | the canary's answer | the engine, which may have a queue | its grace (`weights/grace.py`), at most `deadline_s` |
@@ -20,7 +23,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice
 from typing import Final, Protocol
 
@@ -69,6 +72,10 @@ TOLERANCES: Final[Mapping[str, Tolerance]] = {
 ROUTED_APART: Final = Tolerance(mean=0.05)
 
 _PAUSE_S: Final = 0.1
+#: Answers, tokens of each, and deadline in seconds of a brief check.
+_BRIEF_SAMPLES: Final = 2
+_BRIEF_TOKENS: Final = 16
+_BRIEF_S: Final = 5.0
 
 #: Function that returns the trainer's log-probs [T] of a micro-batch.
 Forward = Callable[[MicroBatch], Awaitable[Float32]]
@@ -92,6 +99,12 @@ class Canary:
     tokens: int = 32
     deadline_s: float = 60.0
     routing_replay: RoutingReplay = RoutingReplay.OFF
+
+    @property
+    def brief(self) -> Canary:
+        """The canary of a brief check."""
+        deadline_s = min(_BRIEF_S, self.deadline_s)
+        return replace(self, samples=_BRIEF_SAMPLES, tokens=min(_BRIEF_TOKENS, self.tokens), deadline_s=deadline_s)
 
     def request(self, version: int, prompt: list[int] | None = None) -> ChatCompletionRequest:
         """Return the request for answers sampled at temperature 1, with the version as seed.
@@ -147,8 +160,8 @@ class CanaryEngines(Protocol):
 
 
 #: Function that checks engines, by URL, after a publication. The given `Forward` must compute with exactly the weights
-#: that were published.
-CanaryCheck = Callable[[Iterable[str], PublishReport, Forward], Awaitable[CanaryFindings]]
+#: that were published. The last argument is True for a brief check.
+CanaryCheck = Callable[[Iterable[str], PublishReport, Forward, bool], Awaitable[CanaryFindings]]
 
 
 class _Mismatched(Exception):
@@ -162,9 +175,11 @@ async def check_canary(
     urls: Iterable[str],
     published: PublishReport,
     forward: Forward,
+    brief: bool = False,
 ) -> CanaryFindings:
     """Check the engines at `urls` concurrently; bind the first three arguments to get a `CanaryCheck`."""
     findings = CanaryFindings()
+    canary = canary.brief if brief else canary
 
     def in_time(url: str, what: str) -> AbstractAsyncContextManager[None]:
         return grace.within(what, url, engines=len(published.pauses_s), most_s=canary.deadline_s)
@@ -184,7 +199,7 @@ async def check_canary(
             worst = await _worst_difference(canary.tolerance, [short], published, forward)
             context = min([canary.context_length, *(card.context_length for card in cards)])
             longer = []
-            for number, prompt in enumerate(canary.longer_prompts(short, context)):
+            for number, prompt in enumerate(() if brief else canary.longer_prompts(short, context)):
                 async with in_time(url, f"longer canary {number}"):
                     longer.append(await _answer(canary, engines, url, published.version, prompt))
             if longer:

@@ -213,6 +213,7 @@ class TrainingLoop:
             accumulated = await self._in_worker(lambda: self._step.accumulate(batch))
             computed = time.monotonic()
             await self._until_weights_may_change()
+            self._refuse_disproved(batch)
             held_s = time.monotonic() - computed
             peak = self._current.knobs.learning_rate
             rates = [peak * self._schedule.factor(number) for number in batch.optimizer_steps]
@@ -251,6 +252,13 @@ class TrainingLoop:
             )
         )
 
+    def _refuse_disproved(self, batch: TrainBatch) -> None:
+        """Drop what an engine sampled with wrong weights; raise NonFiniteStep if the batch has such tokens."""
+        if disproved := self._publishing.take_disproved():
+            self._batcher.doubt(disproved)
+            if wrong := [group.index for group in batch.groups if self._batcher.is_doubtful(group)]:
+                raise NonFiniteStep("weights", wrong, why="not what the engine sampled with")
+
     async def _until_weights_may_change(self) -> None:
         await self._publishing.finish()
         await self._checkpointing.captured()
@@ -259,9 +267,9 @@ class TrainingLoop:
         """Report a step that was not applied; raise DivergedError if the controller then stops the run."""
         await self._until_weights_may_change()
         self._skipped += 1
-        self._batcher.skipped(batch.groups)
+        self._batcher.skipped(batch.groups, error.why)
         epoch, step = self._current.epoch, self._version + 1
-        log.error("step %d is skipped: %s not finite (%d in a row)", step, error, self._skipped)
+        log.error("step %d is skipped: %s %s (%d in a row)", step, error, error.why, self._skipped)
         await self._ask(
             StepSkipped(
                 report_id=f"e{epoch}-skip-{self._version}-{self._batcher.ledger.counts[GroupOutcome.FILTERED]}",

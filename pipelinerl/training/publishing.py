@@ -29,7 +29,7 @@ from pipelinerl.messages import (
     encode,
 )
 from pipelinerl.streams.stream import START, Stream, fresh_number
-from pipelinerl.training.canary_check import CanaryCheck
+from pipelinerl.training.canary_check import CanaryCheck, CanaryFindings
 from pipelinerl.training.rollouts.rollout_reader import ControllerLink
 from pipelinerl.weights.grace import Grace, floor_s, update_kind
 from pipelinerl.weights.publisher import Publication, Publisher, PublishReport, wire_layout
@@ -38,10 +38,16 @@ from trainer_contract.types import Float32, MicroBatch
 
 log = logging.getLogger("pipelinerl")
 
+#: As many engines are checked again after each publication, or an eighth of them.
+_CHECKED_AGAIN: Final = 8
+
 
 @final
 class Publishing:
-    """Publishes the trainer's weights to the engines, and checks the engines that the directive lists in `to_verify`.
+    """Publishes the trainer's weights to the engines, and checks that they compute with them.
+
+    The directive lists the engines that join, in `to_verify`. Of the others, up to eight, or an eighth if they are
+    more, are checked briefly after each publication, in turn.
 
     During a publication the trainer computes, but it changes its weights only after `finish`:
 
@@ -49,7 +55,7 @@ class Publishing:
             await link.raise_if_fenced()
             await publisher.publish(publication)
             await link.report(Published(...))
-            await check_canary(directive.to_verify, report, forward)
+            await check_canary(directive.to_verify, report, forward)       # and others, briefly
             await link.report(CanaryChecked(...))
         step.accumulate(batch)                   # reads the weights, too
         await publishing.finish()                # the task has ended: the engines have the weights
@@ -82,6 +88,13 @@ class Publishing:
         self._on_update = on_update
         self._timeout_s = timeout_s
         self._under_way: asyncio.Task[None] | None = None
+        self._proven: dict[str, int] = {}
+        self._disproved: set[int] = set()
+
+    def take_disproved(self) -> set[int]:
+        """Return the versions, found since the last call, that an engine may have sampled with wrong weights."""
+        disproved, self._disproved = self._disproved, set()
+        return disproved
 
     async def begin(self, directive: Directive, version: int) -> None:
         """Wait for the previous publication, then start publishing the current weights to the directive's engines."""
@@ -135,24 +148,41 @@ class Publishing:
                 directive=directive.answers,
             )
         )
-        if requested := [url for url in directive.to_verify if url in report.pauses_s]:
-            findings = await self._check_canary(requested, report, self._forward)
+        joining = [url for url in directive.to_verify if url in report.pauses_s]
+        others = _in_turn(sorted(report.pauses_s.keys() - {*joining}), report.version)
+        findings, again = await asyncio.gather(
+            self._checked(joining, report, brief=False), self._checked(others, report, brief=True)
+        )
+        for url, reason in again.mismatched.items():
+            log.error("%s samples with other weights than version %d: %s", url, report.version, reason)
+            self._disproved |= {*range(self._proven.get(url, report.version - 1) + 1, report.version + 1)}
+        self._proven |= dict.fromkeys([*findings.worst, *again.worst], report.version)
+        if joining or again.mismatched:
             await self._link.report(
                 CanaryChecked(
                     epoch=report.epoch,
                     model_version=report.version,
                     membership=publication.membership,
                     worst=findings.worst,
-                    mismatched=findings.mismatched,
+                    mismatched=findings.mismatched | again.mismatched,
                     failed=findings.failed,
                     permanent=sorted(findings.permanent),
                 )
             )
 
+    async def _checked(self, urls: Sequence[str], report: PublishReport, *, brief: bool) -> CanaryFindings:
+        return await self._check_canary(urls, report, self._forward, brief) if urls else CanaryFindings()
+
     async def _forward(self, batch: MicroBatch) -> Float32:
         loop = asyncio.get_running_loop()
         (predictions,) = await loop.run_in_executor(self._worker, self._trainer.forward, [batch])
         return predictions
+
+
+def _in_turn(urls: Sequence[str], version: int) -> list[str]:
+    """Return the engines whose turn it is to be checked again after this version."""
+    count = min(len(urls), max(_CHECKED_AGAIN, len(urls) // _CHECKED_AGAIN))
+    return [urls[(version * count + place) % len(urls)] for place in range(count)]
 
 
 #: The result of an update for one engine: the version that it serves, or the error that prevented the update.

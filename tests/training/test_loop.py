@@ -80,6 +80,7 @@ class Engines:
         self.gate, self.doubt = asyncio.Event(), asyncio.Event()
         self.gate.set()
         self.doubt.set()
+        self.wrong: set[int] = set()
         self.broken = ""
         self.closed = False
 
@@ -99,8 +100,16 @@ class Engines:
             failed={},
         )
 
-    async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
-        """Accept all engines, and record the trainer's log-probs of two tokens at the time of the check."""
+    async def check(
+        self, urls: Iterable[str], published: PublishReport, forward: Forward, brief: bool
+    ) -> CanaryFindings:
+        """Accept all engines, and record the trainer's log-probs of two tokens at the time of the check.
+
+        A brief check rejects the engines that serve a version of `wrong`.
+        """
+        if brief:
+            bad = {url: "its log-probs are off" for url in urls if published.version in self.wrong}
+            return CanaryFindings(worst={url: 0.0 for url in urls if url not in bad}, mismatched=bad)
         await self.doubt.wait()
         self.proven.append((published.version, (await forward(two_tokens())).tolist()))
         return CanaryFindings(worst=dict.fromkeys(urls, 0.0))
@@ -247,6 +256,26 @@ async def test_step_changes_the_weights_only_after_pending_canary_checks(tmp_pat
         await made.wait_for(StepDone)
         assert made.engines.proven == [(0, before)]
         assert made.trainer.forward([two_tokens()])[0].tolist() != before
+
+
+async def test_groups_that_an_engine_sampled_with_wrong_weights_do_not_train_and_are_sampled_again(
+    tmp_path: Path,
+) -> None:
+    async with room(tmp_path) as made:
+        await made.begin()
+        made.engines.wrong = {0}
+        await made.say("again-e1-0", publish_to=[ENGINE])
+        checked = await made.wait_for(CanaryChecked)
+        assert checked.mismatched == {ENGINE: "its log-probs are off"} and checked.worst == {}
+        await made.roll_out(0, 1)
+        skipped = await made.wait_for(StepSkipped)
+        assert (skipped.what, skipped.groups, made.trainer.model_version) == ("weights", [0, 1], 0)
+        await made.say(skipped.report_id)
+        await made.roll_out(2, 3)
+        assert (await made.wait_for(OrdersEnded)).again == [2, 3], "later groups of these weights are sampled again"
+        again = [replace(group(index), group_id=f"again-{index}") for index in (2, 3)]
+        await made.stream.append(ROLLOUTS + "a", [encode_group(each) for each in again], first_id=9)
+        assert (await made.wait_for(StepDone)).orders == [2, 3], "once: healthy engines sampled them"
 
 
 async def test_rollout_groups_whose_requests_the_controller_ended_as_stale_are_dropped(

@@ -417,7 +417,7 @@ class Controller:
         self.state.account.update(report.consumed)
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
-            self.state.stop_reason = f"step {step} was not finite {report.in_a_row} times in a row: {report.what}"
+            self.state.stop_reason = f"step {step} was skipped {report.in_a_row} times in a row: {report.what}"
         fields = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
         skipped = Record("step_skipped", fields)
         return [skipped, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]

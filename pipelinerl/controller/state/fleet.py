@@ -342,9 +342,14 @@ class Fleet:
         return True
 
     def canary_failed(self, url: str, version: int, reason: str, *, membership: int) -> bool:
-        """Record a failed canary check: the engine loaded `version`, but its log-probs differ from the trainer's."""
+        """Record a failed canary check: the engine loaded `version`, but its log-probs differ from the trainer's.
+
+        It is the check of an engine that joins, or the brief one of an engine that serves.
+        """
         record = self.by_url.get(url)
-        if record is None or not self._was_member(url, membership) or record.lifecycle is not EngineLifecycle.JOINING:
+        if record is None or not self._was_member(url, membership):
+            return False
+        if record.lifecycle not in (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY):
             return False
         failures = record.failed_checks + 1
         spent = failures >= self.checks_to_expulsion

@@ -84,6 +84,12 @@ class Lineage:
         return min(began_at for later, began_at in self.epochs if later > epoch)
 
 
+def versions_of(group: RolloutGroup) -> set[int]:
+    """Return the versions that sampled the group's tokens."""
+    spans = (span for rollout in group.rollouts for turn in rollout.turns for span in turn.spans)
+    return {span.model_version for span in spans}
+
+
 @final
 @dataclass(slots=True)
 class ConsumedLedger:

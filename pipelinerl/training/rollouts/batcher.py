@@ -12,11 +12,11 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from msgspec.structs import replace
+import msgspec
 
 from pipelinerl.enums import NoSignal, StalenessScope
 from pipelinerl.messages import Directive, NoSignalGroups
@@ -30,6 +30,7 @@ from pipelinerl.training.rollouts.admission import (
     fresh_part,
     has_signal,
     is_judged,
+    versions_of,
     without_routing,
 )
 from pipelinerl.types import Outcome, RolloutGroup
@@ -88,6 +89,8 @@ class Batcher:
         self.no_signal: dict[str, NoSignalGroups] = {}
         """Counts, by domain, of groups without a gradient or excluded by the filter, since the last other group."""
         self._abandoned: list[int] = []
+        self._doubted: set[int] = set()
+        self._sampled_again: set[int] = set()
 
     @property
     def waiting(self) -> list[int]:
@@ -104,6 +107,9 @@ class Batcher:
             return
         if not (self.lineage.includes(group) and (k > LOCKSTEP or self.lineage.issued(group))):
             self._abandoned.append(group.index)
+            return
+        if self._doubted and self.is_doubtful(group):
+            self._abandon_doubtful(group.index)
             return
         if not is_judged(group):
             self._filter([group], "no verdict")
@@ -123,6 +129,25 @@ class Batcher:
         """Record the outcome of groups that will never arrive; ignore those that have arrived nevertheless."""
         open_ = [index for index in indices if not self.ledger.has(index) and index not in self._waiting]
         self.ledger.settle(open_, outcome)
+
+    def doubt(self, versions: Collection[int]) -> None:
+        """Abandon, once each, all groups with tokens of these versions, which an engine sampled with wrong weights.
+
+        Groups do not say which engine sampled them, so those of healthy engines are abandoned, too. What is sampled
+        again comes from healthy engines, and is accepted.
+        """
+        self._doubted.update(versions)
+        for index in [index for index, group in self._waiting.items() if self.is_doubtful(group)]:
+            del self._waiting[index]
+            self._abandon_doubtful(index)
+
+    def is_doubtful(self, group: RolloutGroup) -> bool:
+        """Return whether an engine with wrong weights may have sampled the group."""
+        return group.index not in self._sampled_again and not self._doubted.isdisjoint(versions_of(group))
+
+    def _abandon_doubtful(self, index: int) -> None:
+        self._sampled_again.add(index)
+        self._abandoned.append(index)
 
     def take_abandoned(self) -> list[int]:
         """Return the indices of groups dropped as abandoned since the last call; they must be requested again."""
@@ -175,10 +200,10 @@ class Batcher:
             figures |= {"oldest_fresh": max(0.0, version - k), "stale_rollouts": self.stale_rollouts}
         return figures
 
-    def skipped(self, groups: Sequence[RolloutGroup]) -> None:
+    def skipped(self, groups: Sequence[RolloutGroup], why: str = "not finite") -> None:
         """Change the outcome of groups from trained to filtered, because their step was not applied."""
         self.ledger.revise([group.index for group in groups], before=GroupOutcome.TRAINED, after=GroupOutcome.FILTERED)
-        self._ended(groups, GroupOutcome.FILTERED, "not finite")
+        self._ended(groups, GroupOutcome.FILTERED, why)
 
     def _note_signal(self, group: RolloutGroup) -> None:
         """Count a group without a gradient or excluded by the recipe's filter; others reset their domain's counts."""
@@ -190,7 +215,7 @@ class Batcher:
         kinds = {frozenset({Outcome.CORRECT}): "right", frozenset({Outcome.WRONG}): "wrong"}
         kind = kinds.get(frozenset(outcomes), "other") if lacks else "refused"
         before = self.no_signal.get(group.domain, NoSignalGroups())
-        self.no_signal[group.domain] = replace(before, **{kind: getattr(before, kind) + 1})
+        self.no_signal[group.domain] = msgspec.structs.replace(before, **{kind: getattr(before, kind) + 1})
 
     def _filter(self, groups: Sequence[RolloutGroup], why: str) -> None:
         self.ledger.settle([group.index for group in groups], GroupOutcome.FILTERED)

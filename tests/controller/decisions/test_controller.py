@@ -115,7 +115,7 @@ def test_run_ends_after_three_nonfinite_steps_in_a_row_and_its_group_counts_add_
         if run.finished is not None:
             break
         run.act()
-    wrecked = f"step {run.version + 1} was not finite 3 times in a row: rewards"
+    wrecked = f"step {run.version + 1} was skipped 3 times in a row: rewards"
     assert run.finished == ("all 20 steps are done" if run.skipped < 3 else wrecked)
     assert run.controller.state.version == run.version
     ledger = run.controller.state.account.ledger()

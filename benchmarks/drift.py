@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Final, final
+from typing import Final
 
 import numpy as np
 
@@ -110,7 +110,6 @@ def run(quick: bool = False) -> None:
     report("drift", rows, {"conversations": CONVERSATIONS, "shares": record}, quick=quick, title=title)
 
 
-@final
 class TemplateModel:
     """A tokenizer with a chat template, and a scripted model whose answers are drawn at random from a seed."""
 

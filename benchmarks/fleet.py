@@ -15,7 +15,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -50,7 +50,6 @@ def _layout(tensors: int) -> WeightLayout:
     return WeightLayout(parameters=tuple(rows))
 
 
-@final
 class _Engine:
     def __init__(self, layout: WeightLayout) -> None:
         self.layout = layout

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import psutil
 
@@ -113,7 +113,6 @@ def completion(
     )
 
 
-@final
 class _Sampler:
     def __init__(self) -> None:
         self.gate = asyncio.Event()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 from benchmarks.served_engine import RunnerWith
 from inference_contract.engine import Engine
@@ -99,7 +99,6 @@ def engine(options: EngineOptions, decode_s: Callable[[int], float] = ENGINE.dec
     return BatchingEngine(options, load=load, tokenizer=tokenizer, endpoints=endpoints_of(options))
 
 
-@final
 class PacedTrainer:
     """A bigram trainer whose backward passes take as long as `TRAINER` says."""
 

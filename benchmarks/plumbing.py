@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import psutil
 
@@ -45,7 +45,6 @@ def run(quick: bool = False) -> None:
     report("plumbing", rows, {"plumbing": plumbing.as_dict(), "actor_ms": actor.as_dict()}, quick=quick)
 
 
-@final
 class _Meter:
     def __init__(self, live: LiveRun) -> None:
         self.steps = 0

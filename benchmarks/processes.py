@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, TypeVar
 
 import psutil
 
@@ -87,7 +87,6 @@ def open_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-@final
 class LiveRun:
     """A `pipelinerl run` in separate processes, all or some of which can be killed. `live_run` makes one."""
 

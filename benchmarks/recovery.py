@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import psutil
 
@@ -69,7 +69,6 @@ def started_at(process: psutil.Process) -> float:
     return time.time() - age_s
 
 
-@final
 class Bare:
     """The bare arm: processes that only import the modules of a run's processes."""
 

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +91,6 @@ def logprobs_of(sampled: Sequence[SampledAnswer]) -> NDArray[np.float32]:
     return np.concatenate([each.logprobs for each in sampled])
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class LocalEngine:
     """An engine in this process, called from synchronous code."""
@@ -146,7 +145,6 @@ async def publish(
     return report
 
 
-@final
 class RunnerWith:
     """A model runner whose `decode` method is replaced by a function with the same signature."""
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, final
+from typing import Any
 
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -80,7 +80,6 @@ def judge_of(config: RunConfig) -> Iterator[Judge]:
                 runner.run(verifier.close())
 
 
-@final
 @dataclass(slots=True)
 class Clock:
     """A clock that counts the seconds of training and can be paused."""

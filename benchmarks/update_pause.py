@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -75,7 +75,6 @@ async def _measure(url: str, rounds: int) -> tuple[list[Update], int]:
     return updates[1:], layout.num_bytes  # the first round is a warm-up
 
 
-@final
 @dataclass(slots=True)
 class UpdateMeter:
     """Publishes versions to an engine of `served_engine` while it decodes, and measures each update."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 from launch.plan import Plan, ProcessSpec
 from launch.run_directory import held
@@ -41,7 +41,6 @@ class _Watched:
     spec: ProcessSpec
 
 
-@final
 class _Adoption:
     def __init__(self, run_dir: Path, announce: Callable[[str], None]) -> None:
         section = load_run(run_dir).launch

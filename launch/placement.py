@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, final
+from typing import Final
 
 from launch.hosts import LOCALHOST, Devices, Host, HostRole, Origin
 from pipelinerl.config.recipe import RunConfig
@@ -312,7 +312,6 @@ def spread(config: RunConfig, hosts: Sequence[Host]) -> Placement:
     return Placement(tuple(hosts), allocator.host_by_process, allocator.assignments)
 
 
-@final
 class _HostAllocator:
     """The free GPUs of each host, and the assignments made so far."""
 

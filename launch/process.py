@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 import httpx
@@ -39,7 +39,6 @@ _LONGEST_BACKOFF_S: Final = 30.0
 _SETTLED_S: Final = 10.0
 
 
-@final
 @dataclass(slots=True)
 class RestartBudget:
     """Limit on a process's restarts: each death counts until uptime forgives it; at most `limit` deaths may count."""
@@ -80,7 +79,6 @@ class State(StrEnum):
     ENDED = "ended"
 
 
-@final
 class Process:
     """A process of the plan, through all its restarts."""
 

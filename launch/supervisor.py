@@ -33,7 +33,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
-from typing import IO, final
+from typing import IO
 
 from launch.placement import ROUNDING, Assignment
 from launch.plan import Launch, Plan, ProcessSpec
@@ -72,7 +72,6 @@ class RunResult:
         return {RunOutcome.COMPLETED: 0, RunOutcome.FAILED: 1, RunOutcome.STOPPED: 130}[self.outcome]
 
 
-@final
 class Supervisor:
     """Runs one plan once; logs go to `logs/` in the run's directory.
 
@@ -423,7 +422,6 @@ class Supervisor:
                 signal.signal(number, handler)
 
 
-@final
 class EngineProcesses:
     """Starts and stops engines through the supervisor, as requested in the status that the controller reports.
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Final, final
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -46,7 +46,6 @@ from pipelinerl.system.process import collect_rarely, run_process
 _ROLES: Final = "Roles (each is one process; `run` starts them all)"
 
 
-@final
 class _Commands(TyperGroup):
     """The commands and roles of the core, which are registered below, and those of plug-ins, imported when called."""
 

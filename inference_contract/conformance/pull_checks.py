@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from inference_contract.conformance.trainer import KitTrainer
 
 
-@final
 class WeightServer:
     """A weight server whose failures the kit can trigger; it listens until its `with` block ends.
 

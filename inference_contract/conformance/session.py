@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Final, Protocol, Self, final
+from typing import Any, Final, Protocol, Self
 
 import httpx
 
@@ -35,7 +35,6 @@ class Peer(Protocol):
         ...
 
 
-@final
 class Session:
     """One run of the kit against one engine; the first weight check creates `peer`, rank 0 of the process group."""
 
@@ -177,7 +176,6 @@ def refused(
 _SENDERS: Final = 4
 
 
-@final
 class Load:
     """Sends requests from several threads while the `with` block runs; `answers` is complete after the block.
 

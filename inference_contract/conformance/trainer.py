@@ -10,7 +10,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, final
+from typing import Any
 
 import httpx
 import torch
@@ -69,7 +69,6 @@ def _listening_store(host: str) -> tuple[Any, int]:
     return store, port
 
 
-@final
 class KitTrainer:
     """Forms groups of itself and the engine, and sends updates through them."""
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import msgspec
 
@@ -137,7 +137,6 @@ def _members_of(table: Any) -> Members:
     return Members(hosts=hosts, first_port=int(table["first_port"]))
 
 
-@final
 class NodeFile:
     """Writes one node's record; if a write fails, the next heartbeat repeats it."""
 
@@ -181,7 +180,6 @@ class LastHeartbeat:
     at: float
 
 
-@final
 @dataclass(slots=True)
 class OtherNodes:
     """The records of other nodes of a launch, as last read from their files."""
@@ -224,7 +222,6 @@ class OtherNodes:
 _LOOK_S: Final = 0.05
 
 
-@final
 class HeadNode:
     """The head's communication with the other nodes; created after the launcher has locked the run's directory."""
 

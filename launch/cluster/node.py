@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 from filelock import FileLock, Timeout
 
@@ -119,7 +119,6 @@ def serve_share(run_dir: Path, host: str, *, announce: Callable[[str], None] = p
             record = _await_launch(run_dir, host, announce, head_s)
 
 
-@final
 class _Share:
     """The processes of one host in one launch (one start of the run by the head)."""
 

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 from launch.cluster.membership import Members
 from launch.hosts import Host
@@ -62,7 +62,6 @@ def describe(config: RunConfig, members: Members) -> str:
     return "\n".join(lines)
 
 
-@final
 class NodeProcess:
     """The Ray actor in a bundle: runs the node as a separate process that ends with the actor."""
 
@@ -102,7 +101,6 @@ def run_on_ray(
         ray.shutdown()
 
 
-@final
 class _Nodes:
     """The nodes of one run on one cluster."""
 

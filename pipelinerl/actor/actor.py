@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Final, final
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -93,7 +93,6 @@ class ActorSettings:
     block_s: float = 0.25
 
 
-@final
 @dataclass(slots=True)
 class _Outbox:
     """Finished groups, reports and acknowledgements (entry ids), to be written to the streams in this order.
@@ -107,7 +106,6 @@ class _Outbox:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-@final
 class GroupLimiter:
     """Limit on the orders (requested groups) in flight, each of which takes a slot; any task may give back a slot."""
 
@@ -137,8 +135,6 @@ class GroupLimiter:
         self._freed.set()
 
 
-@final
-@final
 class StageLog:
     """Recorder of the times at which some training groups (one in four) are claimed, sampled and verified."""
 
@@ -180,7 +176,6 @@ class StageLog:
         return ended
 
 
-@final
 class VerifierTally:
     """Counter of verdicts, episodes and tool calls by domain since the actor started, and of failures in a row.
 
@@ -222,7 +217,6 @@ def _counted(figures: VerifierFigures, verdict: Verdict) -> VerifierFigures:
     return replace(figures, errors=figures.errors + 1, errors_in_a_row=figures.errors_in_a_row + 1, reason=reason)
 
 
-@final
 class Actor:
     """Worker that claims orders, has engines sample them, verifies the answers and appends the groups."""
 

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -105,7 +105,6 @@ class PlayedEpisode:
     is_counted: bool = True
 
 
-@final
 class Episodes:
     """`GroupMaker` for domains with an environment; tries a turn up to `attempts` times if weight updates abort it."""
 

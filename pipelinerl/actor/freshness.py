@@ -13,7 +13,6 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
 
 from pipelinerl.staleness import StalenessBounds
 
@@ -23,7 +22,6 @@ def can_be_fresh(began: int, *, current: int, k: float) -> bool:
     return StalenessBounds(1, k).accepts(producing=current + 1, oldest=began)
 
 
-@final
 @dataclass(slots=True, eq=False)
 class Held:
     """A group that is being sampled. `scope` is the timeout that cancels the sampling.
@@ -43,7 +41,6 @@ class Held:
         self.began, self.waits = None, False
 
 
-@final
 class Freshness:
     """Registry of the groups being sampled, which cancels those that become too old; used on one event loop."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, final
+from typing import Protocol
 
 from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl.environments.episode import ToolCalls
@@ -42,7 +42,6 @@ class MadeRollout:
     text: str
 
 
-@final
 @dataclass(slots=True)
 class GroupProgress:
     """What happened while a group was made; the maker fills it in, and the actor reports it, even after an error.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Self, final
+from typing import Final, Self
 
 import numpy as np
 
@@ -82,7 +82,6 @@ def assemble(order: PromptOrder, made: Sequence[MadeRollout], *, actor: str, ref
     )
 
 
-@final
 class RolloutWriter:
     """The only active writer of one actor's groups. `number` is the number of the next group."""
 

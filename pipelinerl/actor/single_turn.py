@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
 
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice
 from pipelinerl.actor.group_maker import GroupProgress, MadeRollout, Sampler
@@ -15,7 +14,6 @@ from pipelinerl.verifiers.verdicts import judged
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 
 
-@final
 class SingleTurn:
     """`GroupMaker` for domains without an environment.
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, final
+from typing import Any, Final
 
 from inference_contract.tools import FunctionCall, ToolCall, ToolDefinition
 from pipelinerl.answers.arguments import CutOff, braced, json_value, python_calls, typed
@@ -38,7 +38,6 @@ Schemas = Mapping[str, Mapping[str, Any]]
 Body = Callable[[str, "re.Match[str]", Schemas], tuple[list[FunctionCall], int]]
 
 
-@final
 @dataclass(frozen=True)
 class CallFormat:
     """A format of tool calls.

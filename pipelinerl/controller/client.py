@@ -12,7 +12,7 @@ and RecipeError with the controller's message if the controller rejects the requ
 from __future__ import annotations
 
 import json
-from typing import Any, Final, Self, TypeVar, final
+from typing import Any, Final, Self, TypeVar
 
 import httpx
 import msgspec
@@ -40,7 +40,6 @@ _ROLE_TIMEOUT_S: Final = 5.0
 _HINT: Final = "; has the run ended?"
 
 
-@final
 class ControllerClient:
     """Blocking client of the controller at `url`; `who` names the caller in the knob log. Use from one thread."""
 
@@ -121,7 +120,6 @@ class ControllerClient:
         return _decoded(self.url, response, answer, _HINT)
 
 
-@final
 class AsyncControllerClient:
     """Async client of the controller at `url` for engines and actors; use and close it in one event loop."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Final, NamedTuple, TypeVar, final
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -51,7 +51,6 @@ def parameters_of(request: SourceRequest, kind: type[Parameters], *, source: str
         raise RecipeError(f"{request.where}.parameters: {error}") from None
 
 
-@final
 class GeneratedSource:
     """The problems of a generator that belong to one split.
 
@@ -256,7 +255,6 @@ def open_numbered(request: SourceRequest) -> NumberedSource:
     return NumberedSource(parameters_of(request, _Numbers, source="numbered"), request)
 
 
-@final
 class NumberedSource:
     """Tasks 0 to `count` − 1 of an environment that has its own tasks; `metadata["index"]` is the task's number.
 

@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 from pipelinerl import rng
 from pipelinerl.data.files.source import RowSource
@@ -49,7 +49,6 @@ def groups_of_step(rollouts: int, sizes: Mapping[str, int], weights: Mapping[str
     return max(1, round(rollouts / mean))
 
 
-@final
 class Mixture:
     """A weighted mixture of domains.
 

@@ -19,7 +19,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final, final
+from typing import Any, Final
 
 from pipelinerl import registry
 from pipelinerl.component import imported
@@ -101,7 +101,6 @@ def _name_of(source: str) -> tuple[str, str]:
 MOST_ROWS: Final = 10_000_000
 
 
-@final
 class UserSource:
     """Wrapper of a user's `ProblemSource` that adds the domain's prompts (system prompt, template) to each problem."""
 

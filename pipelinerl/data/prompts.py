@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, final
+from typing import Any, Final
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message, Problem
@@ -24,7 +24,6 @@ _JINJA: Final = re.compile(r"\{\{-?\s*[^\s{}-]|\{%|\{#")
 _FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 
 
-@final
 class Template:
     """A prompt with placeholders for a problem's fields: a Jinja template, or a text with `{field}`.
 

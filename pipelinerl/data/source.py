@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,7 +102,6 @@ def split_of(messages: Sequence[Message]) -> Split:
     return split_of_text(text_of(messages))
 
 
-@final
 class ShuffledEpochs:
     """Order of a split's items [M], reshuffled in every epoch. Validation and held-out splits end after one epoch.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final
 
 from pipelinerl.environments.environment import UNTRAINED, ChatInput
 from pipelinerl.system.http_client import call_timeout
@@ -32,7 +32,6 @@ class ConversationOver(ChatRefused):
     """The episode reached a limit, so no further answer is sampled; earlier answers are judged as usual."""
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
     """One answer of the model; to continue the conversation, send its `message` in the next request."""
@@ -56,7 +55,6 @@ class ChatAnswer:
         return self.finish_reason == "length"
 
 
-@final
 class EpisodeClient:
     """One agent's access to the model in one episode."""
 
@@ -99,7 +97,6 @@ class EpisodeClient:
             raise kind(str(error.get("message")))
 
 
-@final
 class ChatCalls:
     """The object `client.chat`: it can be called, and also has OpenAI's method `completions.create`."""
 
@@ -114,7 +111,6 @@ class ChatCalls:
         return ChatAnswer(choice["message"], choice["finish_reason"])
 
 
-@final
 class Completions:
     """The object `client.chat.completions`, with the method `create` of OpenAI's client."""
 

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from asyncio.subprocess import Process
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Final
 
 from pipelinerl.environments.environment import Task, variables_of_agents
 from pipelinerl.environments.host_pool import EpisodeEnd
@@ -37,7 +37,6 @@ _TASK_FILE: Final = "{task_file}"
 _PLACEHOLDER: Final = re.compile(r"\{task(_file)?\}")
 
 
-@final
 class Commands:
     """Player that runs one command line per episode, with the task's text or file in place of the placeholders."""
 

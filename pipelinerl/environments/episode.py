@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +81,6 @@ class EpisodeOver(InvalidRequest):
     code = "episode_over"
 
 
-@final
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
     """A turn whose answer has been sampled and recorded.
@@ -146,7 +145,6 @@ class PlannedTurn:
     trains: bool
 
 
-@final
 @dataclass(slots=True)
 class ToolCalls:
     """Counts of tool calls in answers to requests that offer tools; a malformed call stays in the answer's text."""
@@ -158,7 +156,6 @@ class ToolCalls:
     """Number of calls of the recipe's tools that failed by the model's fault."""
 
 
-@final
 class Episode:
     """One episode, which yields one sample of the group that a `PromptOrder` requests; for use from one event loop."""
 

@@ -27,7 +27,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar, final
+from typing import Any, Final, Protocol, TypeVar
 
 from pydantic_core import from_json
 from starlette.applications import Starlette
@@ -73,7 +73,6 @@ class SampleTurn(Protocol):
         ...
 
 
-@final
 @dataclass(slots=True)
 class _Model:
     """The gateway's knowledge of the model: whether its answers begin with thinking without an opening tag."""
@@ -81,7 +80,6 @@ class _Model:
     thinks: bool = False
 
 
-@final
 @dataclass(slots=True, eq=False)
 class OpenEpisode:
     """An open episode, the function that samples its turns, and the address at which agents reach it."""
@@ -104,7 +102,6 @@ class OpenEpisode:
         return f"{self.base}/e/{self.episode.secret}/{agent}/v1"
 
 
-@final
 class Gateway:
     """The open episodes of one actor, on one event loop."""
 
@@ -355,13 +352,11 @@ def _reward(episode: Episode, agent: str, body: Mapping[str, Any]) -> None:
     turn.reward += value
 
 
-@final
 class _NotFound(InvalidRequest):
     status = 404
     code = "episode_not_found"
 
 
-@final
 class _EventStream:
     """An ASGI response of server-sent events, `first` and then `events`; a client that disconnects ends them."""
 

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, Final
 
 import msgspec
 
@@ -65,7 +65,6 @@ class EpisodeEnd:
     other: str = ""
 
 
-@final
 class _Host:
     def __init__(self, child: Child) -> None:
         self.child = child
@@ -117,7 +116,6 @@ class _Host:
         await asyncio.wait({self._listening}, timeout=_REPORT_S)
 
 
-@final
 class EpisodeHosts:
     """The hosts of one environment, given as in the recipe: its `reference`, and `environment_options`."""
 

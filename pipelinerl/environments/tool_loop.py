@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import ChatMessage
@@ -54,7 +54,6 @@ class Tool(Protocol):
         ...
 
 
-@final
 class Toolbox:
     """The tools of a domain."""
 
@@ -97,7 +96,6 @@ class Toolbox:
             await tool.close()
 
 
-@final
 class OneRequest:
     """Player for domains without user code, which sends one request to the model; it runs on the actor's event loop."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,6 @@ MODEL_TYPE: Final = "bigram"
 PARAMETER: Final = "bigram.logits"
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BigramModel:
     """A model with vocabulary V; `logits[i, j]`, f32 [V, V], is the logit of token j after token i."""

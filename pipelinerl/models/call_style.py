@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from typing import Any, Final
 
 from inference_contract.tools import ToolDefinition
 from pipelinerl.answers.thinking import closing_of, opened_by
@@ -43,7 +43,6 @@ _ID: Final = "callprobe"
 _QUESTION: Final[Turn] = {"role": "user", "content": "a"}
 
 
-@final
 @dataclass(frozen=True)
 class CallStyle:
     """The format of a template's calls, and the form in which the template takes a conversation's calls.

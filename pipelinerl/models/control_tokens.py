@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final
 
 from pipelinerl.errors import ModelError, TemplateNameError
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 Turn = dict[str, Any]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
     """The input of a chat template: turns, the tools offered, and `also`, other names that the template may look up."""
@@ -67,7 +66,6 @@ class Chat:
         return found
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Text:
     """A text of a chat, the role that decides which control tokens it may spell, and its path in the chat."""
@@ -96,7 +94,6 @@ _HALF: Final = "a text contains a lone surrogate (U+D800 to U+DFFF), half of a c
 _SHAPES: Final = 256
 
 
-@final
 class Spellings:
     """A set of strings, none empty, and a search for all their occurrences in a text, including overlapping ones."""
 
@@ -115,7 +112,6 @@ class Spellings:
         ]
 
 
-@final
 class ContentGuard:
     """Encoder of conversations for one tokenizer and template.
 
@@ -402,7 +398,6 @@ class _NoTail(Exception):
     """Raised if the text that a template writes after an answer cannot be separated."""
 
 
-@final
 class ConversationTail:
     """Encoder of the tokens that a chat template writes after an answer, up to the opening of the next one.
 

@@ -6,7 +6,6 @@ The pieces of text add up to the text that the tokenizer returns for all tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
 
 #: The decoder's output for bytes that do not form a character (yet).
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -15,7 +14,6 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_UNDECIDED = 16
 
 
-@final
 class IncrementalDetokenizer:
     """Converter of one sample's tokens to text, token by token.
 

@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final
 
 from inference_contract.schemas import ChatMessage
 from inference_contract.tools import ToolDefinition
@@ -54,7 +54,6 @@ WITHOUT_TEMPLATE: Final = (
 )
 
 
-@final
 class ChatTokenizer:
     """A fast tokenizer with a chat template."""
 
@@ -451,7 +450,6 @@ _OF_ITS_OWN: Final = re.compile(r"\b(end)?generation\b|\bnamespace\b|\bdict\b")
 _MOST_PLAIN_TOKENS: Final = 100_000
 
 
-@final
 class PlainTokenizer:
     """The part of `PreTrainedTokenizerFast` that `ChatTokenizer` uses, without transformers."""
 

@@ -11,7 +11,7 @@ Supported are routers that choose the k likeliest experts of a softmax over all 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -40,7 +40,6 @@ def shape_of(model: nn.Module) -> RoutingShape | None:
     return RoutingShape(len(routers), routers[0].num_experts, routers[0].top_k) if routers else None
 
 
-@final
 class TorchRouteLog:
     """Log of the experts that an engine's routers chose in the last forward pass; it records while `is_on`."""
 
@@ -70,7 +69,6 @@ class TorchRouteLog:
         return record
 
 
-@final
 class ReplayedRouters:
     """Replays recorded expert choices in a trainer's routers; without a recording, the routers choose.
 

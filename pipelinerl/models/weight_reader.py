@@ -16,7 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import refuse_unusable, stored_tensors, weight_files
@@ -49,7 +49,6 @@ class StoredPart(NamedTuple):
         return read
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class ConversionTable:
     """transformers' conversions from the stored tensors of a model to the tensors of its `state_dict`."""
@@ -117,7 +116,6 @@ class ConversionTable:
         return renamed, renamed.removeprefix(prefix), f"{prefix}{renamed}"
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class WeightReader:
     """Reader of one model's parameters and buffers, by their names in the model."""

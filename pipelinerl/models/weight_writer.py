@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +57,6 @@ class _Conversion(NamedTuple):
     undo: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class WeightWriter:
     """Writes weights with the tensors of one model directory."""
@@ -196,7 +195,6 @@ def _conversion(
     return _Conversion(tuple(joined), keys, undo)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class _Undo:
     """The reverse of a converter of transformers for the parameters `names`."""

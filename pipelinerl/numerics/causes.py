@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from trainer_contract.types import Bool, Float32, MicroBatch
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     """Statistics that compare two policies, `ours` and `theirs`, on tokens sampled from `theirs`.

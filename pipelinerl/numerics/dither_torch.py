@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -48,7 +48,6 @@ def _thresholds(device: torch.device) -> Tensor:
     return torch.from_numpy(dither.thresholds()).to(device)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class UpdateProbe:
     """Measures, on a sample of the weights, the share of an update that engines see after rounding.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import final
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from pipelinerl.arrays import Array, namespace, on_host, stop_gradient
 from trainer_contract.types import Columns, Float32, HeadMeasure
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class EntropyProbe:
     """An `Objective` and `MeasuringObjective` of `trainer_contract.types`.

@@ -11,7 +11,7 @@ and the last tile is filled up with zeros. `probed` checks that this suffices on
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.cat([linear(tile, weight, bias) for tile in tiles])[:rows].view(*x.shape[:-1], -1)
 
 
-@final
 class InvariantLinear:
     """Replaces the forward method of a linear layer. It reads the parameters at each call, so they may be replaced."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,6 @@ class _Work(NamedTuple):
         return self.predict(logits, self.token_ids[part], tempered, self.measures)
 
 
-@final
 class _LinearHead(torch.autograd.Function):
     """Log-probs and measures by a linear head, piece by piece. A pass casts the weight once; gradients sum in fp32."""
 
@@ -133,7 +132,6 @@ class _LinearHead(torch.autograd.Function):
         return of_hidden, None if of_weight is None else of_weight.total, of_bias, None
 
 
-@final
 class _Sum:
     """A sum of matrix products in fp32.
 
@@ -209,7 +207,6 @@ def to_fp32(
     head.forward = Fp32Head(head, served, rounding, names, product)
 
 
-@final
 class Fp32Head:
     """Forward method of an output layer in fp32. Each call reads the layer's parameters, so they may be replaced."""
 

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import ClassVar, Final, Protocol, final
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 
@@ -129,7 +129,6 @@ def _beyond_one(**factors: float) -> Iterator[str]:
             yield f"adv.{name} must be at most 1, got {factor}"
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class GroupRelative(Advantage):
     """(R_i − baseline) / scale, both taken over the rollout's group. GRPO uses mean and std, Dr. GRPO only the mean.
@@ -215,7 +214,6 @@ class Metric(StrEnum):
     """Highest reward per sampled token first."""
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class GroupFiltered(Advantage):
     """GFPO (Shrivastava et al. 2025 §3): only the best `keep` rollouts of each group train.
@@ -267,7 +265,6 @@ class GroupFiltered(Advantage):
         return rule.advantages(replace(scored, valid=kept), columns)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Decoupled(Advantage):
     """GDPO (Liu et al. 2026, arXiv 2601.05242): each part of the reward is normalised separately.
@@ -299,7 +296,6 @@ class Decoupled(Advantage):
         return np.repeat(whitened(total, valid, self.epsilon), scored.lengths)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Constant(Advantage):
     """The same advantage for every token: 1 for imitation, 0 for distillation by the regularizer's gradient alone."""
@@ -329,7 +325,6 @@ class Whitening(StrEnum):
     """Mean 0 and standard deviation 1 over the judged tokens of the batch; see `whitened`."""
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class RewardToGo(Advantage):
     """The discounted return Σ_{t' ≥ t} discount^{t'−t} r_{t'}, where r_t is a token's reward minus its KL cost.
@@ -375,7 +370,6 @@ class RewardToGo(Advantage):
         return whitened(returns, judged, self.epsilon) if self.whitening is Whitening.BATCH else returns
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class GAE(Advantage):
     """Generalised advantage estimation (Schulman et al. 2016, Eq. 16): Σ_l (discount·trace)^l δ_{t+l}.
@@ -429,7 +423,6 @@ class GAE(Advantage):
         return discounted(surprise, scored.lengths, self.discount * self.trace) * scored.judged
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class RoleBaseline(Advantage):
     """RAE of SPIRAL (Liu et al. 2025, arXiv 2506.24119): a role's reward minus a running mean of its earlier rewards.
@@ -485,7 +478,6 @@ class RoleBaseline(Advantage):
         return np.repeat(advantages, turns.lengths), averages
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class CovarianceClipped(Advantage):
     """Clip-Cov (Cui et al. 2025, arXiv 2505.22617): no gradient for a few of the tokens that would lower entropy most.

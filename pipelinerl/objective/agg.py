@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Final, Protocol, final
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 
@@ -57,7 +57,6 @@ class Aggregation(Protocol):
         ...
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Trajectory(Aggregation):
     """1 / (Q·G·|o_i|) for Q groups of G rollouts, as in Eq. 3 of GRPO's paper.
@@ -75,7 +74,6 @@ class Trajectory(Aggregation):
         return _inverse(num_groups * size * lengths, counted)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Group(Aggregation):
     """1 / (Q·Σ_group |o|) for Q groups: groups and tokens in a group weigh the same. DAPO, as RLAX interprets it."""
@@ -89,7 +87,6 @@ class Group(Aggregation):
         return _inverse(num_groups * tokens, counted)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Batch(Aggregation):
     """1 / Σ_batch |o|: equal weight for every token of the batch."""
@@ -102,7 +99,6 @@ class Batch(Aggregation):
         return _inverse(np.full(lengths.shape, float(lengths[counted].sum())), counted)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Sequences(Aggregation):
     """1 / (B·length), where `length` is a constant: equal weight for all tokens.

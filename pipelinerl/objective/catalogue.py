@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 from pipelinerl.enums import NoSignal
 from pipelinerl.objective.adv import (
@@ -52,7 +52,6 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.tokens import Policy
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Preset:
     """A named algorithm.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import final
 
 from pipelinerl.objective.grad1 import Level
 from pipelinerl.objective.objective import PolicyObjective
@@ -54,7 +53,6 @@ def _of_ratios(objective: PolicyObjective) -> Iterator[str]:
         )
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """Settings of a run that decide whether a slot has any effect.

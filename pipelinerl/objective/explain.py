@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -55,7 +55,6 @@ def differing(objective: PolicyObjective, preset: PolicyObjective) -> dict[str, 
     return {ours.slot: theirs.kind for ours, theirs in pairs if ours.kind != theirs.kind}
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRollout:
     """One rollout of a batch, with what is known about its reward and its N sampled tokens.

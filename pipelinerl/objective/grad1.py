@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Final, Protocol, final
+from typing import ClassVar, Final, Protocol
 
 from pipelinerl.arrays import Array, stop_gradient
 from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
@@ -98,7 +98,6 @@ class MaskedRatio(PolicyTerm, Protocol):
         return self.masked(tokens)[1] == 0.0
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class LogProb(PolicyTerm):
     """log π_θ: the policy term of REINFORCE, CISPO and PipelineRL."""
@@ -114,7 +113,6 @@ class LogProb(PolicyTerm):
         return cotangent
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class ClippedRatio(MaskedRatio):
     """M·r with r = π_θ/π_over, PPO's clipping written as a gradient mask M (RLAX §4.2, Eq. 7; MiniMax-M1 Eq. 7).
@@ -155,7 +153,6 @@ class ClippedRatio(MaskedRatio):
         return difference, kept
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class DualClippedRatio(MaskedRatio):
     """Dual-clip PPO (Ye et al. 2020, Eq. 5): PPO's mask, and also 0 where A < 0 and r > `ceiling`.
@@ -187,7 +184,6 @@ class DualClippedRatio(MaskedRatio):
         return difference, tokens.xp.where(above & (tokens.advantages < 0), 0.0, kept)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class DivergenceRatio(MaskedRatio):
     """DPPO-TV (Qi et al. 2026): M·r as in PPO, but M bounds the change of a token's probability, not the ratio r.
@@ -213,7 +209,6 @@ class DivergenceRatio(MaskedRatio):
         return tokens.log_ratio(Policy.CURRENT, self.over), _kept(tokens, change, -self.delta_low, self.delta_high)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class QuadraticRatio(PolicyTerm):
     """CFPO (Çağatan et al. 2026, Eq. 7): r − sgn(A)·(r − 1)²/(2·epsilon), a quadratic penalty instead of a clip.
@@ -249,7 +244,6 @@ class QuadraticRatio(PolicyTerm):
         return tokens.ratio(Policy.CURRENT, self.over), tokens.xp.sign(tokens.advantages)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class SoftGate(PolicyTerm):
     """SAPO (Gao et al. 2025): (4/τ)·σ(τ·(r − 1)), a ratio whose gradient fades out on both sides of r = 1.
@@ -290,7 +284,6 @@ class SoftGate(PolicyTerm):
         return ratio, tau, 0.5 + 0.5 * xp.tanh(0.5 * tau * (ratio - 1.0))
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class SequenceRatio(MaskedRatio):
     """GSPO (Zheng et al. 2025, Eq. 5): M·s with s = (Π_t π_θ/π_over)^(1/|o_i|), one ratio for the whole rollout.
@@ -317,7 +310,6 @@ class SequenceRatio(MaskedRatio):
         return mean, _kept(tokens, mean, *_logs(self.epsilon_low, self.epsilon_high))
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class GeometricRatio(PolicyTerm):
     """GMPO (Zhao et al. 2025, Algorithm 1): the rollout's geometric mean of token ratios, each clipped separately.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Final, Protocol, final
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 
@@ -76,7 +76,6 @@ class Regularizer(Protocol):
         return tokens.xp.zeros_like(cotangent)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class NoRegularizer(Regularizer):
     """No regularisation: the term is 0."""
@@ -107,7 +106,6 @@ class Estimator(StrEnum):
     """(π_θ/π_over)·(e^d − d − 1), whose gradient is unbiased on tokens of π_over. DeepSeek-V3.2 (2025), Eq. 7."""
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class KLPenalty(Regularizer):
     """−beta·KL(π_θ ‖ π_to); by default π_to is the reference. With beta = 0 no reference log-probs are needed.
@@ -186,7 +184,6 @@ class KLPenalty(Regularizer):
 CHOSEN: Final = "kl_coefficients"
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class CovariancePenalty(Regularizer):
     """KL-Cov (Cui et al. 2025, arXiv 2505.22617): −beta·|log π_θ − log π_old| for tokens of high covariance.
@@ -235,7 +232,6 @@ class CovariancePenalty(Regularizer):
         return -self.beta * tokens.column(CHOSEN) * side * cotangent
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class EntropyBonus(Regularizer):
     """beta·H(π_θ), estimated from the sampled tokens only: the value is −beta·(log π_θ)²/2, analogous to K2 for a KL.
@@ -261,7 +257,6 @@ class EntropyBonus(Regularizer):
         return -self.beta * tokens.logprobs * cotangent
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class ExactEntropy(Regularizer):
     """beta·H(π_θ(·|s_t)) over the whole vocabulary; `EntropyBonus` estimates it from the sampled token alone."""
@@ -289,7 +284,6 @@ class ExactEntropy(Regularizer):
         return self.beta * cotangent
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class LogBarrier(Regularizer):
     """beta·(1/|A|) Σ_a log π_θ(a|s_t) over the vocabulary A: the log barrier of Agarwal et al. 2021, Eq. 12 (λ = beta).

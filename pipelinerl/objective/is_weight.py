@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Final, Protocol, final
+from typing import ClassVar, Final, Protocol
 
 from pipelinerl.arrays import Array
 from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
@@ -52,7 +52,6 @@ class ImportanceWeight(Protocol):
         return tokens.xp.zeros_like(tokens.inside)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Unweighted(ImportanceWeight):
     """Weight 1 for every token: the data counts as on-policy, or `grad1` contains the ratio (PPO)."""
@@ -73,7 +72,6 @@ class Outside(StrEnum):
     """Set to 0, which excludes the token (AReaL's implementation of decoupled PPO)."""
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class TokenRatio(ImportanceWeight):
     """π_numerator / π_denominator for each token; `outside` says how a ratio outside [low, high] is treated.
@@ -113,7 +111,6 @@ class Mean(StrEnum):
     """(Π_t r_t)^(1/|o_i|): the geometric mean per token (GSPO Eq. 7)."""
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class SequenceWeight(ImportanceWeight):
     """One ratio for all tokens of a rollout, clipped or masked as in `TokenRatio`.
@@ -147,7 +144,6 @@ class SequenceWeight(ImportanceWeight):
         return _sequence_ratio(tokens, self.mean, self.numerator, self.denominator)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class ToprWeight(ImportanceWeight):
     """TOPR (Le Roux et al. 2025, Eq. 8): the sequence's ratio, at most `negative_high`, where A < 0; 1 elsewhere.
@@ -181,7 +177,6 @@ class ToprWeight(ImportanceWeight):
         return _sequence_ratio(tokens, self.mean, self.numerator, self.denominator)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class GammaWeight(ImportanceWeight):
     """VESPO (Shen et al. 2026): the weight W^power·e^(decay·(1 − W)), where W is the sequence's ratio.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 from pipelinerl.objective.adv import GAE, RewardToGo
 from pipelinerl.objective.grad2 import KLPenalty
@@ -21,7 +21,6 @@ from pipelinerl.objective.tokens import Policy
 _MOST: Final = 0.2
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class KLController:
     """Rule that adjusts the coefficient so that the KL approaches its target.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
 
 from pipelinerl.arrays import Array, stop_gradient
 from pipelinerl.objective.adv import Advantage
@@ -24,7 +23,6 @@ from pipelinerl.objective.tokens import Tokens
 from trainer_contract.types import Columns, HeadMeasure
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyObjective:
     """One algorithm; satisfies `trainer_contract.types.Objective`.

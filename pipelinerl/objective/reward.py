@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple, Self, final
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ class TurnReward(NamedTuple):
     agent: str = ""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
     """The turns of B rollouts, [M], concatenated by rollout and ordered by end time within each rollout.
@@ -83,7 +82,6 @@ class PartReward(NamedTuple):
     weight: float = 1.0
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The P parts of the rewards of B rollouts: a reward is the sum of `weights` [B, P] times `rewards` [B, P].
@@ -113,7 +111,6 @@ class Roles(NamedTuple):
     baselines: Mapping[str, float]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
     """Facts about the B rollouts of a step from which advantages and weights are computed; arrays are [B].
@@ -177,7 +174,6 @@ class NormalizationScope(StrEnum):
     """The judged rollouts of the domain in this step."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardShaping:
     """The shaping of a domain's rewards; the default leaves them unchanged.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,6 @@ class Part(NamedTuple):
     objective: PolicyObjective
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class StreamedObjective:
     """The sum of one objective per stream: `rl`, the run's objective, and those of the streams in `others`.
@@ -127,7 +126,6 @@ class DomainLoss(NamedTuple):
 _OF_OTHERS: Final = DomainLoss()
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class DomainLosses:
     """The kind of loss of each domain that a step may contain; no entries if all domains have the run's objective."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import ModuleType
-from typing import Any, Final, final
+from typing import Any, Final
 
 from pipelinerl.arrays import Array, namespace, segment_sum, stop_gradient
 from pipelinerl.errors import ColumnError
@@ -74,7 +74,6 @@ def columns_of(*policies: Policy) -> frozenset[str]:
     return frozenset(_COLUMNS[policy] for policy in policies if policy in (Policy.OLD, Policy.REFERENCE))
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Columns [T] of one micro-batch.

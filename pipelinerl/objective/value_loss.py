@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from pipelinerl.objective.tokens import column_of
 from trainer_contract.types import Columns, Float32, MicroBatch
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
     """Objective for a value head; satisfies `trainer_contract.types.Objective`.

@@ -37,7 +37,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Self, final
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -78,7 +78,6 @@ def amount(fields: Mapping[str, Any], name: str) -> float:
     return number(fields, name) or 0.0
 
 
-@final
 class EventLog:
     """Writer of an event log. Opening it creates missing files and directories and cuts off an incomplete last line."""
 
@@ -180,7 +179,6 @@ def read_events(path: Path) -> list[Event]:
     return list(_records(path.read_bytes().split(b"\n")[:-1], path))
 
 
-@final
 class EventFollower:
     """Incremental reader of a growing log. Each call continues at the last position and reads a bounded amount."""
 

@@ -20,7 +20,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from itertools import takewhile
-from typing import Any, Final, TextIO, final
+from typing import Any, Final, TextIO
 
 import tomli_w
 
@@ -28,7 +28,6 @@ import tomli_w
 _TALKATIVE = ("httpx", "httpcore", "uvicorn.access", "uvicorn.error", "matplotlib", "asyncio", "filelock", "urllib3")
 
 
-@final
 class ProcessLog:
     """The log formatter of a process; `configure` creates it."""
 

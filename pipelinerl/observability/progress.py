@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Self, final
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -50,7 +50,6 @@ _SHOWN_FROM = 0.01
 _PHASE_STYLE = {StatusPhase.FINISHED: "bold green", StatusPhase.FAILED: "bold red", StatusPhase.STARTING: "bold yellow"}
 
 
-@final
 class ProgressDisplay:
     """Display of a run's progress. A context manager, so the terminal is restored on every exit."""
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, final, get_type_hints
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
@@ -102,7 +102,6 @@ class RoleOptions:
 _COMMON: Final = {field.name: field.default for field in fields(RoleOptions)}
 
 
-@final
 @dataclass(frozen=True)
 class Role:
     """One kind of process of a run.

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar, final
+from typing import Final, TypeVar
 
 from inference_contract.schemas import ChatMessage
 from inference_contract.weights import OnUpdate
@@ -226,7 +226,6 @@ def from_newest(
             log.warning("%s; loading the newest one", removed)
 
 
-@final
 class SigtermHandler:
     """Gives the trainer `save_s` after a first SIGTERM to save its state; a second SIGTERM cancels the trainer."""
 

@@ -31,7 +31,7 @@ from contextlib import closing
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, Self, final
+from typing import Final, Self
 
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -148,7 +148,6 @@ def answers(url: str, *, timeout_s: float = 1.0) -> bool:
             return False
 
 
-@final
 class EmbeddedRedis:
     """A server in a child process; a restart keeps address and data. It ends with the thread that started it."""
 

@@ -11,7 +11,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, final
+from typing import Final
 
 from pipelinerl.streams.stream import START, Entry, Fence, parse_id
 
@@ -52,7 +52,6 @@ class _Log:
         return max((time.time_ns() // 1_000_000, 0), (self.last[0], self.last[1] + 1))
 
 
-@final
 class MemoryStream:
     """Logs in the memory of this process. A stream with `max_length` entries counts as full; see `Stream.room`."""
 

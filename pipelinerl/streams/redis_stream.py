@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Final, Self, final
+from typing import Any, Final, Self
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -104,7 +104,6 @@ _RAW_ANSWERS: Final = ("XREAD", "XREADGROUP", "XAUTOCLAIM", "XCLAIM", "XPENDING"
 _Command = Callable[[int], tuple[Any, ...]]
 
 
-@final
 class RedisStream:
     """Named logs on a Redis server. `connect` binds the object to the running event loop; `Stream` documents the rest.
 
@@ -395,7 +394,6 @@ class RedisStream:
         self.outage = outage
 
 
-@final
 class _RefusedError(PipelineError):
     """An error answer of the server; the message begins with the server's own words."""
 

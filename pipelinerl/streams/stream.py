@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, final
+from typing import Final, Protocol
 
 from pipelinerl.errors import FencedError, RecordError
 from pipelinerl.streams.records import encode_message
@@ -145,7 +145,6 @@ DEAD_LETTERS: Final = "dead-letters"
 DEADLY_ORDERS: Final = "deadly-orders"
 
 
-@final
 class DeadLetters:
     """Store of unreadable records; `counts` holds the number per stream since this process started."""
 

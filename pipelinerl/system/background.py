@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
@@ -71,7 +71,6 @@ class _Call:
             self.future.set_result(result)
 
 
-@final
 class _Thread:
     """A thread that makes one call after another, and ends after `_FREE_S` seconds without a call.
 

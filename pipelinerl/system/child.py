@@ -20,7 +20,7 @@ import signal
 import socket
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Self, final
+from typing import Any, Final, Self
 
 from pipelinerl.system.background import to_its_end
 from pipelinerl.system.supervised_process import ending_of, supervised
@@ -32,7 +32,6 @@ class ChildLost(Exception):
     """A child could not be started, or has ended; the message says how."""
 
 
-@final
 class Lines:
     """JSON messages over a socket, one per line of at most `most_bytes`."""
 
@@ -90,7 +89,6 @@ def encoded(message: Any) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-@final
 class Child:
     """A running child; `first` is its first message, and `socket` the connection, for passing files by `send_fds`."""
 

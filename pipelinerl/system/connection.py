@@ -22,7 +22,7 @@ import json
 import resource
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import Any, Final, final
+from typing import Any, Final
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -49,7 +49,6 @@ class _Stage(Enum):
     BODY = auto()
 
 
-@final
 class LimitedConnection(HttpToolsProtocol):
     """An `asyncio.Protocol` for uvicorn's `http` option; the arguments are uvicorn's."""
 

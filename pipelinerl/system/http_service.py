@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import Enum
 from ipaddress import ip_address
-from typing import Any, Final, cast, final
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -78,7 +78,6 @@ def guard(app: Starlette, *, token: str | None, puts: BodyRule = BodyRule.JSON) 
     app.state.guarded = token is not None
 
 
-@final
 class _Gate:
     def __init__(self, app: ASGIApp, token: str | None, puts: BodyRule) -> None:
         self._app = app
@@ -161,7 +160,6 @@ def _unfit_body(scope: Scope, given: dict[bytes, bytes]) -> Response | None:
     return None
 
 
-@final
 class _BoundedBody:
     """An ASGI `receive` function that raises HTTPException for a body that is too large or too slow."""
 
@@ -373,7 +371,6 @@ class RequestRefused(Exception):
 MOST_WAITING: Final = 65_536
 
 
-@final
 class Backlog:
     """The items of work that a service holds: requests are rejected if there would be more than `most`.
 
@@ -408,7 +405,6 @@ class Backlog:
             self.count -= count
 
 
-@final
 class HeartbeatRoute:
     """A POST route for one type of request, as an ASGI application. It cancels the work if the client disconnects."""
 

@@ -25,7 +25,7 @@ import os
 import ssl
 import time
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from pipelinerl.system.http_client import (
@@ -95,7 +95,6 @@ class OutsideUnreachable(Exception):
     """The server cannot be reached, or has broken off; a retry may succeed."""
 
 
-@final
 class OutsideClient:
     """Client of servers outside the run, in one event loop; `token` is sent as a bearer key."""
 

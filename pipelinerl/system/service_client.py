@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar, final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
@@ -74,7 +74,6 @@ class RequestRejected(Exception):
         self.status = status
 
 
-@final
 @dataclass(slots=True)
 class Grace:
     """The period in which one request is retried: `grace_s` seconds from its first failure."""
@@ -94,7 +93,6 @@ class Grace:
         return time.monotonic() + pause_s >= self.until
 
 
-@final
 class ServiceClient:
     """Client of services of one `kind` (for errors). Use and close it in a single event loop."""
 

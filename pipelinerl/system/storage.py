@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, cast, final
+from typing import Any, Final, cast
 
 from fsspec.core import url_to_fs
 
@@ -23,7 +23,6 @@ from pipelinerl.system.files import sync
 _BLOCK_BYTES: Final = 8 * 2**20
 
 
-@final
 class Storage:
     """A directory or URL that holds files. Calls raise `OSError`, or the errors of the library behind the URL."""
 

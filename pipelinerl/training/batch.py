@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,6 @@ from trainer_contract.types import Float32, MicroBatch
 Floats = NDArray[np.float64]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatching:
     """The number of epochs over a batch, and of mini-batches (optimizer steps) in each.
@@ -63,7 +62,6 @@ class MiniBatching:
         return self.target_kl is not None and kl is not None and kl > self.target_kl
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRules:
     """A run's rules for making batches of groups; `shaping` and `losses` are by domain.
@@ -209,7 +207,6 @@ def _stats(
     }
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
     """The data of one step, or of one of its mini-batches.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 
@@ -45,7 +44,6 @@ def imitated(groups: Sequence[RolloutGroup], rules: BatchRules) -> list[MicroBat
     return build(groups, plain, objective=CROSS_ENTROPY, producing=1).micro_batches
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationStream:
     """The source of demonstrations, whose tokens are trained with cross-entropy (loss stream `ce`).

@@ -6,7 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 from inference_contract.schemas import FinishReason
 from pipelinerl.types import Outcome, RolloutGroup
@@ -26,7 +26,6 @@ class StepFigures(NamedTuple):
     by_tag: dict[str, dict[str, float]]
 
 
-@final
 class DomainMetrics:
     """Counts of the groups that ended since the last step, by domain and by tag."""
 
@@ -49,7 +48,6 @@ class DomainMetrics:
         return StepFigures(*({name: tally.figures() for name, tally in each.items()} for each in tallies))
 
 
-@final
 @dataclass(slots=True)
 class Tally:
     """Counts of groups and rollouts of one domain or tag."""

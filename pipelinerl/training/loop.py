@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 from pipelinerl.errors import DeadlineError, DivergedError
 from pipelinerl.messages import (
@@ -57,7 +57,6 @@ log = logging.getLogger("pipelinerl")
 T = TypeVar("T")
 
 
-@final
 class TrainingLoop:
     """The loop that trains one policy, from the first batch until the run stops."""
 

@@ -13,7 +13,7 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, NamedTuple, Self, final
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,6 @@ class Packed(NamedTuple):
     members: list[int]
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class SegmentTable:
     """The segments of B rollouts, numbered rollout after rollout.

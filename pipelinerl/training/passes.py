@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, zip_longest
-from typing import Final, Protocol, final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -46,7 +46,6 @@ class Teacher(Protocol):
         ...
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPasses:
     """The workers that compute columns (values per token); recipes that need a missing worker are rejected earlier.
@@ -162,7 +161,6 @@ class MeasuredEntropy:
     of_tokens: Mapping[int, Float32] = field(default_factory=dict)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class EntropyMeter:
     """Meter of the policy's exact entropy in each step whose version is divisible by `interval_steps` (0: never).

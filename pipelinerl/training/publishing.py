@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from typing import Final, final
+from typing import Final
 
 import msgspec
 from pydantic import ValidationError
@@ -42,7 +42,6 @@ log = logging.getLogger("pipelinerl")
 _CHECKED_AGAIN: Final = 8
 
 
-@final
 class Publishing:
     """Publishes the trainer's weights to the engines, and checks that they compute with them.
 
@@ -192,7 +191,6 @@ _MOST: Final = 4096
 _BLOCK_S: Final = 1.0
 
 
-@final
 class StreamAnnouncer:
     """An `Announcer` for engines that read announcements from a stream. Use one event loop, and one call at a time.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 from pipelinerl.enums import StalenessScope
 from pipelinerl.errors import DivergedError, RecordError
@@ -86,7 +86,6 @@ class ReplayedStep:
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """A replay and its settings; `groups` maps a group's index to its recorded copies, in order of arrival."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal, final
+from typing import Final, Literal
 
 from pipelinerl.objective.kl_control import KLController, kl_coefficient, with_kl_coefficient
 from pipelinerl.objective.objective import PolicyObjective
@@ -42,7 +42,6 @@ CONSTANT: Final = LearningRateSchedule(warmup_steps=0, steps=1, shape="constant"
 KL_FIGURE: Final = "kl_reference"
 
 
-@final
 class AdaptiveObjective:
     """The objective with its current KL coefficient β, and reward baselines by role; checkpoints save both values."""
 

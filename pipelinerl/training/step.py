@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -49,7 +49,6 @@ KL_OLD: Final = "kl_old"
 _PER_UPDATE: Final = (KL_OLD, "clip_fraction", "truncated_fraction", "ratio_max", "ess")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
     """The critic's worker and loss, and the warm-up before the policy trains.
@@ -65,7 +64,6 @@ class Critic:
     warmup_steps: int = 0
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
     """The losses of a mini-batch whose gradient the workers have accumulated.
@@ -108,7 +106,6 @@ class Accumulated:
         return [known.get(id(micro_batch)) for micro_batch in self.batch.micro_batches]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """One update: the gradient, and the optimizer steps of the policy and of the critic, if any."""
@@ -125,7 +122,6 @@ class StepResult(NamedTuple):
     updates: list[dict[str, float]]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """Performs training steps on the workers of the policy and, if there is one, of the critic."""

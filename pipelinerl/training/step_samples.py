@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, TypeVar, final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,6 @@ class _Result:
     entropies: Sequence[float] = ()
 
 
-@final
 class StepSamples:
     """Writer of some groups of each step to the sample log, and of an example of the groups that were filtered."""
 

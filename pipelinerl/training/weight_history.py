@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Self, final
+from typing import Final, Self
 
 import numpy as np
 from safetensors import SafetensorError, deserialize
@@ -32,7 +32,6 @@ log = logging.getLogger("pipelinerl")
 _PREFIX: Final = "version-"
 
 
-@final
 class WeightHistory:
     """Copies of a policy's weights by version; a copy never changes."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final
 
 import msgspec
 
@@ -103,7 +103,6 @@ def verdict_on(value: Any, *, name: str) -> Verdict:
     return failed(f"the filter must return True, False or a reason, it returned {described(value)}")
 
 
-@final
 class GroupFilter:
     """Filter that applies the user's function `reference` to groups."""
 

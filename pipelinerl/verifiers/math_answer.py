@@ -16,7 +16,7 @@ import logging
 import math
 import resource
 from collections.abc import Callable
-from typing import Final, final
+from typing import Final
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem, Verdict
@@ -48,7 +48,6 @@ class _Undecided(Exception):
     """Only the mathematical comparison can decide whether the answer is right."""
 
 
-@final
 class MathAnswer:
     """Verifier for problems whose ground truth is a number, an expression or several, in LaTeX or plain text."""
 

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Final, final
+from typing import Any, Final
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.system import gym_tasks
@@ -57,7 +57,6 @@ _SHOWN: Final = 200
 Scorer = Callable[[int, str], float]
 
 
-@final
 class ReasoningGym:
     """Verifier for problems of the source `reasoning_gym` (`data/generated.py`)."""
 

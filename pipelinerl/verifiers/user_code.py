@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import msgspec
 
@@ -118,7 +118,6 @@ class Of(Enum):
     GROUP = "group"
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
     """A user's function, and the names of the arguments that it takes by position (`by_place`) and by name (`named`).
@@ -262,7 +261,6 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
 
 
-@final
 class PooledReward:
     """A `GroupVerifier` that calls a synchronous function, named by `reference`, in worker processes."""
 
@@ -299,7 +297,6 @@ class PooledReward:
             return [failed(str(error))] * len(answers)
 
 
-@final
 class AsyncReward:
     """A `GroupVerifier` that calls an async function on the caller's event loop."""
 
@@ -344,7 +341,6 @@ async def _judged(
     return [judgement for judgements in judged for judgement in judgements]
 
 
-@final
 class Shielded:
     """Wrapper of a user's verifier that turns its exceptions into `verifier_error` and validates its verdicts."""
 

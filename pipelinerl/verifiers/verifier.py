@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol
 
 from pipelinerl.system.returned_values import shown as shown  # other verifiers import it from here
 from pipelinerl.types import Outcome, Problem, RewardPart, Verdict
@@ -123,7 +123,6 @@ async def close(verifier: Verifier) -> None:
         await verifier.close()
 
 
-@final
 class PerAnswerVerifier:
     """Judges the answers of a group by a `Verifier`, concurrently; a verdict that takes over `deadline_s` is cancelled.
 
@@ -213,7 +212,6 @@ class WeightedPart:
     verifier: GroupVerifier
 
 
-@final
 class WeightedSum:
     """Verifier whose reward is a weighted sum over other verifiers, its parts.
 

@@ -35,7 +35,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final, final
+from typing import Any, Final
 
 from pipelinerl.system.child import Child, ChildLost, Lines
 from pipelinerl.system.supervised_process import descendants, ending_of, kill_all
@@ -72,7 +72,6 @@ class WorkerLost(Exception):
     """A worker could not be started, or ended before it answered."""
 
 
-@final
 class Overran(TimeoutError):
     """A question was not answered within the deadline; workers spent `cpu_s` processor seconds on it."""
 
@@ -91,7 +90,6 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@final
 class WorkerPool:
     """Worker processes that all answer with the same function.
 
@@ -218,7 +216,6 @@ class WorkerPool:
         return None
 
 
-@final
 @dataclass(slots=True)
 class _Turn:
     """The place (right to run) and the worker that one question holds now; None while it holds none."""
@@ -257,7 +254,6 @@ class _Turn:
         self.leave()
 
 
-@final
 class _Worker:
     def __init__(self, lines: Lines, forker: _Forker) -> None:
         self._lines = lines
@@ -332,7 +328,6 @@ class _Worker:
         self._lines.close()
 
 
-@final
 class _Forker:
     """The process that imports the workers' dependencies and forks workers, or is the only worker if it cannot fork."""
 
@@ -413,7 +408,6 @@ _TO_THE_OLDEST: Final = 4
 _KEPT: Final = 0.98
 
 
-@final
 class FairSemaphore:
     """A limited number of places, given first to the groups with the fewest slow questions, then in order of arrival.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Final, Protocol, TypeVar, final
+from typing import Final, Protocol, TypeVar
 
 from inference_contract.errors import ContractError, NotPrepared, Persistence
 from inference_contract.weights import (
@@ -59,7 +59,6 @@ class Announcer(Protocol):
         ...
 
 
-@final
 class Preparation:
     """Sends PREPARE, the first request of a weight update; engines that know the layout get only the layout's id."""
 

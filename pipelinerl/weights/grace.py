@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, TypeVar
 
 from inference_contract.weights import OnUpdate
 from pipelinerl.errors import EngineUnreachable
@@ -41,7 +41,6 @@ def update_kind(on_update: OnUpdate) -> str:
     return "an update with drain" if on_update is OnUpdate.DRAIN else "an update"
 
 
-@final
 class Grace:
     """The usual seconds of each engine (base URL) for each kind of request, as one publisher has seen them."""
 

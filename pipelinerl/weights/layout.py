@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any, Final, final
+from typing import Any, Final
 
 import xxhash
 
@@ -37,7 +37,6 @@ def describe_bucket(layout: WeightLayout, bucket: int, bounds: list[tuple[int, i
 _CHUNK_BYTES: Final = 2**20
 
 
-@final
 class WeightDigest:
     """Incremental digest of weights: the result is the same however the bytes are split among calls of `update`."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, Self, final
+from typing import Any, Final, Protocol, Self
 
 from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLayout
 from pipelinerl.errors import NotUploaded, ReachedNoEngine, UpdateError
@@ -95,7 +95,6 @@ class PublishReport:
         )
 
 
-@final
 @dataclass(slots=True)
 class PublicationProgress:
     """State of a running publication: the engines that remain to be served, and the outcome for all other engines.

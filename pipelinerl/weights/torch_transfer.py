@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Any, Final, Protocol, Self, final
+from typing import Any, Final, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -62,7 +62,6 @@ class TransferStream(Protocol):
         ...
 
 
-@final
 class HostStream:
     """Takes the place of a CUDA stream if the bytes are on the host already: nothing is copied."""
 
@@ -84,7 +83,6 @@ class HostStream:
         return lambda: data
 
 
-@final
 class CudaStream:
     """Two streams of a GPU: the first gathers and sends; meanwhile the second copies to pinned memory."""
 
@@ -138,7 +136,6 @@ def stream_for(device: torch.device) -> TransferStream:
     return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
-@final
 class OverlappedDigest:
     """A `WeightDigest` that hashes on a separate thread if that is faster. Only one thread may call `append`.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,6 @@ class TrainerUnderTest(NamedTuple):
     learns: Learns = Learns.WEIGHTS
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class LinearObjective:
     """The loss −Σ weights·advantages·predictions, written with operators that all array libraries have."""
@@ -65,7 +64,6 @@ class LinearObjective:
 LINEAR: Final = LinearObjective()
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class ColumnObjective:
     """The loss −Σ weights·(1 + column)·predictions, which reveals whether a trainer passes an optional column."""

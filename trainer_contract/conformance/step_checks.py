@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 
@@ -167,7 +167,6 @@ def forward_at_refuses_foreign_weights(subject: TrainerUnderTest, _: Path) -> No
 _MEASURE_TOLERANCE: Final = 1e-3
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class _Measuring:
     measure: HeadMeasure

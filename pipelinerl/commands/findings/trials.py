@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, final
+from typing import Any, Final
 
 from inference_contract.schemas import (
     AssistantMessage,
@@ -131,7 +131,6 @@ def _verdict(played: PlayedEpisode, answering_s: float) -> str:
     return f"{verdict.outcome}, reward {verdict.reward:g}{reason}; {own_s:.2f} s in the environment"
 
 
-@final
 class ScriptedAnswers:
     """`Sampler` that returns the given answers in order.
 

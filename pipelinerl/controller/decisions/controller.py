@@ -34,7 +34,7 @@ the trainer drops a second group of an order, and a repeated report receives the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
 import msgspec
 
@@ -97,7 +97,6 @@ from pipelinerl.staleness import LOCKSTEP
 from pipelinerl.types import IssuedAt, Problem, PromptOrder, Purpose, Quota
 
 
-@final
 class Controller:
     """The state of a run and the decisions on it. Methods that depend on time take `now` (seconds, monotonic)."""
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median_high
-from typing import Final, final
+from typing import Final
 
 #: Weight of a poll relative to the next one: an estimate follows a change within about ten polls.
 _FADES: Final = 0.9
@@ -53,7 +53,6 @@ class _Means:
         return self.xy / self.weight - self.x * self.y / self.weight**2
 
 
-@final
 class EngineSpeeds:
     """Speeds of engines by base URL."""
 

@@ -16,7 +16,7 @@ become due during an evaluation wait for its end.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final, final
+from typing import Final
 
 from pipelinerl import rng
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
@@ -31,7 +31,6 @@ from pipelinerl.messages import EvaluationDone
 _SUSPECT_S: Final = 5.0
 
 
-@final
 class Evaluator:
     """Decides when evaluations begin, restart and end. Changes the run's state, and may pin an engine of the fleet."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, final
+from typing import Final
 
 from pipelinerl import rng
 from pipelinerl.controller.state.evaluation import EvaluationPlan
@@ -13,7 +13,6 @@ from pipelinerl.types import DomainSampling, IssuedAt, Problem, PromptOrder, Pur
 _AS_THE_RUN: Final = DomainSampling()
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOrderFactory:
     """Creates prompt orders (requests for a group of rollouts, or of evaluation answers) from the run's settings.

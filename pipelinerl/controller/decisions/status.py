@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, final
+from typing import Any, Final
 
 import msgspec
 
@@ -214,7 +214,6 @@ class EngineLoad:
 _UNKNOWN: Final = EngineLoad()
 
 
-@final
 class EngineWatch:
     """The load of each engine by base URL, computed from polls. Pure: time and poll results are arguments."""
 
@@ -317,7 +316,6 @@ class _Server:
     error: str = ""
 
 
-@final
 class ServerWatch:
     """The parameter servers that answer polls, and the shards of the weights that no server provides. Pure.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Self, final
+from typing import Final, NamedTuple, Self
 
 import msgspec
 
@@ -84,7 +84,6 @@ class Recovered(NamedTuple):
     number: int
 
 
-@final
 class Journal:
     """The only writer of a journal. `number` is the number of the last entry, `now` the time of the last decision."""
 

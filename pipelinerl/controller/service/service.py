@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Protocol
 
 import msgspec
 from pydantic import ValidationError
@@ -117,7 +117,6 @@ class EngineProbe(Protocol):
         ...
 
 
-@final
 class ControllerService:
     """Runs one `Controller` until its run is over."""
 
@@ -585,7 +584,6 @@ class ControllerService:
 MOST_SERVICES: Final = 256
 
 
-@final
 class VerifierLeases:
     """Verifier services by URL, each valid for `LEASE_S` after its last offer; `clock` is monotonic, in seconds."""
 

@@ -14,7 +14,7 @@ groups after sampling.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -77,7 +77,6 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
         return False
 
 
-@final
 class Cooldown(msgspec.Struct, kw_only=True):
     """Cooldown state of all domains; `drawn` is the lowest index whose order has not been given a problem yet."""
 

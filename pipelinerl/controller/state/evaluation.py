@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Final, Self, final
+from typing import Final, Self
 
 from pipelinerl import rng
 from pipelinerl.controller.state.answer_figures import (
@@ -150,7 +150,6 @@ class EvaluationResult:
     by_tag: dict[str, AnswerFigures] = field(default_factory=dict)
 
 
-@final
 @dataclass(slots=True, kw_only=True)
 class Evaluation:
     """An evaluation in progress: collects answers until every problem has an answer or has failed.

@@ -47,7 +47,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Final, final
+from typing import Any, Final
 
 from inference_contract.errors import Persistence
 
@@ -150,7 +150,6 @@ class EngineRecord:
         return self.lifecycle is EngineLifecycle.EXPELLED and self.expulsions > 0 and not (self.refuses or self.to_stop)
 
 
-@final
 @dataclass(slots=True)
 class Fleet:
     """Engine records by sorted base URL. Pure: observations are arguments. Methods return True on a change."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Self, final
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 
@@ -27,7 +27,6 @@ class SentOrder(NamedTuple):
     issued_at: IssuedAt
 
 
-@final
 @dataclass(slots=True)
 class IssuedLedger:
     """Tracks the outcome of every prompt order, by index; `cursor` is the lowest index that was never issued."""
@@ -191,7 +190,6 @@ _COST_HALF_LIFE: Final = 8
 LOSS_PER_ESS: Final = 1.5
 
 
-@final
 class StepsAhead(msgspec.Struct, kw_only=True):
     """The number A of steps whose rollouts are kept in flight: as many as pay for themselves.
 
@@ -281,7 +279,6 @@ HALF_LIFE: Final = 128.0
 PRIOR: Final = 8.0
 
 
-@final
 class FilteredShare(msgspec.Struct, kw_only=True):
     """Decayed counts of orders whose groups were trained, and of orders whose groups were filtered."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Final, Self, final
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -41,7 +41,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     stale: float
 
 
-@final
 class ElasticMemory(msgspec.Struct, kw_only=True):
     """State of automatic scaling: measurements of this interval, and how many intervals suggested the same change."""
 
@@ -273,7 +272,6 @@ class WatchedSteps(msgspec.Struct, kw_only=True):
     """By key, for how long the conditions of active and coming alarms have held or not held."""
 
 
-@final
 class RunState(msgspec.Struct, kw_only=True):
     """The state of a run; only `Controller` changes it."""
 

@@ -17,7 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +74,6 @@ class DataRows(Protocol):
         ...
 
 
-@final
 class JsonRows:
     """Rows kept as the text of their JSON objects; CSV is converted to this form."""
 
@@ -134,7 +133,6 @@ class JsonRows:
         return f"{self._name} {self._numbered} {number}"
 
 
-@final
 class RowSequence:
     """Rows of a Python sequence, such as the result of a user's function."""
 
@@ -165,7 +163,6 @@ class RowSequence:
         return f"{self._name} row {index}"
 
 
-@final
 class ChainedRows:
     """The rows of several files, one file after the other."""
 
@@ -299,7 +296,6 @@ _AT_A_TIME: Final = 4096
 _LOOKED_AT: Final = 256
 
 
-@final
 class ArrowRows:
     """The rows of one Parquet or Arrow file, of which only the needed columns are read.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self, final
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,7 +162,6 @@ class RowCounts(NamedTuple):
         return f"{self.read:,} rows read: {', '.join(parts)}"
 
 
-@final
 class RowSource:
     """Problems of one split, made from the M rows whose numbers are in `chosen`, i64 [M].
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final
 
 from inference_contract.errors import ContextExceeded, ContractError, Dirty, EngineStopped, InvalidRequest, UnknownModel
 from inference_contract.schemas import (
@@ -74,7 +74,6 @@ _NO_SCORES: Final = (
 _CLOSING: Final = "the engine is closing; send the request to another one"
 
 
-@final
 class BatchingEngine:
     """An engine that batches requests over a `SampleLoop`; satisfies `Engine` and `WeightTarget`.
 

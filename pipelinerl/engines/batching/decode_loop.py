@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final, final
+from typing import Final
 
 from inference_contract.errors import EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason
@@ -78,7 +78,6 @@ class _Commit:
     pause_s: Future[float] = field(default_factory=Future)
 
 
-@final
 class DecodeLoop:
     """Decode loop of one model on one thread; satisfies `SampleLoop`.
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class LogitChange:
     """The change that one request makes to logits."""
@@ -30,7 +29,6 @@ class LogitChange:
         return self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
-@final
 class LogitChanges:
     """The logit changes of all rows of one `ModelRunner`."""
 

@@ -27,7 +27,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence as Items
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -76,7 +76,6 @@ class RowState:
     sampled: Items[int] = ()
 
 
-@final
 class EarlyStep:
     """The decode step that a runner starts early: while the tokens of the last step are not on the host yet.
 
@@ -187,7 +186,6 @@ def top_tokens(token_ids: NDArray[Any], logprobs: NDArray[Any], count: int) -> T
     return [(token_id, logprob) for token_id, logprob in pairs if logprob > -math.inf]
 
 
-@final
 class RowTable:
     """The fields of all rows' `RowState`s as arrays [rows] on the host, which a runner slices.
 
@@ -308,7 +306,6 @@ class Moves:
     targets: list[int]
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """The number of samples that may run at once, and the number that may wait in addition."""
@@ -332,7 +329,6 @@ class Capacity:
             )
 
 
-@final
 class Scheduler:
     """Assigns rows to sequences, and queues those that wait for a row.
 
@@ -464,7 +460,6 @@ class Scheduler:
         return Admission(request, sequences, list(range(first_row, first_row + count)), sibling)
 
 
-@final
 class _Blocks:
     """The blocks that one call of `admit` may give out, without those reserved for running sequences."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Protocol
 
 from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Delivery, Request
@@ -25,7 +25,6 @@ from trainer_contract.types import Experts
 UNTRAINED: Final = (0, 0)
 
 
-@final
 @dataclass(slots=True)
 class LoopTotals:
     """Counts since the loop started; the loop's thread writes them, any thread may read them."""

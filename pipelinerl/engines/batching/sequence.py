@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence as Items
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -47,7 +47,6 @@ from trainer_contract.types import Experts
 TopTokens = list[tuple[int, float]]
 
 
-@final
 class TextWindow:
     """The growing text of one sample, cut before the first of the strings `stops` that appears in it."""
 
@@ -95,7 +94,6 @@ class TextWindow:
         return 0
 
 
-@final
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     """One of the `n` samples of a request. Its noise depends on `noise_key`, not on the batch that it runs in.
@@ -161,7 +159,6 @@ class Sequence:
         return next((version for version, start in reversed(self._marks) if start <= max(position, 0)), 0)
 
 
-@final
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """One chat completion in progress: a prompt and its samples.
@@ -284,7 +281,6 @@ _BEGUN_TAG: Final = re.compile(r"</?(?:t(?:h(?:i(?:n(?:k)?)?)?)?)?\Z")
 _RECIPIENT: Final = "to="
 
 
-@final
 @dataclass(slots=True)
 class ShownText:
     """The part of a choice's text that has been sent although tools are offered: `sent` characters.
@@ -314,7 +310,6 @@ class ShownText:
         return certain
 
 
-@final
 class ResponseWriter:
     """Builder of the response to `request`, of the model named `model`.
 

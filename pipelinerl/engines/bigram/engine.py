@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +47,6 @@ def from_options(options: EngineOptions) -> Engine:
     )
 
 
-@final
 class BigramRunner:
     """`ModelRunner` of a bigram model. It has no cache: the next token depends on the current one alone."""
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -47,7 +47,6 @@ _DONE: Final = b"[DONE]"
 _EVENT_END: Final = b"\n\n"
 
 
-@final
 class EngineClient:
     """Client that calls engines by base URL (`http://host:port`) and keeps their connections; for one event loop."""
 

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Final, final
+from typing import Final
 
 import numpy as np
 from pydantic import ValidationError
@@ -32,7 +32,6 @@ _MOST_LOGPROB: Final = 1e-3
 _LEAST_LOGPROB: Final = -1e6
 
 
-@final
 class EngineTeacher:
     """A frozen teacher, served by an engine at a URL. `timeout_s` limits all attempts to score one segment."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, NamedTuple, Self, final
+from typing import Any, Final, NamedTuple, Self
 
 from inference_contract import routes
 from inference_contract.schemas import FinishReason
@@ -40,7 +40,6 @@ class TextAnswer(NamedTuple):
     prompt_tokens: int | None = None
 
 
-@final
 class OpenAIServer:
     """Client of one server, used from one event loop.
 

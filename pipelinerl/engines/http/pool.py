@@ -28,7 +28,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from types import MappingProxyType
-from typing import Final, final
+from typing import Final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, Dirty, EngineStopped, Overloaded
 from inference_contract.routed_experts import RoutedExperts
@@ -113,7 +113,6 @@ class _Sample:
         self.routed.append(came)
 
 
-@final
 class PartialAnswer:
     """The received part of an answer to `request`, without I/O. Engines are asked to send a chunk every `interval_s`.
 
@@ -219,7 +218,6 @@ class PartialAnswer:
 _ENTRIES: Final = 4
 
 
-@final
 class LeastBusy:
     """Engines by base URL, with their outstanding tokens; picks the one that is done first. Pure: no I/O.
 
@@ -324,7 +322,6 @@ def cost(request: ChatCompletionRequest) -> int:
     return prompt + request.n * (request.token_limit or _DEFAULT_TOKENS)
 
 
-@final
 class EnginePool:
     """Pool of engines, used from one event loop."""
 

@@ -16,7 +16,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
@@ -139,7 +139,6 @@ async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
             await asyncio.gather(task, return_exceptions=True)
 
 
-@final
 class _Endpoint:
     """A route's endpoint as an ASGI object, because Starlette wraps functions in its own request and response."""
 

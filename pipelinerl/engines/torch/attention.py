@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Final, NamedTuple, Never, final
+from typing import Any, Final, NamedTuple, Never
 
 import numpy as np
 import torch
@@ -59,7 +59,6 @@ def following(plan: PrefillPlan | DecodePlan) -> Iterator[None]:
         _PLAN.reset(token)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class WantedMask:
     """The mask that a model wants: causal, within a sliding window if there is one."""
@@ -271,7 +270,6 @@ class _Pairs(NamedTuple):
     columns: NDArray[np.int64]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSections:
     """Indices for a step of K rows, each of at most n blocks; N blocks are read.

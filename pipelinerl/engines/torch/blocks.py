@@ -26,7 +26,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,6 @@ class _Row:
     filed: list[int] | None
 
 
-@final
 class BlockTable:
     """The blocks of `rows` rows of at most `context` tokens; at least one row of the whole context must fit.
 
@@ -319,7 +318,6 @@ class DuplicateRows(NamedTuple):
     of_row: NDArray[np.int64]
 
 
-@final
 class AlikeRows:
     """Tracker of rows that hold the same tokens.
 
@@ -357,7 +355,6 @@ class AlikeRows:
         return DuplicateRows(first, classes) if len(first) <= _MOST_LEFT * count else None
 
 
-@final
 class PromptStates:
     """Bookkeeping of the slots with the states at the end of prompts, one for each prompt that has a running row.
 

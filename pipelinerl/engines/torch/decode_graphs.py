@@ -12,7 +12,7 @@ two steps may be in flight, and each of them has its own pinned buffers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ class Inputs(NamedTuple):
     noise: NDArray[np.float64]
 
 
-@final
 class _Pinned:
     """The buffers of one step in page-locked memory: its inputs, its block table and its results."""
 
@@ -49,7 +48,6 @@ class _Pinned:
         self.done = torch.cuda.Event()
 
 
-@final
 class DecodeGraphs:
     """Graphs for at most `rows` rows. They share their memory, so only one runs at a time."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,6 @@ class _Linear(NamedTuple):
 _Product = _Linear | QuantizedLinear | Fp32Head | InvariantLinear  # functions [B, in] → [B, out]
 
 
-@final
 class _Joined:
     """Linear layers with the same input. If their weights lie back to back in memory, one product computes them all.
 
@@ -93,7 +92,6 @@ class _Layer:
     window: int | None
 
 
-@final
 class LlamaForward:
     """The module-free forward pass of one model; only for models that `fits` accepts."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ _KINDS: Final = frozenset(
 _CACHE_NAMES: Final = ("past_key_values", "cache_params")
 
 
-@final
 class ModuleForward:
     """Forward through transformers' own modules, with this project's attention and cache."""
 

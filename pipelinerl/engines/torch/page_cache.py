@@ -26,7 +26,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -52,7 +52,6 @@ class CacheReading(StrEnum):
     TILES = "tiles"
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
     """Plan of a prefill of P prompts, padded to T tokens each; it stores N tokens' keys and values.
@@ -75,7 +74,6 @@ class PrefillPlan:
     slots: Tensor | None = None
 
 
-@final
 @dataclass(frozen=True)
 class DecodePlan:
     """Plan of a step that feeds one token to each of B rows. The model computes K of them; the others are duplicates.
@@ -116,7 +114,6 @@ class DecodePlan:
         return known
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
     """Sizes of a model's cache, learned from transformers' own cache after a forward of one row.
@@ -167,7 +164,6 @@ class CacheShape:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.states.values())
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLayout:
     """The part of `DecodePlan` that does not depend on positions.
@@ -187,7 +183,6 @@ class DecodeLayout:
     sections: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
-@final
 class PageCache:
     """Keys and values [blocks, heads, size, width] of each attention layer, and states [slots, …] of recurrent layers.
 

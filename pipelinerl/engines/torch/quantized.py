@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,6 @@ def quantize(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     return (x / step).round_().to(torch.int8), step
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class QuantizedLinear:
     """Forward of a linear layer: weight i8 [out, in], scale f32 [out], bias [out]; a swap changes their data."""
@@ -75,7 +74,6 @@ class QuantizedLinear:
         return torch._int_mm(values, self.weight.t())
 
 
-@final
 class QuantizedWeights:
     """The serving and the staged parameters of `model`, in memory that this object owns; linear layers are quantised.
     Raises `ModelError` if no linear layers can be quantised, if they share weights, or if CUDA has no product of their

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ _COMPILED_FROM: Final = 2 * 10**8
 _NO_TOP: Final[Mapping[int, TopTokens]] = MappingProxyType({})
 
 
-@final
 class TorchRunner:
     """A model with its cache and sampler.
 

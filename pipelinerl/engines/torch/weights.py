@@ -7,7 +7,6 @@ never more than two copies of the weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,6 @@ def parameters_in(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[str, T
         offset += spec.num_bytes
 
 
-@final
 class TorchWeights:
     """The serving and the staged parameters of `model`; this object owns their memory from its construction on."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Final, final
+from typing import Final
 
 import msgspec
 from pydantic import ValidationError
@@ -33,7 +33,6 @@ log = logging.getLogger("pipelinerl")
 _BLOCK_S: Final = 10.0
 
 
-@final
 class AnnouncedUpdates:
     """Follower of the trainer's announcements for `engine`, whose base URL is `url`."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -66,7 +66,6 @@ class EndpointFactory(Protocol):
         ...
 
 
-@final
 class _InProcess:
     def reaches(self, backend: Backend, staging: Any) -> bool:
         """Return True if the backend can deliver into `staging`: NCCL delivers only from GPU to GPU."""
@@ -130,7 +129,6 @@ class _Membership:
             self.joining.result().close()
 
 
-@final
 class GroupMember:
     """The engine's current membership, for one event loop. `on_replaced` is called before a membership is replaced."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, final
+from typing import Any, Self
 
 from inference_contract.weights import WeightLayout, WeightUpdateRequest, cut
 from pipelinerl.engines.weights.group_member import GroupEndpoint, GroupMember
@@ -50,7 +50,6 @@ class _ByteCount:
         self.num_bytes, self.at = num_bytes, time.monotonic()
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class IncomingUpdate:
     """One update that is being received.

@@ -8,7 +8,7 @@ published bandwidths; the CUDA path has not been run.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 _SPARE: Final = 2 * 2**30
 
 
-@final
 class DeviceCopy:
     """The staged weights as a commit reads them: copied to `device` where they fit, else in place on the host.
 

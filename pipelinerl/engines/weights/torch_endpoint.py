@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +52,6 @@ def _serve(line: socket.socket, staged: Tensor, device: torch.device) -> None:
             in_background("endpoint", _Membership(socket.socket(fileno=ends[0]), staged, device).serve)
 
 
-@final
 class _Membership:
     def __init__(self, line: socket.socket, staged: Tensor, device: torch.device) -> None:
         self._line = line

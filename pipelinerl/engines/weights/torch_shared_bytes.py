@@ -12,7 +12,7 @@ import tempfile
 import weakref
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final, Self, final
+from typing import Final, Self
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
 
 
-@final
 class SharedBytes:
     """Memory that other processes can map by `path`: the tensor `tensor`, u8 [num_bytes], followed by `further`, u8."""
 

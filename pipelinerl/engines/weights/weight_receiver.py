@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 
 from inference_contract.errors import (
     ContractError,
@@ -84,7 +84,6 @@ class WeightTarget(Protocol):
         ...
 
 
-@final
 @dataclass(slots=True)
 class ReceiverTotals:
     """Counts of updates and failures so far, and the durations of the last update, for `EngineMetrics`."""
@@ -135,7 +134,6 @@ class _Update:
         return pulled and self.stage is _Stage.RECEIVING and self.key < (request.epoch, request.version)
 
 
-@final
 class WeightReceiver:
     """Implements the contract's two weight routes for an engine; every method runs on one event loop."""
 

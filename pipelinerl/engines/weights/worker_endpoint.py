@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 _ERRORS: Final = {"deadline": DeadlineError, "broke": UpdateError}
 
 
-@final
 class WorkerEndpointFactory:
     """Factory of endpoints in a worker, for `backends`; satisfies `EndpointFactory` once the worker has connected."""
 
@@ -122,7 +121,6 @@ class WorkerEndpointFactory:
         return endpoint
 
 
-@final
 class WorkerEndpoint:
     """The engine's side of a worker's endpoint; satisfies `GroupEndpoint`.
 
@@ -200,7 +198,6 @@ def endpoints_of(options: EngineOptions) -> EndpointFactory:
     return OwnProcess() if options.receiver is Receiver.OWN_PROCESS else IN_PROCESS
 
 
-@final
 class OwnProcess:
     """Factory of endpoints in separate processes, whose death the engine survives, for weights staged on the host.
 

@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Protocol
 
 from inference_contract.errors import ContractError, InvalidRequest
 from inference_contract.schemas import ChatCompletion, FinishReason, Usage
@@ -80,7 +80,6 @@ class Piece:
     text: str
 
 
-@final
 class AnswerReader:
     """The pieces of one answer, from its growing content.
 

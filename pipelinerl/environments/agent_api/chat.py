@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any
 
 from inference_contract.errors import ContractError
 from pipelinerl.environments.agent_api.answer import MODEL, AgentAnswer, Piece, event, new_id
 
 
-@final
 class ChatCall:
     """A request to `/v1/chat/completions`; satisfies `AgentCall`."""
 

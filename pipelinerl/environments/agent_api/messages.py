@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final, final
+from typing import Any, Final
 
 from pydantic_core import from_json
 
@@ -61,7 +61,6 @@ _STOP_REASONS: Final = {
 _ERRORS: Final = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
-@final
 class MessagesCall:
     """A request to `/v1/messages`; satisfies `AgentCall`. Raises `InvalidRequest`."""
 

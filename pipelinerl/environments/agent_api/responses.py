@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final
 
 from inference_contract.errors import ContractError
 from inference_contract.schemas import FinishReason, Usage, without_idle
@@ -63,7 +63,6 @@ _OF_TOOLS: Final = ("type", "name", "description", "parameters", "strict", "defe
 _LOGPROBS: Final[Mapping[str, dict[str, Any]]] = {"reasoning": {}, "message": {"logprobs": []}}
 
 
-@final
 class ResponsesCall:
     """A request to `/v1/responses`; satisfies `AgentCall`. Raises `InvalidRequest`."""
 

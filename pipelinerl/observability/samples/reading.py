@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import itemgetter
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind, decode
 
@@ -77,7 +77,6 @@ class SampleQuery:
         )
 
 
-@final
 @dataclass(slots=True)
 class SampleReader:
     """Incremental reader of a run's sample files; each call continues at the last position."""

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 from pipelinerl.observability.samples.record import SampleGroup, encode
 
@@ -39,7 +39,6 @@ _BUILD_ERRORS: Final = (ArithmeticError, LookupError, RuntimeError, TypeError, V
 Make = Callable[[], Iterable[SampleGroup]]
 
 
-@final
 class SampleLog:
     """One writer of the files `<name>-*.jsonl` in a directory, which it creates when needed."""
 

@@ -21,7 +21,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Generic, TypeVar, final
+from typing import Any, BinaryIO, Final, Generic, TypeVar
 
 import msgspec
 
@@ -194,7 +194,6 @@ def _first(group: BaseExceptionGroup[Any]) -> BaseException:
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 
-@final
 class AnswerLog(Generic[Answer]):
     """A file of results from which an interrupted command resumes.
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, final
+from typing import Final, Protocol
 
 from inference_contract.engine import Engine
 from inference_contract.errors import ContractError
@@ -173,7 +173,6 @@ async def _made_here(config: RunConfig) -> AsyncIterator[Engine]:
         await to_its_end(engine.close())
 
 
-@final
 class _OfTheContract:
     """Respondent for an engine of this project: one request returns all samples of a problem, as in an actor."""
 
@@ -210,7 +209,6 @@ class _OfTheContract:
         ]
 
 
-@final
 class _OfText:
     """Respondent for a server that returns only text; the server receives one request per sample."""
 

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, final
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 import typer
@@ -99,7 +99,6 @@ def catalogue(console: Console) -> None:
     console.print(table)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class OfRun:
     """The rollouts of one step of a run; if `group` (a group's index) is set, only that group's tokens are shown."""

@@ -29,7 +29,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, Protocol
 
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason
@@ -189,7 +189,6 @@ def named_by(label: str) -> tuple[int, int]:
     return int(epoch), int(version)
 
 
-@final
 class CoreLoop:
     """One engine core and the thread that drives it; satisfies `SampleLoop`.
 

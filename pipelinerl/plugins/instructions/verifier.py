@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, final
+from typing import Any, Final
 
 import msgspec
 
@@ -38,7 +38,6 @@ _QUICK_CHARS: Final = 10_000
 _LOOSE_COST: Final = 4
 
 
-@final
 class InstructionFollowing:
     """Verifier for problems with instructions that a program can check."""
 

@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, Self, final
+from typing import Any, Final, NamedTuple, Protocol, Self
 from urllib.parse import quote
 
 from pipelinerl import rng
@@ -119,7 +119,6 @@ class _Vote(NamedTuple):
     reason: str
 
 
-@final
 class Judge:
     """A `GroupVerifier` that lets a language model grade answers; it connects to the model at the first answer."""
 
@@ -279,7 +278,6 @@ _CONTROL: Final = re.compile(
 )
 
 
-@final
 class Quotation:
     """Quoted texts of one prompt, by label. All have the same mark, so that no text can end its own quotation.
 
@@ -419,7 +417,6 @@ class Spent(Exception):
     """The judge's budget is exhausted, or its count cannot be saved."""
 
 
-@final
 class Spending:
     """Budget of calls and tokens for one process and one domain over a whole run.
 

@@ -25,7 +25,7 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -100,7 +100,6 @@ def open_environment(url: str, options: Mapping[str, Any]) -> Callable[[Task, Ep
     return OpenEnv(url, options).play
 
 
-@final
 class OpenEnv:
     """Plays episodes on one server. Raises `ReferenceFailed` if the URL or an option is invalid."""
 
@@ -248,7 +247,6 @@ class OpenEnv:
         )
 
 
-@final
 class OpenEnvSession:
     """One connection to an OpenEnv server."""
 
@@ -320,7 +318,6 @@ class OpenEnvSession:
             await self._socket.send_json({"type": "close"})
 
 
-@final
 class Actions:
     """The fields of a server's actions, read from their JSON schema.
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 _NAME: Final = "oubliette"
 _NUMBERS: Final = itertools.count()
@@ -117,7 +117,6 @@ def available() -> Hierarchies | str:
     return hierarchies
 
 
-@final
 class ControlGroup:
     """The control group that limits the guest of one slot; call `close` after the guest has ended."""
 

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 from pipelinerl.plugins.oubliette import bubblewrap, control_groups, syscall_filter, toolchains
 from pipelinerl.plugins.oubliette.control_groups import ControlGroup, Hierarchies, Weight
@@ -140,7 +140,6 @@ _OUT_OF_TIME: Final = frozenset({signal.SIGXCPU, signal.SIGKILL})
 _NO_PROGRAM: Final = "creating process: failed to load"
 
 
-@final
 class GvisorSlot:
     """Slot of the strong tier: runs one program at a time, each in a new sandbox. For use from one thread."""
 
@@ -236,7 +235,6 @@ class GvisorSlot:
         return self._group
 
 
-@final
 class _Watch:
     def __init__(
         self, process: subprocess.Popen[bytes], group: ControlGroup, limits: Limits, cpu_began_s: float

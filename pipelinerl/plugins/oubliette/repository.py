@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self, final
+from typing import Final, Self
 
 from pipelinerl.errors import PipelineError, UserError
 
@@ -70,7 +70,6 @@ def size_of(content: Content) -> int:
     return content.size if isinstance(content, Link) else len(content)
 
 
-@final
 class PersistentRepository:
     """Repository in a folder, which also stores compiled checkers under the digest of source, files and compiler."""
 
@@ -160,7 +159,6 @@ class PersistentRepository:
             draft.unlink(missing_ok=True)
 
 
-@final
 class TransientRepository:
     """Thread-safe repository of `most_bytes` in memory, which evicts the least recently used data first."""
 

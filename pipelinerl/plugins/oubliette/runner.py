@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, final
+from typing import Final, Protocol
 
 from pipelinerl.plugins.oubliette import toolchains
 from pipelinerl.plugins.oubliette.checkers import Checker, CheckerFailed, CustomChecker, same
@@ -94,7 +94,6 @@ class CodeRunner(Protocol):
         ...
 
 
-@final
 class LocalRunner:
     """Runner in this machine's sandbox; closing the runner closes the sandbox."""
 

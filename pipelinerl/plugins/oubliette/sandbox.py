@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 from pipelinerl.plugins.oubliette import bubblewrap, control_groups, gvisor, syscall_filter, toolchains
 from pipelinerl.plugins.oubliette.gvisor import GvisorSlot
@@ -102,7 +102,6 @@ def _weak(outer_id: int) -> Isolation:
     )
 
 
-@final
 @dataclass(slots=True)
 class _Place:
     """A slot (which runs one program at a time), its thread, and the state of its current run.
@@ -120,7 +119,6 @@ class _Place:
     behind: bool = False
 
 
-@final
 class Sandbox:
     """Runs up to `at_once` programs at a time, in `at_once` · `slots_each` slots. The caller must close the sandbox.
 

@@ -26,7 +26,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 from pipelinerl.plugins.oubliette import control_groups
 from pipelinerl.plugins.oubliette.control_groups import ControlGroup, Hierarchies, Weight
@@ -70,7 +70,6 @@ class Isolation:
     shown: tuple[str, ...] = ()
 
 
-@final
 class Slot:
     """Runs programs in a guest (a sandboxed process tree), one at a time.
 
@@ -175,7 +174,6 @@ class Slot:
             self._guest = None
 
 
-@final
 class _Guest:
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, words: Any) -> None:
         self._process = process
@@ -287,7 +285,6 @@ class _Answer(NamedTuple):
     trouble: str
 
 
-@final
 class _Reader:
     def __init__(self, control: socket.socket, out: int, err: int, limits: Limits) -> None:
         self._control = control

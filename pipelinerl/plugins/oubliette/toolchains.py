@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 from pipelinerl.errors import UserError
 from pipelinerl.plugins.oubliette.bubblewrap import holds_home
@@ -26,7 +26,6 @@ class ToolchainMissing(UserError):
     """A language is unknown, or its tools are not installed on this host."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolchain:
     """Names and commands of one language.

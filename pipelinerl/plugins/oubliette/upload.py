@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import orjson
 
@@ -37,7 +37,6 @@ _SHORT: Final = 96
 _AT_ONCE: Final = 8
 
 
-@final
 class RowLinker:
     """Stores the test inputs and answers of rows, without duplicates; `contents` and `num_bytes` count those sent."""
 
@@ -178,7 +177,6 @@ async def _store(rules: OublietteSection, stack: AsyncExitStack) -> RepositoryFo
     return runner
 
 
-@final
 class RepositoryFolder:
     """A local store of tests' inputs, answers and checkers; opens the sandbox only to compile the first checker."""
 

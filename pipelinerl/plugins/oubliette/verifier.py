@@ -17,7 +17,7 @@ import contextlib
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Final, final
+from typing import Final
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.oubliette import probe, toolchains
@@ -88,7 +88,6 @@ def refuse_unreadable(problem: Problem) -> None:
         raise RecipeError(str(error)) from None
 
 
-@final
 class Oubliette:
     """Verifier for problems with tests.
 
@@ -133,7 +132,6 @@ class Oubliette:
         return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
 
 
-@final
 class _LazyRunner:
     """A runner that the first use opens."""
 
@@ -201,7 +199,6 @@ async def open_runner(rules: OublietteSection, *, at_once: int) -> CodeRunner:
     return await RemoteRunner.open(rules.url, token=token, tier=rules.tier)
 
 
-@final
 @dataclass(slots=True)
 class _Judged:
     """The judging of one answer; `_left_s` is what remains of the verifier's deadline."""
@@ -299,7 +296,6 @@ _OUTPUT_BYTES: Final = 64 << 10
 _SILENT: Final = "(the program printed nothing)"
 
 
-@final
 class PythonTool:
     """The tool `python`, each call of which is a separate run. The caller must close the tool."""
 

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Final, Self, TypeVar, final
+from typing import Any, Final, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -35,7 +35,6 @@ _FAILURES: Final = (OSError, http.client.HTTPException)
 Answer = TypeVar("Answer", bound=Wire)
 
 
-@final
 class ServerClient:
     """A connection to a server that is opened on demand and kept. One thread uses it at a time, except for `cut`."""
 

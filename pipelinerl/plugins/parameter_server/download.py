@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,6 @@ _WATCH_S: Final = 0.05
 _RECORD_S: Final = 5.0
 
 
-@final
 class WeightPuller:
     """A `PullSource` for one pull at a time; shared memory of servers stays mapped for the next pull."""
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any, Final, final
+from typing import Any, Final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, NotPrepared, PeerLost
 from inference_contract.weights import (
@@ -67,7 +67,6 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream, gra
     return PullPublisher(control, uploader, announcer=announcer, grace=grace)
 
 
-@final
 class PullPublisher:
     """A `Publisher` that uses parameter servers. Only one publication runs at a time; concurrent calls wait."""
 

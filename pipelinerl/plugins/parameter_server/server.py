@@ -39,7 +39,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from operator import itemgetter
-from typing import Final, final
+from typing import Final
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -85,7 +85,6 @@ _PIECE_BYTES: Final = 4 * 2**20
 log = logging.getLogger("pipelinerl")
 
 
-@final
 class ParameterServer:
     """The logic behind the server's routes. Methods run on one event loop; slow work runs on threads."""
 
@@ -280,7 +279,6 @@ async def _failed(_: Request, error: Exception) -> Response:
     return refusal(502, str(error), code="failed")
 
 
-@final
 class _Read:
     def __init__(self, table: VersionTable) -> None:
         self._table = table
@@ -313,7 +311,6 @@ async def _give(view: memoryview, start: int, end: int, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-@final
 class _Write:
     def __init__(self, table: VersionTable) -> None:
         self._table = table

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any, Final, Self, final
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,6 @@ class SharedMemoryAddress(Wire):
     num_bytes: int
 
 
-@final
 class SharedMemory:
     """A segment of `num_bytes` of shared memory, freed after its last use. A server reuses it for many versions."""
 
@@ -71,7 +70,6 @@ class SharedMemory:
         self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self._fd, length), np.uint8)[:num_bytes]
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Attachment:
     """A segment of another process, mapped in this one; it stays readable even if the other process dies."""
@@ -102,7 +100,6 @@ class Attachment:
         return cls(address, np.frombuffer(mapped, np.uint8)[: address.num_bytes])
 
 
-@final
 class Attachments:
     """Cache of mapped segments. A new mapping would cause page faults, which cost more than the copy itself."""
 
@@ -124,7 +121,6 @@ class Attachments:
 Part = Range
 
 
-@final
 class ReceiveBuffer:
     """Receiver of bytes that fill `into` (flat uint8, numpy or torch); it hashes them and knows which are missing.
 

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Self, TypeVar, final
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,7 +80,6 @@ class Uploaded:
     failed: dict[str, str]
 
 
-@final
 class Uploader:
     """Uploads versions to a run's parameter servers. Only one thread may use it at a time."""
 
@@ -314,7 +313,6 @@ def write_shards(
     return ShardsWritten(digest, {number: sealed.result() for number, sealed in sealing.items()})
 
 
-@final
 class ShardWriter:
     """Writes the bytes of one shard to one server, in order, on a thread that ends with the `with` block.
 

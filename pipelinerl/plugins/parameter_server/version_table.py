@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from typing import Any, Final
 
 from numpy.typing import NDArray
 
@@ -72,7 +72,6 @@ class Version:
         )
 
 
-@final
 class VersionTable:
     """The versions that a server holds for the engines, and the version that each engine has confirmed last."""
 
@@ -252,7 +251,6 @@ class VersionSnapshot:
     whole: str
 
 
-@final
 class SnapshotStore:
     """Store of the newest `keep` snapshots in the folder `place`. Only one server may write there."""
 

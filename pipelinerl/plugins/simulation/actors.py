@@ -12,13 +12,12 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any
 
 from pipelinerl.plugins.simulation.engine import SimulatedGroup
 from pipelinerl.plugins.simulation.hardware import ControlTimes
 
 
-@final
 @dataclass(slots=True)
 class Agenda:
     """The event queue; `now` is the simulated time in seconds. Simultaneous events happen in order of scheduling."""
@@ -45,7 +44,6 @@ class Agenda:
         return True
 
 
-@final
 @dataclass(slots=True)
 class SimulatedTrainer:
     """The trainer, which computes at a speed that may change; it calls `done` at the end of a computation."""
@@ -84,7 +82,6 @@ class SimulatedTrainer:
             self.done()
 
 
-@final
 @dataclass(slots=True)
 class SimulatedActors:
     """The actors of a run. They call `sample` to send a group to its engine, and `deliver` for each judged group."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import fmean
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,6 @@ _WORK: Final = ("decode_steps", "row_steps", "prompt_tokens")
 _TRANSIT_S: Final = 0.002
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedRun:
     """A finished run: its events, and the settings from its recipe."""
@@ -206,7 +205,6 @@ JUDGED: Final = ("step_s", "tokens_per_s")
 DRAWS: Final = 5
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """A run's measured means over its `counted_steps`; fields are named as in `Prediction`.

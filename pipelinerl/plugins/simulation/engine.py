@@ -14,14 +14,13 @@ import heapq
 import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 from inference_contract.weights import OnUpdate
 from pipelinerl.plugins.simulation.hardware import EngineTimes
 from pipelinerl.staleness import StalenessBounds
 
 
-@final
 @dataclass(slots=True, eq=False)
 class SimulatedGroup:
     """`size` answers to one prompt. Times are in seconds since the run began."""
@@ -49,7 +48,6 @@ class SimulatedGroup:
         return sum(self.lengths)
 
 
-@final
 @dataclass(slots=True)
 class WaitingGroups:
     """Groups ready to train, with `rollouts` rollouts in total; `dropped` collects groups that `take` found too old.
@@ -108,7 +106,6 @@ class EngineNews(NamedTuple):
     """The version that serves from now on; None if unchanged."""
 
 
-@final
 @dataclass(slots=True)
 class SimulatedEngine:
     """An engine that decodes `slots` answers (rows) at once.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimes:
     """Times of an engine: a decode step of n rows takes `step_s + row_s · n`.
@@ -23,7 +21,6 @@ class EngineTimes:
         return self.step_s + self.row_s * rows
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
     """Times of a trainer: `token_s` per token of a pass (prompts too), and `optimizer_step_s` per optimizer step."""
@@ -36,7 +33,6 @@ class TrainerTimes:
         return self.token_s * tokens * epochs + self.optimizer_step_s * optimizer_steps
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTimes:
     """Times of an update: a publication takes `send_s` in the background, then each engine pauses for `pause_s`."""
@@ -45,7 +41,6 @@ class UpdateTimes:
     pause_s: float = 0.0
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlTimes:
     """Times of everything except engine and trainer.
@@ -69,7 +64,6 @@ class ControlTimes:
     report_s: float = 0.0
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
     """Factors, at least 1, by which engine and trainer slow down while the other computes on the same processors."""
@@ -78,7 +72,6 @@ class Contention:
     trainer: float = 1.0
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
     """Prices per hour of one engine and of the trainer, in any currency; 0 if unknown."""
@@ -87,7 +80,6 @@ class Prices:
     trainer_hour: float = 0.0
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """All times and prices of some hardware."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
-from typing import Any, Final, final, get_type_hints
+from typing import Any, Final, get_type_hints
 
 import msgspec
 
@@ -35,7 +35,6 @@ STEPS: Final = 100
 _SECTIONS: Final[Mapping[str, type[Any]]] = get_type_hints(Hardware)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
     """Inputs of predictions. `checks` holds the simulator's errors (simulated ÷ measured − 1) by run and metric."""

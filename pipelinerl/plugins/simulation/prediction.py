@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 from pipelinerl.errors import UserError
 from pipelinerl.plugins.simulation.hardware import Prices
@@ -28,7 +28,6 @@ class SimulatedStep(NamedTuple):
     """Rollouts by age, in versions between their oldest token and the version that the step made."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
     """Groups that the controller ordered (`issued`), and how many of them had each outcome or are still in flight."""
@@ -41,7 +40,6 @@ class Account:
     in_flight: int
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """Results of a simulated run.
@@ -109,7 +107,6 @@ def staleness_of(steps: Sequence[SimulatedStep]) -> dict[int, float]:
 _AS_FAST: Final = 0.05
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A recipe with changes `section.key=value`, and its prediction or the reason why it cannot run."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, final
+from typing import Final
 
 import numpy as np
 
@@ -37,7 +37,6 @@ _ADAM_BYTES: Final = 28
 _BF16_BYTES: Final = 2
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
     """Published peaks of one device, per second, and the utilisation that published pre-training runs reach on it.
@@ -60,7 +59,6 @@ class Accelerator:
     source: str
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
     """Sizes of a dense decoder with grouped-query attention; widths are number of heads · dimension of a head."""
@@ -112,7 +110,6 @@ SIZES: Final[Mapping[str, ModelSize]] = {
 }
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedHardware:
     """An accelerator and a model size; `times` computes a hardware table for the devices and batches of a recipe."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol, final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,6 @@ from pipelinerl import rng
 from pipelinerl.staleness import StalenessBounds
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedSetting:
     """A run to be simulated.
@@ -68,7 +67,6 @@ class LengthLaw(Protocol):
         ...
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class FixedLengths:
     """Every answer has the same length, `tokens`."""
@@ -80,7 +78,6 @@ class FixedLengths:
         return np.full(count, self.tokens, np.int64)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class HeavyTailedLengths:
     """Log-normal lengths, truncated at `most`; `sigma` is the standard deviation of their logarithm."""
@@ -96,7 +93,6 @@ class HeavyTailedLengths:
         return np.clip(exact, 1, self.most).astype(np.int64)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class ObservedLengths:
     """Answer lengths of a run, resampled with replacement."""

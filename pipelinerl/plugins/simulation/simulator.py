@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 from pipelinerl import rng
 from pipelinerl.actor.freshness import can_be_fresh
@@ -32,7 +32,6 @@ from pipelinerl.plugins.simulation.setting import SimulatedSetting, drawing
 POLL_S: Final = 0.5
 
 
-@final
 @dataclass(slots=True)
 class _Counts:
     issued: int = 0
@@ -75,7 +74,6 @@ def simulate(setting: SimulatedSetting, hardware: Hardware) -> Prediction:
     return run.prediction()
 
 
-@final
 class _Run:
     def __init__(self, setting: SimulatedSetting, hardware: Hardware) -> None:
         self._setting, self._hardware, self._control = setting, hardware, hardware.control

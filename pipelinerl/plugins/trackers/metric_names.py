@@ -7,7 +7,7 @@ engines, measured every second, are averaged and become part of the next step's 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -97,7 +97,6 @@ class ReaderState(msgspec.Struct):
     published: dict[str, float] = {}
 
 
-@final
 class MetricReader:
     """Reader of one run's events in order. `state` holds everything that another reader needs to continue."""
 

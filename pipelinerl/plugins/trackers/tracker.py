@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, final
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -85,7 +85,6 @@ class FeedPosition(msgspec.Struct, frozen=True, kw_only=True):
     over: bool = False
 
 
-@final
 class TrackerFeed:
     """Sends a run's events to one tracker, and can continue after its process was killed. Use it from one thread.
 
@@ -171,7 +170,6 @@ _VERSION: Final = "brain.Event:2"
 _PATTERN: Final = "events.out.tfevents.*.pipelinerl"
 
 
-@final
 class TensorBoardTracker:
     """Writes TensorBoard event files into one directory, each metric exactly once; other files there stay unchanged.
 
@@ -264,7 +262,6 @@ def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         at = end
 
 
-@final
 class TrackioTracker:
     """One run of trackio: the newest run of this name if there is a bookmark, otherwise a new run.
 
@@ -314,7 +311,6 @@ _EVALUATIONS: Final = "eval/"
 _WANDB_VERSION: Final = "eval/version"
 
 
-@final
 class WandbTracker:
     """One run of W&B, online or offline. The bookmark holds the run's id and the newest logged step.
 

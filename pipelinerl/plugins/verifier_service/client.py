@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 import msgspec
 
@@ -64,7 +64,6 @@ _ELSEWHERE: Final = (404, 409)
 _NONE_NAMED: Final = "the controller has named no verifier service"
 
 
-@final
 @dataclass(slots=True)
 class _Service:
     lease: VerifierLease
@@ -80,7 +79,6 @@ class _Service:
         self.rest_s, self.rests_until = 0.0, -math.inf
 
 
-@final
 class VerifierServices:
     """The verifier services of a run. Use and close this object in a single event loop."""
 
@@ -203,7 +201,6 @@ class VerifierServices:
         return _checked(answer.judgements, count, url)
 
 
-@final
 class RemoteVerifier:
     """A `GroupVerifier` that sends a domain's answers to the run's services, which judge them within deadlines."""
 

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import Final, final
+from typing import Final
 
 import msgspec
 from fastapi import FastAPI
@@ -67,7 +67,6 @@ def keys_of(rules: str, problem: Problem, texts: Iterable[str]) -> list[bytes]:
     return keys
 
 
-@final
 class VerdictCache:
     """Cache of verdicts by the keys that `keys_of` returns, in at most `most_bytes`; verifier failures are not cached.
 
@@ -104,7 +103,6 @@ class VerdictCache:
             self.num_bytes -= len(oldest) + _PLACE_BYTES
 
 
-@final
 class VerifierService:
     """Implementation of a verifier service's routes, on one event loop."""
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Final, final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -337,7 +337,6 @@ def _fit_domains(
     return model, f"validation reward of sampled answers: {shown(last)}"
 
 
-@final
 class _Rewards:
     """Measures the mean reward of sampled answers to a few validation problems per domain; close it after use."""
 

@@ -22,7 +22,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 from urllib.parse import parse_qs
 
 from fastapi.responses import Response
@@ -87,7 +87,6 @@ def keep_link(run_dir: Path, share: SharedLink) -> bool:
     return True
 
 
-@final
 class PageLinks:
     """One-time links to the page. Each new key is passed to `announce`; using a key creates the next one."""
 
@@ -108,7 +107,6 @@ class PageLinks:
         return True
 
 
-@final
 class AccessMiddleware:
     """ASGI middleware: replace links by cookies and cookies by the token; add the security policy to every response.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.config import recipe as recipes
@@ -54,7 +54,6 @@ class CannotSteer(UserError):
     """A change of the run is impossible: no controller answers, or this page may not change the run."""
 
 
-@final
 @dataclass(slots=True)
 class Steering:
     """Connection to the controller of the run in a directory, for use from any thread; close it after use."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Final, final
+from typing import Annotated, Any, Final
 
 import msgspec
 from fastapi import Depends, Query, Request
@@ -55,7 +55,6 @@ class FeedEntry:
     step: int | None = None
 
 
-@final
 class Feed:
     """Recent events of a run, for all its listeners (open pages); bounded even if a listener is slow; thread-safe.
 
@@ -147,7 +146,6 @@ _POLL_S: Final = 0.5
 _BREATH_S: Final = 0.001
 
 
-@final
 @dataclass(slots=True)
 class WatchedRun:
     """State of the run in a directory, and its controller; callers must hold `lock` while they read the state."""
@@ -273,7 +271,6 @@ def watched_runs(directories: Sequence[Path], *, read_only: bool = False) -> lis
     return [WatchedRun(number, directory, read_only) for number, directory in enumerate(directories)]
 
 
-@final
 class Follower:
     """Thread that reads all runs until it is closed."""
 
@@ -323,7 +320,6 @@ Name = Annotated[str | None, Query(max_length=500)]
 StepNumber = Annotated[int | None, Query(ge=0, le=2**53)]
 
 
-@final
 class Pages:
     """The runs that one server shows."""
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,6 @@ _STATE: Final = "bigram_trainer.safetensors"
 _VALUES: Final = "bigram.values"
 
 
-@final
 @dataclass(slots=True)
 class BigramWorker:
     """The weights, Adam's two moments and the gradient, each a table [V, V], or [V] with a value head."""
@@ -63,7 +62,6 @@ class BigramWorker:
     gradient: Float64 | None = None
 
 
-@final
 class BigramTrainer:
     """Implementation of `trainer_contract.trainer.Trainer`, whose docstrings describe the methods."""
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -292,7 +292,6 @@ _MOST_BYTES: Final = 1 << 32
 _BEATS: Final = 6
 
 
-@final
 class Channel:
     """One end of a connection between ranks. One thread may call `receive`; any thread may call `send`."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol, final
+from typing import Protocol
 
 from pipelinerl.trainers.ranks.commands import (
     Channel,
@@ -68,7 +68,6 @@ def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[
         rank.take(message)
 
 
-@final
 class _Rank:
     def __init__(self, channel: Channel, start: Start) -> None:
         self._channel = channel

@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Generic, NamedTuple, TypeVar, final
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from pipelinerl.trainers.ranks.commands import (
     Channel,
@@ -64,7 +64,6 @@ class RankResults(NamedTuple, Generic[T]):
     others: Mapping[int, list[RankResult]]
 
 
-@final
 @dataclass(slots=True)
 class _Pending:
     number: int
@@ -89,7 +88,6 @@ def _end_process(error: RankError) -> None:
     os._exit(1)
 
 
-@final
 class Ranks:
     """Rank 0's connections to the other ranks.
 

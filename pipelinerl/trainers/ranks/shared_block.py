@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from mmap import mmap
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -88,7 +88,6 @@ class Block(NamedTuple):
     place: Place | None = None
 
 
-@final
 class RecycledMemory:
     """A pool of blocks of `size` bytes, shared with the ranks on this host if possible.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ def fused_experts(model: nn.Module) -> list[Any]:
     ]
 
 
-@final
 class _CastExperts:
     """Replacement for an experts module's forward that casts its parameters to autocast's dtype, differentiably."""
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -42,7 +42,6 @@ _KINDS: Final = (SpecError, StateError)
 _CONTENT: Final = struct.Struct("<q")
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class TorchWorld:
     """A process's rank and facts about the others; `reads` is the group for sending weights to rank 0 during passes.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, final
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -57,7 +57,6 @@ from trainer_contract.types import (
 T = TypeVar("T")
 
 
-@final
 class MeshLeader:
     """Rank 0's shards and its connections to the other ranks. `TorchTrainer` has checked all arguments."""
 
@@ -182,7 +181,7 @@ class MeshLeader:
             head=worker.spec.head,
             moments=moments,
             model_version=worker.model_version,
-            lora=adapters and adapters.record(digest=worker.loaded.base_digest),
+            lora=None if adapters is None else adapters.record(digest=worker.loaded.base_digest),
         )
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, cast, final
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ from trainer_contract.types import (
 )
 
 
-@final
 class LoadedModel(NamedTuple):
     """A model for training, the saved state that it resumes (if any), and the dtype of weights for engines.
 

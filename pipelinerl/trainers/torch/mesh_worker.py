@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -80,7 +80,6 @@ _SENT_AT_ONCE: Final = 2
 _SOUND: Final = torch.iinfo(torch.int32).max
 
 
-@final
 @dataclass(slots=True)
 class MeshWorker:
     """One process's shards, their optimizer, and the passes over them."""
@@ -400,7 +399,6 @@ class MeshWorker:
         return int(numbers)
 
 
-@final
 class MeshFollower:
     """A `RankWorker` that runs rank 0's commands in torch, and returns the results of its own micro-batches."""
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast, final
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -56,7 +56,6 @@ _ATTENTIONS: Final = (IMPLEMENTATION, None, "eager")
 _PROBED: Final = np.tile(np.arange(6, dtype=np.int32), 2)
 
 
-@final
 class PackedModel(nn.Module):
     """A causal language model that predicts the log-probs of packed tokens."""
 
@@ -203,7 +202,6 @@ def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, getattr(model, "model", model) if model.base_model is model else model.base_model)
 
 
-@final
 class _Stub:
     """The output of a model's layers, with only the hidden states."""
 
@@ -217,7 +215,6 @@ class _Stub:
         return None
 
 
-@final
 class _WholeHead:
     """Maps hidden states [n, d] to logits [n, V] by the model's own forward, whose layers return these states.
 

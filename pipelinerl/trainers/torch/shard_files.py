@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,7 +47,6 @@ def key_of(name: str, kind: str) -> str:
     return name if kind == VALUE else f"{name}.{kind}"
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class ShardFiles:
     """The shards of a state in the directory `path`."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
-from typing import Any, Final, cast, final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed
@@ -46,7 +46,6 @@ _COPY: Final = "dp_replicate"
 _PARTS: Final = 4
 
 
-@final
 class ShardedModel:
     """A sharded model. Every process calls it, at the same time, like the model itself."""
 
@@ -254,7 +253,6 @@ def _token_exchange() -> Any:
     return AllToAllEP
 
 
-@final
 class _TravellingTokens:
     """Replacement for an experts module's forward: send each token to the processes of its experts and back."""
 

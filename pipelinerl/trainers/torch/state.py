@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self, final
+from typing import Any, Final, Self
 
 import torch
 from safetensors import SafetensorError
@@ -46,7 +46,6 @@ _INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_
 RowsOf = Callable[[int], slice]
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class RandomState:
     """The state of torch's generators: the CPU's, and CUDA's if available."""
@@ -70,7 +69,6 @@ def _all_rows(length: int) -> slice:
     return slice(0, length)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class TorchSavedState:
     """A saved state that was read and checked; weights and shards are read later."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import cast, final
+from typing import cast
 
 from torch import Tensor
 
@@ -34,7 +34,6 @@ from trainer_contract.types import (
 )
 
 
-@final
 class TorchTrainer:
     """Implementation of `trainer_contract.trainer.Trainer`, whose docstrings describe the methods."""
 

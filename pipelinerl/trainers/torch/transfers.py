@@ -6,8 +6,6 @@ of the two dtypes.
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,6 @@ def to_device(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tenso
     return values.to(device, non_blocking=True).to(dtype)
 
 
-@final
 class HostBuffer:
     """Reusable pinned host memory for copies from the device, one tensor at a time; it grows as needed."""
 

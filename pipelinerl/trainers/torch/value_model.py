@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, cast, final
+from typing import Final, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -35,7 +35,6 @@ from trainer_contract.types import HeadMeasure
 _HEAD: Final = "value_head."
 
 
-@final
 class PackedValueModel(nn.Module):
     """A model that predicts the values of the states before packed tokens."""
 

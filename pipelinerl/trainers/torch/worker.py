@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
 
 import numpy as np
 import torch
@@ -56,7 +55,6 @@ from trainer_contract.types import (
 log = logging.getLogger("pipelinerl")
 
 
-@final
 @dataclass(slots=True)
 class TorchWorker:
     """The state of a single-process trainer; `model` is the module that accelerate prepared."""
@@ -279,7 +277,7 @@ class TorchWorker:
             head=self.spec.head,
             moments={names[id(parameter)]: moments for parameter, moments in self.optimizer.state.items()},
             model_version=self.model_version,
-            lora=adapters and adapters.record(digest=self.loaded.base_digest),
+            lora=None if adapters is None else adapters.record(digest=self.loaded.base_digest),
         )
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -65,7 +65,6 @@ class Capture:
     directory: Path
 
 
-@final
 class CheckpointStore:
     """The checkpoints of one run in `directory`: the newest `keep`, and the `keep_best` with the highest accuracy."""
 
@@ -301,7 +300,6 @@ def _sync_tree(directory: Path) -> None:
 _POLL_S: Final = 0.02
 
 
-@final
 class CheckpointFence:
     """The lock and the claimed epoch of a checkpoint directory; together they exclude trainers of earlier epochs."""
 
@@ -398,7 +396,6 @@ _NEVER_PASS: Final = (CheckpointError, FencedError, AssertionError, AttributeErr
 T = TypeVar("T")
 
 
-@final
 class Checkpointing:
     """Writer of checkpoints in parallel with training."""
 

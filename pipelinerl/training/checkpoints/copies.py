@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 from pipelinerl.errors import CheckpointError, FencedError
 from pipelinerl.observability.logs import without_secrets
@@ -52,7 +52,6 @@ class Copy:
         return self.folder.split("-e")[0]
 
 
-@final
 class CheckpointCopies:
     """The copies of one run's checkpoints below `url`; only one trainer at a time writes there.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Final, Self, final
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -90,7 +90,6 @@ def versions_of(group: RolloutGroup) -> set[int]:
     return {span.model_version for span in spans}
 
 
-@final
 @dataclass(slots=True)
 class ConsumedLedger:
     """The trainer's record of orders (requests for a group): which have ended, and how many with each outcome."""
@@ -137,7 +136,6 @@ class ConsumedLedger:
         return cls(int(record["frontier"]), set(record["beyond"]), counts)
 
 
-@final
 class SolvedProblems:
     """The orders whose groups had only correct answers, to be reported to the controller; oldest first."""
 

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
 
 import msgspec
 
@@ -47,7 +46,6 @@ class StepBudget:
     tokens: int | None = None
 
 
-@final
 class Batcher:
     """The groups that wait to be trained, and the record (`ledger`) of those trained or dropped. Not thread-safe."""
 
@@ -288,7 +286,6 @@ def awaited(
     return []
 
 
-@final
 class OverdueWait:
     """Timer that lets a full step wait for late groups, but for at most `timeout_s` per step."""
 

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from typing import Final, final
+from typing import Final
 
 import msgspec
 
@@ -46,7 +46,6 @@ class Arrivals:
     directives: list[Directive]
 
 
-@final
 class RolloutReader:
     """Reader of all rollout partitions and of the controller's directives."""
 
@@ -169,7 +168,6 @@ RESEND_S: Final = 5.0
 _BLOCK_S: Final = 1.0
 
 
-@final
 class ControllerLink:
     """A trainer's connection to the controller: it sends reports, and receives directives together with rollouts."""
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 import torch.distributed
@@ -41,7 +41,6 @@ _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.001, 0.01
 dist: Any = torch.distributed
 
 
-@final
 class Rendezvous:
     """The store through which members of a group connect. Unlike a plain TCPStore, it listens only on `host`."""
 
@@ -67,7 +66,6 @@ class Rendezvous:
         self._store = None
 
 
-@final
 class Collective:
     """A formed process group. One thread uses it at a time; `close` may be called from another thread."""
 

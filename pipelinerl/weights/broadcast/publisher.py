@@ -38,7 +38,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final
 
 from inference_contract.errors import (
     ContractError,
@@ -100,7 +100,6 @@ class _EngineGroup:
     members: tuple[str, ...]
 
 
-@final
 class BroadcastPublisher:
     """A `Publisher` that broadcasts. Only one publication runs at a time; concurrent calls of `publish` wait."""
 

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from trainer_contract.host_weights import bytes_of
 _LARGEST_OF_TWO: Final = 2
 
 
-@final
 class WeightSender:
     """Sends the weights once, on one thread; after a failure, `broke_in_group` is True if another rank caused it."""
 

@@ -68,7 +68,7 @@ TABLE: dict[str, tuple[EngineLifecycle, ...]] = {
     "join": (_J, _J, _J, _E, _J, _J, _J),
     "published": (_J, _H, _S, _R, _D, _X, _E),
     "proved": (_J, _H, _S, _R, _D, _X, _E),
-    "canary_failed": (_D, _H, _S, _R, _D, _X, _E),
+    "canary_failed": (_D, _D, _S, _R, _D, _X, _E),
     "publish_failed": (_D, _D, _D, _E, _D, _X, _E),
     "update_missed": (_D, _D, _D, _E, _D, _X, _E),
     "missed": (_J, _S, _S, _R, _D, _X, _E),

@@ -28,7 +28,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Protocol
 
 import aiohttp
 import orjson
@@ -142,7 +142,6 @@ class _Sample:
     passed_on: int = 0
 
 
-@final
 class ServerCore:
     """A server and its samples; satisfies `EngineCore`.
 
@@ -309,7 +308,6 @@ _DONE: Final = b"[DONE]"
 _SHOWN: Final = 300
 
 
-@final
 class ServerHttp:
     """HTTP client of one stock server, for one event loop: JSON calls with a deadline, and event streams without one.
 

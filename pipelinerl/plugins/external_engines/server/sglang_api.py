@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from inference_contract.errors import InvalidRequest
@@ -63,7 +63,6 @@ class _ServerGroup:
     collective: Any
 
 
-@final
 class SglangServerApi:
     """Client of a stock SGLang server; satisfies `ServerApi`."""
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Final, Self, final
+from typing import Any, Final, Self
 
 from pydantic import ValidationError
 from vllm import SamplingParams
@@ -72,7 +72,6 @@ _PAUSES: Final = {
 }
 
 
-@final
 class VllmCore:
     """A running vLLM core; satisfies `EngineCore`. If its process died, all but `close` raise `EngineDeadError`."""
 

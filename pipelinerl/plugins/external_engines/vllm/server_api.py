@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Final, final
+from typing import Any, Final
 
 from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
@@ -53,7 +53,6 @@ _PAUSES: Final = {
 _LONG_S: Final = 600.0
 
 
-@final
 class VllmServerApi:
     """Client of a stock vLLM server; satisfies `ServerApi`."""
 

@@ -20,7 +20,7 @@ import select
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,6 @@ class Share:
     may_copy: bool
 
 
-@final
 class SharedTransfer:
     """Transfer backend that reads shared memory; has the methods of `WeightTransferEngine` that vLLM calls."""
 
@@ -120,7 +119,6 @@ class SharedTransfer:
         self.copy = self.staged = self._layout = None
 
 
-@final
 class SharedWeights:
     """Methods added to vLLM's worker, called by `collective_rpc`. vLLM rejects names that its worker has already."""
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,6 @@ class Cache(NamedTuple):
     values: Array
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class DecoderProgram:
     """One decoder and its prompt attention, for which the compiled functions are specialised."""

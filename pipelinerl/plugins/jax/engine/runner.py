@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Self, final
+from typing import Any, Final, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,6 @@ _LEAST_ROWS: Final = 16
 _LEAST_LENGTH: Final = 128
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Buckets:
     """The few sizes to which an engine rounds up, since XLA compiles a program for each shape. Sizes are ascending.
@@ -91,7 +90,6 @@ def _doubling(least: int, most: int) -> tuple[int, ...]:
 _NO_TOP: Final[Mapping[int, TopTokens]] = MappingProxyType({})
 
 
-@final
 class JaxRunner:
     """A decoder with its cache and sampler, which owns `weights` and the donated `cache` from now on.
 
@@ -440,7 +438,6 @@ def layout_of(config: DecoderConfig, dtype: np.dtype[Any]) -> WeightLayout:
     )
 
 
-@final
 class JaxWeights:
     """The serving and the staged weights of a decoder; `place` returns the sharding of a given parameter.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,6 @@ PADDING: Final = -1
 _LEAST_COLUMNS: Final = 64
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Rows:
     """A layout of T packed tokens in R rows of C columns; `place` i64 [T] has each token's index in the R · C grid."""

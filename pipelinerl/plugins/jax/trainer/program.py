@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,6 @@ _POLICIES: Final = {
 }
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerProgram:
     """The static configuration of one decoder on one mesh; `compute` is the dtype of forward and backward."""

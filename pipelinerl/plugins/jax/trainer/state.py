@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -29,7 +29,6 @@ Kinds = Mapping[str, Mapping[str, jax.Array]]
 KINDS: Final = ("weights", "mean", "square")
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class JaxSavedState:
     """A saved state whose `trainer.json` has been read and checked; `restore` reads its arrays."""

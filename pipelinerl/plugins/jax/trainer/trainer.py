@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -64,7 +64,6 @@ from trainer_contract.types import (
 T = TypeVar("T")
 
 
-@final
 class JaxTrainer:
     """Implementation of `trainer_contract.trainer.Trainer`, whose docstrings describe the methods."""
 
@@ -196,7 +195,6 @@ class JaxTrainer:
         return self._ranks.together(lambda _: message, own, lane=lane).own
 
 
-@final
 class JaxFollower:
     """A `RankWorker` that runs rank 0's commands in JAX; it returns no results, because rank 0 has them all."""
 

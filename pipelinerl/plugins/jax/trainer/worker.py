@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,6 @@ from trainer_contract.types import (
 _PLATFORMS: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda", Device.TPU: "tpu"}
 
 
-@final
 @dataclass(slots=True)
 class JaxWorker:
     """The weights, Adam's moments and the gradient of one process; the gradient is None until `backward`."""

@@ -8,7 +8,7 @@ import os
 import signal
 import struct
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 # Unlike CDLL, PyDLL holds the interpreter's lock during calls, which a call that forks requires.
 _LIBC = ctypes.PyDLL(None, use_errno=True)
@@ -32,7 +32,6 @@ NOTHING = (_PRCTL, _PR_GET_DUMPABLE, 0, 0, 0, 0)
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-@final
 class GuestIsolation:
     """Creates and confines each run's process in the guest; `settings` are the fields of `Isolation` in `slot.py`."""
 

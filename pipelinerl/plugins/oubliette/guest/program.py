@@ -14,7 +14,7 @@ import os
 import site
 import sys
 import types
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ _OFTEN_IMPORTED = ("bisect", "collections", "heapq", "math", "typing")
 _REHEARSALS = 12
 
 
-@final
 class RunRequest:
     """A request to run a program, with the system calls by which the run's process confines itself."""
 

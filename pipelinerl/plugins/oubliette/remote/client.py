@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import Final, Self, final
+from typing import Final, Self
 from urllib.parse import urlsplit
 
 import msgspec
@@ -54,7 +54,6 @@ _FULL_PAUSE_S: Final = 0.25
 _BINARY: Final = {"content-type": "application/octet-stream"}
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class _PendingWork:
     work: wire.Work
@@ -62,7 +61,6 @@ class _PendingWork:
     done: asyncio.Future[wire.Done]
 
 
-@final
 class RemoteRunner:
     """A `CodeRunner` that uses an Oubliette service. Use and close it in a single event loop."""
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Final, final
+from typing import Final
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -54,7 +54,6 @@ _MOST: Final = Limits(
 )  # fmt: skip
 
 
-@final
 class OublietteService:
     """Implementation of an Oubliette service's routes, on one event loop."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 from pipelinerl.observability.events import Event, record_of
 
@@ -25,7 +25,6 @@ class EventPiece:
     is_new_file: bool = False
 
 
-@final
 class EventTail:
     """Incremental reader of one event log."""
 

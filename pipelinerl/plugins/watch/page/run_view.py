@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final, final
+from typing import Any, Final
 
 from pipelinerl.observability.events import Event, changes_words, kind_of
 from pipelinerl.observability.run_history import HELD_OUT, Incidents
@@ -50,7 +50,6 @@ _LIFECYCLES: Final = {
 }
 
 
-@final
 @dataclass(slots=True)
 class RunView:
     """The state of one run according to its log.

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -66,7 +66,6 @@ _SAMPLE: Final = np.dtype(
 )  # fmt: skip
 
 
-@final
 class _Rows:
     def __init__(self, kind: np.dtype[Any]) -> None:
         self._array = np.zeros(256, kind)
@@ -90,7 +89,6 @@ class _Rows:
         self._array, self.count = kept.copy(), len(kept)
 
 
-@final
 class _Names:
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -157,7 +155,6 @@ class SampleChoice:
     after: tuple[float, int, int] | None
 
 
-@final
 @dataclass(slots=True)
 class SampleIndex:
     """Index of the samples in one run's directory."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +77,6 @@ class StepRows:
     highs: Mapping[str, Float64]
 
 
-@final
 class StepTable:
     """Table of steps, added in log order. If a step is added again, its row and all later rows are removed first."""
 

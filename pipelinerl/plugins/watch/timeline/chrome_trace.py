@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import IO, Any, Final, final
+from typing import IO, Any, Final
 
 from pipelinerl.observability.events import Event
 from pipelinerl.plugins.watch.timeline.spans import (
@@ -50,7 +50,6 @@ _WITHIN: Final = {"pause": "pauses", "publish_wait": "publish_wait", "stall": "s
 TraceEvent = dict[str, Any]
 
 
-@final
 @dataclass(slots=True)
 class ChromeTrace:
     """Converter from the events of one run, in log order, to trace events."""

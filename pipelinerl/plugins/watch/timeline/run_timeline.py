@@ -15,7 +15,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,6 @@ _TRACKS: Final = {
 _NOTES: Final = 4096
 
 
-@final
 @dataclass(slots=True)
 class Track:
     """The spans of one activity in one lane, in append-only columns that can be drawn quickly at any resolution.
@@ -138,7 +137,6 @@ def _append(drawn: dict[str, list[Any]], span: Span) -> None:
         drawn[name].append(value)
 
 
-@final
 @dataclass(slots=True)
 class _Groups:
     order: array[int] = field(default_factory=lambda: array("q"))
@@ -180,7 +178,6 @@ class _Groups:
         return {"total": int(touching.size), "engine": [names[self.engine[place]] for place in chosen], **drawn}
 
 
-@final
 @dataclass(slots=True)
 class RunTimeline:
     """The timeline of one run, built from its events in log order."""

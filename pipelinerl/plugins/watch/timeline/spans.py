@@ -28,7 +28,7 @@ import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -60,7 +60,6 @@ class TracedGroup(NamedTuple):
     spans: tuple[tuple[int, int], ...] = ()
 
 
-@final
 @dataclass(slots=True)
 class GroupJoiner:
     """Matches the stages of traced groups with the steps that trained them, whichever is reported first.
@@ -163,7 +162,6 @@ class _Begun(NamedTuple):
     note: str = ""
 
 
-@final
 @dataclass(slots=True)
 class SpanReader:
     """Reader of one run's events in log order; memory is bounded for any length of run."""

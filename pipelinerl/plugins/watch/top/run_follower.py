@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 from pipelinerl.commands.remote import controller_of, is_url
 from pipelinerl.errors import UserError
@@ -78,7 +78,6 @@ class ChangeResult:
     refused: bool = False
 
 
-@final
 @dataclass(slots=True)
 class RunSource:
     """One run, named by its directory or by its controller's URL; for use from one thread only."""
@@ -166,7 +165,6 @@ class RunSource:
         )
 
 
-@final
 class RunFollower:
     """Thread that follows a run from the object's creation until `close`."""
 

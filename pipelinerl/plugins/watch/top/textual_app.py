@@ -8,7 +8,7 @@ selecting text.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import ClassVar, Final, final
+from typing import ClassVar, Final
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -26,7 +26,6 @@ _LOOK_S: Final = 0.25
 _KEYS: Final = "↑↓ PgUp PgDn · Enter edit · Esc · q quit"
 
 
-@final
 class KnobRow(Horizontal, can_focus=True):
     """A row with a knob's name and value; the value becomes an input field while the user edits it."""
 
@@ -75,7 +74,6 @@ class KnobRow(Horizontal, can_focus=True):
         self.query_one(".value", Static).display = not typing
 
 
-@final
 class TopApp(App[None]):
     """The screen of one run."""
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast, final
+from typing import Any, Final, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -43,7 +43,6 @@ _PEFT_PREFIX: Final = "base_model.model."
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 
 
-@final
 class Adapters:
     """The adapters of one model. The model must be unwrapped, and on the CPU or the meta device."""
 
@@ -260,7 +259,6 @@ def _redirected(config: Any, model: nn.Module, names: Iterable[str]) -> set[str]
     return found
 
 
-@final
 @dataclass(slots=True, weakref_slot=True)
 class SharedBase:
     """Frozen weights of a directory, which several models share until the last model is freed; never write to them."""

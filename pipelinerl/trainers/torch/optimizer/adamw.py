@@ -12,7 +12,7 @@ changes: with beta2 = 0.999, a second moment in bf16 would never decay.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,7 +92,6 @@ class Master(NamedTuple):
         return rounded(values, torch.bfloat16, self.rounding, name=self.name, first=first)
 
 
-@final
 class PiecewiseAdamW:
     """AdamW whose moments are bf16 or whose state is on the host.
 

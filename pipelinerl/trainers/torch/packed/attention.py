@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,7 +51,6 @@ class AttentionPlan(Protocol):
         ...
 
 
-@final
 class WantedMask:
     """What a model asks of its attention mask, in place of a mask: causal or a sliding window.
 
@@ -84,7 +83,6 @@ def _wanted_mask(*, local_size: int | None = None, **asked: Any) -> WantedMask:
     return WantedMask(local_size, partial(sdpa_mask, **asked | {"allow_is_causal_skip": False, "use_vmap": True}))
 
 
-@final
 class OpaquePlan:
     """A wrapper that hides an `AttentionPlan` from torch's compiler while it is passed through a model's layers.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class PaddedPlan:
     """How a micro-batch's segments lie in padded rows.

@@ -9,7 +9,7 @@ so gradients are deterministic on every device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from trainer_contract.types import Kernels
 _EDGES: Final = np.unique(np.ceil(16 * 1.25 ** np.arange(64)).astype(np.int64))
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
     """The mapping between the K computed tokens of a micro-batch and the P rows of the padded layout.

@@ -12,7 +12,7 @@ all processes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 dist: Any = torch.distributed
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
     """The `size` processes that share a micro-batch's tokens; this process has the index `place`."""
@@ -69,7 +68,6 @@ class SequenceGroup:
         return whole
 
 
-@final
 class SequencePart(NamedTuple):
     """The part of a micro-batch that one of n processes computes.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, Self, final
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -73,7 +73,6 @@ def _equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return int(differ[0]) if len(differ) else shorter
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Sums:
     """A plan that sums the gradients of all rows that were copied from the same source row.
@@ -123,7 +122,6 @@ class Sums:
         return gradient.index_copy_(0, self.places, many.index_select(0, self.firsts))
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A differentiable read of the N rows `index` i64 [N], from an array of `size` rows.

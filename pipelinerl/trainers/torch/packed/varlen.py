@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
-from typing import Any, NamedTuple, Protocol, cast, final
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -142,7 +142,6 @@ class _WithSinks(torch.autograd.Function):
         return *slopes, of_sinks.to(sinks.dtype), None
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
     """The boundaries of the S segments among the K computed tokens; segments without a computed token are omitted.

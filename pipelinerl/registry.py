@@ -179,7 +179,7 @@ TRANSPORTS: Final = Components(
     {"broadcast": "pipelinerl.roles.broadcast:COMPONENT", "pull": "pipelinerl.plugins.parameter_server:COMPONENT"},
 )
 
-#: What `pipelinerl check` and `pipelinerl run` predict of a run's needs.
+#: Resources whose use `pipelinerl check` and `pipelinerl run` predict.
 NEEDS: Final = Components("prediction", NeedsComponent, {"memory": "pipelinerl.plugins.memory:COMPONENT"})
 
 #: Commands of plug-ins, in the order of `pipelinerl --help`; the command line itself has those of the core.
@@ -251,7 +251,7 @@ def find(where: str, components: Mapping[str, K], name: str) -> K | None:
 
 
 def load(where: str, components: Mapping[str, K], name: str) -> Any:
-    """Return what builds the component `name`, or the user code of this reference; raises like `find`."""
+    """Return the function or class that builds `name`, or the user code of this reference; raises like `find`."""
     component = find(where, components, name)
     return _user_code(where, name) if component is None else imported(component.build)
 

@@ -44,7 +44,7 @@ class MadeRollout:
 
 @dataclass(slots=True)
 class GroupProgress:
-    """What happened while a group was made; the maker fills it in, and the actor reports it, even after an error.
+    """Counts and times of one group's making; the maker fills it in, and the actor reports it, even after an error.
 
     Attributes:
         on_begun: called before each request that samples the group from its first token.

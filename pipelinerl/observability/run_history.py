@@ -109,7 +109,7 @@ class Incidents:
 
 
 def _subject(kind: str, event: Event) -> str:
-    """Return what an incident of this kind is about: an engine's URL, or an alarm's kind and domain."""
+    """Return the subject of an incident of this kind: an engine's URL, or an alarm's kind and domain."""
     fields = {"alarm": ("alarm", "domain"), "stalled": (), "checkpoint_delayed": ()}.get(kind, ("url",))
     return " ".join(str(event.get(name, "")) for name in fields)
 

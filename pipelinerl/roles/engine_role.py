@@ -79,7 +79,7 @@ def build_engine(identity: Identity) -> Engine:
 
 
 def _puller(identity: Identity) -> PullSource | None:
-    """Return what fetches weights from servers, which an engine may be told to do in any run; None without the plug-in.
+    """Return the fetcher of weights from servers, which any run may begin to use; None without the plug-in.
 
     Raises `RecipeError` if the run's own transport is missing.
     """

@@ -60,7 +60,7 @@ def load_reference(text: str) -> Any:
         raise ReferenceFailed(f"{place} has no {match['attribute']!r}{_what_it_has(module)}") from None
 
 
-#: What user code may raise. Ctrl-C while user code runs counts as its error, since the two cannot be told apart.
+#: Exceptions of user code. Ctrl-C while user code runs counts as its error, since the two cannot be told apart.
 _ANYTHING: Final = (Exception, SystemExit, KeyboardInterrupt)
 
 

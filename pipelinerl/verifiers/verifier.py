@@ -89,7 +89,7 @@ class BudgetShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierContext:
-    """What a verifier gets from its domain, apart from its own options.
+    """The settings that a verifier gets from its domain, apart from its own options.
 
     Attributes:
         domain: the domain's name.

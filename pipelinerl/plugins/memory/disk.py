@@ -1,4 +1,4 @@
-"""What a run needs of memory and disk, predicted before it begins, and the micro-batch size that fits into memory."""
+"""Prediction of the memory and disk that a run needs, and the micro-batch size that fits into memory."""
 
 from __future__ import annotations
 

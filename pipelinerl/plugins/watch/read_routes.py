@@ -224,7 +224,7 @@ def _chosen(pages: Pages, runs: str) -> list[WatchedRun]:
 
 
 def _summary(watched: WatchedRun) -> dict[str, Any]:
-    """Return what a list of runs shows of a run."""
+    """Return the figures of a run that a list of runs shows."""
     view = watched.view
     last = view.recent[-1] if view.recent else {}
     return {

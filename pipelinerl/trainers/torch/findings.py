@@ -1,4 +1,4 @@
-"""What `pipelinerl check` says of the torch trainer: a trial of the model, its adapters, attention and device mesh."""
+"""Findings of `pipelinerl check` on the torch trainer: a trial of the model, adapters, attention and mesh."""
 
 from __future__ import annotations
 

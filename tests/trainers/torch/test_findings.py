@@ -1,4 +1,4 @@
-"""What `pipelinerl check` says of the torch trainer's attention and mesh, and what it rejects."""
+"""Findings and rejections of `pipelinerl check` on the torch trainer's attention and mesh."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class AttentionPlan(Protocol):
 
 
 class WantedMask:
-    """What a model asks of its attention mask, in place of a mask: causal or a sliding window.
+    """The mask that a model asks for, as a value instead of a tensor: causal or a sliding window.
 
     A model may cut its mask to the number of keys. One that computes with it fails, and then trains as padded rows.
     """

@@ -96,10 +96,10 @@ _MOMENT_S: Final = 0.03
 Failure = ContractError | PipelineError
 
 
-async def guarded(call: Awaitable[T]) -> T | Failure:
-    """Return the answer of a call to an engine, or the error with which it failed."""
+async def guarded(call: Callable[[str], Awaitable[T]], url: str) -> T | Failure:
+    """Call an engine, and return its answer or the error with which the call failed."""
     try:
-        return await call
+        return await call(url)
     except (ContractError, PipelineError) as error:
         return error
 
@@ -116,7 +116,7 @@ def lasting(failures: Mapping[str, object]) -> set[str]:
 async def each(urls: Iterable[str], call: Callable[[str], Awaitable[T]]) -> dict[str, T | Failure]:
     """Call all engines concurrently; return results by URL, with an exception as the result of a failed call."""
     listed = list(urls)
-    answers = await asyncio.gather(*(guarded(call(url)) for url in listed))
+    answers = await asyncio.gather(*(guarded(call, url) for url in listed))
     return dict(zip(listed, answers, strict=True))
 
 
@@ -129,7 +129,7 @@ async def each_until_failure(
     """
     # In calls that wait for one another, an error of a type in `victim` only says that another engine is missing.
     # Continue after such an error, in order to find and name the missing engine.
-    tasks = {url: asyncio.ensure_future(guarded(call(url))) for url in urls}
+    tasks = {url: asyncio.ensure_future(guarded(call, url)) for url in urls}
     waiting = set(tasks.values())
     try:
         while waiting:

@@ -85,7 +85,7 @@ class Grace:
             answered.set_result(time.monotonic())
 
         async def one(url: str) -> T | Failure:
-            task = asyncio.ensure_future(guarded(call(url)))
+            task = asyncio.ensure_future(guarded(call, url))
             began, limit = time.monotonic(), self._limit(what, url, engines)
             either: list[asyncio.Future[Any]] = [task, answered]
             try:

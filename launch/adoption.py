@@ -28,7 +28,7 @@ from pipelinerl.config.recipe import check_layout, load_run
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
 from pipelinerl.observability.run_history import tell
-from pipelinerl.roles.catalogue import ROLES
+from pipelinerl.roles.catalogue import role_of
 from pipelinerl.roles.role import OnExit
 from pipelinerl.system.process_record import ProcessRecord, read_records
 
@@ -101,7 +101,7 @@ class _Adoption:
 
 def _spec_of(record: ProcessRecord, restarts: int) -> ProcessSpec:
     """Return the spec that repeats the live process; raise `UserError` if another user's process has the record."""
-    role = next(role for role in ROLES if role.subcommand == record.role)
+    role = role_of(record.role)
     proc = Path(f"/proc/{record.pid}")
     try:
         argv = record.argv or tuple(os.fsdecode(word) for word in _words(proc / "cmdline"))

@@ -327,7 +327,7 @@ def processes_of(launch: Launch) -> Plan:
     config = launch.config
 
     def several(name: str, count: int) -> Iterator[ProcessSpec]:
-        return (launch.spec(roles.plugin_role(name), each) for each in _numbered(name, count))
+        return (launch.spec(roles.role_of(name), each) for each in _numbered(name, count))
 
     return Plan((
         *([launch.redis()] if "redis" in launch.ports else []),
@@ -338,13 +338,13 @@ def processes_of(launch: Launch) -> Plan:
         *(launch.trainer_rank(rank) for rank in range(1, config.trainer_processes)),
         *several("verifier", config.verification.services),
         *(launch.spec(roles.actor, roles.actor.numbered(number)) for number in range(config.actor.count)),
-        *([launch.spec(roles.plugin_role("tracker"), "tracker", grace_s=_UPLOAD_S)] if config.trackers.chosen else []),
+        *([launch.spec(roles.role_of("tracker"), "tracker", grace_s=_UPLOAD_S)] if config.trackers.chosen else []),
     ))  # fmt: skip
 
 
 def _numbered(role: str, count: int) -> Iterator[str]:
     """Yield the names of `count` processes of a plug-in's role, which is only looked up if there are any."""
-    return (roles.plugin_role(role).numbered(number) for number in range(count))
+    return (roles.role_of(role).numbered(number) for number in range(count))
 
 
 def _share_setting(key: str, on: Assignment, recipes: float | None) -> tuple[str, ...]:

@@ -131,7 +131,10 @@ ROLES: Final[tuple[Role, ...]] = (
 )  # fmt: skip
 
 
-def plugin_role(name: str) -> Role:
-    """Return the role of a plug-in by its subcommand; raise `RecipeError` if the plug-in is missing."""
-    role: Role = registry.ROLES[name]
-    return role
+def role_of(subcommand: str) -> Role:
+    """Return the role with this subcommand, of the core or a plug-in; raise `RecipeError` if the plug-in is missing."""
+    for role in ROLES:
+        if role.subcommand == subcommand:
+            return role
+    of_plugin: Role = registry.ROLES[subcommand]
+    return of_plugin

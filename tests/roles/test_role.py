@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from pipelinerl import registry
-from pipelinerl.roles.catalogue import ROLES
+from pipelinerl.roles.catalogue import ROLES, role_of
 from pipelinerl.roles.role import Role, RoleOptions
 
 GIVEN = RoleOptions(
@@ -66,3 +66,4 @@ def test_launcher_passes_only_the_options_that_a_process_accepts() -> None:
 def test_every_process_of_a_run_has_a_command_with_help(role: Role) -> None:
     assert role.main.__doc__ and role.parameters[-1].name == "changes"
     assert role.arguments(RoleOptions(name="x"))[0] == role.subcommand
+    assert role_of(role.subcommand) is role

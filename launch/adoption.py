@@ -67,7 +67,7 @@ class _Adoption:
             )
         result = self._supervisor.run()
         if result.outcome is RunOutcome.STOPPED:
-            self._announce("the roles that were not restarted go on, and nothing restarts them")
+            self._announce("the roles that were not restarted keep running, unwatched")
         else:
             self._announce(f"{result.outcome}: {result.message}")
         return result.exit_status

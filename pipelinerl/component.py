@@ -1,4 +1,4 @@
-"""A component: one value beside the code of each part that a recipe can name, with everything that others know of it.
+"""A component: one value for each part that a recipe can name, with all that others know of the part.
 
 `registry.py` maps names to these values. To add a part, write its code and its component, and name the component in the
 registry, or in the entry points `pipelinerl.components` of a package of your own.

@@ -74,7 +74,7 @@ _MOST_STAGES: Final = 4
 _MOST_STAGE_SPANS: Final = 32
 #: An actor keeps at most this many orders that failed unexpectedly in the dead-letter stream.
 _MOST_BURIED: Final = 16
-#: An order runs beside others in its first deliveries, then alone, and fails without running after the last.
+#: In its first deliveries an order runs together with others, then alone; after the last it fails at once.
 _BESIDE_OTHERS: Final = 2
 _MOST_DEADLY: Final = 10_000
 _MOST_DELIVERIES: Final = 3

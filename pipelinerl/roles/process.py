@@ -212,7 +212,7 @@ def _run_to_its_end(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, N
         except (SystemExit, KeyboardInterrupt) as error:  # signals do not raise it: this process handles them
             if task.done():
                 raise
-            log.error("user code in this process raised %s; the process goes on", last_line(error), exc_info=error)
+            log.error("user code in this process raised %s; the process continues", last_line(error), exc_info=error)
 
 
 def _cancel_here(_number: int, _frame: FrameType | None) -> None:

@@ -67,7 +67,7 @@ _STARTS: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """Settings of a training loop beside its step's.
+    """Settings of a training loop, except those of its step.
 
     `deadline_s` bounds every wait of the loop, and `publish_timeout_s` a publication. A step with enough groups may
     wait up to `overdue_s` for late groups that would be too stale for the next step (None: no wait). `schedule` counts

@@ -56,7 +56,7 @@ class Fsync(StrEnum):
     EVERY_SECOND = "everysec"
 
 
-#: File beside the server's data that the server removes when it ends on SIGTERM; after a crash it is still there.
+#: File in the server's directory that the server removes when it ends on SIGTERM; after a crash it is still there.
 PID_FILE: Final = "pid"
 
 

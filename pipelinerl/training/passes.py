@@ -1,4 +1,4 @@
-"""The passes beside a step: forward passes before it, and the measurement of the policy's exact entropy.
+"""The passes around a step: forward passes before it, and the measurement of the policy's exact entropy.
 
 Each forward pass computes a column, one value per token, if an objective or meter needs it:
 

@@ -38,7 +38,7 @@ from trainer_contract.types import Float32, MicroBatch
 
 log = logging.getLogger("pipelinerl")
 
-#: As many engines are checked again after each publication, or an eighth of them.
+#: The most engines that are checked again after a publication, unless an eighth of all is more.
 _CHECKED_AGAIN: Final = 8
 
 

@@ -35,7 +35,7 @@ def test_trainer_whose_checkpoint_is_removed_while_it_starts_takes_the_newest_ag
         assert path is not None
         seen.append(version)
         if len(seen) < 3:
-            save(store, version + 1)  # the trainer that is alive goes on, and keeps one checkpoint
+            save(store, version + 1)  # the trainer that is alive continues, and keeps one checkpoint
             return (path / "trainer" / "optimizer").read_text()
         return "started"
 

@@ -24,7 +24,7 @@
 (*) joining if it has missed a publication meanwhile.
 
 While another engine is healthy, a suspect engine is left out: its work moves to the others, and publications and prompt
-orders go on without it.
+orders continue without it.
 
 Only healthy engines are given work. To become healthy, an engine needs `on_published` and then `on_verified` for the
 same version: it must load the weights and pass the canary check, which compares its log-probs with the trainer's. An

@@ -370,7 +370,7 @@ class PageCache:
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether rows go on from their states."""
+        """Return whether rows continue from their states."""
         return isinstance(self.plan, DecodePlan)
 
     def is_recording_past(self, layer_idx: int) -> bool:

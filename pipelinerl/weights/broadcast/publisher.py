@@ -420,7 +420,7 @@ class BroadcastPublisher:
     async def _each(
         self, what: str, progress: PublicationProgress, call: Callable[[str], Awaitable[WeightUpdateResponse]]
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Call the targets concurrently, and go on without those that are late (`Grace`)."""
+        """Call the targets concurrently, and continue without those that are late (`Grace`)."""
         return await self._grace.each(what, progress.targets, call, engines=len(progress.publication.engines))
 
 

@@ -1,6 +1,6 @@
 """A controller is killed and started again without --continue: it is refused with the word to type, and the run waits.
 
-Then it is started with --continue and the run goes on from the same state.
+Then it is started with --continue and the run continues from the same state.
 
     refused     the second controller ends with status 2, and its message names --continue
     no end      engine, trainer and actor stay alive, and the event log has no end of the run

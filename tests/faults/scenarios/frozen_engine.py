@@ -1,4 +1,4 @@
-"""An engine freezes (SIGSTOP) and thaws later: the other engines go on, its answers move, and it returns by a canary.
+"""An engine freezes (SIGSTOP) and thaws later: the others continue, its answers move, and it returns by a canary.
 
 A frozen process keeps its connections and answers nothing, like a swapping machine or a hung driver. Seeds alternate
 between two engines and eight, and every third and fourth one pulls its weights after announcements instead of a

@@ -131,6 +131,25 @@ async def test_canary_check_passes_an_int8_engine_only_if_its_mean_logprob_devia
     assert (made.url in (await made.findings(twist=twist, canary=canary)).worst) == is_proven
 
 
+@pytest.mark.parametrize(("tokens", "is_proven"), [(7, True), (8, False)])
+async def test_brief_check_of_an_int8_engine_judges_no_mean_over_fewer_than_64_tokens(
+    made: World, tokens: int, is_proven: bool
+) -> None:
+    def twist(completion: ChatCompletion) -> ChatCompletion:
+        choice = completion.choices[0].model_copy(
+            update={
+                "token_ids": [1] * tokens, "token_logprobs": [-20.0] * tokens, "version_spans": [(0, tokens)]
+            }
+        )  # fmt: skip
+        return completion.model_copy(update={"choices": [choice] * 8})
+
+    canary = replace(CANARY, tolerance=TOLERANCES["int8"])
+    findings = await check_canary(
+        canary, Twisted(made.client, twist), Grace(), [made.url], published(), made.forward, True
+    )
+    assert (made.url in findings.worst) == is_proven
+
+
 def _choices(**changes: Any) -> Any:
     def twist(completion: ChatCompletion) -> ChatCompletion:
         choices: list[Choice] = [choice.model_copy(update=changes) for choice in completion.choices]

@@ -24,10 +24,10 @@ from benchmarks.gateway import completion, order
 from benchmarks.measure import Row, report
 from inference_contract.schemas import ChatCompletion, ChatMessage
 from inference_contract.tools import ToolDefinition
-from pipelinerl.environments.environment import EpisodeLimits
-from pipelinerl.environments.episode import Episode
+from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.models.tiny_decoder import word_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.episodes.episode import Episode
 from pipelinerl.rng import generator
 from pipelinerl.types import Outcome, Verdict
 
@@ -156,7 +156,7 @@ class TemplateModel:
     def episode(self, kind: str, seed: int, split: float) -> tuple[bool, int]:
         """Play an `Episode`; return whether it drifts, and the number of training sequences (segments) it becomes."""
         messages, tools = [ChatMessage(role="user", content="begin")], _tools(kind)
-        episode, answers = Episode(order(seed, 512), 0, EpisodeLimits()), list(self.answers(kind, seed, split))
+        episode, answers = Episode(order(seed, 512), 0, EpisodeSection()), list(self.answers(kind, seed, split))
         seen, drifts = list[int](), False
         for number, sampled in enumerate(answers):
             body = {"messages": [each.model_dump(exclude_none=True) for each in messages]}

@@ -29,15 +29,14 @@ from benchmarks.arms import Job, train, training_clock
 from benchmarks.gateway import order
 from benchmarks.measure import Row, recorded_parts, report
 from benchmarks.processes import open_many_files, spawned
-from pipelinerl.actor.episodes import EpisodeDomain, Episodes
 from pipelinerl.actor.group_maker import GroupProgress
+from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.environments.environment import EpisodeLimits
-from pipelinerl.environments.gateway import Gateway
-from pipelinerl.environments.host_pool import EpisodeHosts
+from pipelinerl.plugins.episodes.group import EpisodeDomain, Episodes
+from pipelinerl.plugins.episodes.host_pool import EpisodeHosts
 from pipelinerl.system.background import cancel_all
 from pipelinerl.system.http_service import listen, serve
 
@@ -143,10 +142,10 @@ def _serve(crowd: Crowd, folder: Path, pipe: Connection) -> None:
 
 
 async def _play(crowd: Crowd, urls: Sequence[str]) -> Crowded:
-    client, gateway = EngineClient(token=None), Gateway()
+    client = EngineClient(token=None)
     hosts = EpisodeHosts("benchmarks.games:use_tools", {"longest_s": crowd.longest_tool_s})
     longest_s = 2 * games.MOST_TURNS * crowd.longest_tool_s + crowd.warm_s
-    limits = EpisodeLimits(max_turns=games.MOST_TURNS, timeout_s=2 * longest_s)
+    limits = EpisodeSection(max_turns=games.MOST_TURNS, timeout_s=2 * longest_s)
     domain = EpisodeDomain(player=hosts, limits=limits, verifier=None, correct_at=1.0)
     stops_at = time.monotonic() + crowd.warm_s + crowd.seconds
     ended = 0
@@ -160,8 +159,8 @@ async def _play(crowd: Crowd, urls: Sequence[str]) -> Crowded:
             number += crowd.groups
 
     try:
-        async with gateway.serve():
-            maker = Episodes(gateway, EnginePool(client, urls), {"d": domain}, attempts=2)
+        maker = Episodes(EnginePool(client, urls), {"d": domain}, attempts=2)
+        async with maker.serve():
             workers = [asyncio.create_task(work(maker, worker)) for worker in range(crowd.groups)]
             await asyncio.sleep(crowd.warm_s)
             before = [await client.metrics(url) for url in urls]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipelinerl import rng
-from pipelinerl.environments.environment import Task
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS, char_tokenizer
+from pipelinerl.plugins.episodes.environment import Task
 
 #: Shortest wait for a tool, as a share of the longest wait.
 _SHORTEST: Final = 0.01 / 60

@@ -38,12 +38,12 @@ from inference_contract.schemas import (
     Usage,
 )
 from inference_contract.tools import ToolCall
+from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
-from pipelinerl.environments.environment import EpisodeLimits
-from pipelinerl.environments.episode import Episode
-from pipelinerl.environments.gateway import Gateway, OnText, OpenEpisode, SampleTurn
 from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
+from pipelinerl.plugins.episodes.episode import Episode
+from pipelinerl.plugins.episodes.gateway import Gateway, OnText, OpenEpisode, SampleTurn
 from pipelinerl.system.http_client import call_timeout, hot_session
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
 
@@ -139,7 +139,7 @@ def order(number: int, max_tokens: int = NEW_TOKENS + 1, *, num_samples: int = 1
 
 @asynccontextmanager
 async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncIterator[OpenEpisode]:
-    episode, messages = Episode(order(number), 0, EpisodeLimits(max_turns=10_000)), conversation()
+    episode, messages = Episode(order(number), 0, EpisodeSection(max_turns=10_000)), conversation()
     for end in range(1, MESSAGES, 2):
         planned = episode.plan("main", {"messages": messages[:end]})
         known = planned.request.continue_token_ids or []
@@ -200,7 +200,7 @@ async def _compared(agents: Child, url: str, rounds: int) -> Paired:
 
         async def through_gateway() -> None:
             async with AsyncExitStack() as stack:
-                episodes = [Episode(order(number), 0, EpisodeLimits()) for number in range(EPISODES)]
+                episodes = [Episode(order(number), 0, EpisodeSection()) for number in range(EPISODES)]
                 opened = [await stack.enter_async_context(gateway.open(each, sample)) for each in episodes]
                 await _sent(agents, [(each.base_url(), own) for each, (own, _) in zip(opened, played, strict=True)])
 
@@ -216,7 +216,7 @@ async def _played(number: int, sample: SampleTurn) -> tuple[list[bytes], list[by
 
     The seed depends only on `number`, so the engine samples the same tokens if the episode is played again.
     """
-    episode, messages = Episode(order(number), 0, EpisodeLimits()), list[dict[str, str]]()
+    episode, messages = Episode(order(number), 0, EpisodeSection()), list[dict[str, str]]()
     own, forwarded = list[bytes](), list[bytes]()
     for turn in range(TURNS):
         messages.append({"role": "user", "content": f"{number} {turn} {_WORDS}"})

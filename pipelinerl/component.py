@@ -177,7 +177,7 @@ class EnvironmentComponent(Component):
 
     Attributes:
         own_host: `build` returns the command (`list[str]`) of a process instead, which plays the episodes in the
-            protocol of `environments/episode_host.py`.
+            protocol of `plugins/episodes/episode_host.py`.
         check: reference of a function `(argument, options)` that raises `ReferenceFailed` if episodes cannot be played
             here; without it, `build` is called.
         paths: options that are paths.
@@ -186,6 +186,21 @@ class EnvironmentComponent(Component):
     own_host: bool = False
     check: str = ""
     paths: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupComponent(Component):
+    """Episodes of the domains with environments; `build` is a function `(config, sampler, verifiers) -> EpisodeMaker`.
+
+    Attributes:
+        check: reference of a function `(domain)` that raises `RecipeError` if the domain's episodes cannot be played
+            here; it starts nothing.
+        trial: reference of an async function `(config, domain, problem, tokenizer)` that plays an episode with a
+            scripted model and returns pairs (kind of finding, line); it raises `RecipeError`.
+    """
+
+    check: str
+    trial: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

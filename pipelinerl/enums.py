@@ -146,3 +146,12 @@ class Elasticity(StrEnum):
     DRY_RUN = "dry_run"
     """Only record the decision in an event."""
     ON = "on"
+
+
+class History(StrEnum):
+    """The form in which earlier turns are given to the model when a conversation continues."""
+
+    EXACT = "exact"
+    """The sampled tokens themselves: thinking stays in the context."""
+    TEMPLATE = "template"
+    """All messages, rendered by the chat template as in deployment; a template may drop earlier thinking."""

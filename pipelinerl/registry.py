@@ -22,6 +22,7 @@ from pipelinerl.component import (
     Component,
     EngineComponent,
     EnvironmentComponent,
+    GroupComponent,
     NeedsComponent,
     SourceComponent,
     ToolComponent,
@@ -158,10 +159,13 @@ ENVIRONMENTS: Final = Components(
     "environment",
     EnvironmentComponent,
     {
-        "openenv": "pipelinerl.plugins.openenv:COMPONENT",
-        "verifiers": "pipelinerl.environments.tasksets:COMPONENT",
+        "openenv": "pipelinerl.plugins.episodes:OPENENV",
+        "verifiers": "pipelinerl.plugins.episodes:TASKSETS",
     },
 )
+
+#: How groups of rollouts are made that are more than one answer to the prompt.
+GROUPS: Final = Components("kind of group", GroupComponent, {"episodes": "pipelinerl.plugins.episodes:EPISODES"})
 
 TRACKERS: Final = Components(
     "tracker",

@@ -36,9 +36,8 @@ from msgspec.structs import replace
 from inference_contract.errors import ContractError, Persistence
 from inference_contract.schemas import FinishReason
 from pipelinerl.actor.freshness import Freshness, Held
-from pipelinerl.actor.group_maker import GroupMaker, GroupProgress, MadeRollout
+from pipelinerl.actor.group_maker import GroupMaker, GroupProgress, MadeRollout, ToolCalls
 from pipelinerl.actor.rollouts import RolloutWriter, assemble, shown_problem
-from pipelinerl.environments.episode import ToolCalls
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
     ACTORS_GROUP,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from inference_contract.schemas import ChatCompletionRequest
-from pipelinerl.environments.episode import ToolCalls
 from pipelinerl.types import Answered, PromptOrder, Rollout
 from pipelinerl.verifiers.verifier import Judgement
 
@@ -40,6 +40,17 @@ class MadeRollout:
 
     rollout: Rollout
     text: str
+
+
+@dataclass(slots=True)
+class ToolCalls:
+    """Counts of tool calls in answers to requests that offer tools; a malformed call stays in the answer's text."""
+
+    offered: bool = False
+    parsed: int = 0
+    malformed: int = 0
+    failed: int = 0
+    """Number of calls of the recipe's tools that failed by the model's fault."""
 
 
 @dataclass(slots=True)
@@ -86,4 +97,20 @@ class GroupMaker(Protocol):
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
         """Return an order's rollouts with their verdicts; raise ContractError or PipelineError if none can be made."""
+        ...
+
+
+class EpisodeMaker(GroupMaker, Protocol):
+    """`GroupMaker` of the domains whose rollouts are episodes; build it by `registry.GROUPS`."""
+
+    def serve(self) -> AbstractAsyncContextManager[None]:
+        """Serve the model to agents until the block ends."""
+        ...
+
+    async def start(self) -> None:
+        """Start the processes that the first episodes need, before they are played."""
+        ...
+
+    async def close(self) -> None:
+        """Stop all that `start` and `make` have started; verifiers stay open."""
         ...

@@ -14,7 +14,6 @@ from pipelinerl.commands.findings.model import component_findings, expert_findin
 from pipelinerl.commands.findings.problems import MOST, prompt_findings, refuse_problems, verifier_findings
 from pipelinerl.commands.findings.trials import (
     called_by_place,
-    episode_tried,
     filter_tried,
     tool_format,
     verifier_tried,
@@ -42,12 +41,12 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.models.vocabulary import refuse_other_vocabulary
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.engine_rules import check_engine_options, check_truncation, elastic_of, servers_of
-from pipelinerl.roles.episodes import check_environment
 from pipelinerl.roles.problems import demonstrated_problems, held_out_problems, training_problems
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
 from pipelinerl.roles.wiring import is_url, knobs_of, objective_of
 from pipelinerl.system.references import is_reference, place_of
 from pipelinerl.system.storage import Storage
+from pipelinerl.types import Problem
 from trainer_contract.errors import SpecError
 
 #: At most this many bytes of a model's weights are checked for non-finite numbers, so that the check takes seconds.
@@ -95,7 +94,8 @@ def refuse(config: RunConfig) -> None:
         check_source(domain.source, domain=domain.name)
         if domain.has_verifier:
             open_verifier(domain)
-        check_environment(domain)
+        if domain.has_environment:
+            imported(registry.GROUPS["episodes"].check)(domain)
     open_filter(config)
 
 
@@ -168,7 +168,7 @@ def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) 
         kept = [kind for kind, calls in kinds.items() if tokenizer.tail.reproduces_deployment(calls=calls)]
         yield "template", f"continues {', '.join(kept) or 'nothing'} exactly as it renders a whole conversation"
         yield "template", tool_format(tokenizer)
-        yield from asyncio.run(episode_tried(config, domain, problems.problem(0), tokenizer))
+        yield from _episode_tried(config, domain, problems.problem(0), tokenizer)
 
 
 def refuse_episodes(config: RunConfig) -> None:
@@ -179,7 +179,16 @@ def refuse_episodes(config: RunConfig) -> None:
     for domain in config.domains:
         if domain.has_environment:
             tokenizer = ChatTokenizer.load(config.model.resolved)
-            asyncio.run(episode_tried(config, domain, _problems_of(domain, config).problem(0), tokenizer))
+            _episode_tried(config, domain, _problems_of(domain, config).problem(0), tokenizer)
+
+
+def _episode_tried(
+    config: RunConfig, domain: DomainSection, problem: Problem, tokenizer: ChatTokenizer
+) -> list[tuple[str, str]]:
+    lines: list[tuple[str, str]] = asyncio.run(
+        imported(registry.GROUPS["episodes"].trial)(config, domain, problem, tokenizer)
+    )
+    return lines
 
 
 def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:

@@ -14,8 +14,7 @@ from pipelinerl.component import Component, VerifierComponent
 from pipelinerl.config.learning import CooldownSection, RewardSection
 from pipelinerl.config.verification import DEFAULT_VERIFIER, RewardPartSection, contradictions
 from pipelinerl.data.prompts import Prompts, Template
-from pipelinerl.enums import COLDEST, HOTTEST
-from pipelinerl.environments.environment import EpisodeLimits, History
+from pipelinerl.enums import COLDEST, HOTTEST, History
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.objective.streams import Loss
@@ -55,17 +54,6 @@ class EpisodeSection(Section):
         if not set(names) <= set(registry.TOOLS):
             raise ValueError(f"must be among {', '.join(registry.TOOLS)}")
         return names
-
-    @property
-    def limits(self) -> EpisodeLimits:
-        """The section's limits as `EpisodeLimits`, the type that actors use."""
-        return EpisodeLimits(
-            max_turns=self.max_turns,
-            timeout_s=self.timeout_s,
-            turn_tokens=self.turn_tokens,
-            history=self.history,
-            concurrent=self.concurrent,
-        )
 
 
 class DomainSection(Section):

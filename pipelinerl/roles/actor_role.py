@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 from pipelinerl import registry
 from pipelinerl.actor.actor import Actor, ActorSettings
-from pipelinerl.actor.episodes import EpisodeDomain, Episodes, Player
+from pipelinerl.actor.group_maker import EpisodeMaker
 from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import AddressError, TokenRefused, UserError
-from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.verification import open_filter, open_verifier, rules_of
+from pipelinerl.roles.verification import open_episodes, open_filter, open_verifier, rules_of
 from pipelinerl.system.service_client import ServicePatience
 from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.verifier import BudgetShare, GroupVerifier, VerdictServices, start
@@ -73,18 +72,18 @@ async def run(identity: Identity) -> None:
         ties="" if identity.name == _FIRST else identity.name,
     )
     attempts, replay = config.actor.attempts, config.trainer.routing_replay
-    domains = open_episodes(config, verifiers)
     single_turn = SingleTurn(pool, verifier_of, attempts=attempts, routing_replay=replay)
-    gateway, episodes = _with_gateway(pool, domains, attempts=attempts)
+    episodes = open_episodes(config, pool, verifiers)
+    played = {domain.name for domain in config.domains if domain.has_environment}
     actor = Actor(
         ActorSettings(name=identity.name, groups_in_flight=config.groups_in_flight),
         stream=stream,
-        maker_of=lambda domain: episodes if episodes and domain in domains else single_turn,
+        maker_of=lambda domain: episodes if episodes and domain in played else single_turn,
         group_filter=group_filter,
     )
-    players = [domain.player for domain in domains.values()]
+    players = [episodes] if episodes else []
     try:
-        async with asyncio.TaskGroup() as group, gateway:
+        async with asyncio.TaskGroup() as group, episodes.serve() if episodes else nullcontext():
             starting = group.create_task(_start([*judges, *players]))
             assigned = asyncio.Event()
             refresh = group.create_task(_follow_controller(identity, pool, actor, assigned, services))
@@ -102,18 +101,6 @@ async def run(identity: Identity) -> None:
         await stream.close()
 
 
-def _with_gateway(
-    pool: EnginePool, domains: Mapping[str, EpisodeDomain], *, attempts: int
-) -> tuple[AbstractAsyncContextManager[None], Episodes | None]:
-    """Return a context in which the gateway serves, and the `Episodes` that use it (None if no domain has episodes)."""
-    if not domains:
-        return nullcontext(), None
-    from pipelinerl.environments.gateway import Gateway  # imports an HTTP server, needed only here
-
-    gateway = Gateway()
-    return gateway.serve(), Episodes(gateway, pool, domains, attempts=attempts)
-
-
 def _verifiers(identity: Identity, services: VerdictServices | None) -> dict[str, GroupVerifier]:
     config = identity.config
     judged = [domain for domain in config.domains if domain.has_verifier]
@@ -123,11 +110,11 @@ def _verifiers(identity: Identity, services: VerdictServices | None) -> dict[str
     return {domain.name: open_verifier(domain, budget=budget) for domain in judged}
 
 
-async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None:
+async def _start(judges: Sequence[GroupVerifier | GroupFilter | EpisodeMaker]) -> None:
     """Start verifiers, filter and environments before sampling; otherwise slow domains would miss the first step."""
     at_once = asyncio.Semaphore(default_workers())
 
-    async def started(judge: GroupVerifier | GroupFilter | Player) -> None:
+    async def started(judge: GroupVerifier | GroupFilter | EpisodeMaker) -> None:
         async with at_once:
             await start(judge)
 

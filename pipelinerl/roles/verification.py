@@ -1,4 +1,4 @@
-"""Opens the verifier of a domain's answers: a registered verifier, a user's code, or a weighted sum of them."""
+"""Opens what judges a domain's answers: a registered verifier, user code, a weighted sum of them, or episodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pipelinerl import registry
-from pipelinerl.component import Component
+from pipelinerl.actor.group_maker import EpisodeMaker, Sampler
+from pipelinerl.component import Component, imported
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError
@@ -35,6 +36,17 @@ def open_verifier(domain: DomainSection, *, budget: BudgetShare | None = None) -
         for section, verifier in zip(domain.rewards, opened.values(), strict=True)
     ]
     return WeightedSum(parts, correct_at=domain.correct_at)
+
+
+def open_episodes(config: RunConfig, sampler: Sampler, verifiers: Mapping[str, GroupVerifier]) -> EpisodeMaker | None:
+    """Return the maker of the episodes of all domains with an environment, which the caller closes; None without any.
+
+    Raises `RecipeError` if the plug-in is missing, or an environment or a tool cannot be loaded.
+    """
+    if not any(domain.has_environment for domain in config.domains):
+        return None
+    maker: EpisodeMaker = imported(registry.GROUPS["episodes"].build)(config, sampler, verifiers)
+    return maker
 
 
 def rules_of(domain: DomainSection) -> str:

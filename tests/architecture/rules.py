@@ -47,8 +47,8 @@ BROAD_EXCEPT_ALLOWED = (
     "pipelinerl/plugins/oubliette/guest/program.py",  # the main function of a process that runs foreign programs
     "pipelinerl/verifiers/group_filter.py",
     "pipelinerl/verifiers/equality/expressions.py",  # math-verify's parser raises plain `Exception` for a syntax error
-    "pipelinerl/environments/verifiers_host.py",  # tasksets may raise any exception
-    "pipelinerl/environments/episode_host.py",  # the main function of a process; user code may raise any exception
+    "pipelinerl/plugins/episodes/verifiers_host.py",  # tasksets may raise any exception
+    "pipelinerl/plugins/episodes/episode_host.py",  # the main function of a process; user code may raise any exception
 )
 
 #: Files that may draw random numbers without `pipelinerl.rng`, each with its reason.
@@ -57,7 +57,7 @@ RANDOMNESS_ALLOWED = {
     "launch/run_directory.py": "secrets must not be reproducible",
     "pipelinerl/trainers/torch/loading.py": "seeds torch from rng, for models that draw in their forward",
     "pipelinerl/trainers/torch/mesh_worker.py": "seeds torch from rng, for the dropout of adapters",
-    "pipelinerl/environments/episode.py": "secrets must not be reproducible",
+    "pipelinerl/plugins/episodes/episode.py": "secrets must not be reproducible",
     "pipelinerl/roles/process.py": "secrets must not be reproducible",
     "pipelinerl/plugins/watch/access.py": "secrets must not be reproducible",
     "pipelinerl/streams/embedded_redis.py": "secrets must not be reproducible",
@@ -76,7 +76,7 @@ CODE_ALLOWED = {
 BASES_ALLOWED: dict[str, frozenset[str]] = {
     "pipelinerl/cli.py": frozenset({"TyperGroup"}),
     "inference_contract/conformance/pull_checks.py": frozenset({"BaseHTTPRequestHandler"}),
-    "pipelinerl/environments/verifiers_host.py": frozenset({"Harness", "HarnessConfig"}),
+    "pipelinerl/plugins/episodes/verifiers_host.py": frozenset({"Harness", "HarnessConfig"}),
     "pipelinerl/plugins/watch/top/textual_app.py": frozenset({"App", "Horizontal"}),
     "pipelinerl/numerics/torch_logprobs.py": frozenset({"Function"}),
     "pipelinerl/system/connection.py": frozenset({"HttpToolsProtocol"}),

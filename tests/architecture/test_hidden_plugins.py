@@ -19,7 +19,7 @@ PACKAGE = ROOT / "pipelinerl"
 PLUGINS = sorted(path.name for path in (PACKAGE / "plugins").iterdir() if (path / "__init__.py").is_file())
 IMPORT_ALL = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
 #: Core modules that cannot be imported by themselves: they are programs, or need a library that is not a dependency.
-ALONE = ("pipelinerl.__main__", "pipelinerl.environments.verifiers_host")
+ALONE = ("pipelinerl.__main__",)
 
 
 def without(plugins: Iterable[str], folder: Path) -> dict[str, str]:
@@ -68,7 +68,7 @@ NAMED = {
     ("instructions", "the verifier instruction_following"): "domains.short_words.verifier=instruction_following",
     ("oubliette", "the verifier oubliette"): "domains.short_words.verifier=oubliette",
     ("oubliette", "the tool python"): "domains.short_words.episode.tools=['python']",
-    ("openenv", "the environment openenv"): "domains.short_words.environment=openenv:http://127.0.0.1:1",
+    ("episodes", "the kind of group episodes"): "domains.short_words.environment=openenv:http://127.0.0.1:1",
     ("trackers", "the tracker wandb"): "trackers.wandb={project='p'}",
     ("jax", "the engine jax"): "engine.type=jax",
     ("external_engines", "the engine vllm"): "engine.type=vllm",

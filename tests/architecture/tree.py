@@ -29,7 +29,6 @@ FLOORS: dict[str, float] = {
     "streams": 3,
     "verifiers": 3,
     "models": 3,
-    "environments": 3,
     "weights": 3,
     "engines": 4,
     "trainers": 4,

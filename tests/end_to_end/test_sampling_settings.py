@@ -10,11 +10,11 @@ from typing import Final
 import pytest
 
 from inference_contract.errors import InvalidRequest
+from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.config.recipe import load
 from pipelinerl.config.sections import SamplingSection
-from pipelinerl.environments.environment import EpisodeLimits
-from pipelinerl.environments.episode import _SAMPLING, Episode
 from pipelinerl.errors import UserError
+from pipelinerl.plugins.episodes.episode import _SAMPLING, Episode
 from pipelinerl.roles.engine_rules import check_truncation
 from tests.fakes.talking_sampler import order
 
@@ -51,8 +51,8 @@ def of_recipe(setting: str, engine: str) -> str:
 
 def of_agent(setting: str) -> str:
     body = {"messages": [{"role": "user", "content": "hello"}]}
-    plain = Episode(order(), 0, EpisodeLimits()).plan("main", body).request
-    episode = Episode(order(), 0, EpisodeLimits())
+    plain = Episode(order(), 0, EpisodeSection()).plan("main", body).request
+    episode = Episode(order(), 0, EpisodeSection())
     try:
         planned = episode.plan("main", body | {setting: AGENT[setting]})
     except InvalidRequest as error:

@@ -18,7 +18,7 @@ from typing import Any, Final, final
 import psutil
 from numpy.random import Generator
 
-from pipelinerl.environments.environment import Task
+from pipelinerl.plugins.episodes.environment import Task
 from pipelinerl.rng import generator
 
 EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "guess_letter" / "game.py"

@@ -30,8 +30,8 @@ OTHER_MODULES = ("uvicorn", "hypercorn", "http.server", "socketserver", "wsgiref
 #: conformance kit, which serves weights while the engine under test pulls them.
 MAY = frozenset({SERVES, "pipelinerl/system/connection.py", "inference_contract/conformance/pull_checks.py"})
 
-#: The gateway has a key per episode instead of a token; `tests/environments/test_gateway.py` attacks it.
-ATTACKED_ELSEWHERE = frozenset({"pipelinerl/environments/gateway.py"})
+#: The gateway has a key per episode instead of a token; `tests/plugins/episodes/test_gateway.py` attacks it.
+ATTACKED_ELSEWHERE = frozenset({"pipelinerl/plugins/episodes/gateway.py"})
 
 
 def calls(module: Module) -> Iterator[str]:

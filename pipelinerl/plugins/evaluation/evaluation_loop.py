@@ -27,17 +27,14 @@ import msgspec
 
 from inference_contract.errors import ContractError
 from inference_contract.schemas import FinishReason
-from pipelinerl.actor.episodes import Episodes
 from pipelinerl.actor.group_maker import GroupProgress
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.http.openai_client import TextAnswer
-from pipelinerl.environments.gateway import Gateway
 from pipelinerl.errors import PipelineError, UserError
 from pipelinerl.messages import EvaluationDone
 from pipelinerl.plugins.evaluation.respondents import Respondent
-from pipelinerl.roles.episodes import open_episodes
-from pipelinerl.roles.verification import open_verifier
+from pipelinerl.roles.verification import open_episodes, open_verifier
 from pipelinerl.types import Outcome, PromptOrder, Verdict
 from pipelinerl.verifiers.verdicts import judged
 from pipelinerl.verifiers.verifier import SampledAnswer
@@ -156,16 +153,16 @@ async def _answering(config: RunConfig, respondent: Respondent) -> AsyncIterator
     domains are closed at the end of the block.
     """
     verifiers = {domain.name: open_verifier(domain) for domain in config.domains if domain.has_verifier}
-    domains, gateway, sampler = open_episodes(config, verifiers), Gateway(), respondent.sampler
-    if domains and sampler is None:
+    played, sampler = [domain.name for domain in config.domains if domain.has_environment], respondent.sampler
+    if played and sampler is None:
         raise UserError(
-            f"domains.{next(iter(domains))} has an environment, whose episodes need an engine that returns "
+            f"domains.{played[0]} has an environment, whose episodes need an engine that returns "
             "tokens; name a model directory, a run, or an engine of pipelinerl"
         )
-    episodes = Episodes(gateway, sampler, domains, attempts=config.actor.attempts) if sampler else None
+    episodes = open_episodes(config, sampler, verifiers) if sampler else None
 
     async def answer(order: PromptOrder) -> tuple[list[TextAnswer], list[Verdict]]:
-        if episodes is not None and order.problem.domain in episodes.domains:
+        if episodes is not None and order.problem.domain in played:
             made = await episodes.make(order, GroupProgress())
             texts = [
                 TextAnswer(each.text, each.rollout.finish_reason, each.rollout.num_sampled_tokens) for each in made
@@ -177,11 +174,11 @@ async def _answering(config: RunConfig, respondent: Respondent) -> AsyncIterator
         return samples, [judgement.verdict for judgement in judgements]
 
     try:
-        async with gateway.serve() if domains else nullcontext():
+        async with episodes.serve() if episodes else nullcontext():
             yield answer
     finally:
-        for domain in domains.values():
-            await domain.player.close()
+        if episodes is not None:
+            await episodes.close()
         for verifier in verifiers.values():
             await verifier.close()
 

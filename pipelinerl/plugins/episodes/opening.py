@@ -1,0 +1,83 @@
+"""Opens the environments that play the episodes of domains, as configured in the recipe."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from pipelinerl import registry
+from pipelinerl.actor.group_maker import Sampler
+from pipelinerl.component import imported
+from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.errors import RecipeError, ReferenceFailed, UserError
+from pipelinerl.plugins.episodes.command import Commands
+from pipelinerl.plugins.episodes.group import EpisodeDomain, Episodes, Player
+from pipelinerl.plugins.episodes.host_pool import EpisodeHosts
+from pipelinerl.plugins.episodes.tool_loop import OneRequest, Tool, Toolbox
+from pipelinerl.plugins.episodes.user_code import check_playable
+from pipelinerl.verifiers.verifier import GroupVerifier
+from pipelinerl.verifiers.worker_pool import num_cores
+
+#: Programs of `command` wait for the model most of the time, so a core serves several.
+_PROGRAMS_PER_CORE: Final = 4
+
+
+def open_episodes(config: RunConfig, sampler: Sampler, verifiers: Mapping[str, GroupVerifier]) -> Episodes:
+    """Return the maker of the episodes of all domains that have an environment; the caller closes it."""
+    domains = {
+        domain.name: EpisodeDomain(
+            player=_player(domain),
+            limits=domain.episode,
+            places=places_of(domain),
+            verifier=verifiers.get(domain.name),
+            correct_at=domain.correct_at,
+            tools=Toolbox(*_tools(domain)) if domain.episode.tools else None,
+        )
+        for domain in config.domains
+        if domain.has_environment
+    }
+    return Episodes(sampler, domains, attempts=config.actor.attempts)
+
+
+def check_environment(domain: DomainSection) -> None:
+    """Load the domain's environment, if it has one, and check that its tools can work here; start nothing.
+
+    Raises:
+        RecipeError: the environment cannot be loaded or has a wrong type, or its tools need a missing sandbox.
+    """
+    where = f"domains.{domain.name}.episode.tools"
+    for name in domain.episode.tools:
+        tool = registry.find(where, registry.TOOLS, name)
+        if tool is not None and tool.check:
+            try:
+                imported(tool.check)(domain.options_of(name, tool))
+            except UserError as error:
+                raise RecipeError(f"{where}: {error}") from None
+    if domain.environment is None:
+        return
+    try:
+        check_playable(domain.environment, domain.environment_options)
+    except ReferenceFailed as error:
+        raise RecipeError(f"domains.{domain.name}.environment: {error}") from None
+
+
+def _tools(domain: DomainSection) -> Iterator[Tool]:
+    for name in domain.episode.tools:
+        build = registry.load(f"domains.{domain.name}.episode.tools", registry.TOOLS, name)
+        yield build(domain.options_of(name, registry.TOOLS[name]), domain.verifier_workers)
+
+
+def places_of(domain: DomainSection) -> asyncio.Semaphore | None:
+    """Return the limit on the domain's episodes at once; starting too many programs would silence the actor."""
+    most = domain.episode.concurrent
+    if most is None and domain.command:
+        most = _PROGRAMS_PER_CORE * num_cores()
+    return None if most is None else asyncio.Semaphore(most)
+
+
+def _player(domain: DomainSection) -> Player:
+    if domain.environment is not None:
+        return EpisodeHosts(domain.environment, domain.environment_options)
+    return Commands(domain.command) if domain.command else OneRequest()

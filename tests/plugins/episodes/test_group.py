@@ -1,0 +1,414 @@
+"""Tests of groups of episodes: user code plays the episodes in real host processes; a scripted model answers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+
+from inference_contract.schemas import ChatMessage
+from pipelinerl.actor.group_maker import GroupProgress, MadeRollout
+from pipelinerl.config.domains import DomainSection, EpisodeSection
+from pipelinerl.errors import DeadlineError, PipelineError
+from pipelinerl.plugins.episodes.command import Commands
+from pipelinerl.plugins.episodes.environment import Task
+from pipelinerl.plugins.episodes.group import EpisodeDomain, Episodes
+from pipelinerl.plugins.episodes.host_pool import EpisodeEnd, EpisodeHosts
+from pipelinerl.plugins.episodes.opening import places_of
+from pipelinerl.types import ROOT, Outcome, Problem, Verdict
+from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, correct, wrong
+from pipelinerl.verifiers.worker_pool import num_cores
+from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
+from tests.patience import PATIENCE_S
+
+CODE = """
+import asyncio, json, os, time, urllib.request
+from pathlib import Path
+
+async def three(task, client):
+    messages = list(task.messages)
+    for _ in range(3):
+        answer = await client.chat(messages)
+        if answer.content == task.ground_truth:
+            return 1.0
+        messages += [answer, {"role": "user", "content": "no"}]
+    return 0.0
+
+async def unjudged(task, client):
+    await client.chat(task.messages)
+
+async def rewarded(task, client):
+    critic = client.agent("critic", trains=False)
+    answer = await client.chat(task.messages)
+    await critic.chat([{"role": "user", "content": "is it good?"}])
+    await client.reward(0.25)
+    await client.chat([*task.messages, answer, {"role": "user", "content": "more"}])
+    await client.reward(0.5)
+    return 0
+
+async def branches(task, client):
+    first = await client.chat(task.messages)
+    for reply in ("left", "right"):
+        await client.chat([*task.messages, first, {"role": "user", "content": reply}])
+    await client.reward(0.25)
+    await client.chat([{"role": "user", "content": "a summary"}])
+    solver = client.agent("solver")
+    await solver.chat([{"role": "user", "content": "solve it"}])
+    await solver.reward(0.5)
+    await client.agent("critic", trains=False).chat([{"role": "user", "content": "is it good?"}])
+    return 0.0
+
+async def raises(task, client):
+    await client.chat(task.messages)
+    raise ValueError("broken")
+
+async def hangs(task, client):
+    await client.chat(task.messages)
+    await asyncio.sleep(3600)
+
+async def blocks(task, client):
+    await client.chat(task.messages)
+    while True:
+        time.sleep(0.1)
+
+async def dies_once(task, client):
+    await client.chat(task.messages)
+    mark = Path(__file__).with_name("died")
+    if not mark.exists():
+        mark.touch()
+        os._exit(1)
+    return True
+
+begun = 0
+
+async def all_die(task, client):
+    global begun
+    begun += 1
+    while begun < 4:
+        await asyncio.sleep(0.01)
+    os._exit(1)
+
+async def never_stops(task, client):
+    messages = list(task.messages)
+    while True:
+        answer = await client.chat(messages)
+        messages += [answer, {"role": "user", "content": "no"}]
+
+async def asks_nothing(task, client):
+    return 1.0
+
+async def repeats(task, client):
+    answers = [await client.chat(task.messages) for _ in range(3)]
+    return 1.0
+
+class Game:
+    def reset(self, task, seed):
+        self.turns = 0
+        return [{"role": "user", "content": "begin"}]
+
+    async def step(self, answer):
+        self.turns += 1
+        return {"role": "user", "content": "go on"}, 0.5, self.turns == 2
+
+class Texts:
+    def reset(self, task, seed):
+        self.turns = 0
+        return "begin"
+    def step(self, answer):
+        self.turns += 1
+        return "again", 1, self.turns == 2
+
+async def asks_by_url(task, client):
+    body = json.dumps({"messages": list(task.messages)}).encode()
+    url, headers = client.base_url + "/chat/completions", {"content-type": "application/json"}
+    await asyncio.to_thread(urllib.request.urlopen, urllib.request.Request(url, body, headers))
+    return 1.0
+
+async def asks_a_text(task, client):
+    await client.chat("hello")
+"""
+#: The correct answer, which the scripted model gives in the second turn.
+SECOND = "b"
+
+
+def second_is_right(messages: Sequence[ChatMessage]) -> str:
+    return SECOND if len(messages) > 1 else "a"
+
+
+class IsB:
+    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+        return correct("b") if completion_text == "b" else wrong("it is not b")
+
+
+@asynccontextmanager
+async def episodes(
+    path: Path,
+    name: str,
+    sampler: TalkingSampler,
+    *,
+    verifier: GroupVerifier | None = None,
+    timeout_s: float = 60.0,
+    max_turns: int = 4,
+) -> AsyncIterator[Episodes]:
+    file = path / "game.py"
+    file.write_text(CODE)
+    hosts = EpisodeHosts(f"{file}:{name}")
+    limits = EpisodeSection(max_turns=max_turns, timeout_s=timeout_s)
+    domain = EpisodeDomain(player=hosts, limits=limits, verifier=verifier, correct_at=1.0)
+    maker = Episodes(sampler, {"talk": domain}, attempts=2)
+    async with asyncio.timeout(PATIENCE_S), maker.serve():
+        try:
+            yield maker
+        finally:
+            await hosts.close()
+
+
+async def played(path: Path, name: str, *, samples: int = 1, **options: object) -> Sequence[MadeRollout]:
+    async with episodes(path, name, TalkingSampler(second_is_right), **options) as maker:  # type: ignore[arg-type]
+        return await maker.make(order(samples=samples), GroupProgress())
+
+
+async def test_rollout_contains_the_turns_of_its_episode(tmp_path: Path) -> None:
+    for made in await played(tmp_path, "three", samples=3):
+        turns, verdict = made.rollout.turns, made.rollout.verdict
+        assert (len(turns), verdict.outcome, verdict.reward, made.text) == (2, Outcome.CORRECT, 1.0, "b")
+        shown = [tokenizer().decode(ids.tolist()) for each in turns for ids in (each.context_token_ids, each.token_ids)]
+        assert shown == ["<|user|>hello<|end|><|assistant|>", "a<|end|>", "<|user|>no<|end|><|assistant|>", "b<|end|>"]
+        assert made.rollout.temperature == 0.5
+        assert made.rollout.oldest_version < made.rollout.newest_version
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "reward", "reason"),
+    [
+        ("rewarded", Outcome.PARTIAL, 0.75, ""),
+        ("Game", Outcome.CORRECT, 1.0, ""),
+        ("unjudged", Outcome.VERIFIER_ERROR, 0.0, "its domain names no verifier"),
+        ("raises", Outcome.VERIFIER_ERROR, 0.0, "game.py:40: ValueError: broken"),
+        ("never_stops", Outcome.WRONG, 0.0, "has had its 4 turns"),
+    ],
+)
+async def test_result_of_an_episode_becomes_the_verdict_of_its_rollout(
+    name: str, outcome: Outcome, reward: float, reason: str, tmp_path: Path
+) -> None:
+    (made,) = await played(tmp_path, name)
+    verdict = made.rollout.verdict
+    assert (verdict.outcome, verdict.reward) == (outcome, reward) and reason in verdict.reason
+
+
+async def test_branching_episode_becomes_a_rollout_of_several_segments(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (made,) = await played(tmp_path, "branches", max_turns=6)
+    assert (made.rollout.verdict.outcome, made.rollout.verdict.reward) == (Outcome.PARTIAL, 0.75)
+    turns = made.rollout.turns
+    assert [(each.agent, each.begins, each.reward) for each in turns] == [
+        ("main", "first", 0.0),
+        ("main", "", 0.0),
+        ("main", "forked", 0.25),
+        ("main", "history_differs", 0.0),
+        ("solver", "first", 0.5),
+    ]
+    assert made.rollout.parents == (ROOT, 0, 0, ROOT, ROOT), "the critic's turn is no part of it"
+    assert [list(each.trained) for each in made.rollout.segments] == [[0, 1], [2], [3], [4]]
+    shown = tokenizer().decode([*turns[2].context_token_ids, *turns[2].token_ids])
+    assert shown == "<|user|>right<|end|><|assistant|>b<|end|>"
+    assert caplog.text.count("needs several segments (history_differs)") == 1
+
+
+async def test_group_age_counts_from_the_first_turn_of_its_episodes(tmp_path: Path) -> None:
+    begun: list[None] = []
+    async with episodes(tmp_path, "three", TalkingSampler(second_is_right)) as maker:
+        (made,) = await maker.make(order(), GroupProgress(lambda: begun.append(None)))
+    assert (len(made.rollout.turns), len(begun)) == (2, 1)
+
+
+async def test_episode_that_returns_no_reward_is_judged_by_the_verifier_of_its_domain(tmp_path: Path) -> None:
+    (made,) = await played(tmp_path, "unjudged", verifier=PerAnswerVerifier(IsB()))
+    assert made.rollout.verdict.reason == "it is not b"
+
+
+@pytest.mark.parametrize("name", ["hangs", pytest.param("blocks", marks=pytest.mark.slow)])
+async def test_episode_that_exceeds_its_time_limit_has_outcome_timeout(name: str, tmp_path: Path) -> None:
+    (made,) = await played(tmp_path, name, timeout_s=2.0)
+    assert made.rollout.verdict.outcome is Outcome.TIMEOUT
+    assert made.rollout.verdict.reason == "the episode took longer than 2 s (episode.timeout_s)"
+
+
+async def test_rewarded_episode_without_an_answer_counts_as_a_failure(tmp_path: Path) -> None:
+    progress = GroupProgress()
+    async with episodes(tmp_path, "asks_nothing", TalkingSampler()) as maker:
+        with pytest.raises(PipelineError, match="the environment never asked the model"):
+            await maker.make(order(), progress)
+    assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
+
+
+async def test_actor_warns_of_answers_that_do_not_train_because_their_request_was_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (made, _) = await played(tmp_path, "repeats", samples=2)
+    assert len(made.rollout.turns) == 1
+    assert caplog.text.count("so 2 of its answers do not train") == 1
+
+
+async def test_episode_is_restarted_once_if_its_host_process_dies(tmp_path: Path) -> None:
+    (made,) = await played(tmp_path, "dies_once")
+    assert made.rollout.verdict.outcome is Outcome.CORRECT and len(made.rollout.turns) == 1
+
+
+async def test_death_of_a_host_process_with_several_episodes_counts_as_one_verifier_error(tmp_path: Path) -> None:
+    progress = GroupProgress()
+    async with episodes(tmp_path, "all_die", TalkingSampler(second_is_right)) as maker:
+        with pytest.raises(PipelineError, match="the process that played this episode is gone: it ended with status 1"):
+            await maker.make(order(samples=4), progress)
+    assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
+
+
+async def test_host_process_whose_connection_is_closed_gets_no_further_episode(tmp_path: Path) -> None:
+    """Writing to a closed connection raises RuntimeError in uvloop, whereas asyncio discards the data silently."""
+    (tmp_path / "game.py").write_text(CODE)
+    hosts, task = EpisodeHosts(f"{tmp_path / 'game.py'}:three"), Task.of(order().problem, seed=0)
+    await hosts.start()
+    hosts._hosts[0].child.lines.close()
+    try:
+        ended = await hosts.play(task, base_url="http://127.0.0.1:9", api_key="", timeout_s=PATIENCE_S)
+    finally:
+        await hosts.close()
+    assert ended.how == "raised" and "127.0.0.1:9" in ended.reason
+
+
+async def test_group_of_episodes_fails_if_no_engine_can_answer(tmp_path: Path) -> None:
+    def fail(_: object) -> str:
+        raise DeadlineError("no engine completed the request")
+
+    async with episodes(tmp_path, "three", TalkingSampler(fail)) as maker:
+        with pytest.raises(DeadlineError, match="no engine completed"):
+            await maker.make(order(samples=2), GroupProgress())
+
+
+async def test_group_fails_with_the_name_of_the_environment_that_cannot_be_loaded(tmp_path: Path) -> None:
+    async with episodes(tmp_path, "absent", TalkingSampler()) as maker:
+        with pytest.raises(PipelineError, match=r"model answered in no episode.*has no 'absent'"):
+            await maker.make(order(), GroupProgress())
+
+
+@pytest.fixture
+def unreachable_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+
+
+@pytest.mark.usefixtures("unreachable_proxy")
+async def test_client_of_user_code_reaches_the_gateway_although_a_proxy_is_set(tmp_path: Path) -> None:
+    (made,) = await played(tmp_path, "asks_by_url")
+    assert made.rollout.verdict.outcome is Outcome.CORRECT
+
+
+@pytest.mark.usefixtures("unreachable_proxy")
+async def test_verifier_judges_the_last_model_answer_if_an_external_command_plays_the_episode(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import openai, sys\n"
+        "client = openai.OpenAI()\n"
+        "said = client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': sys.argv[1]}])\n"
+        "sys.exit(0 if said.choices[0].message.content == 'b' else 3)\n"
+    )
+    sampler = TalkingSampler(lambda messages: "b" if messages[0].content == "say hello" else "a")
+    domains = {
+        "talk": EpisodeDomain(
+            player=Commands([sys.executable, str(script), "say {task}"]),
+            limits=EpisodeSection(),
+            verifier=PerAnswerVerifier(IsB()),
+            correct_at=1.0,
+        )
+    }
+    maker = Episodes(sampler, domains, attempts=1)
+    async with asyncio.timeout(PATIENCE_S), maker.serve():
+        (made,) = await maker.make(order(), GroupProgress())
+    assert made.rollout.verdict.outcome is Outcome.CORRECT
+
+
+@pytest.mark.parametrize("limits", [EpisodeSection(max_turns=2), EpisodeSection(turn_tokens=1)])
+async def test_episode_whose_command_fails_at_a_limit_is_judged_by_its_last_answer(
+    limits: EpisodeSection, tmp_path: Path
+) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import openai\n"
+        "client, messages = openai.OpenAI(), [{'role': 'user', 'content': 'x'}]\n"
+        "for _ in range(9):\n"
+        "    answer = client.chat.completions.create(model='m', messages=messages).choices[0].message\n"
+        "    messages += [answer.model_dump(), messages[0]]\n"
+    )
+    player, sampler = Commands([sys.executable, str(script)]), TalkingSampler(lambda messages: "b")
+    domains = {"talk": EpisodeDomain(player=player, limits=limits, verifier=PerAnswerVerifier(IsB()), correct_at=1.0)}
+    maker = Episodes(sampler, domains, attempts=1)
+    async with asyncio.timeout(PATIENCE_S), maker.serve():
+        (made,) = await maker.make(order(), GroupProgress())
+    assert made.rollout.verdict.outcome is Outcome.CORRECT
+
+
+async def test_failed_episode_command_is_reported_with_the_last_line_of_its_standard_error(tmp_path: Path) -> None:
+    commands = Commands([sys.executable, "-c", "print('out'); raise SystemExit('no model named {task}')"])
+    task = Task(problem_id="p", domain="talk", messages=({"role": "user", "content": "x"},), ground_truth="")
+    ended = await commands.play(task, base_url="http://nowhere", api_key="k", timeout_s=PATIENCE_S)
+    assert ended.how == "raised" and ended.reason.endswith("ended with status 1: no model named x")
+
+
+@final
+class CountingPlayer:
+    """A player that counts how many of its episodes run at once."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.01)
+        self.now -= 1
+        return EpisodeEnd(how="returned")
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def test_no_more_episodes_than_the_recipes_limit_run_at_once() -> None:
+    player = CountingPlayer()
+    domain = EpisodeDomain(
+        player=player, limits=EpisodeSection(), verifier=None, correct_at=1.0, places=asyncio.Semaphore(3)
+    )
+    maker = Episodes(TalkingSampler(), {"talk": domain}, attempts=1)
+    async with asyncio.timeout(PATIENCE_S), maker.serve():
+        with pytest.raises(PipelineError, match="never asked the model"):
+            await maker.make(order(samples=10), GroupProgress())
+    assert player.most == 3
+
+
+def test_programs_are_limited_by_cores_and_episodes_in_hosts_are_not() -> None:
+    def places(**keys: Any) -> int | None:
+        found = places_of(DomainSection(name="d", source="addition", **keys))
+        return None if found is None else found._value
+
+    command = {"command": ("true",), "verifier": "math_answer"}
+    assert places(**command) == 4 * num_cores() and places(environment="game.py:play") is None
+    assert places(**command, episode={"concurrent": 5}) == 5
+
+
+async def test_environment_may_return_messages_as_text_and_invalid_messages_are_rejected(tmp_path: Path) -> None:
+    async with episodes(tmp_path, "Texts", TalkingSampler(lambda messages: messages[-1].content[:1])) as maker:
+        (made,) = await maker.make(order(), GroupProgress())
+    assert "begin" in tokenizer().decode(made.rollout.turns[0].context_token_ids.tolist())
+    assert "again" in tokenizer().decode(made.rollout.turns[1].context_token_ids.tolist())
+    assert made.rollout.verdict.reward == 2.0
+    async with episodes(tmp_path, "asks_a_text", TalkingSampler()) as maker:
+        played = await maker.play(order(), 0, GroupProgress())
+    assert "TypeError: messages must be a list of messages" in played.judgement.verdict.reason

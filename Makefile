@@ -105,7 +105,7 @@ docs: $(VENV)/.installed-docs ## build the documentation into site/, with every 
 
 # Packages that an image with torch, transformers, JAX and Python 3.12 usually lacks, or has in an older version.
 WHEELS := .gpu-wheels
-FOR_GPU := annotated-types fastapi httpcore2 httptools httpx2 huggingface-hub msgspec opentelemetry-api orjson pydantic \
+FOR_GPU := annotated-types fastapi httpcore2 httptools httpx2 huggingface-hub msgspec opentelemetry-api pydantic \
   pydantic-core starlette transformers truststore typing-inspection uvicorn
 # A machine without a package index has no environment: there the wheels complete the packages of $(PYTHON).
 CARRIED := $(if $(wildcard $(BIN)/python),,$(wildcard $(WHEELS)/*.whl))
@@ -135,7 +135,7 @@ LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-s
 
 lock: | $(BIN)/python ## update requirements/*.txt: after a change of pyproject.toml or requirements/*.in
 	@$(BIN)/python -m pip install --quiet uv
-	@$(LOCK) pyproject.toml --no-emit-package torch --output-file requirements/main.txt >/dev/null
+	@$(LOCK) pyproject.toml --no-emit-package torch --extra standard --output-file requirements/main.txt >/dev/null
 	@$(LOCK) pyproject.toml --no-emit-package torch --extra dev --constraint requirements/main.txt \
 	  --output-file requirements/dev.txt >/dev/null
 	@$(LOCK) pyproject.toml --no-emit-package torch --extra dev --extra bench --constraint requirements/dev.txt \

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from benchmarks.measure import Row, report
+from pipelinerl.plugins.math_answer.verifier import MathAnswer
 from pipelinerl.types import Message, Problem
-from pipelinerl.verifiers.math_answer import MathAnswer
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 LEAST_RIGHT: Final = 0.99

@@ -129,7 +129,7 @@ def memory_limits(config: RunConfig) -> Mapping[str, int]:
 
 
 def report(path: Path) -> list[Path]:
-    """Write the learning curve and the report of a run; return the files, or raise `UserError`."""
+    """Write the report of a run and, with matplotlib, its learning curve; return the files, or raise `UserError`."""
     try:
         if not EventFollower(path / "events.jsonl").new() and (path / "events.jsonl").stat().st_size:
             raise ValueError("no line of it is an event")
@@ -138,6 +138,10 @@ def report(path: Path) -> list[Path]:
         raise UserError(f"{path} has no readable events.jsonl to report on: {error}") from None
     except OSError as error:
         raise UserError(f"the report of {path} cannot be written: {error}") from None
+    except ModuleNotFoundError:  # after the report was written
+        sentence = "learning_curve.png needs matplotlib, which is not installed; pip install -e '.[report]'"
+        Console(stderr=True).print(sentence, highlight=False, soft_wrap=True, markup=False)
+        return [path / "report.html"]
     return [files.html, files.picture]
 
 
@@ -207,9 +211,10 @@ def show_end(result: RunResult, directory: RunDirectory, events: Sequence[Event]
     kinds = {event["kind"] for event in events}
     if kinds & {"step", "evaluation"}:  # without a step or an evaluation there is nothing to draw
         try:
-            page, picture = report(directory.path)
+            page, *pictures = report(directory.path)
             console.print(summary(tell(read_events(directory.events)), run_dir=directory.path, report=page))
-            console.print(f"learning curve {picture}", highlight=False, soft_wrap=True)
+            for picture in pictures:
+                console.print(f"learning curve {picture}", highlight=False, soft_wrap=True)
         except UserError as error:  # a missing report must not hide how the run ended
             console.print(str(error), highlight=False, soft_wrap=True, markup=False)
     # A run that failed before it trained would fail again; its message says what to fix.

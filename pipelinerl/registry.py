@@ -140,7 +140,7 @@ VERIFIERS: Final = Components(
     "verifier",
     VerifierComponent,
     {
-        "math_answer": "pipelinerl.verifiers:MATH_ANSWER",
+        "math_answer": "pipelinerl.plugins.math_answer:COMPONENT",
         "reasoning_gym": "pipelinerl.verifiers:REASONING_GYM",
         "instruction_following": "pipelinerl.plugins.instructions:VERIFIER",
         "judge": "pipelinerl.plugins.judge:COMPONENT",

@@ -38,7 +38,7 @@ def with_extra(extra: str) -> list[Requirement]:
     return requirements
 
 
-@pytest.mark.parametrize(("file", "extra"), [("main", ""), ("dev", "dev"), ("bench", "bench")])
+@pytest.mark.parametrize(("file", "extra"), [("main", "standard"), ("dev", "dev"), ("bench", "bench")])
 def test_versions_in_the_lock_file_satisfy_the_requirements_in_pyproject(file: str, extra: str) -> None:
     pins = locked("torch", file)
     for requirement in with_extra(extra):

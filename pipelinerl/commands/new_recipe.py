@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
+import msgspec
 
 from pipelinerl.data.files.field_map import FieldMap
 from pipelinerl.data.files.rows import ArrowRows, FirstRows, JsonRows, suffix_of
@@ -185,4 +185,4 @@ def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths:
 
 def _text(value: str) -> str:
     # JSON strings are valid TOML strings.
-    return orjson.dumps(value).decode()
+    return msgspec.json.encode(value).decode()

@@ -18,8 +18,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final, get_args
 
-import orjson
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from pipelinerl import registry
 from pipelinerl.errors import HABITS, RecipeError
@@ -213,10 +213,10 @@ def _absolute(value: Any, folder: Path) -> Any:
 def _messages(path: Path, domain: Any) -> Any:
     where = f"domains.{domain}.few_shot"
     try:
-        messages = orjson.loads(path.read_bytes())
+        messages = from_json(path.read_bytes(), allow_inf_nan=False)
     except OSError as error:
         raise RecipeError(f"{where}: {path} cannot be read: {error.strerror}") from None
-    except orjson.JSONDecodeError as error:
+    except ValueError as error:
         raise RecipeError(f"{where}: {path} is not JSON: {error}") from None
     if not isinstance(messages, list):
         raise RecipeError(f"{where}: {path} must hold a list of messages with role and content")

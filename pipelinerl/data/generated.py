@@ -142,7 +142,9 @@ def open_reasoning_gym(request: SourceRequest) -> GeneratedSource:
     try:
         dataset = gym_tasks.create_dataset(task, seed=0, size=NUM_ENTRIES, **parameters)
     except ModuleNotFoundError:
-        raise RecipeError(f"{where}.source needs reasoning_gym, which is not installed; pip install it") from None
+        raise RecipeError(
+            f"{where}.source needs reasoning_gym, which is not installed; pip install -e '.[gym]'"
+        ) from None
     except (ValueError, TypeError, AssertionError) as error:
         raise RecipeError(f"{where}: reasoning-gym refuses task {task!r} with {parameters!r}: {error}") from None
 
@@ -281,7 +283,9 @@ class NumberedSource:
         return request.prompts.dress(to_problem(draft, request.domain, name=str(number)))
 
 
-REASONING_GYM: Final = SourceComponent(build=f"{__name__}:open_reasoning_gym", needs=("reasoning_gym",))
+REASONING_GYM: Final = SourceComponent(
+    build=f"{__name__}:open_reasoning_gym", needs=("reasoning_gym",), remedy="pip install -e '.[gym]'"
+)
 ADDITION: Final = SourceComponent(build=f"{__name__}:open_addition")
 PROGRAMS: Final = SourceComponent(build=f"{__name__}:open_programs")
 NUMBERED: Final = SourceComponent(build=f"{__name__}:open_numbered")

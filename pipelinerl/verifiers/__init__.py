@@ -6,15 +6,10 @@ from typing import Final
 
 from pipelinerl.component import VerifierComponent
 
-MATH_ANSWER: Final = VerifierComponent(
-    build="pipelinerl.verifiers.math_answer:open_verifier",
-    deterministic=True,
-    check_problem="pipelinerl.verifiers.math_answer:refuse_unreadable",
-    reference_answer="pipelinerl.verifiers.math_answer:boxed_reference",
-)
 REASONING_GYM: Final = VerifierComponent(
     build="pipelinerl.verifiers.reasoning_gym:open_verifier",
     needs=("reasoning_gym",),
+    remedy="pip install -e '.[gym]'",
     deterministic=True,
     check_problem="pipelinerl.verifiers.reasoning_gym:entry_of",
 )

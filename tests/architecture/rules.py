@@ -46,7 +46,7 @@ BROAD_EXCEPT_ALLOWED = (
     "pipelinerl/engines/batching/decode_loop.py",  # array libraries may raise any exception
     "pipelinerl/plugins/oubliette/guest/program.py",  # the main function of a process that runs foreign programs
     "pipelinerl/verifiers/group_filter.py",
-    "pipelinerl/verifiers/equality/expressions.py",  # math-verify's parser raises plain `Exception` for a syntax error
+    "pipelinerl/plugins/math_answer/expressions.py",  # math-verify's parser raises plain `Exception` for a syntax error
     "pipelinerl/plugins/episodes/verifiers_host.py",  # tasksets may raise any exception
     "pipelinerl/plugins/episodes/episode_host.py",  # the main function of a process; user code may raise any exception
 )

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
+from pydantic_core import from_json
 
 from pipelinerl.data.files.rows import suffix_of
 from pipelinerl.data.source import Split
@@ -99,7 +99,7 @@ def _within(folder: Path, name: Any, description: Path) -> Path:
 
 def _described(path: Path, key: str) -> list[Any]:
     try:
-        value = orjson.loads(path.read_bytes())[key]
+        value = from_json(path.read_bytes(), allow_inf_nan=False)[key]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RecipeError(f"{path}: expected an object with {key}: {type(error).__name__}: {error}") from None
     if not isinstance(value, list):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import ClassVar, Final
 
-import orjson
 from msgspec import Struct, field
+from pydantic_core import from_json
 
 from pipelinerl.plugins.instructions.instruction import Count, Text, Texts
 
@@ -90,8 +90,8 @@ class JsonFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if opening := _FENCE.match(text):
             text = text[opening.end() :].removesuffix("```")
         try:
-            return isinstance(orjson.loads(text.encode("utf-8", "replace")), dict | list)
-        except orjson.JSONDecodeError:
+            return isinstance(from_json(text.encode("utf-8", "replace"), allow_inf_nan=False), dict | list)
+        except ValueError:
             return False
 
 

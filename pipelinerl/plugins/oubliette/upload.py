@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
+import msgspec
 
 from pipelinerl.data.files.layouts import SUFFIXES
 from pipelinerl.data.files.rows import ArrowRows, DataRows, JsonRows, Row, suffix_of
@@ -147,7 +147,7 @@ async def upload(files: Sequence[Path], out: Path, rules: OublietteSection, *, a
                             reasons += [row][: _MOST_REASONS - len(reasons)]
                         else:
                             written += 1
-                            target.write(orjson.dumps(row) + b"\n")
+                            target.write(msgspec.json.encode(row) + b"\n")
     return UploadReport(written, left_out, tuple(reasons), uploader.contents, uploader.num_bytes)
 
 

@@ -31,7 +31,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 import aiohttp
-import orjson
+from pydantic_core import from_json
 
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.sequence import Request, Sequence
@@ -361,7 +361,7 @@ class ServerHttp:
                         data = line[len(_DATA) :].strip()
                         if data == _DONE:
                             return
-                        yield orjson.loads(data)
+                        yield from_json(data)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EngineUnreachable(f"POST {self.url}{path} was interrupted: {reason_of(error)}") from error
         raise EngineUnreachable(f"POST {self.url}{path}: the stream ended without data: [DONE]; is the server closing?")
@@ -377,7 +377,7 @@ class ServerHttp:
             ) as answer:
                 await self._check(method, path, answer)
                 content = await answer.read()
-                return orjson.loads(content) if answer.content_type == "application/json" else None
+                return from_json(content) if answer.content_type == "application/json" else None
         except TimeoutError as error:
             raise EngineUnreachable(f"{method} {self.url}{path} had no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:

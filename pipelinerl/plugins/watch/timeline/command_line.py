@@ -85,7 +85,10 @@ def show_mismatch(run_dir: Path, console: Console, *, as_json: bool) -> None:
             f"{run_dir} has {len(history.steps)} steps, none with mismatch figures; they begin with the first "
             "step whose rollouts have a gradient"
         )
-    picture = draw_mismatch(history, run_dir / "mismatch.png")
+    try:
+        picture = draw_mismatch(history, run_dir / "mismatch.png")
+    except ModuleNotFoundError:
+        raise UserError("mismatch.png needs matplotlib, which is not installed; pip install -e '.[report]'") from None
     advice = advise(reviewed)
     if as_json:
         record = asdict(reviewed) | {"advice": [asdict(each) for each in advice], "picture": str(picture)}

@@ -22,7 +22,7 @@ from math_verify import verify
 from math_verify.errors import TimeoutException
 from math_verify.grader import should_treat_as_complex
 
-from pipelinerl.verifiers.equality.quantities import number
+from pipelinerl.plugins.math_answer.quantities import number
 
 #: Errors that parser and simplifier raise for texts that they cannot handle.
 FAILURES: Final = (

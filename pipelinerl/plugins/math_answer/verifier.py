@@ -1,8 +1,9 @@
 """Verifier for the final answer of a mathematical problem, by its text, its exact value, or its mathematics.
 
-`equality/` finds the final answer, reads structures and rational numbers, and compares the remaining expressions with
-the parser of math-verify. Expressions are compared in worker processes (`open_comparison`): parsing and evaluating
-cannot be interrupted, so only killing a process enforces a deadline. A verdict's `answer` is the answer's normal form.
+The files beside this one find the final answer, read structures and rational numbers, and compare the remaining
+expressions with the parser of math-verify. Expressions are compared in worker processes (`open_comparison`): parsing
+and evaluating cannot be interrupted, so only killing a process enforces a deadline. A verdict's `answer` is the normal
+form of the answer.
 
 An answer may crash the parser, or keep it busy until the deadline. Such an answer is wrong if the ground truth can be
 compared with itself in time: masking it would let a model escape problems that it cannot solve. If the comparison was
@@ -19,10 +20,10 @@ from collections.abc import Callable
 from typing import Final
 
 from pipelinerl.errors import RecipeError
+from pipelinerl.plugins.math_answer.final_answer import final_answer, reference_answer
+from pipelinerl.plugins.math_answer.notation import normal_form
+from pipelinerl.plugins.math_answer.structures import equal
 from pipelinerl.types import Problem, Verdict
-from pipelinerl.verifiers.equality.final_answer import final_answer, reference_answer
-from pipelinerl.verifiers.equality.notation import normal_form
-from pipelinerl.verifiers.equality.structures import equal
 from pipelinerl.verifiers.verifier import (
     GroupVerifier,
     PerAnswerVerifier,
@@ -54,7 +55,7 @@ class MathAnswer:
     def __init__(self, *, deadline_s: float = 5.0, workers: int | None = None) -> None:
         self._deadline_s = deadline_s
         self._pool = WorkerPool(
-            "pipelinerl.verifiers.math_answer:open_comparison", workers=workers, deadline_s=deadline_s
+            "pipelinerl.plugins.math_answer.verifier:open_comparison", workers=workers, deadline_s=deadline_s
         )
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
@@ -151,7 +152,7 @@ def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
     The result is None if the ground truth cannot be compared even with itself. If only `given` breaks the comparison,
     the result is False; otherwise a model could learn to break it.
     """
-    from pipelinerl.verifiers.equality.expressions import FAILURES, WARM_UP, UnreadableReference, equal_expressions
+    from pipelinerl.plugins.math_answer.expressions import FAILURES, WARM_UP, UnreadableReference, equal_expressions
 
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))

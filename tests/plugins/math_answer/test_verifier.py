@@ -11,20 +11,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
+from pipelinerl.plugins.math_answer import expressions, verifier as math_answers
+from pipelinerl.plugins.math_answer.final_answer import final_answer, reference_answer
+from pipelinerl.plugins.math_answer.notation import canonical, normal_form
+from pipelinerl.plugins.math_answer.quantities import number
+from pipelinerl.plugins.math_answer.structures import equal
+from pipelinerl.plugins.math_answer.verifier import MathAnswer, boxed_reference
 from pipelinerl.types import Message, Outcome, Problem
-from pipelinerl.verifiers import math_answer as math_answers
-from pipelinerl.verifiers.equality import expressions
-from pipelinerl.verifiers.equality.final_answer import final_answer, reference_answer
-from pipelinerl.verifiers.equality.notation import canonical, normal_form
-from pipelinerl.verifiers.equality.quantities import number
-from pipelinerl.verifiers.equality.structures import equal
-from pipelinerl.verifiers.math_answer import MathAnswer, boxed_reference
 from tests.patience import SOON_S
 
 #: Mark of tests that share the math verifier: they must run on the verifier's event loop.
 shared_loop = pytest.mark.asyncio(loop_scope="module")
 
-PAIRS = tomllib.loads((Path(__file__).parents[2] / "benchmarks/math_answers.toml").read_text())
+PAIRS = tomllib.loads((Path(__file__).parents[3] / "benchmarks/math_answers.toml").read_text())
 #: An expression that no evaluation ends.
 ENDLESS = r"\sum_{k=1}^{10^{12}} \lfloor \sqrt{k} \rfloor"
 

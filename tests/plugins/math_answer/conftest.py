@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from pipelinerl.verifiers.math_answer import MathAnswer
+from pipelinerl.plugins.math_answer.verifier import MathAnswer
 from tests.patience import PATIENCE_S
 
 

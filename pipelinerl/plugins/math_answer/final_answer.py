@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from pipelinerl.verifiers.equality.notation import canonical
-from pipelinerl.verifiers.equality.quantities import quantity
+from pipelinerl.plugins.math_answer.notation import canonical
+from pipelinerl.plugins.math_answer.quantities import quantity
 from pipelinerl.verifiers.verifier import last_tagged
 
 #: Longest content of a box, in characters.

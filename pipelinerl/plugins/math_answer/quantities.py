@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from pipelinerl.verifiers.equality.notation import plain
+from pipelinerl.plugins.math_answer.notation import plain
 
 #: Largest exponent of ten in scientific notation.
 _MOST_EXPONENT: Final = 10_000

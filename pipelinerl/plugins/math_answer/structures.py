@@ -13,8 +13,8 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import Final, NamedTuple
 
-from pipelinerl.verifiers.equality.notation import canonical, plain, split_top
-from pipelinerl.verifiers.equality.quantities import (
+from pipelinerl.plugins.math_answer.notation import canonical, plain, split_top
+from pipelinerl.plugins.math_answer.quantities import (
     Number,
     equal_quantities,
     equal_times,

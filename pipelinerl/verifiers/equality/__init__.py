@@ -1,1 +1,0 @@
-"""Equality of mathematical answers: extraction, notation, quantities, structures and expressions."""

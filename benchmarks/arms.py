@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final
 
+import numpy as np
 import psutil
 
 from benchmarks.measure import read_record, write_record
@@ -173,23 +174,30 @@ def figures_of(job: Job, run: FinishedRun) -> Figures:
     the last tenth of the steps. `area`: mean reward over all steps. `age`: versions from the sampling of a rollout's
     oldest token to the step that trains it, mean over the steps. `discarded`: share of the sampled tokens that were
     dropped as stale. `ess`: effective sample size of π / μ, mean over the steps. `by_samples`, `by_seconds`: curves of
-    the reward. `ess_by_step`: curve of `ess`. Raises ValueError if the steps do not report a figure.
+    the reward by the version that sampled it, at the place where that version was made. `ess_by_step`: curve of `ess`.
+    Raises ValueError if the steps do not report a figure.
     """
     steps = partial(steps_of, run.history)
-    reward, ess, sampled = steps("reward"), steps("ess"), steps("sampled_tokens").y
-    stale, clock, smooth = steps("stale_tokens").y[-1], training_clock(run.history), reward.smoothed().y
+    ess, sampled, stale = steps("ess"), steps("sampled_tokens").y, steps("stale_tokens").y[-1]
+    clock, reward = training_clock(run.history), run.history.by_sampling_version().smoothed()
+    taken = [0.0, *steps("reward").x]
+
+    def when_newest(at_steps: Iterable[float]) -> Series:
+        """Place each reward where its version was the newest; `at_steps` has the place of the end of each step."""
+        return Series(tuple(np.interp(reward.x, taken, [0.0, *at_steps]).tolist()), reward.y)
+
     return {
         "completed": run.completed,
         "accuracy": run.accuracy,
         "reward": run.history.last_reward or 0.0,
-        "area": fmean(reward.y),
+        "area": fmean(steps("reward").y),
         "seconds": clock[-1],
         "age": fmean(steps("staleness_mean").y),
         "discarded": stale / (stale + sum(sampled)),
         "ess": fmean(ess.y),
         "tokens_per_s": sum(sampled) / clock[-1],
-        "by_samples": thinned(Series(tuple(accumulate(steps("rollouts").y)), smooth)),
-        "by_seconds": thinned(Series(clock, smooth)),
+        "by_samples": thinned(when_newest(accumulate(steps("rollouts").y))),
+        "by_seconds": thinned(when_newest(clock)),
         "ess_by_step": thinned(ess.smoothed()),
     }
 

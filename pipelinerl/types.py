@@ -340,6 +340,13 @@ class Rollout:
         return max(span.model_version for turn in self.turns for span in turn.spans)
 
     @property
+    def mean_version(self) -> float:
+        """The mean version over the tokens that the model sampled."""
+        spans = [span for turn in self.turns for span in turn.spans]
+        tokens = sum(span.num_tokens for span in spans)
+        return sum(span.model_version * span.num_tokens for span in spans) / tokens
+
+    @property
     def num_sampled_tokens(self) -> int:
         """The number of tokens that the model sampled."""
         return sum(int(turn.token_ids.shape[0]) for turn in self.turns)

@@ -246,7 +246,7 @@ def _save(path: Path, fill: Callable[[Any], None], *, size: tuple[float, float])
 
 
 def _learning(axes: Any, history: RunHistory) -> None:
-    reward = history.by_step("reward")
+    reward = history.by_sampling_version()
     if reward:
         axes.plot(reward.x, reward.y, color=_BLUE, alpha=0.22, linewidth=0.8)
         axes.plot(reward.x, reward.smoothed().y, color=_BLUE, linewidth=1.8, label="reward, training")
@@ -256,7 +256,7 @@ def _learning(axes: Any, history: RunHistory) -> None:
             axes.fill_between(accuracy.x, low, high, color=_ORANGE, alpha=0.16, linewidth=0)
         axes.plot(accuracy.x, accuracy.y, color=_ORANGE, linewidth=1.8, marker="o", markersize=4.5,
                   markeredgecolor="white", label="held-out accuracy, 95 % interval")  # fmt: skip
-    _finish(axes, history.run, "step")
+    _finish(axes, history.run, "model version")
     if reward or accuracy:
         axes.legend(frameon=False, loc="best")
 

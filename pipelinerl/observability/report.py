@@ -34,7 +34,17 @@ from pipelinerl.observability.evaluations import (
 )
 from pipelinerl.observability.events import Event, amount, changes_words, read_events
 from pipelinerl.observability.logs import recipe_without_secrets, without_secrets
-from pipelinerl.observability.run_history import HELD_OUT, RunHistory, Series, groups_of, mean_of, stale_share, tell
+from pipelinerl.observability.run_history import (
+    HELD_OUT,
+    OF_SAMPLER,
+    RunHistory,
+    Series,
+    groups_of,
+    mean_of,
+    placed_by_version,
+    stale_share,
+    tell,
+)
 from pipelinerl.observability.samples.reading import ChosenSample, Ranking, SampleQuery, read_samples
 from pipelinerl.observability.samples.record import (
     AnswerRecord,
@@ -136,7 +146,7 @@ def _tile(name: str, value: str, note: str) -> str:
 
 
 def _learning(history: RunHistory) -> str:
-    reward = history.by_step("reward")
+    reward = history.by_sampling_version()
     accuracy, low, high = history.accuracy(history.evaluations)
     lines = (
         Line(series=reward, colour=1, mark=Mark.FAINT),
@@ -145,8 +155,8 @@ def _learning(history: RunHistory) -> str:
     )
     fits = all(0 <= value <= 1 for line in lines for value in line.series.y)
     y_max = 1.0 if fits else 0.0
-    wide = Chart(lines=lines, x_label="step", width=900, height=330, percent=fits, y_max=y_max)
-    narrow = Chart(lines=lines, x_label="step", width=420, height=300, percent=fits, y_max=y_max)
+    wide = Chart(lines=lines, x_label="model version", width=900, height=330, percent=fits, y_max=y_max)
+    narrow = Chart(lines=lines, x_label="model version", width=420, height=300, percent=fits, y_max=y_max)
     return f"{_legend(lines)}<div class=for-wide>{svg(wide)}</div><div class=for-narrow>{svg(narrow)}</div>"
 
 
@@ -411,8 +421,8 @@ def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
     return [
         _chart("Entropy, nats per token", entropies),
         _chart("Answer length, tokens", {"mean": steps("length_mean"), "P95": steps("length_p95")}),
-        _chart("Reward by domain, smoothed", reward),
-        _chart("Accuracy by domain", by_domain("accuracy"), percent=True, y_max=1.0),
+        _chart("Reward by domain, smoothed", reward, x_label="model version"),
+        _chart("Accuracy by domain", by_domain("accuracy"), x_label="model version", percent=True, y_max=1.0),
         _chart("Mean length by domain", by_domain("length_mean")),
         _chart("Share truncated by domain", by_domain("truncated"), percent=True),
         _chart("Share stale by domain", by_domain("stale"), percent=True),
@@ -443,9 +453,11 @@ def _row(name: str, figures: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _course(history: RunHistory, domain: str, figure: str) -> Series:
-    """Return a metric of one domain as a series over the step."""
-    by_step = [(step["step"], groups_of([step], "by_domain").get(domain, [])) for step in history.steps]
-    return history.series([{"step": step, **each} for step, figures in by_step for each in figures], figure, x="step")
+    """Return a metric of one domain as a series over the step, or a reward over the version that sampled it."""
+    x = "sampled_version" if figure in OF_SAMPLER else "step"
+    steps = placed_by_version(history.steps)
+    by_step = [(step[x], groups_of([step], "by_domain").get(domain, [])) for step in steps]
+    return history.series([{x: at, **each} for at, figures in by_step for each in figures], figure, x=x)
 
 
 # --- samples: best and worst answers of the last steps, and the worst of the last evaluation --------------------------

@@ -16,6 +16,8 @@ from pipelinerl.observability.events import ENDS, Event, amount, kind_of, number
 
 #: Name of the evaluation set if an event does not name its set.
 HELD_OUT: Final = "held_out"
+#: Metrics that judge the weights which sampled the answers, not those of the step that trained on them.
+OF_SAMPLER: Final = ("reward", "accuracy")
 
 
 #: Kinds of incidents, the most harmful first: kinds in one row are equally harmful.
@@ -241,6 +243,16 @@ class RunHistory:
         """Return a field of the `step` events as a series over the step."""
         return self.series(self.steps, field, x="step")
 
+    def by_sampling_version(self, field: str = "reward") -> Series:
+        """Return a metric of the trained answers as a series over the model version that sampled them.
+
+        A step's batch was sampled by older weights than those that it trains, so the step says nothing about its own
+        version. The metric stands at the mean version of the judged answers' tokens (`sampled_version`). The version of
+        the first token would flatter in-flight updates, since newer weights sampled the rest. Logs of older versions of
+        the project report only the age of the oldest token, which is used instead.
+        """
+        return self.series(placed_by_version(self.steps), field, x="sampled_version")
+
     def update_ms(self, field: str) -> Series:
         """Return a field of the `publish` events, in milliseconds, as a series over the model version."""
         seconds = self.series(self.publications, field, x="model_version")
@@ -302,6 +314,18 @@ def _by_set(events: Sequence[Event]) -> dict[str, tuple[Event, ...]]:
 def _latest(events: Sequence[Event], key: str) -> tuple[Event, ...]:
     latest = {event[key]: event for event in events if number(event, key) is not None}
     return tuple(latest[value] for value in sorted(latest))
+
+
+def sampling_version(step: Mapping[str, Any]) -> float:
+    """Return the mean version of the weights that sampled the batch of a `step` event; see `by_sampling_version`."""
+    known = number(step, "sampled_version")
+    return amount(step, "step") - (number(step, "staleness_mean") or 1.0) if known is None else known
+
+
+def placed_by_version(steps: Iterable[Event]) -> list[Event]:
+    """Return the `step` events with their `sampled_version`, in rising order of it."""
+    placed = [step | {"sampled_version": sampling_version(step)} for step in steps]
+    return sorted(placed, key=lambda step: step["sampled_version"])
 
 
 def groups_of(steps: Iterable[Event], field: str) -> dict[str, list[Mapping[str, Any]]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
@@ -139,7 +140,7 @@ def build(
         learns=learns,
         computed=computed,
         segments=SegmentTable.of(rollouts),
-        stats=_stats(rollouts, producing=producing, rewards=given.rewards[valid], lengths=lengths)
+        stats=_stats(rollouts, producing=producing, rewards=given.rewards, valid=valid, lengths=lengths)
         | {"masked": float((valid & ~learns).mean()), "idle_fraction": 1 - len(computed) / len(rollouts)},
         packed=[],
     )
@@ -185,11 +186,18 @@ def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping],
 
 
 def _stats(
-    rollouts: Sequence[Rollout], *, producing: int, rewards: Floats, lengths: NDArray[np.intp]
+    rollouts: Sequence[Rollout],
+    *,
+    producing: int,
+    rewards: Floats,
+    valid: NDArray[np.bool_],
+    lengths: NDArray[np.intp],
 ) -> dict[str, float]:
     staleness = np.array([producing - rollout.oldest_version for rollout in rollouts])
     mixed = np.array([rollout.oldest_version != rollout.newest_version for rollout in rollouts])
     right = sum(rollout.verdict.outcome is Outcome.CORRECT for rollout in rollouts)
+    rewards = rewards[valid]
+    sampled = [rollouts[place].mean_version for place in np.flatnonzero(valid)]
     return {
         "rollouts": float(len(rollouts)),
         "reward": float(rewards.mean()) if rewards.size else 0.0,
@@ -204,6 +212,7 @@ def _stats(
         "staleness_max": float(staleness.max()),
         "mixed_version_fraction": float(mixed.mean()),
         "unjudged": float(len(rollouts) - rewards.size),
+        **({"sampled_version": fmean(sampled)} if sampled else {}),
     }
 
 

@@ -1,10 +1,12 @@
-"""Tests of the incidents in a run's history: merged repetitions, durations, and their order by harm."""
+"""Tests of a run's history: its incidents by harm, and rewards by the version that sampled them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pipelinerl.observability.run_history import Incidents, tell
+import pytest
+
+from pipelinerl.observability.run_history import Incidents, Series, tell
 
 
 def at(elapsed_s: float, kind: str, **fields: Any) -> dict[str, Any]:
@@ -54,3 +56,30 @@ def test_harmful_incident_replaces_the_least_harmful_one_if_there_are_too_many()
     incidents.take(stale(602))
     ranked = incidents.ranked()
     assert len(ranked) == 500 and ranked[0].kind == "engine_lost" and ranked[-1].kind == "engine_slow"
+
+
+def learning(lag: int, *, names_version: bool) -> list[dict[str, Any]]:
+    """Return steps of a run whose version v samples answers with a mean reward of v / 10, trained `lag` steps later."""
+    steps = []
+    for step in range(1, 20):
+        version = max(0, step - lag)
+        placed = {"sampled_version": version} if names_version else {"staleness_mean": step - version}
+        steps.append(at(step, "step", step=step, reward=version / 10, **placed))
+    return steps
+
+
+@pytest.mark.parametrize("names_version", [True, False])
+@pytest.mark.parametrize("lag", [1, 3, 8])
+def test_reward_of_a_version_does_not_depend_on_the_lag_of_the_step_that_trained_it(
+    lag: int, names_version: bool
+) -> None:
+    rewards = tell(learning(lag, names_version=names_version)).by_sampling_version()
+    assert rewards.y == pytest.approx([version / 10 for version in rewards.x]) and rewards.x[-1] == 19 - lag
+
+
+def test_rewards_by_version_are_in_rising_order_of_versions() -> None:
+    late = [
+        at(1, "step", step=1, reward=0.2, sampled_version=2.0),
+        at(2, "step", step=2, reward=0.1, sampled_version=0),
+    ]
+    assert tell(late).by_sampling_version() == Series((0.0, 2.0), (0.1, 0.2))

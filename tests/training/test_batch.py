@@ -151,6 +151,7 @@ def test_batch_metrics_match_precomputed_values() -> None:
         "staleness_max": 3.0,
         "mixed_version_fraction": pytest.approx(1 / 3),
         "unjudged": 1.0,
+        "sampled_version": pytest.approx((4 + 10 / 3) / 2),
         "idle_fraction": pytest.approx(1 / 3),
     }
 

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from pipelinerl.commands.compare import differences, flat_keys
+from pipelinerl.observability.run_history import OF_SAMPLER
 from pipelinerl.observability.samples.record import SampleKind
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.observability.usage import usage_by_role
@@ -260,13 +261,17 @@ def _overlaid(watched: WatchedRun, metrics: Sequence[str], axis: Axis, points: i
     with watched.lock:
         rows = watched.view.steps.rows(metrics, points=points)
         facts = {**_summary(watched), "held_out": _held_out(watched, rows, axis)}
-    columns = _columns(rows)
+    columns, x = _columns(rows), rows.places[_PLACES[axis]]
+    # A reward stands where its version was the newest, not at the step that trained on it.
+    ends = np.array([[0.0, *rows.places["step"]], [0.0, *x]])
+    by_version = plain(np.interp(rows.places["sampled_version"], *ends), 12)
     parts = {part: {name: column.get(part) for name, column in columns.items()} for part in ("low", "high")}
     return {
         "run": watched.number,
         "name": watched.name,
         **facts,
-        "x": plain(rows.places[_PLACES[axis]], 12),
+        "x": plain(x, 12),
+        "x_of": {name: by_version for name in columns if name.rpartition("/")[2] in OF_SAMPLER},
         "y": {name: column["mean"] for name, column in columns.items()},
         **parts,
     }

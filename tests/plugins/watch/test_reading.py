@@ -188,6 +188,8 @@ def test_incident_of_a_lost_engine_names_its_log_and_a_changed_knob_is_an_incide
 def test_page_compares_runs_over_a_common_x_axis(page: ServedPage) -> None:
     response = page.get("/api/compare", runs="0,1", metrics="reward", x="samples", points=10)
     assert [len(run["x"]) for run in response["runs"]] == [10, 10] and response["runs"][0]["x"][-1] == 40 * 256
+    assert [len(run["x_of"]["reward"]) for run in response["runs"]] == [10, 10]
+    assert response["runs"][0]["x_of"]["reward"][-1] < 40 * 256, "older weights sampled the last batch"
     assert {"path": "run.name", "values": ["tiny", "two"]} in response["differences"]
     assert page.http.get("/api/compare", params={"runs": "0,x"}).status_code == 422
 

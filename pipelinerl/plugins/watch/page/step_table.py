@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.observability.events import Event, amount
+from pipelinerl.observability.run_history import sampling_version
 
 Float64 = NDArray[np.float64]
 Float32 = NDArray[np.float32]
@@ -26,14 +27,14 @@ MOST_FIGURES: Final = 2048
 _MOST_NAME: Final = 200
 _ROWS: Final = 4096
 #: Fields that give a step's position in the run; they are not drawn as curves.
-_PLACES: Final = frozenset({"time", "elapsed_s", "step", "model_version", "decision", "epoch"})
+_PLACES: Final = frozenset({"time", "elapsed_s", "step", "model_version", "decision", "epoch", "sampled_version"})
 _LARGEST: Final = 1e300
-_PLACE: Final = ("step", "elapsed_s", "samples", "tokens")
+_PLACE: Final = ("step", "elapsed_s", "samples", "tokens", "sampled_version")
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Up to `_ROWS` steps: their positions (`_PLACE`) in `places` [4, rows], metrics in `figures` [metrics, rows]."""
+    """Up to `_ROWS` steps: their positions (`_PLACE`) in `places` [5, rows], metrics in `figures` [metrics, rows]."""
 
     places: Float64
     figures: Float32
@@ -66,7 +67,8 @@ class StepRows:
     """Rows of a table. Each row merges `each` consecutive steps and has the position of the last one.
 
     Attributes:
-        places: `step`, `elapsed_s`, and the cumulative `samples` and `tokens` trained on; [n] each.
+        places: `step`, `elapsed_s`, the cumulative `samples` and `tokens` trained on, and `sampled_version`, the
+            mean version that sampled the batch, but never less than that of an earlier row; [n] each.
         means, lows, highs: by metric, [n]; NaN if no step of the row has the metric.
     """
 
@@ -110,7 +112,9 @@ class StepTable:
         again = bool(self._chunks) and step <= self.bounds[1]
         if again:
             self._drop_from(step)
-        samples, tokens = self._chunks[-1].places[2:, self._chunks[-1].count - 1] if self._chunks else (0.0, 0.0)
+        samples, tokens, sampled = (
+            self._chunks[-1].places[2:, self._chunks[-1].count - 1] if self._chunks else (0, 0, 0)
+        )
         if not self._chunks or self._chunks[-1].count == _ROWS:
             if (self.count + _ROWS) * max(64, len(self._columns)) > self._most_numbers and len(self._chunks) >= 4:
                 self._thin()
@@ -124,6 +128,7 @@ class StepTable:
             amount(event, "elapsed_s"),
             samples + amount(event, "rollouts"),
             tokens + amount(event, "sampled_tokens"),
+            max(sampled, sampling_version(event)),
         )
         with np.errstate(over="ignore"):
             chunk.figures[:, chunk.count] = np.nan

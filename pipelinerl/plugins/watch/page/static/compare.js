@@ -5,6 +5,7 @@ import { useAnswer } from "./live.js";
 import { settle } from "./route.js";
 import { html, Table, useMemo } from "./view.js";
 
+// Rewards stand where the version that sampled them was the newest, not at the step that trained on them.
 const AXES = [
   ["step", "steps"],
   ["samples", "samples"],
@@ -84,7 +85,7 @@ function Lines({ state, metrics, label, smooth }) {
       metrics.map((metric) => {
         const known = state.runs.filter((each) => each.y[metric]?.some((value) => value !== null));
         if (!known.length) return null;
-        const { x, columns } = overlaid(known.map((each) => [each.x, each.y[metric]]));
+        const { x, columns } = overlaid(known.map((each) => [each.x_of[metric] ?? each.x, each.y[metric]]));
         return {
           title: words(metric),
           ...measureOf(metric),

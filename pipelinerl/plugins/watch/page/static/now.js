@@ -238,19 +238,22 @@ function figuresOf(rows, domains, extra) {
     const known = lines.filter(Boolean);
     if (known.length) figures.push({ title, lines: known, ...measure });
   };
-  add("Reward", [lineOf(rows, "reward", "reward", 1), ...evaluationsOf(rows)]);
+  // Rewards stand at the version that sampled the answers, not at the step that trained on them.
+  const sampled = { x: rows.x.sampled_version, label: "model version" };
+  add("Reward", [lineOf(rows, "reward", "reward", 1), ...evaluationsOf(rows)], sampled);
   add(
     "Accuracy by domain",
     domains.length
       ? domains.map((name, index) => lineOf(rows, `domain/${name}/accuracy`, name, 1 + (index % 8)))
       : [lineOf(rows, "accuracy", "accuracy", 1)],
-    measureOf("accuracy"),
+    { ...measureOf("accuracy"), ...sampled },
   );
   add(
     "Reward by domain",
     domains.length > 1
       ? domains.map((name, index) => lineOf(rows, `domain/${name}/reward`, name, 1 + (index % 8)))
       : [],
+    sampled,
   );
   for (const [title, names, unit] of CHARTS)
     add(
@@ -270,15 +273,16 @@ function shortOf(name, names) {
 
 // Held-out accuracies as points at the row of their step.
 function evaluationsOf(rows) {
+  const versions = rows.x.sampled_version;
   const sets = new Map();
   for (const mark of rows.marks ?? []) {
     if (mark.kind !== "evaluation" || !Number.isFinite(mark.accuracy)) continue;
-    let at = rows.x.step.findIndex((step) => step >= mark.step);
-    if (at < 0) at = rows.x.step.length - 1;
+    let at = versions.findIndex((version) => version >= mark.step);
+    if (at < 0) at = versions.length - 1;
     if (!sets.has(mark.set))
       sets.set(
         mark.set,
-        rows.x.step.map(() => null),
+        versions.map(() => null),
       );
     sets.get(mark.set)[at] = mark.accuracy;
   }

@@ -280,6 +280,7 @@ def status(
         progress.line(state),
         *progress.server_lines(state),
         *progress.domain_lines(state),
+        *progress.incident_lines(state),
         access_line(run, state.fleet.engines),
     ):
         typer.echo(visible(line))

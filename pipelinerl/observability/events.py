@@ -52,6 +52,8 @@ _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _PAUSE_S: Final = 1.0
 _LOOK_S: Final = 0.1
+#: Longest description of an event, in characters.
+_MOST_TEXT: Final = 500
 
 #: One record: `time` (Unix seconds), `kind` and the fields of its kind.
 Event = dict[str, Any]
@@ -91,7 +93,7 @@ class EventLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._clock = clock
         self._timeout_s = timeout_s
-        self._path = path
+        self.path = path
         self._unwritten = b""
         self._full_since: float | None = None
         self.no_room = ""
@@ -116,7 +118,7 @@ class EventLog:
         start = max(0, end - _RECENT_BYTES)
         written = os.pread(self._file, end - start, start)
         lines = (written + self._unwritten).split(b"\n")[1 if start else 0 : -1]
-        return sum(fields.items() <= event.items() for event in _records(lines, self._path))
+        return sum(fields.items() <= event.items() for event in _records(lines, self.path))
 
     def close(self) -> None:
         """Force all records to disk and close; idempotent. Retries for a while if the disk is full. Raises OSError."""
@@ -138,7 +140,7 @@ class EventLog:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= until:
-                    raise BlockingIOError(f"{self._path} is being written by another process") from None
+                    raise BlockingIOError(f"{self.path} is being written by another process") from None
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
@@ -155,7 +157,7 @@ class EventLog:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            now, self.no_room = time.monotonic(), f"{self._path}: {error.strerror}"
+            now, self.no_room = time.monotonic(), f"{self.path}: {error.strerror}"
             if self._full_since is None:
                 self._full_since = now
                 log.warning("%s; events are buffered until there is space", self.no_room)
@@ -230,6 +232,27 @@ def record_of(line: bytes) -> Event | None:
 def changes_words(changes: object) -> str:
     """Return changed knobs as text: `k = 8, domain_weights.sums = 2`."""
     return ", ".join(f"{name} = {value}" for name, value in _flat(changes, "")) if changes else ""
+
+
+def sentence(event: Event) -> str:
+    """Describe an event in a few words, for lists of incidents and alarms and for chart marks."""
+    changes = event.get("changes")
+    if isinstance(changes, Mapping):
+        return cut(f"{changes_words(changes)} by {event.get('who', 'unknown')}")
+    for name in ("what", "reason", "waits_for", "path"):
+        if event.get(name):
+            return cut(f"{event['url']}: {event[name]}" if event.get("url") else event[name])
+    names = event.get("names")
+    themselves = [*(names if isinstance(names, list) else []), *map(event.get, ("url", "alarm", "domain"))]
+    labelled = [(name.replace("_", " "), event.get(name)) for name in ("epoch", "model_version", "orders", "accuracy")]
+    parts = [*themselves, *(f"{name} {value}" for name, value in labelled if value not in (None, "", []))]
+    return cut(", ".join(str(each) for each in parts if each not in (None, "")))
+
+
+def cut(text: object) -> str:
+    """Return the value as text, cut to a maximum length."""
+    shown = str(text)
+    return shown if len(shown) <= _MOST_TEXT else shown[: _MOST_TEXT - 1] + "…"
 
 
 def _flat(value: object, path: str) -> Iterator[tuple[str, object]]:

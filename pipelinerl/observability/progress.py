@@ -153,6 +153,24 @@ def server_lines(status: RunStatus) -> list[str]:
     ]
 
 
+def incident_lines(status: RunStatus) -> list[str]:
+    """Return a line of plain text for each incident: `engine lost, 2 times, 41 s, not over: http://a:1: no answer`."""
+    return [
+        ", ".join(
+            part
+            for part in (
+                each.kind.replace("_", " "),
+                f"{each.count} times" if each.count > 1 else "",
+                format_duration(each.seconds) if each.seconds else "",
+                "not over" if each.ongoing else "",
+            )
+            if part
+        )
+        + (f": {one_line(each.what)}" if each.what else "")
+        for each in status.incidents
+    ]
+
+
 def domain_lines(status: RunStatus) -> list[str]:
     """Return a line of plain text for each domain and each tag of the last step."""
     step = status.last_step

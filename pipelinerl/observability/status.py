@@ -264,6 +264,16 @@ def staleness_words(mean: float, most: float) -> str:
     return f"{mean:.1f}, max {most:.0f} (1 = on policy)" if most else "–"
 
 
+class IncidentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that went wrong, with all its repetitions; `seconds` is its duration, if it is of a kind that lasts."""
+
+    kind: str
+    what: str = ""
+    count: int = 1
+    seconds: float = 0.0
+    ongoing: bool = False
+
+
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run at one moment."""
 
@@ -290,6 +300,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerStatus | None = None
     alarms: tuple[str, ...] = ()
     """Active alarms, one sentence each."""
+    incidents: tuple[IncidentStatus, ...] = ()
+    """What went wrong so far, the most harmful first."""
     waiting_for: str = ""
     """The condition that blocks the run now; empty if nothing does."""
     restarts: tuple[RestartStatus, ...] = ()

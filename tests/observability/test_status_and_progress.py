@@ -8,13 +8,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pipelinerl.observability.progress import ProgressDisplay, domain_lines, line, render, sparkline
+from pipelinerl.observability.progress import ProgressDisplay, domain_lines, incident_lines, line, render, sparkline
 from pipelinerl.observability.status import (
     ActorStatus,
     EngineStatus,
     EvaluatingStatus,
     FleetStatus,
     HeldOutStatus,
+    IncidentStatus,
     LastStepStatus,
     LedgerStatus,
     PassAtStatus,
@@ -247,3 +248,12 @@ def test_piped_output_gets_a_status_line_when_an_alarm_starts_or_ends() -> None:
         for alarms in ((), (), ("too long",), ("too long",), ()):
             progress.show(msgspec.structs.replace(STATUS, alarms=alarms))
     assert ["ALARM" in each for each in out.getvalue().splitlines()] == [False, True, False]
+
+
+def test_incidents_are_lines_with_their_number_duration_and_cause() -> None:
+    lost = IncidentStatus(kind="engine_lost", what="http://a: no\nanswer", count=2, seconds=41.0, ongoing=True)
+    once = IncidentStatus(kind="step_skipped")
+    assert incident_lines(RunStatus(run="a", incidents=(lost, once))) == [
+        "engine lost, 2 times, 41 s, not over: http://a: no\\nanswer",
+        "step skipped",
+    ]

@@ -70,9 +70,10 @@ from pipelinerl.messages import (
     encode,
     kind_of,
 )
-from pipelinerl.observability.events import EventLog
+from pipelinerl.observability.events import EventFollower, EventLog, sentence
+from pipelinerl.observability.run_history import Incidents
 from pipelinerl.observability.samples.sample_log import SampleLog
-from pipelinerl.observability.status import RestartStatus, RunStatus
+from pipelinerl.observability.status import IncidentStatus, RestartStatus, RunStatus
 from pipelinerl.streams.records import decode_order, encode_order
 from pipelinerl.streams.stream import START, DeadLetters, Entry, Stream, fresh_number, parse_id
 from pipelinerl.types import PromptOrder, Purpose
@@ -88,6 +89,9 @@ _IDLE_S: Final = 2.0
 _LAUNCHER_S: Final = 10.0
 #: Seconds in which a parameter server has to answer a poll.
 _SERVER_S: Final = 3.0
+#: The status shows at most this many incidents, and reads at most this many bytes of the event log for them.
+_MOST_INCIDENTS: Final = 10
+_LOG_BYTES: Final = 1 << 22
 #: A `count` that is large enough to read all entries of any stream.
 _ALL: Final = 2**31
 
@@ -158,6 +162,7 @@ class ControllerService:
         self._poll_s = poll_s
         self._clock = clock
         self._start = start
+        self._log, self._incidents = EventFollower(events.path), Incidents()
         self._samples = samples
         self._started = clock() - elapsed_s
         self._launcher_at = clock()  # as if the launcher had just polled, so that it has time to start polling
@@ -263,6 +268,23 @@ class ControllerService:
             fleet=fleet,
             parameter_servers=self._servers.statuses(),
             alarms=(*self._servers.alarms(), *status.alarms),
+            incidents=self._incidents_so_far(),
+        )
+
+    def _incidents_so_far(self) -> tuple[IncidentStatus, ...]:
+        # The log of a resumed run may be long, so each call reads a bounded part of it.
+        for event in self._log.new(most_bytes=_LOG_BYTES):
+            self._incidents.take(event)
+        ranked = [each for each in self._incidents.ranked() if each.kind != "knobs"][:_MOST_INCIDENTS]
+        return tuple(
+            IncidentStatus(
+                kind=each.kind,
+                what=sentence(each.event),
+                count=each.count,
+                seconds=each.seconds,
+                ongoing=each.since is not None,
+            )
+            for each in ranked
         )
 
     def note_launcher(self) -> None:

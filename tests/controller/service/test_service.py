@@ -332,6 +332,18 @@ async def test_engine_that_stops_answering_is_lost_and_rejoins_later(tmp_path: P
         assert (await run.directives())[-1].publish_to == [ENGINE], "it is given weights without waiting for a step"
 
 
+async def test_status_lists_incidents_also_those_before_the_controller_restarted(tmp_path: Path) -> None:
+    stream = MemoryStream()
+    async with running(tmp_path, stream) as run:
+        await run.start()
+        run.probe.answer = EngineUnreachable("connection refused")
+        await run.until(lambda: run.events("engine_lost"))
+        lost = run.service.status().incidents[0]
+        assert (lost.kind, lost.what, lost.ongoing) == ("engine_lost", f"{ENGINE}: connection refused", True)
+    async with running(tmp_path, stream) as run:
+        assert run.service.status().incidents[0].kind == "engine_lost"
+
+
 async def test_unreachable_machine_does_not_delay_polls_of_other_engines(tmp_path: Path) -> None:
     off = "http://off"
     async with running(tmp_path) as run:

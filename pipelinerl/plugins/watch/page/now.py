@@ -13,9 +13,9 @@ from itertools import islice
 from statistics import median
 from typing import Any, Final
 
-from pipelinerl.observability.events import Event, amount, number
+from pipelinerl.observability.events import Event, amount, cut, number, sentence
 from pipelinerl.observability.run_history import groups_of, mean_of, stale_share
-from pipelinerl.plugins.watch.page.run_view import RunView, cut, sentence
+from pipelinerl.plugins.watch.page.run_view import RunView
 
 _Z: Final = 1.959964
 #: Metrics of a domain that are averaged over its rollouts.

@@ -7,12 +7,11 @@ marks, knob changes, evaluations, active alarms, and the latest state of each en
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
-from pipelinerl.observability.events import Event, changes_words, kind_of
+from pipelinerl.observability.events import Event, cut, kind_of, sentence
 from pipelinerl.observability.run_history import HELD_OUT, Incidents
 from pipelinerl.plugins.watch.page.step_table import StepTable
 from pipelinerl.plugins.watch.timeline.run_timeline import RunTimeline
@@ -22,7 +21,6 @@ MOST_RECENT: Final = 500
 _MOST_MARKS: Final = 2000
 _MOST_CHANGES: Final = 1000
 _MOST_ENGINES: Final = 1024
-_MOST_TEXT: Final = 500
 
 _ENDS: Final = {"run_finished": "finished", "run_suspended": "suspended", "run_failed": "failed"}
 _MARKS: Final = frozenset(
@@ -222,24 +220,3 @@ def whole(event: Event, name: str, otherwise: int | None = None) -> int | None:
     """Return the field `name` if it is a non-negative integer; if not, return `otherwise`."""
     value = event.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else otherwise
-
-
-def sentence(event: Event) -> str:
-    """Describe an event in a few words, for lists of incidents and alarms and for chart marks."""
-    changes = event.get("changes")
-    if isinstance(changes, Mapping):
-        return cut(f"{changes_words(changes)} by {event.get('who', 'unknown')}")
-    for name in ("what", "reason", "waits_for", "path"):
-        if event.get(name):
-            return cut(f"{event['url']}: {event[name]}" if event.get("url") else event[name])
-    names = event.get("names")
-    themselves = [*(names if isinstance(names, list) else []), *map(event.get, ("url", "alarm", "domain"))]
-    labelled = [(name.replace("_", " "), event.get(name)) for name in ("epoch", "model_version", "orders", "accuracy")]
-    parts = [*themselves, *(f"{name} {value}" for name, value in labelled if value not in (None, "", []))]
-    return cut(", ".join(str(each) for each in parts if each not in (None, "")))
-
-
-def cut(text: object) -> str:
-    """Return the value as text, cut to a maximum length."""
-    shown = str(text)
-    return shown if len(shown) <= _MOST_TEXT else shown[: _MOST_TEXT - 1] + "…"

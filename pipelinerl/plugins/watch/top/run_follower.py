@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from pipelinerl.commands.remote import controller_of, is_url
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import Event, number
+from pipelinerl.observability.events import Event, number, sentence
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.observability.status import (
     EngineStatus,
@@ -30,7 +30,7 @@ from pipelinerl.observability.status import (
 )
 from pipelinerl.plugins.watch.page.event_tail import EventTail
 from pipelinerl.plugins.watch.page.now import overview
-from pipelinerl.plugins.watch.page.run_view import RunView, sentence, whole
+from pipelinerl.plugins.watch.page.run_view import RunView, whole
 from pipelinerl.plugins.watch.steering import flat, state_without_controller
 
 #: Seconds between two polls of the controller and the files.

@@ -47,6 +47,8 @@ _DOMAIN_FIGURES = 5
 _DOMAINS_SHOWN = 4
 #: The share of truncated answers is shown with the accuracy if it is at least this.
 _SHOWN_FROM = 0.01
+#: What staleness discards is shown from this share of the sampled tokens on.
+_DISCARDED_FROM = 0.001
 _PHASE_STYLE = {StatusPhase.FINISHED: "bold green", StatusPhase.FAILED: "bold red", StatusPhase.STARTING: "bold yellow"}
 
 
@@ -130,6 +132,7 @@ def line(status: RunStatus) -> str:
         *(f"{each.name} {_accuracy(each)}" for each in status.other_sets),
         f"{status.fleet.tokens_per_s:,.0f} tok/s",
         f"staleness {staleness_words(status.last_step.staleness_mean, status.last_step.staleness_max)}",
+        *([f"length {_length(status.last_step)}"] if status.last_step.discarded >= _DISCARDED_FROM else ()),
         f"pause {format_milliseconds(status.fleet.update_pause_s)}",
         f"engines {status.fleet.occupancy:.0%}",
         f"{format_duration(status.elapsed_s)}, {_eta(status)}",
@@ -226,7 +229,7 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
         ("update pause", format_milliseconds(status.fleet.update_pause_s)),
         ("engines", f"{status.fleet.occupancy:.0%} busy"),
         ("entropy", entropy + ("" if step.exact_entropy is None else f", exact {step.exact_entropy:.3f}")),
-        ("length", _length(step.length_mean, step.truncated)),
+        ("length", _length(step)),
         ("version", f"v{status.model_version}" + (f", epoch {status.epoch}" if status.epoch > 1 else "")),
         ("in flight", f"{ledger.in_flight:,} prompts"),
         ("dropped", f"{ledger.stale:,} stale, {ledger.filtered:,} flat, {ledger.failed:,} failed"),
@@ -289,10 +292,18 @@ def _domain(figures: Mapping[str, float]) -> list[tuple[str, str]]:
     return [*cells, *parts]
 
 
-def _length(mean: float | None, truncated: float | None) -> str:
-    if mean is None:
+def _length(step: LastStepStatus) -> str:
+    if step.length_mean is None:
         return "–"
-    return f"{mean:,.1f} tokens" + ("" if not truncated else f", {truncated:.0%} truncated")
+    truncated = f", {step.truncated:.0%} truncated" if step.truncated else ""
+    return f"{step.length_mean:,.1f} tokens{truncated}{_discarded(step)}"
+
+
+def _discarded(step: LastStepStatus) -> str:
+    """Return what staleness discards, if it is visible; trained ÷ sampled length below 1 favours short answers."""
+    if step.discarded < _DISCARDED_FROM:
+        return ""
+    return f", {step.discarded:.1%} discarded, trained ÷ sampled {step.length_ratio:.3f}"
 
 
 def _updates(step: LastStepStatus) -> str:

@@ -232,6 +232,10 @@ class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
     length_mean: float | None = None
     truncated: float | None = None
     """Share of the answers that hit the token limit."""
+    discarded: float = 0.0
+    """Share of the sampled tokens of the last 25 steps that were dropped as stale."""
+    length_ratio: float = 1.0
+    """Mean length of the trained answers of the last 25 steps ÷ that of all answers that arrived."""
     optimizer_steps: int | None = None
     """Number of optimizer steps, if the step may have several."""
     kl_old: float | None = None

@@ -24,9 +24,11 @@ from pipelinerl.controller.state.run_state import (
     WINDOW,
     AlarmClock,
     ControllerSettings,
+    Discarded,
     DomainCounts,
     RunPhase,
     RunState,
+    Sampled,
     WatchedStep,
     WatchedSteps,
 )
@@ -58,6 +60,7 @@ class AlarmKind(StrEnum):
     LENGTH = "length"
     TRUNCATED = "truncated"
     STALE = "stale"
+    DISCARD = "discard"
     UNJUDGED = "unjudged"
     NO_SIGNAL = "no_signal"
 
@@ -150,7 +153,7 @@ def settle_alarm(
 def _by_domain(state: RunState, reported: Figures) -> dict[str, dict[str, float]]:
     watched = state.watched
     before, watched.verified = watched.verified, _verified(state)
-    outdated, watched.outdated = watched.outdated, {}
+    outdated = watched.outdated
     figures = {domain: dict(reported.get(domain, {})) for domain in sorted({*reported, *outdated})}
     for domain, each in state.cooldown.take_figures().items():
         figures.setdefault(domain, {}).update(each)
@@ -200,13 +203,23 @@ def _remember(state: RunState, report: StepDone) -> None:
         )
         for domain, figures in watched.by_domain.items()
     }
+    before, watched.stale = (
+        watched.stale,
+        Sampled(stats.get("stale_answers", 0.0), stats.get("stale_tokens", 0.0)),
+    )
+    if watched.stale.tokens < before.tokens:  # another trainer counts from 0
+        before = Sampled()
     step = WatchedStep(
         step=report.model_version,
+        trained=Sampled(stats.get("rollouts", 0.0), stats.get("sampled_tokens", 0.0)),
+        stale=Sampled(watched.stale.answers - before.answers, watched.stale.tokens - before.tokens),
+        given_up=sum(watched.outdated.values()),
         entropy=stats.get("entropy"),
         right=stats.get("accuracy"),
         length=stats.get("length_mean"),
         domains=domains,
     )
+    watched.outdated = {}
     watched.recent = [*watched.recent, step][-WINDOW:]
     if step.entropy is not None and len(watched.first_entropies) < FIRST_STEPS:
         watched.first_entropies = [*watched.first_entropies, step.entropy]
@@ -224,6 +237,8 @@ _EARLIER_STEPS: Final = 20
 #: An alarm is raised if more than this share of a domain's rollouts is truncated, or of its groups is stale.
 TRUNCATED_SHARE: Final = 0.2
 STALE_SHARE: Final = 0.1
+#: An alarm is raised if more than this share of the tokens of the last `WINDOW` steps is dropped as stale.
+DISCARDED_SHARE: Final = 0.005
 #: An alarm is raised if more than this share of a domain's rollouts has no verdict; the reward leaves these out.
 UNJUDGED_SHARE: Final = 0.05
 #: A domain with fewer rollouts (or groups, for stale groups) than this raises no alarm.
@@ -238,7 +253,12 @@ def alarms_of(
     """Return the alarms active after the newest of `steps` (oldest first); `raised` are those active before it."""
     if len(steps) < RECENT_STEPS:
         return []
-    return [*_entropy(steps, first_entropies, raised), *_length(steps, raised), *_shares(steps, raised)]
+    return [
+        *_entropy(steps, first_entropies, raised),
+        *_length(steps, raised),
+        *_discarded(steps, raised),
+        *_shares(steps, raised),
+    ]
 
 
 def _entropy(steps: Sequence[WatchedStep], first: Sequence[float], raised: Mapping[str, str]) -> Iterator[Alarm]:
@@ -268,6 +288,18 @@ def _length(steps: Sequence[WatchedStep], raised: Mapping[str, str]) -> Iterator
             kind=AlarmKind.LENGTH,
             what=f"length explosion: answers of {recent:,.0f} tokens, {before:,.0f} in the {_EARLIER_STEPS} steps "
             "before; look at `pipelinerl samples --worst`, or penalise length: domains.reward.overlong_tokens",
+        )
+
+
+def _discarded(steps: Sequence[WatchedStep], raised: Mapping[str, str]) -> Iterator[Alarm]:
+    discarded = Discarded.over(steps)
+    most = DISCARDED_SHARE * (1 - _clearance(AlarmKind.DISCARD, raised))
+    if len(steps) == WINDOW and discarded.share > most:
+        yield Alarm(
+            kind=AlarmKind.DISCARD,
+            what=f"{discarded.share:.1%} of the sampled tokens are too old to train on and are dropped, which favours "
+            f"short answers: trained answers are {discarded.length_ratio:.1%} as long as sampled ones; raise "
+            'staleness.k, or wait for late groups: staleness.overdue = "wait"',
         )
 
 

@@ -6,7 +6,7 @@ A checkpoint keeps the part that is still valid after all processes have ended (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, Self
@@ -251,6 +251,13 @@ class AlarmClock(msgspec.Struct, frozen=True, kw_only=True):
     calm_step: int = 0
 
 
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """Numbers of answers, and of their tokens."""
+
+    answers: float = 0.0
+    tokens: float = 0.0
+
+
 class WatchedSteps(msgspec.Struct, kw_only=True):
     """Metrics of the newest step by domain and tag, data for the next step's metrics, and data for alarms."""
 
@@ -260,6 +267,8 @@ class WatchedSteps(msgspec.Struct, kw_only=True):
     """By domain, cumulative figures of the actors' verifiers as of the last step."""
     outdated: dict[str, int] = {}
     """By domain, the number of groups that actors have given up as stale since the last step."""
+    stale: Sampled = Sampled()
+    """Answers that the trainer has dropped as stale since its start, as of the last step."""
     recent: list[WatchedStep] = []
     """The last `WINDOW` steps, oldest first."""
     first_entropies: list[float] = []
@@ -420,6 +429,42 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
     right: float | None = None
     length: float | None = None
     domains: dict[str, DomainCounts] = {}
+    trained: Sampled = Sampled()
+    stale: Sampled = Sampled()
+    """Answers that arrived and were dropped as stale, since the step before."""
+    given_up: int = 0
+    """Groups that actors gave up as stale since the step before; nobody knows their lengths."""
+
+
+class Discarded(msgspec.Struct, frozen=True, kw_only=True):
+    """What staleness bounds discarded over some steps: `share` of the sampled tokens.
+
+    `length_ratio` is the mean length of trained answers by that of all answers that arrived: below 1 if short answers
+    are favoured. Groups that actors gave up count as groups of mean length, though most are longer.
+    """
+
+    share: float = 0.0
+    length_ratio: float = 1.0
+
+    @classmethod
+    def over(cls, steps: Sequence[WatchedStep]) -> Self:
+        """Return what was discarded over these steps."""
+        trained, stale = (_total(getattr(step, name) for step in steps) for name in ("trained", "stale"))
+        if not trained.tokens:
+            return cls()
+        domains = [each for step in steps for each in step.domains.values()]
+        size = sum(each.rollouts for each in domains) / max(1.0, sum(each.groups for each in domains))
+        length = (trained.tokens + stale.tokens) / (trained.answers + stale.answers)
+        discarded = stale.tokens + length * size * sum(step.given_up for step in steps)
+        return cls(
+            share=discarded / (discarded + trained.tokens),
+            length_ratio=trained.tokens / trained.answers / length,
+        )
+
+
+def _total(counts: Iterable[Sampled]) -> Sampled:
+    known = list(counts)
+    return Sampled(sum(each.answers for each in known), sum(each.tokens for each in known))
 
 
 #: The default limit on the number of orders issued for each order that is expected to be trained, and not filtered.

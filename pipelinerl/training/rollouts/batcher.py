@@ -82,6 +82,8 @@ class Batcher:
         self._waiting: dict[int, RolloutGroup] = {}
         self.stale_tokens = 0
         """Sampled tokens of all rollouts that were dropped as stale."""
+        self.stale_answers = 0
+        """Rollouts that were dropped as stale."""
         self.stale_rollouts = 0
         """Rollouts that were dropped as stale from groups whose other rollouts were fresh enough."""
         self.no_signal: dict[str, NoSignalGroups] = {}
@@ -193,7 +195,11 @@ class Batcher:
 
     def figures(self, *, version: int, k: float) -> dict[str, float]:
         """Return metrics of the groups that wait or were dropped; those of single rollouts only if their age counts."""
-        figures: dict[str, float] = {"waiting_groups": len(self._waiting), "stale_tokens": self.stale_tokens}
+        figures: dict[str, float] = {
+            "waiting_groups": len(self._waiting),
+            "stale_tokens": self.stale_tokens,
+            "stale_answers": self.stale_answers,
+        }
         if self._scope is StalenessScope.ROLLOUT:
             figures |= {"oldest_fresh": max(0.0, version - k), "stale_rollouts": self.stale_rollouts}
         return figures
@@ -236,6 +242,7 @@ class Batcher:
         stale = [index for index in self._waiting if index not in fresh]
         dropped = [self._waiting.pop(index) for index in stale]
         self.stale_tokens += sum(map(_sampled_tokens, dropped))
+        self.stale_answers += sum(len(group.rollouts) for group in dropped)
         self.ledger.settle(stale, GroupOutcome.STALE)
         self._ended(dropped, GroupOutcome.STALE, "stale")
         for index in [index for index, part in fresh.items() if part is not self._waiting[index]]:
@@ -246,7 +253,9 @@ class Batcher:
         return fresh
 
     def _note_left_out(self, group: RolloutGroup, part: RolloutGroup) -> None:
-        self.stale_rollouts += len(group.rollouts) - len(part.rollouts)
+        left_out = len(group.rollouts) - len(part.rollouts)
+        self.stale_rollouts += left_out
+        self.stale_answers += left_out
         self.stale_tokens += _sampled_tokens(group) - _sampled_tokens(part)
 
 

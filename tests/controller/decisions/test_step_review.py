@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.controller.decisions.step_review import (
+    DISCARDED_SHARE,
     LENGTH_GROWTH,
     LOW_ENTROPY,
     MOSTLY_RIGHT,
@@ -23,7 +24,16 @@ from pipelinerl.controller.decisions.step_review import (
     step_taken,
 )
 from pipelinerl.controller.state.inputs_and_effects import Record
-from pipelinerl.controller.state.run_state import FIRST_STEPS, WINDOW, DomainCounts, RunState, WatchedStep, WatchedSteps
+from pipelinerl.controller.state.run_state import (
+    FIRST_STEPS,
+    WINDOW,
+    Discarded,
+    DomainCounts,
+    RunState,
+    Sampled,
+    WatchedStep,
+    WatchedSteps,
+)
 from pipelinerl.messages import ActorAlive, ConsumedReport, GroupOutdated, GroupStages, StepDone, VerifierFigures
 from tests.controller.world import knobs
 
@@ -157,6 +167,7 @@ def raised(made: list[WatchedStep], *, before: tuple[str, ...] = (), first: list
 def test_alarm_thresholds_match_the_documentation() -> None:
     assert (LOW_ENTROPY, MOSTLY_RIGHT, LENGTH_GROWTH) == (0.1, 0.9, 2.0)
     assert (TRUNCATED_SHARE, STALE_SHARE, UNJUDGED_SHARE, RECENT_STEPS) == (0.2, 0.1, 0.05, 5)
+    assert (DISCARDED_SHARE, WINDOW) == (0.005, 25)
 
 
 def test_run_that_learns_raises_no_alarm() -> None:
@@ -231,3 +242,27 @@ def test_alarm_messages_contain_the_measured_values_and_a_remedy() -> None:
     )
     assert "80% of the groups of sums" in messages[AlarmKind.STALE]
     assert "0.01 nats" in messages[AlarmKind.ENTROPY] and "only 50%" in messages[AlarmKind.ENTROPY]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "before", "stands"), [(50.0, False, False), (51.0, False, True), (41.0, True, True), (39.0, True, False)]
+)
+def test_discard_alarm_is_raised_over_a_whole_window(tokens: float, before: bool, stands: bool) -> None:
+    trained = Sampled(100.0, 10_000.0)
+    made = steps(trained=trained, stale=Sampled(tokens / 200, tokens))
+    assert ("discard:" in raised(made, before=("discard:",) if before else ())) is stands
+    assert raised(steps(WINDOW - 1, trained=trained, stale=Sampled(9.0, 999.0))) == set(), "one group is no tendency"
+
+
+def test_discarding_long_answers_shows_in_the_ratio_of_lengths(state: RunState) -> None:
+    taken(state, 1, by_domain={}, rollouts=90.0, sampled_tokens=900.0, stale_answers=0.0, stale_tokens=0.0)
+    taken(state, 2, by_domain={}, rollouts=90.0, sampled_tokens=900.0, stale_answers=20.0, stale_tokens=600.0)
+    assert Discarded.over(state.watched.recent) == Discarded(share=0.25, length_ratio=pytest.approx(10 / (2400 / 200)))
+    taken(state, 3, by_domain={}, rollouts=90.0, sampled_tokens=600.0, stale_answers=0.0, stale_tokens=0.0)
+    assert Discarded.over(state.watched.recent[2:]).share == 0.0, "another trainer counts from 0"
+
+
+def test_groups_that_actors_gave_up_count_as_discarded_at_mean_length(state: RunState) -> None:
+    note_outdated(state, GroupOutdated(order_id="", index=1, oldest=0, current=9, domain="a"))
+    taken(state, 1, by_domain={"a": {"groups": 9.0, "rollouts": 36.0}}, rollouts=36.0, sampled_tokens=360.0)
+    assert Discarded.over(state.watched.recent) == Discarded(share=pytest.approx(0.1), length_ratio=1.0)

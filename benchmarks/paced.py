@@ -100,7 +100,9 @@ def engine(options: EngineOptions, decode_s: Callable[[int], float] = ENGINE.dec
 
 
 class PacedTrainer:
-    """A bigram trainer whose backward passes take as long as `TRAINER` says."""
+    """A bigram trainer whose backward passes take as long as `times` says."""
+
+    times = TRAINER
 
     def __init__(self) -> None:
         self._trainer = BigramTrainer()
@@ -111,7 +113,7 @@ class PacedTrainer:
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """Compute the gradient, then wait until as much time has passed as a real device would take."""
         tokens = sum(len(each.token_ids) for each in micro_batches)
-        until = time.monotonic() + TRAINER.token_s * tokens
+        until = time.monotonic() + self.times.token_s * tokens
         stats = self._trainer.backward(micro_batches, objective)
         _wait(until)
         return stats

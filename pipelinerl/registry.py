@@ -200,6 +200,7 @@ COMMANDS: Final = Components(
         "track": "pipelinerl.plugins.trackers:TRACK",
         "explain": "pipelinerl.plugins.explain:COMMAND",
         "simulate": "pipelinerl.plugins.simulation:COMMAND",
+        "bottleneck": "pipelinerl.plugins.simulation:BOTTLENECK",
         "replay": "pipelinerl.plugins.replay:COMMAND",
         "warmstart": "pipelinerl.plugins.warmstart:WARMSTART",
         "sft": "pipelinerl.plugins.warmstart:SFT",

@@ -24,7 +24,6 @@ import inspect
 import json
 import re
 import resource
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -52,7 +51,7 @@ from pipelinerl.verifiers.verifier import (
     timed_out,
     wrong,
 )
-from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
+from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool, stopwatch
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -331,9 +330,9 @@ async def _judged(
     """Judge all answers in one call if the function takes a group, else each answer concurrently."""
 
     async def timed(batch: Sequence[SampledAnswer]) -> list[Judgement]:
-        began = time.monotonic()
+        lapse = stopwatch()
         verdicts = await judge(batch)
-        seconds = (time.monotonic() - began) / len(batch)
+        seconds = lapse() / len(batch)
         return [Judgement(verdict, seconds) for verdict in verdicts]
 
     batches = [answers] if of is Of.GROUP else [[answer] for answer in answers]

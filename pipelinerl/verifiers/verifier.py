@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from pipelinerl.system.returned_values import shown as shown  # other verifiers import it from here
 from pipelinerl.types import Outcome, Problem, RewardPart, Verdict
+from pipelinerl.verifiers.worker_pool import stopwatch
 
 #: Tolerance for the comparison of rewards with thresholds.
 ROUNDING: Final = 1e-9
@@ -160,13 +161,13 @@ class PerAnswerVerifier:
         return judgements
 
     async def _judged(self, problem: Problem, text: str) -> Judgement:
-        began = time.monotonic()
+        lapse = stopwatch()
         try:
             async with asyncio.timeout(self._deadline_s):
                 verdict = await self._verifier.verify(problem, text)
         except TimeoutError:
-            verdict = timed_out(time.monotonic() - began)
-        return Judgement(verdict, time.monotonic() - began)
+            verdict = timed_out(lapse())
+        return Judgement(verdict, lapse())
 
 
 def wrong(reason: str, *, answer: str = "") -> Verdict:

@@ -33,6 +33,8 @@ import socket
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
@@ -80,6 +82,19 @@ class Overran(TimeoutError):
         self.cpu_s = cpu_s
 
 
+#: Seconds that the current task has waited for places in pools.
+_WAITED_S: Final[ContextVar[float]] = ContextVar("waited_s", default=0.0)
+
+
+def stopwatch() -> Callable[[], float]:
+    """Return a function that returns the seconds since this call, without those in which this task waited for a place.
+
+    A verdict's seconds are thus those of the verifier, also if all its workers are busy.
+    """
+    began, waited = time.monotonic(), _WAITED_S.get()
+    return lambda: time.monotonic() - began - (_WAITED_S.get() - waited)
+
+
 def default_workers() -> int:
     """Return the default number of workers: one for each core that the process may use, at least two."""
     return max(2, num_cores())
@@ -120,7 +135,9 @@ class WorkerPool:
         """
         turn = _Turn()
         try:
+            asked = asyncio.get_running_loop().time()
             await turn.enter(self._places, group)
+            _WAITED_S.set(_WAITED_S.get() + asyncio.get_running_loop().time() - asked)
             turn.worker = await self._ready_worker()
             began = asyncio.get_running_loop().time()
             cpu_began = turn.worker.cpu_s

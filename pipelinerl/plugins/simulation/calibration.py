@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from inference_contract.weights import OnUpdate
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import Event
-from pipelinerl.observability.run_history import tell
+from pipelinerl.observability.events import Event, amount
+from pipelinerl.observability.run_history import groups_of, mean_of, tell
 from pipelinerl.plugins.simulation.hardware import (
     Contention,
     ControlTimes,
@@ -47,6 +47,8 @@ _MOST_ACTOR_S: Final = 0.05
 _HALVINGS: Final = 9
 #: Number of trainer steps in each run that calibration simulates.
 _TRIED_STEPS: Final = 40
+#: Verifiers are busy if judging a group takes more than this multiple of the verifiers' own time for it.
+_QUEUES: Final = 1.5
 #: Counters of an engine's work in `engines` events, in the order of the fields of `EngineTimes`.
 _WORK: Final = ("decode_steps", "row_steps", "prompt_tokens")
 #: Transit time of orders for prompts and of rollout groups through the streams, in seconds.
@@ -61,19 +63,27 @@ class ObservedRun:
     setting: SimulatedSetting
 
 
-def calibrate(runs: Sequence[ObservedRun]) -> Hardware:
-    """Estimate the first run's hardware, and contention from the other runs. Raises UserError if a run lacks data."""
+def calibrate(runs: Sequence[ObservedRun], *, most_actor_s: float = _MOST_ACTOR_S) -> Hardware:
+    """Estimate the first run's hardware, and contention from the other runs. Raises UserError if a run lacks data.
+
+    An actor's own time is what nothing else explains, so a run whose parts overlap needs a limit, `most_actor_s`.
+    """
     first, *others = runs
     measured = measure(first.events)
+    verify_s, verifiers = _verification(first)
     hardware = Hardware(
         engine=_engine_times(first.events),
         trainer=_trainer_times(first),
         update=_update_times(first),
         control=ControlTimes(
-            order_s=_TRANSIT_S, deliver_s=_TRANSIT_S, verify_s=_verify_s(first.events), report_s=measured.report_s
+            order_s=_TRANSIT_S,
+            deliver_s=_TRANSIT_S,
+            verify_s=verify_s,
+            verifiers=verifiers,
+            report_s=measured.report_s,
         ),
     )
-    hardware = _with_actor(hardware, first, measured)
+    hardware = _with_actor(hardware, first, measured, most_s=min(most_actor_s, _MOST_ACTOR_S))
     return _with_contention(hardware, others) if others else hardware
 
 
@@ -126,12 +136,34 @@ def _update_times(run: ObservedRun) -> UpdateTimes:
     )
 
 
-def _verify_s(events: Sequence[Event]) -> float:
+def stage_s(events: Sequence[Event], first: int) -> float:
+    """Return the mean seconds from stage `first` of traced groups to the next: 1 is sampling, 2 is judging."""
     stages = [traced for event in events if event["kind"] == "step" for traced in event.get("stages", ())]
-    return fmean(max(0.0, float(traced[3]) - float(traced[2])) for traced in stages) if stages else 0.0
+    return fmean(max(0.0, float(traced[first + 1]) - float(traced[first])) for traced in stages) if stages else 0.0
 
 
-def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Hardware:
+def judged(events: Sequence[Event]) -> tuple[float, float]:
+    """Return the number of verdicts in `step` events, and the verifiers' seconds for each, without queues."""
+    steps = [event for event in events if event["kind"] == "step"]
+    figures = [each for groups in groups_of(steps, "by_domain").values() for each in groups]
+    return sum(amount(each, "verified") for each in figures), mean_of(figures, "verifier_s", weight="verified") or 0.0
+
+
+def _verification(run: ObservedRun) -> tuple[float, int | None]:
+    """Return the seconds to judge a group, and how many groups are judged at once if others had to wait.
+
+    By Little's law, the verifiers' seconds per second are the number of groups that they judge at once.
+    """
+    verify_s = stage_s(run.events, 2)
+    verdicts, each_s = judged(run.events)
+    own_s, seconds = each_s * run.setting.group_size, sum(period for _, period in counted_steps(run.events))
+    if not verdicts or verify_s <= _QUEUES * own_s:
+        return verify_s, None
+    verdicts, _ = judged([step for step, _ in counted_steps(run.events)])
+    return own_s, max(1, round(verdicts * each_s / seconds))
+
+
+def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured, *, most_s: float) -> Hardware:
     """Fit an actor's own seconds per rollout, half of them before sampling, so that simulated steps match real ones."""
 
     def of(actor_s: float) -> Hardware:
@@ -139,7 +171,7 @@ def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Har
         return replace(hardware, control=control)
 
     setting = replace(run.setting, steps=_TRIED_STEPS)
-    low, high = 0.0, _MOST_ACTOR_S
+    low, high = 0.0, most_s
     if simulate(setting, of(low)).step_s >= measured.step_s:
         return of(low)
     for _ in range(_HALVINGS):
@@ -234,12 +266,12 @@ def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
     Raises UserError if there are too few.
     """
     steps = tell(events).steps
-    evaluations = _evaluations(events)
+    evaluated = evaluations(events)
     pairs = [(after, _at(after) - _at(before)) for before, after in pairwise(steps)]
     counted = [
         (step, seconds)
         for step, seconds in pairs[max(0, len(steps) // FILLS - 1) :]
-        if seconds > 0 and not any(since < _at(step) and until > _at(step) - seconds for since, until in evaluations)
+        if seconds > 0 and not any(since < _at(step) and until > _at(step) - seconds for since, until in evaluated)
     ]
     if len(counted) < _FEWEST:
         raise UserError(
@@ -279,7 +311,8 @@ def _too_old(missing: KeyError) -> UserError:
     )
 
 
-def _evaluations(events: Sequence[Event]) -> list[tuple[float, float]]:
+def evaluations(events: Sequence[Event]) -> list[tuple[float, float]]:
+    """Return when evaluations began and ended, in seconds since the run began."""
     spans: list[tuple[float, float]] = []
     began: float | None = None
     for event in events:

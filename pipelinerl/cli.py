@@ -139,7 +139,7 @@ def run(
     from launch.run_directory import change_recipe, open_run, record_change, refuse_namesake
     from pipelinerl.commands.remote import started_by_hand
     from pipelinerl.roles import resumed_run
-    from pipelinerl.roles.dtypes import settled
+    from pipelinerl.roles.dtypes import outlined, settled, with_directories, with_plain_models
 
     made = joined(overrides, changes)
     if recipe is not None and "=" in recipe and not Path(recipe).is_file():  # a change of the default recipe
@@ -152,8 +152,10 @@ def run(
         path = resumed_run.directory_of(resume)
         open_run(path)
         config = change_recipe(path, made)
-        _refuse_here(config)
-        _refuse_full_disk(_needs(config, {}, path))
+        with outlined(config) as (plain, copies, _):
+            _refuse_here(plain)
+            _refuse_full_disk([*copies, *_needs(plain, {}, path)])
+        with_plain_models(config)
         for change in record_change(path, config, step=resumed_run.newest_step(config, path)):
             typer.echo(change)
         raise typer.Exit(launching.resume(path, connect=_connect))
@@ -161,16 +163,19 @@ def run(
     if not new and on is None:
         refuse_namesake(config, by_hand=started_by_hand)
     members = members_of(config, host, hosts, gpus, first_port)
-    (_refuse_here if on is None else _refuse)(config)
-    if on is not None:
-        from launch.cluster.launchers import start_on
+    with outlined(config) as (plain, copies, sources):
+        (_refuse_here if on is None else _refuse)(plain)
+        if on is not None:
+            from launch.cluster.launchers import start_on
 
-        raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumed_run.claim))
-    limits = launching.memory_limits(config) if members is None else {}
-    if members is None:
-        config = settled(config, limits)
-    needs = _needs(config, limits)
-    _refuse_full_disk(needs)
+            raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumed_run.claim))
+        limits = launching.memory_limits(config) if members is None else {}
+        if members is None:
+            plain = settled(plain, limits)
+        needs = _needs(plain, limits)
+        _refuse_full_disk([*copies, *needs])
+    config = with_directories(plain, sources)
+    with_plain_models(config)
     directory = launching.prepare(config, claim=resumed_run.claim, members=members)
     for need in needs:
         if need.part != "disk":
@@ -197,10 +202,10 @@ def new(
 
 @app.command()
 def dequantise(
-    source: Annotated[Path, typer.Argument(help="A local model directory with weights in MXFP4 or FP8.")],
+    source: Annotated[Path, typer.Argument(help="A local model directory with quantised weights.")],
     target: Annotated[Path, typer.Argument(help="Directory to create for the copy.")],
 ) -> None:
-    """Write a copy of a quantised model in bf16, which can be trained; needs memory for the whole copy."""
+    """Write a copy of a quantised model in bf16, as `run` keeps one itself (in ~/.cache/pipelinerl/models)."""
     from pipelinerl.models.torch_dequantise import dequantise as write_copy
 
     write_copy(source, target)
@@ -223,16 +228,17 @@ def check(
     """
     from launch.run import describe_placement, memory_limits
     from pipelinerl.commands.check import findings, keys_without_gpu
-    from pipelinerl.roles.dtypes import settled
+    from pipelinerl.roles.dtypes import outlined, settled
 
     config = recipes.load(recipe, joined(overrides, changes))
     limit = None if device_gib is None else int(device_gib * 2**30)
     limits = memory_limits(config) if limit is None else {"trainer": limit, "engine": limit}
-    config = settled(config, limits)
-    for name, finding in findings(config):
-        typer.echo(f"{name:<12} {finding}")
+    with outlined(config) as (plain, copies, sources):
+        plain = settled(plain, limits)
+        for name, finding in findings(plain, sources):
+            typer.echo(f"{name:<12} {finding}")
+        needs = [*copies, *_needs(plain, limits)]
     typer.echo(f"{'placement':<12} {describe_placement(config)}")
-    needs = _needs(config, limits)
     for need in needs:
         typer.echo(f"{need.part:<12} {need.text}")
     lacking = [need.part for need in needs if need.lacking]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from inference_contract.weights import Backend
@@ -107,8 +108,10 @@ def _other_models(config: RunConfig) -> dict[str, Path]:
     }
 
 
-def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
+def findings(config: RunConfig, sources: Mapping[Path, Path] = MappingProxyType({})) -> Iterator[tuple[str, str]]:
     """Yield pairs (part of the recipe, finding) for `pipelinerl check`, each part after those it depends on.
+
+    `sources` are the quantised directories for which some of the recipe's stand (`roles.dtypes.outlined`).
 
     Raises:
         UserError: the first problem that would stop the run.
@@ -116,12 +119,12 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     refuse(config)
     _check_model(config)
     tokenizer = ChatTokenizer.load(config.model.resolved)
-    yield "model", f"{config.model.resolved} with {tokenizer.vocab_size} tokens"
+    yield "model", f"{sources.get(config.model.resolved, config.model.resolved)} with {tokenizer.vocab_size} tokens"
     model, known = config.model.resolved, tokenizer.vocab_size
     if (rows := vocab_size(model)) is not None and rows < known:
         sizes = f"the tokenizer of {model} has {known} tokens and its model {rows}; a prompt with one of the others"
         yield "warning", f"{sizes} is refused by engines"
-    for path in dict.fromkeys([model, *_other_models(config).values()]):
+    for path in dict.fromkeys(sources.get(each, each) for each in (model, *_other_models(config).values())):
         if left := check_values(path, most_bytes=_MOST_READ):
             unchecked = f"{left / 2**30:,.1f} GiB of {path} are not checked here"
             yield "model", f"{unchecked}; the trainer checks them when it loads"

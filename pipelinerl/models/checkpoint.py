@@ -48,8 +48,6 @@ _DTYPES: Final = {
 }  # fmt: skip
 #: Size in bytes of one value, by safetensors' dtype name.
 _WIDTHS: Final = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
-#: The methods of quantisation that `pipelinerl dequantise` decodes, with transformers' class for each.
-DEQUANTISED: Final = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 #: The part of a model to load: the whole causal language model, or only its layers, which output the last hidden
 #: states.
 Part = Literal["causal_lm", "trunk"]
@@ -116,10 +114,10 @@ def refuse_quantised(path: Path) -> None:
     """Raise ModelError for a directory with quantised weights, which cannot be trained as they are."""
     method = quantisation(path)
     if method is not None:
-        remedy = "use the model from which it was made"
-        if method in DEQUANTISED:
-            remedy = f"write a copy in bf16: pipelinerl dequantise {path} {path}-bf16"
-        raise ModelError(f"{path} keeps its weights quantised ({method}), which cannot be trained; {remedy}")
+        raise ModelError(
+            f"{path} keeps its weights quantised ({method}), which cannot be trained; write a copy in bf16: pipelinerl "
+            f"dequantise {path} {path}-bf16"
+        )
 
 
 def model_type(path: Path) -> str:

@@ -13,15 +13,21 @@ combinations that would ruin the run, before the run begins; an engine would rej
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from pipelinerl import registry
-from pipelinerl.component import imported
+from pipelinerl.component import Need, imported
 from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.sections import ModelSection
 from pipelinerl.errors import ModelError, RecipeError
-from pipelinerl.models.checkpoint import model_dtype
+from pipelinerl.models.checkpoint import model_dtype, quantisation
+from pipelinerl.models.torch_dequantise import cache_folder, copy_of, gib, outline, plain_directory
 from pipelinerl.system.machine import has_accelerator
 from pipelinerl.training.canary_check import TOLERANCES
 from trainer_contract.errors import SpecError
@@ -130,3 +136,61 @@ def _with_precision(config: RunConfig) -> RunConfig:
 def on_accelerator(device: Device) -> bool:
     """Return whether a process with this device setting uses a GPU or TPU; `auto` does if this machine has one."""
     return device is not Device.CPU and (device is not Device.AUTO or has_accelerator())
+
+
+# --- quantised models -------------------------------------------------------------------------------------------------
+
+
+def with_plain_models(config: RunConfig) -> RunConfig:
+    """Replace directories with quantised weights by this machine's plain copies, which are written if absent."""
+    return with_directories(config, {path: plain_directory(path) for path in _directories(config)})
+
+
+@contextmanager
+def outlined(config: RunConfig) -> Iterator[tuple[RunConfig, list[Need], Mapping[Path, Path]]]:
+    """Yield the recipe with a stand-in for each quantised model whose copy is not written yet, for checks only.
+
+    Also yield the disk space that the copies will take, and the recipe's directories by their stand-ins. A stand-in has
+    the copy's configuration and shapes, and exists until the block ends.
+    """
+    quantised = [path for path in _directories(config) if (path / "config.json").is_file() and quantisation(path)]
+    if not quantised:
+        yield config, [], {}
+        return
+    folder, needs, stands = cache_folder(), list[Need](), dict[Path, Path]()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".outline", dir=folder) as place:
+            for number, path in enumerate(quantised):
+                stands[path] = copy_of(path)
+                if stands[path].is_dir():
+                    continue
+                stands[path] = Path(place, str(number), path.resolve().name)
+                stands[path].mkdir(parents=True)
+                size, free = outline(path, stands[path]), shutil.disk_usage(folder).free
+                text = f"{path} is quantised ({quantisation(path)}): the run first writes a copy in bf16, {gib(size)}"
+                needs.append(Need("disk", f"{text}, in {folder}, where {gib(free)} are free", size > free))
+            yield with_directories(config, stands), needs, {stand: path for path, stand in stands.items()}
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be written: {error}; set XDG_CACHE_HOME to another folder") from error
+
+
+def with_directories(config: RunConfig, new: Mapping[Path, Path]) -> RunConfig:
+    """Replace the recipe's model directories that are keys of `new`."""
+
+    def changed(path: str | None) -> str | None:
+        found = None if path is None else new.get(ModelSection(path=path).resolved)
+        return path if found is None else str(found)
+
+    sections = {name: each for name in ("model", "critic", "reference") if (each := getattr(config, name)) is not None}
+    update: dict[str, object] = {
+        name: each.model_copy(update={"path": changed(each.path)}) for name, each in sections.items()
+    }
+    domains = (domain.model_copy(update={"teacher": changed(domain.teacher)}) for domain in config.domains)
+    return config.model_copy(update=update | {"domains": tuple(domains)}) if new else config
+
+
+def _directories(config: RunConfig) -> list[Path]:
+    sections = [each for each in (config.model, config.critic, config.reference) if each is not None]
+    named = [*(each.path for each in sections), *(domain.teacher for domain in config.domains)]
+    return list(dict.fromkeys(ModelSection(path=path).resolved for path in named if path and "://" not in path))

@@ -31,7 +31,7 @@ from pipelinerl.observability.logs import ProcessLog, configure, without_secrets
 from pipelinerl.observability.samples.reading import FOLDER
 from pipelinerl.observability.samples.record import visible
 from pipelinerl.observability.samples.sample_log import SampleLog
-from pipelinerl.roles.dtypes import settled
+from pipelinerl.roles.dtypes import settled, with_plain_models
 from pipelinerl.roles.role import LOCAL_REDIS, REDIS_PASSWORD_VARIABLE, RoleOptions
 from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import Stream
@@ -83,7 +83,7 @@ class Identity:
 
 def identity_of(options: RoleOptions, changes: Sequence[str] = ()) -> Identity:
     """Return a process's identity; recipe `changes` apply after those in `options`. Raises `UserError` if invalid."""
-    config = settled(load(options.recipe, [*(options.changes or []), *changes]))
+    config = settled(with_plain_models(load(options.recipe, [*(options.changes or []), *changes])))
     of_recipe, run_dir = config.streams.redis_url, options.run_dir or config.run_directory
     return Identity(
         config=config,

@@ -51,6 +51,7 @@ from pipelinerl.models.tiny_decoder import (
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.models.weight_writer import WeightWriter
 from pipelinerl.objective.streams import CROSS_ENTROPY
+from pipelinerl.roles.dtypes import with_plain_models
 from pipelinerl.roles.problems import demonstrated_problems, problems_of
 from pipelinerl.roles.role import Changes, joined
 from pipelinerl.roles.verification import open_verifier
@@ -141,6 +142,7 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
     """
     if output.exists():
         raise UserError(f"{output} exists; name a new directory")
+    config = with_plain_models(config)
     tokenizer, most = ChatTokenizer.load(config.model.resolved), config.engine.context_length
 
     def demonstrations(split: Split, first: int, count: int) -> list[RolloutGroup]:

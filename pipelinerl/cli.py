@@ -29,17 +29,13 @@ from launch.cluster.command_line import (
     refuse_hosts,
 )
 from pipelinerl import registry
-from pipelinerl.commands.compare import compare, runs
-from pipelinerl.commands.conformance import bench, chaos, conformance_app, in_checkout
-from pipelinerl.commands.engines import Overrides, Recipe, Run, RunPath, engines_app
-from pipelinerl.commands.knobs import knobs_app
 from pipelinerl.component import Need, imported
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.observability.samples.record import visible
 from pipelinerl.roles.catalogue import ROLES
-from pipelinerl.roles.role import Changes, hide_password, joined
+from pipelinerl.roles.role import Changes, Overrides, Recipe, Run, RunPath, hide_password, joined
 from pipelinerl.system.files import system_words, working_directory
 from pipelinerl.system.process import collect_rarely, run_process
 
@@ -87,9 +83,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(knobs_app, name="knobs")
-app.add_typer(engines_app, name="engines")
-app.add_typer(conformance_app, name="conformance")
 
 
 def _print_version(wanted: bool) -> None:
@@ -181,23 +174,6 @@ def run(
         if need.part != "disk":
             typer.echo(need.text)
     raise typer.Exit(launching.resume(directory, connect=_connect))
-
-
-@app.command()
-def new(
-    directory: Annotated[Path, typer.Argument(help="Directory to create for the recipe and its rewards.")],
-    model: Annotated[Path, typer.Option(help="A local Hugging Face model directory.")],
-    data: Annotated[
-        Path, typer.Option(help="Rows with a prompt and an answer: JSON lines, JSON, CSV, Parquet, Arrow.")
-    ],
-    prompt_field: Annotated[str | None, typer.Option(help="Field with the prompt (default: detected by name).")] = None,
-    answer_field: Annotated[str | None, typer.Option(help="Field with the answer (default: by name).")] = None,
-) -> None:
-    """Write a recipe and a reward function for your model and data file, ready to check and run."""
-    from pipelinerl.commands.new_recipe import write_new
-
-    path = write_new(directory, model=model, data=data, prompt_field=prompt_field, answer_field=answer_field)
-    typer.echo(f"{path} and {path.with_name('rewards.py').name} are written; next: pipelinerl check {path}")
 
 
 @app.command()
@@ -319,48 +295,6 @@ def report(run_dir: RunPath) -> None:
         typer.echo(str(path))
 
 
-@app.command()
-def samples(
-    run_dir: RunPath,
-    step: Annotated[int | None, typer.Option(help="Only samples of this step.")] = None,
-    domain: Annotated[str | None, typer.Option(help="Only samples of this domain.")] = None,
-    tag: Annotated[str | None, typer.Option(help="Only problems with this tag.")] = None,
-    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
-    best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
-    truncated: Annotated[bool, typer.Option("--truncated", help="Only truncated answers.")] = False,
-    filtered: Annotated[bool, typer.Option("--filtered", help="Filtered groups, one for each step.")] = False,
-    evaluation: Annotated[bool, typer.Option("--evaluation", help="Answers to held-out problems.")] = False,
-    evaluation_set: Annotated[str | None, typer.Option(help="Only answers to this evaluation set.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of answers.")] = 16,
-    follow: Annotated[bool, typer.Option("--follow", help="Keep showing new samples until the run is over.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each answer.")] = False,
-) -> None:
-    """Show sampled answers: problem, answer, verdict, reward, advantage and versions, of a live or finished run."""
-    from rich.console import Console
-
-    from pipelinerl.commands import samples as shown
-    from pipelinerl.observability.samples.reading import LENGTH, Ranking, SampleQuery
-    from pipelinerl.observability.samples.record import SampleKind
-
-    if worst and best:
-        raise typer.BadParameter("--worst and --best exclude each other")
-    if follow and (worst or best):
-        raise typer.BadParameter("--follow shows samples as they come: leave out --worst and --best")
-    kinds = {SampleKind.FILTERED} if filtered else set()
-    kinds |= {SampleKind.EVALUATION} if evaluation or evaluation_set is not None else set()
-    query = SampleQuery(
-        kinds=frozenset(kinds or {SampleKind.TRAINED}),
-        step=step,
-        domain=domain,
-        tag=tag,
-        evaluation=evaluation_set,
-        finish_reason=LENGTH if truncated else None,
-        ranking=Ranking.WORST if worst else Ranking.BEST if best else Ranking.NEWEST,
-        limit=limit,
-    )
-    (shown.follow if follow else shown.show)(run_dir, query, Console(soft_wrap=True), as_json=json)
-
-
 def _connect(url: str, token: str) -> Any:
     from pipelinerl.controller.client import ControllerClient
     from pipelinerl.controller.routes import LAUNCHER
@@ -372,12 +306,6 @@ def _claim(config: recipes.RunConfig) -> bool:
     from pipelinerl.roles import resumed_run
 
     return resumed_run.claim(config)
-
-
-app.command()(runs)
-app.command()(compare)
-app.command(hidden=not in_checkout())(bench)
-app.command(hidden=not in_checkout())(chaos)
 
 
 def _refuse(config: recipes.RunConfig) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -22,10 +23,10 @@ from typer.main import get_command
 
 from launch.run_directory import create
 from pipelinerl import cli, registry
-from pipelinerl.commands import conformance
-from pipelinerl.commands.knobs import _knob_lines
 from pipelinerl.config.recipe import MODELS, RunConfig, load
 from pipelinerl.errors import HABITS
+from pipelinerl.plugins import conformance
+from pipelinerl.plugins.steering.knobs import _knob_lines
 from pipelinerl.roles import process
 from pipelinerl.roles.dtypes import settled
 from pipelinerl.roles.process import TOKEN_VARIABLE
@@ -181,8 +182,10 @@ def test_developer_commands_are_listed_in_a_checkout_only(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert " bench " in pipelinerl("-h").out
-    monkeypatch.setattr(conformance, "_CHECKOUT", tmp_path)
-    assert not conformance.in_checkout(), "which hides them"
+    package = tmp_path / "pipelinerl" / "plugins" / "conformance"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(Path(conformance.__file__).read_text())
+    assert runpy.run_path(str(package / "__init__.py"))["BENCH"].hidden
 
 
 def test_run_with_an_invalid_data_file_is_rejected_before_any_process_starts(

@@ -46,6 +46,16 @@ RESTARTED_VARIABLE: Final = "PIPELINERL_RESTARTED"
 LISTEN_HELP: Final = "Address to listen on, where others reach it; any but loopback is open to the network."
 
 RoleRecipe = Annotated[str, typer.Option("--recipe", help="Recipe of the run; the same for every role.")]
+# Arguments of commands.
+Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")]
+RunPath = Annotated[Path, typer.Argument(help="Directory of the run, such as runs/tiny.")]
+Run = Annotated[
+    str,
+    typer.Argument(
+        help="Directory of the run, such as runs/tiny; or its controller's URL, with the token in $PIPELINERL_TOKEN."
+    ),
+]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")]
 Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the recipe: section.key=value.")]
 
 

@@ -51,7 +51,7 @@ def until(directory: Path, reached: object) -> RunStatus:
     raise AssertionError(f"not reached within {PATIENCE_S:g} s:\n{logs}")
 
 
-@pytest.mark.slow  # tests/commands/test_engines.py tests this faster, with a fake controller
+@pytest.mark.slow  # tests/plugins/steering/test_engines.py tests this faster, with a fake controller
 @pytest.mark.timeout(600)
 def test_engine_swap_prints_the_start_command_and_continues_when_the_new_engine_runs(tmp_path: Path) -> None:
     recipe, directory = bigram_recipe(tmp_path / "bigram", walking=True), tmp_path / "run"

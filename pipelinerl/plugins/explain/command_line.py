@@ -28,7 +28,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.commands.engines import Overrides
 from pipelinerl.commands.findings.learning import mini_batch_finding
 from pipelinerl.commands.recorded_run import recorded_groups, recorded_step
 from pipelinerl.config import recipe as recipes
@@ -40,7 +39,7 @@ from pipelinerl.objective.explain import COSTS, EXAMPLE, FIELDS, FORMULA, Scored
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of, preset_of, resolve
 from pipelinerl.objective.reward import PartReward, RewardShaping, TurnReward
-from pipelinerl.roles.role import Changes, joined
+from pipelinerl.roles.role import Changes, Overrides, joined
 from pipelinerl.streams.records import decode_group
 from pipelinerl.training.replay import RecordedStep, trained_groups
 from pipelinerl.types import RolloutGroup

@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.commands.engines import Overrides, Recipe
 from pipelinerl.errors import UserError
 from pipelinerl.plugins.simulation.planning import basis_of_runs, basis_of_table, json_of, lines_of, page_of, tried
 from pipelinerl.plugins.simulation.prediction import grid, recommended
-from pipelinerl.roles.role import Changes, joined
+from pipelinerl.roles.role import Changes, Overrides, Recipe, joined
 
 
 def simulate(

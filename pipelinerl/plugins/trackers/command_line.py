@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from pipelinerl import registry
-from pipelinerl.commands.engines import RunPath
 from pipelinerl.errors import UserError
 from pipelinerl.plugins.trackers.tracker import TensorBoardTracker, TrackerFeed
+from pipelinerl.roles.role import RunPath
 
 
 def track(

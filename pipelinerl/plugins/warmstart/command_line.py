@@ -27,7 +27,6 @@ from typing import Annotated, Any, Final
 import typer
 
 from pipelinerl import rng
-from pipelinerl.commands.engines import Overrides
 from pipelinerl.config import recipe as recipes
 from pipelinerl.config.recipe import RunConfig, save
 from pipelinerl.data.problems import Split
@@ -53,7 +52,7 @@ from pipelinerl.models.weight_writer import WeightWriter
 from pipelinerl.objective.streams import CROSS_ENTROPY
 from pipelinerl.roles.dtypes import with_plain_models
 from pipelinerl.roles.problems import demonstrated_problems, problems_of
-from pipelinerl.roles.role import Changes, joined
+from pipelinerl.roles.role import Changes, Overrides, joined
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.workers import opened_policy
 from pipelinerl.system.files import sync

@@ -1,4 +1,4 @@
-"""`pipelinerl watch`: a live web page of a run, made from its files; changes are sent to the run's controller."""
+"""Commands that show runs from their files: a live web page, a terminal view, samples, comparisons and timelines."""
 
 from __future__ import annotations
 
@@ -22,4 +22,16 @@ MISMATCH: Final = CommandComponent(
 TRACE: Final = CommandComponent(
     build="pipelinerl.plugins.watch.timeline.command_line:trace",
     help="Export a run's timeline for Perfetto: what each role and engine did when, and the origin of each version.",
+)
+SAMPLES: Final = CommandComponent(
+    build="pipelinerl.plugins.watch.samples:samples",
+    help="Show sampled answers: problem, answer, verdict, reward, advantage and versions, of a live or finished run.",
+)
+RUNS: Final = CommandComponent(
+    build="pipelinerl.plugins.watch.compare:runs",
+    help="List the runs of a folder, newest first: state, start, steps, accuracy and reward.",
+)
+COMPARE: Final = CommandComponent(
+    build="pipelinerl.plugins.watch.compare:compare",
+    help="Show runs side by side: results, and the settings in which their recipes differ.",
 )

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelinerl.commands.compare import expanded
-from pipelinerl.commands.engines import Run
 from pipelinerl.errors import UserError
-from pipelinerl.roles.role import LISTEN_HELP
+from pipelinerl.plugins.watch.compare import expanded
+from pipelinerl.roles.role import LISTEN_HELP, Run
 
 if TYPE_CHECKING:
     from pipelinerl.plugins.watch.access import SharedLink

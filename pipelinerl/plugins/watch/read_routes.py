@@ -12,11 +12,11 @@ from fastapi import FastAPI, Query
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from pipelinerl.commands.compare import differences, flat_keys
 from pipelinerl.observability.run_history import OF_SAMPLER
 from pipelinerl.observability.samples.record import SampleKind
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.observability.usage import usage_by_role
+from pipelinerl.plugins.watch.compare import differences, flat_keys
 from pipelinerl.plugins.watch.page.now import overview
 from pipelinerl.plugins.watch.page.step_table import StepRows, plain, plain_columns
 from pipelinerl.plugins.watch.watched_run import (

@@ -17,7 +17,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pipelinerl.commands.engines import RunPath
 from pipelinerl.commands.recorded_run import recorded_events
 from pipelinerl.errors import UserError
 from pipelinerl.numerics.causes import Cause
@@ -26,6 +25,7 @@ from pipelinerl.observability.charts import draw_mismatch
 from pipelinerl.observability.events import EventFollower
 from pipelinerl.observability.run_history import tell
 from pipelinerl.plugins.watch.timeline.chrome_trace import ChromeTrace, write_trace
+from pipelinerl.roles.role import RunPath
 
 #: Name of the trace file in the run's directory, unless the user gives another path.
 DEFAULT_NAME: Final = "trace.json.gz"

@@ -14,11 +14,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from typer.testing import CliRunner
 
-from pipelinerl.commands.engines import ManualStart, engines_app, gone, joined, table
 from pipelinerl.commands.remote import address_of, controller_of
 from pipelinerl.config.recipe import load, save, write_layout
 from pipelinerl.errors import DeadlineError, UserError
 from pipelinerl.observability.status import EngineStatus, FleetStatus, RequestedEngine
+from pipelinerl.plugins.steering.engines import ManualStart, engines_app, gone, joined, table
 from tests.fakes.scripted_engine import application
 from tests.fakes.served import in_thread
 

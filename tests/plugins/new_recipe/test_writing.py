@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelinerl.cli import app
-from pipelinerl.commands.new_recipe import write_new
 from pipelinerl.config.recipe import MODELS, load
 from pipelinerl.errors import UserError
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.new_recipe.writing import write_new
 
 MODEL = MODELS / "tiny_speller"
 

@@ -11,9 +11,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+import typer
 
 from pipelinerl.data.files.field_map import FieldMap
 from pipelinerl.data.files.rows import ArrowRows, FirstRows, JsonRows, suffix_of
@@ -54,6 +55,20 @@ class Lengths:
     max_tokens: int
     context: int
     thinks: bool
+
+
+def new(
+    directory: Annotated[Path, typer.Argument(help="Directory to create for the recipe and its rewards.")],
+    model: Annotated[Path, typer.Option(help="A local Hugging Face model directory.")],
+    data: Annotated[
+        Path, typer.Option(help="Rows with a prompt and an answer: JSON lines, JSON, CSV, Parquet, Arrow.")
+    ],
+    prompt_field: Annotated[str | None, typer.Option(help="Field with the prompt (default: detected by name).")] = None,
+    answer_field: Annotated[str | None, typer.Option(help="Field with the answer (default: by name).")] = None,
+) -> None:
+    """Write a recipe and a reward function for your model and data file, ready to check and run."""
+    path = write_new(directory, model=model, data=data, prompt_field=prompt_field, answer_field=answer_field)
+    typer.echo(f"{path} and {path.with_name('rewards.py').name} are written; next: pipelinerl check {path}")
 
 
 def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | None, answer_field: str | None) -> Path:

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelinerl import cli
-from pipelinerl.commands import conformance as checkout
 from pipelinerl.errors import UserError
+from pipelinerl.plugins.conformance import command_line as checkout
 from tests.faults.scenarios.scenario import names
 
 
@@ -37,7 +37,7 @@ def test_chaos_command_rejects_an_unknown_scenario_and_lists_the_known_ones(capf
 def test_chaos_and_bench_commands_are_rejected_without_a_source_checkout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(checkout, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(checkout, "CHECKOUT", tmp_path)
     with pytest.raises(UserError, match="the fault scenarios are part of a checkout"):
         checkout.chaos()
     with pytest.raises(UserError, match="benchmarks are part of a checkout"):

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -24,12 +25,23 @@ from pipelinerl.errors import UserError
 from pipelinerl.observability.events import record_of
 from pipelinerl.observability.samples.reading import (
     FOLDER,
+    LENGTH,
     ChosenSample,
+    Ranking,
     SampleQuery,
     SampleReader,
     read_samples,
 )
-from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, TurnRecord, one_line, shortened, visible
+from pipelinerl.observability.samples.record import (
+    AnswerRecord,
+    SampleGroup,
+    SampleKind,
+    TurnRecord,
+    one_line,
+    shortened,
+    visible,
+)
+from pipelinerl.roles.role import RunPath
 
 #: Maximum number of characters printed of a text; `--json` prints the whole stored text.
 _MOST: Final = 2000
@@ -38,6 +50,45 @@ _FOLLOW_S: Final = 0.5
 _TAIL: Final = 65536
 _OVER: Final = ("run_finished", "run_suspended", "run_failed")
 _STYLES: Final = {"correct": "green", "partial": "yellow", "wrong": "red"}
+
+
+def samples(
+    run_dir: RunPath,
+    step: Annotated[int | None, typer.Option(help="Only samples of this step.")] = None,
+    domain: Annotated[str | None, typer.Option(help="Only samples of this domain.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Only problems with this tag.")] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
+    truncated: Annotated[bool, typer.Option("--truncated", help="Only truncated answers.")] = False,
+    filtered: Annotated[bool, typer.Option("--filtered", help="Filtered groups, one for each step.")] = False,
+    evaluation: Annotated[bool, typer.Option("--evaluation", help="Answers to held-out problems.")] = False,
+    evaluation_set: Annotated[str | None, typer.Option(help="Only answers to this evaluation set.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of answers.")] = 16,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep showing new samples until the run is over.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each answer.")] = False,
+) -> None:
+    """Show sampled answers: problem, answer, verdict, reward, advantage and versions, of a live or finished run."""
+    from rich.console import Console
+
+    from pipelinerl.observability.samples.reading import SampleQuery
+
+    if worst and best:
+        raise typer.BadParameter("--worst and --best exclude each other")
+    if follow and (worst or best):
+        raise typer.BadParameter("--follow shows samples as they come: leave out --worst and --best")
+    kinds = {SampleKind.FILTERED} if filtered else set()
+    kinds |= {SampleKind.EVALUATION} if evaluation or evaluation_set is not None else set()
+    query = SampleQuery(
+        kinds=frozenset(kinds or {SampleKind.TRAINED}),
+        step=step,
+        domain=domain,
+        tag=tag,
+        evaluation=evaluation_set,
+        finish_reason=LENGTH if truncated else None,
+        ranking=Ranking.WORST if worst else Ranking.BEST if best else Ranking.NEWEST,
+        limit=limit,
+    )
+    (follow_new if follow else show)(run_dir, query, Console(soft_wrap=True), as_json=json)
 
 
 def show(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) -> None:
@@ -54,7 +105,7 @@ def show(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) 
         console.print(f"\n{len(chosen):,} of {count:,} answers kept in {run_dir / FOLDER}", style="dim", soft_wrap=True)
 
 
-def follow(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) -> None:
+def follow_new(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) -> None:
     """Print samples as they arrive until the run is over; raise `UserError` if there is no run."""
     _require_run(run_dir)
     reader = SampleReader(run_dir)

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from pipelinerl.commands.engines import Run
 from pipelinerl.errors import RecipeError
 from pipelinerl.observability.events import changes_words
+from pipelinerl.roles.role import Run
 
 knobs_app = typer.Typer(help="Show or change the knobs of a live run.", no_args_is_help=True)
 

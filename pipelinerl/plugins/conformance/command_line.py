@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from pipelinerl import registry
 from pipelinerl.component import imported
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.errors import AddressError, ModelError, UserError
+from pipelinerl.plugins.conformance import CHECKOUT
 from pipelinerl.system import http_client
 from trainer_contract.types import TrainerSpec
 
@@ -86,16 +87,9 @@ def _report(results: list[tuple[str, str, str, str]], say: Callable[[str], None]
 
 # --- bench and chaos --------------------------------------------------------------------------------------------------
 
-_CHECKOUT: Final = Path(__file__).resolve().parents[2]
-
-
-def in_checkout() -> bool:
-    """Return True if the package lies in a checkout, which alone has the benchmarks and the fault scenarios."""
-    return _has("benchmarks")
-
 
 def _has(module: str) -> bool:
-    return _CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file()
+    return CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file()
 
 
 def bench(
@@ -124,7 +118,7 @@ def run_in_checkout(module: str, *words: str, what: str) -> int:
     """
     if not _has(module):
         raise UserError(
-            f"{what} part of a checkout, and {_CHECKOUT} is not one; clone the repository, run `make install` and "
+            f"{what} part of a checkout, and {CHECKOUT} is not one; clone the repository, run `make install` and "
             "use its command"
         )
-    return subprocess.call([sys.executable, "-m", module, *words], cwd=_CHECKOUT)
+    return subprocess.call([sys.executable, "-m", module, *words], cwd=CHECKOUT)

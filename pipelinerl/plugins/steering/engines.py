@@ -20,6 +20,7 @@ import typer
 from pipelinerl import registry
 from pipelinerl.errors import DeadlineError, UserError
 from pipelinerl.observability.status import EngineStatus, FleetStatus
+from pipelinerl.roles.role import Overrides, Run
 from pipelinerl.system.files import working_directory
 from pipelinerl.system.references import anchored
 
@@ -28,15 +29,6 @@ if TYPE_CHECKING:  # not imported at run time, because it loads an HTTP library,
 
 engines_app = typer.Typer(help="List the engines of a live run, or change them.", no_args_is_help=True)
 
-Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")]
-RunPath = Annotated[Path, typer.Argument(help="Directory of the run, such as runs/tiny.")]
-Run = Annotated[
-    str,
-    typer.Argument(
-        help="Directory of the run, such as runs/tiny; or its controller's URL, with the token in $PIPELINERL_TOKEN."
-    ),
-]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")]
 Which = Annotated[str, typer.Argument(help="The engine's name or URL, as `list` shows it.")]
 Type = Annotated[str | None, typer.Option("--type", help="Type of the engine to start: torch, vllm, jax, bigram …")]
 Timeout = Annotated[float, typer.Option(help="Seconds for its running requests; the rest is handed over.")]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.commands.conformance import check_engine, check_trainer
 from pipelinerl.errors import AddressError, ModelError, RecipeError
 from pipelinerl.models.bigram import BigramModel
+from pipelinerl.plugins.conformance.command_line import check_engine, check_trainer
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from tests.fakes.scripted_engine import application
 from tests.fakes.served import in_thread

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -46,6 +46,18 @@ SKIPS_THAT_END = 3
 ACTORS_GROUP = "actors"
 
 
+#: The most orders that a report may list, and the most by which an order's index may differ from those of known orders.
+#: A message beyond that is forged.
+MOST_AHEAD = 2**20
+
+_T = TypeVar("_T")
+#: Fields of reports. A faulty process may send anything, so decoding enforces these bounds: numbers that every JSON
+#: parser reads exactly, texts that hold a traceback or the errors of several engines, and lists of at most all orders.
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Text = Annotated[str, msgspec.Meta(max_length=2**16)]
+Many = Annotated[list[_T], msgspec.Meta(max_length=MOST_AHEAD)]
+
+
 class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
     """Base class of every message; msgspec tags it with the class's name."""
 
@@ -63,13 +75,13 @@ def has_ended(index: int, frontier: int, beyond: Collection[int]) -> bool:
 class NoSignalGroups(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of a domain's groups without training signal, by reason, since its last group with signal."""
 
-    right: int = 0
+    right: Count = 0
     """Groups with only correct answers."""
-    wrong: int = 0
+    wrong: Count = 0
     """Groups with only wrong answers."""
-    other: int = 0
+    other: Count = 0
     """Groups with equal rewards for another reason, or without any answer to learn from."""
-    refused: int = 0
+    refused: Count = 0
     """Groups rejected by the recipe's filter."""
 
     @property
@@ -85,13 +97,13 @@ class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
     domain, the groups without training signal since the domain's last group with signal.
     """
 
-    trained: int = 0
-    filtered: int = 0
-    stale: int = 0
-    failed: int = 0
-    frontier: int = 0
-    beyond: list[int] = []
-    no_signal: dict[str, NoSignalGroups] = {}
+    trained: Count = 0
+    filtered: Count = 0
+    stale: Count = 0
+    failed: Count = 0
+    frontier: Count = 0
+    beyond: Many[Count] = []
+    no_signal: dict[Text, NoSignalGroups] = {}
 
 
 class TrainerReady(ControlMessage, frozen=True):
@@ -102,12 +114,12 @@ class TrainerReady(ControlMessage, frozen=True):
     that the controller had not yet answered when the trainer's checkpoint was written.
     """
 
-    report_id: str
-    incarnation: str
-    model_version: int
+    report_id: Text
+    incarnation: Text
+    model_version: Count
     consumed: ConsumedReport
-    claimed: int = 0
-    solved: dict[str, list[tuple[int, str]]] = {}
+    claimed: Count = 0
+    solved: dict[Text, Many[tuple[Count, Text]]] = {}
 
 
 class StepDone(ControlMessage, frozen=True):
@@ -118,16 +130,16 @@ class StepDone(ControlMessage, frozen=True):
     among them whose answers were all correct, as pairs (order's index, problem's id).
     """
 
-    report_id: str
-    epoch: int
-    model_version: int
+    report_id: Text
+    epoch: Count
+    model_version: Count
     consumed: ConsumedReport
-    stats: dict[str, float]
-    orders: list[int] = []
-    by_domain: dict[str, dict[str, float]] = {}
-    by_tag: dict[str, dict[str, float]] = {}
-    solved: dict[str, list[tuple[int, str]]] = {}
-    updates: list[dict[str, float]] = []
+    stats: dict[Text, float]
+    orders: Many[Count] = []
+    by_domain: dict[Text, dict[Text, float]] = {}
+    by_tag: dict[Text, dict[Text, float]] = {}
+    solved: dict[Text, Many[tuple[Count, Text]]] = {}
+    updates: Many[dict[Text, float]] = []
 
 
 class StepSkipped(ControlMessage, frozen=True):
@@ -137,21 +149,21 @@ class StepSkipped(ControlMessage, frozen=True):
     steps since the last completed step.
     """
 
-    report_id: str
-    epoch: int
-    model_version: int
+    report_id: Text
+    epoch: Count
+    model_version: Count
     consumed: ConsumedReport
-    what: str
-    groups: list[int]
-    in_a_row: int
+    what: Text
+    groups: Many[Count]
+    in_a_row: Count
 
 
 class TrainerLeaving(ControlMessage, frozen=True):
     """The trainer must end while the run continues; it requests a directive, then saves its state and ends."""
 
-    report_id: str
-    epoch: int
-    model_version: int
+    report_id: Text
+    epoch: Count
+    model_version: Count
     consumed: ConsumedReport
 
 
@@ -162,10 +174,10 @@ class OrdersEnded(ControlMessage, frozen=True):
     ended, and must be sampled again.
     """
 
-    epoch: int
-    model_version: int
+    epoch: Count
+    model_version: Count
     consumed: ConsumedReport
-    again: list[int] = []
+    again: Many[Count] = []
 
 
 class Starving(ControlMessage, frozen=True):
@@ -174,9 +186,9 @@ class Starving(ControlMessage, frozen=True):
     `held` lists the orders whose groups the trainer already has.
     """
 
-    epoch: int
-    model_version: int
-    held: list[int]
+    epoch: Count
+    model_version: Count
+    held: Many[Count]
 
 
 class Published(ControlMessage, frozen=True):
@@ -187,17 +199,17 @@ class Published(ControlMessage, frozen=True):
     fix; engines in `blameless` failed only because other engines did. `error` says why no engine serves the version.
     """
 
-    epoch: int
-    model_version: int
-    membership: int
-    pauses_s: dict[str, float]
-    failed: dict[str, str]
+    epoch: Count
+    model_version: Count
+    membership: Count
+    pauses_s: dict[Text, float]
+    failed: dict[Text, Text]
     send_s: float
     total_s: float
-    permanent: list[str] = []
-    blameless: list[str] = []
-    directive: str = ""
-    error: str = ""
+    permanent: Many[Text] = []
+    blameless: Many[Text] = []
+    directive: Text = ""
+    error: Text = ""
 
 
 class CanaryChecked(ControlMessage, frozen=True):
@@ -208,37 +220,37 @@ class CanaryChecked(ControlMessage, frozen=True):
     for reasons that retries cannot fix.
     """
 
-    epoch: int
-    model_version: int
-    membership: int
-    worst: dict[str, float]
-    mismatched: dict[str, str] = {}
-    failed: dict[str, str] = {}
-    permanent: list[str] = []
+    epoch: Count
+    model_version: Count
+    membership: Count
+    worst: dict[Text, float]
+    mismatched: dict[Text, Text] = {}
+    failed: dict[Text, Text] = {}
+    permanent: Many[Text] = []
 
 
 class Checkpointed(ControlMessage, frozen=True):
     """A checkpoint is durable; training paused for `stall_s` seconds because of it."""
 
-    epoch: int
-    model_version: int
-    path: str
+    epoch: Count
+    model_version: Count
+    path: Text
     stall_s: float = 0.0
 
 
 class CheckpointDelayed(ControlMessage, frozen=True):
     """The checkpoint of `model_version` cannot be written yet, for a temporary reason; it is retried."""
 
-    epoch: int
-    model_version: int
-    reason: str
+    epoch: Count
+    model_version: Count
+    reason: Text
 
 
 class TrainerStopped(ControlMessage, frozen=True):
     """The trainer obeyed a directive to stop, and its state is saved. If `left`, another trainer replaces it."""
 
-    epoch: int
-    model_version: int
+    epoch: Count
+    model_version: Count
     left: bool = False
 
 
@@ -249,25 +261,25 @@ class GroupFailed(ControlMessage, frozen=True):
     rejected the order (`inference_contract.errors`).
     """
 
-    order_id: str
-    index: int
-    purpose: str
-    reason: str
+    order_id: Text
+    index: Count
+    purpose: Text
+    reason: Text
     persistence: Persistence = Persistence.TRANSIENT
-    code: str = ""
-    issued_at: tuple[int, int] | None = None
+    code: Text = ""
+    issued_at: tuple[Count, Count] | None = None
     """The (epoch, version) of the weights when the order was issued; None if unknown."""
 
 
 class GroupOutdated(ControlMessage, frozen=True):
     """An actor gave up a group: its oldest token, of version `oldest`, is too old for training at version `current`."""
 
-    order_id: str
-    index: int
-    oldest: int
-    current: int
-    domain: str = ""
-    issued_at: tuple[int, int] | None = None
+    order_id: Text
+    index: Count
+    oldest: Count
+    current: Count
+    domain: Text = ""
+    issued_at: tuple[Count, Count] | None = None
 
 
 class GroupHandedOver(ControlMessage, frozen=True):
@@ -276,31 +288,31 @@ class GroupHandedOver(ControlMessage, frozen=True):
     Of the first engine's tokens, `tokens_kept` are in the group and `tokens_resampled` could not be used.
     """
 
-    order_id: str
-    index: int
-    tokens_kept: int
-    tokens_resampled: int
+    order_id: Text
+    index: Count
+    tokens_kept: Count
+    tokens_resampled: Count
 
 
 class ShownAnswer(msgspec.Struct, frozen=True, array_like=True):
     """One answer as shown to users; `spans` are pairs (version, number of tokens)."""
 
-    text: str
-    outcome: str
+    text: Text
+    outcome: Text
     reward: float
-    reason: str
-    finish_reason: str
-    num_tokens: int
-    spans: list[tuple[int, int]]
+    reason: Text
+    finish_reason: Text
+    num_tokens: Count
+    spans: Many[tuple[Count, Count]]
 
 
 class ShownProblem(msgspec.Struct, frozen=True, kw_only=True):
     """A held-out problem with its answers, for the samples that users read; no decision depends on it."""
 
-    problem_id: str
-    prompt: str
-    ground_truth: str
-    answers: list[ShownAnswer]
+    problem_id: Text
+    prompt: Text
+    ground_truth: Text
+    answers: Many[ShownAnswer]
 
 
 class EvaluationDone(ControlMessage, frozen=True):
@@ -312,22 +324,22 @@ class EvaluationDone(ControlMessage, frozen=True):
     token limit. `shown` is only used for the samples that users read.
     """
 
-    order_id: str
-    index: int
-    correct: int
-    judged: int
-    oldest_version: int
-    newest_version: int
-    num_tokens: int
-    epoch: int = 0
-    domain: str = ""
-    tags: list[str] = []
-    truncated: int = 0
-    lengths: list[int] = []
-    answers: list[str] = []
-    right: list[bool] = []
+    order_id: Text
+    index: Count
+    correct: Count
+    judged: Count
+    oldest_version: Count
+    newest_version: Count
+    num_tokens: Count
+    epoch: Count = 0
+    domain: Text = ""
+    tags: Many[Text] = []
+    truncated: Count = 0
+    lengths: Many[Count] = []
+    answers: Many[Text] = []
+    right: Many[bool] = []
     shown: ShownProblem | None = None
-    unjudged: list[int] = []
+    unjudged: Many[Count] = []
 
 
 class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -339,19 +351,19 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
     the model.
     """
 
-    judged: int = 0
-    errors: int = 0
-    timeouts: int = 0
+    judged: Count = 0
+    errors: Count = 0
+    timeouts: Count = 0
     seconds: float = 0.0
-    errors_in_a_row: int = 0
-    timeouts_in_a_row: int = 0
-    reason: str = ""
-    tool_episodes: int = 0
-    calls_parsed: int = 0
-    calls_malformed: int = 0
-    episodes: int = 0
+    errors_in_a_row: Count = 0
+    timeouts_in_a_row: Count = 0
+    reason: Text = ""
+    tool_episodes: Count = 0
+    calls_parsed: Count = 0
+    calls_malformed: Count = 0
+    episodes: Count = 0
     environment_s: float = 0.0
-    tool_errors: int = 0
+    tool_errors: Count = 0
 
 
 class GroupStages(msgspec.Struct, frozen=True, array_like=True):
@@ -362,12 +374,12 @@ class GroupStages(msgspec.Struct, frozen=True, array_like=True):
     `spans` are pairs (version, number of tokens) of the group's longest answer. No decision depends on these times.
     """
 
-    index: int
+    index: Count
     claimed: float
     sampled: float
     verified: float
-    engine: str
-    spans: list[tuple[int, int]]
+    engine: Text
+    spans: Many[tuple[Count, Count]]
 
 
 class ActorAlive(ControlMessage, frozen=True):
@@ -376,13 +388,13 @@ class ActorAlive(ControlMessage, frozen=True):
     `stages` describes a few of the groups that ended since the previous heartbeat, drawn by seed.
     """
 
-    name: str
-    groups_in_flight: int
-    groups_done: int
-    retries: int
-    verifiers: dict[str, VerifierFigures] = {}
+    name: Text
+    groups_in_flight: Count
+    groups_done: Count
+    retries: Count
+    verifiers: dict[Text, VerifierFigures] = {}
     filtering: VerifierFigures = VerifierFigures()
-    stages: list[GroupStages] = []
+    stages: Many[GroupStages] = []
 
 
 class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -469,9 +481,6 @@ FROM_ACTORS = (GroupFailed, GroupOutdated, GroupHandedOver, EvaluationDone, Acto
 Question = TrainerReady | StepDone | StepSkipped | TrainerLeaving
 
 _Message = TypeVar("_Message")
-
-#: A message is rejected as forged if its order index differs by more than this from those of the known orders.
-MOST_AHEAD = 2**20
 
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -64,7 +64,6 @@ from pipelinerl.messages import (
     PROMPTS,
     REPORTS,
     EvaluationDone,
-    Report,
     StepDone,
     decode_report,
     encode,
@@ -373,10 +372,10 @@ class ControllerService:
         try:
             report = decode_report(entry.payload)
         except msgspec.DecodeError as error:
-            await self._dead_letters.bury(entry, RecordError(f"not a report: {error}"))
+            await self._refuse(entry, "unreadable", str(error))
             return
         if wrong := implausible(self.controller.state, report):
-            await self._refuse(entry, report, wrong)
+            await self._refuse(entry, kind_of(report), wrong)
             return
         if isinstance(report, EvaluationDone) and report.shown is not None:
             if self._samples is not None:
@@ -391,10 +390,9 @@ class ControllerService:
         except RecordError as error:
             if self._broken is not None:
                 raise
-            await self._refuse(entry, report, str(error))
+            await self._refuse(entry, kind_of(report), str(error))
 
-    async def _refuse(self, entry: Entry, report: Report, reason: str) -> None:
-        kind = kind_of(report)
+    async def _refuse(self, entry: Entry, kind: str, reason: str) -> None:
         log.error("a report (%s) is rejected: %s", kind, reason)
         await self._dead_letters.bury(entry, RecordError(f"a report ({kind}) is rejected: {reason}"))
         self._record("report_refused", {"report": kind, "reason": reason})

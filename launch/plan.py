@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import quote
 
 from launch.hosts import LOCALHOST, Host
@@ -220,7 +220,7 @@ class Launch:
             port=port,
             changes=changes,
             own={"type": type},
-            shown=self._shown(name, type or config.engine.type, config.engine.device, on),
+            shown=self._shown(name, "engine", type or config.engine.type, on),
             gpus=on.gpus,
             cpu=engine_cores[number % len(engine_cores)] if engine_cores else None,
             on_exit=OnExit.RESTART if type is None else OnExit.SPARE,
@@ -274,8 +274,7 @@ class Launch:
         return (*share, f"trainer.options.distributed={{{meeting}}}")
 
     def _trainer_shown(self, name: str) -> Mapping[str, str]:
-        section = self.config.trainer
-        return self._shown(name, section.type, section.device, self.assignment_of(name))
+        return self._shown(name, "trainer", self.config.trainer.type, self.assignment_of(name))
 
     def _environment(self, shown: Mapping[str, str]) -> Mapping[str, str]:
         # Roles find the embedded server's password file themselves only if the server's address is loopback.
@@ -299,11 +298,10 @@ class Launch:
     def _redis_password(self) -> Path:
         return self.run_dir / "redis" / "password"
 
-    def _shown(self, name: str, type: str, device: str, on: Assignment) -> Mapping[str, str]:
-        devices = self.placement.host_of(name).devices
-        if type == "jax" and device == "cpu" and devices.each:
-            return {"JAX_PLATFORMS": "cpu"}  # without this, JAX reserves memory on each GPU that it sees
-        return devices.environment(on.indices)
+    def _shown(self, name: str, part: Literal["engine", "trainer"], type: str, on: Assignment) -> Mapping[str, str]:
+        devices, device = self.placement.host_of(name).devices, getattr(self.config, part).device
+        on_cpu = self.config.cpu_variables(part, type) if device == "cpu" and devices.each else {}
+        return on_cpu or devices.environment(on.indices)
 
 
 def rank_of(name: str) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pipelinerl.errors import RecipeError, ReferenceFailed
@@ -54,6 +54,9 @@ class EngineComponent(Component):
         computes_experts: it computes mixtures of experts.
         reports_routing: it reports the experts of each token.
         reports_policy: it reports log-probs from before top-k and top-p (`policy_logprobs`).
+        casts: it computes in another dtype than the model's if the recipe says so.
+        cpu_variables: environment variables that keep it off GPUs that its process sees.
+        model_type: the only type of model that it serves, held in float32; empty for any Hugging Face model.
     """
 
     on_host: bool = False
@@ -64,6 +67,9 @@ class EngineComponent(Component):
     computes_experts: bool = True
     reports_routing: bool = False
     reports_policy: bool = False
+    casts: bool = False
+    cpu_variables: Mapping[str, str] = field(default_factory=dict)
+    model_type: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +80,9 @@ class TrainerComponent(Component):
         on_host: it computes on the CPU even if the machine has GPUs.
         check_options: reference of a function that raises `SpecError` for invalid entries of `trainer.options`, without
             heavy imports; a trainer without it takes no options.
-        check, computes_experts: as for an engine.
+        check, computes_experts, casts, cpu_variables, model_type: as for an engine.
+        measures_entropy: it measures the entropy over the whole vocabulary without compiling further programs.
+        has_ranks: the launcher starts a process for each device of `trainer.options.mesh`.
         replays_routing: it can use the experts that the engine reports (`trainer.routing_replay`).
         rank: reference of a function `(options) -> (Distributed | None, Join, Start)` with which a rank above 0 finds,
             joins and follows rank 0; it raises `SpecError`. A trainer without it has one process.
@@ -86,6 +94,11 @@ class TrainerComponent(Component):
     computes_experts: bool = True
     replays_routing: bool = False
     rank: str = ""
+    casts: bool = False
+    cpu_variables: Mapping[str, str] = field(default_factory=dict)
+    model_type: str = ""
+    measures_entropy: bool = True
+    has_ranks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +110,11 @@ class SourceComponent(Component):
     Attributes:
         look: reference of a function `(SourceRequest, FirstRows, check) -> Problem | None` that inspects the first
             rows; without it, the source is opened for that.
+        paths: parameters that are paths.
     """
 
     look: str = ""
+    paths: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from pipelinerl.commands.findings.trials import (
     tool_format,
     verifier_tried,
 )
-from pipelinerl.component import imported
+from pipelinerl.component import EngineComponent, TrainerComponent, imported
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
@@ -45,7 +45,7 @@ from pipelinerl.roles.engine_rules import check_engine_options, check_truncation
 from pipelinerl.roles.problems import demonstrated_problems, held_out_problems, training_problems
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
 from pipelinerl.roles.wiring import is_url, knobs_of, objective_of
-from pipelinerl.system.references import is_reference, place_of
+from pipelinerl.system.references import place_of
 from pipelinerl.system.storage import Storage
 from pipelinerl.types import Problem
 from trainer_contract.errors import SpecError
@@ -220,9 +220,14 @@ def keys_without_gpu(config: RunConfig) -> list[str]:
 
 def _check_model(config: RunConfig) -> None:
     path = config.model.resolved
+    kinds: tuple[tuple[str, str, Mapping[str, EngineComponent | TrainerComponent]], ...] = (
+        ("engine", config.engine.type, registry.ENGINES),
+        ("trainer", config.trainer.type, registry.TRAINERS),
+    )
     is_bigram = model_type(path) == bigram.MODEL_TYPE
-    for part, chosen in (("engine", config.engine.type), ("trainer", config.trainer.type)):
-        if not is_reference(chosen) and is_bigram != (chosen == "bigram"):
+    for part, chosen, components in kinds:
+        component = components.get(chosen)
+        if component is not None and component.model_type != (bigram.MODEL_TYPE if is_bigram else ""):
             raise ModelError(f"{part}.type {chosen!r} does not fit the model in {path}, of type {model_type(path)!r}")
     if is_bigram:
         bigram.BigramModel.load(path)

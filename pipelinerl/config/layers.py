@@ -139,11 +139,8 @@ def _named(tables: list[dict[str, Any]], path: KeyPath, depth: int) -> dict[str,
 
 #: Keys, at any depth, whose value names a component: a registered name, or a reference to user code.
 _NAME_A_PART: Final = frozenset({"type", "source", "verifier", "function", "filter", "environment"})
-#: Tables of settings whose keys only the component itself understands. Paths in these tables are resolved only for the
-#: source `files` and for environments.
+#: Tables of settings whose keys only the component itself understands; sources and environments name their paths.
 _OF_A_PART: Final = frozenset({"parameters", "options", "environment_options"})
-_FILES: Final = "files"
-_PATHS: Final = frozenset({"path", "validation_path", "held_out_path"})
 
 
 def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -181,17 +178,16 @@ def _with_files(domain: Any, folder: Path) -> Any:
     """Make a domain's paths absolute, and read its few-shot file; values of a wrong type are left to validation."""
     if not isinstance(domain, dict):
         return domain
-    made, parameters = dict(domain), domain.get("parameters")
-    if domain.get("source") == _FILES and isinstance(parameters, dict):
-        made["parameters"] = {
-            key: _absolute(value, folder) if key in _PATHS else value for key, value in parameters.items()
-        }
-    name, options = str(domain.get("environment")).partition(":")[0], domain.get("environment_options")
-    if name in registry.ENVIRONMENTS and isinstance(options, dict):
-        paths = registry.ENVIRONMENTS[name].paths
-        made["environment_options"] = {
-            key: _absolute(value, folder) if key in paths else value for key, value in options.items()
-        }
+    made = dict(domain)
+    kinds: tuple[tuple[str, registry.Components[Any], str], ...] = (
+        ("source", registry.SOURCES, "parameters"),
+        ("environment", registry.ENVIRONMENTS, "environment_options"),
+    )
+    for key, components, options in kinds:
+        name, given = str(domain.get(key)).partition(":")[0], domain.get(options)
+        if name in components and isinstance(given, dict):
+            paths = components[name].paths
+            made[options] = {key: _absolute(value, folder) if key in paths else value for key, value in given.items()}
     if isinstance(domain.get("command"), list):
         made["command"] = [_file_of_command(part, folder) for part in domain["command"]]
     if isinstance(domain.get("few_shot"), str):

@@ -13,7 +13,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import tomli_w
 from pydantic import SecretStr, ValidationError, field_validator, model_validator
@@ -277,12 +277,21 @@ class RunConfig(Section):
 
     @property
     def trainer_processes(self) -> int:
-        """The number of trainer processes that the launcher starts: the size of a torch trainer's mesh.
+        """The number of trainer processes that the launcher starts: the mesh's size, if its devices are processes.
 
         It is 1 if the recipe sets a rendezvous (`distributed`), because the user then starts the other processes.
         """
-        is_started_whole = self.trainer.type == "torch" and "distributed" not in self.trainer.options
+        is_started_whole = self._has_ranks and "distributed" not in self.trainer.options
         return self._mesh_size if is_started_whole else 1
+
+    def cpu_variables(self, part: Literal["engine", "trainer"], type: str) -> Mapping[str, str]:
+        """Return the environment variables that keep a process of an engine or trainer off the GPUs that it sees."""
+        component = (registry.ENGINES if part == "engine" else registry.TRAINERS).get(type)
+        return {} if component is None else component.cpu_variables
+
+    @property
+    def _has_ranks(self) -> bool:
+        return self.trainer.type in registry.TRAINERS.having("has_ranks")
 
     @property
     def _mesh_size(self) -> int:
@@ -292,8 +301,8 @@ class RunConfig(Section):
 
     @property
     def in_one_process(self) -> Self:
-        """The same recipe with a torch trainer in a single process; its steps are equal up to rounding."""
-        if self.trainer.type != "torch":
+        """The same recipe with a trainer of a single process; its steps are equal up to rounding."""
+        if not self._has_ranks:
             return self
         options = {name: value for name, value in self.trainer.options.items() if name not in ("mesh", "distributed")}
         return self.changed("trainer", options=options)

@@ -459,14 +459,15 @@ class FiguresSection(Section):
     exact_entropy_interval: int | None = Field(default=None, ge=0)
     """Steps between measurements of the entropy over the whole vocabulary, on one rollout in 16; 0 for never.
 
-    By default 10, and never with the JAX trainer, which would have to compile extra programs.
+    By default 10, and never with a trainer that would have to compile extra programs (JAX).
     """
 
     def interval(self, trainer: str) -> int:
         """Return the number of steps between exact entropy measurements with this type of trainer; 0 for never."""
         if self.exact_entropy_interval is not None:
             return self.exact_entropy_interval
-        return 0 if trainer == "jax" else 10
+        component = registry.TRAINERS.get(trainer)
+        return 10 if component is None or component.measures_entropy else 0
 
 
 class TrackersSection(Section):

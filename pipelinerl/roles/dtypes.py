@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
 
 from pipelinerl import registry
 from pipelinerl.component import Need, imported
@@ -32,10 +31,6 @@ from pipelinerl.system.machine import has_accelerator
 from pipelinerl.training.canary_check import TOLERANCES
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Device, HeadPrecision, Kernels, Precision, WeightDType
-
-#: Types of engines and trainers that compute in another dtype than the model's, if the recipe says so. On a CPU,
-#: `engine.dtype = "auto"` becomes float32 for such engines.
-_CASTING: Final = frozenset({"torch", "jax", "vllm"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +68,16 @@ def dtypes_of(config: RunConfig) -> Dtypes:
             f"weights.dtype must not be float16 for the weights of {config.model.resolved}, which are {model} and may "
             "exceed its range; use bfloat16, or remove it"
         )
-    if config.trainer.type == "bigram" and (wire, model) != (WeightDType.FLOAT32, WeightDType.FLOAT32):
+    is_float32 = wire is model is WeightDType.FLOAT32
+    if config.trainer.type in registry.TRAINERS.having("model_type") and not is_float32:
         raise RecipeError(
-            f"trainer.type 'bigram' gathers float32, got weights.dtype {wire} and a model in {model}; use float32"
-            " for both"
+            f"trainer.type {config.trainer.type!r} gathers float32, got weights.dtype {wire} and a model in {model}; "
+            "use float32 for both"
         )
-    if config.engine.type == "bigram" and engine is not WeightDType.FLOAT32:
-        raise RecipeError(f"engine.type 'bigram' computes in float32, got engine.dtype {engine}; remove it")
+    if config.engine.type in registry.ENGINES.having("model_type") and engine is not WeightDType.FLOAT32:
+        raise RecipeError(
+            f"engine.type {config.engine.type!r} computes in float32, got engine.dtype {engine}; remove it"
+        )
     rounds = wire is WeightDType.FLOAT32 and engine is not wire
     if config.model.head_precision is HeadPrecision.FP32 and rounds:
         raise RecipeError(
@@ -113,9 +111,12 @@ def settled(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunCo
 
 
 def with_dtype(config: RunConfig) -> RunConfig:
-    """Replace `engine.dtype = "auto"` by float32 for engines on a CPU; raise `ModelError` for an unreadable model."""
+    """Replace `engine.dtype = "auto"` by float32 for engines that cast and are on a CPU.
+
+    Raises `ModelError` for an unreadable model.
+    """
     section = config.engine
-    if section.dtype != "auto" or section.type not in _CASTING:
+    if section.dtype != "auto" or section.type not in registry.ENGINES.having("casts"):
         return config
     if section.type not in registry.ENGINES.having("on_host") and on_accelerator(section.device):
         return config
@@ -128,7 +129,7 @@ def _with_precision(config: RunConfig) -> RunConfig:
     section = config.trainer
     if section.precision != "auto":
         return config
-    is_fast = section.type in _CASTING and on_accelerator(section.device)
+    is_fast = on_accelerator(section.device) and section.type in registry.TRAINERS.having("casts")
     is_half = is_fast and model_dtype(config.model.resolved) is WeightDType.BFLOAT16
     return config.changed("trainer", precision=Precision.BF16 if is_half else Precision.FP32)
 

@@ -7,7 +7,9 @@ from typing import Final
 from pipelinerl.component import SourceComponent
 
 FILES: Final = SourceComponent(
-    build="pipelinerl.data.files.source:open_files", look="pipelinerl.data.files.hub:look_at_files"
+    build="pipelinerl.data.files.source:open_files",
+    look="pipelinerl.data.files.hub:look_at_files",
+    paths=frozenset({"path", "validation_path", "held_out_path"}),
 )
 HUB: Final = SourceComponent(
     build="pipelinerl.data.files.hub:open_hub",

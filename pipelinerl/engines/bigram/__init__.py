@@ -7,5 +7,5 @@ from typing import Final
 from pipelinerl.component import EngineComponent
 
 COMPONENT: Final = EngineComponent(
-    build="pipelinerl.engines.bigram.engine:from_options", on_host=True, reports_policy=True
+    build="pipelinerl.engines.bigram.engine:from_options", on_host=True, reports_policy=True, model_type="bigram"
 )

@@ -12,4 +12,5 @@ COMPONENT: Final = EngineComponent(
     check="pipelinerl.engines.torch.engine:findings",
     reports_routing=True,
     reports_policy=True,
+    casts=True,
 )

@@ -12,6 +12,8 @@ from pipelinerl.section import Section
 
 _REMEDY: Final = "pip install -e '.[jax]'"
 _CHECK: Final = "pipelinerl.plugins.jax:findings"
+#: Otherwise JAX reserves memory on each GPU that it sees.
+_ON_CPU: Final = {"JAX_PLATFORMS": "cpu"}
 
 ENGINE: Final = EngineComponent(
     build="pipelinerl.plugins.jax.engine.engine:from_options",
@@ -20,6 +22,8 @@ ENGINE: Final = EngineComponent(
     reports_policy=True,
     check=_CHECK,
     computes_experts=False,
+    casts=True,
+    cpu_variables=_ON_CPU,
 )
 TRAINER: Final = TrainerComponent(
     build="pipelinerl.plugins.jax.trainer.trainer:JaxTrainer",
@@ -28,6 +32,9 @@ TRAINER: Final = TrainerComponent(
     check_options="pipelinerl.trainers.option_table:refuse_lora",
     check=_CHECK,
     computes_experts=False,
+    casts=True,
+    cpu_variables=_ON_CPU,
+    measures_entropy=False,
     rank="pipelinerl.plugins.jax.trainer.trainer:as_rank",
 )
 

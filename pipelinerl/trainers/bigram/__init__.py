@@ -6,4 +6,6 @@ from typing import Final
 
 from pipelinerl.component import TrainerComponent
 
-COMPONENT: Final = TrainerComponent(build="pipelinerl.trainers.bigram.trainer:BigramTrainer", on_host=True)
+COMPONENT: Final = TrainerComponent(
+    build="pipelinerl.trainers.bigram.trainer:BigramTrainer", on_host=True, model_type="bigram"
+)

@@ -12,5 +12,7 @@ COMPONENT: Final = TrainerComponent(
     check_options="pipelinerl.trainers.torch.options:options_of",
     check="pipelinerl.trainers.torch.findings:findings",
     replays_routing=True,
+    casts=True,
+    has_ranks=True,
     rank="pipelinerl.trainers.torch.mesh_worker:as_rank",
 )

@@ -11,5 +11,6 @@ COMPONENT: Final = EngineComponent(
     needs=("vllm", "torch", "transformers"),
     remedy="its dependencies conflict with ours; make vllm builds an environment of its own, docs/use/vllm.md",
     check_options="pipelinerl.plugins.external_engines.vllm.limits:check_names",
+    casts=True,
     slow_here="pipelinerl.plugins.external_engines.vllm.engine:slow_on_cpu",
 )

@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipelinerl.commands.check import findings
 from pipelinerl.config.recipe import MODELS, RunConfig, load
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.checkpoint import check_directory, load_model, model_dtype, weight_files
-from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.dtypes import dtypes_of, outlined, settled, with_directories, with_plain_models
 from pipelinerl.roles.trainer_role import canary_of
 from pipelinerl.training.canary_check import TOLERANCES
 from trainer_contract.types import WeightDType
@@ -115,3 +116,41 @@ def test_contradictory_dtypes_are_rejected(tmp_path: Path, overrides: list[str],
     path = directory(tmp_path / "model", torch.bfloat16, config="bfloat16")
     with pytest.raises(RecipeError, match=sentence):
         dtypes_of(recipe(path, *overrides))
+
+
+def in_fp8(path: Path) -> Path:
+    """Write a copy of the shipped model whose linear layers are quantised in fp8 with one scale each."""
+    directory(path, torch.bfloat16, config="bfloat16")
+    stored = dict[str, torch.Tensor]()
+    for name, values in load_file(path / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            stored[name] = (values.float() * 64).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = torch.tensor(1 / 64)
+        else:
+            stored[name] = values
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    table = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(table | {"quantization_config": {"quant_method": "fp8"}}))
+    return path
+
+
+def test_quantised_models_of_a_recipe_are_checked_by_stand_ins_and_run_from_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = in_fp8(tmp_path / "model")
+    config = recipe(source, f"reference.path={source}", "objective.grad2.kind=kl")
+    with outlined(config) as (plain, needs, sources):
+        stand = plain.model.resolved
+        assert plain.reference is not None and plain.reference.path == plain.model.path != config.model.path
+        assert [need.part for need in needs] == ["disk"] and not needs[0].lacking
+        assert f"{source} is quantised (fp8): the run first writes a copy in bf16" in needs[0].text
+        assert next(findings(plain, sources)) == ("model", f"{source} with 57 tokens")
+        assert with_directories(settled(plain), sources).model == config.model
+    assert not stand.exists()
+    ready = with_plain_models(config)
+    assert "keeps its weights quantised (fp8): a copy in bf16" in capsys.readouterr().err
+    assert ready.model.resolved.name == "model" and model_dtype(ready.model.resolved) is WeightDType.BFLOAT16
+    assert load_model(ready.model.resolved).state_dict().keys() == load_model(SHIPPED).state_dict().keys()
+    with outlined(config) as (plain, needs, _):
+        assert plain == ready and not needs

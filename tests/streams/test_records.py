@@ -311,14 +311,6 @@ def test_prompt_shared_by_all_rollouts_is_stored_once_in_a_group_record() -> Non
     assert size([prompt + number for number in range(16)]) > same + 15 * 4000
 
 
-@pytest.mark.parametrize(("tokens", "most"), [(10, 10.0), (100, 8.6), (1000, 8.1)])
-def test_group_record_needs_few_bytes_per_sampled_token(tokens: int, most: float) -> None:
-    """The group has 16 rollouts and a prompt of 12 tokens. A token's id and log-prob alone take 8 bytes."""
-    prompt = np.arange(12, dtype=np.int32)
-    rollouts = tuple(rollout(turn(prompt, *range(tokens)), reward=float(number % 2)) for number in range(16))
-    assert len(encode_group(replace(GROUP, rollouts=rollouts))) / (16 * tokens) <= most
-
-
 # --- invalid records -------------------------------------------------------------------------------------------------
 
 
@@ -341,13 +333,6 @@ def test_every_truncation_and_extension_of_a_record_is_detected(kind: str) -> No
             decode(record[:length])
     with pytest.raises(RecordError, match="truncated or damaged"):
         decode(record + b"\0")
-
-
-@given(st.binary(max_size=200))
-@settings(max_examples=100, deadline=None)
-def test_random_bytes_are_rejected_as_a_record(noise: bytes) -> None:
-    with pytest.raises(RecordError):
-        decode_group(noise)
 
 
 def sealed(kind: int, header: Any, columns: bytes = b"", *, version: int = records.FORMAT) -> bytes:
@@ -507,10 +492,6 @@ def test_routed_experts_of_a_shared_prompt_are_stored_once() -> None:
     added = len(encode_group(given)) - len(encode_group(bare))
     tokens = 8 * 2 + 2  # eight answers of 2 tokens, and one shared prompt of 2 tokens
     assert tokens * 32 <= added <= tokens * 32 + 100, f"{added} bytes for {tokens} tokens"
-
-
-def test_record_of_a_group_without_routed_experts_has_no_routing_columns() -> None:
-    assert all(turn.routed_experts is None for turn in turns(decode_group(encode_group(group(3)))))
 
 
 @pytest.mark.parametrize(

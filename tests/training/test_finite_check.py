@@ -193,8 +193,3 @@ def test_nonfinite_gradient_of_the_critic_leaves_policy_and_critic_unchanged(spe
     for each in (policy, values):
         with pytest.raises(ProtocolError):
             each.optimizer_step(learning_rate=0.1)
-
-
-def test_error_of_a_step_with_nonfinite_values_names_the_cause_and_the_groups() -> None:
-    assert str(NonFiniteStep("rewards", [3])) == "rewards of group 3"
-    assert str(NonFiniteStep("is_weight", [3, 7])) == "is_weight of groups 3, 7"

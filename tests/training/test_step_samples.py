@@ -97,16 +97,6 @@ def test_sample_kept_from_a_step_contains_tokens_with_logprobs_versions_and_entr
     assert (three.deltas, three.advantages) == ((), ()), "it was not trained on"
 
 
-def test_environment_tokens_in_a_kept_sample_have_no_model_version(tmp_path: Path) -> None:
-    first = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8))
-    later = replace(first.turns[0], context_token_ids=np.array([1, 2, 3], np.int32))
-    made = replace(group(0), rollouts=(replace(first, turns=(*first.turns, later)), rollout()))
-    tokens = logged(tmp_path, batch_of([made])).answers[0].tokens
-    assert tokens is not None and tokens.tokens.ids == (7, 8, 1, 2, 3, 7, 8)
-    assert [version is None for version in tokens.versions] == [False, False, True, True, True, False, False]
-    assert tokens.deltas == (), "no log-probs of the trainer were given"
-
-
 def test_logged_sample_of_one_turn_has_its_context_if_it_differs_from_the_prompt_of_the_group(tmp_path: Path) -> None:
     sample = logged(tmp_path, batch_of([replace(group(0), rollouts=(rollout(prompt=(5, 6)), rollout(prompt=(1, 2))))]))
     assert [[turn.context for turn in each.turns] for each in sample.answers] == [[], ["1|2"]]

@@ -241,22 +241,6 @@ async def test_samples_of_one_request_that_start_together_share_one_prefill(
     assert [len(choice.token_ids or []) for choice in answer.choices] == [3] * 6
 
 
-async def test_sample_that_starts_late_copies_the_prompt_cache_of_a_running_sample_of_its_request(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
-    short = await _started(engine, gate, _ask(7, 8, max_tokens=2))
-    long = await _submitted(engine, _ask(7, 8, 9, n=4, max_tokens=4))
-    await _steps(engine, gate, 2)
-    assert gate.log == [
-        "prefill 1 tokens to rows [0]",
-        "prefill 2 tokens to rows [1, 2, 3]",
-        "copy 2 tokens from row 0 to rows [3]",
-    ]
-    assert engine.metrics().prompt_tokens_total == 5
-    gate.open()
-    await asyncio.gather(short, long)
-
-
 async def test_samples_can_join_and_leave_the_batch_at_any_step(engine: BatchingEngine, gate: GatedRunner) -> None:
     lengths = [1, 1, 2, 3, 4, 5, 6, 7]
     tasks = [await _started(engine, gate, _ask(7, max_tokens=1))]

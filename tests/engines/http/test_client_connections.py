@@ -221,7 +221,10 @@ async def test_connection_of_a_stream_that_was_closed_early_is_not_reused() -> N
     assert peer.connections == 2
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://127.0.0.1", "http://", "http://a b"])
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:80", "ftp://127.0.0.1", "http://", "http://a b", "http://a..b", f"http://{'h' * 64}", "http://a:65536"],
+)
 async def test_url_that_names_no_server_raises_engine_unreachable(url: str) -> None:
     async with EngineClient() as client:
         with pytest.raises(EngineUnreachable, match="failed"):

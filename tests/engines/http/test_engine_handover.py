@@ -10,7 +10,7 @@ from typing import Any, final
 
 import pytest
 
-from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, NotFinite
+from inference_contract.errors import Dirty, EngineStopped, InvalidRequest
 from inference_contract.schemas import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -207,14 +207,6 @@ async def _until_only(pool: EnginePool, client: Scripted) -> Answered:
         await asyncio.sleep(0)
     pool.update(["b"], finishing=["a"])
     return await running
-
-
-async def test_answer_that_fails_with_nonfinite_logits_is_tried_once_per_engine() -> None:
-    error: ContractError = NotFinite("NaN")
-    client = Scripted(a=(1, 7, 2, error), b=(1, 7, 2, error))
-    with pytest.raises(NotFinite, match="b: NaN"):
-        await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask()), SOON_S)
-    assert client.requests == [("a", None), ("b", None)]
 
 
 async def test_engine_pool_without_a_streaming_interval_sends_unstreamed_requests() -> None:

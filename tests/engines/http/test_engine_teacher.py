@@ -69,13 +69,6 @@ def packed() -> MicroBatch:
     return batch
 
 
-def test_log_probs_of_a_teacher_are_returned_as_they_are() -> None:
-    with teaching() as (url, replies), closing(EngineTeacher(url, timeout_s=PATIENCE_S)) as teacher:
-        replies.append(response(json.dumps(VALID).encode()))
-        (column,) = teacher.forward([packed()])
-        assert column.tolist() == np.array(VALID["prompt_logprobs"], np.float32).tolist()
-
-
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "1e308", "-1e308", "0.5", "1e999", "null", '"x"', "[]"]
 )

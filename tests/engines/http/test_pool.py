@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
@@ -296,24 +295,10 @@ async def test_text_of_an_answer_is_reported_while_a_real_engine_samples_it(
     assert len(set(texts)) > 8
 
 
-async def test_failed_request_is_retried_on_the_same_engine_if_no_other_engine_serves() -> None:
-    outcomes: list[ContractError | None] = [Overloaded("full"), Overloaded("full"), None]
-    client = Script(a=lambda: outcomes.pop(0))
-    assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
-    assert outcomes == []
-
-
 async def test_deadline_error_names_the_engines_and_the_last_failure() -> None:
     pool = EnginePool(Script(a=lambda: Dirty("half received")), ["a"], deadline_s=0.15, suspect_s=0.02)
     with pytest.raises(DeadlineError, match=r"within 0\.15 s \(engines: a\); last: a: half received"):
         await pool.complete(ask())
-
-
-async def test_request_to_a_silent_engine_fails_at_the_deadline() -> None:
-    began = time.monotonic()
-    with pytest.raises(DeadlineError, match="a had not answered after"):
-        await EnginePool(Script(a=lambda: PATIENCE_S), ["a"], deadline_s=0.1).complete(ask())
-    assert time.monotonic() - began < SOON_S
 
 
 async def test_engine_that_misses_a_deadline_is_avoided_for_a_while() -> None:
@@ -327,14 +312,6 @@ async def test_engine_that_misses_a_deadline_is_avoided_for_a_while() -> None:
     await asyncio.sleep(0.01)
     pool.update(["b"])
     assert (await running).url == "b" and not pool._suspect_until
-
-
-async def test_prompt_with_nonfinite_logits_is_tried_once_per_engine() -> None:
-    client = Script(a=lambda: NotFinite("NaN"), b=lambda: NotFinite("NaN"))
-    pool = EnginePool(client, ["a", "b"])
-    with pytest.raises(NotFinite, match="b: NaN"):
-        await pool.complete(ask())
-    assert client.calls == [("a", 4), ("b", 4)] and not pool._suspect_until
 
 
 async def test_waiting_request_uses_an_engine_as_soon_as_it_joins() -> None:

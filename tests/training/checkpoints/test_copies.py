@@ -89,16 +89,6 @@ def test_newest_and_best_checkpoints_are_kept_locally_and_at_the_remote_location
     assert versions(copies) == [50, 40] and len(Storage(copies.url).names()) == 2
 
 
-def test_remote_copy_of_a_later_trainer_epoch_replaces_the_copy_of_the_same_step(
-    store: CheckpointStore, copies: CheckpointCopies
-) -> None:
-    save_both(store, 2)
-    save_both(store, 2)
-    assert len(Storage(copies.url).names()) == 1, "a second try of the same is a no-op"
-    save_both(store, 2, epoch=2)
-    assert [copy.manifest.state.epoch for copy in copies.newest()] == [2]
-
-
 def test_remote_copy_of_a_step_that_was_saved_again_counts_as_newer_than_the_earlier_copy(
     store: CheckpointStore, copies: CheckpointCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:

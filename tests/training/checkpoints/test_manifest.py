@@ -35,8 +35,3 @@ def test_checkpoint_manifest_from_before_the_field_lineage_was_added_can_be_read
     assert manifest.state == STATE and manifest.state.epochs == []
     with pytest.raises(CheckpointError, match="has changed since it was written"):
         Manifest.parse(OLDER.replace(b'"frontier": 3', b'"frontier": 4'), where="here")
-
-
-def test_checkpoint_manifest_preserves_the_list_of_trainer_epochs_and_their_first_versions() -> None:
-    state = TrainingState(model_version=3, epoch=2, offsets={}, ledger={}, controller={}, epochs=[[1, 0], [2, 1]])
-    assert Manifest.parse(Manifest(state, {}).text.encode(), where="here").state == state

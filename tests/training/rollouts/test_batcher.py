@@ -275,13 +275,6 @@ def test_step_waits_for_missing_groups_that_would_be_too_old_for_every_later_ste
     assert late(ledger=ended) == []
 
 
-def test_step_does_not_wait_for_overdue_groups_that_have_arrived_or_failed() -> None:
-    ended = ConsumedLedger()
-    ended.settle([2, 3], GroupOutcome.FAILED)
-    assert late(ledger=ended, waiting=[0, 1, 4, 5]) == [6, 7]
-    assert late(ledger=ended, waiting=[0, 1, 4, 5, 6, 7]) == [], "it cannot be helped: one of them will be too old"
-
-
 def test_step_waits_for_no_group_if_the_controller_has_sent_no_deadlines() -> None:
     given: dict[str, Any] = {"step": 3, "chosen": [0], "waiting": [0], "ledger": ConsumedLedger()}
     assert awaited(directive=directive([], 0), **given) == []

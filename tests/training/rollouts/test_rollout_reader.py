@@ -95,16 +95,6 @@ async def test_groups_that_were_untrained_at_a_checkpoint_are_read_again_after_a
     assert sorted(await indices(await started(stream, saved))) == again
 
 
-async def test_stream_offset_in_a_checkpoint_stays_before_the_first_untrained_group(
-    stream: MemoryStream,
-) -> None:
-    await put(stream, A, 1, 2)
-    reader = await started(stream)
-    await indices(reader)
-    assert safe(reader, (1,))[A] == START
-    assert safe(reader)[A] == await stream.last_id(A)
-
-
 async def test_stream_offset_in_a_checkpoint_stays_before_both_copies_of_an_untrained_group(
     stream: MemoryStream,
 ) -> None:

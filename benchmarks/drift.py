@@ -25,9 +25,9 @@ from benchmarks.measure import Row, report
 from inference_contract.schemas import ChatCompletion, ChatMessage
 from inference_contract.tools import ToolDefinition
 from pipelinerl.config.domains import EpisodeSection
-from pipelinerl.models.tiny_decoder import word_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.episodes.episode import Episode
+from pipelinerl.plugins.warmstart.tiny_decoder import word_tokenizer
 from pipelinerl.rng import generator
 from pipelinerl.types import Outcome, Verdict
 

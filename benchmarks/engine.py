@@ -24,7 +24,7 @@ from benchmarks.measure import Paired, Row, paired, report, seconds_of
 from benchmarks.served_engine import EngineOrder, LocalEngine, local
 from benchmarks.torch_step import generate, load_model
 from pipelinerl import rng
-from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, random_decoder
+from pipelinerl.plugins.warmstart.tiny_decoder import DebugSize, DecoderShape, random_decoder
 
 TINY = DecoderShape(hidden=64, layers=2, heads=4, kv_heads=4, intermediate=128, vocab=56, max_positions=2048)
 CONTEXT = 320

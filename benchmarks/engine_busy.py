@@ -31,7 +31,7 @@ from benchmarks.measure import Row, paired, print_table, write_record
 from benchmarks.processes import Child, spawned
 from benchmarks.served_engine import EngineOrder, Load, ServedEngine, publish, served
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
+from pipelinerl.plugins.warmstart.tiny_decoder import DebugSize, random_decoder
 
 _LOAD: Final = Load(samples=8, tokens=256)
 _SETTLE_S: Final = 0.3

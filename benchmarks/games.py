@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from pipelinerl import rng
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS, char_tokenizer
 from pipelinerl.plugins.episodes.environment import Task
+from pipelinerl.plugins.warmstart.tiny_decoder import SPECIAL_TOKENS, char_tokenizer
 
 #: Shortest wait for a tool, as a share of the longest wait.
 _SHORTEST: Final = 0.01 / 60

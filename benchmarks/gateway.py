@@ -41,9 +41,9 @@ from inference_contract.tools import ToolCall
 from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
-from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
 from pipelinerl.plugins.episodes.episode import Episode
 from pipelinerl.plugins.episodes.gateway import Gateway, OnText, OpenEpisode, SampleTurn
+from pipelinerl.plugins.warmstart.tiny_decoder import DebugSize, random_decoder
 from pipelinerl.system.http_client import call_timeout, hot_session
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from inference_contract.weights import Backend
-from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.rng import generator
 
 

@@ -18,9 +18,9 @@ from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.worker_endpoint import endpoints_of
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.simulation.hardware import EngineTimes, TrainerTimes
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from trainer_contract.types import LossStats, MicroBatch, Objective
 

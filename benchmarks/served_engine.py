@@ -30,8 +30,8 @@ from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.system.http_service import listen, serve
 from pipelinerl.weights.publisher import Publication, Publisher, PublishReport, WeightSource
 from trainer_contract.types import Device, WeightDType

@@ -20,7 +20,7 @@ import torch
 from benchmarks.measure import Paired, Row, paired, report, seconds_of
 from benchmarks.torch_step import CPU, Rows, bare_step, laid_out, random_batch, rl_step, trainer_of
 from pipelinerl.models.checkpoint import load_model, replace_attention
-from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.rng import generator
 from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION
 from pipelinerl.trainers.torch.packed.padded import PaddedPlan

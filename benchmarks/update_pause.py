@@ -37,7 +37,7 @@ from benchmarks.served_engine import EngineOrder, publish, served
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import Backend, WeightLayout
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
+from pipelinerl.plugins.warmstart.tiny_decoder import DebugSize, random_decoder
 from pipelinerl.system import http_client
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import WeightSource

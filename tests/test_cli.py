@@ -115,7 +115,7 @@ def test_common_options_and_aliases_work(pipelinerl: Command, arguments: str) ->
 
 
 @pytest.mark.parametrize(
-    ("plugin", "command"), [("explain", "explain"), ("oubliette", "sandbox"), ("trackers", "tracker")]
+    ("plugin", "command"), [("replay", "explain"), ("oubliette", "sandbox"), ("trackers", "tracker")]
 )
 def test_command_of_a_missing_plugin_is_not_listed_and_names_the_plugin(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, plugin: str, command: str

@@ -1,4 +1,4 @@
-"""Connections to a live run: to its controller by directory or URL, and to its engines with any OpenAI client."""
+"""Runs by directory or URL: the controller and engines of a live run, and the events of any."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from pipelinerl.config.recipe import check_layout, load_run
 from pipelinerl.controller.client import TIMEOUT_S, ControllerClient
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import read_events
+from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.run_history import tell
 from pipelinerl.observability.status import EngineStatus
 from pipelinerl.roles.process import TOKEN_VARIABLE, read_token
@@ -141,3 +141,11 @@ def _model_of(run: str) -> str | None:
     if is_url(run) or not (Path(run) / "recipe.toml").is_file():
         return None
     return load_run(Path(run)).model.path.removeprefix("shipped:").rstrip("/").rpartition("/")[2]
+
+
+def recorded_events(run_dir: Path) -> list[Event]:
+    """Return all events of a run; raise `UserError` if there is no such run."""
+    try:
+        return read_events(run_dir / "events.jsonl")
+    except OSError as error:
+        raise UserError(f"{run_dir} has no readable events.jsonl, so it is not a run: {error}") from None

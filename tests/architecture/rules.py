@@ -21,7 +21,7 @@ HEAVY_ALLOWED = {
     "pipelinerl/models/checkpoint.py": "Hugging Face checkpoints are transformers'",
     "pipelinerl/models/weight_reader.py": "of which tensors a parameter is made is transformers' to say",
     "pipelinerl/models/weight_writer.py": "how stored tensors become parameters is transformers' to undo",
-    "pipelinerl/models/tiny_decoder.py": "makes and trains Hugging Face models of debug size",
+    "pipelinerl/plugins/warmstart/tiny_decoder.py": "makes and trains Hugging Face models of debug size",
     "pipelinerl/models/tokenizer.py": "chat templates are transformers'",
     "pipelinerl/plugins/external_engines/vllm/transfer.py": "a vLLM worker's model is torch's",
     "pipelinerl/weights/broadcast/collective.py": "torch.distributed is the collective",

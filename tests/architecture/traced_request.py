@@ -22,7 +22,7 @@ import httpx
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options
-from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from trainer_contract.types import Device
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import engine_busy
 from benchmarks.served_engine import EngineOrder, Load, served
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from tests.patience import PATIENCE_S
 
 SHAPE = DecoderShape(hidden=16, layers=1, heads=2, intermediate=16, vocab=64, max_positions=64)

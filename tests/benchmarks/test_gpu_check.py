@@ -14,7 +14,7 @@ from benchmarks import gpu_check
 from benchmarks.gpu_device import QUICK, save_model
 from benchmarks.gpu_trainer import check_attention, layers as attention_layers, random_batch, step_flops
 from benchmarks.measure import Row
-from pipelinerl.models.tiny_decoder import DecoderShape
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape
 from tests.fakes.varlen_kernel import varlen_attention
 from trainer_contract.batch import check as check_batch
 

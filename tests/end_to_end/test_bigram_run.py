@@ -33,8 +33,8 @@ from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.enums import NoSignal
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.observability.events import EventLog, read_events
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.roles.trainer_role import LoopSettings, training_loop
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import close_workers, started

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.commands.remote import controller_of
-from pipelinerl.plugins.explain.command_line import OfRun, show as explain
+from pipelinerl.plugins.replay.explain import OfRun, show as explain
 from pipelinerl.plugins.replay.replayed_run import show as replay
 from tests.fakes.live_run import launched, new_run
 from tests.fakes.undisturbed import LOCKSTEP

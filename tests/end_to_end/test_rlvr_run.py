@@ -14,10 +14,10 @@ import pytest
 from pipelinerl.config.recipe import load
 from pipelinerl.data.problems import Split
 from pipelinerl.models.checkpoint import load_model
-from pipelinerl.models.tiny_decoder import sampled_answers
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.oubliette import probe
 from pipelinerl.plugins.oubliette.runs import SandboxMissing
+from pipelinerl.plugins.warmstart.tiny_decoder import sampled_answers
 from pipelinerl.roles.problems import problems_of
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Verdict

@@ -10,8 +10,8 @@ import pytest
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 

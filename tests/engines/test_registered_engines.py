@@ -20,8 +20,8 @@ from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.enums import WeightFormat
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.plugins.parameter_server.download import WeightPuller
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES, load
 from tests.fakes.served import in_thread
 from tests.fakes.tool_model import save_tool_model

@@ -17,8 +17,8 @@ from transformers import LlamaConfig
 
 from benchmarks.games import guessing
 from pipelinerl.config.recipe import load
-from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.roles.problems import held_out_problems, training_problems
 from tests.fakes.bigram_recipe import lightest
 from tests.fakes.live_run import CLI, launched

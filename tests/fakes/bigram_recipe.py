@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 
 _CONTEXT = 160
 _RECIPE = """

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from trainer_contract.types import RoutingShape
 
 CONTEXT: Final = 64

@@ -16,8 +16,8 @@ from inference_contract.schemas import (
     FinishReason,
     Usage,
 )
-from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.types import Answered, Message, Problem, PromptOrder, Purpose, Sampling
 
 #: A function from the messages of a request to the text of the answer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder, word_tokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder, word_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

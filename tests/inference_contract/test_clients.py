@@ -19,8 +19,8 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S

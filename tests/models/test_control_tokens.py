@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.control_tokens import Spellings
-from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS, SPELL_BACKWARD_PHRASE, char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import SPECIAL_TOKENS, SPELL_BACKWARD_PHRASE, char_tokenizer
 from pipelinerl.types import Message
 
 CHATML = (

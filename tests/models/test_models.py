@@ -15,7 +15,8 @@ from pipelinerl.data.problems import Split, open_source
 from pipelinerl.errors import ModelError
 from pipelinerl.models import tokenizer
 from pipelinerl.models.checkpoint import check_directory, load_model, save_model, vocab_size
-from pipelinerl.models.tiny_decoder import (
+from pipelinerl.models.tokenizer import ChatTokenizer, decoder_of
+from pipelinerl.plugins.warmstart.tiny_decoder import (
     CHAT_TEMPLATE,
     SPECIAL_TOKENS,
     SPELL_BACKWARD_PHRASE,
@@ -28,7 +29,6 @@ from pipelinerl.models.tiny_decoder import (
     random_decoder,
     warm_start,
 )
-from pipelinerl.models.tokenizer import ChatTokenizer, decoder_of
 from pipelinerl.types import Message
 
 SHAPE = DecoderShape(hidden=32, layers=1, heads=2, intermediate=48, vocab=64)

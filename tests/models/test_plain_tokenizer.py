@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from pipelinerl.config.sections import MODELS
 from pipelinerl.errors import ModelError
 from pipelinerl.models.control_tokens import Chat
-from pipelinerl.models.tiny_decoder import CHAT_TEMPLATE, char_tokenizer, word_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer, PlainTokenizer, read_plain
+from pipelinerl.plugins.warmstart.tiny_decoder import CHAT_TEMPLATE, char_tokenizer, word_tokenizer
 from pipelinerl.types import Message
 
 TEXTS = ["", "cat", " a  b\n", "1+2=3", "héllo <|end|> wörld", "日本語 👩‍👩‍👧", "<|user|><|assistant|>"]

@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from inference_contract.schemas import ChatMessage
 from inference_contract.tools import ToolDefinition
 from pipelinerl.errors import ModelError, UnshownFieldError
-from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import SPECIAL_TOKENS
 from tests.fakes.tool_model import TOOL_TEMPLATE, TOOL_TOKENS, tool_tokenizer
 from tests.models.test_control_tokens import guarded
 

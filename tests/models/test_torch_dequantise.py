@@ -12,9 +12,9 @@ from safetensors.torch import load, save_file
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import check_weights, load_model, stored_tensors
 from pipelinerl.models.model_shape import read_shape
-from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.models.torch_dequantise import cache_folder, dequantise, outline, plain_directory
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from tests.families import zoo
 
 #: The values of the 4 bits of MXFP4 (OCP Microscaling Formats 1.0, 5.3.3): sign, two bits of exponent, one of mantissa.

@@ -13,7 +13,7 @@ from pipelinerl import rng
 from pipelinerl.config.recipe import RunConfig, parse
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import close_workers, spec_of, started
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore

@@ -19,7 +19,7 @@ from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.canary_check import TOLERANCES, Canary, CanaryFindings, check_canary
 from pipelinerl.types import Priority

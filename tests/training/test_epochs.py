@@ -14,11 +14,11 @@ import torch
 from pipelinerl import rng
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.batch import MiniBatching

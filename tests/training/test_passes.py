@@ -13,8 +13,8 @@ import pytest
 from pipelinerl import rng
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.objective.presets import resolve
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.batch import TrainBatch

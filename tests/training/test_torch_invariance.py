@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from pipelinerl import rng
-from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.step import Critic, Step

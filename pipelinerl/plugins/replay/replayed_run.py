@@ -14,17 +14,17 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from pipelinerl.commands.recorded_run import recorded_groups, recorded_step, recorded_steps
 from pipelinerl.config.recipe import RunConfig, check_layout, load_run
 from pipelinerl.errors import CheckpointError, RecordError, UserError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
+from pipelinerl.plugins.replay.recorded_run import recorded_groups, recorded_step, recorded_steps
+from pipelinerl.plugins.replay.repetition import COMPARED, RecordedStep, Replay, ReplayedStep
 from pipelinerl.roles.trainer_role import loop_settings
 from pipelinerl.roles.wiring import checkpoints_of, objective_of
 from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.training.checkpoints import checkpoint
 from pipelinerl.training.checkpoints.manifest import TrainingState
-from pipelinerl.training.replay import COMPARED, RecordedStep, Replay, ReplayedStep
 from pipelinerl.training.schedule import AdaptiveObjective
 
 log = logging.getLogger("pipelinerl")

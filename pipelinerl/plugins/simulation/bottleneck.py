@@ -19,8 +19,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from inference_contract.weights import OnUpdate
-from pipelinerl.commands.engines import RunPath
-from pipelinerl.commands.recorded_run import recorded_events
+from pipelinerl.commands.remote import recorded_events
 from pipelinerl.errors import PipelineError, UserError
 from pipelinerl.observability.events import Event, amount
 from pipelinerl.observability.run_history import tell
@@ -38,6 +37,7 @@ from pipelinerl.plugins.simulation.from_recipe import observed
 from pipelinerl.plugins.simulation.hardware import Hardware
 from pipelinerl.plugins.simulation.setting import SimulatedSetting
 from pipelinerl.plugins.simulation.simulator import simulate
+from pipelinerl.plugins.steering.engines import RunPath
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.verifiers.worker_pool import num_cores
 

@@ -146,7 +146,7 @@ def elastic(
     overrides: Overrides = None,
 ) -> None:
     """Show when a run's `elastic` section would have added or removed engines; a dry run."""
-    from pipelinerl.commands.recorded_run import elastic_decisions
+    from pipelinerl.plugins.steering.elastic import elastic_decisions
 
     for line_ in elastic_decisions(run, overrides or ()):
         typer.echo(line_)

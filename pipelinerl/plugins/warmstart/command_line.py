@@ -34,7 +34,10 @@ from pipelinerl.enums import Skill
 from pipelinerl.errors import UserError
 from pipelinerl.models.checkpoint import save_model
 from pipelinerl.models.directory_copy import copy_model_files
-from pipelinerl.models.tiny_decoder import (
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.weight_writer import WeightWriter
+from pipelinerl.objective.streams import CROSS_ENTROPY
+from pipelinerl.plugins.warmstart.tiny_decoder import (
     SPELL_BACKWARD_PHRASE,
     DecoderShape,
     DomainProgress,
@@ -47,9 +50,6 @@ from pipelinerl.models.tiny_decoder import (
     warm_start_domains,
     word_tokenizer,
 )
-from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.models.weight_writer import WeightWriter
-from pipelinerl.objective.streams import CROSS_ENTROPY
 from pipelinerl.roles.dtypes import with_plain_models
 from pipelinerl.roles.problems import demonstrated_problems, problems_of
 from pipelinerl.roles.role import Changes, Overrides, joined

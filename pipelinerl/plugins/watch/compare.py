@@ -30,7 +30,7 @@ def compare(
     from rich.table import Table
     from rich.text import Text
 
-    from pipelinerl.commands.recorded_run import recorded_events
+    from pipelinerl.commands.remote import recorded_events
     from pipelinerl.observability.report import summary_rows
     from pipelinerl.observability.run_history import tell
     from pipelinerl.observability.usage import usage_rows

@@ -14,5 +14,5 @@ COMPONENT: Final = TrainerComponent(
     replays_routing=True,
     casts=True,
     has_ranks=True,
-    rank="pipelinerl.trainers.torch.mesh_worker:as_rank",
+    rank="pipelinerl.plugins.torch_mesh.mesh_worker:as_rank",
 )

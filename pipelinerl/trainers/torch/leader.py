@@ -13,6 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from pipelinerl.numerics.dither_torch import rounded
+from pipelinerl.plugins.torch_mesh.joining import join
+from pipelinerl.plugins.torch_mesh.mesh_worker import MeshWorker
 from pipelinerl.trainers.ranks.commands import (
     Backward,
     Columns,
@@ -35,10 +37,8 @@ from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, lead, one_ah
 from pipelinerl.trainers.ranks.rendezvous import Distributed
 from pipelinerl.trainers.ranks.shared_block import RecycledMemory
 from pipelinerl.trainers.torch import state as torch_state
-from pipelinerl.trainers.torch.joining import join
 from pipelinerl.trainers.torch.loading import LoadedModel
 from pipelinerl.trainers.torch.lora.adapters import Adapters
-from pipelinerl.trainers.torch.mesh_worker import MeshWorker
 from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.passes import require_finite
 from pipelinerl.trainers.torch.shard_files import write_index

@@ -18,6 +18,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype, weights_digest
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics import torch_attention, torch_batch_invariant, torch_logprobs
+from pipelinerl.plugins.torch_mesh.sharded_model import ShardedModel
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import lora_of
@@ -25,7 +26,6 @@ from pipelinerl.trainers.torch.mesh import ExpertWeights, ProcessMesh
 from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace
 from pipelinerl.trainers.torch.packed_model import PackedModel, hold, load_config, load_for_training
 from pipelinerl.trainers.torch.shard_files import VALUE
-from pipelinerl.trainers.torch.sharded_model import ShardedModel
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import SpecError
 from trainer_contract.types import (

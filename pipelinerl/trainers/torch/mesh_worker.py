@@ -27,6 +27,8 @@ from torch import Tensor
 
 from pipelinerl import rng
 from pipelinerl.numerics.dither_torch import rounded
+from pipelinerl.plugins.torch_mesh.joining import in_agreement, join, world
+from pipelinerl.plugins.torch_mesh.sharded_model import ShardedModel
 from pipelinerl.trainers.ranks.commands import (
     Backward,
     Command,
@@ -45,7 +47,6 @@ from pipelinerl.trainers.ranks.follower import Start
 from pipelinerl.trainers.ranks.rendezvous import Distributed, Join
 from pipelinerl.trainers.ranks.shared_block import Block, Place, opened, write_at
 from pipelinerl.trainers.torch import state as torch_state
-from pipelinerl.trainers.torch.joining import in_agreement, join, world
 from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device
 from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh, device_index, refuse_heads
@@ -54,7 +55,6 @@ from pipelinerl.trainers.torch.options import TorchOptions, distributed_of, opti
 from pipelinerl.trainers.torch.packed.planner import planning
 from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, made_up_batch, predict, predicted
 from pipelinerl.trainers.torch.shard_files import VALUE, key_of, write_shard
-from pipelinerl.trainers.torch.sharded_model import ShardedModel
 from pipelinerl.trainers.torch.transfers import HostBuffer
 from trainer_contract.errors import NonFiniteError, RankError, SpecError
 from trainer_contract.types import (

@@ -14,7 +14,7 @@ from typing import cast
 from torch import Tensor
 
 from pipelinerl.models.context_limit import rotary_limit
-from pipelinerl.trainers.torch.leader import MeshLeader
+from pipelinerl.plugins.torch_mesh.leader import MeshLeader
 from pipelinerl.trainers.torch.options import distributed_of, options_of
 from pipelinerl.trainers.torch.worker import TorchWorker
 from trainer_contract.batch import check, check_measures

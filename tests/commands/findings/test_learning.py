@@ -12,10 +12,10 @@ from pipelinerl.config.recipe import load
 from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
-from pipelinerl.plugins.explain.command_line import show, update_table
+from pipelinerl.plugins.replay.explain import show, update_table
+from pipelinerl.plugins.replay.repetition import RecordedStep
 from pipelinerl.roles.trainer_role import loop_settings
 from pipelinerl.roles.wiring import batch_rules_of, objective_of, setting_of
-from pipelinerl.training.replay import RecordedStep
 from pipelinerl.training.rollouts.admission import Lineage
 
 SEVERAL = ("training.epochs=2", "training.mini_batches=4")

@@ -19,8 +19,8 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options, load_runner
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
-from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.spoiled_token import refuses_alone, spoil, untied

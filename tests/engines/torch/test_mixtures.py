@@ -21,9 +21,9 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options, load_runner
-from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.routed_experts import off_the_wire
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.mixtures import CONTEXT, ROUTING, save_mixture

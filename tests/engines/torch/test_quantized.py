@@ -18,7 +18,7 @@ from pipelinerl.engines.torch.quantized import QuantizedLinear, quantize
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
-from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from tests.fakes.engine_options import engine_options
 from trainer_contract.types import WeightDType
 

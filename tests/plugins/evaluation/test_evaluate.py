@@ -23,7 +23,6 @@ from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.plugins.evaluation.evaluate import (
     EvaluationReport,
     evaluate,
@@ -33,6 +32,7 @@ from pipelinerl.plugins.evaluation.evaluate import (
 )
 from pipelinerl.plugins.evaluation.evaluation_loop import MOST_FAILURES
 from pipelinerl.plugins.evaluation.respondents import _with_model, recipe_of, target_of
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.roles.dtypes import settled
 from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.served import in_thread

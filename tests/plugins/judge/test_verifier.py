@@ -18,9 +18,9 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import EngineUnreachable, RecipeError
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.plugins.judge.section import JudgeSection
 from pipelinerl.plugins.judge.verifier import Judge, ScoreFormat, Spending, Unreadable
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.registry import ENGINES, load
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict

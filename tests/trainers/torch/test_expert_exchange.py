@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
+from pipelinerl.plugins.torch_mesh.sharded_model import keep_own_experts
 from pipelinerl.trainers.torch.mesh import ProcessMesh
-from pipelinerl.trainers.torch.sharded_model import keep_own_experts
 from trainer_contract.errors import SpecError
 
 

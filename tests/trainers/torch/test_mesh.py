@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
+from pipelinerl.plugins.torch_mesh.joining import join
 from pipelinerl.system.machine import free_ports
 from pipelinerl.trainers.ranks.rendezvous import Distributed
-from pipelinerl.trainers.torch.joining import join
 from pipelinerl.trainers.torch.mesh import ProcessMesh, device_index
 from pipelinerl.trainers.torch.options import distributed_of, options_of
 from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, key_of

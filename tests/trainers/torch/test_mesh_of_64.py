@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pipelinerl.plugins.torch_mesh.leader import grouped_parameters
+from pipelinerl.plugins.torch_mesh.mesh_worker import MeshWorker
+from pipelinerl.plugins.torch_mesh.sharded_model import ShardedModel
 from pipelinerl.trainers.torch import joining, sharded_model
-from pipelinerl.trainers.torch.leader import grouped_parameters
 from pipelinerl.trainers.torch.loading import load
 from pipelinerl.trainers.torch.mesh import ProcessMesh
-from pipelinerl.trainers.torch.mesh_worker import MeshWorker
 from pipelinerl.trainers.torch.options import options_of
 from pipelinerl.trainers.torch.passes import PassSetting, evaluate
-from pipelinerl.trainers.torch.sharded_model import ShardedModel
 from pipelinerl.weights.torch_transfer import HostStream, Landed
 from tests.fakes.torch_rank0 import OBJECTIVE, batches, spec_of
 from trainer_contract.types import ParameterInfo, WeightDType

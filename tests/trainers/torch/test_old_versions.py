@@ -23,7 +23,7 @@ FILES = [
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(PYTHON is None, reason="PIPELINERL_OLD_PYTHON does not name an interpreter")
-@pytest.mark.parametrize("module", ["pipelinerl.trainers.torch.trainer", "pipelinerl.trainers.torch.mesh_worker"])
+@pytest.mark.parametrize("module", ["pipelinerl.trainers.torch.trainer", "pipelinerl.plugins.torch_mesh.mesh_worker"])
 def test_torch_trainer_can_be_imported_with_the_oldest_supported_torch_and_transformers(module: str) -> None:
     assert PYTHON is not None
     subprocess.run([PYTHON, "-c", f"import {module}"], cwd=ROOT, check=True, timeout=PATIENCE_S)

@@ -11,8 +11,8 @@ import pytest
 
 from pipelinerl.enums import NoSignal, StalenessScope
 from pipelinerl.messages import Directive, NoSignalGroups, TrainerKnobs
+from pipelinerl.plugins.replay.repetition import RecordedStep
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.replay import RecordedStep
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, OverdueWait, StepBudget, awaited
 from pipelinerl.types import Outcome, RolloutGroup, Verdict

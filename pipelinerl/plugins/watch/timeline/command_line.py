@@ -17,14 +17,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pipelinerl.commands.recorded_run import recorded_events
+from pipelinerl.commands.remote import recorded_events
 from pipelinerl.errors import UserError
-from pipelinerl.numerics.causes import Cause
-from pipelinerl.numerics.review import COMPARED, FIGURES, CauseReview, MetricSeries, Review, advise, review
 from pipelinerl.observability.charts import draw_mismatch
 from pipelinerl.observability.events import EventFollower
 from pipelinerl.observability.run_history import tell
+from pipelinerl.plugins.watch.timeline.causes import Cause
 from pipelinerl.plugins.watch.timeline.chrome_trace import ChromeTrace, write_trace
+from pipelinerl.plugins.watch.timeline.review import (
+    COMPARED,
+    FIGURES,
+    CauseReview,
+    MetricSeries,
+    Review,
+    advise,
+    review,
+)
 from pipelinerl.roles.role import RunPath
 
 #: Name of the trace file in the run's directory, unless the user gives another path.

@@ -36,13 +36,13 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.torch_shared_bytes import SharedBytes
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import AddressError, ModelError
-from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.external_engines.core_loop import CoreLoop, CoreModel, EngineCore
 from pipelinerl.plugins.external_engines.server.server_core import ServerCore, ServerHttp
 from pipelinerl.plugins.external_engines.server.sglang_api import SglangServerApi
 from pipelinerl.plugins.external_engines.vllm.server_api import VllmServerApi
 from pipelinerl.plugins.parameter_server.download import WeightPuller
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES, load
 from tests.fakes import sglang_server, stock_vllm
 from tests.fakes.engine_options import engine_options

@@ -32,7 +32,6 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError, RecipeError
-from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.plugins.external_engines.vllm.engine import check_version, from_options, slow_here
 from pipelinerl.plugins.external_engines.vllm.limits import (
     check_experts_on_cpu,
@@ -41,6 +40,7 @@ from pipelinerl.plugins.external_engines.vllm.limits import (
     share_without_copy,
 )
 from pipelinerl.plugins.parameter_server.download import WeightPuller
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES
 from tests.fakes.engine_options import engine_options
 from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of

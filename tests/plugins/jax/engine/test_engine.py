@@ -28,12 +28,12 @@ from pipelinerl.engines.torch import engine as torch_engine
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import read_config
-from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.jax.decoder import load_weights
 from pipelinerl.plugins.jax.engine import engine as jax_engine
 from pipelinerl.plugins.jax.engine.program import PromptAttention
 from pipelinerl.plugins.jax.engine.runner import Buckets, JaxRunner, JaxWeights, add_to_logits, sample
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.interpreted_splash import interpret

@@ -29,7 +29,6 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.commands.findings.learning import mini_batch_finding
-from pipelinerl.commands.recorded_run import recorded_groups, recorded_step
 from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import NoSignal
 from pipelinerl.errors import RecordError, UserError
@@ -39,9 +38,10 @@ from pipelinerl.objective.explain import COSTS, EXAMPLE, FIELDS, FORMULA, Scored
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of, preset_of, resolve
 from pipelinerl.objective.reward import PartReward, RewardShaping, TurnReward
+from pipelinerl.plugins.replay.recorded_run import recorded_groups, recorded_step
+from pipelinerl.plugins.replay.repetition import RecordedStep, trained_groups
 from pipelinerl.roles.role import Changes, Overrides, joined
 from pipelinerl.streams.records import decode_group
-from pipelinerl.training.replay import RecordedStep, trained_groups
 from pipelinerl.types import RolloutGroup
 
 #: Metrics that number an optimizer step.

@@ -13,10 +13,10 @@ from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import RecordError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
+from pipelinerl.plugins.replay.repetition import RecordedStep, Replay
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.batch import BatchRules, MiniBatching, build
 from pipelinerl.training.passes import ForwardPasses
-from pipelinerl.training.replay import RecordedStep, Replay
 from pipelinerl.training.rollouts.admission import Lineage
 from pipelinerl.training.schedule import AdaptiveObjective
 from pipelinerl.training.step import Step

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.tiny_decoder import (
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import (
     DecoderShape,
     DomainProgress,
     DomainWarmStartSettings,
@@ -20,7 +21,6 @@ from pipelinerl.models.tiny_decoder import (
     warm_start_domains,
     word_tokenizer,
 )
-from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.types import Message, Problem
 
 SHAPE = DecoderShape(hidden=16, layers=1, heads=2, intermediate=24, vocab=64)

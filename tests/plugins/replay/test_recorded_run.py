@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from pipelinerl.commands.recorded_run import recorded_groups, recorded_steps
 from pipelinerl.config.recipe import load
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import EventLog
+from pipelinerl.plugins.replay.recorded_run import recorded_groups, recorded_steps
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.redis_stream import open_stream

@@ -3,8 +3,7 @@
     runs/<name>/  recipe.toml · events.jsonl (metrics, and the groups' indices) · redis/ (the groups)
 
 Rollouts are stored from the oldest kept checkpoint on. If the run had an embedded Redis server, it must not be live: a
-server is then started on a copy of its data. `elastic_decisions` is a dry run, on a recorded run's metrics, of the rule
-that scales the number of engines.
+server is then started on a copy of its data.
 """
 
 from __future__ import annotations
@@ -14,26 +13,23 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from pipelinerl.commands.remote import controller_of
-from pipelinerl.config.recipe import RunConfig, load_run
-from pipelinerl.config.sections import ElasticSection
-from pipelinerl.controller.decisions.elastic import Want, in_words, next_change, note_change, note_step
-from pipelinerl.controller.state.run_state import ElasticMemory
+from pipelinerl.commands.remote import controller_of, recorded_events
+from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecordError, UserError
 from pipelinerl.messages import ROLLOUTS
-from pipelinerl.observability.events import Event, read_events
+from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import tell
+from pipelinerl.plugins.replay.repetition import RecordedStep
 from pipelinerl.roles.role import REDIS_VARIABLE
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import START
-from pipelinerl.training.replay import RecordedStep
 from pipelinerl.training.rollouts.admission import Lineage
 from pipelinerl.types import RolloutGroup
 
@@ -44,14 +40,6 @@ _BEGUN: Final = "trainer_ready"
 #: Used as (number of the trainer process, its first version) of a step if the log names no trainer; the step's groups
 #: are then unknown.
 _UNKNOWN_TRAINER: Final = (0, 0)
-
-
-def recorded_events(run_dir: Path) -> list[Event]:
-    """Return all events of a run; raise `UserError` if there is no such run."""
-    try:
-        return read_events(run_dir / "events.jsonl")
-    except OSError as error:
-        raise UserError(f"{run_dir} has no readable events.jsonl, so it is not a run: {error}") from None
 
 
 def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
@@ -135,54 +123,3 @@ def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
         shutil.copytree(run_dir / "redis", Path(place) / "redis")
         with EmbeddedRedis(Path(place) / "redis") as server:
             yield server.url
-
-
-def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each decision that the recipe's `elastic` section would have caused, then a closing remark.
-
-    The `overrides` change the recipe first.
-
-    Raises:
-        UserError: there is no such run, or the overrides are invalid.
-    """
-    events = recorded_events(run_dir)
-    config = load_run(run_dir, overrides)
-    limits = config.elastic.types.values()
-    least, most = sum(each.min for each in limits) or 1, sum(each.max for each in limits) or 4096
-    rule = config.elastic
-    decisions = list(_decisions(events, rule, least=least, most=most))
-    yield from decisions
-    if decisions:
-        yield "only the first decision is reliable: it would have changed all later figures"
-    else:
-        agreeing = f"{rule.patience} intervals of {rule.interval_s:g} s in a row agree"
-        yield f"no decision in {len(events)} events: no {agreeing}"
-
-
-def _decisions(events: Iterable[Event], rule: ElasticSection, *, least: int, most: int) -> Iterator[str]:
-    """Yield a line for each decision that `rule` would have made, each from the recorded number of engines."""
-    memory, serving, step = ElasticMemory(), set[str](), 0
-    for event in events:
-        now = float(event.get("elapsed_s", 0.0))
-        match event["kind"]:
-            case "engine_verified" | "engine_back":
-                serving.add(event["url"])
-            case "engine_lost" | "engine_suspect" | "engine_draining":
-                serving.discard(event["url"])
-            case "engine_joined" | "evaluation_began" | "controller_returned" | "trainer_ready":
-                memory.forget()
-            case "step":
-                step = int(event["step"])
-                note_step(memory, event, event.get("by_domain", {}))
-            case "engines" if serving:
-                memory.note_poll(float(event["occupancy"]), now=now)
-                figures = memory.end_interval(now=now, interval_s=rule.interval_s)
-                if figures is None:
-                    continue
-                engines = len(serving)
-                want = next_change(rule, memory, figures, engines=engines, now=now)
-                wanted = engines + want.value
-                if want is not Want.SAME and least <= wanted <= most:
-                    note_change(memory, now=now)
-                    why = in_words(want, figures)
-                    yield f"{now:9.0f} s  step {step:6d}  {engines} → {wanted} engines: {why}"

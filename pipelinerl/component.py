@@ -82,10 +82,7 @@ class TrainerComponent(Component):
             heavy imports; a trainer without it takes no options.
         check, computes_experts, casts, cpu_variables, model_type: as for an engine.
         measures_entropy: it measures the entropy over the whole vocabulary without compiling further programs.
-        has_ranks: the launcher starts a process for each device of `trainer.options.mesh`.
         replays_routing: it can use the experts that the engine reports (`trainer.routing_replay`).
-        rank: reference of a function `(options) -> (Distributed | None, Join, Start)` with which a rank above 0 finds,
-            joins and follows rank 0; it raises `SpecError`. A trainer without it has one process.
     """
 
     on_host: bool = False
@@ -93,12 +90,24 @@ class TrainerComponent(Component):
     check: str = ""
     computes_experts: bool = True
     replays_routing: bool = False
-    rank: str = ""
     casts: bool = False
     cpu_variables: Mapping[str, str] = field(default_factory=dict)
     model_type: str = ""
     measures_entropy: bool = True
-    has_ranks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshComponent(Component):
+    """The several processes of the trainer of the same name; `build` is the class of what computes on rank 0.
+
+    Attributes:
+        rank: reference of a function `(options) -> (Distributed | None, Join, Start)` with which a rank above 0 finds,
+            joins and follows rank 0; it raises `SpecError`.
+        launched: the launcher starts a process for each device of `trainer.options.mesh`.
+    """
+
+    rank: str
+    launched: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

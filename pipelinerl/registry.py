@@ -23,6 +23,7 @@ from pipelinerl.component import (
     EngineComponent,
     EnvironmentComponent,
     GroupComponent,
+    MeshComponent,
     NeedsComponent,
     SourceComponent,
     ToolComponent,
@@ -120,6 +121,13 @@ TRAINERS: Final = Components(
         "jax": "pipelinerl.plugins.jax:TRAINER",
         "bigram": "pipelinerl.trainers.bigram:COMPONENT",
     },
+)
+
+#: Trainers of several processes, by the trainer's name.
+MESHES: Final = Components(
+    "mesh of the trainer",
+    MeshComponent,
+    {"torch": "pipelinerl.plugins.torch_mesh:COMPONENT", "jax": "pipelinerl.plugins.jax:MESH"},
 )
 
 SOURCES: Final = Components(

@@ -291,7 +291,8 @@ class RunConfig(Section):
 
     @property
     def _has_ranks(self) -> bool:
-        return self.trainer.type in registry.TRAINERS.having("has_ranks")
+        mesh = registry.MESHES.get(self.trainer.type) if self._mesh_size > 1 else None
+        return mesh is not None and mesh.launched
 
     @property
     def _mesh_size(self) -> int:

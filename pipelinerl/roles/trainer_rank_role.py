@@ -33,10 +33,10 @@ def run(config: RunConfig, *, rank: int) -> Never:
     """
     section = config.trainer
     distributed = section.options.get("distributed")
-    component = registry.TRAINERS.get(section.type)
-    if component is None or not component.rank or not isinstance(distributed, Mapping):
+    component = registry.MESHES.get(section.type)
+    if component is None or not isinstance(distributed, Mapping):
         raise RecipeError(
-            f"trainer.type must be {' or '.join(registry.TRAINERS.having('rank'))} and trainer.options.distributed "
+            f"trainer.type must be {' or '.join(registry.MESHES)} and trainer.options.distributed "
             f"must be given for a trainer of several processes, got {section.type!r} and {distributed!r}; one process "
             "is started with `pipelinerl trainer` alone"
         )

@@ -56,7 +56,7 @@ RANDOMNESS_ALLOWED = {
     "pipelinerl/rng.py": "the source",
     "launch/run_directory.py": "secrets must not be reproducible",
     "pipelinerl/trainers/torch/loading.py": "seeds torch from rng, for models that draw in their forward",
-    "pipelinerl/trainers/torch/mesh_worker.py": "seeds torch from rng, for the dropout of adapters",
+    "pipelinerl/plugins/torch_mesh/mesh_worker.py": "seeds torch from rng, for the dropout of adapters",
     "pipelinerl/plugins/episodes/episode.py": "secrets must not be reproducible",
     "pipelinerl/roles/process.py": "secrets must not be reproducible",
     "pipelinerl/plugins/watch/access.py": "secrets must not be reproducible",

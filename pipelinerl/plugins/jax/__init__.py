@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from pipelinerl.component import EngineComponent, TrainerComponent
+from pipelinerl.component import EngineComponent, MeshComponent, TrainerComponent
 from pipelinerl.config.sections import ModelSection
 from pipelinerl.section import Section
 
@@ -35,6 +35,9 @@ TRAINER: Final = TrainerComponent(
     casts=True,
     cpu_variables=_ON_CPU,
     measures_entropy=False,
+)
+MESH: Final = MeshComponent(
+    build="pipelinerl.plugins.jax.trainer.trainer:JaxTrainer",
     rank="pipelinerl.plugins.jax.trainer.trainer:as_rank",
 )
 

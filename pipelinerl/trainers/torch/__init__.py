@@ -13,6 +13,4 @@ COMPONENT: Final = TrainerComponent(
     check="pipelinerl.trainers.torch.findings:findings",
     replays_routing=True,
     casts=True,
-    has_ranks=True,
-    rank="pipelinerl.plugins.torch_mesh.mesh_worker:as_rank",
 )

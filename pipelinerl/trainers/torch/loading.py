@@ -22,7 +22,6 @@ from pipelinerl.plugins.torch_mesh.sharded_model import ShardedModel
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import lora_of
-from pipelinerl.trainers.torch.mesh import ExpertWeights, ProcessMesh
 from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace
 from pipelinerl.trainers.torch.packed_model import PackedModel, hold, load_config, load_for_training
 from pipelinerl.trainers.torch.shard_files import VALUE
@@ -80,7 +79,7 @@ class LoadedModel(NamedTuple):
         """The dtype of matmuls in the packing check (`probe`): bf16 if a frozen base is kept in bf16, else fp32."""
         return torch.bfloat16 if self.adapters is not None and self.keeps_base_in_bf16 else torch.float32
 
-    def _compact(self) -> None:
+    def compact(self) -> None:
         """Keep the frozen base of adapters in bf16 if this changes no result; call this before parameters are read."""
         if self.adapters is not None and self.keeps_base_in_bf16:
             self.adapters.compact()
@@ -91,7 +90,7 @@ class LoadedModel(NamedTuple):
         With `masters` HOST, the device holds bf16 parameters with fp32 gradients, and their fp32 masters are on the
         host. Raises SpecError or StateError if a file cannot be read, SpecError if the model cannot be packed.
         """
-        self._compact()
+        self.compact()
         if self.adapters is not None:
             self.adapters.to(device, digest=self.base_digest, read_to=self._read_to)
             self.model.probe(device, self.products)
@@ -118,34 +117,14 @@ class LoadedModel(NamedTuple):
             self.weights[name].grad_dtype = torch.float32
         return names
 
-    def divided(
-        self,
-        mesh: ProcessMesh,
-        *,
-        rank: int,
-        device: torch.device,
-        compute: torch.dtype,
-        experts: ExpertWeights = ExpertWeights.GATHERED,
-    ) -> ShardedModel:
-        """Shard the model over the mesh and load this process's rows; the caller must then call `probe` of the result.
-
-        Raises SpecError or StateError if a file cannot be read, SpecError if the experts cannot be divided.
-        """
-        self._compact()
-        unread, named = self._unread, self.weights | self.trained
-        model = ShardedModel(self.model, mesh, device=device, compute=compute, parameters=named, experts=experts)
-        for name in unread:
-            shard = model.shards[name].detach()
-            if shard.numel():
-                shard.copy_(self._values_of(name, mesh.rows_of(rank, model.shapes[name][0])))
-        return model
-
     @property
-    def _unread(self) -> list[str]:
+    def unread(self) -> list[str]:
+        """The names of the parameters whose values are still in files."""
         is_divided = self.saved is not None and self.saved.shards is not None
         return [name for name, parameter in self.weights.items() if is_divided or parameter.is_meta]
 
-    def _values_of(self, name: str, rows: slice) -> Tensor:
+    def values_of(self, name: str, rows: slice) -> Tensor:
+        """Read rows of a parameter from the state or the model directory. Raises SpecError or StateError."""
         if self.saved is not None and self.saved.shards is not None:
             return self.saved.shards.rows(name, VALUE, rows)
         assert self.reader is not None, "what cannot be read one by one is there"
@@ -158,11 +137,11 @@ class LoadedModel(NamedTuple):
 
     def _read_to(self, device: torch.device, masters: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         weights = self.weights
-        for name in self._unread:
+        for name in self.unread:
             parameter = weights[name]
             if parameter.is_meta:
                 hold(parameter, torch.empty_like(parameter, device=device))
-            values = self._values_of(name, slice(0, len(parameter)))
+            values = self.values_of(name, slice(0, len(parameter)))
             parameter.detach().copy_(values)
             if name in masters:
                 masters[name].copy_(values)

@@ -2,19 +2,19 @@
 
 Weights and optimizer state are fp32 unless options say otherwise; `Precision.BF16` computes under autocast. Segments
 are packed without padding. On CPU, and on CUDA with deterministic kernels, equal calls give equal bits. One process
-uses a `TorchWorker`, several processes in `options.mesh` a `MeshLeader` on rank 0.
+uses a `TorchWorker`; for several in `options.mesh`, rank 0 uses what `registry.MESHES` names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 from torch import Tensor
 
+from pipelinerl import registry
+from pipelinerl.component import imported
 from pipelinerl.models.context_limit import rotary_limit
-from pipelinerl.plugins.torch_mesh.leader import MeshLeader
 from pipelinerl.trainers.torch.options import distributed_of, options_of
 from pipelinerl.trainers.torch.worker import TorchWorker
 from trainer_contract.batch import check, check_measures
@@ -38,7 +38,7 @@ class TorchTrainer:
     """Implementation of `trainer_contract.trainer.Trainer`, whose docstrings describe the methods."""
 
     def __init__(self) -> None:
-        self._state: TorchWorker | MeshLeader | None = None
+        self._state: TorchWorker | None = None  # on a mesh, its leader, which has the same methods
 
     @property
     def model_version(self) -> int:
@@ -51,8 +51,9 @@ class TorchTrainer:
         return self._worker.width
 
     @property
-    def _worker(self) -> TorchWorker | MeshLeader:
-        return cast(TorchWorker | MeshLeader, started(self._state))
+    def _worker(self) -> TorchWorker:
+        worker: TorchWorker = started(self._state)
+        return worker
 
     def _check(self, micro_batches: Sequence[MicroBatch], needs: Iterable[str] = ()) -> None:
         vocab_size, routing = self._worker.loaded.vocab_size, self._worker.loaded.model.routing
@@ -77,7 +78,7 @@ class TorchTrainer:
         if distributed is None:
             self._state = TorchWorker.started(spec, options)
         else:
-            self._state = MeshLeader.started(spec, options, distributed)
+            self._state = imported(registry.MESHES["torch"].build).started(spec, options, distributed)
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
         """Return log-probs, or values, f32 [T] of every token of each micro-batch; 0 at segment starts."""

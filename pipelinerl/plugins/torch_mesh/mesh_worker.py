@@ -49,7 +49,7 @@ from pipelinerl.trainers.ranks.shared_block import Block, Place, opened, write_a
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device
 from pipelinerl.trainers.torch.lora.lora_options import share_of
-from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh, device_index, refuse_heads
+from pipelinerl.trainers.torch.mesh import ExpertWeights, GradientSum, ProcessMesh, device_index, refuse_heads
 from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, dtype_of, restored_state
 from pipelinerl.trainers.torch.options import TorchOptions, distributed_of, options_of
 from pipelinerl.trainers.torch.packed.planner import planning
@@ -125,7 +125,7 @@ class MeshWorker:
             if loaded.adapters is not None:
                 log.info("LoRA: %s", share_of(*loaded.adapters.counts))
         with in_agreement():
-            model = loaded.divided(mesh, rank=rank, device=device, compute=compute, experts=options.experts)
+            model = _divided(loaded, mesh, options.experts, rank=rank, device=device, compute=compute)
         model.probe(loaded.products)
         shards = [shard for shard in model.trained.values() if shard.numel()]
         optimizer = adamw(shards, spec.optimizer, options.optimizer, seed=spec.seed, shard=rank % mesh.shards)
@@ -475,6 +475,29 @@ def _device(spec: TrainerSpec) -> torch.device:
     if spec.memory_share is not None:
         torch.cuda.set_per_process_memory_fraction(spec.memory_share)
     return device
+
+
+def _divided(
+    loaded: LoadedModel,
+    mesh: ProcessMesh,
+    experts: ExpertWeights,
+    *,
+    rank: int,
+    device: torch.device,
+    compute: torch.dtype,
+) -> ShardedModel:
+    """Shard the model over the mesh and load this process's rows; the caller must then call `probe` of the result.
+
+    Raises SpecError or StateError if a file cannot be read, SpecError if the experts cannot be divided.
+    """
+    loaded.compact()
+    unread, named = loaded.unread, loaded.weights | loaded.trained
+    model = ShardedModel(loaded.model, mesh, device=device, compute=compute, parameters=named, experts=experts)
+    for name in unread:
+        shard = model.shards[name].detach()
+        if shard.numel():
+            shard.copy_(loaded.values_of(name, mesh.rows_of(rank, model.shapes[name][0])))
+    return model
 
 
 def as_rank(options: Mapping[str, Any]) -> tuple[Distributed | None, Join, Start]:

@@ -76,6 +76,8 @@ def refuse(config: RunConfig) -> None:
             imported(trainer.check_options)(config.trainer.options)
         except SpecError as error:
             raise RecipeError(f"trainer.{error}") from error
+    if config.trainer_devices > 1 and config.trainer.type in registry.MESHES:
+        _ = registry.MESHES[config.trainer.type]  # raises `RecipeError` without the plug-in
     registry.find("weights.transport", registry.TRANSPORTS, config.weights.transport)
     if config.verification.uses_services:
         registry.find("verification.judged_in", registry.JUDGED_IN, "services")

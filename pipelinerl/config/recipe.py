@@ -273,7 +273,7 @@ class RunConfig(Section):
     def gpus_of_trainer(self) -> int:
         """The number of GPUs of the trainer on a machine with GPUs: its mesh's size, by default 1; 0 if on the CPU."""
         on_host = self.trainer.device is Device.CPU or self.trainer.type in registry.TRAINERS.having("on_host")
-        return 0 if on_host else self._mesh_size
+        return 0 if on_host else self.trainer_devices
 
     @property
     def trainer_processes(self) -> int:
@@ -282,7 +282,7 @@ class RunConfig(Section):
         It is 1 if the recipe sets a rendezvous (`distributed`), because the user then starts the other processes.
         """
         is_started_whole = self._has_ranks and "distributed" not in self.trainer.options
-        return self._mesh_size if is_started_whole else 1
+        return self.trainer_devices if is_started_whole else 1
 
     def cpu_variables(self, part: Literal["engine", "trainer"], type: str) -> Mapping[str, str]:
         """Return the environment variables that keep a process of an engine or trainer off the GPUs that it sees."""
@@ -291,11 +291,12 @@ class RunConfig(Section):
 
     @property
     def _has_ranks(self) -> bool:
-        mesh = registry.MESHES.get(self.trainer.type) if self._mesh_size > 1 else None
+        mesh = registry.MESHES.get(self.trainer.type) if self.trainer_devices > 1 else None
         return mesh is not None and mesh.launched
 
     @property
-    def _mesh_size(self) -> int:
+    def trainer_devices(self) -> int:
+        """The number of devices in the trainer's mesh, by default 1."""
         # The trainer validates the mesh later, so tolerate wrong types here.
         mesh = self.trainer.options.get("mesh", {})
         return math.prod(axis for axis in mesh.values() if isinstance(axis, int)) if isinstance(mesh, dict) else 1

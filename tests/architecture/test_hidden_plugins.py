@@ -71,6 +71,8 @@ NAMED = {
     ("episodes", "the kind of group episodes"): "domains.short_words.environment=openenv:http://127.0.0.1:1",
     ("trackers", "the tracker wandb"): "trackers.wandb={project='p'}",
     ("jax", "the engine jax"): "engine.type=jax",
+    ("torch_mesh", "the mesh of the trainer torch"): "trainer.options.mesh={dp_shard=2}",
+    ("math_answer", "the verifier math_answer"): "domains.short_words.verifier=math_answer",
     ("external_engines", "the engine vllm"): "engine.type=vllm",
     ("parameter_server", "the transport pull"): "weights.transport=pull",
     ("verifier_service", "the place of judging services"): "verification.services=1",

@@ -37,7 +37,7 @@ from pipelinerl.plugins.simulation.from_recipe import observed
 from pipelinerl.plugins.simulation.hardware import Hardware
 from pipelinerl.plugins.simulation.setting import SimulatedSetting
 from pipelinerl.plugins.simulation.simulator import simulate
-from pipelinerl.plugins.steering.engines import RunPath
+from pipelinerl.roles.role import RunPath
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.verifiers.worker_pool import num_cores
 

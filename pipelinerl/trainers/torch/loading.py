@@ -18,7 +18,6 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype, weights_digest
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics import torch_attention, torch_batch_invariant, torch_logprobs
-from pipelinerl.plugins.torch_mesh.sharded_model import ShardedModel
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import lora_of

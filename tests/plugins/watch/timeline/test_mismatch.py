@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.numerics.test_causes import HELD, micro_batch, random_rollouts
 from typer.testing import CliRunner
 
 from pipelinerl.cli import app
@@ -16,6 +15,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.report import write_report
 from pipelinerl.plugins.watch.timeline.causes import figures, sampled_tokens
+from tests.plugins.watch.timeline.test_causes import HELD, micro_batch, random_rollouts
 
 
 def a_run(directory: Path, *, steps: int) -> Path:

@@ -71,7 +71,7 @@ def test_fine_tuned_mixture_keeps_buffers_experts_and_chat_templates(tmp_path: P
     assert template.read_text() == "{{ messages }}" and template.stat().st_mode & 0o777 == 0o644
 
 
-@pytest.mark.slow  # three processes import torch; tests/trainers/torch/test_mesh.py tests such trainers faster
+@pytest.mark.slow  # three processes import torch; tests/plugins/torch_mesh/test_mesh.py tests such trainers faster
 def test_fine_tuning_on_two_processes_equals_fine_tuning_on_one(tmp_path: Path) -> None:
     losses = []
     for name, overrides in (("one", []), ("two", ["trainer.options.mesh.dp_shard=2"])):

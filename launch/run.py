@@ -27,14 +27,16 @@ from launch.placement import TRAINER, Placement, check_uses, place, spread
 from launch.plan import Launch, listening, processes_of
 from launch.run_directory import RunDirectory
 from launch.supervisor import EngineProcesses, RunOutcome, RunResult, Supervisor
+from pipelinerl import registry
+from pipelinerl.component import imported
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import Event, EventFollower, EventLog, amount, read_events
+from pipelinerl.observability.events import Event, EventLog, amount, read_events
 from pipelinerl.observability.progress import ProgressDisplay
-from pipelinerl.observability.report import summary, write_report
 from pipelinerl.observability.run_history import tell
 from pipelinerl.observability.samples.record import visible
 from pipelinerl.observability.status import RunStatus
+from pipelinerl.observability.summary import summary
 from pipelinerl.system.machine import free_ports
 
 POLL_S = 0.5
@@ -128,23 +130,6 @@ def memory_limits(config: RunConfig) -> Mapping[str, int]:
     return {kind: size for kind, size in found.items() if size is not None}
 
 
-def report(path: Path) -> list[Path]:
-    """Write the report of a run and, with matplotlib, its learning curve; return the files, or raise `UserError`."""
-    try:
-        if not EventFollower(path / "events.jsonl").new() and (path / "events.jsonl").stat().st_size:
-            raise ValueError("no line of it is an event")
-        files = write_report(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        raise UserError(f"{path} has no readable events.jsonl to report on: {error}") from None
-    except OSError as error:
-        raise UserError(f"the report of {path} cannot be written: {error}") from None
-    except ModuleNotFoundError:  # after the report was written
-        sentence = "learning_curve.png needs matplotlib, which is not installed; pip install -e '.[report]'"
-        Console(stderr=True).print(sentence, highlight=False, soft_wrap=True, markup=False)
-        return [path / "report.html"]
-    return [files.html, files.picture]
-
-
 def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
     console = Console()
     with directory.locked():
@@ -210,13 +195,15 @@ def show_end(result: RunResult, directory: RunDirectory, events: Sequence[Event]
     """Show how the run ended and how to resume it; `events` are the events of this launch, possibly none."""
     kinds = {event["kind"] for event in events}
     if kinds & {"step", "evaluation"}:  # without a step or an evaluation there is nothing to draw
+        files: list[Path] = []
         try:
-            page, *pictures = report(directory.path)
-            console.print(summary(tell(read_events(directory.events)), run_dir=directory.path, report=page))
-            for picture in pictures:
-                console.print(f"learning curve {picture}", highlight=False, soft_wrap=True)
+            files = imported(registry.REPORTS["page"].build)(directory.path)
         except UserError as error:  # a missing report must not hide how the run ended
             console.print(str(error), highlight=False, soft_wrap=True, markup=False)
+        page = files[0] if files else None
+        console.print(summary(tell(read_events(directory.events)), run_dir=directory.path, report=page))
+        for picture in files[1:]:
+            console.print(f"learning curve {picture}", highlight=False, soft_wrap=True)
     # A run that failed before it trained would fail again; its message says what to fix.
     if result.outcome is RunOutcome.FAILED and "trainer_ready" in kinds:
         console.print(f"to resume from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)

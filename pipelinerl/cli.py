@@ -286,15 +286,6 @@ def stop(
     typer.echo("the run will stop at its next step boundary")
 
 
-@app.command()
-def report(run_dir: RunPath) -> None:
-    """Write learning_curve.png and report.html of a run, live or finished."""
-    from launch import run as launching
-
-    for path in launching.report(run_dir):
-        typer.echo(str(path))
-
-
 def _connect(url: str, token: str) -> Any:
     from pipelinerl.controller.client import ControllerClient
     from pipelinerl.controller.routes import LAUNCHER

@@ -194,6 +194,9 @@ TRANSPORTS: Final = Components(
 #: Resources whose use `pipelinerl check` and `pipelinerl run` predict.
 NEEDS: Final = Components("prediction", NeedsComponent, {"memory": "pipelinerl.plugins.memory:COMPONENT"})
 
+#: What writes the report of a run; `build` is a function `(run_dir) -> list[Path]` that returns its files.
+REPORTS: Final = Components("report", Component, {"page": "pipelinerl.plugins.watch:REPORT_PAGE"})
+
 #: Commands of plug-ins, in the order of `pipelinerl --help`; the command line itself has those of the core.
 COMMANDS: Final = Components(
     "command",
@@ -202,6 +205,7 @@ COMMANDS: Final = Components(
         "new": "pipelinerl.plugins.new_recipe:COMMAND",
         "knobs": "pipelinerl.plugins.steering:KNOBS",
         "engines": "pipelinerl.plugins.steering:ENGINES",
+        "report": "pipelinerl.plugins.watch:REPORT",
         "samples": "pipelinerl.plugins.watch:SAMPLES",
         "runs": "pipelinerl.plugins.watch:RUNS",
         "compare": "pipelinerl.plugins.watch:COMPARE",

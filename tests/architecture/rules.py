@@ -117,7 +117,13 @@ OPENS_HTTP = {
 }
 
 #: Prefixes of the names that the launcher may import from rooms (packages) that it otherwise must not import.
-LAUNCH_ALLOWED = ("pipelinerl.config.recipe.", "pipelinerl.roles.catalogue", "pipelinerl.roles.role.")
+LAUNCH_ALLOWED = (
+    "pipelinerl.registry",
+    "pipelinerl.component.",
+    "pipelinerl.config.recipe.",
+    "pipelinerl.roles.catalogue",
+    "pipelinerl.roles.role.",
+)
 
 Problems = Iterator[str]
 

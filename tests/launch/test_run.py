@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from launch.run import record_failure, report, show_end
+from launch.run import record_failure, show_end
 from launch.run_directory import RunDirectory
 from launch.supervisor import RunOutcome, RunResult
 from pipelinerl.commands.remote import address_of
@@ -19,16 +18,6 @@ from pipelinerl.observability.events import EventLog, read_events
 
 BEGUN = {"kind": "run_started", "run": "tiny", "knobs": {}, "elapsed_s": 0.0}
 TRAINED = {"kind": "trainer_ready", "epoch": 1, "elapsed_s": 1.0}
-
-
-def test_report_without_matplotlib_lacks_the_picture_and_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    EventLog(tmp_path / "events.jsonl").write("run_started", run="tiny", knobs={})
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert report(tmp_path) == [tmp_path / "report.html"]
-    assert (tmp_path / "report.html").stat().st_size
-    assert "needs matplotlib, which is not installed; pip install -e '.[report]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("events", "advised"), [([], False), ([BEGUN], False), ([BEGUN, TRAINED], True)])

@@ -16,7 +16,7 @@ import pytest
 from launch.run_directory import BOUND, change_recipe, create, open_run, record_change
 from pipelinerl.config.recipe import RunConfig, parse, to_table, write_layout
 from pipelinerl.errors import RecipeError, UserError
-from pipelinerl.observability.report import write_report
+from pipelinerl.plugins.watch.report import write_report
 from tests.fakes.checkpoints import model_directory
 
 

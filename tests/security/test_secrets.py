@@ -18,7 +18,7 @@ from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.logs import configure
-from pipelinerl.observability.report import write_report
+from pipelinerl.plugins.watch.report import write_report
 from pipelinerl.roles.process import TOKEN_VARIABLE, Identity, identity_of, token_of
 from pipelinerl.roles.role import RoleOptions, without_password
 from pipelinerl.streams.redis_stream import open_stream

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from pipelinerl.component import CommandComponent
+from pipelinerl.component import CommandComponent, Component
+
+REPORT_PAGE: Final = Component(build="pipelinerl.plugins.watch.report:report_of")
+REPORT: Final = CommandComponent(
+    build="pipelinerl.plugins.watch.report:report",
+    help="Write learning_curve.png and report.html of a run, live or finished.",
+)
 
 WATCH: Final = CommandComponent(
     build="pipelinerl.plugins.watch.command_line:watch",

@@ -31,8 +31,8 @@ def compare(
     from rich.text import Text
 
     from pipelinerl.commands.remote import recorded_events
-    from pipelinerl.observability.report import summary_rows
     from pipelinerl.observability.run_history import tell
+    from pipelinerl.observability.summary import summary_rows
     from pipelinerl.observability.usage import usage_rows
 
     run_dirs = expanded(run_dirs)

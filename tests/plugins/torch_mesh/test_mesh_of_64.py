@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pipelinerl.plugins.torch_mesh import joining, sharded_model
 from pipelinerl.plugins.torch_mesh.leader import grouped_parameters
 from pipelinerl.plugins.torch_mesh.mesh_worker import MeshWorker
 from pipelinerl.plugins.torch_mesh.sharded_model import ShardedModel
-from pipelinerl.plugins.torch_mesh import joining, sharded_model
 from pipelinerl.trainers.torch.loading import load
 from pipelinerl.trainers.torch.mesh import ProcessMesh
 from pipelinerl.trainers.torch.options import options_of

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from pipelinerl.cli import app
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import EventLog
-from pipelinerl.observability.report import write_report
+from pipelinerl.plugins.watch.report import write_report
 from pipelinerl.plugins.watch.timeline.causes import figures, sampled_tokens
 from tests.plugins.watch.timeline.test_causes import HELD, micro_batch, random_rollouts
 

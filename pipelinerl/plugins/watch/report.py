@@ -16,9 +16,9 @@ from pathlib import Path
 from string import Template
 from typing import Any, Final
 
-from rich.table import Table
-from rich.text import Text
+import typer
 
+from pipelinerl.errors import UserError
 from pipelinerl.observability.charts import Chart, Line, Mark, compact, draw, svg
 from pipelinerl.observability.evaluations import (
     GROUPS_HEAD,
@@ -26,13 +26,9 @@ from pipelinerl.observability.evaluations import (
     accuracy_lines,
     evaluation_rows,
     group_rows,
-    interval,
-    note,
     pass_at_lines,
-    pass_at_words,
-    weights,
 )
-from pipelinerl.observability.events import Event, amount, changes_words, read_events
+from pipelinerl.observability.events import Event, EventFollower, amount, changes_words, read_events
 from pipelinerl.observability.logs import recipe_without_secrets, without_secrets
 from pipelinerl.observability.run_history import (
     HELD_OUT,
@@ -54,8 +50,9 @@ from pipelinerl.observability.samples.record import (
     shortened,
     visible,
 )
-from pipelinerl.observability.status import format_duration, format_milliseconds, reward_words, staleness_words
-from pipelinerl.observability.usage import usage_rows
+from pipelinerl.observability.status import format_duration
+from pipelinerl.observability.summary import outcome, summary_rows
+from pipelinerl.roles.role import RunPath
 
 _PAGE = Path(__file__).with_name("report_page.html")
 
@@ -66,6 +63,28 @@ class ReportFiles:
 
     html: Path
     picture: Path
+
+
+def report(run_dir: RunPath) -> None:
+    """Write learning_curve.png and report.html of a run, live or finished."""
+    for path in report_of(run_dir):
+        typer.echo(str(path))
+
+
+def report_of(run_dir: Path) -> list[Path]:
+    """Write the report of a run and, with matplotlib, its learning curve; return the files, or raise `UserError`."""
+    try:
+        if not EventFollower(run_dir / "events.jsonl").new() and (run_dir / "events.jsonl").stat().st_size:
+            raise ValueError("no line of it is an event")
+        files = write_report(run_dir)
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+        raise UserError(f"{run_dir} has no readable events.jsonl to report on: {error}") from None
+    except OSError as error:
+        raise UserError(f"the report of {run_dir} cannot be written: {error}") from None
+    except ModuleNotFoundError:  # after the page was written
+        typer.echo("learning_curve.png needs matplotlib, which is not installed; pip install -e '.[report]'", err=True)
+        return [run_dir / "report.html"]
+    return [files.html, files.picture]
 
 
 def write_report(run_dir: Path) -> ReportFiles:
@@ -295,74 +314,8 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return f"<div class=scroll><table>{thead}<tbody>{body}</tbody></table></div>"
 
 
-def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
-    """Return the run's summary as pairs (name, value), without values that were not measured."""
-    rows = [("outcome", outcome(history))]
-    evaluation, first = history.last_evaluation, history.first_accuracy
-    if evaluation is not None:
-        bounds = interval(evaluation.get("low"), evaluation.get("high"))
-        problems = f" on {evaluation['problems']:,} problems" if evaluation.get("problems") else ""
-        rows.append(
-            (
-                "held-out accuracy",
-                f"{_change(first, evaluation['accuracy'], '.1%')}{f' (95 %: {bounds})' if bounds else ''}{problems}",
-            )
-        )
-        details = (pass_at_words(evaluation), weights(evaluation), note(evaluation))
-        if shown := "; ".join(detail for detail in details if detail):
-            rows.append(("last evaluation", shown))
-    rows += [(name, _change(begun, ended, ".1%")) for name, begun, ended in history.other_accuracies]
-    if history.last_reward is not None:
-        begun = "" if history.first_reward is None else f"{history.first_reward:.3f} → "
-        rows.append(("mean reward", begun + reward_words(history.last_reward, history.unjudged)))
-    if history.steps and history.duration_s > 0:
-        pace = f"{len(history.steps) / history.duration_s * 60:.1f} a minute"
-        rows.append(("steps", f"{len(history.steps):,} in {format_duration(history.duration_s)}, {pace}"))
-        rate = history.sampled_tokens / history.duration_s
-        rows.append(("tokens sampled", f"{history.sampled_tokens:,}, {rate:,.0f} a second"))
-    mean, most = history.median(history.steps, "staleness_mean"), history.max_of(history.steps, "staleness_max")
-    if mean is not None and most is not None:
-        rows.append(("staleness", staleness_words(mean, most)))
-    pause, longest = history.median(history.publications, "pause_s"), history.max_of(history.publications, "pause_s")
-    if pause is not None and longest is not None:
-        updates = f"{len(history.publications):,} weight updates"
-        rows.append(
-            (
-                "update pause",
-                f"{format_milliseconds(pause)} typically, {format_milliseconds(longest)} at most, {updates}",
-            )
-        )
-    if history.checkpoint:
-        rows.append(("newest checkpoint", history.checkpoint))
-    return rows
-
-
-def _change(first: float | None, last: float, form: str) -> str:
-    return format(last, form) if first is None else f"{first:{form}} → {last:{form}}"
-
-
 def _from(first: float | None, form: str) -> str:
     return "" if first is None else f"from {first:{form}}"
-
-
-def summary(history: RunHistory, *, run_dir: Path, report: Path | None = None) -> Table:
-    """Return the summary as a rich table, with the paths of the run and the report."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
-    for name, value in (*summary_rows(history), *usage_rows(run_dir)):
-        grid.add_row(name, Text(value, style="bold" if name in ("held-out accuracy", "mean reward") else ""))
-    grid.add_row("run", str(run_dir))
-    if report is not None:
-        grid.add_row("report", str(report))
-    return grid
-
-
-def outcome(history: RunHistory) -> str:
-    """Return the reason why the run ended, or "not finished"."""
-    if history.finished is None:
-        return "not finished"
-    return str(history.finished.get("reason") or "finished")
 
 
 #: Number of line colours that the page defines; charts show this many domains, the table shows all.

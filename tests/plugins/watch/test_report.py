@@ -6,6 +6,7 @@ import json
 import math
 import re
 import resource
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,22 @@ from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg, tic
 from pipelinerl.observability.evaluations import evaluation_rows, group_rows
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.progress import domain_lines
-from pipelinerl.observability.report import (
-    DOMAIN_HEAD,
-    domain_charts,
-    domain_rows,
-    episode_rows,
-    outcome,
-    render,
-    samples_section,
-    summary,
-    summary_rows,
-    update_charts,
-    write_report,
-)
 from pipelinerl.observability.run_history import RunHistory, Series, mean_of, tell
 from pipelinerl.observability.samples.record import SampleKind
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.observability.status import LastStepStatus, RunStatus
+from pipelinerl.observability.summary import outcome, summary, summary_rows
+from pipelinerl.plugins.watch.report import (
+    DOMAIN_HEAD,
+    domain_charts,
+    domain_rows,
+    episode_rows,
+    render,
+    report_of,
+    samples_section,
+    update_charts,
+    write_report,
+)
 from tests.observability.samples.groups import HOSTILE, answer, group
 from tests.observability.synthetic import events
 
@@ -84,6 +84,15 @@ def test_report_contains_charts_events_and_recipe(tmp_path: Path) -> None:
         assert part in text, part
     assert sum(tag == "svg" for tag, _ in page.seen) >= 12
     assert "decision" not in text, "the number of a decision is left out"
+
+
+def test_report_without_matplotlib_lacks_the_picture_and_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert report_of(_run(tmp_path, events(20))) == [tmp_path / "report.html"]
+    assert (tmp_path / "report.html").stat().st_size
+    assert "needs matplotlib, which is not installed; pip install -e '.[report]'" in capsys.readouterr().err
 
 
 def test_failed_write_of_a_report_keeps_the_earlier_report(tmp_path: Path) -> None:

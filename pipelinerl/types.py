@@ -210,7 +210,7 @@ class TurnNote(NamedTuple):
     Attributes:
         reward: the environment's reward for this turn, which is part of the verdict's reward.
         agent: name of the agent that requested the turn.
-        begins: why the turn begins a new segment (`environments.episode.NewSegment`); empty if it begins none.
+        begins: why the turn begins a new segment (`NewSegment` of the plug-in `episodes`); empty if it begins none.
     """
 
     reward: float = 0.0

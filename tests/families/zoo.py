@@ -9,6 +9,7 @@ environment runs it with an older transformers.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     **_named("olmo olmo2 olmoe flex_olmo glm glm4 glm4_moe minimax_m2 nemotron granitemoe granitemoeshared"),
     **_named("granite_swa falcon_h1 lfm3 mamba hunyuan_v1_dense hunyuan_v1_moe hy_v3 ernie4_5 ernie4_5_moe"),
     **_named("apertus gpt2 gptj gpt_bigcode bloom falcon stablelm arcee helium dots1 mellum afmoe laguna nanochat"),
-    **_named("doge diffllama persimmon codegen mpt solar_open xlstm cwm jais2 biogpt xglm jetmoe exaone_moe"),
+    **_named("doge persimmon codegen mpt solar_open xlstm cwm jais2 biogpt xglm jetmoe exaone_moe"),
     **_named("bailing_hybrid mimo_v2_flash deepseek_v4 kimi_linear"),
     "modernbert-decoder": _same("modernbert-decoder", pad_token_id=0),
     "llama_tied": _same("llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
@@ -130,6 +131,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gpt_neox": _same("gpt_neox", rotary_pct=0.5, hidden_dropout=0.1),
     "gpt_neo": _same("gpt_neo", attention_types=[[["global", "local", "local"], 1]]),
     "opt": _same("opt", dropout=0.1),
+    "diffllama": _same("diffllama", attention_dropout=0.0),  # the only value that it accepts
     "seed_oss": _same("seed_oss", attention_dropout=0.1),
     "starcoder2": _same("starcoder2", attention_dropout=0.1),
     "granite": _same("granite", logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.5),
@@ -165,8 +167,12 @@ _PARTS: Final[Mapping[str, Family]] = {
 }
 
 
-def config_of(name: str) -> Any:
-    """Return the configuration of a family's tiny model. Raises KeyError if this transformers does not know it."""
+def config_of(name: str, *, noise: float = 0.0) -> Any:
+    """Return the configuration of a family's tiny model. Raises KeyError if this transformers does not know it.
+
+    With `noise`, every dropout and jitter that the configuration offers has this value, so that a pass in train mode
+    differs from one in evaluation mode.
+    """
     from transformers import CONFIG_MAPPING
 
     family = (FAMILIES | _PARTS)[name]
@@ -182,7 +188,12 @@ def config_of(name: str) -> Any:
     }
     for derived in {"falcon": ["head_dim"], "xlstm": ["v_head_dim", "qk_head_dim"]}.get(name, ()):
         settings.pop(derived, None)  # a property there, which cannot be set
-    return kind(**{**settings, **family.settings})
+    random = [key for key, value in default.to_dict().items() if isinstance(value, float) and _is_noise(key)]
+    return kind(**{**settings, **dict.fromkeys(random if noise else [], noise), **family.settings})
+
+
+def _is_noise(setting: str) -> bool:
+    return "drop" in setting or "jitter" in setting
 
 
 def _seeing_config(kind: Any, family: Family) -> Any:
@@ -197,12 +208,12 @@ def _seeing_config(kind: Any, family: Family) -> Any:
     return kind(**parts, **places, **family.settings)
 
 
-def save(path: Path, name: str) -> Path:
+def save(path: Path, name: str, *, noise: float = 0.0) -> Path:
     """Write a family's model to the directory `path`, without a tokenizer, and return `path`."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(3)
-    config = config_of(name)
+    config = config_of(name, noise=noise)
     factory: Any = AutoModelForImageTextToText if FAMILIES[name].text else AutoModelForCausalLM
     model = factory.from_config(config).eval()
     randomise(model)
@@ -229,6 +240,13 @@ def randomise(model: Any) -> None:
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
         if head is not None and head.weight is not model.get_input_embeddings().weight:
             head.weight.mul_(3.0)
+
+
+def packed(part: str) -> list[str]:
+    """Return the families of text whose rows the trainer packs, and whose `part` works according to `records.json`."""
+    records = json.loads(Path(__file__).with_name("records.json").read_text())["families"]
+    found = {name: records.get(name, {}) for name, family in FAMILIES.items() if family.text is None}
+    return [name for name, record in found.items() if (record.get("rows"), record.get(part)) == ("packed", "yes")]
 
 
 def main(arguments: Iterable[str]) -> None:

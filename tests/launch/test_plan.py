@@ -92,12 +92,6 @@ def test_parameter_servers_start_before_the_trainer_that_gets_their_urls() -> No
     assert order["trainer"] < order["engine-0"] < order["parameter-server-0"] < order["controller"] < order["redis"]
 
 
-def test_launcher_starts_no_parameter_servers_if_the_recipe_names_running_ones() -> None:
-    config = _config(weights={"transport": "pull"}, parameter_server={"urls": ["http://store:8100"]})
-    assert "parameter-server-0" not in [spec.name for spec in _plan(config).specs]
-    assert "--set" not in spec_of(_plan(config), "trainer").argv, "the trainer reads the URLs from the recipe"
-
-
 def test_launcher_starts_no_stream_server_if_the_recipe_names_a_running_one() -> None:
     config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
     assert list(listening(config)) == ["controller", "engine-0"]

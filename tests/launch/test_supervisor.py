@@ -636,12 +636,6 @@ def test_engine_added_during_a_run_shares_the_only_gpu_if_memory_shares_allow_it
     assert given_up == ["engine-2"], "the shares 0.4 + 0.3 + 0.3 use all of the memory"
 
 
-def test_engine_added_during_a_run_gets_an_unused_gpu_rather_than_a_shared_gpu(tmp_path: Path) -> None:
-    supervisor, staff, _, _ = on_gpus(3, tmp_path, memory_share=0.3)  # engine-0 is on GPU 0, trainer on GPU 2
-    staff.follow(wants("engine-1"))
-    assert seen_by(supervisor, "engine-1") == "1"
-
-
 def test_engine_of_another_type_does_not_get_the_recipes_engine_options(tmp_path: Path) -> None:
     supervisor, staff, _, _ = on_gpus(4, tmp_path, type="vllm", options={"block_size": 32})
     staff.follow(wants("engine-1"))

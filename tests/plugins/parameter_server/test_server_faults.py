@@ -87,18 +87,6 @@ def test_pull_of_weights_from_a_killed_server_continues_from_its_replica(
     assert came == sorted(set(came)), "bytes that had arrived must not be fetched again"
 
 
-def test_pull_from_a_killed_server_without_replica_fails_without_waiting_and_names_the_server(server: Server) -> None:
-    url, process = server
-    place(url)
-    into = np.zeros(LARGE.num_bytes, np.uint8)
-    began = time.monotonic()
-    with pytest.raises(UpdateError, match=rf"no source gave version 1\.1: {url}: "):
-        WeightPuller(token=TOKEN, shared_memory=False).fetch(
-            order(1, url, layout=LARGE, timeout_s=PATIENCE_S), into=into, on_progress=lambda _: process.kill()
-        )
-    assert time.monotonic() - began < SOON_S, "the pull must fail as soon as the server dies, not at the deadline"
-
-
 def test_weights_mapped_from_shared_memory_outlive_their_server_and_leave_no_file(server: Server) -> None:
     url, process = server
     place(url)

@@ -71,10 +71,6 @@ def test_snapshots_of_all_shards_together_form_the_whole_weight_version(place: s
     assert np.array_equal(into, flat(4))
 
 
-def test_reading_a_weight_snapshot_store_that_was_never_written_yields_no_snapshots(place: str) -> None:
-    assert list(SnapshotStore(place).newest()) == []
-
-
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
 def test_damaged_weight_snapshot_is_rejected(tmp_path: Path, damage: str) -> None:
     store = SnapshotStore(str(tmp_path))

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from tests.fakes.families import FAMILIES, save_family
+from tests.families.zoo import packed, save
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Device, TrainerSpec
 
@@ -33,10 +33,10 @@ def _gradients(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[] if each in _KINDS else pytest.mark.slow) for each in FAMILIES]
+    "name", [pytest.param(each, marks=[] if each in _KINDS else pytest.mark.slow) for each in packed("trains")]
 )
 def test_checkpointing_changes_neither_predictions_nor_gradients(name: str, tmp_path: Path, micro_batch: Any) -> None:
-    path, batch = save_family(tmp_path / name, name), micro_batch()
+    path, batch = save(tmp_path / name, name, noise=0.3), micro_batch()
     plain, frugal = (_trainer(path, recomputes=each) for each in (False, True))
     expected = plain.forward([batch])[0]
     for _ in range(2):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.lora import adapters
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from tests.fakes.families import FAMILIES, family_config, save_family
+from tests.families.zoo import packed, save
 from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import Learns, TrainerUnderTest
 from trainer_contract.errors import SpecError, StateError
@@ -100,12 +100,12 @@ def test_twenty_lora_steps_match_a_plain_peft_loop(name, model_path, micro_batch
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[] if each in MIXTURES else pytest.mark.slow) for each in FAMILIES]
+    "name", [pytest.param(each, marks=[] if each in MIXTURES else pytest.mark.slow) for each in packed("lora")]
 )
 def test_adapters_train_in_every_family_and_give_the_same_results_merged_and_in_peft(name, micro_batch, tmp_path):
     from peft import PeftModel
 
-    path, batch = save_family(tmp_path / name, name), micro_batch((9, 4, 12), tempered=False)
+    path, batch = save(tmp_path / name, name, noise=0.3), micro_batch((9, 4, 12), tempered=False)
     trainer = started(path)
     before = trainer.forward([batch])[0]
     trained(trainer, batch, rate=3e-2)
@@ -274,12 +274,7 @@ def test_layers_that_are_no_plain_matrices_or_read_no_text_are_rejected_as_lora_
     name, target, offered, tmp_path
 ):
     """Fused experts have no linear layers, Phi-MoE's router has another result, and a vision tower gets no gradient."""
-    changes = {}
-    if name == "gemma3":
-        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
-        vision = {**sizes, "image_size": 28, "patch_size": 14}
-        changes = {"text_config": family_config("gemma3_text").to_dict(), "vision_config": vision}
-    path = save_family(tmp_path / name, name, **changes)
+    path = save(tmp_path / name, name)
     with pytest.raises(SpecError, match=f"'{target}' matches no linear layer; .* are {offered}$"):
         started(path, lora={"targets": [target]})
     assert started(path)._worker.loaded.adapters.record(digest="")["targets"] == offered.split(", ")

@@ -451,30 +451,6 @@ async def test_repeated_stop_requests_send_one_stop_directive(run: Running, http
     assert run.controller.ending == "stopped by ada"
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/status"),
-        ("GET", "/knobs"),
-        ("PATCH", "/knobs"),
-        ("POST", "/engines"),
-        ("POST", "/stop"),
-        ("POST", "/engines/request"),
-        ("POST", "/engines/drain"),
-        ("DELETE", "/engines"),
-        ("GET", "/engines"),
-        ("GET", "/assignment"),
-    ],
-)
-async def test_all_routes_except_health_require_the_token(
-    run: Running, http: httpx.AsyncClient, method: str, path: str
-) -> None:
-    answer = await http.request(method, path, headers={"authorization": "Bearer other"})
-    assert answer.status_code == 401 and answer.json()["error"]["code"] == "unauthorized"
-    assert (await http.get("/health", headers={"authorization": ""})).json() == {"state": "ready"}
-    assert run.controller.ending is None
-
-
 async def test_actors_are_assigned_a_verifier_service_until_it_is_withdrawn(http: httpx.AsyncClient) -> None:
     offer = {"url": "http://127.0.0.1:8200/", "incarnation": "1", "domains": {"words": "r1"}}
     for _ in range(2):

@@ -22,7 +22,7 @@ from pipelinerl.engines.http.server import METRICS_PREFIX, create_app
 from pipelinerl.errors import AddressError
 from pipelinerl.observability.status import prometheus_text
 from pipelinerl.system import http_service
-from pipelinerl.system.http_service import listen, serve
+from pipelinerl.system.http_service import listen
 from tests.fakes.scripted_engine import MODEL, ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
@@ -97,18 +97,6 @@ def test_openai_client_raises_its_own_error_classes(public_client: openai.OpenAI
 
 def test_openai_client_lists_models(public_client: openai.OpenAI) -> None:
     assert [model.id for model in public_client.models.list()] == [MODEL]
-
-
-@pytest.mark.parametrize("header", [{}, {"authorization": "Bearer wrong"}, {"authorization": TOKEN}])
-@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/no-such-route"])
-def test_engine_routes_reject_requests_without_the_token(url: str, path: str, header: dict[str, str]) -> None:
-    answer = httpx.get(url + path, headers=header, trust_env=False)
-    assert answer.status_code == 401 and answer.json()["error"]["code"] == "unauthorized"
-
-
-def test_non_ascii_authorization_header_is_unauthorized(url: str) -> None:
-    answer = httpx.get(url + "/v1/models", headers=[(b"authorization", b"Bearer \xff\xfe")], trust_env=False)
-    assert answer.status_code == 401
 
 
 def test_request_body_over_the_limit_is_rejected(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,11 +206,6 @@ def test_listening_on_a_port_in_use_raises_an_address_error() -> None:
 def test_listening_on_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(AddressError, match=r"^cannot listen on 192\.0\.2\.1:0"):
         listen("192.0.2.1", 0)
-
-
-def test_server_without_a_token_refuses_addresses_other_than_loopback() -> None:
-    with pytest.raises(AddressError, match=r"refusing to serve on 0\.0\.0\.0 without a token"):
-        serve(application(), listen("0.0.0.0", 0))
 
 
 async def test_closing_server_answers_running_requests_with_engine_stopped() -> None:

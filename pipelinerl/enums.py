@@ -107,6 +107,15 @@ class Overdue(StrEnum):
     """Wait for the group, at most `staleness.overdue_s`, since dropping would mostly affect long answers."""
 
 
+class OnCollapse(StrEnum):
+    """The treatment of a run that has lost what it had learned (`controller/decisions/collapse.py`)."""
+
+    ALARM = "alarm"
+    """Raise an alarm that names the likely cause; the run continues."""
+    REWIND = "rewind"
+    """Also return, once, to the newest checkpoint that was good, with half the learning rate."""
+
+
 class Pin(StrEnum):
     """Method by which all answers of an evaluation come from one version of the weights."""
 

@@ -94,6 +94,10 @@ class DivergedError(UserError):
     """Several steps in a row had a non-finite loss, gradient or log-prob: change the recipe, retries do not help."""
 
 
+class Rewound(PipelineError):
+    """The trainer ends, to start again from an earlier checkpoint, since the run has collapsed."""
+
+
 class FencedError(UserError):
     """A newer process has taken over this process's role, so this process must stop for good."""
 

@@ -428,6 +428,8 @@ class Directive(ControlMessage, frozen=True):
     stale: list[int] = []
     fresh_until: list[tuple[int, int]] = []
     issued: int = 0
+    rewind_to: int | None = None
+    """The trainer must return to its newest checkpoint of at most this version; None to continue."""
 
 
 class WeightsAnnounced(msgspec.Struct, frozen=True, kw_only=True):

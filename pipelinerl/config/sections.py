@@ -15,6 +15,7 @@ from pipelinerl.enums import (
     HOTTEST,
     Announce,
     Elasticity,
+    OnCollapse,
     Overdue,
     Receiver,
     RoutingReplay,
@@ -51,6 +52,8 @@ class RunSection(Section):
 
     An alarm is raised at half of this number.
     """
+    on_collapse: OnCollapse = OnCollapse.ALARM
+    """If the run loses what it had learned: `alarm`, or `rewind` to a good checkpoint with half the learning rate."""
     engine_timeout_s: float = Field(default=900.0, gt=0)
     """Time without a live engine after which the run saves its state and ends."""
 

@@ -25,7 +25,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from pipelinerl.errors import DeadlineError, DivergedError
+from pipelinerl.errors import DeadlineError, DivergedError, Rewound
 from pipelinerl.messages import (
     SKIPS_THAT_END,
     ConsumedReport,
@@ -97,7 +97,7 @@ class TrainingLoop:
         self._at = at
         self._version = batcher.lineage.began_at
         self._skipped = 0  # steps in a row that were not finite
-        self._leaving = False
+        self._leaving = self._cannot_rewind = False
         self._reported = ConsumedReport()
 
     @property
@@ -130,6 +130,8 @@ class TrainingLoop:
             if self._leaving:
                 await self._ask_to_leave()
                 break
+            if self._must_rewind:
+                await self._rewind()
             began = time.monotonic()
             if (batch := await self._collect()) is not None:
                 await self._train(batch, wait_s=time.monotonic() - began)
@@ -150,7 +152,7 @@ class TrainingLoop:
     async def _collect(self) -> TrainBatch | None:
         """Wait for the next batch and return it; return None if meanwhile the run stops or the trainer leaves."""
         progress_at = reported_at = time.monotonic()
-        while not (self._leaving or self._current.stop):
+        while not (self._leaving or self._current.stop or self._must_rewind):
             await self._checkpointing.raise_if_failed()
             await self._publishing.raise_if_failed()
             if (batch := self._next_batch()) is not None:
@@ -304,6 +306,27 @@ class TrainingLoop:
                 consumed=self._consumed(),
             )
         )
+
+    @property
+    def _must_rewind(self) -> bool:
+        return self._current.rewind_to is not None and not self._cannot_rewind
+
+    async def _rewind(self) -> None:
+        """Abandon the checkpoints after the version to return to, and raise Rewound, unless there is no older one.
+
+        The trainer's process then starts again from the newest checkpoint left, as after a crash, so every group still
+        trains exactly once in the run's history.
+        """
+        version, epoch = self._current.rewind_to, self._current.epoch
+        assert version is not None
+        await self._publishing.finish()
+        await self._checkpointing.finish()
+        store = self._checkpointing.store
+        target = await self._in_worker(lambda: store.rewind(epoch, version))
+        if target is not None:
+            raise Rewound(f"the run has collapsed and returns from version {self._version} to {target.name}")
+        log.error("no checkpoint is older than version %d: the run cannot return to version %d", self._version, version)
+        self._cannot_rewind = True
 
     async def _take_in(self, arrivals: Arrivals) -> None:
         for group in arrivals.groups:

@@ -38,7 +38,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.controller.decisions import elastic, engine_decisions
+from pipelinerl.controller.decisions import collapse, elastic, engine_decisions
 from pipelinerl.controller.decisions.directives import directive, ending, publication_due, repeated
 from pipelinerl.controller.decisions.engine_decisions import engine_input
 from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
@@ -62,10 +62,12 @@ from pipelinerl.controller.state.inputs_and_effects import (
 )
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange
+from pipelinerl.controller.state.reward_history import RewardHistory
 from pipelinerl.controller.state.run_state import (
     OVERSAMPLED,
     ControllerSettings,
     PublicationOrdered,
+    Rewind,
     RunPhase,
     RunState,
 )
@@ -233,6 +235,8 @@ class Controller:
         state.knob_log.append(
             KnobChange(time=time, step=state.version, cursor=state.account.cursor, who=who, changes=changed)
         )
+        if {"domain_weights", "temperature"} & changed.keys():  # other rewards than before are no collapse
+            state.watched.rewards = RewardHistory()
         event = Record("knobs", {"changes": changed, "who": who, "step": state.version})
         return [event, *self._unsolicited(f"knobs-e{state.epoch}-{len(state.knob_log)}")]
 
@@ -366,6 +370,9 @@ class Controller:
         state.epoch = max(state.epoch, report.claimed) + 1
         state.version = report.model_version
         trainer.stop_sent = False
+        state.watched.rewards.forget_after(state.version)
+        has_rewound = state.rewind.to is not None and state.version <= state.rewind.to
+        state.rewind.to = None if has_rewound else state.rewind.to
         state.fleet.begin_epoch()
         state.loaded_from = []
         if state.resumed_account is not None:
@@ -388,7 +395,8 @@ class Controller:
         state.ahead.any_trained = False
         return [
             Record("trainer_ready", {"epoch": state.epoch, "model_version": state.version}),
-            self._answer(report.report_id, publish_to=sorted(state.fleet.members())),
+            # The checkpoint does not know yet that the run has returned to it: save it again.
+            self._answer(report.report_id, publish_to=sorted(state.fleet.members()), saves=has_rewound),
         ]
 
     def _step_done(self, report: StepDone, queued: int, *, now: float) -> list[Effect]:
@@ -403,7 +411,12 @@ class Controller:
         self._note_supply(report.stats, queued)
         self.state.cooldown.note(report.solved, self.settings.cooldown, version=self.state.version)
         self.state.failing.refused_groups = self.state.failing.too_long_groups = 0
-        effects = step_taken(self.state, report, now=now)
+        effects = step_taken(self.state, report, now=now) + collapse.guard(self.state, now=now)
+        if self.state.rewind.to is not None and report.model_version > self.state.rewind.decided_at:
+            self.state.rewind.to = None
+            effects.append(Record("rewind_failed", {"step": self.state.version, "reason": "no checkpoint is older"}))
+        elif self.ending is None and collapse.must_rewind(self.state, self.settings):
+            effects += self._rewind()
         if self.settings.elastic is not None:
             elastic.note_step(self.state.elastic, report.stats, self.state.watched.by_domain)
         if self.ending is None:
@@ -411,6 +424,15 @@ class Controller:
         if self.settings.overdue is Overdue.WAIT:  # issue orders before answering, since the answer must list them
             effects += self.issue()
         return [*effects, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
+
+    def _rewind(self) -> list[Effect]:
+        """Order the trainer to return to a good checkpoint, with half the learning rate."""
+        state = self.state
+        state.rewind = Rewind(done=True, to=state.good_version, decided_at=state.version)
+        event = Record("rewind", {"step": state.version, "to": state.rewind.to})
+        time = max((change.time for change in state.knob_log), default=0.0)
+        changes = {"learning_rate": state.knobs.learning_rate / 2}
+        return [event, *self.patch(changes, who="the collapse guard", time=time)]
 
     def _step_skipped(self, report: StepSkipped) -> list[Effect]:
         self.state.account.update(report.consumed)
@@ -525,9 +547,9 @@ class Controller:
             effects += self.stop(f"held-out accuracy {reached:.3f}{of} has reached {target:g}")
         return effects
 
-    def _answer(self, report_id: str, *, publish_to: list[str], leave: bool = False) -> Send:
+    def _answer(self, report_id: str, *, publish_to: list[str], leave: bool = False, saves: bool = False) -> Send:
         """Answer a report with a directive. Only the newest answer is kept: the trainer awaits one at a time."""
-        directive = self._directive(report_id, publish_to=publish_to, leave=leave)
+        directive = self._directive(report_id, publish_to=publish_to, leave=leave, saves=saves)
         self.state.trainer.answers = {report_id: directive}
         return Send(directive)
 
@@ -543,8 +565,10 @@ class Controller:
             return []
         return [Send(self._directive(name))]
 
-    def _directive(self, name: str, *, publish_to: Sequence[str] = (), leave: bool = False) -> Directive:
-        made = directive(self.state, self.settings, answers=name, publish_to=publish_to, leave=leave)
+    def _directive(
+        self, name: str, *, publish_to: Sequence[str] = (), leave: bool = False, saves: bool = False
+    ) -> Directive:
+        made = directive(self.state, self.settings, answers=name, publish_to=publish_to, leave=leave, saves=saves)
         if made.publish_to:
             self.state.trainer.publications.append(PublicationOrdered.of(made, self.state.version))
         self.state.trainer.stop_sent = self.state.trainer.stop_sent or made.stop

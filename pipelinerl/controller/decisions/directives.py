@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.state.run_state import ControllerSettings, RunPhase, RunState
-from pipelinerl.enums import Overdue, Pin
+from pipelinerl.enums import OnCollapse, Overdue, Pin
 from pipelinerl.messages import Directive, TrainerKnobs
 
 
@@ -65,11 +66,13 @@ def directive(
     answers: str,
     publish_to: Sequence[str] = (),
     leave: bool = False,
+    saves: bool = False,
 ) -> Directive:
     """Return the directive (instruction to the trainer) that answers the trainer's report with the id `answers`.
 
     For a directive that answers no report, `answers` is a name of its own. The trainer publishes its weights to the
-    engines `publish_to` (the final weights: to all engines). With `leave`, it saves its state and stops.
+    engines `publish_to` (the final weights: to all engines). With `leave`, it saves its state and stops; with
+    `saves`, it saves its state.
     """
     # The final weights go to all engines, regardless of `publish_to`. If the trainer must `leave`, or the run fails or
     # is suspended, the trainer saves its state and publishes nothing more.
@@ -77,7 +80,7 @@ def directive(
     stop, last = ends or leave, ends and not (leave or state.failing.reason)
     recipients = sorted([*state.fleet.to_update(), *state.fleet.pinned()]) if last else list(publish_to)
     stepped = answers.startswith(f"e{state.epoch}-step-")
-    checkpoint = stop or (stepped and state.version % settings.checkpoint_interval_steps == 0)
+    checkpoint = stop or saves or (stepped and state.version % settings.checkpoint_interval_steps == 0)
     return Directive(
         answers=answers,
         epoch=state.epoch,
@@ -93,10 +96,19 @@ def directive(
         stale=state.account.unsettled_stale,
         checkpoint=checkpoint,
         stop=stop,
-        controller_state=state.checkpoint_record() if checkpoint else None,
+        controller_state=_record(state, settings) if checkpoint else None,
         fresh_until=_fresh_until(state, settings),
         issued=state.account.cursor if settings.overdue is Overdue.WAIT else 0,
+        rewind_to=None if stop else state.rewind.to,
     )
+
+
+def _record(state: RunState, settings: ControllerSettings) -> dict[str, Any]:
+    """Return what belongs in a checkpoint; `good_version` is a version that must stay, so that the run can return."""
+    record = state.checkpoint_record()
+    if settings.run.on_collapse is OnCollapse.REWIND and not state.rewind.done:
+        record["good_version"] = state.good_version
+    return record
 
 
 def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -> Directive:

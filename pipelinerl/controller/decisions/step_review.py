@@ -63,6 +63,7 @@ class AlarmKind(StrEnum):
     DISCARD = "discard"
     UNJUDGED = "unjudged"
     NO_SIGNAL = "no_signal"
+    COLLAPSE = "collapse"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,7 @@ def _alarms(state: RunState, *, step: int, now: float) -> list[Effect]:
     watched = state.watched
     alarms = alarms_of(watched.recent, first_entropies=watched.first_entropies, raised=watched.alarms)
     found = {alarm.key: alarm for alarm in alarms}
-    keys = (found.keys() | watched.alarms.keys() | watched.alarm_clocks.keys()) - {_NO_SIGNAL}  # `review` has this one
+    keys = (found.keys() | watched.alarms.keys() | watched.alarm_clocks.keys()) - _ELSEWHERE
     effects: list[Effect] = []
     for key in sorted(keys):
         effects += settle_alarm(watched, key, found.get(key), step=step, now=now)
@@ -217,9 +218,13 @@ def _remember(state: RunState, report: StepDone) -> None:
         entropy=stats.get("entropy"),
         right=stats.get("accuracy"),
         length=stats.get("length_mean"),
+        age=stats.get("staleness_mean"),
+        ess=stats.get("ess"),
         domains=domains,
     )
     watched.outdated = {}
+    if "reward" in stats:
+        watched.rewards.note(stats.get("sampled_version", step.step - (step.age or 1.0)), stats["reward"])
     watched.recent = [*watched.recent, step][-WINDOW:]
     if step.entropy is not None and len(watched.first_entropies) < FIRST_STEPS:
         watched.first_entropies = [*watched.first_entropies, step.entropy]
@@ -263,7 +268,7 @@ def alarms_of(
 
 def _entropy(steps: Sequence[WatchedStep], first: Sequence[float], raised: Mapping[str, str]) -> Iterator[Alarm]:
     recent = steps[-RECENT_STEPS:]
-    entropy, right = _mean([step.entropy for step in recent]), _mean([step.right for step in recent])
+    entropy, right = mean_of([step.entropy for step in recent]), mean_of([step.right for step in recent])
     if entropy is None or len(first) < FIRST_STEPS:
         return
     begun = fmean(first)
@@ -280,8 +285,8 @@ def _entropy(steps: Sequence[WatchedStep], first: Sequence[float], raised: Mappi
 def _length(steps: Sequence[WatchedStep], raised: Mapping[str, str]) -> Iterator[Alarm]:
     if len(steps) < RECENT_STEPS + _EARLIER_STEPS:
         return
-    recent = _mean([step.length for step in steps[-RECENT_STEPS:]])
-    before = _mean([step.length for step in steps[-RECENT_STEPS - _EARLIER_STEPS : -RECENT_STEPS]])
+    recent = mean_of([step.length for step in steps[-RECENT_STEPS:]])
+    before = mean_of([step.length for step in steps[-RECENT_STEPS - _EARLIER_STEPS : -RECENT_STEPS]])
     most = LENGTH_GROWTH * (1 - _clearance(AlarmKind.LENGTH, raised))
     if recent is not None and before is not None and recent > most * before:
         yield Alarm(
@@ -341,7 +346,8 @@ def _clearance(kind: AlarmKind, raised: Mapping[str, str], domain: str = "") -> 
     return _CLEARANCE if f"{kind}:{domain}" in raised else 0.0
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the known values; None if none is known."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
@@ -352,6 +358,8 @@ _LEAST_GROUPS: Final = 16
 #: correct answers.
 _SOLVED: Final = 0.9
 _NO_SIGNAL: Final = f"{AlarmKind.NO_SIGNAL}:"
+#: Alarms that are not settled with a step's others: that of `review`, and that of `collapse.py`.
+_ELSEWHERE: Final = {_NO_SIGNAL, f"{AlarmKind.COLLAPSE}:"}
 
 
 def review(state: RunState, settings: ControllerSettings, *, now: float) -> list[Effect]:

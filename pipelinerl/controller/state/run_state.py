@@ -20,6 +20,7 @@ from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, Ev
 from pipelinerl.controller.state.fleet import Fleet
 from pipelinerl.controller.state.issued_ledger import FilteredShare, IssuedLedger, StepsAhead
 from pipelinerl.controller.state.knobs import KnobChange, Knobs
+from pipelinerl.controller.state.reward_history import RewardHistory
 from pipelinerl.enums import NoSignal, Overdue, StalenessScope
 from pipelinerl.messages import (
     ActorAlive,
@@ -271,6 +272,8 @@ class WatchedSteps(msgspec.Struct, kw_only=True):
     """Answers that the trainer has dropped as stale since its start, as of the last step."""
     recent: list[WatchedStep] = []
     """The last `WINDOW` steps, oldest first."""
+    rewards: RewardHistory = msgspec.field(default_factory=RewardHistory)
+    """Training rewards since the run began or was resumed, for the collapse guard."""
     first_entropies: list[float] = []
     """Entropies of the first `FIRST_STEPS` steps after the run began or was resumed, for the entropy alarm."""
     stages: list[GroupStages] = []
@@ -279,6 +282,17 @@ class WatchedSteps(msgspec.Struct, kw_only=True):
     """Messages of active alarms, by key."""
     alarm_clocks: dict[str, AlarmClock] = {}
     """By key, for how long the conditions of active and coming alarms have held or not held."""
+
+
+class Rewind(msgspec.Struct, kw_only=True):
+    """The run's return to an earlier checkpoint after a collapse, which happens at most once.
+
+    `to` is the newest version that is known to be good, while the trainer has to return to it; None before and after.
+    """
+
+    done: bool = False
+    to: int | None = None
+    decided_at: int = 0
 
 
 class RunState(msgspec.Struct, kw_only=True):
@@ -320,10 +334,18 @@ class RunState(msgspec.Struct, kw_only=True):
     failing: Failing = msgspec.field(default_factory=Failing)
     watchdog: Watchdog = msgspec.field(default_factory=Watchdog)
     watched: WatchedSteps = msgspec.field(default_factory=WatchedSteps)
+    rewind: Rewind = msgspec.field(default_factory=Rewind)
 
     def live_actors(self, now: float) -> list[ActorAlive]:
         """Return the last heartbeats of all actors that are not silent."""
         return [alive for alive, reported_at in self.actors.values() if now - reported_at <= SILENT_S]
+
+    @property
+    def good_version(self) -> int:
+        """The newest version that is known to be good: the best by rewards, or by accuracy if that one is newer."""
+        known = [each for each in self.evaluations.results if each.place == 0 and each.at_least is not None]
+        best = max(known, key=lambda each: each.at_least or 0.0, default=None)
+        return max(int(self.watched.rewards.best_version), 0 if best is None else best.model_version)
 
     def domain_weights_of(self, index: int) -> dict[str, float]:
         """Return the domain weights at the first issue of order `index`, so that a reissue gets the same problem."""
@@ -375,6 +397,7 @@ class RunState(msgspec.Struct, kw_only=True):
             "quotas": [list(quota) for quota in self.quotas],
             "knob_log": [msgspec.to_builtins(change) for change in self.knob_log],
             "evaluations": [msgspec.to_builtins(result) for result in self.evaluations.results],
+            "rewound": self.rewind.done,
         }
 
     def resume(self, record: Mapping[str, Any], *, step: int) -> None:
@@ -404,6 +427,7 @@ class RunState(msgspec.Struct, kw_only=True):
             self.knob_log.append(change)
         self.evaluations.results = msgspec.convert(record["evaluations"], list[EvaluationResult])
         self.resumed_account = dict(record["account"])
+        self.rewind.done = record.get("rewound", False)
 
 
 #: The alarms use the newest `WINDOW` steps, and the entropies of the run's first `FIRST_STEPS` steps.
@@ -427,6 +451,8 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     entropy: float | None = None
     right: float | None = None
+    age: float | None = None
+    ess: float | None = None
     length: float | None = None
     domains: dict[str, DomainCounts] = {}
     trained: Sampled = Sampled()

@@ -51,6 +51,8 @@ _STEPS: Final = 60
 _DRAWS: Final = 3
 #: A change is recommended only if it saves at least this share of a step.
 _WORTH: Final = 0.03
+#: Changes that save less than this share are listed only in the JSON output.
+_VISIBLE: Final = 0.01
 #: Knobs that change a run's pace, by the field of `SimulatedSetting` or by name.
 _PACE: Final = frozenset({"j", "k", "rollouts_per_step", "groups_in_flight"})
 
@@ -134,16 +136,23 @@ def _stretch(events: Sequence[Event], before: Event, steps: Sequence[Event]) -> 
 def _cause(
     shares: Mapping[str, float], *, busy: float | None, evaluates: float, sampling_s: float, judging_s: float
 ) -> str:
-    """Return what the run waits for most: the trainer's largest share of time, and the cause of its waits."""
-    largest = max(shares, key=lambda name: shares[name])
-    if largest != "waits":
-        return {"computes": "the trainer", "held": "publications", "rest": "the controller"}[largest]
-    if evaluates > shares["waits"] / 2:
+    """Return what the run waits for most: the trainer itself, or the cause of the time in which it does not compute.
+
+    Where engines limit a run, a publication that holds the trainer only takes the place of a wait for samples.
+    """
+    idle = shares["waits"] + shares["held"]
+    if shares["computes"] >= max(idle, shares["rest"]):
+        return "the trainer"
+    if shares["rest"] > idle:
+        return "the controller"
+    if evaluates > idle / 2:
         return "evaluations"
     if judging_s > sampling_s:
         return "verifiers"
     if busy is None or busy >= _BUSY:
         return "engines"
+    if shares["held"] > shares["waits"]:
+        return "publications"
     return "engines, which rest while it computes" if busy >= _BUSY * shares["waits"] else "orders: engines are idle"
 
 
@@ -311,7 +320,7 @@ def _table(found: Sequence[Stretch]) -> list[str]:
 def _advice(now_s: float, changes: Sequence[Change], best: Change | None, error: float | None) -> Iterator[str]:
     if error is None:
         return
-    for change in changes:
+    for change in [change for change in changes if change.step_s < now_s * (1 - _VISIBLE)]:
         keys = f" ({change.keys})" if change.keys else ""
         yield f"{change.name}{keys}: {now_s:.3g} → {change.step_s:.3g} s a step (simulated)"
     trust = "" if abs(error) <= TRUSTED else "NOT TO BE TRUSTED: "

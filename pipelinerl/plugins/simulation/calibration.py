@@ -47,8 +47,10 @@ _MOST_ACTOR_S: Final = 0.05
 _HALVINGS: Final = 9
 #: Number of trainer steps in each run that calibration simulates.
 _TRIED_STEPS: Final = 40
-#: Verifiers are busy if judging a group takes more than this multiple of the verifiers' own time for it.
+#: Groups queue at verifiers if judging one takes more than this multiple of the verifiers' own time for it, while more
+#: than `_WORKS` verifiers work on average.
 _QUEUES: Final = 1.5
+_WORKS: Final = 0.5
 #: Counters of an engine's work in `engines` events, in the order of the fields of `EngineTimes`.
 _WORK: Final = ("decode_steps", "row_steps", "prompt_tokens")
 #: Transit time of orders for prompts and of rollout groups through the streams, in seconds.
@@ -154,13 +156,13 @@ def _verification(run: ObservedRun) -> tuple[float, int | None]:
 
     By Little's law, the verifiers' seconds per second are the number of groups that they judge at once.
     """
+    counted = counted_steps(run.events)
     verify_s = stage_s(run.events, 2)
-    verdicts, each_s = judged(run.events)
-    own_s, seconds = each_s * run.setting.group_size, sum(period for _, period in counted_steps(run.events))
-    if not verdicts or verify_s <= _QUEUES * own_s:
+    verdicts, each_s = judged([step for step, _ in counted])
+    own_s, at_once = each_s * run.setting.group_size, verdicts * each_s / sum(seconds for _, seconds in counted)
+    if verify_s <= _QUEUES * own_s or at_once < _WORKS:
         return verify_s, None
-    verdicts, _ = judged([step for step, _ in counted_steps(run.events)])
-    return own_s, max(1, round(verdicts * each_s / seconds))
+    return own_s, max(1, round(at_once))
 
 
 def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured, *, most_s: float) -> Hardware:

@@ -226,9 +226,27 @@ class CheckpointStore:
                 if replaced.exists() and not final_path.exists():
                     replaced.rename(final_path)
 
-    def oldest_kept_offsets(self) -> dict[str, str]:
-        """Return the stream positions saved in the oldest intact checkpoint from which a run can resume; {} if none."""
-        resumable = set(self._retention.resumable(map(_version, self.all())))
+    def rewind(self, epoch: int, version: int) -> Path | None:
+        """Return the newest checkpoint up to `version`, or else the oldest, and rename all newer ones.
+
+        They become rewound-e<epoch>-step-000100, which are never removed. None if nothing is newer. Raises FencedError.
+        """
+        with self._fence.held(epoch):
+            paths = self.all()
+            target = next((path for path in reversed(paths) if _version(path) <= version), paths[0] if paths else None)
+            newer = [path for path in paths if target is not None and _version(path) > _version(target)]
+            for path in newer:
+                aside = path.rename(self.directory / f"rewound-e{epoch}-{path.name}")
+                log.warning("%s is abandoned, and kept as %s", path.name, aside)
+            sync(self.directory)
+        return target if newer else None
+
+    def oldest_kept_offsets(self, *, good: int | None = None) -> dict[str, str]:
+        """Return the stream positions saved in the oldest intact checkpoint from which a run can resume; {} if none.
+
+        The newest checkpoint up to version `good` is one.
+        """
+        resumable = set(self._retention.resumable(map(_version, self.all()), good=good))
         for path in self.all():
             if _version(path) in resumable:
                 try:
@@ -239,7 +257,7 @@ class CheckpointStore:
 
     def _prune(self, newest: TrainingState) -> None:
         paths = {_version(path): path for path in self.all()}
-        for version in paths.keys() - self._retention.survivors(paths, newest.accuracies):
+        for version in paths.keys() - self._retention.survivors(paths, newest.accuracies, good=newest.good_version):
             path = paths[version]
             removed = self.directory / f".removed-{path.name}"  # a partly removed checkpoint must not count as one
             with _log_failed_removal(path):
@@ -465,7 +483,8 @@ class Checkpointing:
         captured = await capturing
         path = await self._retry(state, lambda: self.store.commit(captured))
         await self._retry(state, lambda: self.store.copy(path))
-        await self._trim(await self._on_thread(self.store.oldest_kept_offsets), state.epoch)
+        kept = await self._on_thread(lambda: self.store.oldest_kept_offsets(good=state.good_version))
+        await self._trim(kept, state.epoch)
         await self._report(
             Checkpointed(epoch=state.epoch, model_version=state.model_version, path=str(path), stall_s=self._stall_s)
         )

@@ -48,6 +48,11 @@ class TrainingState:
     solved: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
 
     @property
+    def good_version(self) -> int | None:
+        """The version to which a collapsed run would return; None if it would not."""
+        return self.controller.get("good_version")
+
+    @property
     def accuracies(self) -> dict[int, float]:
         """Accuracies on the first evaluation set by model version; problems without an answer count as wrong."""
         of_first = (one for one in self.controller.get("evaluations", ()) if one.get("place", 0) == 0)
@@ -137,13 +142,16 @@ class Retention:
     keep: int
     keep_best: int = 0
 
-    def resumable(self, versions: Iterable[int]) -> list[int]:
-        """Return the newest `keep` versions, from which a run can resume, ascending."""
-        return sorted(set(versions))[-self.keep :]
+    def resumable(self, versions: Iterable[int], *, good: int | None = None) -> list[int]:
+        """Return the versions from which a run can resume, ascending: the newest `keep`, and the newest to `good`."""
+        rising = sorted(set(versions))
+        return sorted({*rising[-self.keep :], *[each for each in rising if good is not None and each <= good][-1:]})
 
-    def survivors(self, versions: Iterable[int], accuracies: Mapping[int, float]) -> set[int]:
+    def survivors(
+        self, versions: Iterable[int], accuracies: Mapping[int, float], *, good: int | None = None
+    ) -> set[int]:
         """Return the versions to keep, given the known accuracies; of versions with equal accuracy, the later wins."""
         present = set(versions)
         evaluated = sorted(present & accuracies.keys(), key=lambda version: (accuracies[version], version))
         best = evaluated[-self.keep_best :] if self.keep_best else []
-        return {*self.resumable(present), *best}
+        return {*self.resumable(present, good=good), *best}

@@ -423,3 +423,18 @@ def test_checkpoint_accuracy_is_that_of_the_first_evaluation_set_with_missing_an
     assert state.accuracies == {10: 0.5, 20: 0.3}
     results.append({"model_version": 20, "at_least": 0.9, "name": "second", "place": 1})
     assert state.accuracies == {10: 0.5, 20: 0.3}, "the recipe's first set decides"
+
+
+def test_rewind_goes_to_the_newest_good_checkpoint_and_keeps_the_newer_ones_aside(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=9, model_directory=model_directory(tmp_path / "model"))
+    paths = [save(store, version) for version in (5, 10, 15)]
+    assert store.rewind(1, 12) == paths[1] and latest(store) == state_of(10)
+    assert load(store.directory / "rewound-e1-step-000015") == state_of(15)
+    assert store.rewind(1, 3) == paths[0], "without a good one, the oldest"
+    assert store.rewind(1, 3) is None and store.all() == [paths[0]]
+
+
+def test_newest_good_checkpoint_and_its_stream_positions_are_kept() -> None:
+    retention = Retention(keep=1)
+    assert retention.survivors([10, 20, 30, 40], {}, good=25) == {20, 40}
+    assert retention.resumable([20, 40], good=25) == [20, 40] and retention.resumable([40], good=3) == [40]

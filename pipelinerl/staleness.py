@@ -5,8 +5,8 @@ j (`inference_reload_staleness`): an engine reloads when (the run's current vers
 k (`trainer_acceptance_staleness`): a rollout may be trained on in the step that produces version v + 1 iff (v + 1) −
 (version of its oldest token) ≤ k. `k = math.inf` accepts everything.
 
-Presets (j, k): (1, 1) is on-policy lockstep; (1, 2) is one step off-policy; (1, large) with `on_update = "continue"` is
-PipelineRL; (16, 32) is RLAX.
+Modes (j, k): (1, 1) is on-policy lockstep; (1, 2) is one step off-policy; (1, large) with `on_update = "continue"` is
+PipelineRL; (16, 32) is RLAX. In mode `auto` the run chooses j, and how much lag it holds within k (`LagRule`).
 """
 
 from __future__ import annotations
@@ -85,9 +85,11 @@ class StalenessBounds:
         return queued < min(most, per_step * (ahead - due))
 
 
-PRESETS: Final[dict[str, StalenessBounds]] = {
+#: The value of j with which the run chooses j.
+AUTO: Final = "auto"
+MODES: Final[dict[str, StalenessBounds]] = {
+    AUTO: StalenessBounds(1, 64),
     "on_policy": StalenessBounds(1, 1),
     "one_step_off": StalenessBounds(1, 2),
-    "pipeline": StalenessBounds(1, 8),
     "rlax": StalenessBounds(16, 32),
 }

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pipelinerl.errors import RecipeError
-from pipelinerl.staleness import PRESETS, StalenessBounds
+from pipelinerl.staleness import MODES, StalenessBounds
 
 
 def test_engine_must_load_new_weights_when_its_weights_are_j_versions_old() -> None:
@@ -23,7 +23,7 @@ def test_rollout_is_accepted_if_its_age_in_versions_is_at_most_the_staleness_bou
 
 
 def test_on_policy_staleness_bounds_allow_requests_for_only_one_step_at_a_time() -> None:
-    bounds = PRESETS["on_policy"]
+    bounds = MODES["on_policy"]
     issued = [bounds.may_issue(current=5, loaded=5, queued=n, per_step=4) for n in range(6)]
     assert issued == [True] * 4 + [False] * 2
     assert not bounds.may_issue(current=6, loaded=5, queued=0, per_step=4)

@@ -64,6 +64,7 @@ from pipelinerl.errors import RecipeError, UserError, did_you_mean
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.section import Section
+from pipelinerl.staleness import AUTO
 from pipelinerl.system.files import from_home, working_directory, write_private
 from trainer_contract.types import Device
 
@@ -423,8 +424,8 @@ def to_table(config: RunConfig, *, without_defaults: bool = False) -> dict[str, 
     table: dict[str, Any] = plain(config.model_dump(mode="python", exclude_defaults=without_defaults))
     bounds = config.staleness.bounds
     k = bounds.k if math.isinf(bounds.k) else int(bounds.k)
-    kept = {name: value for name, value in table.get("staleness", {}).items() if name != "preset"}
-    table["staleness"] = kept | {"j": bounds.j, "k": k}
+    kept = {name: value for name, value in table.get("staleness", {}).items() if name != "mode"}
+    table["staleness"] = kept | {"j": AUTO if config.staleness.auto_j else bounds.j, "k": k}
     return table
 
 

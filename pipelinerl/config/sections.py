@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -24,7 +24,7 @@ from pipelinerl.enums import (
 )
 from pipelinerl.errors import RecipeError, did_you_mean
 from pipelinerl.section import Section
-from pipelinerl.staleness import PRESETS, StalenessBounds
+from pipelinerl.staleness import AUTO, MODES, StalenessBounds
 from pipelinerl.system.files import from_home
 from pipelinerl.types import Sampling
 from trainer_contract.types import Device, HeadPrecision, Kernels, OptimizerSpec, Precision, Rounding, WeightDType
@@ -235,11 +235,11 @@ class TrainerSection(Section):
 
 
 class StalenessSection(Section):
-    """Staleness bounds in versions (RLAX §3.1): j for engines' weights, k for trained tokens; by preset or number."""
+    """Staleness bounds in versions (RLAX §3.1): j for engines' weights, k for trained tokens; by mode or number."""
 
-    preset: str | None = None
-    """Name of a pair (j, k); by default `pipeline`."""
-    j: int | None = None
+    mode: str | None = None
+    """Name of a pair (j, k), or `auto`, the default: the run chooses j and the lag that it holds, at most k = 64."""
+    j: int | Literal["auto"] | None = None
     """Engines receive new weights when they are j versions behind the trainer; a knob while the run is live."""
     k: float | None = Field(default=None, allow_inf_nan=True)
     """The largest age of a trained token in versions, `inf` for no limit; a knob while the run is live."""
@@ -253,17 +253,28 @@ class StalenessSection(Section):
 
     @property
     def bounds(self) -> StalenessBounds:
-        """The bounds (j, k); a j or k given here overrides that of the preset."""
-        base = PRESETS[self.preset or "pipeline"]
-        return StalenessBounds(base.j if self.j is None else self.j, base.k if self.k is None else self.k)
+        """The bounds (j, k), with j = 1 if the run chooses it; a j or k given here overrides that of the mode."""
+        base = MODES[self.mode or AUTO]
+        j = self.j if isinstance(self.j, int) else base.j
+        return StalenessBounds(j, base.k if self.k is None else self.k)
+
+    @property
+    def auto_j(self) -> bool:
+        """True if the run chooses j, and whether it keeps any lag at all."""
+        return self.j == AUTO or (self.j is None and self.mode in (None, AUTO))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_preset(cls, table: Any) -> Any:
+        if isinstance(table, Mapping) and "preset" in table:
+            raise ValueError("staleness.preset is called staleness.mode; rename it")
+        return table
 
     @model_validator(mode="after")
     def _resolvable(self) -> Self:
-        if self.preset is not None and self.preset not in PRESETS:
-            raise ValueError(
-                f"staleness.preset must be one of {', '.join(PRESETS)}, got {self.preset!r}"
-                f"{did_you_mean(self.preset, PRESETS)}"
-            )
+        if self.mode is not None and self.mode not in MODES:
+            hint = "; pipeline is called auto" if self.mode == "pipeline" else did_you_mean(self.mode, MODES)
+            raise ValueError(f"staleness.mode must be one of {', '.join(MODES)}, got {self.mode!r}{hint}")
         try:
             _ = self.bounds
         except RecipeError as error:

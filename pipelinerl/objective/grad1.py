@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import ClassVar, Final, Protocol
 
 from pipelinerl.arrays import Array, stop_gradient
-from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
+from pipelinerl.objective.tokens import LAG_LOSS, SYMBOLS, Policy, Tokens, columns_of
 
 
 class Level(StrEnum):
@@ -33,6 +33,11 @@ class PolicyTerm(Protocol):
     def over(self) -> Policy | None:
         """The policy in the denominator of the term's ratio; None if the term holds no ratio."""
         return None
+
+    @property
+    def lag_loss(self) -> float:
+        """κ: the share of a step's learning that lag costs per unit of 1 − ESS, with a ratio to the sampling policy."""
+        return LAG_LOSS
 
     @property
     def level(self) -> Level:

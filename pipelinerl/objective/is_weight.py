@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import ClassVar, Final, Protocol
 
 from pipelinerl.arrays import Array
-from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
+from pipelinerl.objective.tokens import LAG_LOSS, SYMBOLS, Policy, Tokens, columns_of
 
 
 class ImportanceWeight(Protocol):
@@ -27,6 +27,11 @@ class ImportanceWeight(Protocol):
     def denominator(self) -> Policy | None:
         """The policy in the denominator of the ratio; None if the weight holds no ratio."""
         return None
+
+    @property
+    def lag_loss(self) -> float:
+        """κ: the share of a step's learning that lag costs per unit of 1 − ESS, with a ratio to the sampling policy."""
+        return LAG_LOSS
 
     @property
     def of_rollout(self) -> bool:

@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipelinerl.arrays import Array, stop_gradient
+from pipelinerl.enums import OldLogprobs
 from pipelinerl.objective.adv import Advantage
 from pipelinerl.objective.agg import Aggregation
 from pipelinerl.objective.grad1 import PolicyTerm
 from pipelinerl.objective.grad2 import CHOSEN, Regularizer
 from pipelinerl.objective.is_weight import ImportanceWeight
-from pipelinerl.objective.tokens import Tokens
+from pipelinerl.objective.tokens import Policy, Tokens
 from trainer_contract.types import Columns, HeadMeasure
 
 
@@ -63,6 +64,16 @@ class PolicyObjective:
     def reads_whole_rollouts(self) -> bool:
         """True if a term depends on a whole rollout; all segments of a rollout must then be in one micro-batch."""
         return self.grad1.reads_whole_rollouts or self.is_weight.of_rollout
+
+    def lag_loss(self, old: OldLogprobs) -> float | None:
+        """Return κ, the share of a step's learning that lag costs per 1 − ESS; None if nothing corrects for lag.
+
+        A term corrects for lag if its ratio divides by the policy that sampled the tokens. That is the behavior policy,
+        and also `old` unless its log-probs are recomputed with the weights at the start of the step.
+        """
+        samplers = (Policy.BEHAVIOR,) if old is OldLogprobs.RECOMPUTE else (Policy.BEHAVIOR, Policy.OLD)
+        terms = ((self.is_weight, self.is_weight.denominator), (self.grad1, self.grad1.over))
+        return max((term.lag_loss for term, policy in terms if policy in samplers), default=None)
 
     def evaluate(self, logprobs: Array, columns: Columns) -> Array:
         """Return the scalar loss −J of this micro-batch; log-probs [T] and columns must be of one array library."""

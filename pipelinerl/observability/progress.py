@@ -114,6 +114,8 @@ def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> R
         parts.append(_engines(status.fleet.engines))
     if status.evaluating is not None:
         parts.append(Text(_evaluating(status.evaluating), style="dim"))
+    if status.lag:
+        parts.append(Text(visible(status.lag), style="dim"))
     parts += [Text(visible(line), style="dim") for line in server_lines(status)]
     parts += [Text.assemble(("alarm ", "bold red"), visible(alarm)) for alarm in status.alarms]
     if status.restarts:

@@ -306,6 +306,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Active alarms, one sentence each."""
     incidents: tuple[IncidentStatus, ...] = ()
     """What went wrong so far, the most harmful first."""
+    lag: str = ""
+    """The lag that the run holds, what it gains and costs, in a sentence; empty before the first steps."""
     waiting_for: str = ""
     """The condition that blocks the run now; empty if nothing does."""
     restarts: tuple[RestartStatus, ...] = ()

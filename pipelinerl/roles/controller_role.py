@@ -103,7 +103,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
         overdue=config.staleness.overdue,
         no_signal=no_signal,
         oversample=config.curation.oversample if filters else 1.0,
-        corrects_lag=objective.is_weight.numerator is not None or objective.grad1.over is not None,
+        lag_loss=objective.lag_loss(config.training.old_logprobs),
         cooldown={domain.name: domain.cooldown or config.curation.cooldown for domain in config.domains},
         elastic=elastic_of(config),
         checkpoint_interval_steps=config.checkpoint.interval_steps,

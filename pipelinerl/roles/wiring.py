@@ -155,6 +155,15 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
     read = "old_logprobs" in passes or config.training.target_kl is not None
     if config.training.old_logprobs is not OldLogprobs.RECOMPUTE and not read:
         yield "training.old_logprobs: the objective reads none; remove it"
+    if (
+        config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS
+        and config.staleness.k is None
+        and config.staleness.auto_j
+    ):
+        yield (
+            "staleness.k must be given with training.old_logprobs = sampling_weights, since the weights of the last k "
+            "versions are kept; 8 is usual"
+        )
     pair = {getattr(weight, name, None) for name in ("numerator", "denominator")}
     if config.training.old_logprobs is OldLogprobs.BEHAVIOR and pair == {Policy.OLD, Policy.BEHAVIOR}:
         yield (
@@ -167,7 +176,7 @@ def knobs_of(config: RunConfig) -> Knobs:
     """Return the knobs (settings that may change while the run is live) with the recipe's initial values."""
     bounds = config.staleness.bounds
     return Knobs(
-        j=bounds.j,
+        j=None if config.staleness.auto_j else bounds.j,
         k=bounds.k,
         temperature=config.sampling.temperature,
         learning_rate=config.optimizer.learning_rate,

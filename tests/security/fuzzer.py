@@ -40,7 +40,7 @@ BODIES: Final[dict[str, tuple[Any, ...]]] = {
         _VERSION | {"phase": "commit", "digest": "0" * 32, "timeout_s": 0.05},
         _VERSION | {"phase": "abort"},
     ),
-    "/knobs": ({"j": 1, "k": 4}, {"temperature": 0.7, "learning_rate": 1e-3}, {"preset": "rlax"}),
+    "/knobs": ({"j": 1, "k": 4}, {"temperature": 0.7, "learning_rate": 1e-3}, {"mode": "rlax"}),
     "/engines": ({"url": "http://127.0.0.1:9", "incarnation": "1", "name": "engine-7", "type": "torch"},),
     "/engines/drain": ({"engine": "engine-7", "grace_s": 1.0},),
     "/engines/request": ({"type": "torch", "count": 1, "replaces": "", "grace_s": 1.0},),

@@ -139,7 +139,7 @@ async def test_controller_ignores_its_whole_journal_if_one_entry_is_unreadable(e
 
 @pytest.mark.parametrize(
     "body",
-    [b'{"j": 1' + b"0" * 30 + b"}", b'{"j": 1' + b"0" * 30 + b', "preset": "rlax"}', b'{"k": 1' + b"0" * 400 + b"}"],
+    [b'{"j": 1' + b"0" * 30 + b"}", b'{"j": 1' + b"0" * 30 + b', "mode": "rlax"}', b'{"k": 1' + b"0" * 400 + b"}"],
 )
 async def test_knob_is_not_changed_if_its_new_value_cannot_be_written_to_the_journal(run: Running, body: bytes) -> None:
     before = run.controller.state.knobs

@@ -11,6 +11,7 @@ from typing import Any, Final
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.controller.state.knobs import Knobs
+from pipelinerl.controller.state.lag import UNPRICED
 from pipelinerl.engines.http.engine_teacher import TEACHER_TOKEN, EngineTeacher
 from pipelinerl.engines.http.openai_client import models_at
 from pipelinerl.enums import OldLogprobs, Overdue
@@ -150,7 +151,13 @@ def mini_batch_finding(config: RunConfig) -> str | None:
 
 
 def _staleness(config: RunConfig, knobs: Knobs) -> str:
-    bounds = f"j = {knobs.j}, k = {knobs.k:g}, {knobs.groups_in_flight} groups in flight"
+    held = f"j = {knobs.j}"
+    if knobs.j is None:
+        objective = objective_of(config)
+        held = "auto: the run chooses j and the lag that it holds"
+        if objective.lag_loss(config.training.old_logprobs) is None:
+            held = f"auto: {UNPRICED}"
+    bounds = f"{held}, k = {knobs.k:g}, {knobs.groups_in_flight} groups in flight"
     if len(config.trained_domains) == 1 or config.staleness.overdue is Overdue.WAIT or math.isinf(knobs.k):
         return bounds
     return (
@@ -178,7 +185,7 @@ def _weight_history(config: RunConfig, knobs: Knobs) -> str:
     Rollouts of the last k versions may be trained on, and only every j-th version is published.
     """
     each = sum(file.stat().st_size for file in weight_files(config.model.resolved)) / 2**20
-    versions = math.ceil(knobs.k / knobs.j)
+    versions = math.ceil(knobs.k / (knobs.j or 1))
     return (
         f"{versions} versions of the weights, {versions * each:,.0f} MiB of the trainer's host memory and of each "
         f"checkpoint ({knobs.k * each:,.0f} MiB at most, if engines join at every step)"

@@ -62,6 +62,7 @@ from pipelinerl.controller.state.inputs_and_effects import (
 )
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange
+from pipelinerl.controller.state.lag import UNPRICED, StepFigures, largest_j
 from pipelinerl.controller.state.reward_history import RewardHistory
 from pipelinerl.controller.state.run_state import (
     OVERSAMPLED,
@@ -285,13 +286,13 @@ class Controller:
         # one call may issue thousands more.
         account, group_size = self.state.account, self.state.knobs.max_group_size
         out, rollouts = account.in_flight, account.rollouts_in_flight(group_size)
-        while out < self.settings.max_groups and self.state.knobs.bounds.may_issue(
+        while out < self.settings.max_groups and self.state.bounds.may_issue(
             current=self.state.version,
             loaded=loaded,
             queued=self._expected_rollouts(out, rollouts),
             per_step=self.state.knobs.rollouts_per_step,
             sampled_at_once=self._sampled_at_once,
-            ahead=self.state.ahead.steps,
+            ahead=1.0 if self._takes_turns else self.state.lag.steps,
         ):
             index = self.state.account.next_index()
             order = self._orders.training(
@@ -323,31 +324,50 @@ class Controller:
         """Estimate how many of the `rollouts` in flight (from `out` prompt orders) will be trained and not filtered."""
         knobs, most = self.state.knobs, self.settings.oversample
         if most is None:
-            most = OVERSAMPLED if knobs.k > knobs.j else 1.0
+            most = OVERSAMPLED if knobs.k > (knobs.j or 1) else 1.0
         waiting = int(self.state.trainer.last_step.get("waiting_groups", 0))
         groups = self.state.filtered_share.expected(out, waiting=waiting, most=most)
         return rollouts * groups // out if out else 0
 
-    def _note_supply(self, figures: Mapping[str, float], queued: int) -> None:
-        """Adapt the number of steps whose rollouts are kept in flight (`StepsAhead`) after a training step.
+    def _note_lag(self, figures: Mapping[str, float], queued: int) -> None:
+        """Adapt the lag (`LagRule`) after a training step.
 
-        Do nothing while an evaluation takes part of the engines, since it makes the trainer wait.
+        The rule rests while an evaluation takes part of the engines, since it makes the trainer wait, while an engine
+        joins, and in the step after.
         """
-        if self.state.evaluations.current is not None:
+        state, knobs, lag = self.state, self.state.knobs, self.state.lag
+        if self._takes_turns:
             return
-        version, knobs = self.state.version, self.state.knobs
-        most = knobs.bounds.most_in_flight(
-            current=version, loaded=version, per_step=knobs.rollouts_per_step, sampled_at_once=self._sampled_at_once
+        if state.evaluations.current is not None or state.fleet.without_weights():
+            lag.pause()
+            return
+        per_step, step_s = knobs.rollouts_per_step, max(figures.get("step_s", 0.0), 1e-9)
+        most = state.bounds.most_in_flight(
+            current=0, loaded=0, per_step=per_step, sampled_at_once=self._sampled_at_once
         )
-        left_over = int(figures.get("waiting_groups", 0)) * knobs.max_group_size
-        self.state.ahead.note_step(
-            left_over=left_over / knobs.rollouts_per_step,
-            waited=figures.get("wait_s", 0.0) / max(figures.get("step_s", 0.0), 1e-9),
-            most=most / knobs.rollouts_per_step,
-            queued=queued / knobs.rollouts_per_step,
-            ess=figures.get("ess") if self.settings.corrects_lag else None,
+        step = StepFigures(
+            waited=figures.get("wait_s", 0.0) / step_s,
+            held=figures.get("publish_wait_s", 0.0) / step_s,
+            left_over=int(figures.get("waiting_groups", 0)) * knobs.max_group_size / per_step,
+            queued=queued / per_step,
+            ess=None if self.settings.lag_loss is None else figures.get("ess"),
             age=figures.get("staleness_mean"),
+            sampling=max((each.verified - each.claimed for each in state.watched.stages), default=0.0) / step_s,
         )
+        most_j = largest_j(knobs.k) if knobs.j is None else 1
+        lag.note_step(step, most=most / per_step, most_j=most_j, loss=self.settings.lag_loss or 0.0)
+
+    def lag_sentence(self) -> str:
+        """Return a sentence for users on the lag that the run holds, and why; empty before the first steps."""
+        knobs = self.state.knobs
+        if self._takes_turns:
+            return f"lag 1, {UNPRICED}"
+        return self.state.lag.why(k=knobs.k, j=knobs.j, is_priced=self.settings.lag_loss is not None)
+
+    @property
+    def _takes_turns(self) -> bool:
+        """True if the run is on policy because nothing in the objective corrects for lag, and the user sets no j."""
+        return self.state.knobs.j is None and self.settings.lag_loss is None
 
     @property
     def _sampled_at_once(self) -> int:
@@ -392,7 +412,7 @@ class Controller:
         trainer.first_version = state.version
         trainer.training_since = now
         trainer.publications = []
-        state.ahead.any_trained = False
+        state.lag.any_trained = False
         return [
             Record("trainer_ready", {"epoch": state.epoch, "model_version": state.version}),
             # The checkpoint does not know yet that the run has returned to it: save it again.
@@ -408,10 +428,10 @@ class Controller:
             trained=report.consumed.trained - before.trained, filtered=report.consumed.filtered - before.filtered
         )
         self.state.trainer.last_step = report.stats
-        self._note_supply(report.stats, queued)
+        self._note_lag(report.stats, queued)
         self.state.cooldown.note(report.solved, self.settings.cooldown, version=self.state.version)
         self.state.failing.refused_groups = self.state.failing.too_long_groups = 0
-        effects = step_taken(self.state, report, now=now) + collapse.guard(self.state, now=now)
+        effects = step_taken(self.state, report, lag=self.lag_sentence(), now=now) + collapse.guard(self.state, now=now)
         if self.state.rewind.to is not None and report.model_version > self.state.rewind.decided_at:
             self.state.rewind.to = None
             effects.append(Record("rewind_failed", {"step": self.state.version, "reason": "no checkpoint is older"}))

@@ -52,7 +52,7 @@ def publication_due(state: RunState, settings: ControllerSettings, *, again: boo
     oldest = min((version for version in loaded.values() if version >= 0), default=state.version)
     evaluation_waits = state.evaluations.due is not None and state.evaluations.current is None
     evaluation_waits = evaluation_waits and settings.evaluation.pin is not Pin.NONE
-    if state.knobs.bounds.reload_due(current=state.version, loaded=oldest):
+    if state.bounds.reload_due(current=state.version, loaded=oldest):
         return sorted(state.fleet.to_update())
     if evaluation_waits and oldest < state.version:
         return sorted(state.fleet.to_update())

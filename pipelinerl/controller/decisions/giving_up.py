@@ -262,11 +262,7 @@ def _untrained(state: RunState) -> str:
 def _outdated(state: RunState) -> str:
     """Explain that no prompts are issued, if the engines' weights are too old for the staleness bound k; else empty."""
     loaded, k = state.fleet.oldest_loaded(), state.knobs.k
-    if (
-        state.account.in_flight
-        or loaded is None
-        or state.knobs.bounds.accepts(producing=state.version + 1, oldest=loaded)
-    ):
+    if state.account.in_flight or loaded is None or state.bounds.accepts(producing=state.version + 1, oldest=loaded):
         return ""
     return (
         f"; engines serve version {loaded}, too old for k = {k:g}: the trainer has to publish version {state.version}"

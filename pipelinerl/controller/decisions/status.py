@@ -53,6 +53,7 @@ def run_status(
         knobs=state.knobs.to_json(),
         alarms=tuple(state.watched.alarms.values()),
         waiting_for=waiting_for(state, now=now),
+        lag=controller.lag_sentence(),
         trainer=_trainer(state, now=now),
         still_s=now - state.watchdog.moved_at if state.watchdog.moved_at else 0.0,
         elapsed_s=elapsed_s,

@@ -84,18 +84,19 @@ class Alarm:
         return Record("alarm", {"alarm": self.kind, "domain": self.domain, "step": step, "what": self.what})
 
 
-def step_taken(state: RunState, report: StepDone, *, now: float) -> list[Effect]:
-    """Return the step's event, and the events of alarms that it raises or clears."""
+def step_taken(state: RunState, report: StepDone, *, lag: str, now: float) -> list[Effect]:
+    """Return the step's event, with the sentence `lag`, and the events of alarms that it raises or clears."""
     version, watched = report.model_version, state.watched
     watched.by_domain = _by_domain(state, report.by_domain)
     watched.by_tag = report.by_tag
     by = {"by_domain": watched.by_domain, "by_tag": watched.by_tag}
     several = {"updates": report.updates} if report.updates else {}
     step = {"step": version, "model_version": version, "orders": report.orders}
+    ahead = {"lag": lag, "lag_cost": state.lag.cost, "steps_ahead": state.lag.steps, "j": state.bounds.j}
     stages, watched.stages = msgspec.to_builtins(watched.stages), []
     _remember(state, report)
     return [
-        Record("step", step | report.stats | several | by | {"stages": stages}),
+        Record("step", step | report.stats | several | by | ahead | {"stages": stages}),
         *_alarms(state, step=version, now=now),
     ]
 

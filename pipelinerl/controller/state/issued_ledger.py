@@ -8,7 +8,6 @@ raises an error if more orders ended than were issued.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Self
@@ -176,101 +175,6 @@ class IssuedLedger:
         if index < self.cursor and not (is_consumed or index in self.failed or index in self.outdated):
             outcome.add(index)
             self.sent.pop(index, None)
-
-
-#: The least price of one more version of lag, as a share of a step: waits below it are left alone.
-LEAST_PRICE: Final = 0.03
-#: Observed steps before the number grows, and before it shrinks.
-_STEPS_TO_GROW: Final = 2
-_STEPS_TO_SHRINK: Final = 4
-#: Half-life of the estimated cost of lag, in steps.
-_COST_HALF_LIFE: Final = 8
-#: A policy term or weight with a truncated or clipped ratio loses this many times 1 − ESS of a step per version of lag
-#: (fits to recorded runs: 1.1 to 3.9).
-LOSS_PER_ESS: Final = 1.5
-
-
-class StepsAhead(msgspec.Struct, kw_only=True):
-    """The number A of steps whose rollouts are kept in flight: as many as pay for themselves.
-
-    More let the trainer wait less, and make rollouts older. The least number is two: the step that trains and the next
-    one. After each change, the orders that it caused need about A steps to be trained, so the rule rests for 0.8 A
-    steps and then looks at new ones. As long as it has only grown since the run began, it rests for A/4 steps:
-
-        queue longer than ¾ of a step                A shrinks: orders would only age, whichever part is slow later
-        trainer waits for more than the price p      A − 1 grows by 1 / (1 − excess), unless orders queue in engines
-        groups left over in each of four steps       A shrinks by the fewest groups left over
-        waits below p/2 where lag is dear            A shrinks by a tenth
-
-    The price p of one more version follows the cost c of a version of lag, as a share of a step's learning. c is
-    estimated from the effective sample size (ESS) of the importance weights and the mean age of the trained tokens.
-    Without importance weights, ESS cannot show what lag costs; then p stays at its least.
-    """
-
-    steps: float = 2.0
-    cost: float = 0.01
-    """c: the share of a step's learning that one version of lag costs."""
-    rest: int = 0
-    """Steps that are not looked at, since their orders were issued before the last change."""
-    waited: list[float] = []
-    """The trainer's wait for each observed step, divided by the step's duration, without each trainer's first step."""
-    left_over: list[float] = []
-    """For each observed step, the complete groups that it left over, divided by the groups per step."""
-    cold: bool = True
-    """True until four steps in a row gave no reason to grow."""
-    any_trained: bool = False
-    """True once the current trainer has taken a step."""
-
-    @property
-    def price(self) -> float:
-        """The share of a step that the trainer may wait before one more step in flight pays."""
-        return max(LEAST_PRICE, self.cost / max(0.2, 1 - self.cost * (self.steps - 1)))
-
-    def note_step(
-        self,
-        *,
-        left_over: float,
-        waited: float,
-        most: float,
-        queued: float = 0.0,
-        ess: float | None = None,
-        age: float | None = None,
-    ) -> None:
-        """Adapt `steps`, at most to `most`, after a step.
-
-        Args:
-            left_over: the groups that the step left over, divided by the groups per step.
-            waited: the trainer's wait, divided by the step's duration.
-            queued: the fewest rollouts at any time of the step that no engine had begun, divided by those of a step.
-            ess: effective sample size of the step's importance weights, from 0 to 1; None without such weights.
-            age: mean staleness of the step's tokens in versions, 1 on policy; None if unknown.
-        """
-        if not self.any_trained:  # the first step waited for everything to start
-            self.any_trained = True
-            return
-        if ess is not None and age is not None and age > 1.2:
-            cost = LOSS_PER_ESS * (1 - ess) / max(age - 1, 0.5)
-            self.cost += (1 - 0.5 ** (1 / _COST_HALF_LIFE)) * (cost - self.cost)
-        if self.rest > 0:
-            self.rest -= 1
-            return
-        self.waited.append(min(waited, 1.0))
-        self.left_over.append(left_over)
-        seen, before = len(self.waited), self.steps
-        wait = sum(self.waited) / seen
-        most = min(most, max(2.0, (1 + self.cost) / (2 * self.cost)))
-        if queued > 0.75:
-            self.steps -= min(0.5, queued - 0.5)
-        elif wait > self.price and queued <= 0.25 and seen >= (1 if self.cold else _STEPS_TO_GROW):
-            self.steps = 1 + (self.steps - 1) / (1 - min(0.5, wait - self.price))
-        elif seen >= _STEPS_TO_SHRINK:
-            self.cold = False
-            is_dear = self.price > LEAST_PRICE and wait < self.price / 2
-            self.steps -= max(min(self.left_over), 0.1 if is_dear else 0.0)
-            self.waited, self.left_over = [], []
-        self.steps = max(2.0, min(self.steps, most))
-        if self.steps != before:
-            self.rest, self.waited, self.left_over = math.ceil((0.25 if self.cold else 0.8) * self.steps), [], []
 
 
 #: Half-life of the decayed counts of trained and filtered orders, in orders.

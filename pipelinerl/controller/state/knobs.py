@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.enums import COLDEST, HOTTEST
 from pipelinerl.errors import RecipeError, did_you_mean
-from pipelinerl.staleness import PRESETS, StalenessBounds
+from pipelinerl.staleness import AUTO, MODES, StalenessBounds
 
 _FIXED: Final = frozenset({"group_sizes", "max_groups", "k_finite"})
 #: Knobs that are tables of integers by engine type; only elastic runs use them.
@@ -32,7 +32,8 @@ MOST_ENGINES: Final = 4096
 class Knobs:
     """Settings that may change while the run is live; `group_sizes` and the fields after it only serve validation."""
 
-    j: int
+    j: int | None
+    """None: the run chooses j, and whether it keeps any lag at all."""
     k: float
     temperature: float
     learning_rate: float
@@ -52,7 +53,7 @@ class Knobs:
     """True if k must be finite, since the trainer keeps the weights of every version that a rollout may come from."""
 
     def __post_init__(self) -> None:
-        StalenessBounds(self.j, self.k)
+        StalenessBounds(self.j or 1, self.k)
         if self.k_finite and math.isinf(self.k):
             raise RecipeError(
                 "staleness.k must be a number with training.old_logprobs = sampling_weights, got inf: the weights of "
@@ -69,7 +70,7 @@ class Knobs:
         for name, value in positive.items():
             if not (value > 0 and math.isfinite(value)):
                 raise RecipeError(f"{name} must be a positive number, got {value}")
-        for name, value in (positive | {"j": self.j, "k": self.k}).items():
+        for name, value in (positive | {"j": self.j or 1, "k": self.k}).items():
             if value > LARGEST and not (name == "k" and math.isinf(value)):
                 raise RecipeError(f"{name} must be at most {LARGEST}, got {value:g}")
         if not COLDEST <= self.temperature <= HOTTEST:
@@ -103,11 +104,6 @@ class Knobs:
             )
 
     @property
-    def bounds(self) -> StalenessBounds:
-        """The staleness bounds in versions: engines reload when j behind, and rollouts older than k are not trained."""
-        return StalenessBounds(self.j, self.k)
-
-    @property
     def groups_per_step(self) -> int:
         """The number of groups in a step; an average if group sizes differ."""
         return groups_of_step(self.rollouts_per_step, self.group_sizes, self.domain_weights)
@@ -120,15 +116,17 @@ class Knobs:
     def patched(self, changes: Mapping[str, Any]) -> Self:
         """Return these knobs with `changes` applied, validated as a whole.
 
-        `preset` sets j and k together; k may be the string `inf`. `domain_weights.<domain>` sets one weight, a table
-        `domain_weights` several. Raises RecipeError for an unknown knob or a wrong type, or if a run cannot use these
-        values.
+        `mode` sets j and k together; j may be the string `auto`, k the string `inf`. `domain_weights.<domain>` sets one
+        weight, a table `domain_weights` several. Raises RecipeError for an unknown knob or a wrong type, or if a run
+        cannot use these values.
         """
         values: dict[str, Any] = {}
         for name, value in changes.items():
             table, _, row = name.partition(".")
-            if name == "preset":
-                values.update(_preset(value))
+            if name == "mode":
+                values.update(_mode(value))
+            elif name == "j" and value == AUTO:
+                values["j"] = None
             elif table == "domain_weights" or (table in _LIMITS and getattr(self, table)):
                 values[table] = values.get(table, getattr(self, table)) | self._rows(
                     table, {row: value} if row else value
@@ -149,13 +147,14 @@ class Knobs:
         return self.patched(changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; an infinite k becomes the string `inf`, since JSON has no infinity."""
+        """Return plain values; a j that the run chooses becomes `auto`, and an infinite k `inf`, as in `patched`."""
         values = asdict(self)
         for name in _FIXED:
             del values[name]
         for name in _LIMITS:
             if not values[name]:
                 del values[name]
+        values["j"] = self.j or AUTO
         values["k"] = "inf" if math.isinf(self.k) else int(self.k)
         return values
 
@@ -176,7 +175,7 @@ class Knobs:
         changeable = {name for name in (field.name for field in fields(self)) if name not in (*_FIXED, *_LIMITS)}
         if name not in changeable:
             raise RecipeError(
-                f"unknown knob {short(name)}; knobs are {', '.join(sorted(changeable))} and preset"
+                f"unknown knob {short(name)}; knobs are {', '.join(sorted(changeable))} and mode"
                 f"{did_you_mean(name, changeable)}"
             )
         number = _number(name, value, whole=name in _WHOLE)
@@ -195,10 +194,10 @@ def _number(name: str, value: Any, *, whole: bool = False) -> float:
     return number
 
 
-def _preset(name: Any) -> dict[str, Any]:
-    if not isinstance(name, str) or name not in PRESETS:
-        raise RecipeError(f"preset must be one of {', '.join(PRESETS)}, got {short(name)}{did_you_mean(name, PRESETS)}")
-    return {"j": PRESETS[name].j, "k": PRESETS[name].k}
+def _mode(name: Any) -> dict[str, Any]:
+    if not isinstance(name, str) or name not in MODES:
+        raise RecipeError(f"mode must be one of {', '.join(MODES)}, got {short(name)}{did_you_mean(name, MODES)}")
+    return {"j": None if name == AUTO else MODES[name].j, "k": MODES[name].k}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

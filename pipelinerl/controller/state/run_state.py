@@ -18,8 +18,9 @@ from pipelinerl.config.sections import ElasticSection, RunSection
 from pipelinerl.controller.state.cooldown import Cooldown
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationPlan, EvaluationResult
 from pipelinerl.controller.state.fleet import Fleet
-from pipelinerl.controller.state.issued_ledger import FilteredShare, IssuedLedger, StepsAhead
+from pipelinerl.controller.state.issued_ledger import FilteredShare, IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange, Knobs
+from pipelinerl.controller.state.lag import LagRule
 from pipelinerl.controller.state.reward_history import RewardHistory
 from pipelinerl.enums import NoSignal, Overdue, StalenessScope
 from pipelinerl.messages import (
@@ -31,6 +32,7 @@ from pipelinerl.messages import (
     TrainerReady,
     VerifierFigures,
 )
+from pipelinerl.staleness import StalenessBounds
 from pipelinerl.types import DomainSampling, Quota, Sampling
 
 
@@ -316,7 +318,7 @@ class RunState(msgspec.Struct, kw_only=True):
     loaded_from: list[tuple[int, int]] = []
     """(order, version), oldest first: when orders from `order` on were issued, engines had `version` or newer."""
     filtered_share: FilteredShare = msgspec.field(default_factory=FilteredShare)
-    ahead: StepsAhead = msgspec.field(default_factory=StepsAhead)
+    lag: LagRule = msgspec.field(default_factory=LagRule)
     cooldown: Cooldown = msgspec.field(default_factory=Cooldown)
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     engine_requests: list[EngineRequest] = []
@@ -335,6 +337,12 @@ class RunState(msgspec.Struct, kw_only=True):
     watchdog: Watchdog = msgspec.field(default_factory=Watchdog)
     watched: WatchedSteps = msgspec.field(default_factory=WatchedSteps)
     rewind: Rewind = msgspec.field(default_factory=Rewind)
+
+    @property
+    def bounds(self) -> StalenessBounds:
+        """The staleness bounds in versions: engines reload when j behind, and rollouts older than k are not trained."""
+        j = self.knobs.j or int(min(self.lag.j, self.knobs.k))
+        return StalenessBounds(j, self.knobs.k)
 
     def live_actors(self, now: float) -> list[ActorAlive]:
         """Return the last heartbeats of all actors that are not silent."""
@@ -393,6 +401,7 @@ class RunState(msgspec.Struct, kw_only=True):
             "knobs": self.knobs.to_json(),
             "first_domain_weights": self.first_domain_weights,
             "filtered_share": msgspec.to_builtins(self.filtered_share),
+            "lag": msgspec.to_builtins(self.lag),
             "cooldown": msgspec.to_builtins(self.cooldown),
             "quotas": [list(quota) for quota in self.quotas],
             "knob_log": [msgspec.to_builtins(change) for change in self.knob_log],
@@ -411,6 +420,7 @@ class RunState(msgspec.Struct, kw_only=True):
         self.knob_log = [KnobChange(**change) for change in record["knob_log"]]
         self.first_domain_weights = record.get("first_domain_weights", self.first_domain_weights)
         self.filtered_share = msgspec.convert(record.get("filtered_share", {}), FilteredShare)
+        self.lag = msgspec.convert(record.get("lag", {}), LagRule)
         self.cooldown = msgspec.convert(record.get("cooldown", {}), Cooldown)
         self.quotas = [Quota(*quota) for quota in record.get("quotas", ())]
         self.knobs = recipe.with_live(self.knob_log)
@@ -516,8 +526,8 @@ class ControllerSettings:
     """The treatment of groups that are still being sampled at their last admissible step."""
     oversample: float | None = 1.0
     """The most orders issued per order that is expected to train; None: `OVERSAMPLED` while k > j, otherwise 1."""
-    corrects_lag: bool = False
-    """True if the objective has importance weights or a policy ratio, whose sample size shows what lag costs."""
+    lag_loss: float | None = None
+    """κ of the objective (`PolicyObjective.lag_loss`); None if nothing in it corrects for lag."""
     cooldown: Mapping[str, CooldownSection] = field(default_factory=dict)
     elastic: ElasticSection | None = None
     """The rule for scaling the number of engines automatically; None: only operators change it."""

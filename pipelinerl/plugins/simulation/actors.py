@@ -17,6 +17,9 @@ from typing import Any
 from pipelinerl.plugins.simulation.engine import SimulatedGroup
 from pipelinerl.plugins.simulation.hardware import ControlTimes
 
+#: Outstanding answers of a lost engine, so that every other engine has fewer.
+_LOST = 2**40
+
 
 @dataclass(slots=True)
 class Agenda:
@@ -113,6 +116,10 @@ class SimulatedActors:
         """Send a new request for those answers of a group that a weight update has aborted."""
         self._let_go(group)
         self._request(group)
+
+    def lose(self, place: int) -> None:
+        """Send no more requests to the engine at `place`."""
+        self._outstanding[place] += _LOST
 
     def answered(self, group: SimulatedGroup) -> None:
         """Have the group's answers judged: an engine has finished all of them."""

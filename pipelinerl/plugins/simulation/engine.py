@@ -172,6 +172,11 @@ class SimulatedEngine:
             heapq.heapify(self._rows)
             self._step_s = self._decode_s()
 
+    def groups(self) -> list[SimulatedGroup]:
+        """Return the groups of which answers wait or decode, oldest first."""
+        groups = {group.index: group for group in [*self._waiting, *(row[3] for row in self._rows)]}
+        return [groups[index] for index in sorted(groups)]
+
     def plan(self, now: float) -> float | None:
         """Return the time of the next event if nothing changes before; None if the engine is idle."""
         self.stamp += 1

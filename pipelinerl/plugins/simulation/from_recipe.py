@@ -18,13 +18,21 @@ from pipelinerl.observability.samples.reading import read_samples
 from pipelinerl.observability.samples.record import SampleKind
 from pipelinerl.plugins.simulation.calibration import ObservedRun
 from pipelinerl.plugins.simulation.setting import LengthLaw, ObservedLengths, SimulatedSetting
+from pipelinerl.roles.wiring import objective_of
+from pipelinerl.staleness import MODES
 
 #: Maximum number of recorded answers whose lengths form the distribution of answer lengths.
 _MOST_LENGTHS: Final = 20_000
 
 
 def setting_of(
-    config: RunConfig, *, lengths: LengthLaw, prompt_tokens: int, filtered: float = 0.0, steps: int | None = None
+    config: RunConfig,
+    *,
+    lengths: LengthLaw,
+    prompt_tokens: int,
+    filtered: float = 0.0,
+    lag_cost: float | None = None,
+    steps: int | None = None,
 ) -> SimulatedSetting:
     """Return the settings of a recipe on which the timing of the simulated run depends.
 
@@ -32,7 +40,10 @@ def setting_of(
         RecipeError: the recipe has a setting that the simulator does not support.
     """
     _refuse_unknown(config)
-    bounds, no_signal = config.staleness.bounds, config.training.no_signal or no_signal_of(config.objective)
+    bounds, auto_j = config.staleness.bounds, config.staleness.auto_j
+    if auto_j and objective_of(config).lag_loss(config.training.old_logprobs) is None:
+        bounds, auto_j = MODES["on_policy"], False
+    no_signal = config.training.no_signal or no_signal_of(config.objective)
     drops = no_signal is NoSignal.FILTER or config.curation.filter is not None
     oversample = config.curation.oversample or (OVERSAMPLED if bounds.k > bounds.j else 1.0)
     return SimulatedSetting(
@@ -54,6 +65,8 @@ def setting_of(
         oversample=oversample if drops else 1.0,
         filtered=filtered if drops else 0.0,
         seed=config.run.seed,
+        auto_j=auto_j,
+        lag_cost=lag_cost,
     )
 
 
@@ -68,6 +81,7 @@ def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
         lengths=lengths_of(run_dir),
         prompt_tokens=_prompt_tokens(run_dir, events),
         filtered=_filtered(events),
+        lag_cost=next((float(step["lag_cost"]) for step in reversed(tell(events).steps) if "lag_cost" in step), None),
     )
     return ObservedRun(events=events, setting=setting)
 

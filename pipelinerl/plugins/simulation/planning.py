@@ -26,7 +26,7 @@ from pipelinerl.plugins.simulation.published import (
     mean_context,
     published_hardware,
 )
-from pipelinerl.plugins.simulation.setting import FixedLengths, HeavyTailedLengths, LengthLaw
+from pipelinerl.plugins.simulation.setting import USUAL_COST, FixedLengths, HeavyTailedLengths, LengthLaw
 from pipelinerl.plugins.simulation.simulator import simulate
 
 #: Default number of steps of a simulated run.
@@ -45,6 +45,8 @@ class Basis:
     """Lengths of answers in the format of `--lengths`, or empty; if given, `lengths` is ignored."""
     prompt_tokens: int = 0
     filtered: float = 0.0
+    lag_cost: float | None = None
+    """c, as the last step of a run estimated it; None if no run was given."""
     checks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
@@ -94,6 +96,7 @@ def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
         lengths=setting.lengths,
         prompt_tokens=setting.prompt_tokens,
         filtered=setting.filtered,
+        lag_cost=setting.lag_cost,
         checks=checks,
     )
 
@@ -129,7 +132,12 @@ def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis
         if lengths is None:
             raise UserError("the lengths of answers are not known: give --lengths, such as --lengths heavy:400,0.9")
         setting = setting_of(
-            config, lengths=lengths, prompt_tokens=basis.prompt_tokens, filtered=basis.filtered, steps=steps
+            config,
+            lengths=lengths,
+            prompt_tokens=basis.prompt_tokens,
+            filtered=basis.filtered,
+            lag_cost=USUAL_COST if basis.lag_cost is None else basis.lag_cost,
+            steps=steps,
         )
         hardware = basis.hardware
         if isinstance(hardware, PublishedHardware):
@@ -211,6 +219,9 @@ _COLUMNS: Final = (
     ("rows", "rows", ",.0f"),
     ("staleness", "staleness_mean", ".1f"),
     ("discarded", "discarded", ".1%"),
+    ("steps in flight", "ahead", ".1f"),
+    ("j", "j", "d"),
+    ("a step teaches", "learning", ".0%"),
 )
 _COST: Final = (("per hour", "cost_per_hour", ",.2f"), ("per 10⁶ tokens", "cost_per_million_tokens", ",.3g"))
 _STYLE: Final = """

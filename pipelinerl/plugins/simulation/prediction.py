@@ -26,6 +26,8 @@ class SimulatedStep(NamedTuple):
     publish_wait_s: float
     staleness: Mapping[int, int]
     """Rollouts by age, in versions between their oldest token and the version that the step made."""
+    learning: float = 1.0
+    """What the step teaches, as a share of what it would teach on policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,9 @@ class Prediction:
         engine_idle: share of the engines' time in which they have no rows.
         staleness: shares of the trained rollouts, by age in versions.
         discarded: share of wasted tokens d / (d + t): d tokens in sampled groups too old to train on, t trained tokens.
+        learning: what a step teaches, as a share of what it would teach on policy; 1 if the cost of lag is unknown.
+        ahead: steps whose rollouts are in flight, and `j` the versions between publications, at the end of the run.
+        mean_length: mean length of the trained answers in tokens.
         order_s: mean time from the order for a group until the group is trained or dropped.
         cost_per_hour, cost_per_step, cost_per_million_tokens: 0 if prices are unknown.
     """
@@ -73,6 +78,10 @@ class Prediction:
     staleness: Mapping[int, float]
     staleness_mean: float
     discarded: float
+    learning: float
+    ahead: float
+    j: int
+    mean_length: float
     order_s: float
     in_flight: float
     account: Account

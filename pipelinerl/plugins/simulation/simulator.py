@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from pipelinerl import rng
 from pipelinerl.actor.freshness import can_be_fresh
-from pipelinerl.controller.state.issued_ledger import FilteredShare, StepsAhead
+from pipelinerl.controller.state.issued_ledger import FilteredShare
+from pipelinerl.controller.state.lag import LagRule, StepFigures, largest_j
+from pipelinerl.objective.tokens import LAG_LOSS
 from pipelinerl.plugins.simulation.actors import Agenda, SimulatedActors, SimulatedTrainer
 from pipelinerl.plugins.simulation.engine import SimulatedEngine, SimulatedGroup, WaitingGroups
 from pipelinerl.plugins.simulation.hardware import Hardware
 from pipelinerl.plugins.simulation.prediction import FILLS, Account, Prediction, SimulatedStep, cost, staleness_of
-from pipelinerl.plugins.simulation.setting import SimulatedSetting, drawing
+from pipelinerl.plugins.simulation.setting import Shift, SimulatedSetting, drawing
+from pipelinerl.staleness import StalenessBounds
 
 #: Interval in seconds at which actors poll the current version (`REFRESH_S` of the actor's role).
 POLL_S: Final = 0.5
@@ -74,6 +77,13 @@ def simulate(setting: SimulatedSetting, hardware: Hardware) -> Prediction:
     return run.prediction()
 
 
+def simulated_steps(setting: SimulatedSetting, hardware: Hardware) -> Sequence[SimulatedStep]:
+    """Return every step of a simulated run, in order. Raises ValueError if the run deadlocks."""
+    run = _Run(setting, hardware)
+    run.to_its_end()
+    return run.steps
+
+
 class _Run:
     def __init__(self, setting: SimulatedSetting, hardware: Hardware) -> None:
         self._setting, self._hardware, self._control = setting, hardware, hardware.control
@@ -95,9 +105,10 @@ class _Run:
         )
         self._trainer = SimulatedTrainer(agenda, self._computed)
         self._lengths = drawing(setting.lengths, setting.seed)
+        self._longer = 1.0
         self._chance = rng.generator(setting.seed, "simulation", "filtered")
         # state of the simulated controller
-        self._counts, self._filtered_share, self._ahead = _Counts(), FilteredShare(), StepsAhead()
+        self._counts, self._filtered_share, self._lag = _Counts(), FilteredShare(), LagRule()
         self._version = self._loaded = self._waiting_groups = self._filtered_since_step = 0
         self._left_over = 0
         self._queued = self._least_queued = 0
@@ -112,41 +123,47 @@ class _Run:
         self._held_since: float | None = None
         self._made = self._publishing = self._to_commit = 0
         self._busy_engines = 0
-        self._steps: list[SimulatedStep] = []
+        self.steps: list[SimulatedStep] = []
         self._marked = self._mark()
 
     def to_its_end(self) -> None:
         """Process events until the last step has ended."""
         skipped = self._setting.steps // FILLS
         self._issue()
-        while len(self._steps) < self._setting.steps:
-            taken = len(self._steps)
+        while len(self.steps) < self._setting.steps:
+            taken = len(self.steps)
             if not self._agenda.step():
                 raise ValueError(
                     f"the simulated run is deadlocked at step {taken + 1} of {self._setting.steps}: "
                     f"{self._counts.in_flight} orders are in flight, {len(self._groups)} groups wait, no event is left"
                 )
-            if taken < skipped == len(self._steps):
+            if taken < skipped == len(self.steps):
                 self._marked = self._mark()
 
     # --- controller ------------------------------------------------------------------------------------------------
 
     def _issue(self) -> None:
         setting, counts = self._setting, self._counts
-        while counts.in_flight < setting.max_groups and setting.bounds.may_issue(
+        while counts.in_flight < setting.max_groups and self._bounds.may_issue(
             current=self._version,
             loaded=self._loaded,
             queued=self._expected() * setting.group_size,
             per_step=setting.rollouts_per_step,
             sampled_at_once=setting.sampled_at_once,
-            ahead=self._ahead.steps,
+            ahead=setting.steps_ahead or self._lag.steps,
         ):
             now, size = self._agenda.now, setting.group_size
             counts.until(now)
-            group = SimulatedGroup(counts.issued, size, self._lengths(size), now, left=size)
+            lengths = [max(1, round(length * self._longer)) for length in self._lengths(size)]
+            group = SimulatedGroup(counts.issued, size, lengths, now, left=size)
             counts.issued += 1
             self._queued += size
             self._agenda.after(self._control.order_s, self._actors.order, group)
+
+    @property
+    def _bounds(self) -> StalenessBounds:
+        setting = self._setting
+        return StalenessBounds(self._lag.j, setting.bounds.k) if setting.auto_j else setting.bounds
 
     def _expected(self) -> int:
         out = self._counts.in_flight
@@ -171,21 +188,54 @@ class _Run:
         self._filtered_since_step = 0
         self._version += 1
         self._waiting_groups = len(self._groups)
-        setting, step = self._setting, self._steps[-1]
+        self._note_lag()
+        self._least_queued = self._queued
+        self._agenda.at(math.ceil(self._agenda.now / POLL_S) * POLL_S, self._give_up_outdated)
+        due = self._bounds.reload_due(current=self._version, loaded=self._loaded)
+        self._issue()
+        self._agenda.after(self._control.report_s / 2, self._directed, due)
+
+    def _note_lag(self) -> None:
+        setting, step = self._setting, self.steps[-1]
+        if setting.shift is not None and setting.shift.step == len(self.steps):
+            self._apply(setting.shift)
         most = setting.bounds.most_in_flight(
             current=0, loaded=0, per_step=setting.rollouts_per_step, sampled_at_once=setting.sampled_at_once
         )
-        self._ahead.note_step(
+        step_s, age = max(step.compute_s + step.publish_wait_s, 1e-9), _mean_age(step.staleness)
+        cost = setting.lag_cost
+        figures = StepFigures(
+            waited=step.wait_s / step_s,
+            held=step.publish_wait_s / step_s,
             left_over=self._left_over * setting.group_size / setting.rollouts_per_step,
-            waited=step.wait_s / max(step.compute_s + step.publish_wait_s, 1e-9),
-            most=most / setting.rollouts_per_step,
             queued=self._least_queued / setting.rollouts_per_step,
+            ess=None if cost is None else max(0.0, 1 - cost * (age - 1) / LAG_LOSS),
+            age=age,
         )
-        self._least_queued = self._queued
-        self._agenda.at(math.ceil(self._agenda.now / POLL_S) * POLL_S, self._give_up_outdated)
-        due = self._setting.bounds.reload_due(current=self._version, loaded=self._loaded)
-        self._issue()
-        self._agenda.after(self._control.report_s / 2, self._directed, due)
+        most_j = largest_j(setting.bounds.k) if setting.auto_j else 1
+        self._lag.note_step(figures, most=most / setting.rollouts_per_step, most_j=most_j, loss=LAG_LOSS)
+
+    def _apply(self, shift: Shift) -> None:
+        """Change the run's conditions; groups on lost engines are requested again from the others."""
+        self._longer = shift.lengths
+        times = self._hardware.trainer
+        self._hardware = replace(
+            self._hardware,
+            trainer=replace(
+                times,
+                token_s=times.token_s * shift.trainer,
+                optimizer_step_s=times.optimizer_step_s * shift.trainer,
+            ),
+        )
+        kept = len(self._engines) - int(shift.lost_engines * len(self._engines))
+        for place, engine in enumerate(self._engines[kept:], start=kept):
+            self._actors.lose(place)
+            for group in engine.groups():
+                self._queued += group.started
+                engine.withdraw(group, self._agenda.now)
+                group.left, group.oldest, group.versions = group.size, -1, {}
+                self._actors.again(group)
+            self._plan(place)
 
     def _published(self) -> None:
         self._loaded = self._publishing
@@ -310,7 +360,8 @@ class _Run:
             ages.update({self._made - version: answers for version, answers in group.versions.items()})
         tokens = sum(group.tokens for group in self._batch)
         self._counts.ended_tokens += tokens
-        self._steps.append(
+        rollouts, cost = ages.total(), self._setting.lag_cost or 0.0
+        self.steps.append(
             SimulatedStep(
                 ended=now,
                 rollouts=sum(group.size for group in self._batch),
@@ -319,6 +370,7 @@ class _Run:
                 compute_s=computed - self._computes_since,
                 publish_wait_s=now - computed,
                 staleness=+ages,
+                learning=sum(n * max(0.05, 1 - cost * (age - 1)) for age, n in ages.items()) / rollouts,
             )
         )
         self._agenda.after(self._control.report_s / 2, self._step_reported)
@@ -356,7 +408,7 @@ class _Run:
         now = self._agenda.now
         self._counts.until(now)
         return _Mark(
-            steps=len(self._steps),
+            steps=len(self.steps),
             at=now,
             busy_s=sum(engine.busy_until(now) for engine in self._engines),
             decode_steps=sum(engine.decode_steps for engine in self._engines),
@@ -368,13 +420,13 @@ class _Run:
         """Return the results of the steps after the pipeline has filled."""
         first, last = self._marked, self._mark()
         before, counts = first.counts, last.counts
-        steps, seconds = self._steps[first.steps :], last.at - first.at
+        steps, seconds = self.steps[first.steps :], last.at - first.at
         tokens, rollouts = sum(s.sampled_tokens for s in steps), sum(s.rollouts for s in steps)
         decode_steps, ended = last.decode_steps - first.decode_steps, counts.ended - before.ended
         ages = staleness_of(steps)
         tokens_per_s = tokens / seconds
         return Prediction(
-            steps=len(self._steps),
+            steps=len(self.steps),
             skipped=first.steps,
             seconds=last.at,
             tokens_per_s=tokens_per_s,
@@ -389,6 +441,10 @@ class _Run:
             staleness=ages,
             staleness_mean=sum(age * share for age, share in ages.items()),
             discarded=(counts.stale_tokens - before.stale_tokens) / max(1, counts.ended_tokens - before.ended_tokens),
+            learning=sum(s.learning for s in steps) / len(steps),
+            ahead=self._setting.steps_ahead or self._lag.steps,
+            j=self._bounds.j,
+            mean_length=tokens / rollouts,
             order_s=(counts.ended_after - before.ended_after) / ended if ended else 0.0,
             in_flight=(counts.area - before.area) / seconds,
             account=Account(
@@ -406,3 +462,7 @@ class _Run:
                 tokens_per_s=tokens_per_s,
             ),
         )
+
+
+def _mean_age(ages: Mapping[int, int]) -> float:
+    return sum(age * count for age, count in ages.items()) / sum(ages.values())

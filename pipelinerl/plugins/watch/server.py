@@ -44,7 +44,7 @@ from pipelinerl.plugins.watch.watched_run import (
     as_json,
     frame,
 )
-from pipelinerl.staleness import PRESETS
+from pipelinerl.staleness import MODES
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 
 #: Maximum number of open pages that may listen to the event stream at the same time.
@@ -345,4 +345,4 @@ def _knobs(watched: WatchedRun, looks_only: bool = False) -> dict[str, Any]:
         with watched.lock:
             values, log, source = dict(watched.view.knobs), list(watched.view.knob_log), "events"
     knobs = [described(name, value, watched.steering.steps_of(name)) for name, value in flat(values).items()]
-    return {"knobs": knobs, "presets": sorted(PRESETS), "log": log, "source": source, **steered}
+    return {"knobs": knobs, "modes": sorted(MODES), "log": log, "source": source, **steered}

@@ -36,7 +36,10 @@ _SHARED: Final = "this is a shared link, which is read-only"
 
 #: Description, slider range and limits of each knob, by name.
 _KNOBS: Final[dict[str, dict[str, Any]]] = {
-    "j": {"what": "versions by which an engine may fall behind", "least": 1, "slider": [1, 16], "unit": "versions"},
+    "j": {
+        "what": "versions by which an engine may fall behind; auto: the run chooses", "least": 1, "slider": [1, 16],
+        "unit": "versions",
+    },
     "k": {
         "what": "maximum age of a rollout at its step", "least": 1, "slider": [1, 16],
         "unit": "versions", "may_be_infinite": True, "whole": True,

@@ -447,7 +447,7 @@ def test_wait_of_a_replacement_trainer_before_its_first_step_does_not_add_rollou
     run.begin()
     while run.version < 2:
         run.act()
-    ahead = run.controller.state.ahead
+    ahead = run.controller.state.lag
     assert ahead.any_trained
     run.directive, run.awaiting = None, "ready-2"
     run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=2, consumed=run.consumed()))
@@ -516,6 +516,20 @@ def test_resumed_controller_requests_again_exactly_the_groups_that_were_in_fligh
     assert issued[len(lost) :] == list(range(cursor, cursor + len(issued) - len(lost)))
 
 
+@pytest.mark.parametrize(("loss", "most"), [(None, 1), (1.5, 2)])
+def test_auto_is_on_policy_unless_the_objective_corrects_for_lag(loss: float | None, most: int) -> None:
+    run = World(controller(j=None, k=64.0, evaluation_problems=0), random.Random(0))
+    run.controller.settings = replace(run.controller.settings, lag_loss=loss)
+    run.begin()
+    seen = set()
+    while run.version < 8:
+        run.act()
+        seen.add(run.controller.state.account.in_flight)
+    per_step = 2
+    assert max(seen) == most * per_step
+    assert ("on policy: nothing in the objective corrects for lag" in run.controller.lag_sentence()) == (loss is None)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -525,7 +539,7 @@ def test_resumed_controller_requests_again_exactly_the_groups_that_were_in_fligh
         ({"k": "many"}, "k must be a number, got 'many'"),
         ({"learning_rate": -1}, "learning_rate must be a positive number"),
         ({"rollouts_per_step": 3}, "multiple of the group size 2"),
-        ({"preset": "x"}, "preset must be one of on_policy"),
+        ({"mode": "x"}, "mode must be one of auto, on_policy"),
         ({"temperature": True}, "temperature must be a number"),
     ],
 )
@@ -536,8 +550,11 @@ def test_invalid_knobs_are_rejected_with_one_sentence(change: dict[str, object],
     assert (run.state.knobs, run.state.knob_log) == (knobs(), [])
 
 
-def test_knobs_accept_staleness_presets_and_an_infinite_staleness_bound_k() -> None:
-    assert knobs().patched({"preset": "rlax"}).bounds == knobs(j=16, k=32).bounds
+def test_knobs_accept_staleness_modes_and_an_infinite_staleness_bound_k() -> None:
+    assert knobs().patched({"mode": "rlax"}) == knobs(j=16, k=32)
+    assert knobs().patched({"mode": "auto"}).to_json()["j"] == "auto"
+    assert knobs(j=None).patched({"j": 2}).j == 2
+    assert knobs(j=2).patched({"j": "auto"}).j is None
     assert knobs().patched({"k": "inf"}).to_json()["k"] == "inf"
 
 
@@ -553,7 +570,7 @@ class CountedOrders(dict[int, SentOrder]):
 
 def test_requesting_a_thousand_groups_sums_the_sizes_of_the_groups_in_flight_only_once() -> None:
     run = world(k=math.inf, room=2000, evaluation_problems=0, groups_in_flight=2000)
-    run.controller.state.ahead.steps = math.inf
+    run.controller.state.lag.steps = math.inf
     run.begin()
     while run.publications:
         run.publish()

@@ -55,7 +55,7 @@ REFUSAL = "refused: the update does not fit the model: parameter 'a' must have d
 def begun() -> World:
     """Return a run whose engine has joined and whose trainer is ready, before the first publication."""
     made = World(controller(evaluation_problems=0, k=8), random.Random(0))
-    made.controller.state.ahead.steps = 4.0
+    made.controller.state.lag.steps = 4.0
     made.begin()
     return made
 

@@ -55,7 +55,7 @@ def taken(
         by_domain=by_domain,
         by_tag={"hard": {"rollouts": 4.0}},
     )
-    effects = step_taken(state, report, now=20.0 * version)
+    effects = step_taken(state, report, lag="", now=20.0 * version)
     return [{"kind": each.kind} | each.fields for each in effects if isinstance(each, Record)]
 
 

@@ -122,8 +122,8 @@ async def test_patched_knobs_take_effect_and_are_logged_with_their_author(
         (b'{"k": 1e999}', 422, "invalid_request_error", "body: 'k' must be a finite number"),
         (b'{"k": "1e999"}', 422, "invalid_knob", "k must be a number, got '1e999'"),
         (b'{"domain_weights": {"a": -Infinity}}', 422, "invalid_request_error", "body: 'domain_weights' must be"),
-        (b'{"preset": "\\ud800"}', 422, "invalid_request_error", "body: 'preset' and its value must be Unicode"),
-        (b'{"preset": {}}', 422, "invalid_knob", "preset must be one of on_policy"),
+        (b'{"mode": "\\ud800"}', 422, "invalid_request_error", "body: 'mode' and its value must be Unicode"),
+        (b'{"mode": {}}', 422, "invalid_knob", "mode must be one of auto, on_policy"),
         (b'{"rollouts_per_step": 3}', 422, "invalid_knob", "rollouts_per_step must be a multiple"),
     ],
 )

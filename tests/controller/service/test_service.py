@@ -19,7 +19,7 @@ from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered, EngineRemoved, KnobsPatched
-from pipelinerl.controller.state.issued_ledger import StepsAhead
+from pipelinerl.controller.state.lag import LagRule
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import (
     DIRECTIVES,
@@ -286,7 +286,7 @@ def forget(stream: MemoryStream, name: str, entries: int) -> None:
 async def test_groups_lost_by_the_stream_server_are_requested_again_before_the_trainer_starves(tmp_path: Path) -> None:
     """Two group requests are lost; the trainer has enough other groups, so it never reports starvation."""
     async with running(tmp_path, k=8.0) as run:
-        run.controller.state.ahead = StepsAhead(steps=math.inf, rest=100)
+        run.controller.state.lag = LagRule(steps=math.inf, rest=100)
         await run.start()
         await run.tell(step(1), published(epoch=1, version=1))
         issued = [decode_order(payload) for payload in await run.payloads(PROMPTS)]

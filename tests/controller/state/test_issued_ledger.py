@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
-from pipelinerl.controller.state.issued_ledger import FilteredShare, IssuedLedger, StepsAhead
+from pipelinerl.controller.state.issued_ledger import FilteredShare, IssuedLedger
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import ConsumedReport, has_ended
 from pipelinerl.staleness import StalenessBounds
@@ -132,48 +132,6 @@ def test_number_of_extra_groups_requested_for_expected_filtering_is_bounded() ->
     assert share.expected(30, waiting=0, most=1.0) == 30, "1 compensates for nothing"
     assert share.expected(30, waiting=9, most=3.0) == 16, "what waits has passed"
     assert share.expected(30, waiting=90, most=3.0) == 30
-
-
-def noted(ahead: StepsAhead, *, steps: int = 1, most: float = 32.0, **figures: float) -> float:
-    for _ in range(steps):
-        ahead.note_step(**{"left_over": 0.0, "waited": 0.0, "most": most} | figures)
-    return ahead.steps
-
-
-def test_steps_ahead_grow_while_the_trainer_waits_and_rest_until_the_change_can_show() -> None:
-    ahead = StepsAhead()
-    assert noted(ahead, waited=9.0) == 2, "the first step waited for the start"
-    assert noted(ahead, waited=0.43) == pytest.approx(1 + 1 / 0.6)
-    assert noted(ahead, waited=0.43) == pytest.approx(1 + 1 / 0.6), "its orders were issued before"
-    assert noted(ahead, waited=9.0, most=3.75) == 3.75, "never more than may be in flight"
-
-
-def test_steps_ahead_shrink_by_the_groups_that_each_of_four_steps_left_over() -> None:
-    ahead = StepsAhead(steps=3.75, any_trained=True)
-    for left_over in (1.5, 0.75, 2.0):
-        assert noted(ahead, left_over=left_over, waited=0.02) == 3.75
-    assert noted(ahead, left_over=1.0) == 3
-    assert noted(ahead, left_over=9.0, steps=8) == 2, "the step that trains and the next one"
-
-
-def test_steps_ahead_shrink_while_orders_queue_and_do_not_grow_though_the_trainer_waits() -> None:
-    ahead = StepsAhead(steps=8.0, any_trained=True)
-    assert noted(ahead, waited=0.5, queued=0.5, steps=2) == 8
-    assert noted(ahead, waited=0.5, queued=0.8) == pytest.approx(7.7)
-    ahead = StepsAhead(steps=8.0, any_trained=True)
-    assert noted(ahead, waited=0.5, queued=6.0) == 7.5, "at most half a step at once"
-
-
-def test_low_sample_size_at_high_age_raises_the_price_of_lag_and_bounds_the_steps_ahead() -> None:
-    ahead = StepsAhead(steps=8.0, any_trained=True)
-    assert ahead.price == pytest.approx(0.03)
-    noted(ahead, steps=60, ess=0.7, age=4.0, waited=0.1)
-    assert ahead.cost == pytest.approx(1.5 * 0.3 / 3, rel=0.05)
-    assert ahead.price > 0.1
-    assert ahead.steps == pytest.approx((1 + ahead.cost) / (2 * ahead.cost), rel=0.05)
-    untouched = StepsAhead(any_trained=True)
-    noted(untouched, steps=60, ess=0.2, age=1.0)
-    assert untouched.cost == 0.01, "on policy, the sample size says nothing about lag"
 
 
 def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple[int, int]:

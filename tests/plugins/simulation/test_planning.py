@@ -177,7 +177,7 @@ def test_invalid_sweep_axis_is_rejected(axis: str, table: str) -> None:
 
 
 def test_settings_of_a_simulation_are_derived_from_the_sections_of_the_recipe() -> None:
-    changes = ["staleness.preset=rlax", "engine.count=3", "engine.on_update=drain", "training.mini_batches=4"]
+    changes = ["staleness.mode=rlax", "engine.count=3", "engine.on_update=drain", "training.mini_batches=4"]
     config = load("tiny", [*changes, "training.epochs=2", "actor.count=2"])
     config_setting = setting_of(config, lengths=FixedLengths(5), prompt_tokens=7)
     expected: dict[str, Any] = {

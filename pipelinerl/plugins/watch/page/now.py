@@ -47,6 +47,7 @@ def overview(view: RunView, *, window: int) -> dict[str, Any]:
         "domains": _each(steps, "by_domain"),
         "tags": _each(steps, "by_tag"),
         "staleness": _ages(steps),
+        "lag": str(steps[-1].get("lag", "")) if steps else "",
         "mismatch": [_of_cause(steps, cause) for cause in _CAUSES],
         "stale": _stale(steps, given_up=sum(islice(reversed(view.given_up), window))),
         "waits": _waits(steps, view),

@@ -357,7 +357,7 @@ function Domains({ state, wide }) {
 }
 
 function Shares({ state }) {
-  const { staleness = [], stale = {}, waits = [], mismatch = [] } = state;
+  const { staleness = [], lag = "", stale = {}, waits = [], mismatch = [] } = state;
   const causes = stale.by_cause ?? [];
   const most = Math.max(1, ...causes.map((each) => each.groups));
   const rated = (state.domains ?? []).filter((each) => Number.isFinite(each.accuracy?.mean));
@@ -375,7 +375,7 @@ function Shares({ state }) {
         }),
       )} /></section>`
     }
-    <section class="card"><h2>Staleness of trained tokens, 1 = on policy</h2>${
+    <section class="card"><h2>Staleness of trained tokens, 1 = on policy</h2>${lag && html`<p class="soft">${lag}</p>`}${
       staleness.length
         ? html`<${Bars} label="Share of tokens by staleness in versions"
           rows=${staleness.map((each) => ({ name: String(each.age).replace("_", "–"), share: each.share, text: percent(each.share) }))} />`

@@ -53,7 +53,7 @@ function useDraft(run, state) {
     if (knob.name in draft && String(sent(draft[knob.name])) !== shown(knob.value))
       changes[knob.name] = sent(draft[knob.name]);
   }
-  if (draft.preset) changes.preset = draft.preset;
+  if (draft.mode) changes.mode = draft.mode;
   const key = JSON.stringify(changes);
   useEffect(() => {
     if (key === "{}" || !state.may_steer) return undefined;
@@ -110,11 +110,11 @@ function Knobs({ run, state, again }) {
       why=${refused.find((each) => each.knob === knob.name)?.message} set=${(text) => set(knob.name, text)} />`,
     )}</div>
     ${
-      state.presets?.length > 0 &&
-      html`<p class="row"><label>Or a preset for j and k
-      <select disabled=${!state.may_steer} value=${draft.preset ?? ""}
-        onChange=${(event) => set("preset", event.target.value)}>
-        <option value="">none</option>${state.presets.map((name) => html`<option key=${name}
+      state.modes?.length > 0 &&
+      html`<p class="row"><label>Or a mode for j and k
+      <select disabled=${!state.may_steer} value=${draft.mode ?? ""}
+        onChange=${(event) => set("mode", event.target.value)}>
+        <option value="">none</option>${state.modes.map((name) => html`<option key=${name}
           value=${name}>${words(name)}</option>`)}</select></label></p>`
     }
     ${state.may_steer && html`<div class="apply">

@@ -1,0 +1,247 @@
+"""Compare the lag that a run chooses (`staleness.mode = "auto"`) with the best of seven fixed settings, simulated.
+
+Nothing is measured here. A cell is a distribution of answer lengths × the slower side × a number of devices × the time
+of a publication × the cost of lag. Half of the devices sample and half train; with two, both roles have one. `shared`
+is one machine whose processors do both, so each slows the other down. Learning per hour is steps per hour × what a step
+teaches, 1 − c · (age − 1) on average over its rollouts. c is 0.02 per version in `calibrated` cells (records of `tiny`
+under truncated or clipped ratios: 0.01 to 0.05), a third of that in `cold` ones and three times as much in `hot` ones.
+
+A cell's figure is the learning per hour of its best fixed setting ÷ that of auto, median over the draws of lengths.
+The settings are compared on the same draws. Then lengths, trainer or engines change in the middle of a run: it has
+settled at the first step from which eight steps learn at 90 % of the rate that it holds in the end.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from statistics import median
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from benchmarks.measure import Row, report
+from inference_contract.weights import OnUpdate
+from pipelinerl import rng
+from pipelinerl.plugins.simulation.hardware import (
+    Contention,
+    ControlTimes,
+    EngineTimes,
+    Hardware,
+    TrainerTimes,
+    UpdateTimes,
+)
+from pipelinerl.plugins.simulation.prediction import Prediction, SimulatedStep
+from pipelinerl.plugins.simulation.setting import (
+    USUAL_COST,
+    FixedLengths,
+    HeavyTailedLengths,
+    LengthLaw,
+    Shift,
+    SimulatedSetting,
+    drawing,
+)
+from pipelinerl.plugins.simulation.simulator import simulate, simulated_steps
+from pipelinerl.staleness import AUTO, MODES, StalenessBounds
+
+LENGTHS: Final[Mapping[str, LengthLaw]] = {
+    "equal": FixedLengths(400),
+    "log-normal": HeavyTailedLengths(330.0, 0.6, 4096),
+    "heavy": HeavyTailedLengths(230.0, 1.0, 4096),
+}
+#: The trainer's seconds for a step ÷ the engines' with full rows.
+SIDES: Final[Mapping[str, float]] = {"trainer-bound": 2.0, "balanced": 1.0, "engine-bound": 0.5, "shared": 1.0}
+#: Rollouts of a step, by number of devices.
+DEVICES: Final[Mapping[int, int]] = {2: 128, 8: 128, 64: 256, 512: 512}
+#: A publication's seconds ÷ those of a step.
+PUBLICATIONS: Final = (0.01, 0.1, 1.0)
+#: c, the share of a step's learning that a version of lag costs.
+COSTS: Final[Mapping[str, float]] = {"cold": USUAL_COST / 3, "calibrated": USUAL_COST, "hot": 3 * USUAL_COST}
+_K: Final = MODES[AUTO].k
+#: Bounds and steps in flight of each fixed setting.
+FIXED: Final[Mapping[str, tuple[StalenessBounds, float]]] = {
+    "on policy": (StalenessBounds(1, 1), 2.0),
+    **{f"{steps} steps in flight": (StalenessBounds(1, _K), float(steps)) for steps in (2, 3, 4, 6, 8)},
+    "j = 2, 3 steps in flight": (StalenessBounds(2, _K), 3.0),
+}
+SHIFTS: Final[Mapping[str, Shift]] = {
+    "lengths × 2": Shift(step=60, lengths=2.0),
+    "lengths ÷ 2": Shift(step=60, lengths=0.5),
+    "trainer × 2 slower": Shift(step=60, trainer=2.0),
+    "half the engines": Shift(step=60, lost_engines=0.5),
+}
+#: Steps of a run, and of one whose conditions change.
+_STEPS: Final = 120
+_SHIFTED_STEPS: Final = 140
+#: A run has settled once it learns at this share of its final rate, over this many steps.
+_SETTLED: Final = 0.9
+_WINDOW: Final = 8
+_SLOTS: Final = 64
+_GROUP: Final = 8
+_PROMPT: Final = 100
+_ENGINE: Final = EngineTimes(step_s=0.02, row_s=2e-4, prompt_token_s=2e-5)
+
+
+class Cell(NamedTuple):
+    """The conditions of a run, by the names of their values in the tables above."""
+
+    lengths: str
+    side: str
+    devices: int
+    publication: float
+
+
+class Chosen(NamedTuple):
+    """Results of auto in one cell and draw; `ratio`: learning per hour of the best fixed setting ÷ that of auto.
+
+    `length` is the mean length of the trained answers ÷ that of all answers.
+    """
+
+    ratio: float
+    best: str
+    age: float
+    j: int
+    discarded: float
+    length: float
+
+
+def run(quick: bool = False) -> None:
+    """Simulate, print and record."""
+    draws = 1 if quick else 3
+    cells = [Cell(*each) for each in product(LENGTHS, SIDES, DEVICES, PUBLICATIONS)]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        made = [(cell, draw) for cell in cells[:: 16 if quick else 1] for draw in range(draws)]
+        by_cell: dict[tuple[Cell, str], list[Chosen]] = {}
+        for (cell, _), results in zip(made, pool.map(compared, *zip(*made, strict=True)), strict=True):
+            for cost, result in results.items():
+                by_cell.setdefault((cell, cost), []).append(result)
+        shifted = [cell for cell in cells if cell.side != "shared" and cell.publication == PUBLICATIONS[1]]
+        asked = list(product(shifted[:: 9 if quick else 1], SHIFTS))
+        settled = dict(zip(asked, pool.map(settled_after, *zip(*asked, strict=True)), strict=True))
+    found = {key: sorted(results)[len(results) // 2] for key, results in by_cell.items()}
+    rows = [*_rows(list(found.values())), *_settling(settled)]
+    record = {
+        "cells": [{"cell": [*cell, cost], **result._asdict()} for (cell, cost), result in found.items()],
+        "settled": [{"cell": [*cell, shift], "steps": steps} for (cell, shift), steps in settled.items()],
+    }
+    report("simulated_grid", rows, record, quick=quick, title="simulated: best of seven fixed settings ÷ auto")
+
+
+def _rows(results: Sequence[Chosen]) -> list[Row]:
+    ratios = [each.ratio for each in results]
+    shares = {most: sum(ratio <= most for ratio in ratios) / len(ratios) for most in (1.05, 1.1)}
+    discarded = [each.discarded for each in results]
+    lengths = [each.length for each in results]
+    return [
+        Row("cells", len(results)),
+        Row("share of cells ≤ 1.05", f"{shares[1.05]:.1%}", ">= 98 %", shares[1.05] >= 0.98),
+        Row("share of cells ≤ 1.10", f"{shares[1.1]:.1%}"),
+        Row("median, worst", f"{median(ratios):.3f}, {max(ratios):.3f}"),
+        Row(
+            "discarded, mean and most",
+            f"{np.mean(discarded):.2%}, {max(discarded):.2%}",
+            "<= 0.5 %",
+            max(discarded) <= 0.005,
+        ),
+        Row(
+            "trained ÷ true mean length",
+            f"{min(lengths):.3f} to {max(lengths):.3f}",
+            "0.98 to 1.02",
+            min(lengths) >= 0.98 and max(lengths) <= 1.02,
+        ),
+    ]
+
+
+def _settling(settled: Mapping[tuple[Cell, str], int]) -> list[Row]:
+    rows = []
+    for shift in SHIFTS:
+        steps = sorted(each for (_, name), each in settled.items() if name == shift)
+        soon = sum(each <= 12 for each in steps) / len(steps)
+        text = f"median {median(steps):.0f}, {soon:.0%} within 12, worst {steps[-1]}"
+        rows.append(Row(f"steps to settle, {shift}", text, "<= 12", steps[-1] <= 12))
+    return rows
+
+
+def compared(cell: Cell, draw: int, *, steps: int = _STEPS) -> dict[str, Chosen]:
+    """Return the results of auto in a cell, by the cost of lag; the fixed settings do not depend on that cost."""
+    setting, hardware = run_of(cell, draw, steps=steps)
+    fixed = {
+        name: simulate(replace(setting, bounds=bounds, steps_ahead=steps, auto_j=False), hardware)
+        for name, (bounds, steps) in FIXED.items()
+    }
+    take = drawing(setting.lengths, draw)
+    true = float(np.mean(take(20_000)))
+    results = {}
+    for name, cost in COSTS.items():
+        speeds = {arm: each.steps_per_hour * taught(each, cost) for arm, each in fixed.items()}
+        best = max(speeds, key=lambda arm: speeds[arm])
+        auto = simulate(replace(setting, lag_cost=cost), hardware)
+        results[name] = Chosen(
+            ratio=speeds[best] / (auto.steps_per_hour * auto.learning),
+            best=best,
+            age=auto.staleness_mean,
+            j=auto.j,
+            discarded=auto.discarded,
+            length=auto.mean_length / true,
+        )
+    return results
+
+
+def taught(prediction: Prediction, cost: float) -> float:
+    """Return what a step teaches, as a share of what it would teach on policy."""
+    return sum(share * max(0.05, 1 - cost * (age - 1)) for age, share in prediction.staleness.items())
+
+
+def settled_after(cell: Cell, shift: str) -> int:
+    """Return the number of steps after a change of conditions until the run learns at nearly its final rate."""
+    setting, hardware = run_of(cell, 0, steps=_SHIFTED_STEPS)
+    changed = SHIFTS[shift]
+    steps = simulated_steps(replace(setting, lag_cost=COSTS["calibrated"], shift=changed), hardware)
+    final = _rate(steps[-40:], before=steps[-41])
+    ends = range(changed.step, len(steps) - _WINDOW)
+    rates = (_rate(steps[at : at + _WINDOW], before=steps[at - 1]) for at in ends)
+    return next((number for number, rate in enumerate(rates) if rate >= _SETTLED * final), len(ends))
+
+
+def _rate(steps: Sequence[SimulatedStep], *, before: SimulatedStep) -> float:
+    return sum(each.learning for each in steps) / (steps[-1].ended - before.ended)
+
+
+def run_of(cell: Cell, draw: int, *, steps: int) -> tuple[SimulatedSetting, Hardware]:
+    """Return a run under auto in these conditions, without a cost of lag, and its hardware."""
+    engines, rollouts, law = cell.devices // 2, DEVICES[cell.devices], LENGTHS[cell.lengths]
+    mean = float(np.mean(law.draw(rng.generator(0, "grid", "lengths"), 20_000)))
+    rows = min(_SLOTS, math.ceil(2 * rollouts / engines))
+    engine_s = rollouts * mean * _ENGINE.decode_s(rows) / (engines * rows)
+    trainer_s = engine_s * SIDES[cell.side]
+    shared = Contention(engine=2.0, trainer=2.0) if cell.side == "shared" else Contention()
+    hardware = Hardware(
+        engine=_ENGINE,
+        trainer=TrainerTimes(token_s=trainer_s / (rollouts * (mean + _PROMPT))),
+        update=UpdateTimes(send_s=cell.publication * max(engine_s, trainer_s), pause_s=0.02),
+        control=ControlTimes(
+            order_s=0.002, request_s=1e-5, answer_s=1e-5, verify_s=0.05, deliver_s=0.005, report_s=0.02
+        ),
+        contention=shared,
+    )
+    setting = SimulatedSetting(
+        steps=steps,
+        engines=engines,
+        slots=_SLOTS,
+        bounds=MODES[AUTO],
+        auto_j=True,
+        on_update=OnUpdate.CONTINUE,
+        rollouts_per_step=rollouts,
+        group_size=_GROUP,
+        lengths=law,
+        prompt_tokens=_PROMPT,
+        actors=max(1, engines // 16),
+        groups_in_flight=4 * _SLOTS * min(engines, 16) // _GROUP,
+        max_groups=8192,
+        seed=draw,
+    )
+    return setting, hardware

@@ -1,0 +1,202 @@
+"""`LagRule`: chooses the lag that pacing holds, and j, on the live run, so that each version of lag pays for itself.
+
+Lag lets the trainer wait less, and makes what it trains on older. The rule compares both after every step:
+
+    trainer's wait ÷ step      measured                      what one more version of lag could gain
+    cost c of a version        from the effective sample     what one more version of lag loses, as a share of the
+                               size (ESS) and the mean age   step's learning
+
+It is pure arithmetic on the steps' figures, so the journal and checkpoints restore it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import msgspec
+
+#: The least price of one more version of lag, as a share of a step: waits below it are left alone.
+LEAST_PRICE: Final = 0.03
+#: Observed steps before the lag grows, and before it shrinks or j changes.
+_STEPS_TO_GROW: Final = 2
+_STEPS_TO_SHRINK: Final = 4
+#: Weight of the newest step in means over steps, whose half-life is eight steps.
+_NEWEST: Final = 1 - 0.5 ** (1 / 8)
+#: Why a run whose objective cannot price lag is on policy, unless the user sets j.
+UNPRICED: Final = (
+    "on policy: nothing in the objective corrects for lag or shows what it costs; to allow lag, use importance weights "
+    "(objective ppo_tis or cispo, say), or set staleness.j"
+)
+#: How far `too_few` falls whenever it keeps A from shrinking.
+_FORGOTTEN: Final = 0.005
+#: The largest j that the rule chooses.
+_MOST_J: Final = 4
+
+
+def largest_j(k: float) -> int:
+    """Return the largest j that the rule may choose with the staleness bound k."""
+    return int(max(1, min(_MOST_J, k // 2)))
+
+
+class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step shows about lag; waits are divided by the step's duration.
+
+    Attributes:
+        waited: the trainer's wait for rollouts.
+        held: the trainer's wait for a publication to end.
+        left_over: complete groups that the step left over, divided by the groups per step.
+        queued: the fewest rollouts at any time of the step that no engine had begun, divided by those of a step.
+        ess: effective sample size of the step's importance weights, from 0 to 1; None without such weights.
+        age: mean staleness of the step's rollouts in versions, 1 on policy; None if unknown.
+        sampling: the time from an order to its judged answers; 0 if unknown.
+    """
+
+    waited: float
+    held: float = 0.0
+    left_over: float = 0.0
+    queued: float = 0.0
+    ess: float | None = None
+    age: float | None = None
+    sampling: float = 0.0
+
+
+class LagRule(msgspec.Struct, kw_only=True):
+    """The number A of steps whose rollouts are kept in flight, and j: as many as pay for themselves.
+
+    The least A is two: the step that trains and the next one. After each change, the orders that it caused need about A
+    steps to be trained, so the rule rests for 0.8 A steps and then looks at new ones:
+
+        queue longer than ¾ of a step                A shrinks: orders would only age, whichever part is slow later
+        trainer waits for more than the price p      A − 1 grows by the excess, unless orders queue in engines
+        groups left over in each of four steps       A shrinks by the fewest groups left over
+        waits below p/2 where lag is dear            A shrinks by a tenth
+        publications hold the trainer                j grows while a rarer publication gains more than half a version
+
+    The price p of one more version follows the cost c of a version of lag, as a share of a step's learning. c is
+    estimated from the effective sample size (ESS) of the importance weights and the mean age of the trained tokens.
+    """
+
+    steps: float = 2.0
+    """A: the number of steps whose rollouts are in flight."""
+    j: int = 1
+    """The versions between two publications."""
+    too_few: float = 0.0
+    """The last A with which the trainer waited too long: A shrinks to it only slowly while nothing is left over."""
+    cost: float = 0.01
+    """c: the share of a step's learning that one version of lag costs."""
+    rest: int = 0
+    """Steps that are not looked at, since their orders were issued before the last change."""
+    seen: list[StepFigures] = []
+    """The observed steps since the last change or the last four steps without one."""
+    is_cold: bool = True
+    """True until four steps in a row gave no reason to grow. A new run grows after each step, and rests for A/4."""
+    any_trained: bool = False
+    """True once the current trainer has taken a step."""
+    usual: StepFigures | None = None
+    """Means of waits, age and sampling over the last steps, for `why`."""
+    is_bound: bool = False
+    """True if k, or what actors can hold, allows less lag than would pay."""
+
+    @property
+    def price(self) -> float:
+        """The share of a step that the trainer may wait before one more step in flight pays."""
+        return max(LEAST_PRICE, self.cost / max(0.2, 1 - self.cost * (self.steps - 1)))
+
+    def pause(self) -> None:
+        """Ignore a step, and the one after it, because something other than lag decides how long the trainer waits."""
+        self.rest, self.seen = max(self.rest, 1), []
+
+    def note_step(self, step: StepFigures, *, most: float, most_j: int, loss: float) -> None:
+        """Adapt A, at most to `most`, and j, at most to `most_j`, after a step.
+
+        `loss` is κ, the share of a step's learning that is lost per unit of 1 − ESS (`PolicyObjective.lag_loss`).
+        """
+        if not self.any_trained:  # the first step waited for everything to start
+            self.any_trained = True
+            return
+        self.usual = step if self.usual is None else _nearer(self.usual, step)
+        if step.ess is not None and step.age is not None and step.age > 1.2:
+            cost = loss * (1 - step.ess) / max(step.age - 1, 0.5)
+            self.cost += _NEWEST * (cost - self.cost)
+        if self.rest > 0:
+            self.rest -= 1
+            return
+        self.seen.append(step)
+        before = self.steps, self.j
+        self._adapt(step.queued)
+        cap = max(2.0, (1 + self.cost) / (2 * self.cost)) if self.cost > 0 else math.inf
+        wanted = min(self.steps, cap)
+        self.steps = max(2.0, min(wanted, most))
+        self.is_bound = wanted > most
+        self.j = max(1, min(self.j, most_j))
+        if (self.steps, self.j) != before:
+            self.rest, self.seen = math.ceil((0.25 if self.is_cold else 0.8) * self.steps), []
+
+    def why(self, *, k: float, j: int | None, is_priced: bool = True) -> str:
+        """Return a sentence for users: the lag, what it gains and costs, and why j is what it is; "" if not known yet.
+
+        `j` is the user's, None if the rule chooses it. Without lag, the trainer waits for all answers of each step.
+        Unless the objective corrects for lag (`is_priced`), its cost is unknown.
+        """
+        if self.usual is None or self.usual.age is None:
+            return ""
+        usual, lag = self.usual, self.usual.age - 1
+        alone = usual.sampling or lag
+        gain = max(0.0, alone / (1 + alone) - usual.waited / (1 + usual.waited))
+        bound = f", and k = {k:g} allows no more" if self.is_bound else ""
+        every = self.j * usual.held
+        reason = f"a publication holds the trainer for {every:.0%} of a step" if j is None else "set by the user"
+        cost = f"it costs {self.cost * lag:.0%} of what a step teaches" if is_priced else "nothing shows what it costs"
+        return (
+            f"lag {usual.age:.1f}: the trainer would wait {gain:.0%} more without it, and {cost}{bound}; "
+            f"j = {j or self.j}: {reason}"
+        )
+
+    def _adapt(self, queued: float) -> None:
+        number, price = len(self.seen), self.price
+        wait = sum(min(each.waited, 2.0) for each in self.seen) / number
+        if queued > 0.75:
+            self.steps -= min(0.5, queued - 0.5)
+        elif wait > price and queued <= 0.25 and number >= (1 if self.is_cold else _STEPS_TO_GROW):
+            self.too_few = self.steps
+            self.steps = 1 + (self.steps - 1) * (1 + min(1.0, wait - price))
+        elif number >= _STEPS_TO_SHRINK:
+            self.is_cold = False
+            shrinks = 0.1 if price > LEAST_PRICE and wait < price / 2 else 0.0
+            if self.steps - shrinks < self.too_few + 0.05:
+                shrinks, self.too_few = 0.0, self.too_few - _FORGOTTEN
+            self.steps -= max(min(each.left_over for each in self.seen), shrinks)
+            self._choose_j(price)
+            self.seen = []
+
+    def _choose_j(self, price: float) -> None:
+        # A publication holds the trainer for `held` seconds of every j-th step; one more version between publications
+        # ages a rollout by half a version.
+        every = self.j * sum(each.held for each in self.seen) / len(self.seen)
+        if every * _rarer(self.j) > price / 2 + 0.005:
+            self.j += 1
+        elif self.j > 1 and every * _rarer(self.j - 1) < 0.35 * price:
+            self.j -= 1
+
+
+def _rarer(j: int) -> float:
+    """Return the share of a publication that each step saves with j + 1 instead of j."""
+    return 1 / j - 1 / (j + 1)
+
+
+def _nearer(mean: StepFigures, step: StepFigures) -> StepFigures:
+    """Return `mean` moved towards `step` in the fields that `why` reads."""
+
+    def moved(before: float, now: float) -> float:
+        return before + _NEWEST * (now - before)
+
+    return msgspec.structs.replace(
+        mean,
+        waited=moved(mean.waited, step.waited),
+        held=moved(mean.held, step.held),
+        age=step.age if mean.age is None or step.age is None else moved(mean.age, step.age),
+        sampling=moved(mean.sampling, step.sampling)
+        if mean.sampling and step.sampling
+        else step.sampling or mean.sampling,
+    )

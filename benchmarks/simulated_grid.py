@@ -56,7 +56,7 @@ LENGTHS: Final[Mapping[str, LengthLaw]] = {
 #: The trainer's seconds for a step ÷ the engines' with full rows.
 SIDES: Final[Mapping[str, float]] = {"trainer-bound": 2.0, "balanced": 1.0, "engine-bound": 0.5, "shared": 1.0}
 #: Rollouts of a step, by number of devices.
-DEVICES: Final[Mapping[int, int]] = {2: 128, 8: 128, 64: 256, 512: 512}
+DEVICES: Final[Mapping[int, int]] = {2: 64, 8: 64, 64: 128, 512: 256}
 #: A publication's seconds ÷ those of a step.
 PUBLICATIONS: Final = (0.01, 0.1, 1.0)
 #: c, the share of a step's learning that a version of lag costs.
@@ -75,13 +75,13 @@ SHIFTS: Final[Mapping[str, Shift]] = {
     "half the engines": Shift(step=60, lost_engines=0.5),
 }
 #: Steps of a run, and of one whose conditions change.
-_STEPS: Final = 120
-_SHIFTED_STEPS: Final = 140
+_STEPS: Final = 100
+_SHIFTED_STEPS: Final = 130
 #: A run has settled once it learns at this share of its final rate, over this many steps.
 _SETTLED: Final = 0.9
 _WINDOW: Final = 8
 _SLOTS: Final = 64
-_GROUP: Final = 8
+_GROUP: Final = 4
 _PROMPT: Final = 100
 _ENGINE: Final = EngineTimes(step_s=0.02, row_s=2e-4, prompt_token_s=2e-5)
 
@@ -109,12 +109,12 @@ class Chosen(NamedTuple):
     length: float
 
 
-def run(quick: bool = False) -> None:
-    """Simulate, print and record."""
-    draws = 1 if quick else 3
+def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
+    """Simulate with each seed's draw of lengths, print and record."""
+    draws = seeds[:1] if quick else seeds
     cells = [Cell(*each) for each in product(LENGTHS, SIDES, DEVICES, PUBLICATIONS)]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        made = [(cell, draw) for cell in cells[:: 16 if quick else 1] for draw in range(draws)]
+        made = [(cell, draw) for cell in cells[:: 16 if quick else 1] for draw in draws]
         by_cell: dict[tuple[Cell, str], list[Chosen]] = {}
         for (cell, _), results in zip(made, pool.map(compared, *zip(*made, strict=True)), strict=True):
             for cost, result in results.items():
@@ -125,6 +125,7 @@ def run(quick: bool = False) -> None:
     found = {key: sorted(results)[len(results) // 2] for key, results in by_cell.items()}
     rows = [*_rows(list(found.values())), *_settling(settled)]
     record = {
+        "draws": list(draws),
         "cells": [{"cell": [*cell, cost], **result._asdict()} for (cell, cost), result in found.items()],
         "settled": [{"cell": [*cell, shift], "steps": steps} for (cell, shift), steps in settled.items()],
     }

@@ -190,7 +190,7 @@ def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths:
         "groups": "4" if on_cpu else "16",
         "rollouts": "32" if on_cpu else "128",
         "slots": "32" if on_cpu else "128",
-        "k": "1" if on_cpu else "8",
+        "mode": "on_policy" if on_cpu else "auto",
         "thinking": _NO_THINKING_LINE if lengths.thinks else "",
         "problems": str(min(64, held_out)),
         "threads": str(len(os.sched_getaffinity(0)) if on_cpu else 1),

@@ -10,7 +10,7 @@ The times of each part come from these data:
     actor          fitted last, to make simulated steps take as long as real ones
     contention     runs after the first, in which engine and trainer work at once: how much each slows down
 
-The first run should be synchronous (`staleness.preset="on_policy"`), so that no two activities overlap.
+The first run should be synchronous (`staleness.mode="on_policy"`), so that no two activities overlap.
 """
 
 from __future__ import annotations

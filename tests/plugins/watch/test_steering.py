@@ -70,7 +70,7 @@ async def check_knob_changes(page: ServedPage, run: Any) -> None:
     run_info = (await ask(page, "GET", "/api/run")).json()
     assert (run_info["state"], run_info["may_steer"], run_info["why_not"]) == ("live", True, "")
     knobs = (await ask(page, "GET", "/api/knobs")).json()
-    assert knobs["source"] == "controller" and knobs["may_steer"] and "rlax" in knobs["presets"]
+    assert knobs["source"] == "controller" and knobs["may_steer"] and "rlax" in knobs["modes"]
     by_name = {each["name"]: each for each in knobs["knobs"]}
     assert by_name["k"]["may_be_infinite"] and by_name["temperature"]["most"] == HOTTEST
     assert by_name["rollouts_per_step"]["step"] == 2 and "domain_weights.a" in by_name

@@ -3,9 +3,10 @@
 Paths in a layer are relative to its file (`resolved_beside`). The resolved recipe, which roles and resumed runs read
 from the run's directory, contains absolute paths only, so it means the same wherever it is saved.
 
-A layer changes single keys of the layers below. There are two exceptions: a layer that names the objective's preset
-replaces the objective of all lower layers, and a layer that names the `kind` of one of the objective's slots (terms of
-its formula, such as `adv`) replaces that slot. The layer's other keys then refine the new preset or slot, in any order.
+A layer changes single keys of the layers below. There are three exceptions: a layer that names the objective's preset
+replaces the objective of all lower layers, a layer that names the `kind` of one of the objective's slots (terms of its
+formula, such as `adv`) replaces that slot, and one that names `staleness.mode` replaces j and k. The layer's other keys
+then refine the new preset, slot or mode, in any order.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ KeyPath = tuple[str, ...]
 
 _OBJECTIVE: Final = "objective"
 _PRESET: Final = "preset"
+_MODE: Final = ("staleness", "mode")
+_OF_MODE: Final = (("staleness", "j"), ("staleness", "k"))
 
 
 def merged(below: Mapping[str, Any], layer: Mapping[str, Any], path: KeyPath = ()) -> dict[str, Any]:
     """Return the tables `below` with a higher layer merged into them."""
-    result = dict(below)
+    names_mode = path == _MODE[:1] and _MODE[1] in layer
+    result = {key: value for key, value in below.items() if not (names_mode and (*path, key) in _OF_MODE)}
     for key, value in layer.items():
         here = (*path, key)
         old, new = _as_table(result.get(key), here), _as_table(value, here) if _selector(here) else value
@@ -58,6 +62,8 @@ def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
     for path, _ in changes:
         if path[-1] == _selector(path[:-1]):
             _forget(result, path[:-1])
+        for other in _OF_MODE if path == _MODE else ():
+            _forget(result, other)
     for path, value in changes:
         _put(result, path, value)
     return result

@@ -8,9 +8,11 @@ import pytest
 
 from pipelinerl.config.layers import merged, overridden, resolved_beside
 from pipelinerl.config.recipe import RunConfig, load, save
+from pipelinerl.enums import Overdue
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.presets import resolve
+from pipelinerl.staleness import StalenessBounds
 
 BASE = {"preset": "pipelinerl", "is_weight": "one", "grad1": {"kind": "clipped_ratio", "epsilon_high": 0.28}}
 
@@ -162,3 +164,13 @@ def test_file_in_a_domain_command_is_relative_to_the_recipe(tmp_path: Path) -> N
     write(tmp_path / "cli.py", "")
     made = load(recipe, ["model.path=m"]).domains[0].command
     assert made == ("python3", f"{tmp_path}/cli.py", "{task}", "--quiet")
+
+
+def test_staleness_mode_replaces_j_and_k_of_lower_layers_only(tmp_path: Path) -> None:
+    assert load("tiny").staleness.k == 2
+    assert load("tiny", ["staleness.mode=on_policy"]).staleness.bounds == StalenessBounds(1, 1)
+    auto = load("tiny", ["staleness.k=8", "staleness.mode=auto", "staleness.overdue=wait"]).staleness
+    assert (auto.auto_j, auto.bounds.k, auto.overdue) == (True, 8, Overdue.WAIT)
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('base = "tiny"\n[staleness]\nmode = "rlax"\nk = 20\n')
+    assert load(str(recipe)).staleness.bounds == StalenessBounds(16, 20)

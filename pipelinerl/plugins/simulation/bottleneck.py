@@ -38,7 +38,7 @@ from pipelinerl.plugins.simulation.hardware import Hardware
 from pipelinerl.plugins.simulation.setting import SimulatedSetting
 from pipelinerl.plugins.simulation.simulator import simulate
 from pipelinerl.roles.role import RunPath
-from pipelinerl.staleness import StalenessBounds
+from pipelinerl.staleness import AUTO, StalenessBounds
 from pipelinerl.verifiers.worker_pool import num_cores
 
 #: A run is divided into at most this many stretches, of at least `_LEAST_STEPS` steps each.
@@ -195,9 +195,10 @@ def newest_part(run: ObservedRun) -> ObservedRun:
 
 
 def _with_knobs(setting: SimulatedSetting, changes: Mapping[str, Any]) -> SimulatedSetting:
-    bounds = StalenessBounds(int(changes.get("j", setting.bounds.j)), float(changes.get("k", setting.bounds.k)))
+    j = changes.get("j", AUTO if setting.auto_j else setting.bounds.j)
+    bounds = StalenessBounds(1 if j == AUTO else int(j), float(changes.get("k", setting.bounds.k)))
     plain = {name: int(changes[name]) for name in ("rollouts_per_step", "groups_in_flight") if name in changes}
-    return replace(setting, bounds=bounds, **plain)
+    return replace(setting, bounds=bounds, auto_j=j == AUTO, **plain)
 
 
 def tried(run: ObservedRun, *, actor_s: float) -> tuple[float, list[Change]]:
@@ -234,8 +235,9 @@ def _candidates(setting: SimulatedSetting, hardware: Hardware) -> Iterator[tuple
     yield "one more engine", f"engine.count={engines + 1}", replace(setting, engines=engines + 1), hardware
     twice = replace(trainer, token_s=trainer.token_s / 2, optimizer_step_s=trainer.optimizer_step_s / 2)
     yield "a trainer twice as fast", "", setting, replace(hardware, trainer=twice)
-    later = StalenessBounds(j + 1, max(k, j + 1))
-    yield "j + 1", f"staleness.j={later.j} staleness.k={later.k:g}", replace(setting, bounds=later), hardware
+    if not setting.auto_j:
+        later = StalenessBounds(j + 1, max(k, j + 1))
+        yield "j + 1", f"staleness.j={later.j} staleness.k={later.k:g}", replace(setting, bounds=later), hardware
     if k < float("inf"):
         larger = StalenessBounds(j, 2 * k)
         yield "a larger k", f"staleness.k={larger.k:g}", replace(setting, bounds=larger), hardware

@@ -118,6 +118,7 @@ def _stretch(events: Sequence[Event], before: Event, steps: Sequence[Event]) -> 
         "held": held / seconds,
         "rest": max(0.0, seconds - computes - waits - held) / seconds,
     }
+    starts = any(event["kind"] == "trainer_ready" and start < amount(event, "elapsed_s") <= end for event in events)
     busy, evaluates = _busy(events, start, end), sum(max(0.0, each) for each in overlaps) / seconds
     return Stretch(
         first=int(steps[0]["step"]),
@@ -128,13 +129,24 @@ def _stretch(events: Sequence[Event], before: Event, steps: Sequence[Event]) -> 
         judging=verdicts * each_s / seconds,
         evaluates=evaluates,
         waits_for=_cause(
-            made, busy=busy, evaluates=evaluates, sampling_s=stage_s(steps, 1), judging_s=stage_s(steps, 2)
+            made,
+            starts=starts,
+            busy=busy,
+            evaluates=evaluates,
+            sampling_s=stage_s(steps, 1),
+            judging_s=stage_s(steps, 2),
         ),
     )
 
 
 def _cause(
-    shares: Mapping[str, float], *, busy: float | None, evaluates: float, sampling_s: float, judging_s: float
+    shares: Mapping[str, float],
+    *,
+    starts: bool,
+    busy: float | None,
+    evaluates: float,
+    sampling_s: float,
+    judging_s: float,
 ) -> str:
     """Return what the run waits for most: the trainer itself, or the cause of the time in which it does not compute.
 
@@ -144,7 +156,7 @@ def _cause(
     if shares["computes"] >= max(idle, shares["rest"]):
         return "the trainer"
     if shares["rest"] > idle:
-        return "the controller"
+        return "a trainer that starts again" if starts else "the controller"
     if evaluates > idle / 2:
         return "evaluations"
     if judging_s > sampling_s:

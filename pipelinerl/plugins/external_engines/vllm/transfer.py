@@ -29,9 +29,9 @@ from vllm.model_executor.layers import utils as vllm_layers
 
 from inference_contract.weights import WeightLayout
 from pipelinerl.engines.torch.weights import parameters_in
-from pipelinerl.engines.weights.torch_device_copy import DeviceCopy
 from pipelinerl.engines.weights.torch_endpoint import serve_endpoints
 from pipelinerl.engines.weights.torch_shared_bytes import attach
+from pipelinerl.plugins.external_engines.vllm.torch_device_copy import DeviceCopy
 
 #: The backend's name on the command line, repeated in `limits`, whose imports are too many for a worker.
 BACKEND: Final = "pipelinerl"

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from pipelinerl.engines.weights.torch_device_copy import DeviceCopy, pin, unpin
 from pipelinerl.engines.weights.torch_shared_bytes import SharedBytes
+from pipelinerl.plugins.external_engines.vllm.torch_device_copy import DeviceCopy, pin, unpin
 from tests.patience import PATIENCE_S
 
 

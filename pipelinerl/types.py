@@ -145,7 +145,7 @@ class PromptOrder:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A completion, and the base URL of the engine that finished it.
+    """A completion, and the base URL of the engine that finished it; `others` sampled some of its tokens before.
 
     `tokens_kept` counts tokens that other engines sampled before they failed or left; `tokens_resampled` counts tokens
     of such engines that were lost and sampled again.
@@ -155,6 +155,7 @@ class Answered:
     url: str
     tokens_kept: int = 0
     tokens_resampled: int = 0
+    others: tuple[str, ...] = ()
 
 
 class VersionSpan(NamedTuple):
@@ -364,7 +365,8 @@ class RolloutGroup:
     """The G rollouts that one order for a prompt requested.
 
     `group_id` is the order's id, by which duplicates are recognised. `refusal` says why the recipe's filter excludes
-    the group from training; empty if the filter accepts the group. `issued_at` is copied from the order.
+    the group from training; empty if the filter accepts the group. `issued_at` is copied from the order. `engines` are
+    the base URLs of the engines that sampled tokens of the group; empty if they are unknown.
     """
 
     group_id: str
@@ -375,6 +377,7 @@ class RolloutGroup:
     problem: ProblemSummary = _UNNAMED
     refusal: str = ""
     issued_at: IssuedAt = _NOWHERE
+    engines: tuple[str, ...] = ()
 
     @property
     def oldest_version(self) -> int:

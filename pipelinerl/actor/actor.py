@@ -356,11 +356,12 @@ class Actor:
     async def _fulfil(self, entry: Entry, order: PromptOrder) -> None:
         try:
             with self._stages.claimed(order):
-                made = await self._made_in_time(order)
-            if made is None:
+                whole = await self._made_in_time(order)
+            if whole is None:
                 return
+            made, engines = whole
             refusal = await self._refusal(order, made)
-            group = assemble(order, made, actor=self.settings.name, refusal=refusal)
+            group = assemble(order, made, actor=self.settings.name, refusal=refusal, engines=engines)
             if order.purpose is Purpose.TRAINING:
                 self._outbox.groups.append(encode_group(group))
                 self._groups_done += 1
@@ -416,8 +417,8 @@ class Actor:
     def _report(self, message: ControlMessage) -> None:
         self._outbox.reports.append(encode(message))
 
-    async def _made_in_time(self, order: PromptOrder) -> Sequence[MadeRollout] | None:
-        """Return verified rollouts; if the group became too old to train, report this and return None.
+    async def _made_in_time(self, order: PromptOrder) -> tuple[Sequence[MadeRollout], set[str]] | None:
+        """Return verified rollouts and their engines; report a group that became too old to train, and return None.
 
         Evaluations never become too old.
         """
@@ -462,11 +463,11 @@ class Actor:
         self._filter_tally.note(_FILTER, [judgement])
         return refusal_of(judgement.verdict)
 
-    async def _made(self, order: PromptOrder, begun: Callable[[], None]) -> Sequence[MadeRollout]:
+    async def _made(self, order: PromptOrder, begun: Callable[[], None]) -> tuple[Sequence[MadeRollout], set[str]]:
         """Make the group, and report its progress, even if it fails."""
         progress = GroupProgress(begun)
         try:
-            return await self._maker_of(order.problem.domain).make(order, progress)
+            return await self._maker_of(order.problem.domain).make(order, progress), progress.engines
         finally:
             self._resampled += progress.resampled
             kept, resampled = progress.tokens_kept, progress.tokens_resampled

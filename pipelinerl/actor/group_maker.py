@@ -62,6 +62,7 @@ class GroupProgress:
         tokens_kept, tokens_resampled: tokens from engines that failed or left, as `Answered` counts them.
         resampled: the number of samples that weight updates aborted.
         engine, sampled_at: where (base URL) and when (Unix seconds) sampling ended; the last turn of episodes counts.
+        engines: the base URLs of all engines that sampled tokens of the group.
         judgements: the verdicts of the samples.
         spans: for each sample, its (version, number of tokens) pairs.
         episodes: the tool calls of each episode that ended, and its seconds outside the model.
@@ -73,6 +74,7 @@ class GroupProgress:
     resampled: int = 0
     engine: str = ""
     sampled_at: float = 0.0
+    engines: set[str] = field(default_factory=set)
     judgements: Sequence[Judgement] = ()
     spans: Sequence[Sequence[tuple[int, int]]] = ()
     episodes: list[tuple[ToolCalls, float]] = field(default_factory=list)
@@ -83,7 +85,8 @@ class GroupProgress:
             self.on_begun()
 
     def hand_over(self, answered: Answered) -> None:
-        """Count the tokens of an answer that came from engines that failed or left."""
+        """Note the engines of an answer, and count its tokens from engines that failed or left."""
+        self.engines.update((answered.url, *answered.others))
         self.tokens_kept += answered.tokens_kept
         self.tokens_resampled += answered.tokens_resampled
 

@@ -10,7 +10,7 @@ name, the one that started earlier finds higher ids in its partition, and exits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -64,7 +64,14 @@ def rollouts_of(
     ]
 
 
-def assemble(order: PromptOrder, made: Sequence[MadeRollout], *, actor: str, refusal: str = "") -> RolloutGroup:
+def assemble(
+    order: PromptOrder,
+    made: Sequence[MadeRollout],
+    *,
+    actor: str,
+    refusal: str = "",
+    engines: Collection[str] = (),
+) -> RolloutGroup:
     """Return the group of an order from its rollouts; `refusal` is the reason if the group filter refused the group."""
     return RolloutGroup(
         group_id=order.order_id,
@@ -79,6 +86,7 @@ def assemble(order: PromptOrder, made: Sequence[MadeRollout], *, actor: str, ref
         ),
         refusal=refusal,
         issued_at=order.issued_at,
+        engines=tuple(sorted(engines)),
     )
 
 

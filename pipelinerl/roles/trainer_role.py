@@ -37,6 +37,7 @@ from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES, Canary, C
 from pipelinerl.training.checkpoints.checkpoint import Checkpointing, CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.domain_metrics import DomainMetrics
+from pipelinerl.training.engine_proofs import EngineProofs
 from pipelinerl.training.loop import TrainingLoop
 from pipelinerl.training.publishing import Publishing
 from pipelinerl.training.rollouts.admission import (
@@ -188,6 +189,7 @@ def training_loop(
             link,
             publisher,
             check_canary,
+            proofs=EngineProofs(step.policy, step.policy.weight_layout()),
             worker=worker,
             on_update=settings.on_update,
             timeout_s=settings.publish_timeout_s,
@@ -273,6 +275,7 @@ def canary_of(config: RunConfig) -> Canary:
         messages=tuple(ChatMessage.model_construct(role=m.role, content=m.content) for m in problem.messages),
         context_length=config.engine.context_length,
         tolerance=ROUTED_APART if routed_apart and coarsest == "float32" else TOLERANCES[coarsest],
+        temperature=config.sampling.temperature or 1.0,
         routing_replay=replay,
     )
 

@@ -52,10 +52,10 @@ from pipelinerl.types import (
 )
 from trainer_contract.types import Experts
 
-FORMAT: Final = 4
-#: Format versions that can be read. Format 3 lacks `issued_at`. Format 2 lacks `issued_at` and segments: each of its
-#: rollouts is a single segment.
-_READ: Final = frozenset({2, 3, FORMAT})
+FORMAT: Final = 5
+#: Format versions that can be read. Format 4 lacks `engines`, format 3 also `issued_at`, and format 2 also segments:
+#: each of its rollouts is a single segment.
+_READ: Final = frozenset({2, 3, 4, FORMAT})
 #: Upper bound on order indices, versions and epochs, far above those of any run.
 _MOST: Final = 2**53
 _MAGIC: Final = b"PLRL"
@@ -143,6 +143,7 @@ class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
     turn_notes: list[int] = []
     rollout_parents: list[tuple[int, ...]] = []
     issued_at: IssuedAt = IssuedAt()
+    engines: tuple[str, ...] = ()
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -199,6 +200,7 @@ def encode_group(group: RolloutGroup) -> bytes:
         turn_notes=[] if notes == [NO_NOTE] else turn_notes,
         rollout_parents=parents if any(parents) else [],
         issued_at=group.issued_at,
+        engines=group.engines,
     )
     return _seal(Kind.GROUP, header, arrays)
 
@@ -238,6 +240,7 @@ def decode_group(record: bytes) -> RolloutGroup:
         problem=header.problem,
         refusal=header.refusal,
         issued_at=header.issued_at,
+        engines=header.engines,
     )
 
 

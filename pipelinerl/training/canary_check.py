@@ -9,7 +9,8 @@ Then the engine answers longer prompts, made of the tokens of its answers, up to
 embeddings, windows and caches may be wrong at some lengths only.
 
 An engine that joins is checked so. After each later update, a brief check repeats the first prompt with few tokens: an
-update may go wrong in a way that no digest of the bytes shows.
+update may go wrong in a way that no digest of the bytes shows. `training/engine_proofs.py` tests the tokens of a brief
+check against those of earlier checks, so that it also finds faults far below the tolerance.
 
 | waits for | unblocked by | at the latest |
 |---|---|---|
@@ -73,10 +74,9 @@ ROUTED_APART: Final = Tolerance(mean=0.05)
 
 _PAUSE_S: Final = 0.1
 #: Answers, tokens of each, and deadline in seconds of a brief check.
-_BRIEF_SAMPLES: Final = 2
+_BRIEF_SAMPLES: Final = 8
 _BRIEF_TOKENS: Final = 16
 _BRIEF_S: Final = 5.0
-_LEAST_FOR_A_MEAN: Final = 64
 
 #: Function that returns the trainer's log-probs [T] of a micro-batch.
 Forward = Callable[[MicroBatch], Awaitable[Float32]]
@@ -89,6 +89,8 @@ class Canary:
     `context_length` is the most tokens of a sequence in the run, which the longest prompt reaches with its answer.
     `deadline_s` bounds the wait for each answer.
 
+    `temperature` is the run's, since an engine may be right at another one only.
+
     With `routing_replay` the trainer uses the experts that the engine chose. A near tie between experts, which engine
     and trainer would resolve differently, then causes no difference.
     """
@@ -99,23 +101,25 @@ class Canary:
     samples: int = 8
     tokens: int = 32
     deadline_s: float = 60.0
+    temperature: float = 1.0
     routing_replay: RoutingReplay = RoutingReplay.OFF
-    least_tokens: int = 0
-    """Fewer sampled tokens than this prove nothing, and pass."""
 
     @property
     def brief(self) -> Canary:
-        """The canary of a brief check: few tokens if each of them is judged, else as many as for a joining engine.
+        """The canary of a brief check: few tokens, without a bound on their mean difference.
 
         A mean over few tokens would reject healthy engines: with int8 weights, rare tokens differ by several nats.
         """
-        deadline_s = min(_BRIEF_S, self.deadline_s)
-        if math.isinf(self.tolerance.worst):
-            return replace(self, deadline_s=deadline_s, least_tokens=_LEAST_FOR_A_MEAN)
-        return replace(self, samples=_BRIEF_SAMPLES, tokens=min(_BRIEF_TOKENS, self.tokens), deadline_s=deadline_s)
+        return replace(
+            self,
+            samples=min(_BRIEF_SAMPLES, self.samples),
+            tokens=min(_BRIEF_TOKENS, self.tokens),
+            deadline_s=min(_BRIEF_S, self.deadline_s),
+            tolerance=Tolerance(worst=self.tolerance.worst),
+        )
 
     def request(self, version: int, prompt: list[int] | None = None) -> ChatCompletionRequest:
-        """Return the request for answers sampled at temperature 1, with the version as seed.
+        """Return the request for answers sampled at the canary's temperature, with the version as seed.
 
         With `prompt`, request one answer to these tokens instead of several to the messages.
         """
@@ -124,7 +128,7 @@ class Canary:
             prompt_token_ids=prompt,
             n=self.samples if prompt is None else 1,
             max_tokens=self.tokens,
-            temperature=1.0,
+            temperature=self.temperature,
             seed=version,
             return_token_ids=True,
             return_routed_experts=self.routing_replay is RoutingReplay.ROLLOUT,
@@ -142,14 +146,25 @@ class Canary:
 
 
 @dataclass(frozen=True, slots=True)
+class Compared:
+    """An engine's answers to canary requests, and the log-probs of their N tokens by engine and trainer, f32 [N]."""
+
+    rollouts: tuple[Rollout, ...]
+    theirs: Float32
+    ours: Float32
+
+
+@dataclass(frozen=True, slots=True)
 class CanaryFindings:
     """Results by engine URL; each engine is in `worst`, `mismatched` or `failed`.
 
     `worst` has the largest difference in nats of engines that passed, `mismatched` the reasons of engines that did not,
     `failed` the errors of engines that gave no answer. `permanent` has the failed engines that would fail again.
+    `compared` has the answers of engines that gave valid ones.
     """
 
     worst: dict[str, float] = field(default_factory=dict)
+    compared: dict[str, Compared] = field(default_factory=dict)
     mismatched: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     permanent: set[str] = field(default_factory=set)
@@ -204,14 +219,16 @@ async def check_canary(
                     )
             async with in_time(url, "the canary"):
                 short = await _answer(canary, engines, url, published.version)
-            worst = await _worst_difference(canary, [short], published, forward)
+            compared = await _compared(canary, [short], published, forward)
+            findings.compared[url] = compared
+            worst = _worst_difference(canary, compared)
             context = min([canary.context_length, *(card.context_length for card in cards)])
             longer = []
             for number, prompt in enumerate(() if brief else canary.longer_prompts(short, context)):
                 async with in_time(url, f"longer canary {number}"):
                     longer.append(await _answer(canary, engines, url, published.version, prompt))
             if longer:
-                worst = max(worst, await _worst_difference(canary, longer, published, forward))
+                worst = max(worst, _worst_difference(canary, await _compared(canary, longer, published, forward)))
             findings.worst[url] = worst
         except _Mismatched as error:
             findings.mismatched[url] = str(error)
@@ -236,15 +253,12 @@ async def _answer(
             await asyncio.sleep(_PAUSE_S)
 
 
-async def _worst_difference(
-    canary: Canary, completions: Sequence[ChatCompletion], published: PublishReport, forward: Forward
-) -> float:
+def _worst_difference(canary: Canary, compared: Compared) -> float:
     """Return the largest difference of all answers' tokens. Raises `_Mismatched` if the tokens exceed the tolerance."""
-    differences = np.concatenate([await _differences(each, published, forward) for each in completions])
+    differences = np.abs(compared.theirs - compared.ours)
     allowed, worst, mean = canary.tolerance, float(differences.max()), float(differences.mean())
-    is_judged = differences.size >= canary.least_tokens or not math.isfinite(worst)
-    if is_judged and not (worst <= allowed.worst and mean <= allowed.mean):
-        longest = max(len(each.prompt_token_ids or ()) for each in completions)
+    if not (math.isfinite(worst) and worst <= allowed.worst and mean <= allowed.mean):
+        longest = max(int(each.turns[0].context_token_ids.size) for each in compared.rollouts)
         raise _Mismatched(
             f"log-probs of {differences.size} canary tokens must be within {allowed} of the trainer's; after prompts "
             f"of up to {longest} tokens, the worst is {worst:.3g} off, the mean {mean:.3g}"
@@ -252,29 +266,38 @@ async def _worst_difference(
     return worst
 
 
-async def _differences(completion: ChatCompletion, published: PublishReport, forward: Forward) -> Float32:
-    """Return the absolute differences of one answer's sampled tokens, in nats."""
-    if completion.epoch != published.epoch:
-        raise _Mismatched(f"the canary must be sampled in epoch {published.epoch}, its answer is of {completion.epoch}")
-    batch = micro_batch_of(completion, version=published.version)
-    try:
-        expected = await forward(batch)
-    except BatchError as error:
-        raise _Mismatched(f"the trainer cannot compute its answer: {error}") from error
-    except NonFiniteError as error:
-        raise _Mismatched(f"the trainer has no log-probs to compare with: {error}") from error
-    differences: Float32 = np.abs(batch.behavior_logprobs - expected)[batch.loss_mask]
-    return differences
+async def _compared(
+    canary: Canary, completions: Sequence[ChatCompletion], published: PublishReport, forward: Forward
+) -> Compared:
+    """Compute the answers' tokens. Raises `_Mismatched` if an answer is invalid."""
+    rollouts, theirs, ours = list[Rollout](), [], []
+    for completion in completions:
+        if completion.epoch != published.epoch:
+            raise _Mismatched(
+                f"the canary must be sampled in epoch {published.epoch}, its answer is of {completion.epoch}"
+            )
+        its = canary_rollouts(completion, version=published.version, temperature=canary.temperature)
+        batch = alone(its)
+        try:
+            expected = await forward(batch)
+        except BatchError as error:
+            raise _Mismatched(f"the trainer cannot compute its answer: {error}") from error
+        except NonFiniteError as error:
+            raise _Mismatched(f"the trainer has no log-probs to compare with: {error}") from error
+        rollouts += its
+        theirs.append(batch.behavior_logprobs[batch.loss_mask])
+        ours.append(expected[batch.loss_mask])
+    return Compared(tuple(rollouts), np.concatenate(theirs), np.concatenate(ours))
 
 
-def micro_batch_of(completion: ChatCompletion, *, version: int) -> MicroBatch:
-    """Convert a canary's answer, with the engine's log-probs, to a micro-batch. Raises `_Mismatched` if invalid."""
+def canary_rollouts(completion: ChatCompletion, *, version: int, temperature: float = 1.0) -> list[Rollout]:
+    """Convert a canary's answer, with the engine's log-probs, to rollouts. Raises `_Mismatched` if it is invalid."""
     if not completion.choices:
         raise _Mismatched("the canary must be answered with at least one choice, its answer has none")
-    return alone([_rollout(completion, choice, version) for choice in completion.choices])
+    return [_rollout(completion, choice, version, temperature) for choice in completion.choices]
 
 
-def _rollout(completion: ChatCompletion, choice: Choice, version: int) -> Rollout:
+def _rollout(completion: ChatCompletion, choice: Choice, version: int, temperature: float) -> Rollout:
     prompt, tokens, logprobs = completion.prompt_token_ids, choice.token_ids, choice.token_logprobs
     if not prompt or not tokens or logprobs is None or len(logprobs) != len(tokens):
         raise _Mismatched(
@@ -301,6 +324,6 @@ def _rollout(completion: ChatCompletion, choice: Choice, version: int) -> Rollou
         turns=(turn,),
         verdict=Verdict(outcome=Outcome.CORRECT, reward=0.0),
         finish_reason=choice.finish_reason.value,
-        temperature=1.0,
+        temperature=temperature,
         epoch=completion.epoch,
     )

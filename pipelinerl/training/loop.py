@@ -50,7 +50,7 @@ from pipelinerl.training.rollouts.admission import GroupOutcome
 from pipelinerl.training.rollouts.batcher import Batcher, OverdueWait, StepBudget, awaited
 from pipelinerl.training.rollouts.rollout_reader import RESEND_S, Arrivals, ControllerLink
 from pipelinerl.training.schedule import AdaptiveObjective, LearningRateSchedule
-from pipelinerl.training.step import Step
+from pipelinerl.training.step import Accumulated, Step
 from pipelinerl.training.step_samples import StepSamples
 
 log = logging.getLogger("pipelinerl")
@@ -214,7 +214,7 @@ class TrainingLoop:
             accumulated = await self._in_worker(lambda: self._step.accumulate(batch))
             computed = time.monotonic()
             await self._until_weights_may_change()
-            self._refuse_disproved(batch)
+            await self._refuse_disproved(accumulated)
             held_s = time.monotonic() - computed
             peak = self._current.knobs.learning_rate
             rates = [peak * self._schedule.factor(number) for number in batch.optimizer_steps]
@@ -253,11 +253,12 @@ class TrainingLoop:
             )
         )
 
-    def _refuse_disproved(self, batch: TrainBatch) -> None:
+    async def _refuse_disproved(self, accumulated: Accumulated) -> None:
         """Drop what an engine sampled with wrong weights; raise NonFiniteStep if the batch has such tokens."""
-        if disproved := self._publishing.take_disproved():
+        if disproved := await self._publishing.disproved(accumulated, self._version):
             self._batcher.doubt(disproved)
-            if wrong := [group.index for group in batch.groups if self._batcher.is_doubtful(group)]:
+            groups = accumulated.batch.groups
+            if wrong := [group.index for group in groups if self._batcher.is_doubtful(group)]:
                 raise NonFiniteStep("weights", wrong, why="not what the engine sampled with")
 
     async def _until_weights_may_change(self) -> None:

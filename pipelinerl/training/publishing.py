@@ -7,9 +7,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -30,13 +30,17 @@ from pipelinerl.messages import (
 )
 from pipelinerl.streams.stream import START, Stream, fresh_number
 from pipelinerl.training.canary_check import CanaryCheck, CanaryFindings
+from pipelinerl.training.engine_proofs import EngineProofs
 from pipelinerl.training.rollouts.rollout_reader import ControllerLink
+from pipelinerl.training.step import Accumulated
 from pipelinerl.weights.grace import Grace, floor_s, update_kind
 from pipelinerl.weights.publisher import Publication, Publisher, PublishReport, wire_layout
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Float32, MicroBatch
 
 log = logging.getLogger("pipelinerl")
+
+T = TypeVar("T")
 
 #: The most engines that are checked again after a publication, unless an eighth of all is more.
 _CHECKED_AGAIN: Final = 8
@@ -46,7 +50,8 @@ class Publishing:
     """Publishes the trainer's weights to the engines, and checks that they compute with them.
 
     The directive lists the engines that join, in `to_verify`. Of the others, up to eight, or an eighth if they are
-    more, are checked briefly after each publication, in turn.
+    more, are checked briefly after each publication, in turn. `EngineProofs` judges their answers, and the tokens that
+    engines sampled for a step. What a failed engine sampled since its last proof is disproved.
 
     During a publication the trainer computes, but it changes its weights only after `finish`:
 
@@ -70,6 +75,7 @@ class Publishing:
         publisher: Publisher,
         check_canary: CanaryCheck,
         *,
+        proofs: EngineProofs,
         worker: Executor,
         on_update: OnUpdate,
         timeout_s: float,
@@ -82,16 +88,25 @@ class Publishing:
         self._link = link
         self._publisher = publisher
         self._check_canary = check_canary
+        self._proofs = proofs
         self._worker = worker
         self._layout = wire_layout(trainer.weight_layout())
         self._on_update = on_update
         self._timeout_s = timeout_s
         self._under_way: asyncio.Task[None] | None = None
         self._proven: dict[str, int] = {}
-        self._disproved: set[int] = set()
+        self._disproved: set[tuple[str, int]] = set()
+        self._newest: PublishReport | None = None
+        self._membership = 0
 
-    def take_disproved(self) -> set[int]:
-        """Return the versions, found since the last call, that an engine may have sampled with wrong weights."""
+    async def disproved(self, accumulated: Accumulated, version: int) -> set[tuple[str, int]]:
+        """Test what `version`, the weights before a step, sampled for it; return all that is newly disproved.
+
+        The result has pairs of an engine's base URL and a version that it sampled with a fault.
+        """
+        failures = await self._in_worker(lambda: self._proofs.failed_rollouts(accumulated, version))
+        if failures and self._newest is not None:
+            await self._report_failures(self._newest, failures)
         disproved, self._disproved = self._disproved, set()
         return disproved
 
@@ -147,35 +162,75 @@ class Publishing:
                 directive=directive.answers,
             )
         )
+        self._newest, self._membership = report, publication.membership
         joining = [url for url in directive.to_verify if url in report.pauses_s]
         others = _in_turn(sorted(report.pauses_s.keys() - {*joining}), report.version)
         findings, again = await asyncio.gather(
             self._checked(joining, report, brief=False), self._checked(others, report, brief=True)
         )
-        for url, reason in again.mismatched.items():
-            log.error("%s samples with other weights than version %d: %s", url, report.version, reason)
-            self._disproved |= {*range(self._proven.get(url, report.version - 1) + 1, report.version + 1)}
-        self._proven |= dict.fromkeys([*findings.worst, *again.worst], report.version)
-        if joining or again.mismatched:
+        failures = await self._in_worker(lambda: self._judged(report.version, findings, again))
+        self._proven |= dict.fromkeys([*findings.worst, *(again.worst.keys() - failures.keys())], report.version)
+        if joining:
             await self._link.report(
                 CanaryChecked(
                     epoch=report.epoch,
                     model_version=report.version,
                     membership=publication.membership,
                     worst=findings.worst,
-                    mismatched=findings.mismatched | again.mismatched,
+                    mismatched=findings.mismatched,
                     failed=findings.failed,
                     permanent=sorted(findings.permanent),
                 )
             )
+        if failures:
+            await self._report_failures(report, failures, of=len(others))
+
+    def _judged(self, version: int, joined: CanaryFindings, again: CanaryFindings) -> dict[str, str]:
+        """Return why engines that served before fail at this version; begin the evidence on those that joined."""
+        proofs = self._proofs
+        proofs.keep(version, self._trainer.gather_weights())
+        for url, its in joined.compared.items():
+            if url in joined.worst:
+                proofs.joined(url, its)
+        failures = {}
+        for url, its in again.compared.items():
+            wrong = again.mismatched.get(url)
+            if reason := f"{wrong}; {proofs.fault(version, its)}" if wrong else proofs.failure(url, version, its):
+                failures[url] = reason
+        return again.mismatched | failures
+
+    async def _report_failures(self, report: PublishReport, failures: dict[str, str], *, of: int = 0) -> None:
+        """Disprove what failing engines sampled since their last proof, and tell the controller why they fail."""
+        if len(failures) == of > 1:
+            log.error(
+                "all %d engines that were checked fail at version %d; look at the trainer and at the way of the "
+                "weights first, such as weights.transport and weights.dtype, and not at the engines",
+                of,
+                report.version,
+            )
+        for url, reason in failures.items():
+            log.error("%s samples with other weights than version %d: %s", url, report.version, reason)
+            first = min(self._proven.get(url, report.version - 1) + 1, report.version)
+            self._disproved |= {(url, version) for version in range(first, report.version + 1)}
+        await self._link.report(
+            CanaryChecked(
+                epoch=report.epoch,
+                model_version=report.version,
+                membership=self._membership,
+                worst={},
+                mismatched=failures,
+            )
+        )
 
     async def _checked(self, urls: Sequence[str], report: PublishReport, *, brief: bool) -> CanaryFindings:
         return await self._check_canary(urls, report, self._forward, brief) if urls else CanaryFindings()
 
     async def _forward(self, batch: MicroBatch) -> Float32:
-        loop = asyncio.get_running_loop()
-        (predictions,) = await loop.run_in_executor(self._worker, self._trainer.forward, [batch])
+        (predictions,) = await self._in_worker(lambda: self._proofs.scorer.forward([batch]))
         return predictions
+
+    async def _in_worker(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, call)
 
 
 def _in_turn(urls: Sequence[str], version: int) -> list[str]:

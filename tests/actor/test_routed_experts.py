@@ -13,7 +13,8 @@ from pipelinerl.actor.single_turn import chat_request
 from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import RecordError
 from pipelinerl.numerics.routed_experts import on_the_wire
-from pipelinerl.training.canary_check import micro_batch_of
+from pipelinerl.training.canary_check import canary_rollouts
+from pipelinerl.training.packing import alone
 from pipelinerl.types import Outcome, Purpose, RolloutGroup, Verdict
 from tests.actor.test_actor import completion, order
 
@@ -75,6 +76,6 @@ def test_canary_batch_contains_the_routed_experts_of_its_answer() -> None:
     proven = answer.model_copy(
         update={"choices": [each.model_copy(update={"version_spans": [(4, 3)]}) for each in answer.choices]}
     )
-    column = micro_batch_of(proven, version=4).routed_experts
+    column = alone(canary_rollouts(proven, version=4)).routed_experts
     assert column is not None
     np.testing.assert_array_equal(column, np.concatenate([PROMPT * 0, PROMPT, SAMPLED] * 2))

@@ -131,23 +131,14 @@ async def test_canary_check_passes_an_int8_engine_only_if_its_mean_logprob_devia
     assert (made.url in (await made.findings(twist=twist, canary=canary)).worst) == is_proven
 
 
-@pytest.mark.parametrize(("tokens", "is_proven"), [(7, True), (8, False)])
-async def test_brief_check_of_an_int8_engine_judges_no_mean_over_fewer_than_64_tokens(
-    made: World, tokens: int, is_proven: bool
-) -> None:
-    def twist(completion: ChatCompletion) -> ChatCompletion:
-        choice = completion.choices[0].model_copy(
-            update={
-                "token_ids": [1] * tokens, "token_logprobs": [-20.0] * tokens, "version_spans": [(0, tokens)]
-            }
-        )  # fmt: skip
-        return completion.model_copy(update={"choices": [choice] * 8})
-
+async def test_brief_check_leaves_the_mean_deviation_of_coarse_weights_to_the_engines_evidence(made: World) -> None:
     canary = replace(CANARY, tolerance=TOLERANCES["int8"])
     findings = await check_canary(
-        canary, Twisted(made.client, twist), Grace(), [made.url], published(), made.forward, True
-    )
-    assert (made.url in findings.worst) == is_proven
+        canary, Twisted(made.client, _choices(token_logprobs=[-20.0] * 4)), Grace(), [made.url], published(),
+        made.forward, True,
+    )  # fmt: skip
+    compared = findings.compared[made.url]
+    assert made.url in findings.worst and (compared.theirs == -20).all() and len(compared.rollouts) == 8
 
 
 def _choices(**changes: Any) -> Any:

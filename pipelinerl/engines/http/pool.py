@@ -132,6 +132,8 @@ class PartialAnswer:
         self._prompt_routed: RoutedExperts | None = None
         self._samples: dict[int, _Sample] = {index: _Sample() for index in range(request.n)}
         self._handed_over = 0  # tokens received before the current engine took over
+        self.engines: dict[str, None] = {}
+        """Base URLs of the engines that sampled the received tokens, in order."""
         self.tokens_kept = 0
         """Tokens of the answer from engines that did not finish it."""
         self.tokens_resampled = 0
@@ -182,6 +184,8 @@ class PartialAnswer:
             if part.index not in self._samples:
                 raise EngineUnreachable(f"{url} streams choice {part.index}, which was not requested")
             self._samples[part.index].take(part, url=url, routed=self._request.return_routed_experts)
+            if part.token_ids:
+                self.engines[url] = None
         self._last = chunk
         return True
 
@@ -194,8 +198,14 @@ class PartialAnswer:
         """Drop the received tokens, so that the next engine starts over."""
         self.tokens_resampled += self.num_tokens
         self.tokens_kept = self._handed_over = 0
+        self.engines.clear()
         self._samples = {index: _Sample() for index in self._samples}
         self._last = self._prompt = self._prompt_routed = None
+
+    def answered(self, completion: ChatCompletion, url: str) -> Answered:
+        """Return the completion with the engine that finished it, `url`, and the counts of this answer."""
+        others = tuple(each for each in self.engines if each != url)
+        return Answered(completion, url, self.tokens_kept, self.tokens_resampled, others)
 
     def completion(self) -> ChatCompletion:
         """Return the whole answer, as one engine would have sent it. Every sample must have ended."""
@@ -418,7 +428,7 @@ class EnginePool:
         tokens = cost(request)
         while (remaining := deadline - time.monotonic()) > 0:
             if answer.is_whole:  # all samples ended before the stream broke off
-                return Answered(answer.completion(), engine_used, answer.tokens_kept, answer.tokens_resampled)
+                return answer.answered(answer.completion(), engine_used)
             url = self._choice(engine, refused, near, tokens)
             if url is None:
                 await self._change(min(pause_s, remaining))
@@ -429,7 +439,7 @@ class EnginePool:
                 self._named[engine] += 1
                 async with asyncio.timeout(remaining) as scope:
                     completion = await self._attempt(url, request, answer, begun, scope, on_text)
-                    return Answered(completion, url, answer.tokens_kept, answer.tokens_resampled)
+                    return answer.answered(completion, url)
             except _RETRIED as error:
                 last = f"{url}: {error}"
                 self._offers.pop(url, None)

@@ -89,7 +89,7 @@ class Batcher:
         self.no_signal: dict[str, NoSignalGroups] = {}
         """Counts, by domain, of groups without a gradient or excluded by the filter, since the last other group."""
         self._abandoned: list[int] = []
-        self._doubted: set[int] = set()
+        self._doubted: set[tuple[str, int]] = set()
         self._sampled_again: set[int] = set()
 
     @property
@@ -108,7 +108,7 @@ class Batcher:
         if not (self.lineage.includes(group) and (k > LOCKSTEP or self.lineage.issued(group))):
             self._abandoned.append(group.index)
             return
-        if self._doubted and self.is_doubtful(group):
+        if self.is_doubtful(group):
             self._abandon_doubtful(group.index)
             return
         if not is_judged(group):
@@ -130,20 +130,23 @@ class Batcher:
         open_ = [index for index in indices if not self.ledger.has(index) and index not in self._waiting]
         self.ledger.settle(open_, outcome)
 
-    def doubt(self, versions: Collection[int]) -> None:
-        """Abandon, once each, all groups with tokens of these versions, which an engine sampled with wrong weights.
+    def doubt(self, sampled: Collection[tuple[str, int]]) -> None:
+        """Abandon, once each, all groups with tokens that an engine (base URL) sampled at a version that it fails.
 
-        Groups do not say which engine sampled them, so those of healthy engines are abandoned, too. What is sampled
-        again comes from healthy engines, and is accepted.
+        A group that does not name its engines is abandoned for its versions. What is sampled again comes from healthy
+        engines, and is accepted.
         """
-        self._doubted.update(versions)
+        self._doubted.update(sampled)
         for index in [index for index, group in self._waiting.items() if self.is_doubtful(group)]:
             del self._waiting[index]
             self._abandon_doubtful(index)
 
     def is_doubtful(self, group: RolloutGroup) -> bool:
         """Return whether an engine with wrong weights may have sampled the group."""
-        return group.index not in self._sampled_again and not self._doubted.isdisjoint(versions_of(group))
+        if not self._doubted or group.index in self._sampled_again:
+            return False
+        versions = versions_of(group)
+        return any(version in versions and url in (group.engines or (url,)) for url, version in self._doubted)
 
     def _abandon_doubtful(self, index: int) -> None:
         self._sampled_again.add(index)

@@ -51,6 +51,8 @@ class EngineComponent(Component):
             `pipelinerl check`. `section` is `[engine]` or `[trainer]`, `model` is `[model]`, and `others` are the
             directories of critic, reference and teachers by key of the recipe, empty for an engine. It raises
             `ModelError`, or `SpecError` for options.
+        replica: reference of a class `(EngineOptions)` that computes log-probs as the engine does
+            (`training.engine_proofs.Replica`), so that the trainer can check an engine whose arithmetic is coarse.
         computes_experts: it computes mixtures of experts.
         reports_routing: it reports the experts of each token.
         reports_policy: it reports log-probs from before top-k and top-p (`policy_logprobs`).
@@ -64,6 +66,7 @@ class EngineComponent(Component):
     check_options: str = ""
     slow_here: str = ""
     check: str = ""
+    replica: str = ""
     computes_experts: bool = True
     reports_routing: bool = False
     reports_policy: bool = False

@@ -37,7 +37,7 @@ Floats = NDArray[np.floating[Any]]
 #: Evidence at which an engine fails.
 ALARM: Final = 1e4
 #: Factors of the temperature on which the test of samples bets.
-TILTS: Final = (0.5, 0.8, 1.25, 2.0)
+TILTS: Final = (0.6, 0.8, 0.9, 1.1, 1.25)
 #: Pairs (q, ε) of the bets on log-probs.
 _BETS: Final = np.array([(q, e) for q in (1.0, 1 / 4, 1 / 32) for e in (0.1, 0.4)])
 #: Factor by which deviations may exceed those of the baseline, since noise differs between prompts.

@@ -15,9 +15,11 @@ from typing import Final, TypeVar
 from inference_contract.schemas import ChatMessage
 from inference_contract.weights import OnUpdate
 from pipelinerl import registry
+from pipelinerl.component import imported
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.enums import NoSignal, Overdue, RoutingReplay, StalenessScope
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.enums import NoSignal, Overdue, RoutingReplay, StalenessScope, WeightFormat
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.models.model_shape import mixture_of
@@ -25,7 +27,7 @@ from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of
-from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.dtypes import dtypes_of, on_accelerator
 from pipelinerl.roles.engine_rules import routing_of
 from pipelinerl.roles.problems import training_problems
 from pipelinerl.roles.process import Identity, freeze_gc
@@ -37,7 +39,7 @@ from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES, Canary, C
 from pipelinerl.training.checkpoints.checkpoint import Checkpointing, CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.domain_metrics import DomainMetrics
-from pipelinerl.training.engine_proofs import EngineProofs
+from pipelinerl.training.engine_proofs import EngineProofs, Replica
 from pipelinerl.training.loop import TrainingLoop
 from pipelinerl.training.publishing import Publishing
 from pipelinerl.training.rollouts.admission import (
@@ -57,13 +59,16 @@ from pipelinerl.types import RolloutGroup
 from pipelinerl.weights.engine_control import EngineControl
 from pipelinerl.weights.grace import Grace
 from pipelinerl.weights.publisher import Publisher
-from trainer_contract.types import RoutingShape
+from trainer_contract.host_weights import num_bytes
+from trainer_contract.types import Device, ParameterInfo, Precision, RoutingShape, WeightDType
 
 log = logging.getLogger("pipelinerl")
 
 T = TypeVar("T")
 #: How often a trainer loads the newest checkpoint if another trainer removes it meanwhile.
 _STARTS: Final = 5
+#: The largest model, in bytes as it is sent, of which the trainer loads a replica of the engines.
+_MOST_REPLICATED: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +116,7 @@ async def run(identity: Identity) -> None:
         stream=stream,
         publisher=publisher_of(identity, client, stream, grace),
         check_canary=partial(check_canary, canary_of(config), client, grace),
+        replica=replica_of(config, step.policy.weight_layout()),
         checkpoints=checkpoints,
         restored=restored,
         at=lambda version: process_log.at(step=version, model_version=version),
@@ -142,6 +148,7 @@ def training_loop(
     stream: Stream,
     publisher: Publisher,
     check_canary: CanaryCheck,
+    replica: Replica | None = None,
     checkpoints: CheckpointStore,
     restored: TrainingState | None,
     at: Callable[[int], None] = lambda version: None,
@@ -189,7 +196,7 @@ def training_loop(
             link,
             publisher,
             check_canary,
-            proofs=EngineProofs(step.policy, step.policy.weight_layout()),
+            proofs=EngineProofs(step.policy, step.policy.weight_layout(), replica),
             worker=worker,
             on_update=settings.on_update,
             timeout_s=settings.publish_timeout_s,
@@ -278,6 +285,33 @@ def canary_of(config: RunConfig) -> Canary:
         temperature=config.sampling.temperature or 1.0,
         routing_replay=replay,
     )
+
+
+def replica_of(config: RunConfig, layout: Sequence[ParameterInfo]) -> Replica | None:
+    """Return a replica of the run's engines; None if they compute as the trainer does, on a GPU, or a large model."""
+    section, dtypes = config.engine, dtypes_of(config)
+    computes = WeightDType.FLOAT32 if config.trainer.passes_in is Precision.FP32 else WeightDType.BFLOAT16
+    is_alike = dtypes.engine is computes and section.weights is WeightFormat.NATIVE
+    if is_alike or section.type not in registry.ENGINES.having("replica") or on_accelerator(section.device):
+        return None
+    if sum(map(num_bytes, layout)) > _MOST_REPLICATED:
+        return None
+    replica: Replica = imported(registry.ENGINES[section.type].replica)(
+        EngineOptions(
+            model_path=config.model.resolved,
+            model_id="",
+            slots=1,
+            max_waiting=0,
+            context_length=section.context_length,
+            dtype=dtypes.engine,
+            wire_dtype=dtypes.wire,
+            weights=section.weights,
+            head_precision=config.model.head_precision,
+            kernels=config.model.kernels,
+            device=Device.CPU,
+        )
+    )
+    return replica
 
 
 def samples_of(identity: Identity) -> StepSamples | None:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -54,20 +54,37 @@ class Scorer(Protocol):
         ...
 
 
+class Replica(Scorer, Protocol):
+    """A scorer that computes as an engine does, with weights of its own."""
+
+    def hold(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Take the trainer's weights, or the items of `HostWeights`, as an engine does."""
+        ...
+
+
 @dataclass(slots=True)
 class EngineProofs:
     """The evidence on each engine by base URL. An engine without evidence has failed, and must join again."""
 
-    scorer: Scorer
+    trainer: Scorer
     layout: Sequence[ParameterInfo]
+    replica: Replica | None = None
+    """Computes the canary's log-probs in the engines' arithmetic; None if it is the trainer's, or unknown."""
     _canary: dict[str, EngineEvidence] = field(default_factory=dict)
     _rollouts: dict[str, EngineEvidence] = field(default_factory=dict)
     _kept: dict[int, HostWeights] = field(default_factory=dict)
 
-    def keep(self, version: int, weights: Iterator[tuple[str, object]]) -> None:
-        """Copy the weights of `version`, if they are small; the first and the last three versions stay."""
+    @property
+    def scorer(self) -> Scorer:
+        """The scorer of the canary's answers."""
+        return self.replica or self.trainer
+
+    def publish(self, version: int, gather: Callable[[], Iterable[tuple[str, Any]]]) -> None:
+        """Take the trainer's weights of `version`; copies of the first and the last three versions stay."""
+        if self.replica is not None:
+            self.replica.hold(gather())
         if sum(map(num_bytes, self.layout)) <= MOST_KEPT:
-            self._kept[version] = copied(weights)
+            self._kept[version] = copied(gather())
             for older in sorted(self._kept)[1:-3]:
                 del self._kept[older]
 
@@ -124,17 +141,17 @@ class EngineProofs:
         if math.isfinite(total):
             for told, logprobs in self._hypotheses(version, rollouts, ours):
                 rest = float(np.abs(theirs - logprobs).mean())
-                if rest < left:
+                if rest < left / 2:  # of hypotheses that explain as much, take the first
                     left, sentence = rest, told
         return sentence if left <= _UNEXPLAINED * total else "no former weights or known setting explains them"
 
     def _hypotheses(self, version: int, rollouts: Sequence[Rollout], ours: Float32) -> Iterator[tuple[str, Float32]]:
-        tilted, _ = self._tilted(rollouts)
-        for factor, logprobs in zip(TILTS, tilted, strict=True):
-            yield f"they are those of {factor:g} times the temperature", logprobs
         if any(each.temperature != 1.0 for each in rollouts):
             raw = [replace(each, temperature=1.0) for each in rollouts]
             yield "they are those before the temperature", self._scored(raw)
+        tilted, _ = self._tilted(rollouts)
+        for factor, logprobs in zip(TILTS, tilted, strict=True):
+            yield f"they are those of {factor:g} times the temperature", logprobs
         for by, side in ((1, "before"), (-1, "after")):
             yield f"they are those of the token {side}", np.roll(ours, by)
         for older, weights in sorted(self._kept.items(), reverse=True):
@@ -161,12 +178,14 @@ class EngineProofs:
     def _tilted(self, rollouts: Sequence[Rollout]) -> tuple[Float32, Float32]:
         """Return the log-probs of N sampled tokens at `TILTS` times their temperature [tilts, N], and at theirs [N]."""
         copies = [replace(each, temperature=each.temperature * a) for a in (*TILTS, 1.0) for each in rollouts]
-        scored = self._scored(copies).reshape(len(TILTS) + 1, -1)
+        scored = self._scored(copies, scorer=self.trainer).reshape(len(TILTS) + 1, -1)
         return scored[:-1], scored[-1]
 
-    def _scored(self, rollouts: Sequence[Rollout], weights: HostWeights | None = None) -> Float32:
+    def _scored(
+        self, rollouts: Sequence[Rollout], weights: HostWeights | None = None, *, scorer: Scorer | None = None
+    ) -> Float32:
         batch = alone(rollouts)
-        scorer = self.scorer
+        scorer = scorer or self.scorer
         (logprobs,) = scorer.forward([batch]) if weights is None else scorer.forward_at([batch], weights)
         return logprobs[batch.loss_mask]
 

@@ -165,6 +165,7 @@ class Publishing:
         self._newest, self._membership = report, publication.membership
         joining = [url for url in directive.to_verify if url in report.pauses_s]
         others = _in_turn(sorted(report.pauses_s.keys() - {*joining}), report.version)
+        await self._in_worker(lambda: self._proofs.publish(report.version, self._trainer.gather_weights))
         findings, again = await asyncio.gather(
             self._checked(joining, report, brief=False), self._checked(others, report, brief=True)
         )
@@ -188,7 +189,6 @@ class Publishing:
     def _judged(self, version: int, joined: CanaryFindings, again: CanaryFindings) -> dict[str, str]:
         """Return why engines that served before fail at this version; begin the evidence on those that joined."""
         proofs = self._proofs
-        proofs.keep(version, self._trainer.gather_weights())
         for url, its in joined.compared.items():
             if url in joined.worst:
                 proofs.joined(url, its)

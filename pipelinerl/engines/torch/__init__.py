@@ -10,6 +10,7 @@ COMPONENT: Final = EngineComponent(
     build="pipelinerl.engines.torch.engine:from_options",
     needs=("torch", "transformers"),
     check="pipelinerl.engines.torch.engine:findings",
+    replica="pipelinerl.engines.torch.replica:EngineReplica",
     reports_routing=True,
     reports_policy=True,
     casts=True,

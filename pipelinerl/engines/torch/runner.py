@@ -367,6 +367,41 @@ class TorchRunner:
         return StartedStep(drawn.token_ids, lambda: (drawn.token_ids.cpu().numpy(), drawn.logprobs.cpu().numpy()))
 
     @torch.inference_mode()
+    def decoded_logprobs(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], temperatures: Sequence[float]
+    ) -> list[list[float]]:
+        """Return the log-probs of up to `slots` given answers, computed as `decode` computes those of its samples.
+
+        No other rows may be in use. Each prompt and each answer has at least one token.
+        """
+        order = sorted(range(len(prompts)), key=lambda row: -len(answers[row]))
+        given = [(prompts[number], answers[number], temperatures[number]) for number in order]
+        self.prefill([Prefill(prompt[:-1], [row]) for row, (prompt, _, _) in enumerate(given) if len(prompt) > 1])
+        self.place(
+            [
+                RowState(row, prompt[-1], len(prompt) - 1, 0, temperature=temperature, top_p=1.0, top_k=0)
+                for row, (prompt, _, temperature) in enumerate(given)
+            ]
+        )
+        scored: list[list[float]] = [[] for _ in prompts]
+        for step in range(len(given[0][1])):
+            forced = np.array([answer[step] for _, answer, _ in given if len(answer) > step])
+            used, rows = slice(0, len(forced)), self._rows
+            if not self.reserve(len(forced)):
+                raise RuntimeError("the cache has no room for the next token; score fewer answers at once")
+            self._table.tokens[self._all_rows[used], rows.positions[used]] = rows.feeds[used]
+            plan = self._cache.plan_decode(rows.positions[used], None)
+            logits = self._forward.logits(self._on_device(rows.feeds[used])[:, None], plan.positions, self._cache, plan)
+            scale = torch.from_numpy(rows.temperature[used]).to(logits.device)[:, None]
+            tempered = plan.to_rows(logits).float() / scale
+            chosen = torch.log_softmax(tempered, dim=-1).gather(1, self._on_device(forced)[:, None])[:, 0]
+            for number, logprob in zip(order, chosen.tolist(), strict=False):
+                scored[number].append(logprob)
+            rows.advance(used, forced)
+        self.release(range(len(given)))
+        return scored
+
+    @torch.inference_mode()
     def scorer(self, token_ids: Sequence[int], temperature: float) -> list[float]:
         """Return each token's log-prob given the tokens before it, 0 for the first.
 

@@ -1,0 +1,340 @@
+"""Measure how soon the trainer catches an engine with a fault, and how often it suspects a healthy engine.
+
+A torch engine samples the canary's answers at each version of a training run; `EngineProofs` tests them as in a run. At
+version `FIRST` the engine gets a fault: of its weights, of the log-probs that it reports, of its cache or of its
+samples. Each arm is a format of the engine's weights. `at once` is the share of faults that are caught at their first
+version, before a step trains on it; `named` the share of caught faults whose reason names the fault.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Row, report
+from inference_contract.schemas import ChatMessage
+from pipelinerl.config.sections import ModelSection
+from pipelinerl.engines.batching.logit_changes import LogitChange
+from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch.engine import load_runner
+from pipelinerl.engines.torch.replica import EngineReplica
+from pipelinerl.engines.torch.runner import TorchRunner
+from pipelinerl.engines.torch.weights import parameters_in
+from pipelinerl.enums import WeightFormat
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.rng import generator
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.canary_check import Compared
+from pipelinerl.training.engine_proofs import EngineProofs
+from pipelinerl.training.packing import WeightedRollout, alone, pack
+from pipelinerl.types import Outcome, Rollout, Turn, Verdict, VersionSpan
+from trainer_contract.host_weights import copied
+from trainer_contract.types import Columns, Device, Float32, HostWeights, MicroBatch, TrainerSpec, WeightDType
+
+#: The version of the fault, the versions that it may take to be caught, and the healthy versions that are tested.
+FIRST: Final = 12
+LATER: Final = 48
+HEALTHY: Final = 1000
+FORMATS: Final = {
+    "fp32": (WeightDType.FLOAT32, WeightFormat.NATIVE),
+    "bf16": (WeightDType.BFLOAT16, WeightFormat.NATIVE),
+    "int8": (WeightDType.FLOAT32, WeightFormat.INT8),
+}
+_CONTEXT: Final = 96
+_ROWS: Final = 8
+_BRIEF: Final = 16
+
+Parameters = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of an engine, and words of the reason that names it.
+
+    `spoil` changes the new weights in place, given those of the version before. `sampling` are fields of `RowState`.
+    `report` changes the log-probs of an answer's tokens, which are those at `reported_at` times the temperature.
+    """
+
+    named: str = ""
+    spoil: Callable[[Parameters, Parameters], None] = lambda new, old: None
+    sampling: Mapping[str, Any] = MappingProxyType({})
+    reported_at: float | None = None
+    report: Callable[[Float32], Float32] = lambda logprobs: logprobs
+    temperature: float = 1.0
+    keeps_cache: bool = False
+
+
+def _middle(weights: Parameters) -> str:
+    (name,) = (name for name in weights if "layers.1.mlp.down_proj" in name)
+    return name
+
+
+def _old(part: str) -> Callable[[Parameters, Parameters], None]:
+    def spoil(new: Parameters, old: Parameters) -> None:
+        for name in new:
+            if part in name:
+                new[name].copy_(old[name])
+
+    return spoil
+
+
+def _scaled(part: str, factor: float) -> Callable[[Parameters, Parameters], None]:
+    def spoil(new: Parameters, old: Parameters) -> None:
+        for name in [_middle(new)] if part == "middle" else [name for name in new if part in name]:
+            new[name].mul_(factor)
+
+    return spoil
+
+
+def _exchanged(one: str, other: str) -> Callable[[Parameters, Parameters], None]:
+    def spoil(new: Parameters, old: Parameters) -> None:
+        (a,), (b,) = ([name for name in new if part in name] for part in (one, other))
+        kept = new[a].clone()
+        new[a].copy_(new[b])
+        new[b].copy_(kept)
+
+    return spoil
+
+
+def _one_value(new: Parameters, old: Parameters) -> None:
+    new[_middle(new)].view(-1)[7] *= 2
+
+
+def _row_zeroed(new: Parameters, old: Parameters) -> None:
+    new[_middle(new)][0].zero_()
+
+
+def _noise(new: Parameters, old: Parameters) -> None:
+    matrix = new[_middle(new)]
+    matrix.mul_(1 + 1e-2 * torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0)))
+
+
+def _shifted(logprobs: Float32) -> Float32:
+    return np.roll(logprobs, 1)
+
+
+FAULTS: Final = {
+    "frozen": Fault("it has not applied", _old("")),
+    "one tensor old": Fault("layers.1.mlp.down_proj.weight of version", _old("layers.1.mlp.down_proj")),
+    "one norm old": Fault("layers.0.input_layernorm.weight of version", _old("layers.0.input_layernorm")),
+    "one layer old": Fault("layers.1 of version", _old("layers.1.")),
+    "embedding old": Fault("embed_tokens.weight of version", _old("embed_tokens")),
+    "matrix zeroed": Fault("", _scaled("middle", 0.0)),
+    "matrix × 1.01": Fault("", _scaled("middle", 1.01)),
+    "matrix × −1": Fault("", _scaled("middle", -1.0)),
+    "norms × 1.01": Fault("", _scaled("norm", 1.01)),
+    "all × 0.999": Fault("", _scaled("", 0.999)),
+    "values + 1 % noise": Fault("", _noise),
+    "a row zeroed": Fault("", _row_zeroed),
+    "one value doubled": Fault("", _one_value),
+    "layers' queries exchanged": Fault("", _exchanged("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj")),
+    "layers' norms exchanged": Fault("", _exchanged("layers.0.input_layernorm", "layers.1.input_layernorm")),
+    "prompts' cache kept": Fault("", keeps_cache=True),
+    "log-probs shifted": Fault("of the token before", report=_shifted),
+    "log-probs before T": Fault("before the temperature", reported_at=1.0, temperature=0.8),
+    "log-probs + 1e-3": Fault("", report=lambda logprobs: logprobs + np.float32(1e-3)),
+    "log-probs rounded to 0.01": Fault("", report=lambda logprobs: np.round(logprobs, 2)),
+    "log-probs of 1.25 T": Fault("1.25 times", reported_at=1.25),
+    "samples at 0.8 T": Fault("0.8 times", sampling={"temperature": 0.8}),
+    "samples at 1.25 T": Fault("1.25 times", sampling={"temperature": 1.25}),
+    "samples of top-p 0.9": Fault("truncated", sampling={"top_p": 0.9}),
+    "samples of top-p 0.95": Fault("truncated", sampling={"top_p": 0.95}),
+    "samples of top-k 3": Fault("truncated", sampling={"top_k": 3}),
+    "samples with penalty 0.5": Fault("penalised", sampling={"change": LogitChange({}, 0.0, 0.5)}),
+}  # fmt: skip
+_HEALTHY: Final = Fault()
+
+
+class Push:
+    """An objective that makes tokens of positive advantage likelier."""
+
+    needs: frozenset[str] = frozenset()
+
+    def evaluate(self, predictions: Any, columns: Columns) -> Any:
+        """Return the negative mean of log-prob times advantage."""
+        return -(predictions * columns["advantages"]).mean()
+
+    def prediction_gradient(self, predictions: Any, columns: Columns) -> Any:
+        """Return the gradient in closed form."""
+        return -columns["advantages"] / len(predictions)
+
+
+class World:
+    """A trainer, its versions, and an engine of one format that may have a fault."""
+
+    def __init__(self, path: Path, form: str) -> None:
+        dtype, weights = FORMATS[form]
+        wire = dtype
+        self.trainer = TorchTrainer()
+        self.trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, gather_dtype=wire))
+        options = EngineOptions(
+            model_path=path, model_id="", slots=_ROWS, max_waiting=0, context_length=_CONTEXT, dtype=dtype,
+            wire_dtype=wire, weights=weights, device=Device.CPU,
+        )  # fmt: skip
+        self.runner: TorchRunner = load_runner(options, starts_early=False)
+        self.replica = None if form == "fp32" else EngineReplica(options)
+        self.wire: torch.dtype = getattr(torch, wire.value)
+        self.proofs = EngineProofs(self, self.trainer.weight_layout(), self.replica)
+        self.current: HostWeights = copied(self.trainer.gather_weights())
+        words, tokenizer = generator(0, "words"), ChatTokenizer.load(path)
+        texts = [" ".join("".join(words.choice(list("abcdefghij"), 5)) for _ in range(9)) for _ in range(8)]
+        self.prompts = [tokenizer.encode_chat([ChatMessage(role="user", content=text)]) for text in texts]
+
+    # --- the trainer, at the weights of the version that is tested ---------------------------------------------------
+
+    def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
+        """Return log-probs at the weights of the current version."""
+        return self.trainer.forward_at(batches, self.current)
+
+    def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
+        """Return log-probs at other weights."""
+        return self.trainer.forward_at(batches, weights)
+
+    def train(self, version: int) -> None:
+        """Take an optimizer step on answers of random advantages."""
+        draw = generator(1, "advantages", version)
+        rollouts = [self.answer(version, [prompt] * _ROWS, _BRIEF, _HEALTHY) for prompt in self.prompts[:4]]
+        weighted = [
+            WeightedRollout(
+                rollout=each, advantages=np.full(each.num_sampled_tokens, draw.choice([-1.0, 1.0])), token_weight=1.0
+            )
+            for group in rollouts
+            for each in group
+        ]
+        self.trainer.backward([each.micro_batch for each in pack(weighted, token_budget=8192)], Push())
+        self.trainer.optimizer_step(learning_rate=5e-4)
+        self.current = copied(self.trainer.gather_weights())
+
+    # --- the engine --------------------------------------------------------------------------------------------------
+
+    def publish(self, version: int, weights: HostWeights, before: HostWeights, fault: Fault = _HEALTHY) -> None:
+        """Give trainer, replica and engine the weights of a version; those of the engine get the fault."""
+        self.current = weights
+        self.proofs.publish(version, weights.items)
+        new, old = self._tensors(weights), self._tensors(before)
+        fault.spoil(new, old)
+        for name, into in parameters_in(self.runner.staging(), self.runner.layout):
+            into.copy_(new[name])
+        self.runner.finish_staging()
+        if fault.keeps_cache:
+            self.runner._weights.swap()
+        else:
+            self.runner.swap()
+
+    def _tensors(self, weights: HostWeights) -> Parameters:
+        shapes = {info.name: info.shape for info in self.trainer.weight_layout()}
+        return {
+            name: torch.from_numpy(data.copy()).view(self.wire).view(shapes[name]) for name, data in weights.items()
+        }
+
+    def answer(self, version: int, prompts: Sequence[list[int]], most: int, fault: Fault) -> list[Rollout]:
+        """Sample one answer of each prompt, of `most` tokens, as the engine reports it."""
+        runner, rows = self.runner, range(len(prompts))
+        most = min(most, _CONTEXT - len(prompts[0]))
+        runner.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts)])
+        sampling = {"temperature": fault.temperature, "top_p": 1.0, "top_k": 0, **fault.sampling}
+        draw = generator(2, "noise", version, most)
+        runner.place(
+            [
+                RowState(row, prompt[-1], len(prompt) - 1, int(draw.integers(2**62)), **sampling)
+                for row, prompt in enumerate(prompts)
+            ]
+        )
+        steps = [runner.decode(len(prompts)) for _ in range(most)]
+        tokens = [[ids[row] for ids, _ in steps] for row in rows]
+        logprobs = [[values[row] for _, values in steps] for row in rows]
+        runner.release(rows)
+        if fault.sampling or fault.reported_at:
+            logprobs = runner.decoded_logprobs(prompts, tokens, [fault.reported_at or 1.0] * len(prompts))
+        return [
+            Rollout(
+                turns=(
+                    Turn(
+                        context_token_ids=np.array(prompt, np.int32),
+                        token_ids=np.array(ids, np.int32),
+                        behavior_logprobs=fault.report(np.array(values, np.float32)),
+                        spans=(VersionSpan(version, len(ids)),),
+                    ),
+                ),
+                verdict=Verdict(outcome=Outcome.CORRECT, reward=0.0),
+                finish_reason="length",
+                temperature=fault.temperature,
+            )
+            for prompt, ids, values in zip(prompts, tokens, logprobs, strict=True)
+        ]
+
+    def compared(self, version: int, most: int = _BRIEF, fault: Fault = _HEALTHY) -> Compared:
+        """Return the answers to the canary, with the trainer's log-probs."""
+        rollouts = self.answer(version, [self.prompts[0]] * _ROWS, most, fault)
+        batch = alone(rollouts)
+        (ours,) = self.proofs.scorer.forward([batch])
+        return Compared(tuple(rollouts), batch.behavior_logprobs[batch.loss_mask], ours[batch.loss_mask])
+
+
+def run(quick: bool = False) -> None:
+    """Run all arms, print the table and, unless `quick`, write the record."""
+    rows, record = [], {}
+    path = ModelSection(path="shipped:tiny_speller").resolved
+    for form in FORMATS:
+        record[form] = measured = _arm(World(path, form), healthy=60 if quick else HEALTHY)
+        rows += _rows(form, measured)
+    report("wrong_engines", rows, record, quick=quick, title="wrong engines: tokens until an engine is caught")
+
+
+def _arm(world: World, *, healthy: int) -> dict[str, Any]:
+    versions, alarms = [world.current], 0
+    world.publish(0, world.current, world.current)
+    world.proofs.joined("a", world.compared(0, 32))
+    state: Any = None
+    largest = 0.0
+    for version in range(1, healthy + 1):
+        world.train(version)
+        versions.append(world.current)
+        world.publish(version, versions[-1], versions[-2])
+        compared = world.compared(version)
+        largest = max(largest, float(np.abs(compared.theirs - compared.ours).max()))
+        if reason := world.proofs.failure("a", version, compared):
+            alarms += 1
+            print(version, reason)
+            world.proofs.joined("a", compared)
+        if version == FIRST - 1:
+            state = copy.deepcopy((world.proofs._canary, world.proofs._kept))
+    faults = {name: _caught(world, versions, state, fault) for name, fault in FAULTS.items()}
+    return {"healthy_versions": healthy, "false_alarms": alarms, "largest": largest, "faults": faults}
+
+
+def _caught(world: World, versions: Sequence[HostWeights], state: Any, fault: Fault) -> dict[str, Any]:
+    world.proofs._canary, world.proofs._kept = copy.deepcopy(state)
+    tokens, start = 0, versions[FIRST - 1]
+    for version in range(FIRST, min(FIRST + LATER, len(versions))):
+        before = start if fault is FAULTS["frozen"] else versions[version - 1]
+        world.publish(version, versions[version], before, fault)
+        compared = world.compared(version, fault=fault)
+        if reason := world.proofs.failure("a", version, compared):
+            is_named = bool(fault.named) and fault.named in reason
+            return {"versions": version - FIRST + 1, "tokens": tokens, "named": is_named, "reason": reason}
+        tokens += compared.theirs.size
+    return {"versions": None, "tokens": tokens, "named": False, "reason": ""}
+
+
+def _rows(form: str, measured: Mapping[str, Any]) -> Iterator[Row]:
+    faults = measured["faults"]
+    caught = [each for each in faults.values() if each["versions"]]
+    at_once = sum(each["versions"] == 1 for each in caught)
+    nameable = [faults[name] for name, fault in FAULTS.items() if fault.named and faults[name]["versions"]]
+    yield Row(f"{form}: false alarms", f"{measured['false_alarms']} of {measured['healthy_versions']}", "0")
+    yield Row(f"{form}: caught", f"{len(caught)} of {len(faults)}, {at_once} at once")
+    yield Row(f"{form}: named", f"{sum(each['named'] for each in nameable)} of {len(nameable)}")
+    for name, each in faults.items():
+        yield Row(
+            f"{form}: {name}", f"version {each['versions']}, after {each['tokens']} tokens, named {each['named']}"
+        )

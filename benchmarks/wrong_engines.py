@@ -12,7 +12,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -49,7 +48,7 @@ FORMATS: Final = {
     "bf16": (WeightDType.BFLOAT16, WeightFormat.NATIVE),
     "int8": (WeightDType.FLOAT32, WeightFormat.INT8),
 }
-_CONTEXT: Final = 96
+_CONTEXT: Final = 64
 _ROWS: Final = 8
 _BRIEF: Final = 16
 
@@ -66,7 +65,7 @@ class Fault:
 
     named: str = ""
     spoil: Callable[[Parameters, Parameters], None] = lambda new, old: None
-    sampling: Mapping[str, Any] = MappingProxyType({})
+    sampling: Mapping[str, Any] | None = None
     reported_at: float | None = None
     report: Callable[[Float32], Float32] = lambda logprobs: logprobs
     temperature: float = 1.0
@@ -186,7 +185,7 @@ class World:
         self.proofs = EngineProofs(self, self.trainer.weight_layout(), self.replica)
         self.current: HostWeights = copied(self.trainer.gather_weights())
         words, tokenizer = generator(0, "words"), ChatTokenizer.load(path)
-        texts = [" ".join("".join(words.choice(list("abcdefghij"), 5)) for _ in range(9)) for _ in range(8)]
+        texts = [" ".join("".join(words.choice(list("abcdefghij"), 5)) for _ in range(6)) for _ in range(8)]
         self.prompts = [tokenizer.encode_chat([ChatMessage(role="user", content=text)]) for text in texts]
 
     # --- the trainer, at the weights of the version that is tested ---------------------------------------------------
@@ -241,7 +240,7 @@ class World:
         runner, rows = self.runner, range(len(prompts))
         most = min(most, _CONTEXT - len(prompts[0]))
         runner.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts)])
-        sampling = {"temperature": fault.temperature, "top_p": 1.0, "top_k": 0, **fault.sampling}
+        sampling = {"temperature": fault.temperature, "top_p": 1.0, "top_k": 0, **(fault.sampling or {})}
         draw = generator(2, "noise", version, most)
         runner.place(
             [

@@ -27,16 +27,12 @@ _COLUMNS: Final = (
 
 
 class NonFiniteStep(PipelineError):
-    """A step must be skipped: `what` (a column, term or metric) is not finite in the groups with indices `groups`.
+    """A step must be skipped: `what` (a column, term or metric) is not finite in the groups with indices `groups`."""
 
-    Or `what` is wrong for another reason, `why`.
-    """
-
-    def __init__(self, what: str, groups: list[int], *, why: str = "not finite") -> None:
+    def __init__(self, what: str, groups: list[int]) -> None:
         super().__init__(f"{what} of group{'s' * (len(groups) != 1)} {', '.join(map(str, groups))}")
         self.what = what
         self.groups = groups
-        self.why = why
 
 
 @contextmanager

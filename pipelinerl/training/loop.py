@@ -208,13 +208,17 @@ class TrainingLoop:
     # --- step ------------------------------------------------------------------------------------------------------
 
     async def _train(self, batch: TrainBatch, *, wait_s: float) -> None:
-        """Take a batch's optimizer steps and report them, or skip the batch if a value is not finite."""
+        """Take a batch's optimizer steps and report them; skip a batch with a value that is not finite.
+
+        A batch in which an engine with a fault sampled tokens is dissolved, and collected again.
+        """
         began = time.monotonic()
         try:
             accumulated = await self._in_worker(lambda: self._step.accumulate(batch))
             computed = time.monotonic()
             await self._until_weights_may_change()
-            await self._refuse_disproved(accumulated)
+            if await self._is_disproved(accumulated):
+                return
             held_s = time.monotonic() - computed
             peak = self._current.knobs.learning_rate
             rates = [peak * self._schedule.factor(number) for number in batch.optimizer_steps]
@@ -253,13 +257,16 @@ class TrainingLoop:
             )
         )
 
-    async def _refuse_disproved(self, accumulated: Accumulated) -> None:
-        """Drop what an engine sampled with wrong weights; raise NonFiniteStep if the batch has such tokens."""
+    async def _is_disproved(self, accumulated: Accumulated) -> bool:
+        """Drop what an engine sampled with a fault; if the batch has such tokens, return its other groups and True."""
+        groups = accumulated.batch.groups
         if disproved := await self._publishing.disproved(accumulated, self._version):
             self._batcher.doubt(disproved)
-            groups = accumulated.batch.groups
-            if wrong := [group.index for group in groups if self._batcher.is_doubtful(group)]:
-                raise NonFiniteStep("weights", wrong, why="not what the engine sampled with")
+        if not any(map(self._batcher.is_doubtful, groups)):
+            return False
+        await self._in_worker(self._step.discard)
+        self._batcher.take_back(groups)
+        return True
 
     async def _until_weights_may_change(self) -> None:
         await self._publishing.finish()
@@ -269,9 +276,9 @@ class TrainingLoop:
         """Report a step that was not applied; raise DivergedError if the controller then stops the run."""
         await self._until_weights_may_change()
         self._skipped += 1
-        self._batcher.skipped(batch.groups, error.why)
+        self._batcher.skipped(batch.groups)
         epoch, step = self._current.epoch, self._version + 1
-        log.error("step %d is skipped: %s %s (%d in a row)", step, error, error.why, self._skipped)
+        log.error("step %d is skipped: %s not finite (%d in a row)", step, error, self._skipped)
         await self._ask(
             StepSkipped(
                 report_id=f"e{epoch}-skip-{self._version}-{self._batcher.ledger.counts[GroupOutcome.FILTERED]}",

@@ -253,10 +253,11 @@ class Step:
         try:
             yield
         except NonFiniteStep:
-            self._discard()
+            self.discard()
             raise
 
-    def _discard(self) -> None:
+    def discard(self) -> None:
+        """Discard the gradients that policy and critic have accumulated."""
         self.policy.discard_gradient()
         if self.critic is not None:
             self.critic.worker.discard_gradient()
@@ -276,7 +277,7 @@ class Step:
                 gradient = self._gradient(mini_batch)
                 tokens = trained_tokens(gradient.trained, gradient.logprobs)
                 if mini_batching.exceeded(statistics(batch.objective, tokens).get(KL_OLD)):
-                    self._discard()
+                    self.discard()
                     ended["ended_by_kl"] = 1.0
                     break
                 updates.append(self._update(gradient, number=number, rate=rate))

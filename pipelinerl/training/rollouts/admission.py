@@ -14,7 +14,7 @@ Groups with only correct answers are reported to the controller, which then skip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, Self
@@ -121,6 +121,14 @@ class ConsumedLedger:
         self.counts[before] -= number
         self.counts[after] += number
 
+    def reopen(self, indices: Collection[int], outcome: GroupOutcome) -> None:
+        """Remove the outcome of orders that no report has named yet, so that they may end again."""
+        self.counts[outcome] -= len(indices)
+        first = min([self.frontier, *indices])
+        self.beyond.update(range(first, self.frontier))
+        self.beyond.difference_update(indices)
+        self.frontier = first
+
     def to_record(self) -> dict[str, Any]:
         """Return the ledger as plain values, which a checkpoint can save."""
         return {
@@ -149,8 +157,9 @@ class SolvedProblems:
     def note(self, groups: Iterable[RolloutGroup]) -> None:
         """Record those of the groups, trained or filtered, whose answers are all correct."""
         for group in groups:
-            if group.problem.problem_id and all(each.verdict.outcome is Outcome.CORRECT for each in group.rollouts):
-                self._waiting.append((group.domain, group.index, group.problem.problem_id))
+            solved = group.domain, group.index, group.problem.problem_id
+            if solved[-1] and all(each.verdict.outcome is Outcome.CORRECT for each in group.rollouts):
+                self._waiting += [] if solved in self._waiting else [solved]
 
     @property
     def pending(self) -> Pairs:

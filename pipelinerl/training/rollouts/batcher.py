@@ -207,10 +207,19 @@ class Batcher:
             figures |= {"oldest_fresh": max(0.0, version - k), "stale_rollouts": self.stale_rollouts}
         return figures
 
-    def skipped(self, groups: Sequence[RolloutGroup], why: str = "not finite") -> None:
+    def take_back(self, groups: Sequence[RolloutGroup]) -> None:
+        """Let the groups of a step that was not applied wait again, except doubtful ones, which are abandoned."""
+        self.ledger.reopen([group.index for group in groups], GroupOutcome.TRAINED)
+        for group in groups:
+            if self.is_doubtful(group):
+                self._abandon_doubtful(group.index)
+            else:
+                self._waiting[group.index] = group
+
+    def skipped(self, groups: Sequence[RolloutGroup]) -> None:
         """Change the outcome of groups from trained to filtered, because their step was not applied."""
         self.ledger.revise([group.index for group in groups], before=GroupOutcome.TRAINED, after=GroupOutcome.FILTERED)
-        self._ended(groups, GroupOutcome.FILTERED, why)
+        self._ended(groups, GroupOutcome.FILTERED, "not finite")
 
     def _note_signal(self, group: RolloutGroup) -> None:
         """Count a group without a gradient or excluded by the recipe's filter; others reset their domain's counts."""

@@ -1,0 +1,162 @@
+"""Engines are tested by their canary answers and rollouts; a failing engine gets a reason that names its fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.numerics.logprobs import log_softmax
+from pipelinerl.objective.catalogue import PRESETS
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.batch import BatchRules, build
+from pipelinerl.training.canary_check import Compared
+from pipelinerl.training.engine_proofs import EngineProofs
+from pipelinerl.training.packing import alone
+from pipelinerl.training.passes import ForwardPasses
+from pipelinerl.training.step import Step
+from pipelinerl.types import RolloutGroup
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.types import Float32, HostWeights, MicroBatch, TrainerSpec
+
+URL, OTHER, VOCAB, TOKENS = "http://a", "http://b", 30, 12
+Table = np.ndarray
+
+
+def _distribution(logits: Table, temperature: float) -> Table:
+    exact = np.exp(log_softmax(logits.astype(np.float64), np.full(len(logits), temperature)))
+    distribution: Table = exact / exact.sum(axis=1, keepdims=True)
+    return distribution
+
+
+class World:
+    """A bigram trainer at a version of random weights, and an engine that samples by tables of its own."""
+
+    def __init__(self, path: Path) -> None:
+        BigramModel.random(VOCAB, seed=0).save(path)
+        self.trainer = BigramTrainer()
+        self.trainer.init_worker(TrainerSpec(model_path=path))
+        self.draw = np.random.default_rng(0)
+        self.tables = [self.draw.normal(size=(VOCAB, VOCAB)).astype(np.float32)]
+        for _ in range(60):
+            self.tables.append(self.tables[-1] + 0.01 * self.draw.normal(size=(VOCAB, VOCAB)).astype(np.float32))
+        self.version = 0
+        self.proofs = EngineProofs(self, self.trainer.weight_layout())
+        self.publish(0)
+        self.proofs.joined(URL, self.answers())
+
+    def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
+        return self.forward_at(batches, self.weights(self.version))
+
+    def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
+        return self.trainer.forward_at(batches, weights)
+
+    def weights(self, version: int) -> Mapping[str, np.ndarray]:
+        return {"bigram.logits": self.tables[version].reshape(-1).view(np.uint8)}
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        self.proofs.publish(version, lambda: [("bigram.logits", self.tables[version])])
+
+    def answers(
+        self, table: Table | None = None, *, sampled_at: float = 1.0, temperature: float = 1.0, reported: float = 1.0
+    ) -> Compared:
+        table = self.tables[self.version] if table is None else table
+        made = []
+        for _ in range(8):
+            ids = [2]
+            for _ in range(TOKENS):
+                ids.append(int(self.draw.choice(VOCAB, p=_distribution(table[ids[-1:]], sampled_at)[0])))
+            theirs = np.log(_distribution(table[ids[:-1]], reported))[np.arange(TOKENS), ids[1:]]
+            noisy = (theirs + 1e-6 * self.draw.normal(size=TOKENS)).astype(np.float32)
+            one = rollout(prompt=ids[:1], sampled=ids[1:], version=self.version)
+            turn = replace(one.turns[0], behavior_logprobs=noisy)
+            made.append(replace(one, turns=(turn,), temperature=temperature))
+        batch = alone(made)
+        (ours,) = self.forward([batch])
+        return Compared(tuple(made), batch.behavior_logprobs[batch.loss_mask], ours[batch.loss_mask])
+
+    def fails(self, answers: Callable[[], Compared], *, versions: int) -> str:
+        """Return the reason of the first failure within so many versions; empty if there is none."""
+        for _ in range(versions):
+            self.publish(self.version + 1)
+            if reason := self.proofs.failure(URL, self.version, answers()):
+                return reason
+        return ""
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def shifted(compared: Compared) -> Compared:
+    return replace(compared, theirs=np.roll(compared.theirs, 1))
+
+
+@pytest.mark.parametrize(
+    ("fault", "versions", "reason"),
+    [
+        (lambda w: w.answers(), 40, ""),
+        (lambda w: w.answers(w.tables[w.version - 1]), 1, "they fit the weights of version 5: it has not applied"),
+        (lambda w: w.answers(w.tables[0]), 1, "they fit the weights of version 0"),
+        (lambda w: w.answers(w.tables[w.version] * np.float32(1.001)), 1, "no former weights or known setting"),
+        (lambda w: w.answers(reported=1.25), 1, "they are those of 1.25 times the temperature"),
+        (lambda w: w.answers(temperature=0.7), 1, "they are those before the temperature"),
+        (lambda w: shifted(w.answers()), 1, "they are those of the token before"),
+        (lambda w: w.answers(sampled_at=0.8), 40, "its samples do not follow the policy"),
+        (lambda w: w.answers(sampled_at=1.25), 40, "as at 1.25 times the temperature"),
+    ],
+)
+def test_faulty_engine_fails_with_a_reason_that_names_the_fault_and_a_healthy_one_passes(
+    world: World, fault: Callable[[World], Compared], versions: int, reason: str
+) -> None:
+    assert world.fails(world.answers, versions=5) == ""
+    found = world.fails(lambda: fault(world), versions=versions)
+    assert reason in found if reason else not found
+    if "evidence 1e" in found and "samples" not in found:
+        assert "at version 6" in found and "the first wrong token is number" in found
+
+
+def test_failed_engine_is_tested_again_only_after_it_has_joined_again(world: World) -> None:
+    assert world.fails(lambda: shifted(world.answers()), versions=1)
+    assert "has not proven itself again" in world.fails(world.answers, versions=1)
+    world.proofs.joined(URL, world.answers())
+    assert world.fails(world.answers, versions=10) == ""
+
+
+def test_rollouts_of_a_step_disprove_the_engine_that_sampled_them_and_no_other(world: World) -> None:
+    world.proofs.joined(OTHER, world.answers())
+    step = Step(rules=BatchRules(token_budget=4096), passes=ForwardPasses(policy=world.trainer))
+
+    def failed(version: int, *, off: float) -> dict[str, str]:
+        """Train on groups of two engines at `version`; the log-probs of one engine are off."""
+        world.publish(version)
+        world.trainer._worker.table[:] = world.tables[version]
+        groups: list[RolloutGroup] = []
+        for index, url in enumerate((URL, OTHER)):
+            rollouts = world.answers().rollouts
+            turns = [
+                replace(one.turns[0], behavior_logprobs=one.turns[0].behavior_logprobs + off * (url == URL))
+                for one in rollouts
+            ]
+            members = tuple(
+                replace(one, turns=(turn,), verdict=of.verdict)
+                for one, turn, of in zip(
+                    rollouts, turns, group(index, (0.0, 1.0) * 4, version=version).rollouts, strict=True
+                )
+            )
+            groups.append(replace(group(index, version=version), rollouts=members, engines=(url,)))
+        batch = build(groups, step.rules, objective=PRESETS["pipelinerl"].objective, producing=version + 1)
+        accumulated = step.accumulate(batch)
+        step.discard()
+        return world.proofs.failed_rollouts(accumulated, version)
+
+    for version in range(1, 6):
+        assert failed(version, off=0.0) == {}
+    found = failed(6, off=1e-3)
+    assert found.keys() == {URL} and "its rollouts differ from the trainer's at version 6" in found[URL]

@@ -7,9 +7,12 @@ overwrites the engine's weights with its own, under a higher epoch (number of th
 run it only against an otherwise unused engine.
 
 Each check is a function; if the engine fails it, the function raises `AssertionError` with an explanation. A promise
-that cannot be tested on this engine is reported as `unsupported` with the reason.
+that cannot be tested on this engine is reported as `unsupported` with the reason. A check that passes may return what
+it has measured, or what it does not cover.
 
-The kit needs httpx. The weight checks import torch and xxhash on demand.
+Only with a model directory can the kit tell whether the engine computes what it should (`reference_checks`).
+
+The kit needs httpx. The weight checks import torch and xxhash on demand, the reference checks transformers.
 """
 
 from __future__ import annotations
@@ -27,17 +30,19 @@ from inference_contract.conformance import (
     conversation_checks,
     openai_checks,
     pull_checks,
+    reference_checks,
     refusal_checks,
     stream_checks,
     weight_checks,
 )
-from inference_contract.conformance.session import NotOffered, Session
+from inference_contract.conformance.session import Expected, NotOffered, Session
 
-Check = Callable[[Session], None]
+Check = Callable[[Session], str | None]
 
 #: The order matters: later checks rely on earlier ones, and weights change last.
 CHECKS: tuple[Check, ...] = (
     *refusal_checks.STATE_CHECKS,
+    *reference_checks.LOADED_CHECKS,
     *chat_checks.CHECKS,
     *openai_checks.CHECKS,
     *stream_checks.CHECKS,
@@ -47,6 +52,7 @@ CHECKS: tuple[Check, ...] = (
     *refusal_checks.REFUSAL_CHECKS,
     *weight_checks.CHECKS,
     *pull_checks.CHECKS,
+    *reference_checks.UPDATE_CHECKS,
 )
 
 
@@ -60,7 +66,11 @@ class CheckOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of one check: `promise` is what the engine must do, `reason` says why it failed or is unsupported."""
+    """The result of one check.
+
+    `promise` is what the engine must do. `reason` says why it failed or is unsupported, or what a passed check has
+    measured.
+    """
 
     name: str
     promise: str
@@ -76,6 +86,7 @@ def run(
     only: Iterable[str] | None = None,
     timeout_s: float = 20.0,
     host: str = "127.0.0.1",
+    expected: Expected | None = None,
 ) -> list[CheckResult]:
     """Check the engine at `url`.
 
@@ -84,9 +95,10 @@ def run(
         only: names of checks; None runs all.
         timeout_s: limit for every request, join and broadcast.
         host: address of this machine that the engine can reach, for the process group and the weight server.
+        expected: the model that the engine serves; None skips the checks against a reference.
     """
     chosen = select(only)
-    with Session(url, token=token, timeout_s=timeout_s, host=host) as session:
+    with Session(url, token=token, timeout_s=timeout_s, host=host, expected=expected) as session:
         return [_result(check, session) for check in chosen]
 
 
@@ -106,7 +118,7 @@ def _result(check: Check, session: Session) -> CheckResult:
     began = time.monotonic()
     outcome, reason = CheckOutcome.PASSED, ""
     try:
-        check(session)
+        reason = check(session) or ""
     except NotOffered as error:
         outcome, reason = CheckOutcome.UNSUPPORTED, str(error)
     except AssertionError as error:

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
 import httpx
@@ -35,11 +37,30 @@ class Peer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the engine should compute.
+
+    Attributes:
+        model: the directory of the model that the engine serves.
+        precision: the precision of its arithmetic, one of `reference.PRECISIONS`; None means its layout's dtype.
+        temperature: the run's temperature.
+    """
+
+    model: Path
+    precision: str | None = None
+    temperature: float = 1.0
+
+
 class Session:
     """One run of the kit against one engine; the first weight check creates `peer`, rank 0 of the process group."""
 
-    def __init__(self, url: str, *, token: str | None, timeout_s: float, host: str) -> None:
+    def __init__(
+        self, url: str, *, token: str | None, timeout_s: float, host: str, expected: Expected | None = None
+    ) -> None:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        self.expected = expected
+        self.reference: Any = None  # the `Reference` that the first check that needs it has loaded
         self.token = token
         self.timeout_s = timeout_s
         self.host = host

@@ -17,7 +17,7 @@ FIRST = 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", wrong_weights.FAULTS)
+@pytest.mark.parametrize("fault", wrong_weights.IN_RUNS)
 def test_engine_with_wrong_weights_after_an_update_is_caught_before_a_step_trains_on_them(
     tmp_path: Path, fault: str
 ) -> None:

@@ -9,12 +9,14 @@ import pytest
 
 from inference_contract.conformance import (
     CheckOutcome,
+    CheckResult,
     conversation_checks,
     openai_checks,
     pull_checks,
     run,
     weight_checks,
 )
+from inference_contract.conformance.session import Expected
 from pipelinerl.component import missing_packages
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
@@ -88,6 +90,13 @@ def test_registered_engine_passes_the_conformance_kit(
         pull=WeightPuller(token="secret"),
     )
     engine = load("engine", ENGINES, name)(options)
+    expected = Expected(model=tmp_path, precision="float32" if weights is WeightFormat.NATIVE else weights.value)
     with in_thread(create_app(engine, token="secret")) as url:
-        results = run(url, token="secret", only=only, timeout_s=PATIENCE_S)
-    assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}
+        results = run(url, token="secret", only=only, timeout_s=PATIENCE_S, expected=expected)
+    assert {result.name: result.reason for result in results if not _is_right(name, result)} == {}
+
+
+def _is_right(engine: str, result: CheckResult) -> bool:
+    """Return True for a passed check, and for what transformers cannot compute."""
+    is_foreign = engine == "bigram" and "must be a model directory that transformers can load" in result.reason
+    return result.outcome is CheckOutcome.PASSED or (is_foreign and result.outcome is CheckOutcome.UNSUPPORTED)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -20,18 +20,63 @@ from pipelinerl.plugins.conformance import CHECKOUT
 from pipelinerl.system import http_client
 from trainer_contract.types import TrainerSpec
 
+if TYPE_CHECKING:
+    from inference_contract.conformance.session import Expected
+
+_TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token.")]
+_Precision = Annotated[
+    str | None,
+    typer.Option(
+        help="Precision of the engine's arithmetic: float32, bfloat16, float16, int8 or int4. Default: dtype."
+    ),
+]
+#: Longest wait in seconds for an answer or an update while faults are sent.
+_FAULT_S: Final = 60.0
+
 conformance_app = typer.Typer(help="Check an engine or a trainer against its contract.", no_args_is_help=True)
 
 
 @conformance_app.command("engine")
 def conformance_engine(
     url: Annotated[str, typer.Argument(help="Base URL of the engine, such as http://127.0.0.1:8001.")],
-    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token.")] = None,
+    token_file: _TokenFile = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the model that the engine serves; without it, no check knows its log-probs."),
+    ] = None,
+    precision: _Precision = None,
+    temperature: Annotated[float, typer.Option(help="Temperature of the run.")] = 1.0,
 ) -> None:
     """Check a live engine against the inference contract. The engine's weights are replaced."""
+    from inference_contract.conformance.session import Expected
     from pipelinerl.roles.process import read_token
 
-    raise typer.Exit(0 if check_engine(url.rstrip("/"), token=read_token(token_file), say=typer.echo) else 1)
+    expected = model and Expected(model=_directory(model), precision=precision, temperature=temperature)
+    kept = check_engine(url.rstrip("/"), token=read_token(token_file), say=typer.echo, expected=expected or None)
+    raise typer.Exit(0 if kept else 1)
+
+
+@conformance_app.command("faults")
+def conformance_faults(
+    url: Annotated[str, typer.Argument(help="Base URL of the engine, such as http://127.0.0.1:8001.")],
+    model: Annotated[Path, typer.Option(help="Directory of the model that the engine serves.")],
+    token_file: _TokenFile = None,
+    precision: _Precision = None,
+) -> None:
+    """Send wrong weights to a correct engine, and show which of them the comparison with transformers catches."""
+    from inference_contract.conformance.faults import sent_to
+    from inference_contract.conformance.session import Expected, NotOffered, Session
+    from pipelinerl.roles.process import read_token
+
+    expected = Expected(model=_directory(model), precision=precision)
+    token = read_token(token_file)
+    _reachable(url)
+    try:
+        with Session(url.rstrip("/"), token=token, timeout_s=_FAULT_S, host="127.0.0.1", expected=expected) as session:
+            for line in sent_to(session):
+                typer.echo(str(line))
+    except (NotOffered, AssertionError) as error:
+        raise UserError(f"faults cannot be sent to {url}: {error}; run `pipelinerl conformance engine` first") from None
 
 
 @conformance_app.command("trainer")
@@ -43,21 +88,33 @@ def conformance_trainer(
     raise typer.Exit(0 if check_trainer(target, model, say=typer.echo) else 1)
 
 
-def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> bool:
+def check_engine(url: str, *, token: str | None, say: Callable[[str], None], expected: Expected | None = None) -> bool:
     """Run the engine conformance kit against `url`, and return True if all checks pass.
 
     Raises `AddressError` if no engine answers at `url`.
     """
-    import httpx
-
     from inference_contract import conformance
+
+    _reachable(url)
+    results = conformance.run(url, token, expected=expected)
+    return _report([(r.outcome.value, r.name, r.promise, r.reason) for r in results], say)
+
+
+def _reachable(url: str) -> None:
+    import httpx
 
     try:
         with http_client.session(url) as http:
             http.get("/health")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise AddressError(f"no engine answers at {url}: {error}; give its base URL, like http://host:port") from None
-    return _report([(r.outcome.value, r.name, r.promise, r.reason) for r in conformance.run(url, token)], say)
+
+
+def _directory(model: Path) -> Path:
+    from pipelinerl.models.checkpoint import check_directory
+
+    check_directory(model)
+    return model
 
 
 def check_trainer(target: str, model: Path, *, say: Callable[[str], None]) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from inference_contract.schemas import ChatMessage
+from inference_contract.schemas import ChatCompletionRequest, ChatMessage
 from inference_contract.tools import ToolDefinition
 from pipelinerl.answers.thinking import opened_by, openings_in
 from pipelinerl.answers.tool_calls import FORMATS, ParsedAnswer, parsed
@@ -222,6 +222,16 @@ class ChatTokenizer:
             raise ModelError("the chat template is not text; correct chat_template in tokenizer_config.json")
         return "\n".join(sources)
 
+    def encode_request(self, chat: ChatCompletionRequest) -> list[int]:
+        """Return the prompt's tokens of a request with text or messages; raises as the other methods do."""
+        messages, tools = chat.messages or [], offered_tools(chat)
+        if chat.prompt:
+            return self.encode_prompt(chat.prompt)
+        if chat.continue_token_ids and chat.continue_from:
+            known, first_new = chat.continue_token_ids, chat.continue_from
+            return self.encode_continuation(messages, first_new, known, chat.chat_template_kwargs, tools)
+        return self.encode_chat(messages, chat.chat_template_kwargs, tools)
+
     def encode_prompt(self, text: str) -> list[int]:
         """Return token ids of `text` as a raw prompt, after any beginning-of-text token; raises like `encode`."""
         special: list[int] = self._tokenizer.backend_tokenizer.encode("", add_special_tokens=True).ids
@@ -303,6 +313,11 @@ class ChatTokenizer:
     def save(self, path: Path) -> None:
         """Write the tokenizer files into the existing directory `path`, with the template in tokenizer_config.json."""
         self._whole.save_pretrained(str(path), save_jinja_files=False)
+
+
+def offered_tools(chat: ChatCompletionRequest) -> Sequence[ToolDefinition]:
+    """Return the tools that the prompt describes: none if the request forbids tool calls."""
+    return () if chat.tools is None or chat.tool_choice == "none" else chat.tools
 
 
 def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:

@@ -22,6 +22,7 @@ from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
+from pipelinerl.engines.http.prompts import PromptCheck
 from pipelinerl.errors import AddressError, TokenRefused, UserError
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.verification import open_episodes, open_filter, open_verifier, rules_of
@@ -70,6 +71,7 @@ async def run(identity: Identity) -> None:
         min_epoch=1,
         interval_s=config.actor.stream_interval_s,
         ties="" if identity.name == _FIRST else identity.name,
+        check_prompt=PromptCheck(config.model.resolved),
     )
     attempts, replay = config.actor.attempts, config.trainer.routing_replay
     single_turn = SingleTurn(pool, verifier_of, attempts=attempts, routing_replay=replay)

@@ -15,7 +15,6 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from functools import partial
 from typing import Any, Final
 
 from inference_contract.errors import ContextExceeded, ContractError, Dirty, EngineStopped, InvalidRequest, UnknownModel
@@ -51,13 +50,12 @@ from pipelinerl.engines.batching.sequence import (
     Request,
     ResponseWriter,
     TextWindow,
-    offered_tools,
 )
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.group_member import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError, TemplateNameError, UnshownFieldError
-from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer, offered_tools
 from pipelinerl.system.background import tell
 from pipelinerl.weights.layout import converted_by
 
@@ -262,19 +260,11 @@ class BatchingEngine:
 
     async def _encoded(self, chat: ChatCompletionRequest, model: ServedModel) -> list[int]:
         """Tokenise the prompt on a separate thread: a long text takes seconds and would block the event loop."""
-        messages, tools, text = chat.messages or [], offered_tools(chat), chat.prompt
-        refuse_oversized(messages, tools, text or "", model)
-        if text:
-            encode = partial(self._tokenizer.encode_prompt, text)
-        elif chat.continue_token_ids and chat.continue_from:
-            known, first_new = chat.continue_token_ids, chat.continue_from
-            check_token_ids(known, model, "continue_token_ids")
-            kwargs = chat.chat_template_kwargs
-            encode = partial(self._tokenizer.encode_continuation, messages, first_new, known, kwargs, tools)
-        else:
-            encode = partial(self._tokenizer.encode_chat, messages, chat.chat_template_kwargs, tools)
+        refuse_oversized(chat.messages or [], offered_tools(chat), chat.prompt or "", model)
+        if chat.continue_token_ids:
+            check_token_ids(chat.continue_token_ids, model, "continue_token_ids")
         try:
-            return await self._events.run_in_executor(self._encoder, encode)
+            return await self._events.run_in_executor(self._encoder, self._tokenizer.encode_request, chat)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -285,7 +275,7 @@ class BatchingEngine:
         except UnshownFieldError as error:
             raise InvalidRequest(str(error), param=error.place) from error
         except PipelineError as error:
-            raise InvalidRequest(str(error), param="prompt" if text else "messages") from error
+            raise InvalidRequest(str(error), param="prompt" if chat.prompt else "messages") from error
 
     def _writer(self, chat: ChatCompletionRequest, work: Request) -> ResponseWriter:
         return ResponseWriter(chat, work, model=self._options.model_id, tokenizer=self._tokenizer)

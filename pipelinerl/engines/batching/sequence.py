@@ -35,11 +35,11 @@ from inference_contract.schemas import (
     TopLogprob,
     Usage,
 )
-from inference_contract.tools import FunctionCallDelta, ResponseFormat, ToolCallDelta, ToolDefinition
+from inference_contract.tools import FunctionCallDelta, ResponseFormat, ToolCallDelta
 from pipelinerl.answers.tool_calls import ParsedAnswer
 from pipelinerl.engines.batching.logit_changes import LogitChange
 from pipelinerl.models.detokenizer import IncrementalDetokenizer
-from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer, offered_tools
 from pipelinerl.numerics.routed_experts import on_the_wire
 from trainer_contract.types import Experts
 
@@ -519,11 +519,6 @@ def _text(sequence: Sequence, tokenizer: ChatTokenizer) -> str:
     if token_ids and token_ids[-1] in sequence.request.stop_ids:
         token_ids = token_ids[:-1]
     return tokenizer.decode(token_ids)
-
-
-def offered_tools(chat: ChatCompletionRequest) -> Items[ToolDefinition]:
-    """Return the tools that the prompt describes: none if the request forbids tool calls."""
-    return () if chat.tools is None or chat.tool_choice == "none" else chat.tools
 
 
 def deliveries(streamed: Iterable[tuple[Request, SampledToken]], finished: Iterable[Request]) -> list[Delivery]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -332,6 +332,10 @@ def cost(request: ChatCompletionRequest) -> int:
     return prompt + request.n * (request.token_limit or _DEFAULT_TOKENS)
 
 
+#: Function of an engine's URL, a request and the prompt's tokens; raises `ContractError` for a wrong prompt.
+CheckPrompt = Callable[[str, ChatCompletionRequest, list[int]], Awaitable[None]]
+
+
 class EnginePool:
     """Pool of engines, used from one event loop."""
 
@@ -345,6 +349,7 @@ class EnginePool:
         min_epoch: int = 0,
         interval_s: float = 1.0,
         ties: str = "",
+        check_prompt: CheckPrompt | None = None,
     ) -> None:
         """Create a pool; each request has `deadline_s` for all its tries.
 
@@ -354,7 +359,10 @@ class EnginePool:
                 update.
             interval_s: the interval at which sampled tokens arrive; 0 requests whole answers.
             ties: determines the order of equally busy engines; see `LeastBusy`.
+            check_prompt: rejects an answer to another prompt than the request's; an engine is not used for a request
+                whose prompt it renders wrongly.
         """
+        self._check_prompt = check_prompt
         self._client = client
         self._deadline_s = deadline_s
         self._suspect_s = suspect_s
@@ -439,6 +447,8 @@ class EnginePool:
                 self._named[engine] += 1
                 async with asyncio.timeout(remaining) as scope:
                     completion = await self._attempt(url, request, answer, begun, scope, on_text)
+                    if self._check_prompt is not None and not continued and completion.prompt_token_ids:
+                        await self._check_prompt(url, request, completion.prompt_token_ids)
                     return answer.answered(completion, url)
             except _RETRIED as error:
                 last = f"{url}: {error}"

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +26,11 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import NEAR_TOKENS, EnginePool, LeastBusy, cost
+from pipelinerl.engines.http.prompts import PromptCheck
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import DeadlineError, EngineUnreachable
 from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.scripted_engine import ScriptedEngine, application
@@ -158,6 +161,8 @@ class Script:
             await asyncio.sleep(outcome)
         if isinstance(outcome, asyncio.Event):
             await outcome.wait()
+        if isinstance(outcome, ChatCompletion):
+            return outcome
         return ANSWER
 
     async def health(self, url: str) -> Health:
@@ -428,3 +433,23 @@ async def test_request_that_names_an_engine_runs_while_that_engine_drains_and_fa
     pool.update(["b"])
     with pytest.raises(EngineUnreachable, match="a, the only engine for this request, is no longer part of the run"):
         await running
+
+
+async def test_engine_that_renders_prompts_otherwise_than_the_run_is_not_used_and_the_error_names_the_token(
+    tmp_path: Path,
+) -> None:
+    char_tokenizer().save_pretrained(tmp_path, save_jinja_files=False)
+    question = ChatCompletionRequest(messages=[ChatMessage(role="user", content="x")], max_tokens=5)
+    right = ChatTokenizer.load(tmp_path).encode_request(question)
+    of = {"a": [1, *right], "b": right}
+    client = Script(
+        a=lambda: ANSWER.model_copy(update={"prompt_token_ids": of["a"]}),
+        b=lambda: ANSWER.model_copy(update={"prompt_token_ids": of["b"]}),
+    )
+    pool = EnginePool(client, ["a", "b"], check_prompt=PromptCheck(tmp_path))
+    assert [(await pool.complete(question)).url for _ in range(3)] == ["b", "b", "b"]
+    pool.update(["a"])
+    with pytest.raises(
+        InvalidRequest, match=r"a renders prompts otherwise .*: token 0 must be 2 \('<\|user\|>'\), got 1"
+    ):
+        await pool.complete(question)

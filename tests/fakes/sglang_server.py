@@ -156,6 +156,8 @@ class SglangServer:
             "enable_deterministic_inference": deterministic, "incremental_streaming_output": False,
             "version": "0.5.23", "preferred_sampling_params": None,
         }  # fmt: skip
+        self.reports_original = False  # as with SGLANG_RETURN_ORIGINAL_LOGPROB in the environment
+        self.salts: list[str | None] = []
         self.session_open = False
         self.version = "default"
         self.running: dict[str, Sample] = {}
@@ -198,7 +200,8 @@ class SglangServer:
         kept = _kept(logprobs, params) if params.temperature else logprobs
         token = int((kept + (torch.from_numpy(noise) if params.temperature else 0)).argmax())
         sample.tokens.append(token)
-        sample.logprobs.append(float(logprobs[token]))
+        reported = torch.log_softmax(logits, -1) if self.reports_original else logprobs
+        sample.logprobs.append(float(reported[token]))
         if not params.ignore_eos and token in (params.stop_token_ids or ()):
             sample.finished = {"type": "stop", "matched": token}
         elif len(sample.tokens) >= params.max_new_tokens:
@@ -224,6 +227,7 @@ class SglangServer:
         parameters = parameters.model_copy(update={"sampling_params": merged})
         if len(parameters.input_ids) + parameters.sampling_params.max_new_tokens > self.context_length:
             raise HTTPException(400, "The requested tokens exceed the model's context length")
+        self.salts.append(parameters.cache_salt)
         if parameters.rid in self.running:
             raise HTTPException(400, f"Duplicate request ID detected: {parameters.rid}")
         return StreamingResponse(self._streamed(Sample(parameters)), media_type="text/event-stream")

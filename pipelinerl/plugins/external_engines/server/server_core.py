@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
 import resource
 import time
@@ -163,6 +164,8 @@ class ServerCore:
         self._api = api
         self._http = http
         self._label = label_of(*serving)
+        # Another run's weights may have had the same version on this server, whose cache outlives runs.
+        self._of_this_adapter = f"{os.getpid()}-{time.time_ns()}"
         self._updates = 0  # number of updates that have begun
         self._steps: asyncio.Queue[Step | PipelineError] = asyncio.Queue()
         self._following: dict[str, asyncio.Task[None]] = {}
@@ -178,7 +181,7 @@ class ServerCore:
         """Start the requests for these samples in the background."""
         for sequence in sequences:
             sample = _Sample(sample_id(sequence), self._label, self._updates)
-            order = self._api.order(sequence, salt=salt)
+            order = self._api.order(sequence, salt=f"{self._of_this_adapter}-{salt}")
             self._following[sample.name] = asyncio.create_task(self._follow(sample, order))
         if self._watching is None or self._watching.done():
             self._sign_of_life_at = time.monotonic()

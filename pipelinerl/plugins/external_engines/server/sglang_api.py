@@ -53,6 +53,21 @@ _NEUTRAL: Final = {
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
 }
+#: Settings with which a server computes something else than the trainer, or does not load all of an update; each with
+#: the accepted values and the flag to leave out.
+_SILENT: Final = {
+    "quantization": ((None, "unquant"), "--quantization"),
+    "torchao_config": ((None, ""), "--torchao-config"),
+    "kv_cache_dtype": ((None, "auto"), "--kv-cache-dtype"),
+    "speculative_algorithm": ((None,), "--speculative-algorithm"),
+    "enable_lora": ((None, False), "--enable-lora"),
+    "lora_paths": ((None, [], {}), "--lora-paths"),
+    "json_model_override_args": ((None, "", "{}"), "--json-model-override-args"),
+    "cpu_offload_gb": ((None, 0), "--cpu-offload-gb"),
+}
+#: A temperature at which all tokens are nearly equally likely, and the largest spread of their log-probs then, in nats.
+_HOT: Final = 1000.0
+_HOT_SPREAD: Final = 0.5
 _LONG_S: Final = 600.0
 _JOIN_S: Final = 60.0
 
@@ -95,6 +110,12 @@ class SglangServerApi:
                 f"the SGLang server at {self._http.url} would add its preferred_sampling_params {preferred} to "
                 "requests; start it without --preferred-sampling-params"
             )
+        for name, (accepted, flag) in _SILENT.items():
+            if (value := info.get(name)) not in accepted:
+                raise ModelError(
+                    f"the SGLang server at {self._http.url} has {name} = {value!r}, with which its log-probs differ "
+                    f"from the trainer's or updates miss some weights; start it without {flag}"
+                )
         if info["dp_size"] != 1 or info["pp_size"] != 1:
             raise ModelError(
                 f"the SGLang server at {self._http.url} must have dp_size and pp_size 1, got {info['dp_size']} and "
@@ -110,10 +131,25 @@ class SglangServerApi:
         # session ends first, because without a pause SGLang would wait for running samples.
         await self._end_session()
         await self.resume()
+        await self._reports_the_policy()
         await self._form_group()
         await self._succeeds("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         models = await self._http.get("/v1/models")
         return ServerModel(dtype=str(info["dtype"]), context_length=int(models["data"][0]["max_model_len"]))
+
+    async def _reports_the_policy(self) -> None:
+        """Check that log-probs are those at the temperature: at a high one, all tokens are about equally likely."""
+        hot = {**_NEUTRAL, "temperature": _HOT, "top_p": 1.0, "top_k": -1, "max_new_tokens": 16, "ignore_eos": True}
+        probe = {"rid": f"probe-{time.time_ns()}", "input_ids": [0], "stream": True, "return_logprob": True}
+        logprobs: list[float] = []
+        async for event in self._http.events(self.generate, probe | {"sampling_params": hot}):
+            logprobs += self.read(event, known=len(logprobs)).logprobs
+        spread = max(logprobs) - min(logprobs)
+        if spread > _HOT_SPREAD:
+            raise ModelError(
+                f"the SGLang server at {self._http.url} reports log-probs from before the temperature: at temperature "
+                f"{_HOT:g} they differ by {spread:.2g} nats; start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
+            )
 
     async def close(self) -> None:
         """Leave the weight group, and resume the server if it is paused."""

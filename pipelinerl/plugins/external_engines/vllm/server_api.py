@@ -41,6 +41,13 @@ _PROCESSED: Final = "--logprobs-mode processed_logprobs"
 #: route gives the likeliest tokens only as text.
 _OFFERED: Final = frozenset({"min_p", "logit_bias", "frequency_penalty", "presence_penalty", "response_format"})
 
+#: Settings with which a server computes something else than the trainer: section, name, accepted values and flag.
+_SILENT: Final = (
+    ("model_config", "quantization", (None,), "--quantization"),
+    ("model_config", "logits_processors", (None, []), "--logits-processors"),
+    ("cache_config", "cache_dtype", (None, "auto"), "--kv-cache-dtype"),
+)
+
 log = logging.getLogger("pipelinerl")
 
 _PAUSES: Final = {
@@ -211,6 +218,13 @@ def _lacking(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     mode = config["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs":
         yield f"report log-probs of the distribution it samples from, it reports {mode}", _PROCESSED
+    for section, name, accepted, flag in _SILENT:
+        if (value := (config.get(section) or {}).get(name)) not in accepted:
+            yield f"compute as the trainer does, it has {name} = {value!r}", f"no {flag}"
+    for section in ("speculative_config", "lora_config"):
+        if config.get(section):
+            flag = f"no --{section.replace('_', '-')}".replace("lora-config", "enable-lora")
+            yield f"compute as the trainer does, it has a {section}", flag
     if config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
         # After each part of a split prompt, vLLM rewinds the random generator, which is impossible on a CPU.
         yield "not split prompts on a CPU, where a seeded sample would then crash it", "--no-enable-chunked-prefill"

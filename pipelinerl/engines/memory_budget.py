@@ -17,6 +17,8 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import BYTES, ModelShape
 from trainer_contract.types import WeightDType
 
+#: Number of tokens in a block of the cache. Shorter blocks need more matrix products, longer ones waste more memory.
+BLOCK: Final = 32
 #: Maximum number of padded tokens in one prefill forward pass of the torch engine.
 PREFILL_TOKENS: Final = 16384
 #: Maximum number of attention scores, or of mask entries, that a prefill of the torch engine holds at once.
@@ -135,18 +137,25 @@ def budget_of(
     context: int,
     received: int,
     spare: int = 0,
+    token_bytes: int | None = None,
+    state_bytes: int | None = None,
 ) -> EngineBudget:
     """Return the budget of a torch engine.
 
     Args:
+        token_bytes: bytes of a token's keys and values, and `state_bytes` of a sequence's states; None takes those that
+            follow from the shapes of the model's layers.
         received: bytes of the buffer that receives an update in the engine's dtype.
         spare: bytes of the second set of quantised weights, which holds the next update; 0 without quantisation.
     """
     size = BYTES[dtype]
     tokens = min(max(PREFILL_TOKENS, context), slots * context)
+    token_bytes = shape.cache.token_bytes(dtype) if token_bytes is None else token_bytes
+    state_bytes = shape.cache.state_bytes(dtype) if state_bytes is None else state_bytes
     return EngineBudget(
         slots=slots,
-        cache=2 * shape.layers * slots * context * shape.kv_heads * shape.head_dim * size,
+        cache=slots * -(-context // BLOCK) * BLOCK * token_bytes,
+        states=2 * slots * state_bytes,  # those of rows, and those at the end of their prompts
         staging=received + spare,
         conversion=shape.count * BYTES[wire] if wire is not dtype else 0,
         prefill=_prefill_bytes(shape, tokens, size),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype, model_type, stored_tensors, weight_files
@@ -24,6 +24,13 @@ _EMBEDDINGS: Final = frozenset({"embed_tokens", "wte", "wpe", "embed_positions",
 #: Components that precede a layer's number in parameter names, as in `model.layers.3`.
 _LAYERS: Final = frozenset({"layers", "h", "block", "blocks"})
 
+#: Start of the name of a parameter inside a layer, with the layer's number.
+_IN_LAYER: Final = re.compile(rf".*?\b(?:{'|'.join(sorted(_LAYERS))})\.(\d+)\.")
+#: Names of the projection to queries, keys and values together.
+_MERGED: Final = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
+#: Names in configurations for the size of a recurrent state.
+_STATES: Final = ("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim", "linear_head_dim")
+
 #: Names in configurations for the width, the number of attention heads and the number of layers.
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
 _HEADS: Final = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
@@ -34,6 +41,28 @@ BYTES: Final[Mapping[WeightDType, int]] = {
     WeightDType.BFLOAT16: 2,
     WeightDType.FLOAT16: 2,
 }
+
+
+class CacheSizes(NamedTuple):
+    """Numbers that an engine keeps for a sequence, by the kind of layer.
+
+    Attributes:
+        token: keys and values of a token, or its latents (MLA), in all layers.
+        convolutions: last inputs of all convolutions, in the model's dtype.
+        recurrent: states of linear attention and state spaces, in fp32.
+    """
+
+    token: int
+    convolutions: int = 0
+    recurrent: int = 0
+
+    def token_bytes(self, dtype: WeightDType) -> int:
+        """Return the bytes of a token's keys and values."""
+        return self.token * BYTES[dtype]
+
+    def state_bytes(self, dtype: WeightDType) -> int:
+        """Return the bytes of a sequence's states, which do not depend on its length."""
+        return self.convolutions * BYTES[dtype] + 4 * self.recurrent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +78,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate: int
+    cache: CacheSizes
 
     @property
     def count(self) -> int:
@@ -111,16 +141,20 @@ def read_shape(path: Path) -> ModelShape:
     try:
         table, text = json_object(path / "config.json"), text_config(path)
         hidden, heads = _first(text, *_HIDDEN), _first(text, *_HEADS, default=1)  # a model may have no attention
+        parameters = _parameters(path, tied=bool(table.get("tie_word_embeddings", "n_embd" in text)))
+        layers = _first(text, *_DEPTHS, default=len(text.get("layers_block_type") or ()) or None)
+        head_dim = int(text.get("head_dim") or hidden // heads)
         shape = ModelShape(
-            parameters=_parameters(path, tied=bool(table.get("tie_word_embeddings", "n_embd" in text))),
+            parameters=parameters,
             dtype=model_dtype(path),
             vocab=_first(text, "vocab_size"),
             hidden=hidden,
-            layers=_first(text, *_DEPTHS, default=len(text.get("layers_block_type") or ()) or None),
+            layers=layers,
             heads=heads,
             kv_heads=int(text.get("num_key_value_heads") or heads),
-            head_dim=int(text.get("head_dim") or hidden // heads),
+            head_dim=head_dim,
             intermediate=_mlp_width(text, hidden),
+            cache=_cache_sizes(parameters, text, layers=layers, queries=heads * head_dim),
         )
     except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"the sizes of the model in {path} cannot be read: {error}; copy it again") from error
@@ -135,6 +169,49 @@ def _parameters(path: Path, *, tied: bool) -> dict[str, tuple[int, ...]]:
     stored = {name: tensor.shape for file in files for name, tensor in stored_tensors(file).items()}
     found = fused_experts({name: shape for name, shape in stored.items() if len(shape) <= 3})
     return {name: shape for name, shape in found.items() if not (tied and name.endswith(_HEAD))}
+
+
+def _cache_sizes(
+    parameters: Mapping[str, tuple[int, ...]], text: Mapping[str, Any], *, layers: int, queries: int
+) -> CacheSizes:
+    """Return the cache's sizes from the shapes of the projections, module by module."""
+    modules: dict[str, dict[str, tuple[int, ...]]] = {}
+    shared = layers - int(text.get("num_kv_shared_layers") or 0)  # later layers read the keys of earlier ones
+    for name, shape in parameters.items():
+        place, module = _IN_LAYER.match(name), name.removesuffix(".weight").rpartition(".")
+        is_text = not name.startswith(("model.vis", "vis", "audio"))
+        if place is not None and int(place[1]) < layers and is_text and not name.endswith(".bias"):
+            modules.setdefault(module[0], {})[module[2]] = shape
+    token = convolutions = recurrent = 0
+    for module, own in modules.items():
+        convolutions += sum(shape[0] * shape[2] for shape in own.values() if len(shape) == 3 and shape[1] == 1)
+        if "dt_bias" in own or "A_log" in own:
+            recurrent += _recurrent(own, text)
+        elif int(_IN_LAYER.match(f"{module}.")[1]) < shared:  # type: ignore[index]
+            token += _keys_and_values(own, queries)
+    return CacheSizes(token, convolutions, recurrent)
+
+
+def _recurrent(own: Mapping[str, tuple[int, ...]], text: Mapping[str, Any]) -> int:
+    """Return the numbers in the state of a module: its inner width times the state's size."""
+    decay = own.get("A_log", ())
+    if len(decay) == 2:  # Mamba: one decay for each number
+        return math.prod(decay)
+    inner = own["v_proj"][0] if "v_proj" in own else own.get("out_proj", own.get("o_proj", (0, 0)))[1]
+    nested = text.get("linear_attn_config") or {}
+    return inner * _first({"linear_head_dim": nested.get("head_dim"), **text}, *_STATES)
+
+
+def _keys_and_values(own: Mapping[str, tuple[int, ...]], queries: int) -> int:
+    """Return the numbers that an attention module keeps for a token, 0 for other modules."""
+    latent, both = own.get("kv_a_proj_with_mqa"), own.get("kv_proj")
+    if latent or both:
+        return (latent or both or (0,))[0]
+    if keys := own.get("k_proj"):
+        values = [shape[0] for name, shape in own.items() if name.startswith("v_proj")]
+        return keys[0] + (sum(values) or keys[0])
+    merged = next((own[name] for name in _MERGED if name in own), None)
+    return max(merged) - queries if merged else 0
 
 
 def _mlp_width(text: Mapping[str, Any], hidden: int) -> int:

@@ -24,12 +24,14 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.memory_budget import budget_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import PipelineError
 from pipelinerl.models.checkpoint import model_type, stored_tensors, weight_files
 from pipelinerl.models.directory_copy import copy_model_files
+from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.weight_writer import WeightWriter
 from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
@@ -37,10 +39,11 @@ from tests.families import zoo
 from tests.families.models_page import Records
 from trainer_contract.conformance.probes import LINEAR
 from trainer_contract.errors import TrainerError
-from trainer_contract.types import Device, MicroBatch, OptimizerSpec, TrainerSpec
+from trainer_contract.types import Device, MicroBatch, OptimizerSpec, TrainerSpec, WeightDType
 
 #: Largest difference of two log-probs, in nats, and relative difference of two gradient norms, that rounding explains.
 TOLERANCE: Final = 1e-3
+F32: Final = WeightDType.FLOAT32
 _LENGTHS: Final = (30, 5, 18, 30, 2)
 
 
@@ -180,6 +183,9 @@ def _check_engine(path: Path, model: Any, trainer: TorchTrainer | None, rows: li
         model_path=path, model_id="m", slots=8, max_waiting=8, context_length=64, device=Device.CPU, threads=1
     )
     runner = load_runner(options)
+    predicted = budget_of(read_shape(path), dtype=F32, wire=F32, slots=8, context=64, received=0)
+    if abs(predicted.cache + predicted.states - runner.cache_bytes) > 0.1 * runner.cache_bytes:
+        raise WrongError(f"the cache has {runner.cache_bytes} bytes, and the prediction is {predicted.cache}")
     for answer, values in _sampled(runner, rows):
         same("log-probs of sampled tokens", values, expected(model, [answer])[-6:])
     if trainer is None:

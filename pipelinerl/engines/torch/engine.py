@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -171,7 +170,7 @@ def _device(device: Device) -> torch.device:
 
 
 def _budget(weights: TorchWeights | QuantizedWeights, options: EngineOptions, cache: CacheShape) -> EngineBudget:
-    budget = budget_of(
+    return budget_of(
         read_shape(options.model_path),
         dtype=options.dtype,
         wire=options.wire_dtype or options.dtype,
@@ -179,10 +178,8 @@ def _budget(weights: TorchWeights | QuantizedWeights, options: EngineOptions, ca
         context=options.context_length,
         received=weights.layout.num_bytes,
         spare=weights.spare_bytes,
-    )
-    blocks = -(-options.context_length // cache.size)
-    return replace(
-        budget, cache=options.slots * blocks * cache.block_bytes, states=2 * options.slots * cache.state_bytes
+        token_bytes=cache.block_bytes // cache.size,
+        state_bytes=cache.state_bytes,
     )
 
 

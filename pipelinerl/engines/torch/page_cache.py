@@ -26,7 +26,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,13 +34,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pipelinerl.engines.memory_budget import BLOCK
 from pipelinerl.engines.torch.blocks import BlockTable, Copies, DuplicateRows
 
 #: Name of a state: its kind, "conv" or "recurrent", its layer, and its number within the layer.
 StateName = tuple[str, int, int]
-
-#: Number of tokens in a block. Shorter blocks need more matrix products, longer ones waste more memory at their end.
-BLOCK: Final = 32
 
 
 class CacheReading(StrEnum):

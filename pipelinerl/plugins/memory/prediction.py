@@ -70,6 +70,7 @@ class EngineMemory:
             "weights": weights,
             "receive buffer": 0 if self.staged_on_host else budget.staging + budget.conversion,
             "keys and values": budget.cache,
+            "states": budget.states,
             "workspace": budget.prefill + budget.logits,
         }
         on_each = {name: -(-each // self.devices) for name, each in sizes.items()} | {"reserve": self.reserve}
@@ -83,7 +84,7 @@ class EngineMemory:
     @property
     def least(self) -> int:
         """Bytes on each device with a KV cache for one sequence, the least that an engine needs to start."""
-        cache = self.parts["keys and values"]
+        cache = self.parts.get("keys and values", 0)
         return self.total - cache + -(-cache // self.slots)
 
     @property
@@ -196,7 +197,7 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
         on_host = f"; {gib(its.host)} on the host" if its.host else ""
         yield f"{kind}: {gib(its.total)}" + (f" of {gib(limit)}" if limit else "") + f" at the peak ({parts}){on_host}"
         if limit is not None and its.least <= limit < its.total:
-            left = its.parts["keys and values"] - (its.total - limit)
+            left = its.parts.get("keys and values", 0) - (its.total - limit)
             yield f"{kind}: keys and values take what is left of {gib(limit)}, {gib(left)}"
         elif limit is not None and its.total > limit:
             changes = _trainer_changes(its) if isinstance(its, TrainerMemory) else _engine_changes(its)

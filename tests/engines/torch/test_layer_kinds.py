@@ -22,17 +22,19 @@ from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.memory_budget import budget_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch import forward
 from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import ModelError
+from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.update_in_flight import samples_across_an_update
 from tests.families import zoo
-from trainer_contract.types import Device, Kernels
+from trainer_contract.types import Device, Kernels, WeightDType
 
 #: Families by what is special in them: sinks; sinks and other widths; shared keys of two widths and inputs per layer;
 #: latents; a window that only the mask has; attention without its model's arguments; a single key head.
@@ -208,6 +210,14 @@ def test_prompt_of_a_running_row_is_computed_once_even_if_the_row_has_gone_on_an
     assert _prefilled(runner, [Prefill(prompt, [2])]) == [(1, 40)]
     runner.swap()
     assert _prefilled(runner, [Prefill(prompt, [3])]) == [(1, 40)]
+
+
+@pytest.mark.parametrize("name", [*PAGED, *STATEFUL])
+@pytest.mark.parametrize("dtype", [WeightDType.FLOAT32, WeightDType.BFLOAT16])
+def test_predicted_cache_is_the_one_that_the_engine_allocates(models: Path, name: str, dtype: WeightDType) -> None:
+    runner, shape = _load(models / name, dtype=dtype, context_length=100), read_shape(models / name)
+    predicted = budget_of(shape, dtype=dtype, wire=dtype, slots=12, context=100, received=0)
+    assert predicted.cache + predicted.states == runner.cache_bytes > 0
 
 
 def test_model_without_attention_needs_memory_for_states_alone(models: Path) -> None:

@@ -29,7 +29,7 @@ from pipelinerl.engines.weights.torch_shared_bytes import check_room
 from pipelinerl.engines.weights.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_skeleton
-from pipelinerl.models.model_shape import BYTES, read_shape
+from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.external_engines.core_loop import CoreLoop, CoreModel, EngineCore
 from pipelinerl.plugins.external_engines.vllm.limits import (
@@ -190,5 +190,5 @@ def _prepare_environment(options: EngineOptions) -> None:
 def _cache_bytes(options: EngineOptions) -> int:
     """Return the bytes of a KV cache for `slots` + 1 sequences of the full context, each rounded up to whole blocks."""
     shape = read_shape(options.model_path)
-    token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES[options.dtype]
+    token_bytes = shape.cache.token_bytes(options.dtype)
     return (options.slots + 1) * -(-options.context_length // _BLOCK) * _BLOCK * token_bytes

@@ -39,11 +39,13 @@ from tests.families import zoo
 from tests.families.models_page import Records
 from trainer_contract.conformance.probes import LINEAR
 from trainer_contract.errors import TrainerError
-from trainer_contract.types import Device, MicroBatch, OptimizerSpec, TrainerSpec, WeightDType
+from trainer_contract.types import Device, MicroBatch, OptimizerSpec, Precision, TrainerSpec, WeightDType
 
 #: Largest difference of two log-probs, in nats, and relative difference of two gradient norms, that rounding explains.
 TOLERANCE: Final = 1e-3
-F32: Final = WeightDType.FLOAT32
+F32, BF16 = WeightDType.FLOAT32, Precision.BF16
+#: Largest error of log-probs in bf16, as a multiple of transformers' own.
+MOST_IN_BF16: Final = 1.2
 _LENGTHS: Final = (30, 5, 18, 30, 2)
 
 
@@ -160,8 +162,8 @@ def _check_checkpoint(trainer: TorchTrainer, model: Path, rows: list[list[int]],
     same("log-probs of a resumed trainer", resumed.forward([batch_of(rows)])[0], own)
 
 
-def _sampled(runner: TorchRunner, rows: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-    """Sample six tokens after each row; return the whole sequences, and the new tokens' log-probs."""
+def _sampled(runner: TorchRunner, rows: list[list[int]], count: int = 6) -> list[tuple[list[int], list[float]]]:
+    """Sample `count` tokens after each row; return the whole sequences, and the new tokens' log-probs."""
     runner.prefill([Prefill(row[:-1], [slot]) for slot, row in enumerate(rows)])
     runner.place(
         [
@@ -170,7 +172,7 @@ def _sampled(runner: TorchRunner, rows: list[list[int]]) -> list[tuple[list[int]
         ]
     )
     answers = [(list(row), list[float]()) for row in rows]
-    for _ in range(6):
+    for _ in range(count):
         tokens, values = runner.decode(len(rows))
         for (answer, of_answer), token, value in zip(answers, tokens, values, strict=True):
             answer.append(int(token))
@@ -217,6 +219,38 @@ def _check_jax(path: Path, model: Any, rows: list[list[int]]) -> None:
     trainer.close()
 
 
+def _check_bf16(path: Path, model: Any, *, serves: bool) -> str:
+    """Return the errors of trainer and engine in bf16, as multiples of that of transformers in bf16.
+
+    An error is the mean distance, over tokens, of log-probs from those of transformers in fp32.
+    """
+    half, spec = loaded(path).to(torch.bfloat16), TrainerSpec(model_path=path, device=Device.CPU, precision=BF16)
+    rows = np.random.default_rng(2).integers(12, zoo.VOCAB - 4, (12, 40)).tolist()
+
+    def error(values: Any, of: Any, rows: list[list[int]], last: int) -> float:
+        wanted = [expected(of, [row])[-last:] for row in rows]
+        return float(np.abs(np.concatenate(values) - np.concatenate(wanted)).mean())
+
+    def ratio(values: Any, rows: list[list[int]], last: int) -> float:
+        own = [expected(half, [row])[-last:] for row in rows]
+        return error(values, model, rows, last) / error(own, model, rows, last)
+
+    trainer = TorchTrainer()
+    trainer.init_worker(spec)
+    ratios = [ratio(np.split(trainer.forward([batch_of(rows)])[0], len(rows)), rows, 40)]
+    if serves:
+        options = EngineOptions(
+            model_path=path, model_id="m", slots=12, max_waiting=8, context_length=64, device=Device.CPU, threads=1,
+            dtype=WeightDType.BFLOAT16,
+        )  # fmt: skip
+        answers = _sampled(load_runner(options), [row[:16] for row in rows], count=40)
+        ratios.append(ratio([each for _, each in answers], [row for row, _ in answers], 40))
+    shown = " / ".join(f"{each:.2f}" for each in ratios)
+    if max(ratios) > MOST_IN_BF16:
+        raise WrongError(f"errors in bf16 are {shown} of transformers'")
+    return shown
+
+
 def survey(path: Path, place: Path) -> dict[str, str]:
     """Return the record of the model in `path`; checkpoints are written below the directory `place`."""
     rows, model = sequences(), loaded(path)
@@ -239,7 +273,7 @@ def survey(path: Path, place: Path) -> dict[str, str]:
         except Exception as error:  # a traceback for the user, whatever its class
             record[use] = f"fails: {type(error).__name__}: {error}".splitlines()[0][:160]
         else:
-            record[use] = "yes"
+            record.setdefault(use, "yes")
 
     attempt("trains", train)
     trainer = trainers[0] if record["trains"] == "yes" else None
@@ -247,6 +281,8 @@ def survey(path: Path, place: Path) -> dict[str, str]:
         attempt("checkpoint", lambda: _check_checkpoint(trainer, path, rows, place / "checkpoint"))
         attempt("lora", lambda: _check_lora(path, rows, place / "merged"))
     attempt("serves", lambda: _check_engine(path, model, trainer, rows))
+    if trainer is not None:
+        attempt("bf16", lambda: record.__setitem__("bf16", _check_bf16(path, model, serves=record["serves"] == "yes")))
     attempt("jax", lambda: _check_jax(path, model, rows))
     return record
 

@@ -30,7 +30,8 @@ def test_page_of_models_and_readme_say_what_the_records_say() -> None:
     "name", [*MEASURED, *(pytest.param(each, marks=pytest.mark.slow) for each in zoo.FAMILIES if each not in MEASURED)]
 )
 def test_record_of_each_family_is_what_the_product_makes_of_it(name: str) -> None:
-    record = Records.read().families[name]
-    assert {use: cell(verdict) for use, verdict in measured(name).items()} == {
-        use: cell(verdict) for use, verdict in record.items()
-    }, f"run {COMMAND} {name}"
+    found, recorded = (
+        {use: "yes" if verdict[0].isdigit() else cell(verdict) for use, verdict in each.items()}
+        for each in (measured(name), Records.read().families[name])
+    )
+    assert found == recorded, f"run {COMMAND} {name}"

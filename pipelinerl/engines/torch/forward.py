@@ -62,14 +62,17 @@ class ModuleForward:
         # transformers takes both from an attention layer, which a recurrent model does not have
         cache.get_query_offset, cache.get_mask_sizes = lambda layer_idx: 0, lambda length, layer_idx: (length, 0)
         tokens = torch.zeros((1, 2), dtype=torch.int64, device=parameter.device)
-        self._call(self._backbone, tokens, torch.arange(2, device=parameter.device)[None], cache)
+        own = f"{type(self._model).__name__} has a cache of its own, which this engine does not support; use another"
+        try:
+            self._call(self._backbone, tokens, torch.arange(2, device=parameter.device)[None], cache)
+        except (AttributeError, TypeError, ValueError) as error:
+            if DynamicCache.__name__ in str(error):
+                raise ModelError(f"{own} engine") from None
+            raise
         latent = getattr(config, "kv_lora_rank", None) is not None
         shape = CacheShape.of(cache, dtype=parameter.dtype, latent=latent)
         if not (shape.pages or shape.states):
-            raise ModelError(
-                f"{type(self._model).__name__} has a cache of its own, which this engine does not support; use another "
-                "engine"
-            )
+            raise ModelError(f"{own} engine")
         return shape
 
     def _call(self, module: Any, token_ids: Tensor, positions: Tensor, cache: Any) -> Any:

@@ -282,6 +282,8 @@ async def test_engine_with_states_that_preempts_samples_samples_the_same_tokens(
     [
         ("doge", Kernels.FAST, "changes its attention mask, which this engine does not support; use another engine"),
         ("rwkv", Kernels.FAST, "has a cache of its own, which this engine does not support; use another engine"),
+        ("xlstm", Kernels.FAST, "xLSTMForCausalLM has a cache of its own, which this engine does not support"),
+        ("minimax", Kernels.FAST, "MiniMaxForCausalLM has a cache of its own, which this engine does not support"),
         ("llama4_text", Kernels.FAST, "has layers of type chunked_attention, which this engine does not support"),
         ("gpt_oss", Kernels.BATCH_INVARIANT, "batch_invariant has no attention sinks, which this model has; leave it"),
     ],

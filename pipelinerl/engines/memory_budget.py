@@ -11,10 +11,10 @@ The sizes of both workspaces are counted from the code and, like the reserve, we
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.model_shape import BYTES, ModelShape
+from pipelinerl.models.model_shape import BYTES, CacheBytes, ModelShape
 from trainer_contract.types import WeightDType
 
 #: Number of tokens in a block of the cache. Shorter blocks need more matrix products, longer ones waste more memory.
@@ -29,6 +29,27 @@ _SAMPLING_BYTES: Final = 64 + 24
 #: The least reserve in bytes: 1 GiB, and 0.5 GiB for the buffers that NCCL creates at the first update.
 _RESERVE: Final = 3 * 2**29
 _RESERVED_SHARE: Final = 0.05
+
+
+class Room(NamedTuple):
+    """The most blocks of a cache, and the most slots of layers with a sliding window."""
+
+    blocks: int
+    slots: int
+
+
+def window_blocks(context: int, window: int | None, size: int = BLOCK) -> int:
+    """Return the most blocks of `size` tokens that a sequence of `context` tokens needs in layers with a window."""
+    return 0 if window is None else min(-(-context // size), 1 - (-window // size))
+
+
+def cache_room(rows: int, context: int, window: int | None, size: int = BLOCK) -> Room:
+    """Return the room with which `rows` sequences of `context` tokens fit.
+
+    Slots beyond those that rows need are for the prefixes that prefills read, and for reuse.
+    """
+    blocks = rows * -(-context // size)
+    return Room(blocks, (rows + max(2, rows // 4)) * window_blocks(context, window, size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +86,7 @@ class EngineBudget:
 
     Attributes:
         cache: keys and values of all slots at their full length; less is enough for shorter sequences.
+        sequence: keys and values of one sequence of the whole context.
         staging: the second copy of the weights, which receives updates.
         conversion: the buffer for an update in another dtype than the engine's; 0 if the dtypes are equal.
         prefill: workspace of the largest prefill.
@@ -74,6 +96,7 @@ class EngineBudget:
 
     slots: int
     cache: int
+    sequence: int
     staging: int
     conversion: int
     prefill: int
@@ -84,11 +107,6 @@ class EngineBudget:
     def total(self) -> int:
         """The sum of all parts: the bytes besides the serving weights, with a full-length cache for all slots."""
         return self.cache + self.staging + self.conversion + self.prefill + self.logits + self.states
-
-    @property
-    def sequence(self) -> int:
-        """Keys and values of one sequence of the whole context."""
-        return self.cache // self.slots
 
     @property
     def least(self) -> int:
@@ -137,25 +155,26 @@ def budget_of(
     context: int,
     received: int,
     spare: int = 0,
-    token_bytes: int | None = None,
-    state_bytes: int | None = None,
+    cache: CacheBytes | None = None,
 ) -> EngineBudget:
     """Return the budget of a torch engine.
 
     Args:
-        token_bytes: bytes of a token's keys and values, and `state_bytes` of a sequence's states; None takes those that
-            follow from the shapes of the model's layers.
+        cache: sizes of the cache; None takes those that follow from the model's layers.
         received: bytes of the buffer that receives an update in the engine's dtype.
         spare: bytes of the second set of quantised weights, which holds the next update; 0 without quantisation.
     """
     size = BYTES[dtype]
     tokens = min(max(PREFILL_TOKENS, context), slots * context)
-    token_bytes = shape.cache.token_bytes(dtype) if token_bytes is None else token_bytes
-    state_bytes = shape.cache.state_bytes(dtype) if state_bytes is None else state_bytes
+    each = shape.cache.in_bytes(dtype) if cache is None else cache
+    if each.window is not None and each.window >= context:  # layers keep whole sequences
+        each = CacheBytes(each.token + each.in_window, 0, None, each.states)
+    room, one = (cache_room(number, context, each.window) for number in (slots, 1))
     return EngineBudget(
         slots=slots,
-        cache=slots * -(-context // BLOCK) * BLOCK * token_bytes,
-        states=2 * slots * state_bytes,  # those of rows, and those at the end of their prompts
+        cache=BLOCK * (room.blocks * each.token + room.slots * each.in_window),
+        sequence=BLOCK * (one.blocks * each.token + one.slots * each.in_window),
+        states=2 * slots * each.states,  # those of rows, and those at the end of their prompts
         staging=received + spare,
         conversion=shape.count * BYTES[wire] if wire is not dtype else 0,
         prefill=_prefill_bytes(shape, tokens, size),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.engines.memory_budget import Room, cache_room
 from pipelinerl.enums import Receiver, WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.context_limit import context_problem
@@ -61,21 +62,26 @@ class EngineOptions:
         if problem := context_problem(config, self.model_path, self.context_length):
             raise ModelError(f"{problem}; lower it")
 
-    def cache_blocks(self, size: int, num_bytes: int, *, allowed: int | None) -> int:
-        """Return the number of KV cache blocks to allocate; each holds `size` tokens in `num_bytes` bytes.
+    def cache_room(
+        self, size: int, num_bytes: int, *, allowed: int | None, window: int | None = None, slot_bytes: int = 0
+    ) -> Room:
+        """Return the numbers of KV cache blocks and of slots for windows to allocate; each holds `size` tokens.
 
-        The blocks suffice for a full context in every slot, unless `allowed` (bytes; None for no limit) permits only
-        fewer. A model without attention has blocks of no bytes. Raises `ModelError` if not even one full context fits.
+        A block takes `num_bytes` bytes in layers that keep whole sequences, a slot `slot_bytes` in those with a sliding
+        window of at most `window` tokens. They suffice for a full context in every row, unless `allowed` (bytes; None
+        for no limit) permits only fewer. Raises `ModelError` if not even one full context fits.
         """
-        each = -(-self.context_length // size)
-        whole = self.slots * each
-        blocks = whole if allowed is None or num_bytes == 0 else min(whole, allowed // num_bytes)
-        if blocks < each:
+        room, one = (cache_room(rows, self.context_length, window, size) for rows in (self.slots, 1))
+        whole, least = (each.blocks * num_bytes + each.slots * slot_bytes for each in (room, one))
+        if allowed is None or whole <= allowed:
+            return room
+        if least > allowed:
             raise ModelError(
-                f"a sequence of {self.context_length} tokens needs {each * num_bytes} bytes of cache, allowed are "
-                f"{allowed}; lower context_length, or allow more"
+                f"a sequence of {self.context_length} tokens needs {least} bytes of cache, allowed are {allowed}; "
+                "lower context_length, or allow more"
             )
-        return blocks
+        slots = max(one.slots, min(room.slots * allowed // whole, (allowed - least) // max(1, slot_bytes) + one.slots))
+        return Room(min(room.blocks, (allowed - slots * slot_bytes) // num_bytes) if num_bytes else room.blocks, slots)
 
     def check_cache(self, needed: int, *, allowed: int | None) -> None:
         """Raise `ModelError` if the keys and values of all slots take more than `allowed` bytes; None sets no bound."""

@@ -28,6 +28,9 @@ _LAYERS: Final = frozenset({"layers", "h", "block", "blocks"})
 _IN_LAYER: Final = re.compile(rf".*?\b(?:{'|'.join(sorted(_LAYERS))})\.(\d+)\.")
 #: Names of the projection to queries, keys and values together.
 _MERGED: Final = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
+#: Model types whose layers all have a sliding window, and those whose windows keep whole sequences in the torch engine.
+_WINDOWED: Final = frozenset({"mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
+_WHOLE: Final = frozenset({"qwen2"})
 #: Names in configurations for the size of a recurrent state.
 _STATES: Final = ("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim", "linear_head_dim")
 
@@ -43,26 +46,41 @@ BYTES: Final[Mapping[WeightDType, int]] = {
 }
 
 
+class CacheBytes(NamedTuple):
+    """Bytes that an engine keeps for a sequence.
+
+    Attributes:
+        token: keys and values of a token in all layers that keep whole sequences.
+        in_window: keys and values of a token in layers that keep only their sliding window.
+        window: the longest such window in tokens; None without such layers.
+        states: states of recurrent layers, which do not depend on the sequence's length.
+    """
+
+    token: int
+    in_window: int
+    window: int | None
+    states: int
+
+
 class CacheSizes(NamedTuple):
     """Numbers that an engine keeps for a sequence, by the kind of layer.
 
     Attributes:
-        token: keys and values of a token, or its latents (MLA), in all layers.
+        token, in_window, window: as in `CacheBytes`; latents (MLA) in place of keys and values.
         convolutions: last inputs of all convolutions, in the model's dtype.
         recurrent: states of linear attention and state spaces, in fp32.
     """
 
     token: int
+    in_window: int = 0
+    window: int | None = None
     convolutions: int = 0
     recurrent: int = 0
 
-    def token_bytes(self, dtype: WeightDType) -> int:
-        """Return the bytes of a token's keys and values."""
-        return self.token * BYTES[dtype]
-
-    def state_bytes(self, dtype: WeightDType) -> int:
-        """Return the bytes of a sequence's states, which do not depend on its length."""
-        return self.convolutions * BYTES[dtype] + 4 * self.recurrent
+    def in_bytes(self, dtype: WeightDType) -> CacheBytes:
+        """Return the sizes in bytes with keys and values in `dtype`."""
+        states = self.convolutions * BYTES[dtype] + 4 * self.recurrent
+        return CacheBytes(self.token * BYTES[dtype], self.in_window * BYTES[dtype], self.window, states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,14 +200,30 @@ def _cache_sizes(
         is_text = not name.startswith(("model.vis", "vis", "audio"))
         if place is not None and int(place[1]) < layers and is_text and not name.endswith(".bias"):
             modules.setdefault(module[0], {})[module[2]] = shape
-    token = convolutions = recurrent = 0
+    windows = _windows(text, layers)
+    token = in_window = convolutions = recurrent = 0
     for module, own in modules.items():
         convolutions += sum(shape[0] * shape[2] for shape in own.values() if len(shape) == 3 and shape[1] == 1)
         if "dt_bias" in own or "A_log" in own:
             recurrent += _recurrent(own, text)
-        elif int(_IN_LAYER.match(f"{module}.")[1]) < shared:  # type: ignore[index]
-            token += _keys_and_values(own, queries)
-    return CacheSizes(token, convolutions, recurrent)
+        elif (place := _IN_LAYER.match(f"{module}.")) is not None and (number := int(place[1])) < shared:
+            keys = _keys_and_values(own, queries)
+            token, in_window = (token, in_window + keys) if windows[number] else (token + keys, in_window)
+    window = int(text["sliding_window"]) if in_window else None
+    return CacheSizes(token, in_window, window, convolutions, recurrent)
+
+
+def _windows(text: Mapping[str, Any], layers: int) -> list[bool]:
+    """Return which layers keep only their sliding window, as far as config.json says it."""
+    kinds, every = text.get("layer_types"), text.get("sliding_window_pattern")
+    is_whole = text.get("kv_lora_rank") is not None or text.get("model_type") in _WHOLE
+    if not text.get("sliding_window") or is_whole:
+        return [False] * layers
+    if kinds is None and isinstance(every, int):
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+    if kinds is None:
+        return [text.get("model_type") in _WINDOWED] * layers
+    return [str(kind).endswith("sliding_attention") for kind in kinds]
 
 
 def _recurrent(own: Mapping[str, tuple[int, ...]], text: Mapping[str, Any]) -> int:

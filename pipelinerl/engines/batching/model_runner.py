@@ -466,6 +466,7 @@ class _Blocks:
     def __init__(self, room: CacheRoom | None, *, running: int) -> None:
         self._room, self._running = room, running
         self._free = 0 if room is None else room.free
+        self._slots = 0 if room is None else room.free_slots
 
     def take(self, tokens: int, count: int) -> int:
         """Reserve blocks for up to `count` sequences that share a context of `tokens` tokens; return how many fit."""
@@ -474,8 +475,10 @@ class _Blocks:
         shared = (tokens - 1) // self._room.size
         for several in range(count, 0, -1):
             spare = (self._running + several) // _SPARE if self._running else 0
-            if shared + several + spare <= self._free:
+            slots = 0 if self._room.most_slots is None else min(shared, self._room.most_slots) + several
+            if shared + several + spare <= self._free and slots <= self._slots:
                 self._free -= shared + several
+                self._slots -= slots
                 self._running += several
                 return several
         return 0

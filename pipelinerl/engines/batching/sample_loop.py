@@ -58,12 +58,16 @@ class CacheRoom:
     Attributes:
         free: blocks that sequences may still take, including blocks that only keep prompts for reuse.
         reused_tokens: number of prompt tokens, since the start, whose keys and values were found in the cache.
+        most_slots: the most slots that a prompt takes in layers with a sliding window, besides one for each sequence;
+            None without such layers. Of these slots, `free_slots` are free.
     """
 
     blocks: int
     free: int
     size: int
     reused_tokens: int
+    most_slots: int | None = None
+    free_slots: int = 0
 
 
 class ServedModel(Protocol):

@@ -44,6 +44,8 @@ _AT_ONCE: Final = 16
 _SPARSE: Final = 1 / 3
 #: The plan of this thread's current forward. Some models do not pass their forward's arguments on to attention.
 _PLAN: Final[ContextVar[PrefillPlan | DecodePlan | None]] = ContextVar("plan", default=None)
+#: The sliding windows of the layers that attended, in order, while `windows_seen` is entered.
+_SEEN: Final[ContextVar[list[int | None] | None]] = ContextVar("seen", default=None)
 
 #: Arguments of transformers' attention interface that are not supported and would change the result.
 _REFUSED: Final = ("position_bias", "head_mask", "indices", "topk_indices", "sparse_indices", "block_indices")
@@ -57,6 +59,17 @@ def following(plan: PrefillPlan | DecodePlan) -> Iterator[None]:
         yield
     finally:
         _PLAN.reset(token)
+
+
+@contextmanager
+def windows_seen() -> Iterator[list[int | None]]:
+    """Yield a list that gets the sliding window, or None, of each layer that attends in the block."""
+    seen = list[int | None]()
+    token = _SEEN.set(seen)
+    try:
+        yield seen
+    finally:
+        _SEEN.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +130,10 @@ def attend(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plan = _PLAN.get()
+    if (seen := _SEEN.get()) is not None:
+        seen.append(sliding_window)
+    if plan is not None and sliding_window is not None and plan.windowed is not None:
+        plan = plan.windowed
     if isinstance(plan, DecodePlan):
         return attend_decode(query, key, value, plan, sliding_window, scale, softcap, s_aux).contiguous(), None
     reading = plan.reading if plan is not None else CacheReading.GATHERED

@@ -16,6 +16,10 @@ one sequence the last block first. This module holds only numbers of blocks and 
 group often begin alike, especially under a confident policy. Only the linear layers, most of a step on a CPU, benefit.
 The trainer does the same to a micro-batch (`trainers.torch.packed.shared_beginnings`).
 
+Layers with a sliding window read a row's last blocks only. `WindowSlots` says where these layers keep a block, if they
+still do: they have fewer slots than there are blocks. A slot without a row is kept for reuse until it is needed, and a
+prompt reuses a prefix only as far as its last window is kept.
+
 A state is that of one position, so it cannot be shared like a block. `PromptStates` keeps a copy of the states at the
 end of each prompt while one of its rows runs: samples of the same prompt that join later start from this copy.
 """
@@ -59,16 +63,114 @@ class _Row:
     filed: list[int] | None
 
 
+class WindowSlots:
+    """The slots in which layers with a sliding window of `window` tokens keep blocks of `size` tokens.
+
+    `of_block` i64 [blocks] has the slot of each block, -1 if it has none. A row of n blocks needs those from
+    `first(n)` on, and those that its prefill reads.
+    """
+
+    def __init__(self, *, rows: int, blocks: int, size: int, window: int, slots: int) -> None:
+        self.of_block: NDArray[np.int64] = np.full(blocks, -1)
+        self.num_slots, self._size, self._window = slots, size, window
+        self._uses: NDArray[np.int32] = np.zeros(blocks, dtype=np.int32)
+        self._needed: list[list[int]] = [[] for _ in range(rows)]
+        self._free, self._kept = list(range(slots)), OrderedDict[int, None]()
+        self._most_in_use = 0
+
+    @property
+    def free(self) -> int:
+        """The number of slots that no row needs."""
+        return len(self._free) + len(self._kept)
+
+    def first(self, num_blocks: int) -> int:
+        """Return the first column that a row of `num_blocks` blocks needs, even if its next token is sampled again."""
+        return max(0, (num_blocks - 1) * self._size - self._window) // self._size
+
+    def reusable(self, blocks: Sequence[int]) -> int:
+        """Return the length of the longest prefix of computed `blocks` whose last window is kept."""
+        count = len(blocks)
+        while count and (self.of_block[blocks[self.first(count) : count]] < 0).any():
+            count -= 1
+        return count
+
+    def lacking(self, blocks: Sequence[int], reused: int) -> int:
+        """Return the number of slots by which too few are free for a new row that reuses its first `reused` blocks."""
+        needed = set(self._of(blocks, reused))
+        kept = sum(block in self._kept for block in needed)
+        return sum(self.of_block[block] < 0 for block in needed) - (self.free - kept)
+
+    def update(self, row: int, blocks: Sequence[int], reused: int = 0) -> None:
+        """Keep what `row` needs of its `blocks`, whose first `reused` a prefill is to read; give back the rest."""
+        needed = self._of(blocks, reused)
+        for block in needed:
+            if not self._uses[block]:
+                self._kept.pop(block, None)
+            self._uses[block] += 1
+        for block in self._needed[row]:
+            self._uses[block] -= 1
+            if not self._uses[block]:
+                self._kept[block] = None
+        self._needed[row] = needed
+        for block in needed:
+            if self.of_block[block] < 0:
+                if not self._free:
+                    self.give_up(next(iter(self._kept)))
+                self.of_block[block] = heapq.heappop(self._free)
+        used = self.num_slots - self.free
+        self._most_in_use = max(self._most_in_use, used)
+        while len(self._kept) > self._most_in_use:
+            self.give_up(next(iter(self._kept)))
+
+    def _of(self, blocks: Sequence[int], reused: int) -> list[int]:
+        first = self.first(len(blocks))
+        return [*blocks[self.first(reused) : min(reused, first)], *blocks[first:]]
+
+    def give_up(self, block: int) -> None:
+        """Free the slot of a block that no row needs, if it has one."""
+        if self._kept.pop(block, 0) is None:
+            heapq.heappush(self._free, int(self.of_block[block]))
+            self.of_block[block] = -1
+
+    def move(self, source: int, target: int) -> None:
+        """Exchange two rows."""
+        self._needed[source], self._needed[target] = self._needed[target], self._needed[source]
+
+    def renumber(self, new: NDArray[np.int64]) -> None:
+        """Follow a renumbering of blocks: block i becomes new[i]."""
+        for name in ("of_block", "_uses"):
+            old: NDArray[Any] = getattr(self, name)
+            there = old.copy()
+            there[new] = old
+            setattr(self, name, there)
+        self._needed = [new[needed].tolist() if needed else [] for needed in self._needed]
+        self._kept = OrderedDict((int(new[block]), None) for block in self._kept)
+
+
 class BlockTable:
     """The blocks of `rows` rows of at most `context` tokens; at least one row of the whole context must fit.
 
     `keeps_few` is for a cache whose memory grows on demand: at most as many unused blocks are kept for later prompts as
-    were ever in use at once.
+    were ever in use at once. Layers with a sliding window of `window` tokens have `slots` blocks.
     """
 
-    def __init__(self, *, rows: int, context: int, blocks: int, size: int, keeps_few: bool) -> None:
+    def __init__(
+        self,
+        *,
+        rows: int,
+        context: int,
+        blocks: int,
+        size: int,
+        keeps_few: bool,
+        window: int | None = None,
+        slots: int = 0,
+    ) -> None:
         self.size, self.num_blocks = size, blocks
         per_row = -(-context // size)
+        self.windows = (
+            None if window is None else WindowSlots(rows=rows, blocks=blocks, size=size, window=window, slots=slots)
+        )
+        """The slots of layers with a window of `window` tokens; None without such layers."""
         assert blocks >= per_row, "one row of the whole context must fit"
         self.table: NDArray[np.int64] = np.zeros((rows, per_row), dtype=np.int64)
         self.counts: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
@@ -105,7 +207,7 @@ class BlockTable:
         Return the number of tokens whose keys and values are already in reused blocks. The rows share all full blocks.
         These are indexed at once, so the caller must compute them before any row reads them.
         """
-        keys = self._found(tokens) if reuses else []
+        keys = self._reusable(tokens) if reuses else []
         filed = [self._entries[key][0] for key in keys]
         blocks = [self._entries[key][1] for key in keys]
         for block in blocks:
@@ -119,11 +221,26 @@ class BlockTable:
             for block in shared if row != rows[0] else ():
                 self._hold(block)
             tail = [self._take()] if len(tokens) % self.size else []
-            self._set(row, shared + tail)
+            self._set(row, shared + tail, reused=len(keys))
             self._file(row, full)
         start = len(keys) * self.size
         self.reused_tokens += start
         return start
+
+    def _reusable(self, tokens: NDArray[np.int32]) -> list[_Key]:
+        """Return the keys of the indexed blocks that a prompt can reuse in all layers."""
+        keys, windows = self._found(tokens), self.windows
+        if windows is None or not keys:
+            return keys
+        blocks = [self._entries[key][1] for key in keys]
+        count = windows.reusable(blocks)
+        fresh = [-1] * (-(-len(tokens) // self.size) - count)  # all of them lack a slot
+        return keys[:count] if windows.lacking([*blocks[:count], *fresh], count) <= 0 else []
+
+    def can_fork(self, source: int, num_tokens: int) -> bool:
+        """Return whether all layers keep what rows need of the first `num_tokens` tokens of row `source`."""
+        blocks = self._rows[source].blocks[: -(-num_tokens // self.size)]
+        return self.windows is None or self.windows.reusable(blocks) == len(blocks)
 
     def fork(self, source: int, rows: Sequence[int], num_tokens: int) -> Copies:
         """Let the empty rows `rows` share the blocks of the first `num_tokens` tokens of row `source`.
@@ -142,10 +259,15 @@ class BlockTable:
             self._set(row, own.blocks[:full] + tail)
         return Copies([own.blocks[full]] * len(tails) if tails else [], tails)
 
+    def settle(self, rows: Sequence[int]) -> None:
+        """Keep no more for `rows` than decoding needs: the prefill that read the prefixes of their prompts is over."""
+        for row in rows if self.windows is not None else ():
+            self._set(row, self._rows[row].blocks)
+
     def grow(self, positions: NDArray[np.int64]) -> bool:
         """Give each of rows 0..B-1 a block for its next token, at `positions` [B]; return False if none is free."""
         for row in (positions >= self.counts[: len(positions)] * self.size).nonzero()[0].tolist():
-            if not self.free:
+            if not self.free or (self.windows is not None and not self.windows.free):
                 return False
             own = self._rows[row]
             self._file(row, len(own.blocks))
@@ -156,16 +278,18 @@ class BlockTable:
         """Free the blocks of a row whose first `num_tokens` tokens are computed; keep indexed ones for reuse."""
         own = self._rows[row]
         self._file(row, min(num_tokens // self.size, len(own.blocks)))
-        for block in reversed(own.blocks):  # reversed, so that a sequence's later blocks are evicted first
-            self._let_go(block)
-        own.filed = []
+        blocks, own.filed = own.blocks, []
         self._set(row, [])
+        for block in reversed(blocks):  # reversed, so that a sequence's later blocks are evicted first
+            self._let_go(block)
         while self._keeps_few and len(self._kept) > self._most_in_use:
             self._free_up(self._evict())
 
     def move(self, source: int, target: int) -> None:
         """Move row `source` to the empty row `target`."""
         self._rows[target], self._rows[source] = self._rows[source], self._rows[target]
+        if self.windows is not None:
+            self.windows.move(source, target)
         self.tokens[target] = self.tokens[source]
         for row in (source, target):
             self._set(row, self._rows[row].blocks)
@@ -215,6 +339,8 @@ class BlockTable:
         for block in in_the_way[len(beyond) :].tolist():
             del self._kept[block]
             del self._entries[self._keys.pop(block)]
+            if self.windows is not None:
+                self.windows.give_up(block)
         in_the_way = in_the_way[: len(beyond)]
         high = used[count:].nonzero()[0] + count
         low = (~used[:count]).nonzero()[0]
@@ -225,6 +351,9 @@ class BlockTable:
     def _renumber(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         new = np.arange(self.num_blocks)
         new[sources] = targets
+        if self.windows is not None:
+            # The targets are free, so their blocks, which have no slot, take the places of the sources.
+            self.windows.renumber(_permutation(new, sources, targets))
         uses = np.zeros_like(self._uses)
         held = self._uses.nonzero()[0]
         uses[new[held]] = self._uses[held]
@@ -240,8 +369,10 @@ class BlockTable:
 
     # --- blocks --------------------------------------------------------------------------------------------------
 
-    def _set(self, row: int, blocks: list[int]) -> None:
+    def _set(self, row: int, blocks: list[int], *, reused: int = 0) -> None:
         self._rows[row].blocks = blocks
+        if self.windows is not None:
+            self.windows.update(row, blocks, reused)
         self.table[row, : len(blocks)] = blocks
         self.counts[row] = len(blocks)
         self.changes += 1
@@ -296,14 +427,25 @@ class BlockTable:
     def _evict(self) -> int:
         block, _ = self._kept.popitem(last=False)
         del self._entries[self._keys.pop(block)]
+        if self.windows is not None:
+            self.windows.give_up(block)
         return block
 
     def _free_up(self, block: int) -> None:
+        if self.windows is not None:
+            self.windows.give_up(block)
         heapq.heappush(self._free, block)
 
     def _count(self, change: int) -> None:
         self.in_use += change
         self._most_in_use = max(self._most_in_use, self.in_use)
+
+
+def _permutation(new: NDArray[np.int64], sources: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Complete a partial renumbering: targets that are no sources take the numbers that become free."""
+    complete = new.copy()
+    complete[np.setdiff1d(targets, sources)] = np.setdiff1d(sources, targets)
+    return complete
 
 
 def tokens_of(token_ids: Sequence[Any]) -> NDArray[np.int32]:

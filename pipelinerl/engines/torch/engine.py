@@ -17,16 +17,16 @@ from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.memory_budget import DeviceMemory, EngineBudget, budget_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.decoder import LlamaForward
-from pipelinerl.engines.torch.forward import ModuleForward, load_for_decoding, refuse_undecodable, use_page_cache
+from pipelinerl.engines.torch.forward import load_for_decoding, refuse_undecodable, use_page_cache
 from pipelinerl.engines.torch.page_cache import CacheShape
 from pipelinerl.engines.torch.quantized import QuantizedWeights
-from pipelinerl.engines.torch.runner import TorchRunner, served_weights
+from pipelinerl.engines.torch.runner import TorchRunner, cache_shape_of, served_weights
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.engines.weights.worker_endpoint import endpoints_of
 from pipelinerl.errors import ModelError
 from pipelinerl.models import torch_miniature
 from pipelinerl.models.context_limit import rotary_limit
-from pipelinerl.models.model_shape import read_shape
+from pipelinerl.models.model_shape import CacheBytes, read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.models.torch_miniature import Computed, texts_of
 from pipelinerl.numerics import torch_attention as kernels_of_torch, torch_batch_invariant, torch_logprobs
@@ -86,7 +86,7 @@ def load_runner(
             )
         torch_batch_invariant.use_in(model)
     weights = served_weights(model, options.weights)
-    shape = ModuleForward(model).cache_shape()
+    shape = cache_shape_of(model, options)
     if device.type == "cuda" and cache_bytes is None:
         memory = _memory_of(device, share)
         budget = _budget(weights, options, shape)
@@ -178,8 +178,9 @@ def _budget(weights: TorchWeights | QuantizedWeights, options: EngineOptions, ca
         context=options.context_length,
         received=weights.layout.num_bytes,
         spare=weights.spare_bytes,
-        token_bytes=cache.block_bytes // cache.size,
-        state_bytes=cache.state_bytes,
+        cache=CacheBytes(
+            cache.block_bytes // cache.size, cache.slot_bytes // cache.size, cache.window, cache.state_bytes
+        ),
     )
 
 

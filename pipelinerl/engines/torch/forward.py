@@ -62,15 +62,27 @@ class ModuleForward:
         # transformers takes both from an attention layer, which a recurrent model does not have
         cache.get_query_offset, cache.get_mask_sizes = lambda layer_idx: 0, lambda length, layer_idx: (length, 0)
         tokens = torch.zeros((1, 2), dtype=torch.int64, device=parameter.device)
+        updates, update = list[tuple[int, int]](), cache.update
+
+        def noted(keys: Tensor, values: Tensor, layer_idx: int, *rest: object, **named: object) -> Any:
+            updates.append((layer_idx, len(seen)))
+            return update(keys, values, layer_idx, *rest, **named)
+
+        cache.update = noted
         own = f"{type(self._model).__name__} has a cache of its own, which this engine does not support; use another"
         try:
-            self._call(self._backbone, tokens, torch.arange(2, device=parameter.device)[None], cache)
+            with torch_attention.windows_seen() as seen:
+                self._call(self._backbone, tokens, torch.arange(2, device=parameter.device)[None], cache)
         except (AttributeError, TypeError, ValueError) as error:
             if DynamicCache.__name__ in str(error):
                 raise ModelError(f"{own} engine") from None
             raise
         latent = getattr(config, "kv_lora_rank", None) is not None
-        shape = CacheShape.of(cache, dtype=parameter.dtype, latent=latent)
+        # A layer attends right after it has updated the cache; layers that share keys attend without.
+        windows = {
+            layer: window for layer, place in updates for window in seen[place : place + 1] if window is not None
+        }
+        shape = CacheShape.of(cache, dtype=parameter.dtype, latent=latent, windows={} if latent else windows)
         if not (shape.pages or shape.states):
             raise ModelError(f"{own} engine")
         return shape

@@ -11,7 +11,9 @@ forward, says how the forward uses the cache:
     DecodePlan    rows 0..B-1, one token each, at their own positions; attention sees a row's first position+1 entries;
                   of duplicate rows the model computes one, and the result is stored for all of them
 
-`BlockTable` says which blocks belong to which row. How a decode step reads them depends on device and dtype:
+`BlockTable` says which blocks belong to which row. Layers with a sliding window keep a row's last blocks only, in slots
+that `WindowSlots` numbers: `windowed` of a plan is the same forward over these slots. How a decode step reads blocks
+depends on device and dtype:
 
     KERNEL     `paged_attention` reads the blocks by their table: CUDA
     IN_PLACE   blocks are read in place, each with the queries of its rows, and only scores are put in the order of
@@ -23,7 +25,7 @@ forward, says how the forward uses the cache:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -35,7 +37,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pipelinerl.engines.memory_budget import BLOCK
-from pipelinerl.engines.torch.blocks import BlockTable, Copies, DuplicateRows
+from pipelinerl.engines.torch.blocks import BlockTable, Copies, DuplicateRows, WindowSlots
 
 #: Name of a state: its kind, "conv" or "recurrent", its layer, and its number within the layer.
 StateName = tuple[str, int, int]
@@ -61,6 +63,7 @@ class PrefillPlan:
         start: the number of tokens that precede each prompt and are already cached.
         before: i64 [P, start / size], the blocks of these cached tokens.
         prompts: i64 [R], the prompts whose final states are stored, each in the slot i64 [R] of `slots`.
+        windowed: the plan of layers with a sliding window, if they keep less; its `before` are a prefix's last blocks.
     """
 
     sources: Tensor
@@ -70,6 +73,7 @@ class PrefillPlan:
     reading: CacheReading
     prompts: Tensor | None = None
     slots: Tensor | None = None
+    windowed: PrefillPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class DecodePlan:
         length: L, a multiple of the blocks' size; no row attends beyond it.
         layout: the part that stays the same while rows keep their blocks; None if a kernel reads the table.
         of_row: i64 [B], the index of each row among the computed rows; None if all B are computed.
+        windowed: the plan of layers with a sliding window, if they keep less; its positions count from the first block
+            of its table.
     """
 
     positions: Tensor
@@ -92,6 +98,7 @@ class DecodePlan:
     reading: CacheReading
     layout: DecodeLayout | None = None
     of_row: Tensor | None = None
+    windowed: DecodePlan | None = None
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def to_rows(self, fed: Tensor) -> Tensor:
@@ -122,6 +129,7 @@ class CacheShape:
         dtype: dtype of keys and values.
         latent: True if models compute keys and values from what the cache returns (multi-head latent attention).
         size: number of tokens in a block.
+        window: the longest sliding window, in tokens, of the layers `windowed`.
     """
 
     pages: Mapping[int, tuple[tuple[int, int], tuple[int, int]]]
@@ -129,10 +137,15 @@ class CacheShape:
     dtype: torch.dtype
     latent: bool
     size: int
+    window: int | None = None
+    windowed: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, filled: Any, *, dtype: torch.dtype, latent: bool) -> CacheShape:
-        """Return the shape of `filled`, transformers' cache of one row; without keys, `dtype` is theirs."""
+    def of(cls, filled: Any, *, dtype: torch.dtype, latent: bool, windows: Mapping[int, int]) -> CacheShape:
+        """Return the shape of `filled`, transformers' cache of one row; without keys, `dtype` is theirs.
+
+        `windows` are the lengths of sliding windows by layer.
+        """
         pages, states = {}, {}
         for index, layer in enumerate(filled.layers):
             if getattr(layer, "keys", None) is not None:
@@ -143,7 +156,9 @@ class CacheShape:
                 for number, state in (getattr(layer, f"{kind}_states", None) or {}).items():
                     if state is not None:
                         states[kind, index, number] = tuple(state.shape[1:]), state.dtype
-        return cls(pages=pages, states=states, dtype=dtype, latent=latent, size=BLOCK)
+        window = max(windows.values(), default=None)
+        named = {"window": window, "windowed": frozenset(windows)}
+        return cls(pages=pages, states=states, dtype=dtype, latent=latent, size=BLOCK, **named)
 
     @property
     def heads(self) -> set[int]:
@@ -152,8 +167,16 @@ class CacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of a block: keys and values of all layers."""
-        numbers = sum(heads * width for pair in self.pages.values() for heads, width in pair)
+        """The bytes of a block: keys and values of all layers that keep whole sequences."""
+        return self._bytes_of(self.pages.keys() - self.windowed)
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of a block in the layers with a sliding window."""
+        return self._bytes_of(self.windowed)
+
+    def _bytes_of(self, layers: Collection[int]) -> int:
+        numbers = sum(heads * width for layer in layers for heads, width in self.pages[layer])
         return numbers * self.size * self.dtype.itemsize
 
     @property
@@ -167,7 +190,8 @@ class DecodeLayout:
     """The part of `DecodePlan` that does not depend on positions.
 
     It stays valid while the block table and the duplicate rows do not change. `blocks` are the blocks that the table
-    numbers, if the cache returns only these. Attention keeps in `sections` how it reads them in place, by heads and
+    numbers, if the cache returns only these. In `windowed`, the layout of layers with a sliding window, the table
+    begins with each row's block `start`. Attention keeps in `sections` how it reads them in place, by heads and
     queries for each head.
     """
 
@@ -178,6 +202,8 @@ class DecodeLayout:
     own: NDArray[np.int64]
     counts: NDArray[np.int64]
     blocks: Tensor | None
+    start: NDArray[np.int64] | int = 0
+    windowed: DecodeLayout | None = None
     sections: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
@@ -197,10 +223,16 @@ class PageCache:
         self.reading = reading
         self._shape, self._device = shape, device
         self.spare = table.num_blocks
-        self._present = table.num_blocks + 1 if device.type == "cuda" else min(64, table.num_blocks)
+        self._most = {False: table.num_blocks, True: 0 if table.windows is None else table.windows.num_slots}
+        # The blocks in memory, by whether layers have a sliding window.
+        self._present = {
+            windowed: most + 1 if device.type == "cuda" else min(64, most) for windowed, most in self._most.items()
+        }
         self._layers = {
             layer: [
-                torch.zeros((self._present, heads, shape.size, width), dtype=shape.dtype, device=device)
+                torch.zeros(
+                    (self._present[self._slides(layer)], heads, shape.size, width), dtype=shape.dtype, device=device
+                )
                 for heads, width in pair
             ]
             for layer, pair in shape.pages.items()
@@ -234,12 +266,26 @@ class PageCache:
                 offsets.append(mine % size)
         firsts = [own[0] for own in rows]
         self._reserve(int(table.table[[row for own in rows for row in own]].max()) + 1)
+        all_sources, all_blocks, all_offsets = map(np.concatenate, (sources, blocks, offsets))
+        before, windowed = table.table[firsts, : start // size], None
+        if (windows := table.windows) is not None:
+            self._reserve_slots(windows)
+            slots = windows.of_block[all_blocks]
+            stored = slots >= 0
+            windowed = PrefillPlan(
+                sources=self._to(all_sources[stored]),
+                entries=self._entries(slots[stored], all_offsets[stored]),
+                start=start,
+                before=self._to(windows.of_block[before[:, windows.first(start // size) :]]),
+                reading=self.reading,
+            )
         self.plan = PrefillPlan(
-            sources=self._to(np.concatenate(sources)),
-            entries=self._entries(np.concatenate(blocks), np.concatenate(offsets)),
+            sources=self._to(all_sources),
+            entries=self._entries(all_blocks, all_offsets),
             start=start,
-            before=self._to(table.table[firsts, : start // size]),
+            before=self._to(before),
             reading=self.reading,
+            windowed=windowed,
             prompts=self._to(np.repeat(np.arange(len(rows)), [len(own) + 1 for own in rows])) if kept else None,
             slots=self._to(np.concatenate([[*own, slot] for own, slot in zip(rows, kept, strict=True)]))
             if kept
@@ -253,6 +299,18 @@ class PageCache:
         layout = self._layout_of(batch, alike)
         entries = self._entries(table.table[self._rows[:batch], positions // size], positions % size)
         fed = positions if alike is None else positions[alike.first]
+        windowed = None
+        if (windows := table.windows) is not None and (inner := layout.windowed) is not None:
+            slots = windows.of_block[table.table[self._rows[:batch], positions // size]]
+            windowed = DecodePlan(
+                positions=self._to(fed - inner.start * size)[:, None],
+                entries=self._entries(slots, positions % size),
+                table=inner.table,
+                length=inner.table.shape[1] * size,
+                reading=self.reading,
+                layout=inner,
+                of_row=layout.of_row,
+            )
         self.plan = DecodePlan(
             positions=self._to(fed)[:, None],
             entries=entries,
@@ -261,6 +319,7 @@ class PageCache:
             reading=self.reading,
             layout=layout,
             of_row=layout.of_row,
+            windowed=windowed,
         )
         return self.plan
 
@@ -277,7 +336,7 @@ class PageCache:
         if known is not None and known.changes == table.changes and known.key == key:
             return known
         if self.reading is CacheReading.IN_PLACE and (copies := table.gather()) is not None:
-            self.copy(copies)
+            self.copy(copies, renumbered=True)
         counts = table.counts[:batch]
         width = int(counts.max())
         own = table.table[:batch, :width]
@@ -285,6 +344,9 @@ class PageCache:
         self._reserve(int(own.max()) + 1)  # of all rows: the step also writes to the blocks of duplicate rows
         if alike is not None:
             own, counts = own[alike.first], counts[alike.first]
+        windowed = None
+        if table.windows is not None:
+            windowed = self._windowed_layout(own, counts, table.windows, key, None if alike is None else alike.of_row)
         blocks = None
         if self._shape.latent:  # a model expands all latents that it gets, so give it only those of blocks in use
             used, numbers = np.unique(own, return_inverse=True)
@@ -297,8 +359,35 @@ class PageCache:
             own=own,
             counts=counts,
             blocks=blocks,
+            windowed=windowed,
         )
         return self._layout
+
+    def _windowed_layout(
+        self,
+        table: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        windows: WindowSlots,
+        key: tuple[int, bytes],
+        of_row: NDArray[np.int64] | None,
+    ) -> DecodeLayout:
+        """Return the layout of the blocks that windows reach, of rows with `counts` [K] blocks in `table` [K, n]."""
+        self._reserve_slots(windows)
+        start = np.asarray([windows.first(count) for count in counts.tolist()])
+        kept = counts - start
+        places = np.arange(int(kept.max()))
+        columns = start[:, None] + np.where(places < kept[:, None], places, 0)
+        slots = windows.of_block[np.take_along_axis(table, columns, axis=1)]
+        return DecodeLayout(
+            changes=self.table.changes,
+            key=key,
+            table=self._to(slots),
+            of_row=None if of_row is None else self._to(of_row),
+            own=slots,
+            counts=kept,
+            blocks=None,
+            start=start,
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -307,6 +396,8 @@ class PageCache:
         the prompts' own [P, H, start + T, D] for a prefill, and blocks [N, H, size, D] for a decode step.
         """
         plan, (keys, values) = self.plan, self._layers[layer_idx]
+        if plan.windowed is not None and self._slides(layer_idx):
+            plan = plan.windowed
         if not isinstance(plan, DecodePlan):
             return _filled(keys, key_states, plan), _filled(values, value_states, plan)
         _put(keys, plan.to_rows(key_states), plan.entries)
@@ -397,20 +488,40 @@ class PageCache:
 
     # --- blocks --------------------------------------------------------------------------------------------------
 
-    def copy(self, copies: Copies) -> None:
-        """Copy the keys and values of blocks `copies.sources` to blocks `copies.targets`, in all layers."""
+    def copy(self, copies: Copies, *, renumbered: bool = False) -> None:
+        """Copy the keys and values of blocks `copies.sources` to blocks `copies.targets`, in all layers.
+
+        Blocks that were only renumbered keep their slots.
+        """
         if not copies.sources:
             return
         self._reserve(max(*copies.targets, *copies.sources) + 1)
-        sources, targets = (self._to(np.asarray(blocks, dtype=np.int64)) for blocks in copies)
-        for tensor in (tensor for layer in self._layers.values() for tensor in layer):
-            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+        pairs = {False: np.asarray(copies, dtype=np.int64)}
+        if self.table.windows is not None and not renumbered:
+            self._reserve_slots(self.table.windows)
+            pairs[True] = self.table.windows.of_block[pairs[False]]
+        for windowed, (sources, targets) in pairs.items():
+            for tensor in self._tensors(windowed=windowed):
+                tensor.index_copy_(0, self._to(targets), tensor.index_select(0, self._to(sources)))
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Set blocks to zero."""
-        present = self._to(np.asarray([block for block in blocks if block < self._present], dtype=np.int64))
-        for tensor in (tensor for layer in self._layers.values() for tensor in layer):
-            tensor.index_fill_(0, present, 0.0)
+        numbers = {False: np.asarray(blocks, dtype=np.int64)}
+        if self.table.windows is not None:
+            numbers[True] = self.table.windows.of_block[numbers[False]]
+        for windowed, those in numbers.items():
+            present = those[(those >= 0) & (those < self._present[windowed])]
+            for tensor in self._tensors(windowed=windowed):
+                tensor.index_fill_(0, self._to(present), 0.0)
+
+    def _tensors(self, *, windowed: bool) -> Iterator[Tensor]:
+        for layer, tensors in self._layers.items():
+            if self._slides(layer) is windowed:
+                yield from tensors
+
+    def _slides(self, layer: int) -> bool:
+        """Return whether a layer has slots, because of its sliding window."""
+        return self.table.windows is not None and layer in self._shape.windowed
 
     def _entries(self, blocks: NDArray[np.int64], offsets: NDArray[np.int64]) -> dict[int, Tensor]:
         return {
@@ -423,16 +534,19 @@ class PageCache:
     def _to(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 
-    def _reserve(self, blocks: int) -> None:
-        if blocks <= self._present:
+    def _reserve_slots(self, windows: WindowSlots) -> None:
+        self._reserve(int(windows.of_block.max()) + 1, windowed=True)
+
+    def _reserve(self, blocks: int, *, windowed: bool = False) -> None:
+        if blocks <= self._present[windowed]:
             return
-        present = min(max(2 * self._present, blocks), self.table.num_blocks)
-        for layer in self._layers.values():
-            for place, tensor in enumerate(layer):
+        present = min(max(2 * self._present[windowed], blocks), self._most[windowed])
+        for number, layer in self._layers.items():
+            for place, tensor in enumerate(layer if self._slides(number) is windowed else ()):
                 grown = tensor.new_zeros((present, *tensor.shape[1:]))
                 grown[: len(tensor)] = tensor
                 layer[place] = grown  # one by one, so that each old tensor is freed before the next one grows
-        self._present = present  # last: if memory runs out, the next call grows all tensors again
+        self._present[windowed] = present  # last: if memory runs out, the next call grows all tensors again
 
 
 def _put(blocks: Tensor, new: Tensor, entries: Mapping[int, Tensor]) -> None:

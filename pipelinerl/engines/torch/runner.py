@@ -7,6 +7,7 @@ host; on the CPU the model reads it in place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.model_runner import EarlyStep, Prefill, RowState, RowTable
 from pipelinerl.engines.batching.sample_loop import CacheRoom
 from pipelinerl.engines.batching.sequence import TopTokens
-from pipelinerl.engines.memory_budget import PREFILL_TOKENS
+from pipelinerl.engines.memory_budget import PREFILL_TOKENS, window_blocks
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.attention import reading_for
 from pipelinerl.engines.torch.blocks import AlikeRows, BlockTable, PromptStates, tokens_of
@@ -32,7 +33,7 @@ from pipelinerl.engines.torch.sampling import StartedStep, add_to_logits, sample
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.enums import WeightFormat
 from pipelinerl.models import torch_routers
-from trainer_contract.types import Experts
+from trainer_contract.types import Experts, Kernels
 
 #: Number of positions whose log-probs are computed at a time, in fp32 [positions, vocabulary].
 _SCORED_AT_ONCE: Final = 256
@@ -81,15 +82,22 @@ class TorchRunner:
         )
         routing = torch_routers.shape_of(model)
         self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
-        shape = ModuleForward(model).cache_shape() if shape is None else shape
+        shape = cache_shape_of(model, options) if shape is None else shape
         self._block_bytes, self._state_bytes = shape.block_bytes, 2 * options.slots * shape.state_bytes
+        self._slot_bytes, window = shape.slot_bytes, shape.window
+        blocks, slots = options.cache_room(
+            shape.size, self._block_bytes, allowed=cache_bytes, window=window, slot_bytes=self._slot_bytes
+        )
         self._table = BlockTable(
             rows=options.slots,
             context=options.context_length,
-            blocks=options.cache_blocks(shape.size, self._block_bytes, allowed=cache_bytes),
+            blocks=blocks,
             size=shape.size,
             keeps_few=self._device.type == "cpu",
+            window=window,
+            slots=slots,
         )
+        self._in_window = window_blocks(options.context_length, window, shape.size)
         reading = reading_for(self._device, parameter.dtype, options.kernels)
         self._cache = PageCache(shape, self._table, device=self._device, reading=reading)
         self._prompts = PromptStates(self._table) if shape.states else None
@@ -121,12 +129,22 @@ class TorchRunner:
     @property
     def cache_bytes(self) -> int:
         """The most memory that keys, values and states take."""
-        return self._table.num_blocks * self._block_bytes + self._state_bytes
+        windows = self._table.windows
+        slots = 0 if windows is None else windows.num_slots
+        return self._table.num_blocks * self._block_bytes + slots * self._slot_bytes + self._state_bytes
 
     @property
     def room(self) -> CacheRoom:
-        table = self._table
-        return CacheRoom(blocks=table.num_blocks, free=table.free, size=table.size, reused_tokens=table.reused_tokens)
+        table, windows = self._table, self._table.windows
+        return CacheRoom(
+            blocks=table.num_blocks,
+            free=table.free,
+            size=table.size,
+            reused_tokens=table.reused_tokens,
+            # A prefill also reads the last window of the prefix that it reuses.
+            most_slots=None if windows is None else 2 * self._in_window,
+            free_slots=0 if windows is None else windows.free,
+        )
 
     # --- rows ----------------------------------------------------------------------------------------------------
 
@@ -179,7 +197,8 @@ class TorchRunner:
     @torch.inference_mode()
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
         """Give `rows` the first `num_tokens` of the cache of row `source`; only the last block is copied."""
-        if self._prompts is not None:  # the states of `source` are those of its last token
+        # The states of `source` are those of its last token, and its windows may have given back the prompt's end.
+        if self._prompts is not None or not self._table.can_fork(source, num_tokens):
             self.prefill([Prefill(self._table.tokens[source, :num_tokens].tolist(), rows)])
             return
         self.early_step.drop()
@@ -273,6 +292,7 @@ class TorchRunner:
         kept = [self._prompts.begin(prefill.rows, len(prefill.token_ids)) for prefill in batch] if self._prompts else []
         plan = self._cache.plan_prefill([prefill.rows for prefill in batch], lengths, start, longest, kept)
         self._forward.fill(self._on_device(token_ids), positions, self._cache, plan)
+        self._table.settle([row for prefill in batch for row in prefill.rows])
         return longest
 
     def warm_up(self) -> None:
@@ -446,6 +466,17 @@ class TorchRunner:
         self._table.forget()
         if self._prompts is not None:
             self._prompts.forget()
+
+
+def cache_shape_of(model: nn.Module, options: EngineOptions) -> CacheShape:
+    """Return the shape of a model's cache. Windows keep whole sequences if they are as long as the context, and where
+    each row must read its blocks from the first on.
+    """
+    shape = ModuleForward(model).cache_shape()
+    whole = LlamaForward.fits(model) or options.kernels is Kernels.BATCH_INVARIANT
+    if whole or (shape.window is not None and shape.window >= options.context_length):
+        return replace(shape, window=None, windowed=frozenset())
+    return shape
 
 
 def served_weights(model: nn.Module, form: WeightFormat) -> TorchWeights | QuantizedWeights:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.engines.memory_budget import budget_of, reserve_of
+from pipelinerl.engines.memory_budget import EngineBudget, budget_of, reserve_of
 from pipelinerl.models import bigram
 from pipelinerl.models.checkpoint import model_type
 from pipelinerl.models.model_shape import BYTES, ModelShape, read_shape
@@ -53,19 +53,7 @@ class EngineMemory:
     @property
     def parts(self) -> Mapping[str, int]:
         """Bytes on each device, by purpose (weights, receive buffer, …)."""
-        shape, size = self.shape, BYTES[self.dtype]
-        linear = sum(map(math.prod, shape.linear.values()))
-        saved = linear * (8 * size - _BITS[self.weights]) // 8 if self.weights in _BITS else 0
-        weights = shape.count * size - saved
-        budget = budget_of(
-            shape,
-            dtype=self.dtype,
-            wire=self.wire,
-            slots=self.slots,
-            context=self.context,
-            received=shape.count * size,
-            spare=weights if saved else 0,
-        )
+        weights, budget = self._weights, self._budget
         sizes = {
             "weights": weights,
             "receive buffer": 0 if self.staged_on_host else budget.staging + budget.conversion,
@@ -85,7 +73,29 @@ class EngineMemory:
     def least(self) -> int:
         """Bytes on each device with a KV cache for one sequence, the least that an engine needs to start."""
         cache = self.parts.get("keys and values", 0)
-        return self.total - cache + -(-cache // self.slots)
+        return self.total - cache + -(-self._budget.sequence // self.devices)
+
+    @property
+    def _saved(self) -> int:
+        """Bytes that the quantisation of linear layers saves."""
+        linear = sum(map(math.prod, self.shape.linear.values()))
+        return linear * (8 * BYTES[self.dtype] - _BITS[self.weights]) // 8 if self.weights in _BITS else 0
+
+    @property
+    def _weights(self) -> int:
+        return self.shape.count * BYTES[self.dtype] - self._saved
+
+    @property
+    def _budget(self) -> EngineBudget:
+        return budget_of(
+            self.shape,
+            dtype=self.dtype,
+            wire=self.wire,
+            slots=self.slots,
+            context=self.context,
+            received=self.shape.count * BYTES[self.dtype],
+            spare=self._weights if self._saved else 0,
+        )
 
     @property
     def host(self) -> int:

@@ -182,6 +182,49 @@ def test_update_in_flight_keeps_what_older_weights_cached_until_it_is_recomputed
         assert row.logprobs[-3:] == pytest.approx(_whole(new, row)[-3:], abs=WITHIN.get(name, 2e-5))
 
 
+@pytest.mark.parametrize(("name", "seed"), [("gpt_oss", 0), ("gemma4_text", 1), ("gpt_oss", 2), ("mimo_v2_flash", 3)])
+def test_layers_with_a_window_keep_no_more_and_sample_as_transformers_computes(
+    models: Path, name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows begin, continue earlier texts, join late, end, move, are preempted and resume, in any order."""
+    monkeypatch.setattr("pipelinerl.engines.torch.page_cache.BLOCK", 4)
+    runner, draw = _load(models / name, slots=6, context_length=96), rng.generator(seed, "rows")
+    windows = runner._table.windows
+    assert windows is not None and windows.num_slots < runner._table.num_blocks
+    running: list[Row] = []
+    ended: list[Row] = [Row(_prompt(9, 30))]
+    for _ in range(30):
+        action = draw.integers(6) if running else 0
+        row, old = int(draw.integers(max(1, len(running)))), ended[int(draw.integers(len(ended)))]
+        if action <= 1 and len(running) < 6:
+            text = old.tokens[: int(draw.integers(1, 60))] if action else old.tokens[:60]
+            running.append(Row([*text, *_prompt(int(draw.integers(99)), int(draw.integers(1, 9)))], len(ended)))
+            _start(runner, running[-1:], len(running) - 1)
+        elif action == 2 and len(running) < 6 and len(running[row].prompt) > 1:
+            running.append(Row(running[row].prompt, 50 + len(ended)))
+            _join(runner, row, running[-1:], len(running) - 1)
+        elif action == 3 or any(len(each.tokens) > 84 for each in running):
+            ended.append(running.pop(row))
+            runner.release([row])
+            if row < len(running):
+                runner.move([len(running)], [row])
+                running.insert(row, running.pop())
+        elif action == 4:
+            runner.release([row])
+            _start(runner, [running[row]], row)
+        else:
+            _decode(runner, running, int(draw.integers(1, 9)))
+        needed = {block for each in windows._needed for block in each}
+        assert all(len(each) <= runner._in_window for each in windows._needed)
+        assert (windows.of_block[list(needed)] >= 0).all()
+        assert (windows.of_block >= 0).sum() + len(windows._free) == windows.num_slots
+        assert len(np.unique(windows.of_block)) == (windows.of_block >= 0).sum() + 1
+    model = _reference(models / name)
+    assert runner._table.reused_tokens > 0 and max(len(each.tokens) for each in (*ended, *running)) > 50
+    for each in (*ended[1:], *running):
+        assert each.logprobs == pytest.approx(_whole(model, each)[-len(each.logprobs) or 999 :], abs=2e-5)
+
+
 def _prefilled(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[int, ...]]:
     """Run prefills; return (number of prompts, tokens per prompt) for each forward pass that they needed."""
     shapes: list[tuple[int, ...]] = []
@@ -249,11 +292,12 @@ async def test_engine_with_states_updates_weights_during_decoding(
     await engine.close()
 
 
-async def test_engine_with_states_that_preempts_samples_samples_the_same_tokens(
-    tmp_path: Path, endless: ChatTokenizer
+@pytest.mark.parametrize("name", ["lfm2", "gpt_oss"])
+async def test_engine_that_preempts_samples_of_states_or_windows_samples_the_same_tokens(
+    tmp_path: Path, endless: ChatTokenizer, name: str
 ) -> None:
     """Groups are larger than the six rows, so samples join late; a small cache preempts and resumes samples."""
-    options = _chat_model(tmp_path, "lfm2", endless)
+    options = _chat_model(tmp_path, name, endless)
     requests = [
         ChatCompletionRequest(
             prompt_token_ids=[7 + place] * 20, max_tokens=length, n=3, seed=place, return_token_ids=True
@@ -270,7 +314,9 @@ async def test_engine_with_states_that_preempts_samples_samples_the_same_tokens(
         await engine.close()
         return [choice for answer in done for choice in answer.choices], preemptions
 
-    (whole, none), (few, some) = await answers(None), await answers(9 * load_runner(options)._block_bytes)
+    runner = load_runner(options)
+    small = 9 * runner._block_bytes + 8 * runner._slot_bytes
+    (whole, none), (few, some) = await answers(None), await answers(small)
     assert none == 0 and some > 0
     for one, other in zip(whole, few, strict=True):
         assert one.token_ids == other.token_ids

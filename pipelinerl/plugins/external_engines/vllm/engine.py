@@ -190,5 +190,6 @@ def _prepare_environment(options: EngineOptions) -> None:
 def _cache_bytes(options: EngineOptions) -> int:
     """Return the bytes of a KV cache for `slots` + 1 sequences of the full context, each rounded up to whole blocks."""
     shape = read_shape(options.model_path)
-    token_bytes = shape.cache.token_bytes(options.dtype)
+    cache = shape.cache.in_bytes(options.dtype)
+    token_bytes = cache.token + cache.in_window
     return (options.slots + 1) * -(-options.context_length // _BLOCK) * _BLOCK * token_bytes

@@ -36,7 +36,7 @@ from inference_contract.weights import Backend
 from pipelinerl import rng
 from pipelinerl.engines.batching.model_runner import Prefill
 from pipelinerl.engines.torch.engine import load_runner
-from pipelinerl.plugins.watch.timeline.causes import Mismatch, mismatch
+from pipelinerl.numerics.causes import Mismatch, mismatch
 from trainer_contract.types import WeightDType
 
 

@@ -41,8 +41,8 @@ from benchmarks.served_engine import logprobs_of, publish
 from benchmarks.torch_step import OBJECTIVE, losses, packed, rl_step, trainer_of
 from inference_contract.weights import Backend
 from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.numerics.causes import Mismatch, mismatch
 from pipelinerl.numerics.torch_logprobs import token_predictions
-from pipelinerl.plugins.watch.timeline.causes import Mismatch, mismatch
 from pipelinerl.rng import generator
 from pipelinerl.system.background import in_background
 from pipelinerl.trainers.torch.packed.attention import AttentionPlan, Scores

@@ -32,8 +32,8 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.torch.engine import from_options
 from pipelinerl.models.checkpoint import load_model, save_model
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.numerics.causes import Mismatch, mismatch
 from pipelinerl.objective.presets import resolve
-from pipelinerl.plugins.watch.timeline.causes import Mismatch, mismatch
 from pipelinerl.rng import generator
 from pipelinerl.training.packing import WeightedRollout, pack
 from pipelinerl.types import Outcome, Rollout, Sampling, Verdict

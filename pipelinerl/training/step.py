@@ -23,12 +23,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from pipelinerl.numerics import causes
 from pipelinerl.objective.kl_control import as_column
 from pipelinerl.objective.statistics import cuts, statistics, trained_tokens
 from pipelinerl.objective.streams import Loss, only
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.objective.value_loss import ValueLoss, value_statistics
-from pipelinerl.plugins.watch.timeline import causes
 from pipelinerl.training import finite_check
 from pipelinerl.training.batch import BatchRules, TrainBatch
 from pipelinerl.training.demonstrations import DemonstrationStream

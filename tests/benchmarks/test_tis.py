@@ -11,12 +11,12 @@ from benchmarks.arms import FinishedRun, Job
 from benchmarks.tis import ARMS, RECIPE, figures, plot
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.enums import WeightFormat
+from pipelinerl.numerics import causes
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.statistics import statistics
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import tell
-from pipelinerl.plugins.watch.timeline import causes
 
 EPSILON_LOW, EPSILON_HIGH = 0.2, 0.28
 #: log π, log π_old, log μ and advantage of each token: on-policy and off-policy tokens, and tokens whose ratio exceeds

@@ -22,8 +22,8 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options
 from pipelinerl.enums import OldLogprobs
+from pipelinerl.numerics.causes import figures, sampled_tokens
 from pipelinerl.objective.presets import resolve
-from pipelinerl.plugins.watch.timeline.causes import figures, sampled_tokens
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.step import Accumulated, Step

@@ -13,9 +13,9 @@ from fastapi import FastAPI, Path, Query
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from pipelinerl.numerics.causes import Cause
 from pipelinerl.observability.samples.record import AnswerRecord, AnswerTokens, SampleGroup, SampleKind, shortened
 from pipelinerl.plugins.watch.page.sample_index import SampleFilter, SamplePlace, answers_of
-from pipelinerl.plugins.watch.timeline.causes import Cause
 from pipelinerl.plugins.watch.watched_run import Name, Pages, RunNumber, StepNumber, WatchedRun, answer
 from pipelinerl.system.http_service import refusal
 

@@ -19,10 +19,10 @@ from rich.table import Table
 
 from pipelinerl.commands.remote import recorded_events
 from pipelinerl.errors import UserError
+from pipelinerl.numerics.causes import Cause
 from pipelinerl.observability.charts import draw_mismatch
 from pipelinerl.observability.events import EventFollower
 from pipelinerl.observability.run_history import tell
-from pipelinerl.plugins.watch.timeline.causes import Cause
 from pipelinerl.plugins.watch.timeline.chrome_trace import ChromeTrace, write_trace
 from pipelinerl.plugins.watch.timeline.review import (
     COMPARED,

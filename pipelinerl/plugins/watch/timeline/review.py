@@ -13,8 +13,8 @@ from itertools import accumulate
 from statistics import median
 from typing import Final
 
+from pipelinerl.numerics.causes import CONTRADICTION, Cause
 from pipelinerl.observability.run_history import RunHistory, Series
-from pipelinerl.plugins.watch.timeline.causes import CONTRADICTION, Cause
 from pipelinerl.staleness import LOCKSTEP
 
 #: The statistics reported for each cause, with their labels, in display order.

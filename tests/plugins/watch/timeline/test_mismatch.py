@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.plugins.watch.timeline.test_causes import HELD, micro_batch, random_rollouts
 from typer.testing import CliRunner
 
 from pipelinerl.cli import app
 from pipelinerl.errors import UserError
+from pipelinerl.numerics.causes import figures, sampled_tokens
 from pipelinerl.observability.events import EventLog
 from pipelinerl.plugins.watch.report import write_report
-from pipelinerl.plugins.watch.timeline.causes import figures, sampled_tokens
-from tests.plugins.watch.timeline.test_causes import HELD, micro_batch, random_rollouts
 
 
 def a_run(directory: Path, *, steps: int) -> Path:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.numerics.causes import Cause
 from pipelinerl.objective.presets import resolve
 from pipelinerl.observability.run_history import tell
-from pipelinerl.plugins.watch.timeline.causes import Cause
 from pipelinerl.plugins.watch.timeline.review import FIGURES, Advice, Review, advise, review
 
 QUIET = dict.fromkeys(FIGURES, 0.0) | {"ess": 1.0}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.plugins.watch.timeline.causes import figures, mismatch, sampled_tokens
+from pipelinerl.numerics.causes import figures, mismatch, sampled_tokens
 from pipelinerl.rng import generator
 from trainer_contract.types import Float32, MicroBatch
 

@@ -332,8 +332,8 @@ class Controller:
     def _note_lag(self, figures: Mapping[str, float], queued: int) -> None:
         """Adapt the lag (`LagRule`) after a training step.
 
-        The rule rests while an evaluation takes part of the engines, since it makes the trainer wait, while an engine
-        joins, and in the step after.
+        The rule ignores each step during which an evaluation takes engines, since it makes the trainer wait, or an
+        engine joins, and the step after.
         """
         state, knobs, lag = self.state, self.state.knobs, self.state.lag
         if self._takes_turns:
@@ -556,6 +556,7 @@ class Controller:
     def _evaluated(self, results: list[EvaluationResult], *, now: float) -> list[Effect]:
         if not self.state.evaluations.results:
             self.state.trainer.training_since = now
+        self.state.lag.pause()
         for result in results:
             self.state.evaluations.add(result)
         effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result)) for result in results]

@@ -558,6 +558,17 @@ def test_knobs_accept_staleness_modes_and_an_infinite_staleness_bound_k() -> Non
     assert knobs().patched({"k": "inf"}).to_json()["k"] == "inf"
 
 
+def test_lag_does_not_follow_waits_during_an_evaluation() -> None:
+    run = world()
+    run.begin()
+    run.controller.state.lag.any_trained = True
+    run.controller.state.lag.rest = 0
+    while not run.controller.state.evaluations.results:
+        run.act()
+    assert run.controller.state.lag.rest == 1, "the step that the evaluation delayed is ignored"
+    assert run.controller.state.lag.steps == 2
+
+
 class CountedOrders(dict[int, SentOrder]):
     """The groups in flight, by index; counts how often all of them are read."""
 

@@ -8,7 +8,7 @@ under truncated or clipped ratios: 0.01 to 0.05), a third of that in `cold` ones
 
 A cell's figure is the learning per hour of its best fixed setting ÷ that of auto, median over the draws of lengths.
 The settings are compared on the same draws. Then lengths, trainer or engines change in the middle of a run: it has
-settled at the first step from which eight steps learn at 90 % of the rate that it holds in the end.
+settled once every eight steps in a row learn at 85 % of the rate that it holds in the end.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ SHIFTS: Final[Mapping[str, Shift]] = {
 #: Steps of a run, and of one whose conditions change.
 _STEPS: Final = 100
 _SHIFTED_STEPS: Final = 130
-#: A run has settled once it learns at this share of its final rate, over this many steps.
-_SETTLED: Final = 0.9
+#: A run has settled once it learns at this share of its final rate in all windows of this many steps.
+_SETTLED: Final = 0.85
 _WINDOW: Final = 8
 _SLOTS: Final = 64
 _GROUP: Final = 4
@@ -198,14 +198,14 @@ def taught(prediction: Prediction, cost: float) -> float:
 
 
 def settled_after(cell: Cell, shift: str) -> int:
-    """Return the number of steps after a change of conditions until the run learns at nearly its final rate."""
+    """Return the number of steps after a change of conditions until the run never learns much below its final rate."""
     setting, hardware = run_of(cell, 0, steps=_SHIFTED_STEPS)
     changed = SHIFTS[shift]
     steps = simulated_steps(replace(setting, lag_cost=COSTS["calibrated"], shift=changed), hardware)
     final = _rate(steps[-40:], before=steps[-41])
-    ends = range(changed.step, len(steps) - _WINDOW)
-    rates = (_rate(steps[at : at + _WINDOW], before=steps[at - 1]) for at in ends)
-    return next((number for number, rate in enumerate(rates) if rate >= _SETTLED * final), len(ends))
+    windows = range(changed.step, len(steps) - _WINDOW)
+    slow = [at for at in windows if _rate(steps[at : at + _WINDOW], before=steps[at - 1]) < _SETTLED * final]
+    return slow[-1] + 1 - changed.step if slow else 0
 
 
 def _rate(steps: Sequence[SimulatedStep], *, before: SimulatedStep) -> float:

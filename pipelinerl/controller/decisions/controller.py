@@ -324,7 +324,7 @@ class Controller:
         """Estimate how many of the `rollouts` in flight (from `out` prompt orders) will be trained and not filtered."""
         knobs, most = self.state.knobs, self.settings.oversample
         if most is None:
-            most = OVERSAMPLED if knobs.k > (knobs.j or 1) else 1.0
+            most = OVERSAMPLED if knobs.k > (knobs.j or 1) and not self._takes_turns else 1.0
         waiting = int(self.state.trainer.last_step.get("waiting_groups", 0))
         groups = self.state.filtered_share.expected(out, waiting=waiting, most=most)
         return rollouts * groups // out if out else 0

@@ -209,7 +209,9 @@ def newest_part(run: ObservedRun) -> ObservedRun:
 def _with_knobs(setting: SimulatedSetting, changes: Mapping[str, Any]) -> SimulatedSetting:
     j = changes.get("j", AUTO if setting.auto_j else setting.bounds.j)
     bounds = StalenessBounds(1 if j == AUTO else int(j), float(changes.get("k", setting.bounds.k)))
-    plain = {name: int(changes[name]) for name in ("rollouts_per_step", "groups_in_flight") if name in changes}
+    plain: dict[str, Any] = {
+        name: int(changes[name]) for name in ("rollouts_per_step", "groups_in_flight") if name in changes
+    }
     return replace(setting, bounds=bounds, auto_j=j == AUTO, **plain)
 
 

@@ -263,6 +263,7 @@ def sampling(config: RunConfig) -> RunConfig:
         critic=None,
         kl_control=None,
         training={"old_logprobs": "sampling_weights"},
+        staleness={"k": 8},
     )
 
 

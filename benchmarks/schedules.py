@@ -167,12 +167,14 @@ def schedules() -> list[Schedule]:
 
 
 def figures(job: Job, run: FinishedRun) -> Figures:
-    """Return the results of `figures_of`, seconds to each target reward (None: not reached), lag, and busy shares.
+    """Return the results of `figures_of`, seconds to each target reward (None: not reached), lag, and busy times.
 
     `lag` is the mean number of optimizer steps between the weights that sampled a rollout's oldest token and the step
-    that trained it. `trainer_busy` is the share of training time that steps take.
+    that trained it. `trainer_busy` is the share of training time that steps take. `engine_s` and `compute_s` are the
+    seconds in which the engines had rows and in which the trainer computed.
     """
     row = figures_of(job, run)
+    engine_s = run.history.series(run.history.engines, "busy_s").y
     several = next(each.generation for each in schedules() if each.name == job.arm)
     seconds, rewards = row["by_seconds"]
     for target in targets_of(job.recipe):
@@ -182,7 +184,30 @@ def figures(job: Job, run: FinishedRun) -> Figures:
         "lag": (row["age"] - 1) * several + (several + 1) / 2,
         "engine_busy": run.history.median(run.history.engines, "occupancy"),
         "trainer_busy": sum(steps_of(run.history, "step_s").y) / row["seconds"],
+        "engine_s": engine_s[-1] - engine_s[0] if engine_s else 0.0,
+        "compute_s": sum(steps_of(run.history, "step_s").y) - sum(run.history.by_step("publish_wait_s").y),
     }
+
+
+def bounds(runs: Sequence[Figures]) -> Mapping[str, Any]:
+    """Return, by cell and asynchronous arm, the seconds of all steps ÷ those of the fastest conventional arm, bounded.
+
+    With engine and trainer on a core each, no schedule is faster than the busier of the two: that is the bound. `share`
+    is the share of the possible gain that the arm has reached. Medians over the seeds; runs that were recorded before
+    busy times were are left out.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    timed = [row for row in runs if row.get("engine_s")]
+    for cell in dict.fromkeys(row["cell"] for row in timed):
+        arms = by_arm([row for row in timed if row["cell"] == cell])
+        seconds = {name: median(row["seconds"] for row in rows) for name, rows in arms.items()}
+        fastest = min((at for name, at in seconds.items() if name in _CONVENTIONAL), default=None)
+        for name, rows in arms.items() if fastest else ():
+            if name not in _CONVENTIONAL:
+                bound = median(max(row["engine_s"], row["compute_s"]) for row in rows) / fastest
+                ratio = seconds[name] / fastest
+                found.setdefault(cell, {})[name] = {"ratio": ratio, "bound": bound, "share": (1 - ratio) / (1 - bound)}
+    return {"bounds": found}
 
 
 def ratios(runs: Sequence[Figures]) -> Mapping[str, Any]:
@@ -297,7 +322,10 @@ def run(
         )
         for seed, cell, arm in product(seeds[: 1 if quick else None], grid, arms)
     ]
-    runs = measured(name, jobs, figures, quick=quick, summary=ratios)
+    runs = measured(name, jobs, figures, quick=quick, summary=lambda rows: {**ratios(rows), **bounds(rows)})
+    for cell, arms_of in bounds(runs)["bounds"].items():
+        for name, each in arms_of.items():
+            print(f"{cell}, {name}: {each['ratio']:.2f}, at best {each['bound']:.2f}: {each['share']:.0%} of the gain")
     for cell in grid:
         rows = [row for row in runs if row["cell"] == cell.name]
         times = [Column(f"seconds to {target}", f"seconds_to_{target}", ".1f") for target in targets_of(cell.recipe)]

@@ -21,9 +21,10 @@ Kinds that the controller writes, each with `elapsed_s`: run_started, step, step
 knobs, checkpoint, checkpoint_delayed, orders_lost, evaluation_began, evaluation_restarted, engines_hired,
 engines_scaled, engines_would_scale, engine_joined, engine_verified, engine_canary_failed, engine_suspect, engine_slow,
 engine_back, engine_draining, engine_lost, parameter_server_lost, parameter_server_back, group_failed, group_outdated,
-group_handed_over, report_refused, stalled, alarm, alarm_cleared, controller_returned, trainer_ready, trainer_left,
-run_failing, run_failed, run_suspending, run_suspended, run_finished. In an event that follows from a decision of the
-controller, the field `decision` is the number of that decision in the controller's journal.
+group_handed_over, report_refused, stalled, rewind, rewind_failed, alarm, alarm_cleared, controller_returned,
+trainer_ready, trainer_left, run_failing, run_failed, run_suspending, run_suspended, run_finished. In an event that
+follows from a decision of the controller, the field `decision` is the number of that decision in the controller's
+journal.
 """
 
 from __future__ import annotations

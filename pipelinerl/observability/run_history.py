@@ -23,8 +23,15 @@ OF_SAMPLER: Final = ("reward", "accuracy")
 #: Kinds of incidents, the most harmful first: kinds in one row are equally harmful.
 _HARM: Final = (
     ("run_failed", "run_failing"),
-    ("engine_lost", "engine_canary_failed", "trainer_lost", "parameter_server_lost", "controller_returned"),
-    ("stalled", "orders_lost", "checkpoint_delayed", "group_failed", "step_skipped", "evaluation_restarted"),
+    (
+        "engine_lost",
+        "engine_canary_failed",
+        "trainer_lost",
+        "parameter_server_lost",
+        "controller_returned",
+        "rewind_failed",
+    ),
+    ("stalled", "orders_lost", "checkpoint_delayed", "group_failed", "step_skipped", "evaluation_restarted", "rewind"),
     ("engine_suspect", "engine_slow"),
     ("alarm",),
     ("knobs",),

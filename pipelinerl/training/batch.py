@@ -197,7 +197,7 @@ def _stats(
     mixed = np.array([rollout.oldest_version != rollout.newest_version for rollout in rollouts])
     right = sum(rollout.verdict.outcome is Outcome.CORRECT for rollout in rollouts)
     rewards = rewards[valid]
-    sampled = [rollouts[place].mean_version for place in np.flatnonzero(valid)]
+    sampled = [rollouts[place].mean_version for place in np.flatnonzero(valid).tolist()]
     return {
         "rollouts": float(len(rollouts)),
         "reward": float(rewards.mean()) if rewards.size else 0.0,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks import schedules as benchmark
 from benchmarks.arms import FinishedRun, Job
-from benchmarks.schedules import RECIPE, Cell, Schedule, cells, chosen, figures, ratios, schedules
+from benchmarks.schedules import RECIPE, Cell, Schedule, bounds, cells, chosen, figures, ratios, schedules
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.observability.run_history import tell
 from pipelinerl.roles.problems import held_out_problems
@@ -58,6 +60,19 @@ def test_seconds_to_a_reward_are_read_from_the_reward_curve() -> None:
     row = figures(Job("conventional G = 2", 0, RECIPE, ()), run)
     assert (row["seconds_to_0.6"], row["seconds_to_0.7"]) == (4.0, 5.0), "two steps before it was trained"
     assert row["lag"] == pytest.approx((2.0 - 1) * 2 + 1.5)
+
+
+def test_gain_of_a_schedule_is_bounded_by_the_busier_of_engine_and_trainer() -> None:
+    def row(arm: str, seconds: float, engine_s: float, compute_s: float) -> dict[str, Any]:
+        return {"cell": "c", "arm": arm, "seconds": seconds, "engine_s": engine_s, "compute_s": compute_s}
+
+    rows = [
+        row("conventional G = 1", 120.0, 60.0, 50.0),
+        row("conventional G = 4", 100.0, 50.0, 40.0),
+        row("in flight", 70.0, 60.0, 40.0),
+        {"cell": "old", "arm": "in flight", "seconds": 9.0},
+    ]
+    assert bounds(rows) == {"bounds": {"c": {"in flight": pytest.approx({"ratio": 0.7, "bound": 0.6, "share": 0.75})}}}
 
 
 def test_time_to_a_reward_is_compared_for_each_seed_with_the_fastest_conventional_schedule() -> None:

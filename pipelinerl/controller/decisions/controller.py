@@ -449,7 +449,8 @@ class Controller:
         """Order the trainer to return to a good checkpoint, with half the learning rate."""
         state = self.state
         state.rewind = Rewind(done=True, to=state.good_version, decided_at=state.version)
-        event = Record("rewind", {"step": state.version, "to": state.rewind.to})
+        reason = f"returns from version {state.version} to the newest checkpoint up to version {state.rewind.to}"
+        event = Record("rewind", {"step": state.version, "to": state.rewind.to, "reason": reason})
         time = max((change.time for change in state.knob_log), default=0.0)
         changes = {"learning_rate": state.knobs.learning_rate / 2}
         return [event, *self.patch(changes, who="the collapse guard", time=time)]

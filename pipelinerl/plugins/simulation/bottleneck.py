@@ -340,7 +340,7 @@ def _advice(now_s: float, changes: Sequence[Change], best: Change | None, error:
         keys = f" ({change.keys})" if change.keys else ""
         yield f"{change.name}{keys}: {now_s:.3g} → {change.step_s:.3g} s a step (simulated)"
     trust = "" if abs(error) <= TRUSTED else "NOT TO BE TRUSTED: "
-    yield f"{trust}the simulated run's steps take {error:+.0%} of the measured ones"
+    yield f"{trust}a step of the simulated run takes {error:+.0%} compared with the measured ones"
     if best is None:
         yield f"no single change saves {_WORTH:.0%} of a step"
     else:

@@ -59,8 +59,12 @@ def is_collapsed(rewards: RewardHistory, results: Sequence[EvaluationResult]) ->
     accuracies = [_Accuracy(each.low, each.accuracy, each.high) for each in results if _is_usable(each)]
     if len(accuracies) >= 3 and all(_is_lost(accuracies[:-late], accuracies[-late]) for late in (1, 2)):
         return True
-    newer = [each for each in results if _is_usable(each) and each.model_version > rewards.best_version]
-    return rewards.is_collapsed and (not newer or _is_lost(accuracies[:-1], accuracies[-1]))
+    if not rewards.is_collapsed:
+        return False
+    # An evaluation of weights from before the fall does not contradict it.
+    since = rewards.recent[0][0]
+    newer = any(_is_usable(each) and each.model_version >= since for each in results)
+    return not newer or _is_lost(accuracies[:-1], accuracies[-1])
 
 
 def _in_words(state: RunState) -> str:

@@ -116,8 +116,13 @@ def fallen() -> RewardHistory:
 def test_held_out_accuracy_goes_before_the_training_reward(
     accuracies: list[float], rewards: RewardHistory, expected: bool
 ) -> None:
-    results = [result(50 * number, accuracy) for number, accuracy in enumerate(accuracies)]
+    results = [result(60 * number, accuracy) for number, accuracy in enumerate(accuracies)]
     assert is_collapsed(rewards, results) is expected
+
+
+def test_evaluation_from_before_the_fall_does_not_contradict_it() -> None:
+    assert is_collapsed(fallen(), [result(0, 0.3), result(70, 0.7)])
+    assert not is_collapsed(fallen(), [result(0, 0.3), result(119, 0.7)])
 
 
 @pytest.mark.parametrize(

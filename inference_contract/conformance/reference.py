@@ -26,7 +26,7 @@ Weights = dict[str, Tensor]
 #: The precisions in which an engine may compute.
 PRECISIONS: Final = ("float32", "bfloat16", "float16", "int8", "int4")
 #: The most that an engine may differ, as a multiple of the reference's own difference between the two precisions.
-MARGIN: Final = 2.5
+MARGIN: Final = 2.0
 #: The typical and the worst difference, in nats, that float32 implementations of one model may have.
 FLOAT32: Final = (1e-5, 2e-4)
 #: The share of tokens, those with the largest differences, that `typical` leaves out: a mixture of experts may choose
@@ -129,6 +129,7 @@ class Reference:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{directory} must be a model directory that transformers can load: {error}") from error
+        self._coarse: dict[str, Any] = {}  # copies of the model by precision, until other weights are taken
         self.parameters = dict(self.model.named_parameters())
         ties = {id(values): name for name, values in self.parameters.items()}
         everywhere = self.model.named_parameters(remove_duplicate=False)
@@ -161,6 +162,7 @@ class Reference:
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with these weights from now on."""
+        self._coarse.clear()
         with torch.no_grad():
             for name, values in weights.items():
                 self.parameters[name].copy_(values)
@@ -198,6 +200,11 @@ class Reference:
         return Difference(typical(residual), worst, residual.numel(), allowed)
 
     def _rounded(self, precision: str) -> Any:
+        if precision not in self._coarse:
+            self._coarse[precision] = self._computing_in(precision)
+        return self._coarse[precision]
+
+    def _computing_in(self, precision: str) -> Any:
         """Return a copy of the model that computes in this precision."""
         model = copy.deepcopy(self.model)
         if precision not in _LEVELS:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -10,18 +13,19 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from inference_contract.conformance import CheckOutcome, CheckResult, reference_checks, run
-from inference_contract.conformance.session import Expected
+from inference_contract.conformance.faults import sent_to
+from inference_contract.conformance.session import Expected, Session
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch import engine as torch_engine
 from pipelinerl.enums import WeightFormat
-from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
+from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from tests.fakes.served import in_thread
 from tests.fakes.wrong_weights import FAULTS, Fault
 from tests.patience import PATIENCE_S
 from trainer_contract.types import WeightDType
 
-CONTEXT = 96
+CONTEXT, LOOPBACK = 96, "127.0.0.1"
 #: Faults of parts that only a mixture of experts with an output layer of its own has.
 OF_MIXTURES = ("experts are exchanged", "the untied head is the last version's")
 CHECKS = [check.__name__ for check in (*reference_checks.LOADED_CHECKS, *reference_checks.UPDATE_CHECKS)]
@@ -61,11 +65,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def checked(model: Path, served: Path, precision: str, only: list[str]) -> list[CheckResult]:
-    """Return the kit's results for the torch engine of directory `served`, which should serve `model`."""
+@contextmanager
+def served(directory: Path, precision: str) -> Iterator[str]:
+    """Serve a directory by the torch engine in this precision; yield its URL."""
     is_native = precision in tuple(WeightDType)
     options = EngineOptions(
-        model_path=served,
+        model_path=directory,
         model_id="m",
         slots=16,
         max_waiting=256,
@@ -74,6 +79,12 @@ def checked(model: Path, served: Path, precision: str, only: list[str]) -> list[
         weights=WeightFormat.NATIVE if is_native else WeightFormat(precision),
     )
     with in_thread(create_app(torch_engine.from_options(options), token=None)) as url:
+        yield url
+
+
+def checked(model: Path, directory: Path, precision: str, only: list[str]) -> list[CheckResult]:
+    """Return the kit's results for the torch engine of `directory`, which should serve `model`."""
+    with served(directory, precision) as url:
         expected = Expected(model=model, precision=precision, temperature=0.7)
         return run(url, only=only, timeout_s=PATIENCE_S, expected=expected)
 
@@ -84,6 +95,14 @@ def checked(model: Path, served: Path, precision: str, only: list[str]) -> list[
 def test_correct_engine_computes_as_the_reference(model: Path, precision: str) -> None:
     results = checked(model, model, precision, CHECKS)
     assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}
+
+
+def test_faults_are_sent_to_a_correct_engine_and_compared_with_the_reference(model: Path) -> None:
+    with served(model, "float32") as url, Session(url, token=None, timeout_s=PATIENCE_S, host=LOOPBACK) as session:
+        session.expected = Expected(model=model)
+        none, stale = islice(sent_to(session), 2)
+    assert (none.fault, stale.fault) == ("none", "one tensor is the last version's")
+    assert str(none).startswith("not caught") and str(stale).startswith("caught")
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -106,12 +125,12 @@ CAUSES = {
 }
 
 
-def _of_fault(fault: Fault, model: Path, served: Path, patch: pytest.MonkeyPatch, precision: str) -> CheckResult:
-    shutil.copytree(model, served, dirs_exist_ok=True)
+def _of_fault(fault: Fault, model: Path, copy: Path, patch: pytest.MonkeyPatch, precision: str) -> CheckResult:
+    shutil.copytree(model, copy, dirs_exist_ok=True)
     if fault.edits_directory is not None:
-        fault.edits_directory(served)
+        fault.edits_directory(copy)
     fault.inject(patch)
-    (result,) = checked(model, served, precision, [fault.caught_by])
+    (result,) = checked(model, copy, precision, [fault.caught_by])
     return result
 
 

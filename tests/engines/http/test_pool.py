@@ -30,8 +30,8 @@ from pipelinerl.engines.http.prompts import PromptCheck
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import DeadlineError, EngineUnreachable
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.scripted_engine import ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread

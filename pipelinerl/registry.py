@@ -138,9 +138,9 @@ SOURCES: Final = Components(
         "addition": "pipelinerl.data.generated:ADDITION",
         "files": "pipelinerl.data.files:FILES",
         "instructions": "pipelinerl.plugins.instructions:SOURCE",
-        "programs": "pipelinerl.data.generated:PROGRAMS",
-        "numbered": "pipelinerl.data.generated:NUMBERED",
-        "hub": "pipelinerl.data.files:HUB",
+        "programs": "pipelinerl.plugins.oubliette:PROGRAMS",
+        "numbered": "pipelinerl.plugins.episodes:NUMBERED",
+        "hub": "pipelinerl.plugins.hub:COMPONENT",
     },
 )
 

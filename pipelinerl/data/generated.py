@@ -1,28 +1,19 @@
-"""Generated problems: additions, programs to write, tasks of reasoning-gym, and numbered tasks of an environment.
+"""Generated problems: additions, and tasks of reasoning-gym.
 
 Validation and held-out problems are distinct; training problems may repeat.
-
-The source `programs` requests a Python program that computes a function of a number x: "x times 7", or with two
-operations "(the larger of x and 7) minus 3". Each problem has tests for the verifier `oubliette`, and a ground truth
-that passes them. The first test's expected output differs from its input, if the function allows it, so that a program
-that prints its input fails.
-
-    parameters = { operations = 1, max_number = 9, tests = 3 }
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
-import numpy as np
-from msgspec import Meta, Struct
 
 from pipelinerl import rng
 from pipelinerl.component import SourceComponent
-from pipelinerl.data.source import Draft, ShuffledEpochs, SourceRequest, Split, split_of, split_of_text, to_problem
+from pipelinerl.data.source import Draft, SourceRequest, Split, split_of, to_problem
 from pipelinerl.errors import RecipeError
 from pipelinerl.system import gym_tasks
 from pipelinerl.types import Message, Problem
@@ -170,122 +161,7 @@ def _without_pattern(request: SourceRequest) -> tuple[dict[str, Any], re.Pattern
         raise RecipeError(f"{request.where}.parameters.answer_pattern must be a regular expression: {error}") from None
 
 
-_REQUEST: Final = "Write a program that reads a number x and prints {}."
-_PROGRAM: Final = "```\nx = int(input())\nprint({})\n```"
-
-
-class _Operation(NamedTuple):
-    """An operation on x and a constant n, as words, code and a function. In texts, `{0}` is x and `{1}` is n."""
-
-    words: str
-    code: str
-    value: Callable[[int, int], int]
-
-
-_OPERATIONS: Final = (
-    _Operation("{0} plus {1}", "{0} + {1}", lambda x, n: x + n),
-    _Operation("{0} minus {1}", "{0} - {1}", lambda x, n: x - n),
-    _Operation("{1} minus {0}", "{1} - {0}", lambda x, n: n - x),
-    _Operation("{0} times {1}", "{0} * {1}", lambda x, n: x * n),
-    _Operation("the larger of {0} and {1}", "max({0}, {1})", max),
-    _Operation("the smaller of {0} and {1}", "min({0}, {1})", min),
-    _Operation("the remainder of {0} divided by {1}", "{0} % {1}", lambda x, n: x % n),
-    _Operation("the distance between {0} and {1}", "abs({0} - {1})", lambda x, n: abs(x - n)),
-)
-
-
-class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    operations: Annotated[int, Meta(ge=1, le=3)] = 1
-    """Maximum number of chained operations."""
-    max_number: Annotated[int, Meta(ge=2, le=10_000)] = 9
-    tests: Annotated[int, Meta(ge=1, le=100)] = 3
-
-
-def open_programs(request: SourceRequest) -> GeneratedSource:
-    """Open the source `programs`. Raises `RecipeError` for invalid parameters."""
-    parameters = parameters_of(request, _Parameters, source="programs")
-    return GeneratedSource(lambda key: _drawn(parameters, key), request)
-
-
-def _drawn(parameters: _Parameters, key: int) -> Draft:
-    noise = rng.generator(key, "programs")
-    count = 1 + int(noise.integers(parameters.operations))
-    steps = [
-        (_OPERATIONS[int(noise.integers(len(_OPERATIONS)))], 2 + int(noise.integers(parameters.max_number - 1)))
-        for _ in range(count)
-    ]
-    words, code = "x", "x"
-    for place, (operation, number) in enumerate(steps):
-        words = operation.words.format(f"({words})" if place else words, number)
-        code = operation.code.format(f"({code})" if place else code, number)
-    tests = [{"input": f"{x}\n", "output": f"{_result(steps, x)}\n"} for x in _inputs(noise, steps, parameters)]
-    return Draft(
-        messages=(Message("user", _REQUEST.format(words)),),
-        ground_truth=_PROGRAM.format(code),
-        metadata={"tests": tests},
-        tags=(f"operations={count}",),
-    )
-
-
-def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], parameters: _Parameters) -> list[int]:
-    """Draw test inputs in [0, 3 · `max_number`).
-
-    For the first input, the function's result differs from the input, if such an input exists.
-    """
-    top = 3 * parameters.max_number
-    inputs = [int(noise.integers(top)) for _ in range(parameters.tests)]
-    tried = (*range(inputs[0], top), *range(inputs[0]))
-    inputs[0] = next((x for x in tried if _result(steps, x) != x), inputs[0])
-    return inputs
-
-
-def _result(steps: list[tuple[_Operation, int]], number: int) -> int:
-    for operation, other in steps:
-        number = operation.value(number, other)
-    return number
-
-
-class _Numbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    count: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
-    """Number of tasks."""
-    prompt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-    """Text of every problem's message; by default `Task` and the number."""
-
-
-def open_numbered(request: SourceRequest) -> NumberedSource:
-    """Open the source `numbered`. Raises `RecipeError` for invalid parameters, or a split without tasks."""
-    return NumberedSource(parameters_of(request, _Numbers, source="numbered"), request)
-
-
-class NumberedSource:
-    """Tasks 0 to `count` − 1 of an environment that has its own tasks; `metadata["index"]` is the task's number.
-
-    The hash of the number decides the split. Training tasks come in epochs, each in its own order.
-    """
-
-    def __init__(self, numbers: _Numbers, request: SourceRequest) -> None:
-        self._numbers = numbers
-        self._request = request
-        of_split = [each for each in range(numbers.count) if split_of_text(str(each)) is request.split]
-        if not of_split:
-            raise RecipeError(
-                f"{request.where}: the {request.split} split has none of {numbers.count} tasks; raise parameters.count"
-            )
-        self._tasks = ShuffledEpochs(
-            np.array(of_split), request, name="numbered", what="tasks", remedy="raise parameters.count"
-        )
-
-    def problem(self, index: int) -> Problem:
-        """Return problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
-        request, number = self._request, self._tasks.item(index)
-        message = Message("user", self._numbers.prompt or f"Task {number}")
-        draft = Draft(messages=(message,), ground_truth="", metadata={"index": number})
-        return request.prompts.dress(to_problem(draft, request.domain, name=str(number)))
-
-
 REASONING_GYM: Final = SourceComponent(
     build=f"{__name__}:open_reasoning_gym", needs=("reasoning_gym",), remedy="pip install -e '.[gym]'"
 )
 ADDITION: Final = SourceComponent(build=f"{__name__}:open_addition")
-PROGRAMS: Final = SourceComponent(build=f"{__name__}:open_programs")
-NUMBERED: Final = SourceComponent(build=f"{__name__}:open_numbered")

@@ -8,12 +8,6 @@ from pipelinerl.component import SourceComponent
 
 FILES: Final = SourceComponent(
     build="pipelinerl.data.files.source:open_files",
-    look="pipelinerl.data.files.hub:look_at_files",
+    look="pipelinerl.data.files.source:look_at_files",
     paths=frozenset({"path", "validation_path", "held_out_path"}),
-)
-HUB: Final = SourceComponent(
-    build="pipelinerl.data.files.hub:open_hub",
-    needs=("huggingface_hub",),
-    remedy="pip install -e '.[hub]'",
-    look="pipelinerl.data.files.hub:look_at_hub",
 )

@@ -9,11 +9,12 @@ how many rows each rule dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -249,6 +250,27 @@ def parse_files_request(request: SourceRequest) -> FilesRequest:
     if Split.TRAIN not in layouts:
         raise RecipeError(f"{request.where}.parameters.path must be the path of a file or folder, got None")
     return FilesRequest(files_of_splits(layouts, named, where=request.where), field_map, curriculum, by)
+
+
+def look_at_files(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
+    """Build and `check` problems from the first rows of each file; return the first problem, or None without rows.
+
+    Raises `RecipeError`, which names file, row and problem, if a problem is invalid or `check` raises one.
+    """
+    files, field_map, curriculum, _ = parse_files_request(request)
+    prompts, first = prompts_of_rows(request), None
+    ranked = files[Split.TRAIN] if curriculum.order is not ProblemOrder.SHUFFLED else ()
+    for path in dict.fromkeys(chain.from_iterable(files.values())):
+        rows = read_rows(path, field_map, head)
+        for number in range(len(rows)):
+            with placed(rows, number):
+                row = rows.row(number)
+                problem = prompts.dress(field_map.problem(row, domain=request.domain))
+                check(problem)
+                if path in ranked:
+                    field_map.rate(row)
+            first = first or problem
+    return first
 
 
 def source_of_rows(

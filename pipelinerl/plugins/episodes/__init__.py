@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pipelinerl.component import EnvironmentComponent, GroupComponent
+from pipelinerl.component import EnvironmentComponent, GroupComponent, SourceComponent
 
 EPISODES: Final = GroupComponent(
     build="pipelinerl.plugins.episodes.opening:open_episodes",
@@ -20,3 +20,5 @@ TASKSETS: Final = EnvironmentComponent(
     check="pipelinerl.plugins.episodes.tasksets:check_taskset",
     paths=frozenset({"python", "path"}),
 )
+
+NUMBERED: Final = SourceComponent(build="pipelinerl.plugins.episodes.numbered:open_numbered")

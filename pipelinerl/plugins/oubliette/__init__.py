@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from pipelinerl.component import CommandComponent, ToolComponent, VerifierComponent
+from pipelinerl.component import CommandComponent, SourceComponent, ToolComponent, VerifierComponent
 from pipelinerl.plugins.oubliette.section import OublietteSection
 
 VERIFIER: Final = VerifierComponent(
@@ -17,6 +17,7 @@ VERIFIER: Final = VerifierComponent(
     check_problem="pipelinerl.plugins.oubliette.verifier:refuse_unreadable",
     needs_reference=False,
 )
+PROGRAMS: Final = SourceComponent(build="pipelinerl.plugins.oubliette.programs:open_programs")
 COMMAND: Final = CommandComponent(
     build="pipelinerl.plugins.oubliette.command_line:oubliette_app",
     help="Test the code sandbox, run programs in it, serve it, upload tests.",

@@ -7,21 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from typing import Any, Final
 
 from pipelinerl.data.files.layouts import SUFFIXES
 from pipelinerl.data.files.rows import FirstRows
-from pipelinerl.data.files.source import (
-    ProblemOrder,
-    RowSource,
-    open_files,
-    parse_files_request,
-    placed,
-    prompts_of_rows,
-    read_rows,
-)
-from pipelinerl.data.source import SourceRequest, Split
+from pipelinerl.data.files.source import RowSource, look_at_files, open_files
+from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem
 
@@ -91,24 +82,3 @@ def _fetched(name: str, revision: str | None, *, where: str) -> str:
             f"{where}.source: hub:{name} cannot be fetched from here, and is not in the cache ({reason[0]}); without "
             'access to the hub, copy the folder of the data set here and set source = "files" with its path'
         ) from None
-
-
-def look_at_files(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Build and `check` problems from the first rows of each file; return the first problem, or None without rows.
-
-    Raises `RecipeError`, which names file, row and problem, if a problem is invalid or `check` raises one.
-    """
-    files, field_map, curriculum, _ = parse_files_request(request)
-    prompts, first = prompts_of_rows(request), None
-    ranked = files[Split.TRAIN] if curriculum.order is not ProblemOrder.SHUFFLED else ()
-    for path in dict.fromkeys(chain.from_iterable(files.values())):
-        rows = read_rows(path, field_map, head)
-        for number in range(len(rows)):
-            with placed(rows, number):
-                row = rows.row(number)
-                problem = prompts.dress(field_map.problem(row, domain=request.domain))
-                check(problem)
-                if path in ranked:
-                    field_map.rate(row)
-            first = first or problem
-    return first

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.data.generated import open_programs
 from pipelinerl.data.problems import Split
 from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.oubliette.code_problem import CodeProblem, program_block
+from pipelinerl.plugins.oubliette.programs import open_programs
 from pipelinerl.types import Problem
 
 

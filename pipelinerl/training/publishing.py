@@ -202,12 +202,8 @@ class Publishing:
     async def _report_failures(self, report: PublishReport, failures: dict[str, str], *, of: int = 0) -> None:
         """Disprove what failing engines sampled since their last proof, and tell the controller why they fail."""
         if len(failures) == of > 1:
-            log.error(
-                "all %d engines that were checked fail at version %d; look at the trainer and at the way of the "
-                "weights first, such as weights.transport and weights.dtype, and not at the engines",
-                of,
-                report.version,
-            )
+            likely = f"all {of} checked engines fail, so look first at the trainer, weights.transport and weights.dtype"
+            failures = {url: f"{likely}; {reason}" for url, reason in failures.items()}
         for url, reason in failures.items():
             log.error("%s samples with other weights than version %d: %s", url, report.version, reason)
             first = min(self._proven.get(url, report.version - 1) + 1, report.version)

@@ -282,6 +282,15 @@ async def test_groups_that_an_engine_sampled_with_wrong_weights_do_not_train_and
         assert (await made.wait_for(StepDone)).orders == [2, 3], "healthy engines sampled them"
 
 
+async def test_failure_of_all_engines_points_to_the_trainer_and_the_transport(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.begin()
+        made.engines.wrong = {0}
+        await made.say("again-e1-0", publish_to=[ENGINE, "http://engine-1"])
+        for reason in (await made.wait_for(CanaryChecked)).mismatched.values():
+            assert reason.startswith("all 2 checked engines fail, so look first at the trainer, weights.transport")
+
+
 async def test_rollout_groups_whose_requests_the_controller_ended_as_stale_are_dropped(
     tmp_path: Path,
 ) -> None:

@@ -35,6 +35,16 @@ def test_ledger_contains_exactly_the_group_requests_that_have_an_outcome(
     assert ledger.counts == {outcome: outcomes.count(outcome) for outcome in GroupOutcome}
 
 
+@pytest.mark.parametrize("taken", [[2, 3], [3, 9], [9, 5]])
+def test_reopened_orders_leave_the_ledger_as_if_they_had_not_ended(taken: list[int]) -> None:
+    ledger, untouched = ConsumedLedger(), ConsumedLedger()
+    for each in (ledger, untouched):
+        each.settle([0, 1, 7], GroupOutcome.FILTERED)
+    ledger.settle(taken, GroupOutcome.TRAINED)
+    ledger.reopen(taken, GroupOutcome.TRAINED)
+    assert ledger == untouched
+
+
 def test_ledger_rejects_a_second_outcome_of_the_same_group_request() -> None:
     ledger = ConsumedLedger()
     ledger.settle([0, 2], GroupOutcome.TRAINED)

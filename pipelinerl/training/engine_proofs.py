@@ -212,7 +212,7 @@ def _on_policy(accumulated: Accumulated, version: int) -> Iterator[tuple[str, Fl
             found.setdefault(url, []).append((tokens.behavior_logprobs[its], tokens.logprobs[its]))
     for url, parts in found.items():
         if url:
-            yield url, *(np.concatenate(each) for each in zip(*parts, strict=True))
+            yield url, np.concatenate([theirs for theirs, _ in parts]), np.concatenate([ours for _, ours in parts])
 
 
 def _place(compared: Compared, token: int) -> str:

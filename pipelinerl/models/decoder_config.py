@@ -1,11 +1,13 @@
 """`DecoderConfig`: a Llama-family decoder's configuration, read from `config.json`, and its parameters.
 
-One description covers Llama, Mistral, Qwen2 and Qwen3, which differ only in biases and norms. Unsupported settings
-(sliding windows in use, other rotary scalings, experts, quantisation) are rejected.
+One description covers Llama, Mistral, Qwen2 and Qwen3, which differ only in biases and norms, and OLMo 2, OLMo 3 and
+Gemma 3, which also place norms elsewhere and alternate between layers with a sliding window and layers without.
+Unsupported settings (other rotary scalings, experts, quantisation) are rejected.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,29 +36,57 @@ FAMILIES: Final[Mapping[str, tuple[bool | None, bool]]] = {
     "mistral": (False, False),
     "qwen2": (True, False),
     "qwen3": (None, True),
+    "olmo2": (None, True),
+    "olmo3": (None, True),
+    "gemma3_text": (None, True),
 }
+#: The families that norm the results of attention and MLP: after them only, or also before them (Gemma 3).
+_POST_NORMS: Final = frozenset({"olmo2", "olmo3"})
+_GEMMA: Final = "gemma3_text"
+#: Every so many layers, one of these families has no sliding window; those with one have no rotary scaling.
+_PATTERNS: Final = {_GEMMA: 6, "olmo3": 4}
+#: Widths of heads that are not hidden / heads, unless config.json names them.
+_HEAD_DIMS: Final = {"qwen3": 128, _GEMMA: 256}
+#: Each family's activation, if it is not `silu`.
+_ACTIVATIONS: Final = {_GEMMA: "gelu_pytorch_tanh"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """Rotary position embedding; `factor` divides all frequencies (`linear` scaling), or only low ones (`llama3`)."""
+    """Rotary position embedding; `factor` divides all frequencies (`linear` scaling), or only low ones (`llama3`).
+
+    With `betas`, the interpolation is that of `yarn` (Peng et al. 2023), which also multiplies cos and sin by `scale`.
+    """
 
     theta: float = 10_000.0
     factor: float = 1.0
     original_positions: int | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    betas: tuple[float, float] | None = None
+    scale: float = 1.0
 
     def frequencies(self, head_dim: int) -> NDArray[np.float32]:
         """Return radians per position, f32 [head_dim / 2]."""
         plain = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.original_positions is None:
             return (plain / self.factor).astype(np.float32)
+        if self.betas is not None:
+            fast, slow = (self._place_of(turns, head_dim) for turns in self.betas)
+            low, high = max(math.floor(fast), 0), min(math.ceil(slow), head_dim - 1)
+            ramp = (np.arange(head_dim // 2) - low) / (high - low if high > low else 0.001)
+            kept = 1 - np.clip(ramp, 0.0, 1.0)
+            return (plain * (kept + (1 - kept) / self.factor)).astype(np.float32)
         # Frequencies that turn more than `high` times within the original context are kept. Those that turn fewer than
         # `low` times are divided by `factor`; between these bounds the two are interpolated.
         turns = self.original_positions * plain / (2 * np.pi)
         kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
         return (plain * (kept + (1 - kept) / self.factor)).astype(np.float32)
+
+    def _place_of(self, turns: float, head_dim: int) -> float:
+        """Return the index of the frequency that turns so often within the original context."""
+        positions = self.original_positions or 1
+        return head_dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +145,35 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     dtype: str
+    window: int | None = None
+    """Number of tokens that layers in `slides` attend to; None without such layers."""
+    slides: tuple[bool, ...] = ()
+    local_rotary: Rotary | None = None
+    """Rotary embedding of the layers in `slides`, if it is another one."""
+    query_scale: float | None = None
+    """Factor of the scores; None for head_dim ** -0.5."""
     scalar_head: bool = False
     """True for a value model, whose head maps each hidden state to one number in place of the output layer."""
+
+    @property
+    def is_gemma(self) -> bool:
+        """True for Gemma, whose norms multiply by 1 + weight, and whose embeddings are scaled by √hidden."""
+        return self.model_type == _GEMMA
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The names of the norms before attention, after it, before the MLP and after it; "" for none."""
+        if self.model_type in _POST_NORMS:
+            return "", "post_attention_layernorm", "", "post_feedforward_layernorm"
+        if self.is_gemma:
+            names = "input", "post_attention", "pre_feedforward", "post_feedforward"
+            return tuple(f"{name}_layernorm" for name in names)
+        return "input_layernorm", "", "post_attention_layernorm", ""
+
+    @property
+    def whole_qk_norm(self) -> bool:
+        """True if norms of queries and keys are over all heads together."""
+        return self.model_type in _POST_NORMS
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -138,13 +195,14 @@ class DecoderConfig:
         linear("self_attn.v_proj", narrow, self.hidden, into, bias=self.qkv_bias)
         linear("self_attn.o_proj", self.hidden, wide, out_of, bias=self.output_bias)
         if self.qk_norm:
-            within("self_attn.q_norm.weight", (self.head_dim,), (None,))
-            within("self_attn.k_norm.weight", (self.head_dim,), (None,))
+            normed = (wide, narrow) if self.whole_qk_norm else (self.head_dim, self.head_dim)
+            within("self_attn.q_norm.weight", normed[:1], (None,))
+            within("self_attn.k_norm.weight", normed[1:], (None,))
         linear("mlp.gate_proj", self.intermediate, self.hidden, into, bias=self.mlp_bias)
         linear("mlp.up_proj", self.intermediate, self.hidden, into, bias=self.mlp_bias)
         linear("mlp.down_proj", self.hidden, self.intermediate, out_of, bias=self.mlp_bias)
-        within("input_layernorm.weight", (self.hidden,), (None,))
-        within("post_attention_layernorm.weight", (self.hidden,), (None,))
+        for name in filter(None, self.norms):
+            within(f"{name}.weight", (self.hidden,), (None,))
         table.append(Parameter(NORM, (self.hidden,), (None,)))
         if self.scalar_head:
             table.append(Parameter(VALUE_WEIGHT, (1, self.hidden), (None, "fsdp")))
@@ -175,6 +233,10 @@ def _parsed(table: Mapping[str, Any], *, where: Path) -> DecoderConfig:
     always_bias, qk_norm = FAMILIES[model_type]
     heads, hidden = int(table["num_attention_heads"]), int(table["hidden_size"])
     attention_bias = bool(table.get("attention_bias", False)) if always_bias is None else False
+    slides = _slides(table)
+    is_gemma = model_type == _GEMMA
+    scalar = table.get("query_pre_attn_scalar", 256) if is_gemma else None
+    whole, local = (_rotary(table, where, kind) for kind in ("full_attention", "sliding_attention"))
     return DecoderConfig(
         model_type=model_type,
         vocab=int(table["vocab_size"]),
@@ -183,44 +245,75 @@ def _parsed(table: Mapping[str, Any], *, where: Path) -> DecoderConfig:
         layers=int(table["num_hidden_layers"]),
         heads=heads,
         kv_heads=int(table.get("num_key_value_heads") or heads),
-        head_dim=int(table.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads)),
+        head_dim=int(table.get("head_dim") or _HEAD_DIMS.get(model_type) or hidden // heads),
         norm_eps=float(table.get("rms_norm_eps", 1e-6)),
-        rotary=_rotary(table, where),
-        tied=bool(table.get("tie_word_embeddings", False)),
+        rotary=whole,
+        tied=bool(table.get("tie_word_embeddings", is_gemma)),
         qkv_bias=attention_bias or bool(always_bias),
         output_bias=attention_bias,
         mlp_bias=bool(table.get("mlp_bias", False)) and model_type == "llama",
         qk_norm=qk_norm,
         dtype=str(model_dtype(where.parent)),
+        window=int(table["sliding_window"]) if any(slides) else None,
+        slides=slides if any(slides) else (),
+        local_rotary=local if any(slides) and local != whole else None,
+        query_scale=None if scalar is None else float(scalar) ** -0.5,
     )
 
 
+def _slides(table: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return for each layer whether it attends within a sliding window only."""
+    layers, window, kind = int(table["num_hidden_layers"]), table.get("sliding_window"), table["model_type"]
+    if kind in ("qwen2", "qwen3") and not table.get("use_sliding_window", False):
+        window = None  # these configurations have a separate switch
+    if window is None or kind in ("llama", "olmo2"):
+        return (False,) * layers
+    if (kinds := table.get("layer_types")) is not None:
+        return tuple(each == "sliding_attention" for each in kinds)
+    if kind in _PATTERNS:
+        every = int(table.get("sliding_window_pattern") or _PATTERNS[kind])
+        return tuple((layer + 1) % every != 0 for layer in range(layers))
+    return tuple(layer >= int(table.get("max_window_layers", 0)) for layer in range(layers))
+
+
 def _refuse_unsupported(table: Mapping[str, Any], where: Path) -> None:
-    layers, window = int(table["num_hidden_layers"]), table.get("sliding_window")
-    if table["model_type"] != "mistral":  # Llama and Qwen configurations have a separate switch, `use_sliding_window`
-        window = window if table.get("use_sliding_window", False) else None
-    kinds = table.get("layer_types")
-    if kinds is None and table["model_type"] != "mistral":
-        window = window if int(table.get("max_window_layers", 0)) < layers else None
+    activation, expected = table.get("hidden_activation") or table.get("hidden_act"), "silu"
+    expected = _ACTIVATIONS.get(str(table["model_type"]), expected)
+    kinds = {*(table.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
     findings = {
-        "a sliding window": window is not None if kinds is None else any(kind != "full_attention" for kind in kinds),
+        f"layers of type {', '.join(sorted(kinds))}": bool(kinds),
+        "attention in both directions": bool(table.get("use_bidirectional_attention")),
+        "capped scores or logits": bool(table.get("attn_logit_softcapping") or table.get("final_logit_softcapping")),
         "quantised weights": table.get("quantization_config") is not None,
         "rotary embeddings of a part of each head": float(_rope_table(table).get("partial_rotary_factor", 1.0)) != 1.0,
-        f"the activation {table.get('hidden_act')!r}": table.get("hidden_act", "silu") != "silu",
+        f"the activation {activation!r}": (activation or expected) != expected,
     }
     for what, found in findings.items():
         if found:
             raise ModelError(f"{where} asks for {what}, which the JAX decoder does not support; choose another model")
 
 
-def _rope_table(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return rotary settings from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
-    scaling = table.get("rope_parameters") or table.get("rope_scaling") or {}
-    return {name: table[name] for name in ("rope_theta", "partial_rotary_factor") if table.get(name)} | dict(scaling)
+def _rope_table(table: Mapping[str, Any], kind: str = "full_attention") -> Mapping[str, Any]:
+    """Return the rotary settings of layers of a kind, from `rope_parameters` or from the settings before it."""
+    rope = table.get("rope_parameters") or {}
+    if kind in rope:
+        rope = rope[kind] or {}
+    elif (not rope and kind == "full_attention") or not _has_two_kinds(table):
+        rope = rope or table.get("rope_scaling") or {}
+    theta = table.get("rope_theta", 1_000_000.0 if table.get("model_type") == _GEMMA else None)
+    if kind == "sliding_attention" and table.get("model_type") == _GEMMA:
+        theta = table.get("rope_local_base_freq", 10_000.0)
+    given = {"rope_theta": theta, "partial_rotary_factor": table.get("partial_rotary_factor")}
+    return {name: value for name, value in given.items() if value} | dict(rope)
 
 
-def _rotary(table: Mapping[str, Any], where: Path) -> Rotary:
-    rope = _rope_table(table)
+def _has_two_kinds(table: Mapping[str, Any]) -> bool:
+    """Return whether layers with a sliding window have a rotary embedding of their own, without scaling."""
+    return table.get("model_type") in _PATTERNS
+
+
+def _rotary(table: Mapping[str, Any], where: Path, kind_of_layer: str) -> Rotary:
+    rope = _rope_table(table, kind_of_layer)
     kind, theta = rope.get("rope_type") or rope.get("type") or "default", float(rope.get("rope_theta", 10_000.0))
     if kind == "default":
         return Rotary(theta=theta)
@@ -234,7 +327,16 @@ def _rotary(table: Mapping[str, Any], where: Path) -> Rotary:
             low_freq_factor=float(rope["low_freq_factor"]),
             high_freq_factor=float(rope["high_freq_factor"]),
         )
+    if kind == "yarn" and not rope.get("mscale_all_dim") and rope.get("truncate", True):
+        factor, scale = float(rope["factor"]), rope.get("attention_factor")
+        return Rotary(
+            theta=theta,
+            factor=factor,
+            original_positions=int(rope.get("original_max_position_embeddings") or table["max_position_embeddings"]),
+            betas=(float(rope.get("beta_fast") or 32), float(rope.get("beta_slow") or 1)),
+            scale=float(scale) if scale is not None else 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0,
+        )
     raise ModelError(
         f"{where} asks for the rotary scaling {kind!r}, which the JAX decoder does not support; it supports "
-        "default, linear and llama3"
+        "default, linear, llama3 and yarn"
     )

@@ -81,10 +81,10 @@ def test_settings_of_rotary_embeddings_are_read_in_current_and_old_formats(table
             "the architecture 'gpt2' is not supported by the JAX decoder; it supports llama, mistral",
         ),
         ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not supported"),
-        ({"model_type": "mistral", "sliding_window": 5}, "a sliding window"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5}, "a sliding window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "the rotary scaling 'yarn'"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of type chunked_attention"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "capped scores or logits"),
+        ({"model_type": "gemma3_text", "hidden_activation": "silu"}, "the activation 'silu'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "the rotary scaling 'longrope'"),
         ({"partial_rotary_factor": 0.5}, "a part of each head"),
         ({"hidden_act": "gelu"}, "the activation 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantised weights"),
@@ -94,6 +94,33 @@ def test_settings_of_rotary_embeddings_are_read_in_current_and_old_formats(table
 def test_config_with_features_that_the_jax_decoder_does_not_support_is_rejected(table, sentence, tmp_path):
     with pytest.raises(ModelError, match=sentence):
         read(tmp_path, OLD_LLAMA | table)
+
+
+@pytest.mark.parametrize(
+    ("table", "slides"),
+    [
+        ({"model_type": "mistral", "sliding_window": 5}, (True, True, True)),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+            (False, True, True),
+        ),
+        ({"model_type": "olmo3", "sliding_window": 5, "num_hidden_layers": 5}, (True, True, True, False, True)),
+        ({"model_type": "gemma3_text", "sliding_window": 5, "sliding_window_pattern": 2}, (True, False, True)),
+        (
+            {
+                "model_type": "gemma3_text",
+                "sliding_window": 5,
+                "layer_types": ["full_attention"] * 2 + ["sliding_attention"],
+            },
+            (False, False, True),
+        ),
+    ],
+)
+def test_layers_with_a_sliding_window_are_read_in_current_and_old_formats(table, slides, tmp_path):
+    config = read(tmp_path, OLD_LLAMA | {"hidden_act": None} | table)
+    assert config.slides == slides and config.window == 5
+    own = config.local_rotary
+    assert (own is not None and own.factor == 1.0) if table["model_type"] == "gemma3_text" else True
 
 
 def test_config_with_a_sliding_window_that_no_layer_uses_is_accepted(tmp_path):

@@ -5,9 +5,11 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    Olmo3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -26,11 +28,14 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 CONFIGS = {
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
     "llama": lambda: LlamaConfig(**SIZES),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=5),
+    "gemma3": lambda: Gemma3TextConfig(**SIZES, head_dim=8, query_pre_attn_scalar=12, **WINDOWS),
+    "olmo3": lambda: Olmo3Config(**SIZES, pad_token_id=0, **WINDOWS),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
     ),

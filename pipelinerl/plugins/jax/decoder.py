@@ -1,4 +1,6 @@
-"""The Llama family (Llama, Mistral, Qwen2, Qwen3) in plain JAX: pure functions of a mapping from names to arrays.
+"""The Llama family (Llama, Mistral, Qwen2, Qwen3), OLMo 2 and 3, and Gemma 3 in plain JAX.
+
+All functions are pure functions of a mapping from names to arrays.
 
 Weights are read from a Hugging Face directory as sharded arrays, each device's part separately, and exported one
 parameter at a time. Names and layouts are Hugging Face's. Parameters inside layers are stacked: one array holds a
@@ -41,14 +43,18 @@ from pipelinerl.models.decoder_config import (
     VALUE_WEIGHT,
     DecoderConfig,
     Parameter,
+    Rotary,
 )
 from pipelinerl.models.directory_files import refuse_not_finite
 
 #: Arrays by name; within one layer, names lack the prefix `model.layers.*.`.
 Weights = Mapping[str, Array]
+#: More tokens than any sequence has.
+_EVERYTHING: Final = 2**30
 State = TypeVar("State")
-#: Function (query […, H, d], key […, K, d], value […, K, d], layer's state) → (attended […, H, d], new state).
-Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
+#: Function (query […, H, d], key […, K, d], value […, K, d], layer's state) → (attended […, H, d], new state). In models
+#: with sliding windows, a fifth argument i32 [] says to how many tokens up to its own a query of this layer attends.
+Attend = Callable[..., tuple[Array, Any]]
 Fetch = Callable[[dict[str, Array]], dict[str, Array]]
 
 
@@ -78,20 +84,29 @@ def hidden_states(
     Returns:
         […, D] in the dtype of the fetched weights, and the new state.
     """
-    cos, sin = rotary(config, positions)
+    angles = rotary(config.rotary, config, positions)
+    local = angles if config.local_rotary is None else rotary(config.local_rotary, config, positions)
     x = embed(weights, token_ids, fetch=fetch)
+    if config.is_gemma:
+        x = x * jnp.asarray(config.hidden**0.5, x.dtype)
+
+    def normed(own: Weights, name: str, x: Array) -> Array:
+        return norm(config, x, own[f"{name}.weight"]) if name else x
 
     def layer(x: Array, inputs: tuple[dict[str, Array], Any]) -> tuple[Array, Any]:
-        own, cache = fetch(inputs[0]), inputs[1]
-        h = rms_norm(x, own["input_layernorm.weight"], config.norm_eps)
-        query, key, value = attention_inputs(config, own, h, cos, sin)
-        attended, cache = attend(query, key, value, cache)
-        x = x + linear(own, "self_attn.o_proj", attended.reshape(*x.shape[:-1], -1))
-        h = rms_norm(x, own["post_attention_layernorm.weight"], config.norm_eps)
-        return x + gated_mlp(own, h), cache
+        own, (slides, cache) = fetch(inputs[0]), inputs[1]
+        before, after, before_mlp, after_mlp = config.norms
+        cos, sin = angles if slides is None else (jnp.where(slides, *pair) for pair in zip(local, angles, strict=True))
+        query, key, value = attention_inputs(config, own, normed(own, before, x), cos, sin)
+        reach = () if slides is None else (jnp.where(slides, config.window, _EVERYTHING),)
+        attended, cache = attend(query, key, value, cache, *reach)
+        attended = linear(own, "self_attn.o_proj", attended.reshape(*x.shape[:-1], -1))
+        x = x + normed(own, after, attended)
+        return x + normed(own, after_mlp, gated_mlp(config, own, normed(own, before_mlp, x))), cache
 
-    x, state = scan(wrap(layer), x, (layer_weights(weights), state))
-    return rms_norm(x, fetch({NORM: weights[NORM]})[NORM], config.norm_eps), state
+    slides = jnp.asarray(config.slides) if config.slides else None
+    x, state = scan(wrap(layer), x, (layer_weights(weights), (slides, state)))
+    return norm(config, x, fetch({NORM: weights[NORM]})[NORM]), state
 
 
 def layer_weights(weights: Weights) -> dict[str, Array]:
@@ -110,10 +125,10 @@ def output_embedding(weights: Weights, *, fetch: Fetch = lambda layer: layer) ->
     return fetch({name: weights[name]})[name]
 
 
-def rotary(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
+def rotary(embedding: Rotary, config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
     """Return cos and sin f32 […, 1, d/2] of positions […], ready to broadcast over heads (Su et al. 2021)."""
-    angles = positions[..., None, None].astype(jnp.float32) * config.rotary.frequencies(config.head_dim)
-    return jnp.cos(angles), jnp.sin(angles)
+    angles = positions[..., None, None].astype(jnp.float32) * embedding.frequencies(config.head_dim)
+    return jnp.cos(angles) * embedding.scale, jnp.sin(angles) * embedding.scale
 
 
 def rotated(x: Array, cos: Array, sin: Array) -> Array:
@@ -129,6 +144,13 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return (wide * scale).astype(x.dtype) * weight.astype(x.dtype)
 
 
+def norm(config: DecoderConfig, x: Array, weight: Array) -> Array:
+    """Return the RMS norm of x over the last dimension; Gemma multiplies by 1 + weight, in fp32."""
+    if not config.is_gemma:
+        return rms_norm(x, weight, config.norm_eps)
+    return rms_norm(x.astype(jnp.float32), 1.0 + weight.astype(jnp.float32), config.norm_eps).astype(x.dtype)
+
+
 def linear(layer: Weights, name: str, x: Array) -> Array:
     """Return x · weightᵀ, […, out], for x […, in], plus the bias if the layer has one."""
     weight = layer[f"{name}.weight"]
@@ -141,21 +163,28 @@ def attention_inputs(
     config: DecoderConfig, layer: Weights, h: Array, cos: Array, sin: Array
 ) -> tuple[Array, Array, Array]:
     """Return queries […, H, d] and keys […, K, d], rotated and optionally normed, and values […, K, d]."""
-    query, key, value = (
-        linear(layer, f"self_attn.{name}_proj", h).reshape(*h.shape[:-1], heads, config.head_dim)
-        for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads))
-    )
-    if config.qk_norm:
-        query = rms_norm(query, layer["self_attn.q_norm.weight"], config.norm_eps)
-        key = rms_norm(key, layer["self_attn.k_norm.weight"], config.norm_eps)
-    return rotated(query, cos, sin), rotated(key, cos, sin), value
+    query, key, value = (linear(layer, f"self_attn.{name}_proj", h) for name in ("q", "k", "v"))
+
+    def heads(x: Array, count: int, name: str = "") -> Array:
+        """Divide x into heads, with the norm `name` before or after it."""
+        weight = layer[f"self_attn.{name}.weight"] if name and config.qk_norm else None
+        if weight is not None and config.whole_qk_norm:
+            x, weight = norm(config, x, weight), None
+        x = x.reshape(*h.shape[:-1], count, config.head_dim)
+        return x if weight is None else norm(config, x, weight)
+
+    query, key = heads(query, config.heads, "q_norm"), heads(key, config.kv_heads, "k_norm")
+    query = rotated(query, cos, sin)
+    if config.query_scale is not None:  # attention itself scales by 1 / √d
+        query = query * jnp.asarray(config.query_scale * config.head_dim**0.5, query.dtype)
+    return query, rotated(key, cos, sin), heads(value, config.kv_heads)
 
 
-def gated_mlp(layer: Weights, h: Array) -> Array:
-    """Return the gated MLP down(silu(gate(h)) · up(h)), […, D]."""
-    return linear(
-        layer, "mlp.down_proj", jax.nn.silu(linear(layer, "mlp.gate_proj", h)) * linear(layer, "mlp.up_proj", h)
-    )
+def gated_mlp(config: DecoderConfig, layer: Weights, h: Array) -> Array:
+    """Return the gated MLP down(act(gate(h)) · up(h)), […, D]; act is silu, or Gemma's gelu."""
+    gate = linear(layer, "mlp.gate_proj", h)
+    gate = jax.nn.gelu(gate, approximate=True) if config.is_gemma else jax.nn.silu(gate)
+    return linear(layer, "mlp.down_proj", gate * linear(layer, "mlp.up_proj", h))
 
 
 def grouped_attention(query: Array, key: Array, value: Array, visible: Array) -> Array:

@@ -9,7 +9,16 @@ import pytest
 import torch
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import read_config
@@ -39,12 +48,21 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 CONFIGS = {
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
     "llama": lambda: LlamaConfig(**SIZES),
     "llama3": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
     "mistral": lambda: MistralConfig(**SIZES, head_dim=8, sliding_window=None),
+    "mistral_window": lambda: MistralConfig(**SIZES, head_dim=8, sliding_window=7),
+    "qwen2_window": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "olmo2": lambda: Olmo2Config(**SIZES, pad_token_id=0),
+    "olmo3": lambda: Olmo3Config(**SIZES, pad_token_id=0, **WINDOWS, rope_scaling=YARN),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SIZES, head_dim=16, query_pre_attn_scalar=24, **WINDOWS, rope_scaling={"rope_type": "linear", "factor": 8.0}
+    ),
 }
 
 
@@ -76,9 +94,9 @@ def loaded(path, **options):
     return config, load_weights(path, config, place=lambda _: everywhere, **options)
 
 
-def causal(query, key, value, state):
-    length = query.shape[1]
-    return grouped_attention(query, key, value, jnp.tril(jnp.ones((length, length), bool))[None]), state
+def causal(query, key, value, state, reach=10**6):
+    distance = jnp.arange(query.shape[1])[:, None] - jnp.arange(query.shape[1])
+    return grouped_attention(query, key, value, ((distance >= 0) & (distance < reach))[None]), state
 
 
 @pytest.mark.parametrize("name", CONFIGS)

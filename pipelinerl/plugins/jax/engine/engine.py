@@ -73,7 +73,7 @@ def assembled(options: EngineOptions, *, cache_bytes: int | None = None, starts_
     heads_divided = NamedSharding(mesh, P(None, None, None, "tensor"))
     cache = jax_program.empty_cache(config, options, heads_divided)
     platform = mesh.devices.flat[0].platform
-    prompts = PromptAttention.on(platform, devices=mesh.size)
+    prompts = PromptAttention.on(platform, devices=mesh.size, windows=config.window is not None)
     starts_early = platform != "cpu" if starts_early is None else starts_early
     return JaxRunner(DecoderProgram(config, prompts), weights, cache, starts_early=starts_early)
 

@@ -43,17 +43,22 @@ class PromptAttention(StrEnum):
     SPLASH = "splash"
 
     @classmethod
-    def on(cls, platform: str, *, devices: int) -> PromptAttention:
-        """Return `splash` for a single TPU, else `plain`: XLA cannot split the splash kernel among several devices."""
-        return cls.SPLASH if platform == "tpu" and devices == 1 else cls.PLAIN
+    def on(cls, platform: str, *, devices: int, windows: bool = False) -> PromptAttention:
+        """Return `splash` for a single TPU, else `plain`: XLA cannot split the splash kernel among several devices, and
+        its mask cannot depend on the layer.
+        """
+        return cls.SPLASH if platform == "tpu" and devices == 1 and not windows else cls.PLAIN
 
-    def causal(self, query: Array, key: Array, value: Array) -> Array:
-        """Return causal attention [P, T, H, d] of queries [P, T, H, d] over keys and values [P, T, K, d]."""
+    def causal(self, query: Array, key: Array, value: Array, reach: Array | None = None) -> Array:
+        """Return causal attention [P, T, H, d] of queries [P, T, H, d] over keys and values [P, T, K, d], to the last
+        `reach` i32 [] tokens.
+        """
         length = query.shape[1]
-        if self is PromptAttention.SPLASH and length % LANES == 0:
+        if self is PromptAttention.SPLASH and length % LANES == 0 and reach is None:
             return splash_attention(query, key, value)
-        order = jnp.arange(length)
-        return grouped_attention(query, key, value, (order[:, None] >= order)[None])
+        distance = jnp.arange(length)[:, None] - jnp.arange(length)
+        seen = distance >= 0 if reach is None else (distance >= 0) & (distance < reach)
+        return grouped_attention(query, key, value, seen[None])
 
 
 Weights = Mapping[str, Array]
@@ -93,8 +98,8 @@ def prefill(
     """
     prompts, length = token_ids.shape
 
-    def attend(query: Array, key: Array, value: Array, _: Any) -> tuple[Array, Any]:
-        return program.prompts.causal(query, key, value), (key, value)
+    def attend(query: Array, key: Array, value: Array, _: Any, reach: Array | None = None) -> tuple[Array, Any]:
+        return program.prompts.causal(query, key, value, reach), (key, value)
 
     positions = jnp.broadcast_to(jnp.arange(length), (prompts, length))
     _, computed = _run(program, weights, token_ids, positions, attend)
@@ -138,9 +143,10 @@ def decode(
     config, batch = program.config, len(token_ids)
     order = jnp.arange(length)
     own = (order == positions[:, None])[..., None, None]
-    seen = (order <= positions[:, None])[:, None, :]
+    distance = (positions[:, None] - order)[:, None, :]
 
-    def attend(query: Array, key: Array, value: Array, layer: Array) -> tuple[Array, Any]:
+    def attend(query: Array, key: Array, value: Array, layer: Array, reach: Array | None = None) -> tuple[Array, Any]:
+        seen = distance >= 0 if reach is None else (distance >= 0) & (distance < reach)
         size = (1, batch, length, config.kv_heads, config.head_dim)
         keys, values = (lax.dynamic_slice(entries, (layer, 0, 0, 0, 0), size)[0] for entries in cache)
         keys, values = jnp.where(own, key, keys), jnp.where(own, value, values)

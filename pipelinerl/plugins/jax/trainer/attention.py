@@ -36,9 +36,12 @@ class PackedAttention(StrEnum):
     SPLASH = "splash"
 
     @classmethod
-    def on(cls, platform: str, *, compute: Any) -> PackedAttention:
-        """Return the default implementation for a platform and compute dtype."""
-        return cls.SPLASH if platform == "tpu" and compute == jnp.bfloat16 else cls.DENSE
+    def on(cls, platform: str, *, compute: Any, windows: bool = False) -> PackedAttention:
+        """Return the default implementation for a platform, a compute dtype, and a model with sliding `windows` or not.
+
+        The kernel's mask cannot depend on the layer.
+        """
+        return cls.SPLASH if platform == "tpu" and compute == jnp.bfloat16 and not windows else cls.DENSE
 
     @property
     def least_columns(self) -> int:
@@ -53,18 +56,19 @@ class PackedAttention(StrEnum):
 def _dense(segment_ids: Array) -> Attend:
     columns = segment_ids.shape[1]
 
-    def block(start: int, end: int, query: Array, key: Array, value: Array) -> Array:
-        before = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
+    def block(start: int, end: int, query: Array, key: Array, value: Array, reach: Array | None) -> Array:
+        distance = jnp.arange(start, end)[:, None] - jnp.arange(end)[None, :]
+        before = distance >= 0 if reach is None else (distance >= 0) & (distance < reach)
         same = segment_ids[:, start:end, None] == segment_ids[:, None, :end]
         return grouped_attention(query[:, start:end], key[:, :end], value[:, :end], before & same)
 
-    def attend(query: Array, key: Array, value: Array, state: Any) -> tuple[Array, Any]:
+    def attend(query: Array, key: Array, value: Array, state: Any, reach: Array | None = None) -> tuple[Array, Any]:
         if columns <= _QUERIES_AT_ONCE:
-            return block(0, columns, query, key, value), state
+            return block(0, columns, query, key, value, reach), state
         # The backward pass recomputes each block's scores, so the scores of only one block are in memory at a time.
         replayed = jax.checkpoint(block, static_argnums=(0, 1), policy=jax.checkpoint_policies.nothing_saveable)
         starts = range(0, columns, _QUERIES_AT_ONCE)
-        parts = [replayed(start, start + _QUERIES_AT_ONCE, query, key, value) for start in starts]
+        parts = [replayed(start, start + _QUERIES_AT_ONCE, query, key, value, reach) for start in starts]
         return jnp.concatenate(parts, axis=1), state
 
     return attend

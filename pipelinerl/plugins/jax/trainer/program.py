@@ -207,41 +207,43 @@ def accumulate(
     return program.divided(total), loss, evaluated
 
 
-def _scan_into(
-    so_far: Weights, layer: Callable[..., Any], x: Array, inputs: tuple[Weights, None]
-) -> tuple[Array, None]:
+def _scan_into(so_far: Weights, layer: Callable[..., Any], x: Array, inputs: tuple[Weights, Any]) -> tuple[Array, None]:
     """Run the layers as `lax.scan` does; backward adds the gradient of their weights to `so_far` in place."""
-    return _layers(layer, x, inputs[0], so_far), None
+    return _layers(layer, x, inputs[0], inputs[1], so_far), None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layers(layer: Callable[..., Any], x: Array, weights: Weights, so_far: Weights) -> Array:
-    return lax.scan(layer, x, (weights, None))[0]
+def _layers(layer: Callable[..., Any], x: Array, weights: Weights, kinds: Any, so_far: Weights) -> Array:
+    """Run the layers; `kinds` are what else each of them gets, without a gradient."""
+    return lax.scan(layer, x, (weights, kinds))[0]
 
 
 def _layers_forward(
-    layer: Callable[..., Any], x: Array, weights: Weights, so_far: Weights
-) -> tuple[Array, tuple[Array, Weights, Weights]]:
-    out, inputs = lax.scan(lambda x, own: (layer(x, (own, None))[0], x), x, weights)
-    return out, (inputs, weights, so_far)
+    layer: Callable[..., Any], x: Array, weights: Weights, kinds: Any, so_far: Weights
+) -> tuple[Array, tuple[Array, Weights, Any, Weights]]:
+    def recorded(x: Array, inputs: Any) -> tuple[Array, Array]:
+        return layer(x, inputs)[0], x
+
+    out, inputs = lax.scan(recorded, x, (weights, kinds))
+    return out, (inputs, weights, kinds, so_far)
 
 
 def _layers_backward(
-    layer: Callable[..., Any], saved: tuple[Array, Weights, Weights], outward: Array
-) -> tuple[Array, Weights, None]:
-    inputs, weights, so_far = saved
+    layer: Callable[..., Any], saved: tuple[Array, Weights, Any, Weights], outward: Array
+) -> tuple[Array, Weights, None, None]:
+    inputs, weights, kinds, so_far = saved
 
     def back(i: Array, state: tuple[Array, Weights]) -> tuple[Array, Weights]:
         outward, total = state
         place = len(inputs) - 1 - i
-        own = {name: array[place] for name, array in weights.items()}
-        _, pull = jax.vjp(lambda x, own: layer(x, (own, None))[0], inputs[place], own)
+        own, kind = jax.tree.map(lambda array: array[place], (weights, kinds))
+        _, pull = jax.vjp(lambda x, own: layer(x, (own, kind))[0], inputs[place], own)
         outward, added = pull(outward)
         return outward, {name: array.at[place].add(added[name]) for name, array in total.items()}
 
     with jax.default_matmul_precision("float32"):  # as in `predictions`, whose own context has ended by now
         outward, total = lax.fori_loop(0, len(inputs), back, (outward, so_far))
-    return outward, total, None
+    return outward, total, None, None
 
 
 _layers.defvjp(_layers_forward, _layers_backward)

@@ -70,7 +70,7 @@ class JaxWorker:
             mesh=jax_mesh.build(options.mesh, devices),
             compute=compute,
             remat=options.remat,
-            attention=_attention(options.attention, devices[0].platform, compute),
+            attention=_attention(options.attention, devices[0].platform, compute, windows=config.window is not None),
             head=spec.head_precision,
             logits_at_once=LOGITS_AT_ONCE if devices[0].platform == "cpu" else LOGITS_ON_ACCELERATOR,
         )
@@ -216,10 +216,12 @@ def _devices(spec: TrainerSpec) -> list[Any]:
         raise SpecError(f"device is {spec.device}, but jax finds none: {error}; set device to auto or cpu") from error
 
 
-def _attention(requested: PackedAttention | None, platform: str, compute: Any) -> PackedAttention:
+def _attention(requested: PackedAttention | None, platform: str, compute: Any, *, windows: bool) -> PackedAttention:
     if requested is PackedAttention.SPLASH and platform != "tpu":
         raise SpecError(f'options.attention = "splash" is a kernel for TPUs, got {platform}; leave it out')
-    return PackedAttention.on(platform, compute=compute) if requested is None else requested
+    if requested is PackedAttention.SPLASH and windows:
+        raise SpecError('options.attention = "splash" has no sliding windows, which this model has; leave it out')
+    return PackedAttention.on(platform, compute=compute, windows=windows) if requested is None else requested
 
 
 def _loaded(program: TrainerProgram, spec: TrainerSpec) -> JaxWorker:

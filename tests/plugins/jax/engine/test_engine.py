@@ -39,6 +39,7 @@ from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.interpreted_splash import interpret
 from tests.fakes.spoiled_token import refuses_alone, spoil, untied
 from tests.fakes.update_in_flight import samples_across_an_update
+from tests.families import zoo
 from trainer_contract.types import Device
 
 #: The engine compiles its programs for two lengths: 128 and this one.
@@ -125,6 +126,20 @@ def _agree(ours: Steps, theirs: Steps) -> None:
 def test_jax_engine_samples_the_same_tokens_as_the_torch_engine(runner: JaxRunner, twin: ModelRunner) -> None:
     """The calls in `_script` cover both compiled lengths, greedy rows and truncated sampling."""
     _agree(_script(runner), _script(twin))
+
+
+def test_jax_engine_samples_from_layers_with_windows_as_the_torch_engine(
+    options: EngineOptions, tmp_path: Path
+) -> None:
+    config = zoo.config_of("gemma3_text")
+    config.vocab_size = len(char_tokenizer())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    zoo.randomise(model)
+    model.save_pretrained(tmp_path)
+    options = replace(options, model_path=tmp_path)
+    _agree(_script(jax_engine.assembled(options)), _script(torch_engine.load_runner(replace(options, threads=1))))
 
 
 def test_jax_engine_samples_the_same_tokens_if_steps_start_early(options: EngineOptions, runner: JaxRunner) -> None:

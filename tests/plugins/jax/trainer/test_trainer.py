@@ -75,7 +75,15 @@ def test_jax_trainer_passes_the_conformance_kit(model_path, tmp_path):
     assert [(r.name, r.reason) for r in results if r.status is Status.FAILED] == []
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2",
+        "qwen3",
+        "gemma3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "olmo3", "mistral")),
+    ],
+)
 def test_jax_log_probs_and_gradients_match_the_torch_trainer(name, model_path, micro_batch):
     path, batch = model_path(name), micro_batch()
     ours, theirs = started(path), started(path, TorchTrainer)
@@ -164,9 +172,16 @@ def test_jax_trainer_compiles_one_program_per_row_shape(model_path, micro_batch,
     assert 1 <= compilations.count("jit(accumulate)") <= len(shapes) <= 2
 
 
-@pytest.mark.parametrize("remat", [pytest.param("matmuls", marks=pytest.mark.slow), "inference_matched"])
-def test_rematerialisation_does_not_change_gradients_or_log_probs(remat, model_path, micro_batch):
-    path, batch = model_path("qwen2"), micro_batch()
+@pytest.mark.parametrize(
+    ("remat", "name"),
+    [
+        pytest.param("matmuls", "qwen2", marks=pytest.mark.slow),
+        ("inference_matched", "qwen2"),
+        ("inference_matched", "gemma3"),
+    ],
+)
+def test_rematerialisation_does_not_change_gradients_or_log_probs(remat, name, model_path, micro_batch):
+    path, batch = model_path(name), micro_batch()
     plain, trainer = started(path), started(path, options={"remat": remat})
     plain.backward([batch], OBJECTIVE)
     stats = trainer.backward([batch], OBJECTIVE)[0]
@@ -384,7 +399,7 @@ def test_jax_trainer_rejects_unsatisfiable_specs(fields, sentence, model_path):
         JaxTrainer().init_worker(replace(spec_of(model_path("qwen2")), **fields))
 
 
-@pytest.mark.parametrize(("name", "sentence"), [("gpt2", "'gpt2' is not supported"), ("mistral", "a sliding window")])
+@pytest.mark.parametrize(("name", "sentence"), [("gpt2", "'gpt2' is not supported")])
 def test_jax_trainer_rejects_unsupported_architectures(name, sentence, model_path):
     with pytest.raises(SpecError, match=sentence):
         started(model_path(name))

@@ -1,15 +1,12 @@
 """Tests of the actor's loop on a stream in memory, with a scripted sampler: each requested group ends exactly once."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import msgspec
 import numpy as np
@@ -18,7 +15,7 @@ import pytest
 from inference_contract.errors import ContextExceeded, InvalidRequest
 from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, Choice, Usage
 from pipelinerl.actor.actor import Actor, ActorSettings, StageLog, VerifierTally
-from pipelinerl.actor.group_maker import GroupMaker, GroupProgress, MadeRollout, Sampler
+from pipelinerl.actor.group_maker import GroupProgress
 from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
@@ -34,7 +31,6 @@ from pipelinerl.messages import (
     GroupFailed,
     GroupHandedOver,
     GroupOutdated,
-    Report,
     VerifierFigures,
     decode_report,
 )
@@ -49,16 +45,13 @@ from pipelinerl.types import (
     Problem,
     PromptOrder,
     Purpose,
-    RolloutGroup,
     Sampling,
     Verdict,
 )
 from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.verifier import (
-    GroupVerifier,
     Judgement,
     PerAnswerVerifier,
-    SampledAnswer,
     correct,
     failed,
     timed_out,
@@ -75,7 +68,7 @@ DEADLINE_S = PATIENCE_S
 Script = Callable[[ChatCompletionRequest], ChatCompletion | Exception]
 
 
-def order(index: int, *, purpose: Purpose = Purpose.TRAINING, samples: int = 2) -> PromptOrder:
+def order(index, *, purpose=Purpose.TRAINING, samples=2):
     problem = Problem(
         problem_id=str(index), domain="d", messages=(Message("user", f"say {index}"),), ground_truth=f"{index}"
     )
@@ -89,11 +82,11 @@ def order(index: int, *, purpose: Purpose = Purpose.TRAINING, samples: int = 2) 
     )
 
 
-def completion(*texts: str, finish: str = "stop", **changes: Any) -> ChatCompletion:
+def completion(*texts, finish="stop", **changes):
     """Return a completion with one choice per text. Each has three tokens: two of model version 4, one of version 5."""
     fields = {"token_ids": [7, 8, 9], "token_logprobs": [-0.5, -0.25, -1.0], "version_spans": [(4, 2), (5, 1)]}
     choices = [
-        Choice(index=i, message=AssistantMessage(content=text), finish_reason=finish, **(fields | changes))  # type: ignore[arg-type]
+        Choice(index=i, message=AssistantMessage(content=text), finish_reason=finish, **(fields | changes))
         for i, text in enumerate(texts)
     ]
     usage = Usage(prompt_tokens=2, completion_tokens=3 * len(texts), total_tokens=2 + 3 * len(texts))
@@ -102,7 +95,7 @@ def completion(*texts: str, finish: str = "stop", **changes: Any) -> ChatComplet
     )
 
 
-def answers(request: ChatCompletionRequest) -> ChatCompletion:
+def answers(request):
     """Return samples for the request: the first sample is correct, and all others are wrong."""
     assert request.messages is not None
     right = request.messages[0].content.removeprefix("say ")
@@ -113,21 +106,14 @@ def answers(request: ChatCompletionRequest) -> ChatCompletion:
 class ScriptedSampler:
     """Sampler with scripted answers; satisfies `Sampler`. It withholds answers while `gate` is closed."""
 
-    def __init__(self, script: Script = answers) -> None:
+    def __init__(self, script=answers):
         self.script = script
-        self.requests: list[ChatCompletionRequest] = []
+        self.requests = []
         self.handed_over = (0, 0)
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def complete(
-        self,
-        request: ChatCompletionRequest,
-        *,
-        begun: Callable[[], None] = lambda: None,
-        engine: str = "",
-        near: str = "",
-    ) -> Answered:
+    async def complete(self, request, *, begun=lambda: None, engine="", near=""):
         self.requests.append(request)
         self.again = begun
         begun()
@@ -142,14 +128,14 @@ class ScriptedSampler:
 class Exact:
     """Verifier that accepts only the exact ground truth. For the answer `?` it returns an error, not a verdict."""
 
-    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+    async def verify(self, problem, completion_text):
         if completion_text == "?":
             return failed("no idea")
         right = completion_text == problem.ground_truth
         return Verdict(outcome=Outcome.CORRECT if right else Outcome.WRONG, reward=float(right))
 
 
-def exact(domain: str) -> GroupVerifier:
+def exact(domain):
     if domain != "d":
         raise UserError(f"domain {domain!r} is not in this actor's recipe")
     return PerAnswerVerifier(Exact())
@@ -159,22 +145,22 @@ def exact(domain: str) -> GroupVerifier:
 class Watched:
     """A stream in memory, with methods that append prompt orders and read the groups and reports of the actor."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.stream = MemoryStream()
 
-    async def order(self, *orders: PromptOrder | bytes) -> None:
+    async def order(self, *orders):
         await self.stream.append(PROMPTS, [o if isinstance(o, bytes) else encode_order(o) for o in orders])
 
-    async def groups(self) -> list[RolloutGroup]:
+    async def groups(self):
         entries = await self.stream.read({PARTITION: START}, count=1000, block_s=0)
         return [decode_group(entry.payload) for entry in entries]
 
-    async def reports(self, kind: type[Any]) -> list[Any]:
+    async def reports(self, kind):
         entries = await self.stream.read({REPORTS: START}, count=1000, block_s=0)
-        decoded: list[Report] = [decode_report(entry.payload) for entry in entries]
+        decoded = [decode_report(entry.payload) for entry in entries]
         return [report for report in decoded if isinstance(report, kind)]
 
-    async def unacknowledged(self) -> int:
+    async def unacknowledged(self):
         return len(self.stream._pending(PROMPTS, ACTORS_GROUP))
 
 
@@ -182,27 +168,25 @@ class Watched:
 class FullServer:
     """Stream that rejects appended rollouts, as if its server had no memory left; `behind` handles all other calls."""
 
-    def __init__(self, behind: MemoryStream) -> None:
+    def __init__(self, behind):
         self._behind = behind
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._behind, name)
 
-    async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
+    async def append(self, stream, payloads, *, first_id=None):
         if stream == PARTITION:
             raise AddressError("out of memory")
         return await self._behind.append(stream, payloads, first_id=first_id)
 
 
-def by(sampler: Sampler) -> Callable[[str], GroupMaker]:
+def by(sampler):
     """Return a factory of group makers that sample every rollout in a single turn from `sampler`."""
     return lambda _: SingleTurn(sampler, exact, attempts=3)
 
 
 @asynccontextmanager
-async def working(
-    watched: Watched, sampler: ScriptedSampler, *, in_flight: int = 4, stream: Any = None
-) -> AsyncIterator[asyncio.Task[None]]:
+async def working(watched, sampler, *, in_flight=4, stream=None):
     settings = ActorSettings(name=NAME, groups_in_flight=in_flight, heartbeat_s=0.02, block_s=0.02, reclaim_idle_s=5.0)
     task = asyncio.create_task(
         Actor(settings, stream=stream or watched.stream, maker_of=by(sampler)).run(), name="actor"
@@ -214,7 +198,7 @@ async def working(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def until(happened: Callable[[], Any]) -> Any:
+async def until(happened):
     """Poll the coroutine function `happened` until its result is true; return the result."""
     async with asyncio.timeout(DEADLINE_S):
         while not (result := await happened()):
@@ -222,7 +206,7 @@ async def until(happened: Callable[[], Any]) -> Any:
     return result
 
 
-async def test_actor_answers_a_prompt_order_with_a_verified_rollout_group() -> None:
+async def test_actor_answers_a_prompt_order_with_a_verified_rollout_group():
     watched, sampler = Watched(), ScriptedSampler()
     async with working(watched, sampler):
         await watched.order(order(7))
@@ -239,7 +223,7 @@ async def test_actor_answers_a_prompt_order_with_a_verified_rollout_group() -> N
     assert request.return_token_ids
 
 
-async def test_group_too_old_for_the_next_step_is_dropped() -> None:
+async def test_group_too_old_for_the_next_step_is_dropped():
     """With staleness bound k = 2, a group begun at version 3 is too old at version 5; one restarted at 5 stays."""
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
@@ -247,10 +231,10 @@ async def test_group_too_old_for_the_next_step_is_dropped() -> None:
     actor = Actor(settings, stream=watched.stream, maker_of=by(sampler))
     task = asyncio.create_task(actor.run())
 
-    async def has_requested(number: int) -> bool:
+    async def has_requested(number):
         return len(sampler.requests) == number
 
-    async def outdated() -> list[GroupOutdated]:
+    async def outdated():
         return await watched.reports(GroupOutdated)
 
     try:
@@ -279,7 +263,7 @@ async def test_group_too_old_for_the_next_step_is_dropped() -> None:
     assert await watched.unacknowledged() == 0
 
 
-async def test_dropped_group_frees_its_engine_slots_immediately() -> None:
+async def test_dropped_group_frees_its_engine_slots_immediately():
     """The engine needs 60 s for a token, so its slots become free in time only if the actor disconnects."""
     watched, engine = Watched(), ScriptedEngine(step_s=60.0)
     with in_thread(create_app(engine, token=None)) as url:
@@ -299,7 +283,7 @@ async def test_dropped_group_frees_its_engine_slots_immediately() -> None:
     assert await watched.unacknowledged() == 0 and not await watched.groups()
 
 
-async def test_prompt_order_is_acknowledged_only_after_its_rollout_group_is_appended() -> None:
+async def test_prompt_order_is_acknowledged_only_after_its_rollout_group_is_appended():
     """If the append fails, the order stays assigned to this actor, which repeats it after a restart."""
 
     watched = Watched()
@@ -313,14 +297,14 @@ async def test_prompt_order_is_acknowledged_only_after_its_rollout_group_is_appe
         assert await until(lambda: none_of(watched.unacknowledged()))
 
 
-async def none_of(count: Any) -> bool:
+async def none_of(count):
     return await count == 0
 
 
-async def test_only_aborted_samples_are_sampled_again() -> None:
+async def test_only_aborted_samples_are_sampled_again():
     """The request for the missing samples has another seed than the first request."""
 
-    def script(request: ChatCompletionRequest) -> ChatCompletion:
+    def script(request):
         if request.n == 3:
             aborted = completion("cut", "cut", finish="abort")
             return aborted.model_copy(update={"choices": [*completion("7").choices, *aborted.choices]})
@@ -336,20 +320,20 @@ async def test_only_aborted_samples_are_sampled_again() -> None:
     assert len({request.seed for request in sampler.requests}) == 2
 
 
-async def test_actor_reports_the_tokens_kept_and_resampled_when_an_answer_moved_to_another_engine() -> None:
+async def test_actor_reports_the_tokens_kept_and_resampled_when_an_answer_moved_to_another_engine():
     watched, sampler = Watched(), ScriptedSampler()
     sampler.handed_over = (40, 3)
     async with working(watched, sampler):
         await watched.order(order(7))
 
-        async def handed_over() -> list[GroupHandedOver]:
+        async def handed_over():
             return await watched.reports(GroupHandedOver)
 
         (report,) = await until(handed_over)
     assert report == GroupHandedOver(order_id="prompt-000007", index=7, tokens_kept=40, tokens_resampled=3)
 
 
-async def test_group_sampled_by_a_single_engine_is_not_reported_as_handed_over() -> None:
+async def test_group_sampled_by_a_single_engine_is_not_reported_as_handed_over():
     watched, sampler = Watched(), ScriptedSampler()
     async with working(watched, sampler):
         await watched.order(order(7))
@@ -358,7 +342,7 @@ async def test_group_sampled_by_a_single_engine_is_not_reported_as_handed_over()
     assert not await watched.reports(GroupHandedOver)
 
 
-async def _reported(watched: Watched, right: Callable[[ActorAlive], bool]) -> bool:
+async def _reported(watched, right):
     return any(right(alive) for alive in await watched.reports(ActorAlive))
 
 
@@ -377,9 +361,7 @@ async def _reported(watched: Watched, right: Callable[[ActorAlive], bool]) -> bo
         (lambda _: completion("x", "y").model_copy(update={"prompt_token_ids": []}), "0 prompt tokens"),
     ],
 )
-async def test_engine_error_fails_only_the_requested_group_that_caused_it_and_later_groups_succeed(
-    script: Script, reason: str
-) -> None:
+async def test_engine_error_fails_only_the_requested_group_that_caused_it_and_later_groups_succeed(script, reason):
     watched, sampler = Watched(), ScriptedSampler(script)
     async with working(watched, sampler):
         await watched.order(order(7))
@@ -393,7 +375,7 @@ async def test_engine_error_fails_only_the_requested_group_that_caused_it_and_la
         assert await until(lambda: none_of(watched.unacknowledged()))
 
 
-async def test_group_requested_from_a_domain_that_is_not_in_the_recipe_fails() -> None:
+async def test_group_requested_from_a_domain_that_is_not_in_the_recipe_fails():
     watched, other = Watched(), order(7)
     problem = Problem(problem_id="7", domain="other", messages=other.problem.messages, ground_truth="")
     async with working(watched, ScriptedSampler()):
@@ -416,7 +398,7 @@ class OwnError(BaseException):
 
 
 class Unreadable(Exception):
-    def __str__(self) -> str:
+    def __str__(self):
         raise RuntimeError("no message")
 
 
@@ -424,17 +406,17 @@ class Unreadable(Exception):
 class Raising:
     """A group maker that raises what its table says for the order's index; it makes all other groups."""
 
-    def __init__(self, errors: dict[int, BaseException]) -> None:
+    def __init__(self, errors):
         self._errors = errors
         self._maker = SingleTurn(ScriptedSampler(), exact, attempts=1)
 
-    async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
+    async def make(self, order, progress):
         if (error := self._errors.get(order.index)) is not None:
             raise error
         return await self._maker.make(order, progress)
 
 
-async def test_exception_of_a_maker_fails_its_order_once_and_the_actor_works_on() -> None:
+async def test_exception_of_a_maker_fails_its_order_once_and_the_actor_works_on():
     errors = [RuntimeError("broken" * 10**6), SystemExit(3), OwnError("own"), asyncio.CancelledError(), Unreadable()]
     watched, maker = Watched(), Raising(dict(enumerate(errors)))
     settings = ActorSettings(name=NAME, groups_in_flight=2, heartbeat_s=0.02, block_s=0.02)
@@ -462,43 +444,43 @@ async def test_exception_of_a_maker_fails_its_order_once_and_the_actor_works_on(
 class BadVerifier:
     """A `GroupVerifier` whose verdicts have fields of wrong types; it raises for the answer `?`."""
 
-    async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
+    async def judge(self, problem, answers):
         if problem.ground_truth == "0":
             raise OverflowError("too large")
-        reward: Any = np.float32(0.5) if problem.ground_truth == "1" else 10**400
-        return [Judgement(Verdict(outcome="partial", reward=reward, reason=None), 0)] * len(answers)  # type: ignore[arg-type]
+        reward = np.float32(0.5) if problem.ground_truth == "1" else 10**400
+        return [Judgement(Verdict(outcome="partial", reward=reward, reason=None), 0)] * len(answers)
 
-    async def close(self) -> None: ...
+    async def close(self): ...
 
 
 @final
 class Process:
     """A stream and a group maker of an actor's process, which dies when the deadly order runs: it stops answering."""
 
-    def __init__(self, watched: Watched, *, deadly: int) -> None:
+    def __init__(self, watched, *, deadly):
         self.died = asyncio.Event()
-        self.begun: list[int] = []
+        self.begun = []
         self._watched, self._deadly = watched, deadly
         self._maker = SingleTurn(ScriptedSampler(), exact, attempts=1)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if self.died.is_set():
             raise AddressError("this process is dead")
         return getattr(self._watched.stream, name)
 
-    async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
+    async def make(self, order, progress):
         self.begun.append(order.index)
         if order.index == self._deadly:
             self.died.set()
         await asyncio.sleep(0.01)
         return await self._maker.make(order, progress)
 
-    async def run(self, *, groups: int) -> None:
+    async def run(self, *, groups):
         """Run an actor until it dies, or until there are `groups` groups and no order is left."""
         settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
-        task = asyncio.create_task(Actor(settings, stream=self, maker_of=lambda _: self).run())  # type: ignore[arg-type]
+        task = asyncio.create_task(Actor(settings, stream=self, maker_of=lambda _: self).run())
 
-        async def is_over() -> bool:
+        async def is_over():
             done = await appended(self._watched, groups) and await none_of(self._watched.unacknowledged())
             return done or self.died.is_set()
 
@@ -507,7 +489,7 @@ class Process:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_order_that_three_processes_did_not_survive_fails_and_the_orders_beside_it_succeed() -> None:
+async def test_order_that_three_processes_did_not_survive_fails_and_the_orders_beside_it_succeed():
     watched = Watched()
     await watched.order(*map(order, range(1, 5)))
     begun = []
@@ -531,12 +513,12 @@ async def test_order_that_three_processes_did_not_survive_fails_and_the_orders_b
     assert await _reported(watched, lambda alive: alive.verifiers.get("d", VerifierFigures()).errors == 1)
 
 
-async def test_orders_of_actors_that_were_stopped_and_not_killed_are_never_given_up() -> None:
+async def test_orders_of_actors_that_were_stopped_and_not_killed_are_never_given_up():
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(order(1), order(2))
 
-    async def both_begun() -> bool:
+    async def both_begun():
         return len(sampler.requests) == 2
 
     for _ in range(5):
@@ -549,11 +531,11 @@ async def test_orders_of_actors_that_were_stopped_and_not_killed_are_never_given
     assert sorted(group.index for group in await watched.groups()) == [1, 2]
 
 
-async def appended(watched: Watched, count: int) -> bool:
+async def appended(watched, count):
     return len(await watched.groups()) == count
 
 
-async def test_bad_verdicts_and_errors_of_a_verifier_mask_answers_and_reach_the_trainer() -> None:
+async def test_bad_verdicts_and_errors_of_a_verifier_mask_answers_and_reach_the_trainer():
     watched = Watched()
     maker = SingleTurn(ScriptedSampler(), lambda _: BadVerifier(), attempts=1)
     settings = ActorSettings(name=NAME, groups_in_flight=2, heartbeat_s=0.02, block_s=0.02)
@@ -573,7 +555,7 @@ async def test_bad_verdicts_and_errors_of_a_verifier_mask_answers_and_reach_the_
 
 
 @pytest.mark.parametrize("record", [b"", b"nonsense", encode_order(order(1))[:-1]])
-async def test_undecodable_prompt_order_is_moved_to_the_dead_letter_stream(record: bytes) -> None:
+async def test_undecodable_prompt_order_is_moved_to_the_dead_letter_stream(record):
     watched = Watched()
     async with working(watched, ScriptedSampler()):
         await watched.order(record, order(8))
@@ -583,9 +565,7 @@ async def test_undecodable_prompt_order_is_moved_to_the_dead_letter_stream(recor
 
 
 @pytest.mark.parametrize(("text", "correct", "judged"), [("7", 1, 3), ("no", 0, 3), ("?", 0, 2)])
-async def test_evaluation_result_is_reported_to_the_controller_and_not_appended_to_the_rollouts(
-    text: str, correct: int, judged: int
-) -> None:
+async def test_evaluation_result_is_reported_to_the_controller_and_not_appended_to_the_rollouts(text, correct, judged):
     watched, sampler = Watched(), ScriptedSampler(lambda _: completion(text, "no", "no"))
     async with working(watched, sampler):
         await watched.order(order(7, purpose=Purpose.EVALUATION, samples=3))
@@ -612,7 +592,7 @@ async def test_evaluation_result_is_reported_to_the_controller_and_not_appended_
     assert await watched.groups() == []
 
 
-async def test_actor_works_on_no_more_prompt_orders_at_a_time_than_its_limit() -> None:
+async def test_actor_works_on_no_more_prompt_orders_at_a_time_than_its_limit():
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(*(order(index) for index in range(10)))
@@ -625,7 +605,7 @@ async def test_actor_works_on_no_more_prompt_orders_at_a_time_than_its_limit() -
         assert sorted(group.index for group in await watched.groups()) == list(range(10))
 
 
-async def test_groups_in_flight_at_a_cancelled_actor_are_completed_after_its_restart() -> None:
+async def test_groups_in_flight_at_a_cancelled_actor_are_completed_after_its_restart():
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(order(1), order(2))
@@ -639,7 +619,7 @@ async def test_groups_in_flight_at_a_cancelled_actor_are_completed_after_its_res
     assert sorted(group.index for group in await watched.groups()) == [1, 2]
 
 
-async def test_group_rejected_by_the_curation_filter_is_appended_with_the_reason_and_counted(tmp_path: Path) -> None:
+async def test_group_rejected_by_the_curation_filter_is_appended_with_the_reason_and_counted(tmp_path):
     """The filter judges neither evaluation answers nor groups whose verifier returned an error."""
     file = tmp_path / "mine.py"
     file.write_text("def keep(answer, correct):\n    return any(correct) or f'none of {len(correct)} for {answer}'\n")
@@ -649,7 +629,7 @@ async def test_group_rejected_by_the_curation_filter_is_appended_with_the_reason
         lambda request: completion(*{7: ("7", "no"), 8: ("?", "?")}.get(prompt_number(request), ("a", "b")))
     )
 
-    def prompt_number(request: ChatCompletionRequest) -> int:
+    def prompt_number(request):
         assert request.messages is not None
         return int(request.messages[0].content.removeprefix("say "))
 
@@ -657,10 +637,10 @@ async def test_group_rejected_by_the_curation_filter_is_appended_with_the_reason
     actor = Actor(settings, stream=watched.stream, maker_of=by(sampler), group_filter=group_filter)
     task = asyncio.create_task(actor.run())
 
-    async def all_there() -> bool:
+    async def all_there():
         return len(await watched.groups()) == 3 and bool(await watched.reports(EvaluationDone))
 
-    async def counted() -> bool:
+    async def counted():
         return any(alive.filtering.judged == 2 for alive in await watched.reports(ActorAlive))
 
     try:
@@ -677,17 +657,17 @@ async def test_group_rejected_by_the_curation_filter_is_appended_with_the_reason
         await group_filter.close()
 
 
-def stage_log() -> StageLog:
+def stage_log():
     ticks = count(1)
     return StageLog(clock=lambda: float(next(ticks)))
 
 
-def trace(log: StageLog, traced: PromptOrder, *spans: list[tuple[int, int]]) -> None:
+def trace(log, traced, *spans):
     with log.claimed(traced):
         log.verified(traced, GroupProgress(engine="http://a", sampled_at=1.5, spans=spans or [[(0, 1)]]))
 
 
-def test_traced_group_is_reported_once_with_the_version_spans_of_its_longest_answer() -> None:
+def test_traced_group_is_reported_once_with_the_version_spans_of_its_longest_answer():
     log = stage_log()
     trace(log, replace(order(7), seed=4), [(0, 1)], [(0, 2), (1, 3)])
     (stages,) = log.take()
@@ -696,7 +676,7 @@ def test_traced_group_is_reported_once_with_the_version_spans_of_its_longest_ans
     assert log.take() == []
 
 
-def test_stage_log_traces_a_quarter_of_training_groups_chosen_by_seed_and_no_evaluations() -> None:
+def test_stage_log_traces_a_quarter_of_training_groups_chosen_by_seed_and_no_evaluations():
     log = stage_log()
     drawn = []
     for seed in range(16):
@@ -707,7 +687,7 @@ def test_stage_log_traces_a_quarter_of_training_groups_chosen_by_seed_and_no_eva
     assert log.take() == []
 
 
-def test_actor_heartbeat_contains_at_most_4_traced_groups_with_at_most_32_version_spans_each() -> None:
+def test_actor_heartbeat_contains_at_most_4_traced_groups_with_at_most_32_version_spans_each():
     log = stage_log()
     for index in range(9):
         trace(log, replace(order(index), seed=4), [(version, 1) for version in range(50)])
@@ -716,7 +696,7 @@ def test_actor_heartbeat_contains_at_most_4_traced_groups_with_at_most_32_versio
     assert all(len(each.spans) == 32 for each in stages)
 
 
-def test_group_that_fails_is_not_in_the_stage_log() -> None:
+def test_group_that_fails_is_not_in_the_stage_log():
     log, failing = stage_log(), replace(order(1), seed=4)
     with contextlib.suppress(ValueError), log.claimed(failing):
         raise ValueError
@@ -724,7 +704,7 @@ def test_group_that_fails_is_not_in_the_stage_log() -> None:
     assert log.take() == []
 
 
-def test_verifier_errors_are_counted_by_domain_and_a_verdict_resets_the_count_of_consecutive_errors() -> None:
+def test_verifier_errors_are_counted_by_domain_and_a_verdict_resets_the_count_of_consecutive_errors():
     tally = VerifierTally()
     tally.note("math", [Judgement(correct("1"), 0.5), Judgement(failed("broke"), 0.25), Judgement(timed_out(2.0), 2.0)])
     tally.note("code", [Judgement(failed("x"), 0.0)] * 3)

@@ -1,20 +1,17 @@
 """A live run whose trainer announces new weights on the stream instead of sending requests to engines."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
 
 import pytest
 
 from inference_contract.weights import WeightUpdateResponse
-from pipelinerl.messages import TAKEN, WeightsTaken, decode_taken
+from pipelinerl.messages import TAKEN, decode_taken
 from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import START
-from tests.fakes.live_run import LiveRun, launched, light_run
+from tests.fakes.live_run import launched, light_run
 
 
-async def taken(run: LiveRun) -> list[WeightsTaken]:
+async def taken(run):
     """Return the engines' recent reports of loaded weights."""
     argv = run.role("trainer").cmdline()
     url = argv[argv.index("--redis-url") + 1]
@@ -27,7 +24,7 @@ async def taken(run: LiveRun) -> list[WeightsTaken]:
 
 
 @pytest.mark.slow
-def test_every_engine_pulls_the_weight_versions_that_the_trainer_announces_on_the_stream(tmp_path: Path) -> None:
+def test_every_engine_pulls_the_weight_versions_that_the_trainer_announces_on_the_stream(tmp_path):
     announced = ("weights.transport=pull", "weights.announce=stream", "engine.count=2")
     with launched(light_run(tmp_path / "run", *announced), tmp_path / "run") as run:
         run.until_step(6)

@@ -1,9 +1,6 @@
 """Live runs from a bfloat16 model directory, which is the usual case, and runs that fail with a stated reason."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,9 +19,7 @@ FEW = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32", 
     ],
 )
 @pytest.mark.slow  # test_own_reward.py tests this faster, with a user's reward function
-def test_run_on_a_bfloat16_model_directory_trains_in_its_own_or_another_dtype(
-    tmp_path: Path, overrides: tuple[str, ...]
-) -> None:
+def test_run_on_a_bfloat16_model_directory_trains_in_its_own_or_another_dtype(tmp_path, overrides):
     model = directory(tmp_path / "model", torch.bfloat16, config="bfloat16", keep="norm")
     with launched(new_run(tmp_path / "run", f"model.path={model}", *FEW, *overrides), tmp_path / "run") as run:
         assert run.end() == 0, run.story()
@@ -32,7 +27,7 @@ def test_run_on_a_bfloat16_model_directory_trains_in_its_own_or_another_dtype(
         assert run.events("engine_verified") and not run.events("engine_lost"), run.story()
 
 
-def test_run_with_a_failing_verifier_ends_with_the_reason(tmp_path: Path) -> None:
+def test_run_with_a_failing_verifier_ends_with_the_reason(tmp_path):
     (tmp_path / "mine.py").write_text("def score(completion_text):\n    return float('nan')\n")
     domain = f'[{{name = "sums", source = "addition", verifier = "{tmp_path}/mine.py:score"}}]'
     with launched(light_run(tmp_path / "run", *FEW, f"domains={domain}"), tmp_path / "run") as run:
@@ -46,7 +41,7 @@ def test_run_with_a_failing_verifier_ends_with_the_reason(tmp_path: Path) -> Non
     assert failed["elapsed_s"] - failing["elapsed_s"] < 60
 
 
-def test_run_in_which_no_answer_is_ever_right_fails_as_hopeless_with_status_1(tmp_path: Path) -> None:
+def test_run_in_which_no_answer_is_ever_right_fails_as_hopeless_with_status_1(tmp_path):
     (tmp_path / "mine.py").write_text("def score(completion_text):\n    return 0.0\n")
     domain = f'[{{name = "sums", source = "addition", verifier = "{tmp_path}/mine.py:score"}}]'
     ends = ("training.no_signal=filter", "run.no_signal_steps=2", "run.steps=1000")

@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 import pytest
 
-from inference_contract.engine import Engine
 from pipelinerl.config.sections import ElasticSection
-from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered, KnobsPatched, StopAsked
-from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.enums import Elasticity
 from pipelinerl.streams.memory_stream import MemoryStream
 from tests.end_to_end.test_bigram_run import model_in, new_controller, run
 from tests.fakes.live_fleet import assert_nothing_lost, engines, fleet, until_serving, until_steps
-from tests.fakes.live_run import CLI, LiveRun, launched, light_run
+from tests.fakes.live_run import CLI, launched, light_run
 from tests.fakes.paced_bigram import ENGINE, TRAINER, engine, set_pace
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
@@ -42,24 +37,24 @@ RULE: Final = ElasticSection(interval_s=0.3, patience=1, settle_s=0.0, waiting=0
 class Site:
     """Starts and stops engines as a controller in this process requests."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model):
         self.options = EngineOptions(model_path=model, model_id="bigram", slots=8, max_waiting=4096, context_length=64)
-        self.gone: dict[str, int] = {}
+        self.gone = {}
         """Tokens that each stopped engine had sampled, in the order of stopping."""
-        self._up: dict[str, tuple[ExitStack, Engine]] = {}
+        self._up = {}
 
-    def start(self, name: str) -> str:
+    def start(self, name):
         """Serve a new engine; return its URL."""
         self._up[name] = serving, made = ExitStack(), engine(self.options)
         return serving.enter_context(in_thread(create_app(made, token=None)))
 
-    def stop(self, name: str) -> None:
+    def stop(self, name):
         """Stop the engine's server and wait until it has ended."""
         serving, stopped = self._up.pop(name)
         self.gone[name] = stopped.metrics().generated_tokens_total
         serving.close()
 
-    async def follow(self, service: ControllerService, pool: EnginePool) -> None:
+    async def follow(self, service, pool):
         """Act once like launcher and actor: start, stop and use engines as the controller requests."""
         seen, fleet = service.status().fleet, service.controller.state.fleet
         pool.update(fleet.serving(), finishing=fleet.finishing())
@@ -74,7 +69,7 @@ class Site:
         await asyncio.sleep(0.02)
 
 
-async def _grows_and_shrinks(service: ControllerService, pool: EnginePool, *, site: Site, url: str) -> None:
+async def _grows_and_shrinks(service, pool, *, site, url):
     """Check that scaling adds a second engine once the limit permits it, and removes an engine when work is scarce.
 
     At first, scaling is a dry run, which adds no engine. One group fills all slots of an engine, so an engine with
@@ -103,22 +98,22 @@ async def _grows_and_shrinks(service: ControllerService, pool: EnginePool, *, si
     await _stops(service, pool, site)
 
 
-async def _stops(service: ControllerService, pool: EnginePool, site: Site) -> None:
+async def _stops(service, pool, site):
     await service.perform(StopAsked(now=await service.now(), reason="seen enough"))
     while True:
         await site.follow(service, pool)
 
 
-def _scaled(events: Sequence[Mapping[str, Any]], kind: str = "engines_scaled") -> list[tuple[int, int]]:
+def _scaled(events, kind="engines_scaled"):
     return [(event["from"], event["to"]) for event in events if event["kind"] == kind]
 
 
-async def test_run_adds_engines_under_load_and_removes_them(tmp_path: Path) -> None:
+async def test_run_adds_engines_under_load_and_removes_them(tmp_path):
     model = model_in(tmp_path / "model", alphabet="ab")  # small: one of five equally likely tokens is right
     set_pace(model, **SLOW)
     site, made = Site(model), new_controller(steps=100_000)
     made.settings = replace(made.settings, elastic=RULE.model_copy(update={"mode": Elasticity.DRY_RUN}))
-    limits: dict[str, Any] = {"engines_min": {ENGINE: 1}, "engines_max": {ENGINE: 1}}
+    limits = {"engines_min": {ENGINE: 1}, "engines_max": {ENGINE: 1}}
     made.state.knobs = replace(made.state.knobs, learning_rate=1e-9, **limits)
     url = site.start("engine-0")
     try:
@@ -163,18 +158,18 @@ _LIVE: Final = (
 )
 
 
-def _turn(run: LiveRun, limit: str, number: int) -> None:
+def _turn(run, limit, number):
     words = [*CLI, "knobs", "set", str(run.directory), f"{limit}.{ENGINE}={number}"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
 
 
-def _until_gone(run: LiveRun, name: str) -> None:
+def _until_gone(run, name):
     run.until(lambda run: fleet(run)[name].state == "left", f"{name} to be drained")
 
 
 @pytest.mark.slow
-def test_live_run_adds_and_removes_engines_and_keeps_its_minimum(tmp_path: Path) -> None:
+def test_live_run_adds_and_removes_engines_and_keeps_its_minimum(tmp_path):
     directory = tmp_path / "run"
     arguments, model = light_run(directory, *_LIVE), tmp_path / "bigram" / "model"
     set_pace(model, **SLOW)

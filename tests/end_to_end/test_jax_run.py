@@ -4,14 +4,10 @@ In lockstep, and with policy ratios to recomputed log-probs, the results of a ru
 seed. A trainer restored from its checkpoint after a kill must therefore repeat the training curve bit for bit.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from tests.fakes.live_run import LiveRun, launched, new_run
+from tests.fakes.live_run import launched, new_run
 
 STEPS = 8
 LOCKSTEP = (
@@ -26,7 +22,7 @@ LOCKSTEP = (
 Curve = dict[int, tuple[float, ...]]
 
 
-def curve(run: LiveRun) -> Curve:
+def curve(run):
     """Return the metrics of each step; if a step was repeated, those of the last repetition."""
     measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
     return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
@@ -34,7 +30,7 @@ def curve(run: LiveRun) -> Curve:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_jax_run_matches_a_torch_run_and_repeats_its_training_curve_after_a_kill(tmp_path: Path) -> None:
+def test_jax_run_matches_a_torch_run_and_repeats_its_training_curve_after_a_kill(tmp_path):
     curves = {}
     for kind in ("torch", "jax"):
         with launched(new_run(tmp_path / kind, *LOCKSTEP, f"trainer.type={kind}"), tmp_path / kind) as run:

@@ -4,14 +4,11 @@ The judge is the shipped model of `rlvr`, which has learned to print numbers. It
 prints none. Answers are therefore judged or masked, and the run reports which.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,7 +26,7 @@ _STEPS = 6
 
 
 @contextmanager
-def judge(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def judge(folder):
     """Yield the address and the process of a standalone engine."""
     model = folder / "model"
     shutil.copytree(_MODEL, model)
@@ -57,7 +54,7 @@ def judge(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
             process.kill()
 
 
-def _answers(url: str) -> bool:
+def _answers(url):
     try:
         return httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).status_code == 200
     except httpx.TransportError:
@@ -65,7 +62,7 @@ def _answers(url: str) -> bool:
 
 
 @pytest.mark.slow
-def test_run_judged_by_an_engine_fails_with_the_last_error_after_that_engine_is_killed(tmp_path: Path) -> None:
+def test_run_judged_by_an_engine_fails_with_the_last_error_after_that_engine_is_killed(tmp_path):
     (tmp_path / "judge").mkdir()
     with judge(tmp_path / "judge") as (url, engine):
         before = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()

@@ -1,9 +1,6 @@
 """Engines join, leave, die and are replaced while a real run trains on their rollouts: nothing is lost."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +15,7 @@ from tests.fakes.live_fleet import (
     until_serving,
     until_steps,
 )
-from tests.fakes.live_run import LiveRun, endless_run, launched, light_run, new_run, output_of
+from tests.fakes.live_run import endless_run, launched, light_run, new_run, output_of
 from tests.patience import PATIENCE_S
 
 #: Overrides for long answers: the model has learned to write few letters, so the temperature is high.
@@ -33,10 +30,10 @@ LONG_ANSWERS = (
 LONG = ("run.steps=100000", "staleness.k=8", "checkpoint.interval_steps=50", "launch.restarts=1000")
 
 
-def until_groups(run: LiveRun, more: int) -> None:
+def until_groups(run, more):
     """Wait until `more` further groups are trained or filtered; at high temperature, most groups are filtered."""
 
-    def ended(run: LiveRun) -> int:
+    def ended(run):
         ledger = status(run).ledger
         return ledger.trained + ledger.filtered
 
@@ -44,7 +41,7 @@ def until_groups(run: LiveRun, more: int) -> None:
     run.until(lambda run: ended(run) >= wanted, f"{wanted} groups to end")
 
 
-def stop(run: LiveRun) -> None:
+def stop(run):
     """Stop the run with `pipelinerl stop`, as a user would."""
     output_of("stop", str(run.directory))
     assert run.end() == 0, run.story()
@@ -52,7 +49,7 @@ def stop(run: LiveRun) -> None:
 
 @pytest.mark.slow  # test_live_run.py tests this faster, in a run with other faults
 @pytest.mark.timeout(400)
-def test_engine_is_replaced_under_load_without_losing_rollouts(tmp_path: Path) -> None:
+def test_engine_is_replaced_under_load_without_losing_rollouts(tmp_path):
     """There is no grace period, so the old engine's requests in progress are handed over to the new engine."""
     directory = tmp_path / "run"
     with launched(endless_run(directory, *LONG), directory) as run:
@@ -66,7 +63,7 @@ def test_engine_is_replaced_under_load_without_losing_rollouts(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path: Path) -> None:
+def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path):
     """The name of the failed engine is not used again."""
     directory = tmp_path / "run"
     with launched(endless_run(directory, *LONG), directory) as run:
@@ -86,7 +83,7 @@ def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path: Path) -> Non
 
 @pytest.mark.slow  # tests/engines/http/test_engine_handover.py tests this faster, without a run
 @pytest.mark.timeout(200)
-def test_killed_engine_loses_only_tokens_that_were_not_delivered(tmp_path: Path) -> None:
+def test_killed_engine_loses_only_tokens_that_were_not_delivered(tmp_path):
     """After kill -9 during generation, the other engine continues after the tokens that were delivered."""
     directory = tmp_path / "run"
     with launched(new_run(directory, *LONG, *LONG_ANSWERS, "engine.count=2"), directory) as run:
@@ -105,7 +102,7 @@ def test_killed_engine_loses_only_tokens_that_were_not_delivered(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_engine_added_during_a_run_is_restarted_when_it_dies(tmp_path: Path) -> None:
+def test_engine_added_during_a_run_is_restarted_when_it_dies(tmp_path):
     """The added engine is the run's only engine at that time, and is killed while it generates."""
     directory = tmp_path / "run"
     with launched(light_run(directory, *LONG), directory) as run:
@@ -122,7 +119,7 @@ def test_engine_added_during_a_run_is_restarted_when_it_dies(tmp_path: Path) -> 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_engines_added_during_a_run_end_with_their_launcher(tmp_path: Path) -> None:
+def test_engines_added_during_a_run_end_with_their_launcher(tmp_path):
     directory = tmp_path / "run"
     with launched(new_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
@@ -138,7 +135,7 @@ def test_engines_added_during_a_run_end_with_their_launcher(tmp_path: Path) -> N
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
-def test_twenty_swaps_of_engines_lose_no_rollouts(tmp_path: Path) -> None:
+def test_twenty_swaps_of_engines_lose_no_rollouts(tmp_path):
     directory = tmp_path / "run"
     with launched(new_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
@@ -149,7 +146,7 @@ def test_twenty_swaps_of_engines_lose_no_rollouts(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(7200)
-def test_hundred_engine_kills_lose_no_rollouts_and_stall_at_most_15_seconds(tmp_path: Path) -> None:
+def test_hundred_engine_kills_lose_no_rollouts_and_stall_at_most_15_seconds(tmp_path):
     directory = tmp_path / "run"
     with launched(new_run(directory, *LONG, "engine.count=2"), directory) as run:
         until_serving(run, "engine-0", "engine-1")

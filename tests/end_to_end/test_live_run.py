@@ -3,18 +3,14 @@
 Whatever happens to the processes of a lockstep run, its training curve must equal the undisturbed run's bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -22,25 +18,23 @@ from rich.console import Console
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
 from pipelinerl.plugins.replay.replayed_run import show
-from pipelinerl.system.machine import free_ports, is_free
+from pipelinerl.system.machine import is_free
 from tests.fakes.live_fleet import swap_to_and_fro
-from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, light_run, new_run, output_of, resumed
+from tests.fakes.live_run import CLI, endless_run, launched, light_run, new_run, output_of, resumed
 from tests.fakes.undisturbed import LOCKSTEP, STEPS, Kind, undisturbed as undisturbed_run
 from tests.fakes.wheel import install
 from tests.faults.scenarios.system_killed import Learned, differences
-from tests.patience import PATIENCE_S, SOON_S
+from tests.patience import PATIENCE_S
 from tests.plugins.trackers.event_files import series
 
-Curve = dict[int, tuple[float, ...]]
 
-
-def curve(run: LiveRun) -> Curve:
+def curve(run):
     """Return the metrics of each step; if a step was repeated, those of the last repetition."""
     measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
     return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
 
 
-def assert_settled(run: LiveRun, *, steps: int) -> None:
+def assert_settled(run, *, steps):
     """Assert that the run made all steps, that its ledger balances, and that none of its processes is left."""
     (finished,) = run.events("run_finished")
     ledger = finished["ledger"]
@@ -51,20 +45,20 @@ def assert_settled(run: LiveRun, *, steps: int) -> None:
     assert all(is_free(int(event["url"].rpartition(":")[2])) for event in run.events("engine_joined"))
 
 
-def tracked_to(run: LiveRun) -> int:
+def tracked_to(run):
     """Return the last step that the TensorBoard tracker has forwarded, from its bookmark file."""
     place = run.directory / "trackers" / "tensorboard.json"
     return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """Return the directory in which a wheel of the project is installed."""
     return install(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
+def undisturbed(wheel, tmp_path_factory):
     """Return a lockstep run of the shipped model that ended normally; the wheel made it, outside the checkout."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     directory, environment = elsewhere / "run", {"PYTHONPATH": str(wheel)}
@@ -78,7 +72,7 @@ def undisturbed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> LiveRu
     return run
 
 
-def test_installed_wheel_trains_and_leaves_events_reports_and_a_loadable_checkpoint(undisturbed: LiveRun) -> None:
+def test_installed_wheel_trains_and_leaves_events_reports_and_a_loadable_checkpoint(undisturbed):
     run = undisturbed
     assert_settled(run, steps=STEPS)
     assert {event["staleness_max"] for event in run.events("step")} == {1.0}
@@ -94,7 +88,7 @@ def test_installed_wheel_trains_and_leaves_events_reports_and_a_loadable_checkpo
     assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 2
 
 
-def test_recorded_step_can_be_replayed_bit_by_bit(undisturbed: LiveRun) -> None:
+def test_recorded_step_can_be_replayed_bit_by_bit(undisturbed):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     words = [*CLI, "replay", str(undisturbed.directory), "--step", str(STEPS - 1)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
@@ -102,7 +96,7 @@ def test_recorded_step_can_be_replayed_bit_by_bit(undisturbed: LiveRun) -> None:
     assert done.stdout.count("bit-identical") == 3, "from the checkpoint at step 8 on"
 
 
-def test_recorded_step_can_be_replayed_with_another_objective(undisturbed: LiveRun) -> None:
+def test_recorded_step_can_be_replayed_with_another_objective(undisturbed):
     replay_console = Console(file=StringIO(), width=200)
     show(undisturbed.directory, step=9, objective="cispo", console=replay_console)
     assert "cispo" in replay_console.file.getvalue()
@@ -116,9 +110,7 @@ def test_recorded_step_can_be_replayed_with_another_objective(undisturbed: LiveR
         pytest.param(Kind.TINY, "in the second life", id="tiny-in the second life", marks=pytest.mark.slow),
     ],
 )
-def test_stopped_run_resumed_from_its_checkpoint_location_equals_the_undisturbed_run(
-    tmp_path: Path, kind: Kind, lost: str
-) -> None:
+def test_stopped_run_resumed_from_its_checkpoint_location_equals_the_undisturbed_run(tmp_path, kind, lost):
     """Ctrl-C stops the first launch; later the machine is lost with its disk, so only the copied checkpoints remain."""
     directory, location = tmp_path / "run", tmp_path / "location"
     with launched([*kind.arguments(directory), f"checkpoint.location={location}"], directory) as run:
@@ -150,7 +142,7 @@ def test_stopped_run_resumed_from_its_checkpoint_location_equals_the_undisturbed
     assert kept >= {"step-000008", "step-000012"} and len(kept) == load(directory / "recipe.toml").checkpoint.keep
 
 
-def test_live_run_survives_killed_processes_and_a_replaced_engine(tmp_path: Path) -> None:
+def test_live_run_survives_killed_processes_and_a_replaced_engine(tmp_path):
     """Engine, trainer, controller and tracker are restarted; the tracker has each step of the run once.
 
     Then the run's engine is replaced without a grace period, and the requests in progress are handed over.
@@ -205,7 +197,7 @@ async def judge(problem, completion_text):
 
 #: tests/actor/test_actor.py is the fast version of this test, without processes.
 @pytest.mark.slow
-def test_reward_that_kills_its_process_on_one_problem_costs_only_that_group(tmp_path: Path) -> None:
+def test_reward_that_kills_its_process_on_one_problem_costs_only_that_group(tmp_path):
     directory, rewards = tmp_path / "run", tmp_path / "rewards.py"
     rewards.write_text(_DEADLY)
     changes = ("run.steps=3", "training.rollouts_per_step=24", "actor.groups_in_flight=4", "evaluation.problems=0")
@@ -224,9 +216,7 @@ def test_reward_that_kills_its_process_on_one_problem_costs_only_that_group(tmp_
 @pytest.mark.parametrize("step", [2, 6], ids=["before any checkpoint", "after a checkpoint"])
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_killing_the_process_of_any_role_does_not_change_the_training_curve(
-    tmp_path: Path, undisturbed: LiveRun, role: str, step: int
-) -> None:
+def test_killing_the_process_of_any_role_does_not_change_the_training_curve(tmp_path, undisturbed, role, step):
     directory = tmp_path / "run"
     with launched(new_run(directory, *LOCKSTEP), directory) as run:
         run.until_step(step)
@@ -239,9 +229,7 @@ def test_killing_the_process_of_any_role_does_not_change_the_training_curve(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_run_ends_and_suggests_a_remedy_if_its_controller_dies_without_restarts_left(
-    tmp_path: Path, undisturbed: LiveRun
-) -> None:
+def test_run_ends_and_suggests_a_remedy_if_its_controller_dies_without_restarts_left(tmp_path, undisturbed):
     directory = tmp_path / "run"
     with launched(new_run(directory, *LOCKSTEP, "launch.restarts=0"), directory) as run:
         run.until_step(6)
@@ -255,29 +243,13 @@ def test_run_ends_and_suggests_a_remedy_if_its_controller_dies_without_restarts_
     assert curve(run) == curve(undisturbed)
 
 
-def saved_to_its_last_step(run: LiveRun) -> int:
+def saved_to_its_last_step(run):
     """Return the last step of a suspended run; assert that it was saved, even if no checkpoint was due."""
     events = read_events(run.directory / "events.jsonl")
     steps = [event["step"] for event in events if event["kind"] == "step"]
     saved = [event["model_version"] for event in events if event["kind"] == "checkpoint"]
     assert saved[-1] == steps[-1] and events[-1]["kind"] == "run_suspended"
     return int(saved[-1])
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.chaos
-@pytest.mark.timeout(400)
-def test_no_process_of_a_run_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
-    directory = tmp_path / "run"
-    with launched(new_run(directory, *LOCKSTEP), directory) as run:
-        run.until_step(2)
-        assert len(run.note_processes()) >= 5
-        run.launcher.send_signal(number)
-        assert run.end() == (130 if number is signal.SIGTERM else -signal.SIGKILL)
-        deadline = time.monotonic() + PATIENCE_S
-        while run.alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not run.alive()
 
 
 @pytest.mark.parametrize(
@@ -287,7 +259,7 @@ def test_no_process_of_a_run_outlives_its_launcher(tmp_path: Path, number: signa
 )  # fmt: skip
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_run_completes_in_every_update_mode_and_objective(tmp_path: Path, change: str) -> None:
+def test_run_completes_in_every_update_mode_and_objective(tmp_path, change):
     directory = tmp_path / "run"
     with launched(new_run(directory, "run.steps=20", "staleness.k=4", change), directory) as run:
         assert run.end() == 0, run.story()
@@ -300,7 +272,7 @@ def test_run_completes_in_every_update_mode_and_objective(tmp_path: Path, change
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_stream_lengths_and_memory_of_a_long_run_stay_bounded(tmp_path: Path) -> None:
+def test_stream_lengths_and_memory_of_a_long_run_stay_bounded(tmp_path):
     from redis import Redis
 
     directory = tmp_path / "run"
@@ -309,10 +281,10 @@ def test_stream_lengths_and_memory_of_a_long_run_stay_bounded(tmp_path: Path) ->
         (port,) = {c.laddr.port for c in run.role("redis").net_connections() if c.status == "LISTEN"}
         server = Redis(port=port, password=(directory / "redis" / "password").read_text())
 
-        def lengths() -> dict[str, int]:
+        def lengths():
             return {str(key.decode()): int(server.xlen(key)) for key in server.keys("*")}
 
-        def megabytes() -> dict[str, float]:
+        def megabytes():
             roles = ("controller", "engine-0", "actor-0", "trainer", "redis")
             return {role: run.role(role).memory_info().rss / 2**20 for role in roles}
 
@@ -327,63 +299,3 @@ def test_stream_lengths_and_memory_of_a_long_run_stay_bounded(tmp_path: Path) ->
         assert measured["run:prompts"] <= 4 * 2 * 8, measured
         assert max(measured["run:directives"], measured["run:reports"]) <= 70, measured
         assert max(growth.values()) < 40, growth
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(400)
-def test_run_of_manually_started_processes_survives_an_engine_that_joins_and_leaves(tmp_path: Path) -> None:
-    redis, controller, engine, second = free_ports(4)
-    common = ["--run-dir", str(tmp_path), "--redis-url", f"redis://127.0.0.1:{redis}"]
-    common += ["--controller-url", f"http://127.0.0.1:{controller}", "--set", "run.steps=5000"]
-    common += ["--set", "evaluation.problems=16", "--set", "training.rollouts_per_step=64"]
-    processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(role: str, *arguments: str, name: str | None = None) -> None:
-        words = [*CLI, role, *common, *arguments, *(["--name", name] if name else [])]
-        log = (tmp_path / f"{name or role}.log").open("ab")
-        environment = {**os.environ, "PIPELINERL_TOKEN": "a secret of this test"}
-        processes[name or role] = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
-        log.close()
-
-    def events(kind: str) -> list[dict[str, Any]]:
-        path = tmp_path / "events.jsonl"
-        return [event for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
-
-    def until(reached: Any, what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not reached():
-            assert time.monotonic() < deadline, (
-                what + "\n" + "".join(p.read_text()[-800:] for p in tmp_path.glob("*.log"))
-            )
-            time.sleep(0.05)
-
-    def step() -> int:
-        return max((event["step"] for event in events("step")), default=0)
-
-    try:
-        start("redis", "--port", str(redis))
-        start("controller", "--port", str(controller))
-        start("engine", "--port", str(engine))
-        start("actor")
-        start("trainer")
-        until(lambda: step() >= 5, "steps")
-        start("engine", "--port", str(second), name="engine-1")
-        until(lambda: any(event["engines"] == 2 for event in events("publish")), "a publication to both")
-        processes["engine-1"].kill()
-        until(lambda: events("engine_lost"), "the loss to be noticed")
-        assert events("engine_lost")[0]["url"] == f"http://127.0.0.1:{second}"
-        reached = step()
-        until(lambda: step() >= reached + 20, "the run to go on")
-        assert sum(bool(event["failed"]) for event in events("publish")) <= 1, "an absent engine gets no second update"
-        output_of("stop", str(tmp_path))
-        assert processes["controller"].wait(PATIENCE_S) == 0
-        assert processes["trainer"].wait(PATIENCE_S) == 0
-        assert events("run_finished")
-    finally:
-        for process in processes.values():
-            process.terminate()
-        for process in processes.values():
-            try:
-                process.wait(SOON_S)
-            except subprocess.TimeoutExpired:
-                process.kill()

@@ -1,18 +1,15 @@
 """A live run whose trainer has one process, then two, then one again, and resumes each time without losing a step."""
 
-from __future__ import annotations
-
 import signal
-from pathlib import Path
 
 import pytest
 
-from tests.fakes.live_run import LiveRun, launched, new_run, resumed
+from tests.fakes.live_run import launched, new_run, resumed
 
 MESH = "\n[trainer.options.mesh]\ndp_shard = 2\n"
 
 
-def suspended(run: LiveRun) -> int:
+def suspended(run):
     """Interrupt the run with Ctrl-C; return the model version that it saved."""
     run.launcher.send_signal(signal.SIGINT)
     assert run.end() == 130, run.story()
@@ -22,7 +19,7 @@ def suspended(run: LiveRun) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_run_resumes_when_its_trainer_changes_from_one_process_to_two_and_back(tmp_path: Path) -> None:
+def test_run_resumes_when_its_trainer_changes_from_one_process_to_two_and_back(tmp_path):
     directory = tmp_path / "run"
     recipe = directory / "recipe.toml"
     saved = []

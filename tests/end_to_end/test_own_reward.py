@@ -3,8 +3,6 @@
 The faster variant of the test also uses a user's own model, a bfloat16 directory, which is the usual case.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -18,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "start" / "rewards.md"
 QUICK = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32")
 
 
-def from_the_page(folder: Path) -> Path:
+def from_the_page(folder):
     """Write the function and the recipe from the docs page into an empty folder; return the path of the recipe."""
     blocks = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (function, recipe) = (text for language, text in blocks[:2])
@@ -29,7 +27,7 @@ def from_the_page(folder: Path) -> Path:
     return folder / "words.toml"
 
 
-def test_second_recipe_on_the_rewards_docs_page_adds_a_reward_function_to_a_verifier(tmp_path: Path) -> None:
+def test_second_recipe_on_the_rewards_docs_page_adds_a_reward_function_to_a_verifier(tmp_path):
     recipe = from_the_page(tmp_path)
     (parts,) = re.findall(r"```toml\n(rewards = .*?)```", PAGE.read_text(), re.DOTALL)
     recipe.write_text(recipe.read_text().replace('verifier = "rewards.py:letters"\n', parts))
@@ -42,8 +40,8 @@ def test_second_recipe_on_the_rewards_docs_page_adds_a_reward_function_to_a_veri
     "overrides", [QUICK, pytest.param((), marks=pytest.mark.slow)], ids=["shortened run", "unchanged recipe"]
 )
 def test_recipe_and_reward_file_of_the_rewards_docs_page_run_in_an_otherwise_empty_folder(
-    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    overrides, tmp_path, monkeypatch
+):
     recipe = from_the_page(tmp_path)
     monkeypatch.chdir(tmp_path)
     if overrides:

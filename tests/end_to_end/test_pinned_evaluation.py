@@ -1,9 +1,6 @@
 """A real run on two engines whose weights change at every step, except on the one that answers an evaluation."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ PROBLEMS, SAMPLES = 48, 8
 
 
 @pytest.mark.slow  # test_evaluator.py and tests/engines/http/test_pool.py test this faster
-def test_pinned_evaluation_is_answered_by_one_version_while_the_trainer_takes_steps(tmp_path: Path) -> None:
+def test_pinned_evaluation_is_answered_by_one_version_while_the_trainer_takes_steps(tmp_path):
     directory = tmp_path / "run"
     overrides = (
         "engine.count=2",

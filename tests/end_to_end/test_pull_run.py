@@ -4,13 +4,9 @@ In lockstep, and with policy ratios to recomputed log-probs, the results of a ru
 seed, so the transport of the weights must make no difference.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from tests.fakes.live_run import LiveRun, launched, new_run
+from tests.fakes.live_run import launched, new_run
 
 STEPS = 12
 LOCKSTEP = (f"run.steps={STEPS}", "staleness.j=1", "staleness.k=1", "objective.grad1.over=old")
@@ -18,7 +14,7 @@ LOCKSTEP = (f"run.steps={STEPS}", "staleness.j=1", "staleness.k=1", "objective.g
 Curve = dict[int, tuple[float, ...]]
 
 
-def curve(run: LiveRun) -> Curve:
+def curve(run):
     """Return the metrics of each step."""
     measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
     return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
@@ -26,7 +22,7 @@ def curve(run: LiveRun) -> Curve:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("shards", [1, 2])
-def test_run_with_pulled_weights_equals_a_broadcast_run_despite_a_killed_server(tmp_path: Path, shards: int) -> None:
+def test_run_with_pulled_weights_equals_a_broadcast_run_despite_a_killed_server(tmp_path, shards):
     with launched(new_run(tmp_path / "broadcast", *LOCKSTEP), tmp_path / "broadcast") as run:
         assert run.end() == 0, run.story()
         expected = curve(run)

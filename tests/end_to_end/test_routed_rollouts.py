@@ -1,16 +1,11 @@
 """Routed experts go from a mixture-of-experts engine through actor, stream and packing into a training step."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import final
 
 import numpy as np
 
-from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
@@ -24,8 +19,8 @@ from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.types import Answered, Outcome, Problem, RolloutGroup, Verdict
-from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier
+from pipelinerl.types import Answered, Outcome, Verdict
+from pipelinerl.verifiers.verifier import PerAnswerVerifier
 from tests.actor.test_actor import NAME, Watched, order, until
 from tests.fakes.batches import batch_of, step_on
 from tests.fakes.engine_options import engine_options
@@ -40,17 +35,10 @@ OBJECTIVE = resolve({"preset": "decoupled_ppo"})
 class InParts:
     """A `Sampler` that calls an engine in this process, streams its answers, and joins the chunks."""
 
-    def __init__(self, engine: BatchingEngine) -> None:
+    def __init__(self, engine):
         self._engine = engine
 
-    async def complete(
-        self,
-        request: ChatCompletionRequest,
-        *,
-        begun: Callable[[], None] = lambda: None,
-        engine: str = "",
-        near: str = "",
-    ) -> Answered:
+    async def complete(self, request, *, begun=lambda: None, engine="", near=""):
         begun()
         answer = PartialAnswer(request, interval_s=0.001)
         async for chunk in self._engine.stream(answer.rest()):
@@ -62,16 +50,16 @@ class InParts:
 class LikesLow:
     """A verifier that rewards the fraction of lower-case letters, so that answers of a random model rarely tie."""
 
-    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+    async def verify(self, problem, completion_text):
         share = sum(each.islower() for each in completion_text) / max(len(completion_text), 1)
         return Verdict(outcome=Outcome.PARTIAL if share else Outcome.WRONG, reward=share)
 
 
-def judge(domain: str) -> GroupVerifier:
+def judge(domain):
     return PerAnswerVerifier(LikesLow())
 
 
-async def sampled(path: Path) -> list[RolloutGroup]:
+async def sampled(path):
     """Let an actor sample groups with the model in `path`; return the groups in the rollout stream."""
     options = engine_options(
         model_path=path,
@@ -98,19 +86,18 @@ async def sampled(path: Path) -> list[RolloutGroup]:
     try:
         await watched.order(*(order(index, samples=3) for index in range(GROUPS)))
 
-        async def all_of_them() -> list[RolloutGroup]:
+        async def all_of_them():
             rollout_groups = await watched.groups()
             return rollout_groups if len(rollout_groups) == GROUPS else []
 
-        groups: list[RolloutGroup] = await until(all_of_them)
-        return groups
+        return await until(all_of_them)
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
         await engine.close()
 
 
-async def test_training_step_uses_the_experts_that_sampled_the_tokens(tmp_path: Path) -> None:
+async def test_training_step_uses_the_experts_that_sampled_the_tokens(tmp_path):
     groups = await sampled(save_mixture(tmp_path))
     batcher = Batcher(ledger=ConsumedLedger(), lineage=Lineage(0, 0), no_signal=NoSignal.TRAIN, routing=ROUTING)
     for group in groups:

@@ -38,7 +38,7 @@ AGENT: Final = {
 }  # fmt: skip
 
 
-def of_recipe(setting: str, engine: str) -> str:
+def of_recipe(setting, engine):
     servers = ['engine.servers=["http://127.0.0.1:1"]'] if engine.endswith("_server") else []
     try:
         config = load("tiny", [f"sampling.{setting}={RECIPE[setting]}", f"engine.type={engine}", *servers])
@@ -49,7 +49,7 @@ def of_recipe(setting: str, engine: str) -> str:
     return "corrected" if asked.needs_policy_logprobs else "exact"
 
 
-def of_agent(setting: str) -> str:
+def of_agent(setting):
     body = {"messages": [{"role": "user", "content": "hello"}]}
     plain = Episode(order(), 0, EpisodeSection()).plan("main", body).request
     episode = Episode(order(), 0, EpisodeSection())
@@ -63,15 +63,13 @@ def of_agent(setting: str) -> str:
 
 
 @pytest.mark.parametrize(("origin", "setting", "outcomes"), ROWS)
-def test_documented_outcome_of_a_sampling_setting_is_the_real_one(
-    origin: str, setting: str, outcomes: list[str]
-) -> None:
+def test_documented_outcome_of_a_sampling_setting_is_the_real_one(origin, setting, outcomes):
     for outcome, engines in zip(outcomes, COLUMNS, strict=True):
         for engine in engines:
             assert outcome == (of_recipe(setting, engine) if origin == "recipe" else of_agent(setting)), engine
 
 
-def test_every_sampling_setting_is_documented() -> None:
+def test_every_sampling_setting_is_documented():
     documented = {origin: {row[1] for row in ROWS if row[0] == origin} for origin in ("recipe", "agent")}
     assert documented["recipe"] == RECIPE.keys() >= SamplingSection.model_fields.keys() - {"group_size"}
     assert documented["agent"] == AGENT.keys() >= _SAMPLING - {"seed", "priority"}

@@ -1,10 +1,7 @@
 """A teacher served by a torch engine in another process gives the same log-probs and training step as a local one."""
 
-from __future__ import annotations
-
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import httpx
@@ -21,7 +18,6 @@ from pipelinerl.roles.wiring import losses_of, objective_of
 from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.system.machine import free_ports
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.training.batch import TrainBatch
 from tests.fakes.batches import batch_of
 from tests.fakes.live_run import CLI
 from tests.fakes.rollouts import group, rollout
@@ -32,7 +28,7 @@ TEACHER = MODELS / "tiny_speller_heads32"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory):
     """Yield the address of a standalone torch engine that serves the teacher."""
     folder = tmp_path_factory.mktemp("teacher")
     (port,) = free_ports(1)
@@ -50,14 +46,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             process.kill()
 
 
-def _answers(url: str) -> bool:
+def _answers(url):
     try:
         return httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).status_code == 200
     except httpx.TransportError:
         return False
 
 
-def batch(budget: int = 64) -> TrainBatch:
+def batch(budget=64):
     """Return rollouts of an RL domain and of a distilled domain, at several temperatures and lengths."""
     draw, groups = generator(7, "teacher"), []
     for index, domain in enumerate(("short_words", "long_words", "long_words")):
@@ -72,12 +68,12 @@ def batch(budget: int = 64) -> TrainBatch:
     return batch_of(groups, "pipelinerl", token_budget=budget, losses=losses)
 
 
-def test_torch_engine_passes_the_prompt_logprobs_check(url: str) -> None:
+def test_torch_engine_passes_the_prompt_logprobs_check(url):
     (result,) = run(url, token=None, only=["prompt_logprobs_are_returned_or_refused"], timeout_s=PATIENCE_S)
     assert result.outcome is CheckOutcome.PASSED, result.reason
 
 
-def test_teacher_engine_logprobs_equal_those_of_the_local_model(url: str) -> None:
+def test_teacher_engine_logprobs_equal_those_of_the_local_model(url):
     local, remote = TorchTrainer(), EngineTeacher(url)
     local.init_worker(TrainerSpec(model_path=TEACHER, device=Device.CPU))
     batches = batch().micro_batches
@@ -88,7 +84,7 @@ def test_teacher_engine_logprobs_equal_those_of_the_local_model(url: str) -> Non
     remote.close()
 
 
-def test_training_step_is_the_same_with_a_local_and_a_remote_teacher(url: str) -> None:
+def test_training_step_is_the_same_with_a_local_and_a_remote_teacher(url):
     figures = []
     for teacher in (str(TEACHER), url):
         config = load("tiny", ['domains.long_words.loss="ref_kl"', f'domains.long_words.teacher="{teacher}"'])
@@ -103,8 +99,8 @@ def test_training_step_is_the_same_with_a_local_and_a_remote_teacher(url: str) -
     assert "kl_reference" not in here
 
 
-def test_check_command_shows_the_teachers_model_and_context(url: str) -> None:
-    def findings_for(address: str, context: int) -> list[tuple[str, str]]:
+def test_check_command_shows_the_teachers_model_and_context(url):
+    def findings_for(address, context):
         config = load(
             "tiny",
             [
@@ -121,7 +117,7 @@ def test_check_command_shows_the_teachers_model_and_context(url: str) -> None:
     assert part == "warning" and "does not answer now" in text
 
 
-def test_error_names_the_teacher_that_cannot_answer_and_the_reason(url: str) -> None:
+def test_error_names_the_teacher_that_cannot_answer_and_the_reason(url):
     too_long = rollout(prompt=[3] * 40, sampled=[4] * 20)
     (packed,) = batch_of([replace(group(0), rollouts=(too_long,))], "reinforce", token_budget=64).micro_batches
     for address, reason in ((url, "48"), ("http://127.0.0.1:9", "is the engine running")):

@@ -1,21 +1,16 @@
 """A run whose roles are on two machines that share only a network."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipelinerl.observability.events import read_events
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.live_run import CLI
-from tests.fakes.two_hosts import Host, two_hosts
+from tests.fakes.two_hosts import two_hosts
 from tests.patience import PATIENCE_S, SOON_S
 
 TOKEN = {"PIPELINERL_TOKEN": "a secret of this test"}
@@ -25,14 +20,14 @@ SMALL = ("run.steps=5000", "evaluation.problems=16", "training.rollouts_per_step
 class Roles:
     """The roles' processes on both hosts; each host has a directory of its own."""
 
-    def __init__(self, folder: Path, controller: Host) -> None:
+    def __init__(self, folder, controller):
         self.folder = folder
         self.recipe = bigram_recipe(folder / "bigram", walking=True)
         self.controller_url = f"http://{controller.address}:8000"
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes = {}
         self.environment = {**os.environ, **TOKEN, "OMP_NUM_THREADS": "1"}
 
-    def start(self, host: Host, role: str, *arguments: str, name: str | None = None) -> subprocess.Popen[bytes]:
+    def start(self, host, role, *arguments, name=None):
         directory = self.folder / host.address
         directory.mkdir(exist_ok=True)
         words = [*host.enter, *CLI, role, "--run-dir", str(directory), "--controller-url", self.controller_url]
@@ -44,7 +39,7 @@ class Roles:
         self.processes[name or role] = process
         return process
 
-    def command(self, host: Host, *words: str) -> str:
+    def command(self, host, *words):
         done = subprocess.run(
             [*host.enter, *CLI, *words],
             env=self.environment,
@@ -56,10 +51,10 @@ class Roles:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def output_of(self, name: str) -> str:
+    def output_of(self, name):
         return (self.folder / f"{name}.log").read_text()
 
-    def until(self, reached: Callable[[], Any], what: str) -> None:
+    def until(self, reached, what):
         deadline = time.monotonic() + PATIENCE_S
         while not reached():
             story = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in self.folder.glob("*.log"))
@@ -68,7 +63,7 @@ class Roles:
 
 
 @contextmanager
-def roles(folder: Path, controller: Host) -> Iterator[Roles]:
+def roles(folder, controller):
     made = Roles(folder, controller)
     try:
         yield made
@@ -81,15 +76,15 @@ def roles(folder: Path, controller: Host) -> Iterator[Roles]:
 
 @pytest.mark.slow  # tests/launch/cluster/test_nodes.py tests this faster, with a launcher for several hosts
 @pytest.mark.parametrize("transport", ["broadcast", "pull"])
-def test_run_works_with_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
+def test_run_works_with_roles_on_two_hosts(tmp_path, transport):
     """The second host runs one engine and all actors; everything else runs on the first."""
     with two_hosts() as (one, two), roles(tmp_path, one) as run:
 
-        def events(kind: str) -> list[dict[str, Any]]:
+        def events(kind):
             path = tmp_path / one.address / "events.jsonl"
             return [event for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
 
-        def step() -> int:
+        def step():
             return max((event["step"] for event in events("step")), default=0)
 
         run.start(one, "redis", "--host", one.address)

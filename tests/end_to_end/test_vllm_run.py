@@ -5,10 +5,7 @@ last evaluation lies above that of the first. A torch engine can be replaced by 
 trains.
 """
 
-from __future__ import annotations
-
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ from pipelinerl.config.sections import MODELS
 from pipelinerl.registry import ENGINES
 from tests.fakes import stock_vllm
 from tests.fakes.live_fleet import assert_nothing_lost, swap_to_and_fro, until_serving
-from tests.fakes.live_run import CLI, LiveRun, launched, new_run
+from tests.fakes.live_run import CLI, launched, new_run
 from tests.patience import PATIENCE_S
 
 STEPS = 60
@@ -29,12 +26,12 @@ pytestmark = [
 ]
 
 
-def _arguments(directory: Path, *changes: str) -> list[str]:
+def _arguments(directory, *changes):
     budget = (f"run.steps={STEPS}", f"evaluation.interval_steps={STEPS}", "launch.start_timeout_s=600")
     return ["tiny_vllm", *budget, f"run.directory={directory.parent}", f"run.name={directory.name}", *changes]
 
 
-def _has_learned(run: LiveRun) -> None:
+def _has_learned(run):
     """Assert that the run made every step, its ledger balances, and its accuracy rose."""
     assert run.end(1200.0) == 0, run.story()
     assert run.steps() == list(range(1, STEPS + 1))
@@ -46,13 +43,13 @@ def _has_learned(run: LiveRun) -> None:
     assert first["high"] < last["low"], (first, last)
 
 
-def test_run_with_a_vllm_engine_learns_its_task(tmp_path: Path) -> None:
+def test_run_with_a_vllm_engine_learns_its_task(tmp_path):
     with launched(_arguments(tmp_path / "inside"), tmp_path / "inside") as run:
         _has_learned(run)
 
 
 @pytest.mark.slow
-def test_run_completes_after_its_vllm_core_process_is_killed(tmp_path: Path) -> None:
+def test_run_completes_after_its_vllm_core_process_is_killed(tmp_path):
     with launched(_arguments(tmp_path / "run"), tmp_path / "run") as run:
         run.until_step(5, timeout_s=600.0)
         core = next(child for child in run.role("engine-0").children(recursive=True) if "EngineCore" in child.name())
@@ -62,7 +59,7 @@ def test_run_completes_after_its_vllm_core_process_is_killed(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_run_with_a_stock_vllm_server_learns_its_task(tmp_path: Path) -> None:
+def test_run_with_a_stock_vllm_server_learns_its_task(tmp_path):
     model = MODELS / "tiny_speller_heads32"
     options = (*stock_vllm.AS_DOCUMENTED, "--disable-log-stats")
     with stock_vllm.serving(model, tmp_path / "server.log", *options, context_length=32, slots=256) as url:
@@ -74,7 +71,7 @@ def test_run_with_a_stock_vllm_server_learns_its_task(tmp_path: Path) -> None:
 # --- swaps ------------------------------------------------------------------------------------------------------------
 
 
-def _swapped(directory: Path, *, times: int) -> None:
+def _swapped(directory, *, times):
     """Assert that a run loses nothing while its engine alternates between vLLM and torch."""
     endless = ("run.steps=100000", "staleness.k=8", "model.path=shipped:tiny_speller_heads32", "launch.restarts=1000")
     with launched(new_run(directory, *endless, "launch.start_timeout_s=600"), directory) as run:
@@ -86,11 +83,11 @@ def _swapped(directory: Path, *, times: int) -> None:
 
 
 @pytest.mark.slow
-def test_torch_engine_is_replaced_by_vllm_and_back_under_load(tmp_path: Path) -> None:
+def test_torch_engine_is_replaced_by_vllm_and_back_under_load(tmp_path):
     _swapped(tmp_path / "run", times=2)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(7200)
-def test_twenty_swaps_of_torch_and_vllm_engines_lose_no_rollouts(tmp_path: Path) -> None:
+def test_twenty_swaps_of_torch_and_vllm_engines_lose_no_rollouts(tmp_path):
     _swapped(tmp_path / "run", times=20)

@@ -1,14 +1,11 @@
 """Tests that an engine's memory budget includes the memory for weight updates and for the largest steps."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from pipelinerl.engines.memory_budget import PREFILL_TOKENS, DeviceMemory, EngineBudget, budget_of, reserve_of
+from pipelinerl.engines.memory_budget import PREFILL_TOKENS, DeviceMemory, budget_of, reserve_of
 from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import read_shape
 from trainer_contract.types import WeightDType
@@ -30,14 +27,14 @@ RESERVE = 4 * GIB
 
 
 @pytest.fixture
-def budget(tmp_path: Path) -> EngineBudget:
+def budget(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     shape = read_shape(tmp_path)
     bf16 = WeightDType.BFLOAT16
     return budget_of(shape, dtype=bf16, wire=bf16, slots=40, context=8192, received=2 * shape.count)
 
 
-def test_kv_cache_gets_the_memory_left_by_the_staging_copy_and_workspaces(budget: EngineBudget) -> None:
+def test_kv_cache_gets_the_memory_left_by_the_staging_copy_and_workspaces(budget):
     assert budget.cache == 40 * GIB and budget.staging > 14 * GIB
     assert budget.cache_within(GPU, context_length=8192) == budget.cache
     crowded = replace(GPU, free=50 * GIB + RESERVE)
@@ -46,7 +43,7 @@ def test_kv_cache_gets_the_memory_left_by_the_staging_copy_and_workspaces(budget
         budget.cache_within(replace(GPU, free=17 * GIB + RESERVE), context_length=8192)
 
 
-def test_error_about_memory_suggests_the_largest_number_of_slots_that_fits(budget: EngineBudget) -> None:
+def test_error_about_memory_suggests_the_largest_number_of_slots_that_fits(budget):
     left = budget.least - budget.logits // 2
     most, each = budget.most_slots(left), budget.logits // budget.slots
     fixed = budget.least - budget.logits
@@ -55,7 +52,7 @@ def test_error_about_memory_suggests_the_largest_number_of_slots_that_fits(budge
         budget.cache_within(replace(GPU, free=left + RESERVE), context_length=8192)
 
 
-def test_states_of_all_slots_are_reserved_before_the_cache(budget: EngineBudget) -> None:
+def test_states_of_all_slots_are_reserved_before_the_cache(budget):
     recurrent = replace(budget, states=2 * GIB)
     crowded = replace(GPU, free=50 * GIB + RESERVE)
     expected = budget.cache_within(crowded, context_length=8192) - 2 * GIB
@@ -63,7 +60,7 @@ def test_states_of_all_slots_are_reserved_before_the_cache(budget: EngineBudget)
     assert recurrent.most_slots(recurrent.least) == recurrent.slots
 
 
-def test_memory_share_setting_bounds_the_memory_that_the_engine_may_still_allocate(budget: EngineBudget) -> None:
+def test_memory_share_setting_bounds_the_memory_that_the_engine_may_still_allocate(budget):
     half = replace(GPU, share=0.375)
     assert half.left == 19 * GIB - reserve_of(30 * GIB) == 35 * GIB // 2
     with pytest.raises(
@@ -73,21 +70,19 @@ def test_memory_share_setting_bounds_the_memory_that_the_engine_may_still_alloca
     assert replace(GPU, share=1.0, free=7 * GIB).left == 3 * GIB, "another process has taken the rest"
 
 
-def test_engine_leaves_a_twentieth_of_its_gpu_memory_but_at_least_a_gib_for_unplanned_allocations() -> None:
+def test_engine_leaves_a_twentieth_of_its_gpu_memory_but_at_least_a_gib_for_unplanned_allocations():
     assert GPU.left == 69 * GIB - RESERVE
     small = DeviceMemory(total=16 * GIB, free=10 * GIB, ours=6 * GIB)
     assert small.left == 10 * GIB - 3 * GIB // 2
     assert replace(small, free=GIB).left == 0
 
 
-def test_prefill_workspace_counts_the_residual_stream_and_its_norm_in_fp32(budget: EngineBudget) -> None:
+def test_prefill_workspace_counts_the_residual_stream_and_its_norm_in_fp32(budget):
     residual, mlp = 3 * 4 * 4096 + 2 * 4096, 3 * 2 * 14336
     assert budget.prefill == PREFILL_TOKENS * (residual + mlp)
 
 
-def test_memory_budget_includes_a_conversion_buffer_if_updates_arrive_in_another_dtype(
-    tmp_path: Path, budget: EngineBudget
-) -> None:
+def test_memory_budget_includes_a_conversion_buffer_if_updates_arrive_in_another_dtype(tmp_path, budget):
     shape = read_shape(tmp_path)
     sent = budget_of(
         shape,

@@ -1,10 +1,5 @@
 """Each of a thousand bit flips and truncations, anywhere in a checkpoint or in its remote copy, is detected."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import numpy as np
 
 from pipelinerl import rng
@@ -19,7 +14,7 @@ SEED = 0
 DAMAGES = 1000
 
 
-def damages(files: dict[str, bytes], *, seed: int) -> Iterator[tuple[str, str, bytes]]:
+def damages(files, *, seed):
     """Yield (description, file, damaged bytes): two of three damages flip a bit, the third truncates the file."""
     source = rng.generator(seed, "damages")
     names = sorted(files)
@@ -36,9 +31,7 @@ def damages(files: dict[str, bytes], *, seed: int) -> Iterator[tuple[str, str, b
             yield f"seed {seed}: {name} cut to {where} of {len(data)} bytes", name, data[:where]
 
 
-def missed(
-    files: dict[str, bytes], write: Callable[[str, bytes], object], check: Callable[[], object], *, seed: int
-) -> list[str]:
+def missed(files, write, check, *, seed):
     """Return descriptions of the damages that `check` does not detect; `write` writes a damaged file."""
     unseen = []
     for what, name, data in damages(files, seed=seed):
@@ -54,7 +47,7 @@ def missed(
     return unseen
 
 
-def test_any_bit_flip_or_truncation_in_a_checkpoint_directory_is_detected(tmp_path: Path) -> None:
+def test_any_bit_flip_or_truncation_in_a_checkpoint_directory_is_detected(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=model_directory(tmp_path / "model"))
     path = save(store, 7)
     files = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
@@ -63,7 +56,7 @@ def test_any_bit_flip_or_truncation_in_a_checkpoint_directory_is_detected(tmp_pa
     assert load(path) == state_of(7)
 
 
-def test_any_bit_flip_or_truncation_in_a_remote_checkpoint_copy_is_detected(tmp_path: Path) -> None:
+def test_any_bit_flip_or_truncation_in_a_remote_checkpoint_copy_is_detected(tmp_path):
     (tmp_path / "recipe.toml").write_text("name = 'x'\n")
     copies = CheckpointCopies(
         f"memory://{tmp_path.name}/copies", retention=Retention(1), run_files=(tmp_path / "recipe.toml",)
@@ -77,7 +70,7 @@ def test_any_bit_flip_or_truncation_in_a_remote_checkpoint_copy_is_detected(tmp_
     files = {name: place.read(f"{copy.folder}/{name}") for name in (*copy.manifest.files, "manifest.json")}
     assert len(files) == 6
 
-    def check() -> None:
+    def check():
         text = place.read(f"{copy.folder}/manifest.json")
         assert Manifest.parse(text, where="here") == copy.manifest
         copies.fetch(copy, tmp_path / "fetched")

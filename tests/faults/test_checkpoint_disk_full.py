@@ -1,13 +1,9 @@
 """A full disk: the trainer pauses, says why, and continues once there is space; nothing is lost or damaged."""
 
-from __future__ import annotations
-
 import json
 import resource
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +16,7 @@ from tests.patience import PATIENCE_S
 SEED = 0
 
 
-def run_on_small_disk(directory: Path, *, rounds: int) -> dict[str, Any]:
+def run_on_small_disk(directory, *, rounds):
     """Perform a run whose checkpoint disk becomes full `rounds` times; return its final report."""
     checkpoints = directory / "checkpoints"
     if reason := small_disk.why_not(checkpoints):
@@ -33,7 +29,7 @@ def run_on_small_disk(directory: Path, *, rounds: int) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def assert_paused_and_went_on(report: dict[str, Any], *, rounds: int) -> None:
+def assert_paused_and_went_on(report, *, rounds):
     steps = 10 * (rounds + 2)
     assert report["finished"] == "run_finished"
     assert report["steps"] == list(range(1, steps + 1)), "no step was lost, none was taken twice"
@@ -49,17 +45,17 @@ def assert_paused_and_went_on(report: dict[str, Any], *, rounds: int) -> None:
     assert ledger["issued"] == sum(count for outcome, count in ledger.items() if outcome != "issued")
 
 
-def test_run_pauses_while_the_disk_is_full_and_continues(tmp_path: Path) -> None:
+def test_run_pauses_while_the_disk_is_full_and_continues(tmp_path):
     assert_paused_and_went_on(run_on_small_disk(tmp_path, rounds=1), rounds=1)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("run", range(10))
-def test_run_survives_a_disk_that_becomes_full_repeatedly(tmp_path: Path, run: int) -> None:
+def test_run_survives_a_disk_that_becomes_full_repeatedly(tmp_path, run):
     assert_paused_and_went_on(run_on_small_disk(tmp_path / str(run), rounds=2), rounds=2)
 
 
-def test_earlier_checkpoints_survive_a_disk_that_is_full_at_any_byte_of_a_save(tmp_path: Path) -> None:
+def test_earlier_checkpoints_survive_a_disk_that_is_full_at_any_byte_of_a_save(tmp_path):
     """A limit on file sizes stands in for the full disk; it is reached at twenty places within a checkpoint."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model_directory(tmp_path / "model"))
     padding = 2**16

@@ -1,20 +1,16 @@
 """Trainers killed while they save: every checkpoint is complete, has the weights of one version, and none is lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, load
+from pipelinerl.training.checkpoints.checkpoint import load
 from tests.fakes.checkpoints import versions_in
 from tests.fakes.saving_process import store_in
 from tests.patience import PATIENCE_S
@@ -24,7 +20,7 @@ DEADLINE_S = PATIENCE_S
 
 
 @contextmanager
-def nursery(directory: Path) -> Iterator[subprocess.Popen[str]]:
+def nursery(directory):
     """Yield a process that forks trainers on request."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.fakes.saving_process", str(directory)],
@@ -40,14 +36,14 @@ def nursery(directory: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def answer(process: subprocess.Popen[str]) -> str:
+def answer(process):
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("\n")
     process.stdin.flush()
     return process.stdout.readline().strip()
 
 
-def kill_while_saving(directory: Path, *, kills: int, seed: int) -> None:
+def kill_while_saving(directory, *, kills, seed):
     """Let one trainer after another save for a random time, enough for zero to three checkpoints, then kill it."""
     directory.mkdir(parents=True)
     waits = rng.generator(seed, "kills").uniform(0.0, 3.0, kills)
@@ -69,9 +65,9 @@ def kill_while_saving(directory: Path, *, kills: int, seed: int) -> None:
     assert newest >= 3 and cut_off >= kills // 10, "few were killed at what this is about"
 
 
-def seconds_per_checkpoint(store: CheckpointStore) -> float:
+def seconds_per_checkpoint(store):
     """Return the seconds per checkpoint on this machine, measured from the first to the third."""
-    seen: dict[int, float] = {}
+    seen = {}
     deadline = time.monotonic() + DEADLINE_S
     while 3 not in seen:
         assert time.monotonic() < deadline, "the trainer saves nothing"
@@ -81,7 +77,7 @@ def seconds_per_checkpoint(store: CheckpointStore) -> float:
     return (seen[3] - min(seen.values())) / (3 - min(seen))
 
 
-def newest_whole(directory: Path, into: Path) -> int:
+def newest_whole(directory, into):
     """Return the newest version; assert that each checkpoint and the newest copy is complete and of one version."""
     store, copies = store_in(directory)
     for path in store.all():
@@ -95,11 +91,11 @@ def newest_whole(directory: Path, into: Path) -> int:
     return newest[1].model_version if newest else 0
 
 
-def test_trainer_killed_while_saving_leaves_only_complete_checkpoints(tmp_path: Path) -> None:
+def test_trainer_killed_while_saving_leaves_only_complete_checkpoints(tmp_path):
     kill_while_saving(tmp_path / "run", kills=25, seed=SEED)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_two_hundred_trainers_killed_while_saving_leave_only_complete_checkpoints(tmp_path: Path) -> None:
+def test_two_hundred_trainers_killed_while_saving_leave_only_complete_checkpoints(tmp_path):
     kill_while_saving(tmp_path / "run", kills=200, seed=SEED + 1)

@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from pipelinerl.streams.embedded_redis import EmbeddedRedis, Fsync
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import decode_group, decode_message, encode_group, encode_message
 from pipelinerl.streams.redis_stream import open_stream
-from pipelinerl.streams.stream import START, Entry, Stream, fresh_number
+from pipelinerl.streams.stream import START, Stream, fresh_number
 from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
 from tests.patience import PATIENCE_S
 
@@ -46,20 +45,20 @@ QUIET_POLLS = 15
 class RandomDeaths:
     """Decides when a role dies (at each point with probability 0.1, while deaths are left), and counts empty polls."""
 
-    def __init__(self, seed: int, role: str, deaths: int) -> None:
+    def __init__(self, seed, role, deaths):
         self._random = generator(seed, "fate", role)
         self.deaths_left = deaths
         self.empty_polls = 0
 
     @property
-    def is_quiet(self) -> bool:
+    def is_quiet(self):
         return not self.deaths_left and self.empty_polls >= QUIET_POLLS
 
-    def counted(self, entries: list[Entry]) -> list[Entry]:
+    def counted(self, entries):
         self.empty_polls = 0 if entries else self.empty_polls + 1
         return entries
 
-    def point(self) -> None:
+    def point(self):
         if self.deaths_left and self._random.random() < 0.1:
             self.deaths_left -= 1
             raise Death
@@ -84,7 +83,7 @@ class Disk:
 Trainer = Callable[[Stream, Disk, RandomDeaths], Awaitable[None]]
 
 
-def group_of(order_id: str) -> RolloutGroup:
+def group_of(order_id):
     one = Turn(
         context_token_ids=np.arange(3, dtype=np.int32),
         token_ids=np.arange(2, dtype=np.int32),
@@ -96,7 +95,7 @@ def group_of(order_id: str) -> RolloutGroup:
     return RolloutGroup(group_id=order_id, index=0, domain="toy", actor="a0", rollouts=(rollout,) * 2)
 
 
-async def issue(streams: Stream, orders: list[str]) -> None:
+async def issue(streams, orders):
     """Append the orders in several requests, like the controller; each request is sent twice, as after a lost reply."""
     for start in range(0, len(orders), 10):
         piece = [encode_message("order", {"id": order}) for order in orders[start : start + 10]]
@@ -105,7 +104,7 @@ async def issue(streams: Stream, orders: list[str]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def actor_life(streams: Stream, deaths_of_role: RandomDeaths) -> None:
+async def actor_life(streams, deaths_of_role):
     """Run one life of the actor, which ends only by `Death`."""
     number = fresh_number(await streams.last_id(ROLLOUTS))
     while True:
@@ -123,7 +122,7 @@ async def actor_life(streams: Stream, deaths_of_role: RandomDeaths) -> None:
         await streams.acknowledge(PROMPTS, group="actors", entry_ids=[entry.entry_id for entry in entries])
 
 
-async def by_offset(streams: Stream, disk: Disk, deaths_of_role: RandomDeaths) -> None:
+async def by_offset(streams, disk, deaths_of_role):
     """Run one life of the correct trainer; it trims entries that even the previous checkpoint does not need."""
     trained, offset = list(disk.checkpoint.trained), disk.checkpoint.offset
     while True:
@@ -139,7 +138,7 @@ async def by_offset(streams: Stream, disk: Disk, deaths_of_role: RandomDeaths) -
         await streams.trim(ROLLOUTS, before=disk.checkpoint.previous_offset)
 
 
-async def ack_before_training(streams: Stream, disk: Disk, deaths_of_role: RandomDeaths) -> None:
+async def ack_before_training(streams, disk, deaths_of_role):
     """Run one life of a flawed trainer, which loses acknowledged groups that are in no checkpoint when it dies."""
     trained = list(disk.checkpoint.trained)
     while True:
@@ -154,7 +153,7 @@ async def ack_before_training(streams: Stream, disk: Disk, deaths_of_role: Rando
         disk.checkpoint = Checkpoint(tuple(trained))
 
 
-async def ack_after_checkpoint(streams: Stream, disk: Disk, deaths_of_role: RandomDeaths) -> None:
+async def ack_after_checkpoint(streams, disk, deaths_of_role):
     """Run one life of a flawed trainer, which trains again groups of its checkpoint that it has not acknowledged."""
     trained = list(disk.checkpoint.trained)
     while True:
@@ -167,11 +166,11 @@ async def ack_after_checkpoint(streams: Stream, disk: Disk, deaths_of_role: Rand
         await streams.acknowledge(ROLLOUTS, group="trainer", entry_ids=[entry.entry_id for entry in entries])
 
 
-async def claim_rollouts(streams: Stream) -> list[Entry]:
+async def claim_rollouts(streams):
     return await streams.claim(ROLLOUTS, group="trainer", consumer="t0", count=3, block_s=0.02, reclaim_idle_s=IDLE_S)
 
 
-async def lives(life: Callable[[], Awaitable[None]]) -> None:
+async def lives(life):
     """Run a role forever: each death is followed by the next life."""
     while True:
         try:
@@ -190,7 +189,7 @@ class Run:
     num_orders: int
     disk: Disk = field(default_factory=Disk)
 
-    async def until_quiet(self, *, deadline_s: float = PATIENCE_S) -> tuple[int, int]:
+    async def until_quiet(self, *, deadline_s=PATIENCE_S):
         """Run until all deaths have happened and no role finds work; return the numbers of lost and repeated orders."""
         orders = [f"prompt-{number:06d}" for number in range(self.num_orders)]
         deaths_by_role = [RandomDeaths(self.seed, "actor", deaths=4), RandomDeaths(self.seed, "trainer", deaths=6)]
@@ -214,30 +213,30 @@ class Run:
         return len(orders) - len(trained), sum(count > 1 for count in trained.values())
 
 
-async def outcomes(trainer: Trainer) -> tuple[list[int], list[int]]:
+async def outcomes(trainer):
     """Run the toy pipeline with several seeds; return for each seed the numbers of lost and of repeated orders."""
     runs = [Run(MemoryStream(), trainer, seed, num_orders=40) for seed in range(6)]
     outcome_pairs = await asyncio.gather(*(run.until_quiet() for run in runs))
     return [lost for lost, _ in outcome_pairs], [doubled for _, doubled in outcome_pairs]
 
 
-async def test_trainer_that_resumes_at_its_checkpoints_stream_offset_trains_each_group_once() -> None:
+async def test_trainer_that_resumes_at_its_checkpoints_stream_offset_trains_each_group_once():
     assert await outcomes(by_offset) == ([0] * 6, [0] * 6)
 
 
-async def test_trainer_that_acknowledges_groups_before_training_loses_groups() -> None:
+async def test_trainer_that_acknowledges_groups_before_training_loses_groups():
     lost, doubled = await outcomes(ack_before_training)
     assert any(lost)
     assert not any(doubled)
 
 
-async def test_trainer_that_acknowledges_groups_after_the_checkpoint_trains_groups_twice() -> None:
+async def test_trainer_that_acknowledges_groups_after_the_checkpoint_trains_groups_twice():
     lost, doubled = await outcomes(ack_after_checkpoint)
     assert not any(lost)
     assert any(doubled)
 
 
-async def test_each_requested_group_is_trained_once_although_the_stream_server_is_killed(tmp_path: Path) -> None:
+async def test_each_requested_group_is_trained_once_although_the_stream_server_is_killed(tmp_path):
     """With `appendfsync always`, everything acknowledged survives, including each reader's position."""
     random = generator(0, "kills")
     with EmbeddedRedis(tmp_path, fsync=Fsync.ALWAYS) as server:
@@ -257,7 +256,7 @@ async def test_each_requested_group_is_trained_once_although_the_stream_server_i
     assert ending.result() == (0, 0)
 
 
-async def test_stream_server_that_crashes_loses_only_the_newest_entries_of_its_history(tmp_path: Path) -> None:
+async def test_stream_server_that_crashes_loses_only_the_newest_entries_of_its_history(tmp_path):
     """The append-only file is cut off after each entry in turn, as by a crash; lost groups are made again."""
     server = EmbeddedRedis(tmp_path).start()
     streams = await open_stream(server.url, namespace="run", timeout_s=PATIENCE_S)

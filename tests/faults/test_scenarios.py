@@ -1,16 +1,11 @@
 """Every scenario with a few seeds, or many in `make chaos`; flawed designs (mutants) show that it can fail."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -18,11 +13,11 @@ import pytest
 from pipelinerl.controller.decisions import controller
 from tests.fakes.live_run import LiveRun
 from tests.faults.scenarios import episodes_killed, rank_killed, role_killed, starved, two_trainers
-from tests.faults.scenarios.scenario import Verdict, find, names, play
+from tests.faults.scenarios.scenario import find, names, play
 from tests.patience import PATIENCE_S
 
 
-def played(name: str, seeds: Sequence[int], capsys: pytest.CaptureFixture[str]) -> None:
+def played(name, seeds, capsys):
     tally = play(find(name), seeds)
     with capsys.disabled():
         print(f"\n{tally}")
@@ -32,30 +27,27 @@ def played(name: str, seeds: Sequence[int], capsys: pytest.CaptureFixture[str]) 
 #: Scenarios that are too slow for `make test`. Faster tests of the same promises: for dead engines,
 #: tests/weights/broadcast/test_publisher.py and test_api.py; for a killed run, tests/end_to_end/test_live_run.py; for a
 #: frozen engine, tests/weights/test_grace.py and test_engine_decisions.py; for a slow one, test_pool.py; for a second
-#: controller, tests/roles/test_controller_role.py.
-TOLD_ELSEWHERE = {
-    name: [pytest.mark.slow]
-    for name in ("system_killed", "rank_killed", "oubliette_killed", "told_to_stop", "dead_offers", "knobs_turned")
-} | {
-    name: [pytest.mark.slow]
-    for name in ("frozen_engine", "slow_engine", "second_controller", "controller_without_continue")
+#: controller, tests/roles/test_controller_role.py; for a verifier service, its test_client.py; for episodes,
+#: tests/plugins/episodes.
+SLOW = {
+    *("system_killed", "rank_killed", "oubliette_killed", "told_to_stop", "dead_offers", "knobs_turned"),
+    *("frozen_engine", "slow_engine", "second_controller", "controller_without_continue"),
+    *("verifier_killed", "episodes_killed"),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=TOLD_ELSEWHERE.get(name, [])) for name in names()])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in names()])
 @pytest.mark.timeout(600)
-def test_guarantees_of_each_fault_scenario_hold_for_a_few_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_guarantees_of_each_fault_scenario_hold_for_a_few_seeds(name, capsys):
     played(name, find(name).short, capsys)
 
 
 @pytest.mark.parametrize(("last", "is_lost"), [(18, False), (19, True)])
-def test_check_of_group_counts_ignores_steps_of_a_killed_trainer_after_its_last_checkpoint(
-    tmp_path: Path, last: int, is_lost: bool
-) -> None:
+def test_check_of_group_counts_ignores_steps_of_a_killed_trainer_after_its_last_checkpoint(tmp_path, last, is_lost):
     """A rank died after version 19, before checkpoint 18 was complete, so steps 17 and 18 are made again."""
     ledger = {"issued": 175, "trained": 144, "stale": 15, "in_flight": 16}
     made = [*range(1, 20), *range(17, last + 1)]
-    events: list[dict[str, Any]] = [{"kind": "step", "step": step} for step in made]
+    events = [{"kind": "step", "step": step} for step in made]
     log = "".join(json.dumps(event) + "\n" for event in [*events, {"kind": "run_finished", "ledger": ledger}])
     (tmp_path / "events.jsonl").write_text(log)
     broken = rank_killed.unbalanced(LiveRun(None, tmp_path, tmp_path / "out"), Counter())
@@ -65,7 +57,7 @@ def test_check_of_group_counts_ignores_steps_of_a_killed_trainer_after_its_last_
 @pytest.mark.parametrize("name", names())
 @pytest.mark.chaos
 @pytest.mark.timeout(7200)
-def test_guarantees_of_each_fault_scenario_hold_for_many_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_guarantees_of_each_fault_scenario_hold_for_many_seeds(name, capsys):
     played(name, find(name).long, capsys)
 
 
@@ -73,7 +65,7 @@ def test_guarantees_of_each_fault_scenario_hold_for_many_seeds(name: str, capsys
 COUNTED_TWICE = "its account counts orders twice"
 
 
-def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
+def first_that_fails(attempt, figure):
     """Play a few seeds, and return the verdict of the first that catches the mutant; a seed may miss it by chance."""
     for seed in range(4):
         verdict = attempt(seed)
@@ -86,10 +78,8 @@ def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
 @pytest.mark.parametrize(("mutant", "figure"), [("ack_before", "lost"), ("ack_after", "trained twice")])
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-def test_fault_scenario_detects_groups_lost_or_repeated_by_a_trainer_that_acknowledges_them(
-    tmp_path: Path, mutant: str, figure: str
-) -> None:
-    def attempt(seed: int) -> Verdict:
+def test_fault_scenario_detects_groups_lost_or_repeated_by_a_trainer_that_acknowledges_them(tmp_path, mutant, figure):
+    def attempt(seed):
         return role_killed.play(seed, tmp_path / str(seed), mutant=mutant, kills=3)
 
     assert first_that_fails(attempt, figure).broken
@@ -97,21 +87,19 @@ def test_fault_scenario_detects_groups_lost_or_repeated_by_a_trainer_that_acknow
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-def test_fault_scenario_detects_an_actor_that_reports_one_weight_version_for_a_whole_answer(tmp_path: Path) -> None:
+def test_fault_scenario_detects_an_actor_that_reports_one_weight_version_for_a_whole_answer(tmp_path):
     assert "a span of version" in " ".join(episodes_killed.play(0, tmp_path, mutant="newest", kills=0).broken)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_replaced_trainer_still_commits_its_checkpoint_if_fencing_by_epoch_is_disabled(tmp_path: Path) -> None:
+def test_replaced_trainer_still_commits_its_checkpoint_if_fencing_by_epoch_is_disabled(tmp_path):
     for seed in range(2):
         verdict = two_trainers.play(seed, tmp_path / str(seed), mutant="unfenced", take_overs=1)
         assert "in place" in " ".join(verdict.broken), f"seed {seed} shows nothing: {verdict}"
 
 
-def test_fault_scenario_detects_a_watchdog_that_counts_filtered_groups_as_progress(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_fault_scenario_detects_a_watchdog_that_counts_filtered_groups_as_progress(monkeypatch, tmp_path):
     mark = controller.progress_mark
     monkeypatch.setattr(controller, "progress_mark", lambda state: (*mark(state), state.account.ended))
     seed = list(starved.Situation).index(starved.Situation.NO_SIGNAL)
@@ -129,7 +117,7 @@ with launched([], Path(sys.argv[1]) / "run", through=("sh", "-c", "exec sleep 10
 """
 
 
-def test_launcher_ends_when_the_process_that_started_it_is_killed(tmp_path: Path) -> None:
+def test_launcher_ends_when_the_process_that_started_it_is_killed(tmp_path):
     """A test that exceeds its time limit is killed by a signal, so no `finally` clause of it ends the launcher."""
     playing = subprocess.Popen([sys.executable, "-c", _PLAYING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     with playing:

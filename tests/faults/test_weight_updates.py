@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
-from inference_contract.weights import (
-    InitProcessGroupRequest,
-    ProcessGroupStatus,
-    WeightUpdateRequest,
-    WeightUpdateResponse,
-)
+from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.rng import generator
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
-from pipelinerl.weights.publisher import Publication, PublishReport
+from pipelinerl.weights.publisher import Publication
 from tests.fakes.version_engine import BUCKET_BYTES, LAYOUT, PROMPT, Nursery, weights
 from tests.patience import PATIENCE_S
 
@@ -47,37 +40,35 @@ class Tally:
 class Timed:
     """An `EngineControl` that records when each generation's first join was requested and its last one answered."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client):
         self._client = client
-        self.joins: dict[int, tuple[float, float]] = {}
+        self.joins = {}
 
-    async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
+    async def init_process_group(self, url, request):
         requested_at, _ = self.joins.setdefault(request.generation, (time.monotonic(), 0.0))
         answer = await self._client.init_process_group(url, request)
         self.joins[request.generation] = requested_at, time.monotonic()
         return answer
 
-    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+    async def request_weight_update(self, url, request):
         return await self._client.request_weight_update(url, request)
 
 
 class Fleet:
     """A trainer, its engines, and an engine pool under load, which uses only engines that serve the newest version."""
 
-    def __init__(self, nursery: Nursery, client: EngineClient) -> None:
+    def __init__(self, nursery, client):
         self.nursery = nursery
         self.client = client
         self.control = Timed(client)
         self.engines = [nursery.born() for _ in range(ENGINES)]
-        self.proven: set[str] = set()
+        self.proven = set()
         self.pool = EnginePool(client, deadline_s=PATIENCE_S, suspect_s=0.2)
         self.publisher = BroadcastPublisher(self.control, bucket_bytes=BUCKET_BYTES)
         self.epoch, self.version, self.membership = 1, 0, 0
         self.tally = Tally()
 
-    async def publish(
-        self, *, timeout_s: float, before: Callable[[int], None] = lambda _: None, epoch: int | None = None
-    ) -> PublishReport:
+    async def publish(self, *, timeout_s, before=lambda _: None, epoch=None):
         """Publish the next version to all engines; then the pool uses only engines that the report lists as updated."""
         if epoch is not None:
             await self.publisher.close()
@@ -97,12 +88,12 @@ class Fleet:
         self.pool.update(sorted(self.proven))
         return report
 
-    async def serves(self, url: str) -> tuple[int, int]:
+    async def serves(self, url):
         health = await self.client.health(url)
         return health.epoch, health.model_version
 
     @asynccontextmanager
-    async def under_load(self) -> AsyncIterator[None]:
+    async def under_load(self):
         asking = [asyncio.create_task(self._ask(seed)) for seed in range(REQUESTS)]
         try:
             yield
@@ -112,14 +103,14 @@ class Fleet:
             ended = await asyncio.gather(*asking, return_exceptions=True)
         assert all(isinstance(end, asyncio.CancelledError) for end in ended), ended
 
-    async def _ask(self, seed: int) -> None:
+    async def _ask(self, seed):
         while True:
             answered = await self.pool.complete(request(seed))
             if answered.url not in self.proven:
                 self.tally.canary_failed.append(answered.url)
             self.count(answered.completion)
 
-    def count(self, completion: ChatCompletion) -> None:
+    def count(self, completion):
         """Count the tokens of an answer; record each that was sampled by another version than its span names."""
         for choice in completion.choices:
             versions = [version for version, length in choice.version_spans or () for _ in range(length)]
@@ -129,20 +120,20 @@ class Fleet:
             self.tally.mixed += [f"{row}" for row in rows if row[0] != row[2] or row[1] != 0.0]
 
 
-def request(seed: int) -> ChatCompletionRequest:
+def request(seed):
     return ChatCompletionRequest(
         prompt_token_ids=PROMPT, max_tokens=40 + seed, n=2, temperature=1.0, seed=seed, return_token_ids=True
     )
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
+def nursery():
     with Nursery() as made:
         yield made
 
 
 @pytest.fixture
-async def fleet(nursery: Nursery) -> AsyncIterator[Fleet]:
+async def fleet(nursery):
     async with EngineClient() as client:
         made = Fleet(nursery, client)
         assert (await made.publish(timeout_s=PATIENCE_S)).failed == {}
@@ -153,9 +144,7 @@ async def fleet(nursery: Nursery) -> AsyncIterator[Fleet]:
 @pytest.mark.parametrize(
     "kills", [8, pytest.param(100, marks=[pytest.mark.chaos, pytest.mark.timeout(900)])], ids=["short", "long"]
 )
-async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_engines(
-    fleet: Fleet, kills: int
-) -> None:
+async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_engines(fleet, kills):
     """The other engines immediately form a new process group and serve the version; no token has mixed weights."""
     # The fast test allows 10 s beyond the timeout, since the machine may be busy; the slow test runs alone.
     timeout_s, slack_s = 21.0, 1.0 if kills == 100 else 10.0
@@ -164,9 +153,9 @@ async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_e
     async with fleet.under_load():
         for _ in range(kills):
             victim, row = fleet.engines[draw.integers(ENGINES)], int(draw.integers(1, ROWS))
-            killed: list[float] = []
+            killed = []
 
-            def strike(now: int, victim: str = victim, row: int = row, killed: list[float] = killed) -> None:
+            def strike(now, victim=victim, row=row, killed=killed):
                 if now == row and not killed:
                     fleet.nursery.kill(victim)
                     killed.append(time.monotonic())
@@ -199,16 +188,14 @@ async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_e
 @pytest.mark.parametrize(
     "freezes", [2, pytest.param(50, marks=[pytest.mark.chaos, pytest.mark.timeout(1200)])], ids=["short", "long"]
 )
-async def test_engine_that_was_suspended_during_an_update_gets_no_requests_until_updated(
-    fleet: Fleet, freezes: int
-) -> None:
+async def test_engine_that_was_suspended_during_an_update_gets_no_requests_until_updated(fleet, freezes):
     """Meanwhile the other engines serve the new version; the resumed engine gets requests only after an update."""
     draw = generator(0, "freezes")
     async with fleet.under_load():
         for number in range(freezes):
             victim, row = fleet.engines[draw.integers(ENGINES)], int(draw.integers(0, ROWS))
 
-            def strike(now: int, victim: str = victim, row: int = row) -> None:
+            def strike(now, victim=victim, row=row):
                 if now == row:
                     fleet.nursery.freeze(victim)
 

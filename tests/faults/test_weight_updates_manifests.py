@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -33,16 +33,15 @@ NOT_SIZES: tuple[Any, ...] = (*NOT_NUMBERS, -(2**40), 2**62, [3], "x" * 10_000)
 NOT_TEXTS: tuple[Any, ...] = (None, 7, [], {}, "", "x" * 100_000, ["a"], True)
 
 
-def _one_of(draw: Draw, values: Any) -> Any:
+def _one_of(draw, values):
     return values[draw.integers(len(values))]
 
 
-def _spec(manifest: Manifest, draw: Draw) -> Manifest:
-    spec: Manifest = _one_of(draw, manifest["layout"]["parameters"])
-    return spec
+def _spec(manifest, draw):
+    return _one_of(draw, manifest["layout"]["parameters"])
 
 
-def shape(manifest: Manifest, draw: Draw) -> None:
+def shape(manifest, draw):
     spec = _spec(manifest, draw)
     dims = spec["shape"]
     at = int(draw.integers(len(dims)))
@@ -54,68 +53,68 @@ def shape(manifest: Manifest, draw: Draw) -> None:
     spec["shape"] = _one_of(draw, changed)
 
 
-def dtype(manifest: Manifest, draw: Draw) -> None:
+def dtype(manifest, draw):
     """Mutate the dtype; engines accept float16 and bfloat16, which they convert."""
     others = ["float64", "int8", "FLOAT32", "float32 ", "complex64", "object"]
     _spec(manifest, draw)["dtype"] = _one_of(draw, [*others, *NOT_TEXTS])
 
 
-def name(manifest: Manifest, draw: Draw) -> None:
+def name(manifest, draw):
     unknown = ["table", "table.weight2", "Table.weight", "table.weight\u0000", "../etc/passwd", "table.wei\u200bght"]
     _spec(manifest, draw)["name"] = _one_of(draw, [*unknown, *NOT_TEXTS])
 
 
-def order(manifest: Manifest, draw: Draw) -> None:
+def order(manifest, draw):
     manifest["layout"]["parameters"].reverse()
 
 
-def missing(manifest: Manifest, draw: Draw) -> None:
+def missing(manifest, draw):
     rows = manifest["layout"]["parameters"]
     del rows[int(draw.integers(len(rows)))]
 
 
-def doubled(manifest: Manifest, draw: Draw) -> None:
+def doubled(manifest, draw):
     rows = manifest["layout"]["parameters"]
     rows.insert(int(draw.integers(len(rows) + 1)), deepcopy(_spec(manifest, draw)))
 
 
-def unknown(manifest: Manifest, draw: Draw) -> None:
+def unknown(manifest, draw):
     extra = {"name": f"extra.{draw.integers(99)}", "shape": [int(draw.integers(9))], "dtype": "float32"}
     rows = manifest["layout"]["parameters"]
     rows.insert(int(draw.integers(len(rows) + 1)), extra)
 
 
-def many(manifest: Manifest, draw: Draw) -> None:
+def many(manifest, draw):
     rows = [{"name": f"p{row}", "shape": [2**40, 2**40], "dtype": "float64"} for row in range(2_000)]
     manifest["layout"]["parameters"] = rows
 
 
-def layout(manifest: Manifest, draw: Draw) -> None:
+def layout(manifest, draw):
     manifest["layout"] = _one_of(draw, [None, [], {}, "", 3, {"parameters": None}, {"parameters": []}, {"rows": []}])
 
 
-def layout_id(manifest: Manifest, draw: Draw) -> None:
+def layout_id(manifest, draw):
     if draw.integers(2):
         del manifest["layout"]
     manifest["layout_id"] = _one_of(draw, ["", "0" * 32, LAYOUT.layout_id[:-1], 7, [], "x" * 100_000])
 
 
-def version(manifest: Manifest, draw: Draw) -> None:
+def version(manifest, draw):
     manifest["version"] = _one_of(draw, [*range(VERSION), *NOT_NUMBERS, 2**63])
 
 
-def epoch(manifest: Manifest, draw: Draw) -> None:
+def epoch(manifest, draw):
     manifest["epoch"] = _one_of(draw, [*range(EPOCH), *NOT_NUMBERS, 2**63])
 
 
-def membership(manifest: Manifest, draw: Draw) -> None:
+def membership(manifest, draw):
     if draw.integers(2):
         manifest["generation"] += int(_one_of(draw, [-(2**40), -1, 1, 2**41]))
     else:
         manifest[_one_of(draw, ["group", "generation"])] = _one_of(draw, ["others", "", None, [], {}, -1, 1.5, 10**400])
 
 
-def digest(manifest: Manifest, draw: Draw) -> None:
+def digest(manifest, draw):
     """Mutate the digest of a pull, which must be a text, or send a COMMIT, which is invalid before a PREPARE."""
     if draw.integers(2):
         manifest |= {"transport": "pull", "sources": ["http://127.0.0.1:9"]}
@@ -124,11 +123,11 @@ def digest(manifest: Manifest, draw: Draw) -> None:
         manifest |= {"phase": "commit", "digest": _one_of(draw, ["", "0" * 32, "x" * 100_000])}
 
 
-def phase(manifest: Manifest, draw: Draw) -> None:
+def phase(manifest, draw):
     manifest["phase"] = _one_of(draw, ["PREPARE", "abort", "commit", "begin", *NOT_TEXTS])
 
 
-def transport(manifest: Manifest, draw: Draw) -> None:
+def transport(manifest, draw):
     pulls = [
         {"sources": []}, {"sources": ["file:///etc/passwd"]}, {"sources": ["http://u:p@h"]}, {"sources": "http://a:1"},
         {"shards": [[]]}, {"sources": ["http://a:1"], "shards": [["http://a:1"]]}, {"sources": ["http://a:1/x"]},
@@ -139,31 +138,30 @@ def transport(manifest: Manifest, draw: Draw) -> None:
         manifest["transport"] = _one_of(draw, ["rdma", "Broadcast", *NOT_TEXTS])
 
 
-def numbers(manifest: Manifest, draw: Draw) -> None:
+def numbers(manifest, draw):
     field = _one_of(draw, ["bucket_bytes", "timeout_s"])
     wrong = [0, -1, -1e300, float("nan"), float("-inf"), 1e9, 10**400, "x", [], {}]
     manifest[field] = _one_of(draw, wrong if field == "timeout_s" else [0, -1, 1.5, float("nan"), "x", [], {}])
 
 
-def on_update(manifest: Manifest, draw: Draw) -> None:
+def on_update(manifest, draw):
     manifest["on_update"] = _one_of(draw, ["restart", "CONTINUE", *NOT_TEXTS])
 
 
-def field(manifest: Manifest, draw: Draw) -> None:
+def field(manifest, draw):
     if draw.integers(2):
         manifest[_one_of(draw, ["force", "__class__", "Version", "skip_digest"])] = True
     else:
         del manifest[_one_of(draw, ["phase", "version", "group", "generation", "layout"])]
 
 
-def text(manifest: Manifest, draw: Draw) -> bytes:
+def text(manifest, draw):
     """Return a request body that is not a manifest: not JSON, truncated, or JSON of another form."""
     whole = json.dumps(manifest).encode()
     cut = whole[: int(draw.integers(1, len(whole)))]
     deep = b"[" * 100_000
     other = [b"", b"null", b"[]", b"7", deep, b'{"layout":' * 5_000, whole + b"}", whole[1:], b"\xff\xfe" + whole, cut]
-    picked: bytes = _one_of(draw, other)
-    return picked
+    return _one_of(draw, other)
 
 
 ALL: tuple[Mutation, ...] = (
@@ -172,7 +170,7 @@ ALL: tuple[Mutation, ...] = (
 )  # fmt: skip
 
 
-def mutants(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
+def mutants(manifest):
     """Yield the name of each mutation and the mutated manifest; the kinds of mutation take turns."""
     for number in range(MUTATIONS):
         kind, changed = ALL[number % len(ALL)], deepcopy(manifest)
@@ -180,14 +178,14 @@ def mutants(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
         yield f"{kind.__name__} {number}", json.dumps(changed).encode() if body is None else body
 
 
-def weights() -> Iterator[tuple[str, Any]]:
+def weights():
     for parameter in LAYOUT.parameters:
         values = rng.generator(VERSION, parameter.name).normal(size=parameter.shape)
         yield parameter.name, values.astype(np.float32)
 
 
 @pytest.mark.timeout(300)
-async def test_mutated_weight_update_manifests_are_rejected_and_the_engine_serves_its_old_weights() -> None:
+async def test_mutated_weight_update_manifests_are_rejected_and_the_engine_serves_its_old_weights():
     greedy = ChatCompletionRequest(
         prompt_token_ids=[3, 5], max_tokens=24, temperature=0.0, return_token_ids=True, seed=0
     )
@@ -195,7 +193,7 @@ async def test_mutated_weight_update_manifests_are_rejected_and_the_engine_serve
         async with EngineClient() as client:
             publisher = BroadcastPublisher(client)
 
-            async def published(number: int) -> None:
+            async def published(number):
                 report = await publisher.publish(
                     Publication(
                         version=number,
@@ -212,12 +210,12 @@ async def test_mutated_weight_update_manifests_are_rejected_and_the_engine_serve
             await published(VERSION)
             assert publisher._group is not None
             before = (await client.chat(url, greedy)).choices
-            manifest: Manifest = {
+            manifest = {
                 "phase": "prepare", "version": VERSION + 1, "epoch": EPOCH, "transport": "broadcast",
                 "group": "weights", "generation": publisher._group.generation, "bucket_bytes": 128, "timeout_s": 5.0,
                 "layout": LAYOUT.model_dump(mode="json"),
             }  # fmt: skip
-            answers: dict[str, tuple[int, str]] = {}
+            answers = {}
             with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as raw:
                 for kind, body in mutants(manifest):
                     answer = raw.post(

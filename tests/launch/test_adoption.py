@@ -1,14 +1,11 @@
 """`pipelinerl adopt`: it restarts roles that were started by hand and killed, and leaves alone those that ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -35,7 +32,7 @@ with recorded(Path(sys.argv[1]), "engine", "engine-0"):
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     path = tmp_path / "run"
     path.mkdir()
     write_layout(path)
@@ -44,8 +41,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def process(command: Sequence[str], **options: object) -> Iterator[subprocess.Popen[str]]:
-    started = subprocess.Popen(command, text=True, **options)  # type: ignore[call-overload]
+def process(command, **options):
+    started = subprocess.Popen(command, text=True, **options)
     try:
         yield started
     finally:
@@ -55,12 +52,12 @@ def process(command: Sequence[str], **options: object) -> Iterator[subprocess.Po
             started.stdin.close()
 
 
-def starts(run_dir: Path) -> list[list[object]]:
+def starts(run_dir):
     path = run_dir / "starts"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_killed_role_is_restarted_with_its_arguments_environment_and_directory(run_dir: Path, tmp_path: Path) -> None:
+def test_killed_role_is_restarted_with_its_arguments_environment_and_directory(run_dir, tmp_path):
     role_environment = {**os.environ, "COLOUR": "teal", "PYTHONPATH": str(Path.cwd())}
     (tmp_path / "elsewhere").mkdir()
     with ExitStack() as stack:
@@ -96,7 +93,7 @@ def test_killed_role_is_restarted_with_its_arguments_environment_and_directory(r
         assert isinstance(last, int) and not is_running(last), "adopt stops what it has restarted"
 
 
-def test_role_that_ends_by_itself_is_not_restarted(run_dir: Path) -> None:
+def test_role_that_ends_by_itself_is_not_restarted(run_dir):
     for status, is_kept in ((None, False), (0, False), (2, False), (143, False), (1, True)):
         try:
             with recorded(run_dir, "engine", "engine-0"):
@@ -109,15 +106,15 @@ def test_role_that_ends_by_itself_is_not_restarted(run_dir: Path) -> None:
         assert (list(read_records(run_dir)) == ["engine-0"]) is is_kept, status
 
 
-def test_adopt_ends_when_the_controller_has_recorded_the_end_of_the_run(run_dir: Path) -> None:
+def test_adopt_ends_when_the_controller_has_recorded_the_end_of_the_run(run_dir):
     role = "import sys; from pathlib import Path; from pipelinerl.system.process_record import recorded\n"
     role += 'with recorded(Path(sys.argv[1]), "controller", "controller"): sys.stdin.read()'
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     with process([sys.executable, "-c", role, str(run_dir)], stdin=subprocess.PIPE, env=environment) as controller:
         wait_until(lambda: read_records(run_dir), "the controller is recorded")
-        said: list[str] = []
+        said = []
 
-        def announce(text: str) -> None:
+        def announce(text):
             said.append(text)
             if text.startswith("watching"):
                 event = {"kind": "run_finished", "time": time.time(), "reason": "12 steps"}
@@ -129,7 +126,7 @@ def test_adopt_ends_when_the_controller_has_recorded_the_end_of_the_run(run_dir:
         assert said[1:] == ["controller has ended", "completed: 12 steps"]
 
 
-def test_adopt_is_rejected_without_live_roles_or_where_a_launcher_runs(run_dir: Path, tmp_path: Path) -> None:
+def test_adopt_is_rejected_without_live_roles_or_where_a_launcher_runs(run_dir, tmp_path):
     with pytest.raises(UserError, match=r"no run yet: recipe\.toml is missing; start its controller first"):
         adopt(tmp_path)
     holder = (

@@ -1,10 +1,6 @@
 """A run does not start while another run with the same name is live, unless the user passes --new."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +9,7 @@ from fastapi.responses import Response
 
 from launch.run_directory import create, refuse_namesake
 from pipelinerl.commands.remote import started_by_hand
-from pipelinerl.config.recipe import RunConfig, parse
+from pipelinerl.config.recipe import parse
 from pipelinerl.errors import UserError
 from pipelinerl.observability.status import RunStatus
 from tests.fakes.checkpoints import model_directory
@@ -21,14 +17,14 @@ from tests.fakes.served import in_thread
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
+def config(tmp_path):
     run = {"name": "tiny", "directory": str(tmp_path / "runs")}
     model = {"path": str(model_directory(tmp_path / "model"))}
     return parse({"model": model, "domains": [{"name": "d", "source": "s"}], "run": run})
 
 
 @pytest.fixture
-def controller_url() -> Iterator[str]:
+def controller_url():
     app = FastAPI(openapi_url=None)
     status = msgspec.json.encode(RunStatus(run="tiny"))
     app.get("/status")(lambda: Response(status, media_type="application/json"))
@@ -36,15 +32,13 @@ def controller_url() -> Iterator[str]:
         yield url
 
 
-def test_new_run_may_have_the_name_of_finished_runs(config: RunConfig) -> None:
+def test_new_run_may_have_the_name_of_finished_runs(config):
     refuse_namesake(config, by_hand=started_by_hand)
     create(config), create(config)
     refuse_namesake(config, by_hand=started_by_hand)
 
 
-def test_live_run_with_the_same_name_is_detected_even_if_its_directory_name_has_a_number_appended(
-    config: RunConfig,
-) -> None:
+def test_live_run_with_the_same_name_is_detected_even_if_its_directory_name_has_a_number_appended(config):
     create(config)
     second = create(config)
     with (
@@ -56,9 +50,7 @@ def test_live_run_with_the_same_name_is_detected_even_if_its_directory_name_has_
     refuse_namesake(config, by_hand=started_by_hand)
 
 
-def test_live_run_that_no_launcher_started_is_detected_by_its_controllers_address_file(
-    config: RunConfig, controller_url: str
-) -> None:
+def test_live_run_that_no_launcher_started_is_detected_by_its_controllers_address_file(config, controller_url):
     directory = create(config)
     address = directory.path / "controller.json"
     address.write_text(json.dumps({"url": controller_url, "token": None}))

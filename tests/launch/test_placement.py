@@ -15,8 +15,8 @@ import pytest
 
 from launch.hosts import LOCALHOST, Devices, Origin, VisibleDevice
 from launch.placement import place
-from launch.plan import Launch, ProcessSpec, processes_of
-from pipelinerl.config.recipe import RunConfig, parse
+from launch.plan import Launch, processes_of
+from pipelinerl.config.recipe import parse
 from pipelinerl.errors import RecipeError
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -57,15 +57,15 @@ RECIPES: dict[str, dict[str, dict[str, object]]] = {
 }
 
 
-def config_of(sections: dict[str, dict[str, object]]) -> RunConfig:
+def config_of(sections):
     return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
 
 
-def gpus(count: int) -> Devices:
+def gpus(count):
     return Devices(tuple(VisibleDevice(str(index), 81559) for index in range(count)))
 
 
-def written(config: RunConfig, devices: Devices) -> list[str]:
+def written(config, devices):
     """Return one line for each process in the launch plan, with its devices, or the reason why there is no plan."""
     host = replace(LOCALHOST, devices=devices)
     try:
@@ -75,7 +75,7 @@ def written(config: RunConfig, devices: Devices) -> list[str]:
     return [f"check: {launch.placement.describe()}", *map(_line, processes_of(launch).specs)]
 
 
-def _line(spec: ProcessSpec) -> str:
+def _line(spec):
     ours = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "JAX_PLATFORMS")
     words = [f"{name}={spec.env[name]}" for name in ours if name in spec.env]
     words += [spec.argv[at + 1] for at, word in enumerate(spec.argv) if word == "--set"]
@@ -83,7 +83,7 @@ def _line(spec: ProcessSpec) -> str:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_gpu_placements_match_the_golden_files(name: str) -> None:
+def test_gpu_placements_match_the_golden_files(name):
     config = config_of(RECIPES[name])
     parts = [f"# GPUs: {count}\n" + "\n".join(written(config, gpus(count))) + "\n" for count in (0, 1, 2, 4, 8)]
     text = "\n".join(parts)
@@ -93,13 +93,13 @@ def test_gpu_placements_match_the_golden_files(name: str) -> None:
     assert file.read_text() == text
 
 
-def test_golden_files_of_gpu_placements_and_recipes_have_the_same_names() -> None:
+def test_golden_files_of_gpu_placements_and_recipes_have_the_same_names():
     assert {file.stem for file in GOLDEN.glob("*.txt")} == set(RECIPES)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", RECIPES)
-def test_gpus_are_never_assigned_beyond_their_capacity(name: str, count: int) -> None:
+def test_gpus_are_never_assigned_beyond_their_capacity(name, count):
     """A process without a memory share has its devices to itself; the shares on a device sum to at most 1."""
     try:
         placement = place(config_of(RECIPES[name]), gpus(count))
@@ -110,7 +110,7 @@ def test_gpus_are_never_assigned_beyond_their_capacity(name: str, count: int) ->
         assert len(here) <= 1 or sum(1.0 if share is None else share for share in here) <= 1.0 + 1e-9
 
 
-def test_gpu_memory_limit_of_a_process_is_its_share_of_the_devices_memory() -> None:
+def test_gpu_memory_limit_of_a_process_is_its_share_of_the_devices_memory():
     alone, shared = (place(config_of({}), gpus(count)) for count in (2, 1))
     assert alone.bytes_of("trainer") == 81559 * 2**20
     assert shared.bytes_of("trainer") == int(81559 * 2**20 * 0.45)
@@ -152,15 +152,13 @@ def test_gpu_memory_limit_of_a_process_is_its_share_of_the_devices_memory() -> N
         ({"launch": {"trainer_devices": [0]}}, 0, "launch.trainer_devices require GPUs, and there is none"),
     ],
 )
-def test_impossible_gpu_placements_are_rejected(
-    sections: dict[str, dict[str, object]], count: int, sentence: str
-) -> None:
+def test_impossible_gpu_placements_are_rejected(sections, count, sentence):
     with pytest.raises(RecipeError, match=sentence) as refused:
         place(config_of(sections), gpus(count))
     assert "\n" not in str(refused.value)
 
 
-def test_processes_get_gpus_by_the_names_in_the_launchers_cuda_visible_devices() -> None:
+def test_processes_get_gpus_by_the_names_in_the_launchers_cuda_visible_devices():
     devices = Devices((VisibleDevice("3"), VisibleDevice("GPU-aa"), VisibleDevice("MIG-bb")), Origin.VARIABLE)
     assert written(config_of({"engine": {"count": 2}}), devices) == [
         "check: engine-0 on GPU 0 (3), engine-1 on GPU 1 (GPU-aa), trainer on GPU 2 (MIG-bb)",

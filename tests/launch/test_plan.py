@@ -1,7 +1,5 @@
 """The launch plan, a list of the processes to start, depends only on recipe, ports and cores."""
 
-from __future__ import annotations
-
 from itertools import count
 from pathlib import Path
 
@@ -9,25 +7,25 @@ import pytest
 
 from launch.hosts import LOCALHOST
 from launch.plan import Launch, Plan, ProcessSpec, listening, processes_of
-from pipelinerl.config.recipe import RunConfig, parse
+from pipelinerl.config.recipe import parse
 from pipelinerl.roles.role import OnExit
 
 RUN = Path("/runs/x")
 
 
-def _config(**sections: object) -> RunConfig:
+def _config(**sections):
     return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
 
 
-def _plan(config: RunConfig, cores: tuple[int, ...] = (0, 1)) -> Plan:
+def _plan(config, cores=(0, 1)):
     return processes_of(Launch.on([LOCALHOST], config, run_dir=RUN, ports=count(5000), cores=cores, python="py"))
 
 
-def spec_of(plan: Plan, name: str) -> ProcessSpec:
+def spec_of(plan, name):
     return next(spec for spec in plan.specs if spec.name == name)
 
 
-def test_launch_plan_defines_the_start_order_ports_and_exit_rules_of_processes() -> None:
+def test_launch_plan_defines_the_start_order_ports_and_exit_rules_of_processes():
     made = _plan(_config(engine={"count": 2}, actor={"count": 2}))
     names = [spec.name for spec in made.specs]
     assert names == ["redis", "controller", "engine-0", "engine-1", "trainer", "actor-0", "actor-1"]
@@ -42,7 +40,7 @@ def test_launch_plan_defines_the_start_order_ports_and_exit_rules_of_processes()
     ]  # fmt: skip
 
 
-def test_verifier_services_start_and_stop_with_the_engines() -> None:
+def test_verifier_services_start_and_stop_with_the_engines():
     config = _config(verification={"services": 2})
     made = _plan(config)
     assert [spec.name for spec in made.specs][-3:] == ["verifier-0", "verifier-1", "actor-0"]
@@ -52,7 +50,7 @@ def test_verifier_services_start_and_stop_with_the_engines() -> None:
     assert spec.argv[4] == "verifier" and spec.stop_order > spec_of(made, "actor-0").stop_order
 
 
-def test_every_process_in_a_launch_plan_is_a_pipelinerl_command_with_the_common_options() -> None:
+def test_every_process_in_a_launch_plan_is_a_pipelinerl_command_with_the_common_options():
     for spec in _plan(_config()).specs:
         assert spec.argv[:5] == ("py", "-P", "-m", "pipelinerl.cli", spec.name.split("-")[0])
         given = dict(zip(spec.argv[5::2], spec.argv[6::2], strict=True))
@@ -66,13 +64,13 @@ def test_every_process_in_a_launch_plan_is_a_pipelinerl_command_with_the_common_
         assert spec.env["OMP_NUM_THREADS"] == "1"
 
 
-def test_openmp_threads_of_a_process_with_several_threads_spin_before_they_sleep() -> None:
+def test_openmp_threads_of_a_process_with_several_threads_spin_before_they_sleep():
     for spec in _plan(_config(launch={"threads": 2})).specs:
         assert spec.env["OMP_NUM_THREADS"] == "2"
         assert "OMP_WAIT_POLICY" not in spec.env and int(spec.env["GOMP_SPINCOUNT"]) > 0
 
 
-def test_parameter_servers_start_before_the_trainer_that_gets_their_urls() -> None:
+def test_parameter_servers_start_before_the_trainer_that_gets_their_urls():
     config = _config(weights={"transport": "pull"}, parameter_server={"replicas": 2})
     assert len(list(listening(config))) == 5
     made = _plan(config)
@@ -92,7 +90,7 @@ def test_parameter_servers_start_before_the_trainer_that_gets_their_urls() -> No
     assert order["trainer"] < order["engine-0"] < order["parameter-server-0"] < order["controller"] < order["redis"]
 
 
-def test_launcher_starts_no_stream_server_if_the_recipe_names_a_running_one() -> None:
+def test_launcher_starts_no_stream_server_if_the_recipe_names_a_running_one():
     config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
     assert list(listening(config)) == ["controller", "engine-0"]
     made = _plan(config)
@@ -116,15 +114,15 @@ def test_launcher_starts_no_stream_server_if_the_recipe_names_a_running_one() ->
     ],
 )
 def test_engines_and_trainer_are_pinned_to_different_cores_on_machines_with_few_cores(
-    cores: tuple[int, ...], sections: dict[str, object], engines: list[object], trainer: object
-) -> None:
+    cores, sections, engines, trainer
+):
     made = _plan(_config(**sections), cores)
     assert [spec.cpu for spec in made.specs if spec.name.startswith("engine")] == engines
     assert spec_of(made, "trainer").cpu == trainer
     assert all(spec.cpu is None for spec in made.specs if spec.name.split("-")[0] in ("redis", "controller", "actor"))
 
 
-def test_launch_plan_with_a_process_before_its_dependency_is_rejected() -> None:
+def test_launch_plan_with_a_process_before_its_dependency_is_rejected():
     a, b = ProcessSpec(name="a", argv=("x",), after=("b",)), ProcessSpec(name="b", argv=("x",))
     with pytest.raises(ValueError, match="a waits for b, which must come before it"):
         Plan((a, b))
@@ -132,7 +130,7 @@ def test_launch_plan_with_a_process_before_its_dependency_is_rejected() -> None:
         Plan((b, b))
 
 
-def test_processes_of_a_trainer_form_one_group_with_a_rendezvous_port() -> None:
+def test_processes_of_a_trainer_form_one_group_with_a_rendezvous_port():
     config = _config(trainer={"options": {"mesh": {"dp_replicate": 2, "dp_shard": 2}}})
     assert list(listening(config)) == [*listening(_config()), "trainer"]
     made = _plan(config)
@@ -147,7 +145,7 @@ def test_processes_of_a_trainer_form_one_group_with_a_rendezvous_port() -> None:
     assert min(spec.stop_order for spec in members[1:]) > spec_of(made, "trainer").stop_order, "rank 0 ends the others"
 
 
-def test_trainer_forms_no_process_group_if_it_has_one_process_or_its_other_ranks_start_elsewhere() -> None:
+def test_trainer_forms_no_process_group_if_it_has_one_process_or_its_other_ranks_start_elsewhere():
     distributed = {"coordinator": "10.0.0.1:8476", "token_file": "/t"}
     for options in ({}, {"mesh": {"dp_shard": 1}}, {"mesh": {"dp_shard": 2}, "distributed": distributed}):
         made = _plan(_config(trainer={"options": options}))
@@ -155,7 +153,7 @@ def test_trainer_forms_no_process_group_if_it_has_one_process_or_its_other_ranks
         assert spec_of(made, "trainer").group is None and "--set" not in spec_of(made, "trainer").argv
 
 
-def test_experiment_tracker_process_is_optional_and_stops_after_the_controller() -> None:
+def test_experiment_tracker_process_is_optional_and_stops_after_the_controller():
     assert "tracker" not in [spec.name for spec in _plan(_config()).specs]
     made = _plan(_config(trackers={"tensorboard": True}))
     tracker = spec_of(made, "tracker")

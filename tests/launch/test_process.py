@@ -1,12 +1,9 @@
 """Health checks, restart budgets and logs of single processes that the launcher starts."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import threading
 import time
-from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -19,12 +16,12 @@ from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from tests.patience import wait_until
 
 
-def healthy(port: int, password: Path) -> bool:
+def healthy(port, password):
     spec = ProcessSpec(name="redis", argv=("x",), health=f"redis://127.0.0.1:{port}{quote(str(password))}")
     return Process(spec, password.parent).answers()
 
 
-def test_stream_server_is_healthy_once_it_answers_ping_with_its_password(tmp_path: Path) -> None:
+def test_stream_server_is_healthy_once_it_answers_ping_with_its_password(tmp_path):
     folder = tmp_path / "a run #1"
     with EmbeddedRedis(folder) as server:
         port = int(server.url.rpartition(":")[2])
@@ -38,11 +35,11 @@ def test_stream_server_is_healthy_once_it_answers_ping_with_its_password(tmp_pat
 @pytest.mark.parametrize(
     "reply", [b"", b"+OK\r\n", b"+OK\r\n-LOADING Redis is loading the dataset in memory\r\n", b"SSH-2.0\r\n"]
 )
-def test_stream_server_that_gives_no_valid_answer_is_not_healthy(tmp_path: Path, reply: bytes) -> None:
+def test_stream_server_that_gives_no_valid_answer_is_not_healthy(tmp_path, reply):
     (tmp_path / "password").write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
-        def answer() -> None:
+        def answer():
             connected, _ = listening.accept()
             with connected:
                 connected.recv(100)
@@ -54,7 +51,7 @@ def test_stream_server_that_gives_no_valid_answer_is_not_healthy(tmp_path: Path,
         answering.join()
 
 
-def test_processor_and_gpu_time_of_a_process_is_kept_over_its_deaths(tmp_path: Path) -> None:
+def test_processor_and_gpu_time_of_a_process_is_kept_over_its_deaths(tmp_path):
     burn = "import time\nwhile time.process_time() < 0.2: pass"
     process = Process(ProcessSpec(name="busy", argv=(sys.executable, "-S", "-c", burn), gpus=0.5), tmp_path)
     used = [process.usage]
@@ -68,7 +65,7 @@ def test_processor_and_gpu_time_of_a_process_is_kept_over_its_deaths(tmp_path: P
     assert 0 < used[1].gpu_s < used[2].gpu_s
 
 
-def test_process_that_keeps_crashing_restarts_after_growing_waits_until_its_budget_is_spent() -> None:
+def test_process_that_keeps_crashing_restarts_after_growing_waits_until_its_budget_is_spent():
     budget, waits = RestartBudget(3), []
     while not budget.is_spent_by(1.0):
         waits.append(budget.died(1.0))
@@ -76,7 +73,7 @@ def test_process_that_keeps_crashing_restarts_after_growing_waits_until_its_budg
 
 
 @pytest.mark.parametrize("up_s", [FORGIVEN_EVERY_S, 600.0, 900.0])
-def test_process_that_dies_only_after_long_uptimes_never_spends_its_restart_budget(up_s: float) -> None:
+def test_process_that_dies_only_after_long_uptimes_never_spends_its_restart_budget(up_s):
     """Deaths no longer count after enough uptime; otherwise the fourth death would end the run."""
     budget = RestartBudget(3)
     for _ in range(100):
@@ -85,18 +82,18 @@ def test_process_that_dies_only_after_long_uptimes_never_spends_its_restart_budg
     assert budget.deaths == 100 and budget.unforgiven < 2.0
 
 
-def test_process_that_dies_faster_than_uptime_earns_restarts_spends_its_restart_budget() -> None:
+def test_process_that_dies_faster_than_uptime_earns_restarts_spends_its_restart_budget():
     budget = RestartBudget(3)
     while not budget.is_spent_by(FORGIVEN_EVERY_S / 2):
         budget.died(FORGIVEN_EVERY_S / 2)
     assert budget.deaths == 5
 
 
-def test_first_death_spends_a_restart_budget_of_zero() -> None:
+def test_first_death_spends_a_restart_budget_of_zero():
     assert RestartBudget(0).is_spent_by(1e6)
 
 
-def test_restart_counts_are_shown_in_the_run_status(tmp_path: Path) -> None:
+def test_restart_counts_are_shown_in_the_run_status(tmp_path):
     assert read_restarts(tmp_path) == ()
     write_restarts(tmp_path, (RestartStatus(name="trainer", deaths=5, unforgiven=1.0, limit=3),))
     (read,) = read_restarts(tmp_path)
@@ -107,7 +104,7 @@ def test_restart_counts_are_shown_in_the_run_status(tmp_path: Path) -> None:
     assert read_restarts(tmp_path) == ()
 
 
-def test_process_log_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+def test_process_log_is_readable_by_its_owner_only(tmp_path):
     process = Process(ProcessSpec(name="actor", argv=("x",)), tmp_path)
     process.note("a reward function printed this")
     assert process.log.stat().st_mode & 0o777 == 0o600

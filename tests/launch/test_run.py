@@ -1,9 +1,6 @@
 """The launcher's last message is about the launch that just ended, whatever earlier launches have recorded."""
 
-from __future__ import annotations
-
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -21,9 +18,7 @@ TRAINED = {"kind": "trainer_ready", "epoch": 1, "elapsed_s": 1.0}
 
 
 @pytest.mark.parametrize(("events", "advised"), [([], False), ([BEGUN], False), ([BEGUN, TRAINED], True)])
-def test_launcher_does_not_advise_to_resume_a_run_that_failed_before_its_trainer_was_ready(
-    tmp_path: Path, events: list[dict[str, object]], advised: bool
-) -> None:
+def test_launcher_does_not_advise_to_resume_a_run_that_failed_before_its_trainer_was_ready(tmp_path, events, advised):
     """Resuming such a run would fail again, for example because of the same damaged checkpoints."""
     console = Console(file=StringIO(), width=200)
     refused = RunResult(RunOutcome.FAILED, "controller ended (exit status 2): no checkpoint is whole")
@@ -33,9 +28,7 @@ def test_launcher_does_not_advise_to_resume_a_run_that_failed_before_its_trainer
     assert output.endswith("failed: controller ended (exit status 2): no checkpoint is whole\n")
 
 
-def test_reason_of_a_failed_run_is_shown_by_later_commands_although_its_controller_could_not_record_it(
-    tmp_path: Path,
-) -> None:
+def test_reason_of_a_failed_run_is_shown_by_later_commands_although_its_controller_could_not_record_it(tmp_path):
     directory = RunDirectory(tmp_path, load("tiny"))
     (tmp_path / "recipe.toml").write_text("")
     write_layout(tmp_path)

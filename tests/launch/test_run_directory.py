@@ -1,7 +1,5 @@
 """The directory of a run: numbered if its name is taken, with private files, resumable, for one launcher at a time."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -9,7 +7,6 @@ import resource
 import stat
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +17,7 @@ from pipelinerl.plugins.watch.report import write_report
 from tests.fakes.checkpoints import model_directory
 
 
-def _config(directory: Path, **sections: object) -> RunConfig:
+def _config(directory, **sections):
     return parse(
         {
             "model": {"path": "m"},
@@ -31,7 +28,7 @@ def _config(directory: Path, **sections: object) -> RunConfig:
     )
 
 
-def test_recipe_file_in_the_run_directory_contains_every_key(tmp_path: Path) -> None:
+def test_recipe_file_in_the_run_directory_contains_every_key(tmp_path):
     config = _config(tmp_path, optimizer={"learning_rate": 1e-6}, staleness={"j": 1, "k": math.inf})
     made = create(config)
     assert made.path == tmp_path / "tiny"
@@ -40,13 +37,13 @@ def test_recipe_file_in_the_run_directory_contains_every_key(tmp_path: Path) -> 
     assert stat.S_IMODE(made.recipe.stat().st_mode) == 0o600, "the recipe may hold the password of a stream server"
 
 
-def test_directory_of_a_run_whose_name_is_taken_gets_a_number(tmp_path: Path) -> None:
+def test_directory_of_a_run_whose_name_is_taken_gets_a_number(tmp_path):
     names = [create(_config(tmp_path)).path.name for _ in range(3)]
     assert names == ["tiny", "tiny-2", "tiny-3"]
     assert open_run(tmp_path / "tiny-3").config.run.name == "tiny-3"
 
 
-def test_run_directory_is_not_writable_by_others_whatever_the_umask(tmp_path: Path) -> None:
+def test_run_directory_is_not_writable_by_others_whatever_the_umask(tmp_path):
     previous = os.umask(0)
     try:
         made = create(_config(tmp_path))
@@ -55,8 +52,8 @@ def test_run_directory_is_not_writable_by_others_whatever_the_umask(tmp_path: Pa
     assert stat.S_IMODE(made.path.stat().st_mode) == 0o755
 
 
-def test_run_whose_checkpoint_location_is_rejected_leaves_no_run_directory(tmp_path: Path) -> None:
-    def refuses(config: RunConfig) -> bool:
+def test_run_whose_checkpoint_location_is_rejected_leaves_no_run_directory(tmp_path):
+    def refuses(config):
         raise UserError("nobody answers there")
 
     with pytest.raises(UserError, match="nobody answers"):
@@ -64,7 +61,7 @@ def test_run_whose_checkpoint_location_is_rejected_leaves_no_run_directory(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_full_disk_leaves_no_partial_run_directory(tmp_path: Path) -> None:
+def test_full_disk_leaves_no_partial_run_directory(tmp_path):
     """If a partial directory were left, the next run would take it for an existing run, and would be named tiny-2."""
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, allowed[1]))
@@ -76,12 +73,12 @@ def test_full_disk_leaves_no_partial_run_directory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tilde_in_the_path_of_the_run_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_the_path_of_the_run_directory_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert _config(Path("~/runs")).run_directory == tmp_path / "runs" / "tiny"
 
 
-def test_auth_token_of_a_run_is_private_and_new_at_each_launch(tmp_path: Path) -> None:
+def test_auth_token_of_a_run_is_private_and_new_at_each_launch(tmp_path):
     made = create(_config(tmp_path))
     seen = []
     for _ in range(2):
@@ -93,7 +90,7 @@ def test_auth_token_of_a_run_is_private_and_new_at_each_launch(tmp_path: Path) -
     assert seen[0] != seen[1]
 
 
-def test_second_launcher_in_the_same_run_directory_is_rejected(tmp_path: Path) -> None:
+def test_second_launcher_in_the_same_run_directory_is_rejected(tmp_path):
     made = create(_config(tmp_path))
     with made.locked():
         before = made.tokens.read_text()
@@ -104,7 +101,7 @@ def test_second_launcher_in_the_same_run_directory_is_rejected(tmp_path: Path) -
         pass
 
 
-def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
+def test_directory_without_a_run_is_rejected(tmp_path):
     with pytest.raises(UserError, match="holds no run"):
         open_run(tmp_path)
     (tmp_path / "recipe.toml").write_text("run = 3")
@@ -121,9 +118,9 @@ def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     """Create the directory of a run with two domains; return its path."""
-    table: dict[str, Any] = {
+    table = {
         "model": {"path": str(model_directory(tmp_path / "model"))},
         "domains": [{"name": "d", "source": "s"}, {"name": "e", "source": "s"}],
         "run": {"name": "tiny", "directory": str(tmp_path / "runs"), "steps": 30},
@@ -131,11 +128,11 @@ def run_dir(tmp_path: Path) -> Path:
     return create(parse(table)).path
 
 
-def changed(run_dir: Path, *overrides: str) -> list[str]:
+def changed(run_dir, *overrides):
     return record_change(run_dir, change_recipe(run_dir, overrides), step=3)
 
 
-def test_recipe_change_on_resume_is_recorded_with_its_step(run_dir: Path) -> None:
+def test_recipe_change_on_resume_is_recorded_with_its_step(run_dir):
     output = changed(run_dir, "run.steps=45", "optimizer.learning_rate=1e-5", "staleness.k=4", "domains.e.weight=0.5")
     assert [line.partition(" (was")[0] for line in output] == [
         "resumed at step 3: domains.e.weight = 0.5",
@@ -151,13 +148,13 @@ def test_recipe_change_on_resume_is_recorded_with_its_step(run_dir: Path) -> Non
     assert "# resumed at step 3: checkpoint.keep = 5 (was 2)" in lines, "earlier changes stay in the file"
 
 
-def test_report_shows_recipe_changes_made_on_resume(run_dir: Path) -> None:
+def test_report_shows_recipe_changes_made_on_resume(run_dir):
     changed(run_dir, "run.steps=45")
     (run_dir / "events.jsonl").write_text(json.dumps({"time": 1.0, "kind": "run_started", "elapsed_s": 0.0}) + "\n")
     assert "resumed at step 3: run.steps = 45 (was 30)" in write_report(run_dir).html.read_text()
 
 
-def test_recipe_override_with_the_present_value_leaves_the_recipe_file_unchanged(run_dir: Path) -> None:
+def test_recipe_override_with_the_present_value_leaves_the_recipe_file_unchanged(run_dir):
     before = (run_dir / "recipe.toml").read_text()
     assert changed(run_dir, "run.steps=30", "run.seed=0") == []
     assert (run_dir / "recipe.toml").read_text() == before
@@ -177,16 +174,14 @@ def test_recipe_override_with_the_present_value_leaves_the_recipe_file_unchanged
         ("evaluation.problems=3", "evaluation.problems cannot change .* could not be compared"),
     ],
 )
-def test_recipe_change_that_contradicts_the_checkpoint_is_rejected_with_the_name_of_the_key(
-    run_dir: Path, override: str, reason: str
-) -> None:
+def test_recipe_change_that_contradicts_the_checkpoint_is_rejected_with_the_name_of_the_key(run_dir, override, reason):
     before = (run_dir / "recipe.toml").read_text()
     with pytest.raises(RecipeError, match=reason):
         changed(run_dir, "run.steps=45", override)
     assert (run_dir / "recipe.toml").read_text() == before, "the recipe file is unchanged"
 
 
-def test_recipe_key_whose_knob_was_changed_in_the_live_run_cannot_be_changed_on_resume(run_dir: Path) -> None:
+def test_recipe_key_whose_knob_was_changed_in_the_live_run_cannot_be_changed_on_resume(run_dir):
     knobs = {"time": 1.0, "kind": "knobs", "changes": {"k": 9}, "who": "ada", "step": 2}
     (run_dir / "events.jsonl").write_text(json.dumps(knobs) + "\n")
     with pytest.raises(RecipeError, match=r"staleness.k was changed while the run was live.* knobs set .* k=…"):
@@ -194,7 +189,7 @@ def test_recipe_key_whose_knob_was_changed_in_the_live_run_cannot_be_changed_on_
     assert changed(run_dir, "optimizer.learning_rate=1e-5")
 
 
-def test_recipe_of_a_live_run_cannot_be_changed(run_dir: Path) -> None:
+def test_recipe_of_a_live_run_cannot_be_changed(run_dir):
     with open_run(run_dir).locked(), pytest.raises(UserError, match="is being run by process"):
         changed(run_dir, "run.steps=45")
     assert open_run(run_dir).config.run.steps == 30
@@ -204,12 +199,12 @@ FOUR = 'trainer.options={mesh={dp_shard=2},experts="parallel",attention="buckets
 
 
 @pytest.mark.parametrize("key", ["mesh.dp_shard=2", "attention=buckets", "optimizer.moments=bf16", "compile=false"])
-def test_trainer_options_that_the_checkpoint_does_not_bind_may_change_on_resume(run_dir: Path, key: str) -> None:
+def test_trainer_options_that_the_checkpoint_does_not_bind_may_change_on_resume(run_dir, key):
     (line,) = changed(run_dir, f"trainer.options.{key}")
     assert line.startswith(f"resumed at step 3: trainer.options.{key.partition('=')[0]} = ")
 
 
-def test_trainer_options_may_be_set_and_removed_on_resume(run_dir: Path) -> None:
+def test_trainer_options_may_be_set_and_removed_on_resume(run_dir):
     assert len(changed(run_dir, FOUR)) == 4
     assert len(changed(run_dir, "trainer.options={}")) == 4
     for bound in ("lora={}", "lora.rank=8", "mine=3"):
@@ -218,7 +213,7 @@ def test_trainer_options_may_be_set_and_removed_on_resume(run_dir: Path) -> None
 
 
 @pytest.mark.parametrize(("key", "old", "new"), [("steps", "30", "45"), ("seed", "0", "7")])
-def test_edited_recipe_obeys_the_same_table_as_overrides(run_dir: Path, key: str, old: str, new: str) -> None:
+def test_edited_recipe_obeys_the_same_table_as_overrides(run_dir, key, old, new):
     recipe = run_dir / "recipe.toml"
     recipe.write_text(recipe.read_text().replace(f"\n{key} = {old}\n", f"\n{key} = {new}\n", 1))
     if BOUND.get(f"run.{key}"):
@@ -229,7 +224,7 @@ def test_edited_recipe_obeys_the_same_table_as_overrides(run_dir: Path, key: str
     assert changed(run_dir) == [], "an edit is recorded once"
 
 
-def test_docs_name_every_key_that_a_checkpoint_binds_with_its_reason_and_exceptions() -> None:
+def test_docs_name_every_key_that_a_checkpoint_binds_with_its_reason_and_exceptions():
     lines = (Path(__file__).parents[2] / "docs/use/checkpoints.md").read_text().splitlines()
     first = lines.index("| key | may not change on a resumed run, because | except |") + 2
     rows = list(takewhile(lambda line: line.startswith("|"), lines[first:]))
@@ -242,5 +237,5 @@ def test_docs_name_every_key_that_a_checkpoint_binds_with_its_reason_and_excepti
     assert rows == expected
 
 
-def test_every_recipe_section_states_which_keys_may_change_on_resume() -> None:
+def test_every_recipe_section_states_which_keys_may_change_on_resume():
     assert RunConfig.model_fields.keys() - BOUND.keys() == set()

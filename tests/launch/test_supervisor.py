@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count as ports_from
 from pathlib import Path
@@ -39,26 +38,26 @@ SERVE = (
 )
 
 
-def _spec(name: str, code: str, *arguments: object, **rest: object) -> ProcessSpec:
+def _spec(name, code, *arguments, **rest):
     argv = (sys.executable, "-S", "-E", "-c", code, *map(str, arguments))
-    return ProcessSpec(name=name, argv=argv, **rest)  # type: ignore[arg-type]
+    return ProcessSpec(name=name, argv=argv, **rest)
 
 
-def _run(specs: list[ProcessSpec], run_dir: Path, **rest: object) -> tuple[RunResult, list[str]]:
-    messages: list[str] = []
-    options: dict[str, object] = {"start_timeout_s": PATIENCE_S, "grace_s": SOON_S, "tick_every_s": 0.02, **rest}
-    supervisor = Supervisor(Plan(tuple(specs)), run_dir, announce=messages.append, **options)  # type: ignore[arg-type]
+def _run(specs, run_dir, **rest):
+    messages = []
+    options = {"start_timeout_s": PATIENCE_S, "grace_s": SOON_S, "tick_every_s": 0.02, **rest}
+    supervisor = Supervisor(Plan(tuple(specs)), run_dir, announce=messages.append, **options)
     return supervisor.run(), messages
 
 
-def _alive(pid: int) -> bool:
+def _alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def _soon(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
+def _soon(condition, timeout_s=PATIENCE_S):
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -67,7 +66,7 @@ def _soon(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
     return True
 
 
-def test_run_that_completes_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_run_that_completes_leaves_no_process_behind(tmp_path):
     (port,) = free_ports(1)
     pid_file = tmp_path / "pid"
     service = _spec("service", f"import os; open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n" + SERVE, port,
@@ -80,7 +79,7 @@ def test_run_that_completes_leaves_no_process_behind(tmp_path: Path) -> None:
     assert is_free(port)
 
 
-def test_supervisor_starts_a_process_only_when_its_dependencies_are_healthy(tmp_path: Path) -> None:
+def test_supervisor_starts_a_process_only_when_its_dependencies_are_healthy(tmp_path):
     (port,) = free_ports(1)
     slow = _spec("slow", "import time; time.sleep(0.4)\n" + SERVE, port, health=f"http://127.0.0.1:{port}/")
     probe = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
@@ -90,7 +89,7 @@ def test_supervisor_starts_a_process_only_when_its_dependencies_are_healthy(tmp_
     assert (result.outcome, messages) == (RunOutcome.COMPLETED, [])
 
 
-def test_run_fails_with_the_end_of_a_processs_log_when_its_restart_budget_is_spent(tmp_path: Path) -> None:
+def test_run_fails_with_the_end_of_a_processs_log_when_its_restart_budget_is_spent(tmp_path):
     flaky = _spec("flaky", f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); print('no luck'); raise SystemExit(3)",
                   restarts=2)  # fmt: skip
     result, messages = _run([flaky], tmp_path)
@@ -104,7 +103,7 @@ def test_run_fails_with_the_end_of_a_processs_log_when_its_restart_budget_is_spe
     ]
 
 
-def test_supervisor_restarts_a_killed_process(tmp_path: Path) -> None:
+def test_supervisor_restarts_a_killed_process(tmp_path):
     marker = tmp_path / "second"
     code = (
         f"import os, pathlib, signal; m = pathlib.Path({str(marker)!r})\n"
@@ -116,7 +115,7 @@ def test_supervisor_restarts_a_killed_process(tmp_path: Path) -> None:
     assert messages == ["main ended (killed by SIGKILL); restarting it in 0.5 s (1 of 3)"]
 
 
-def test_all_processes_of_a_group_are_restarted_if_one_of_them_dies(tmp_path: Path) -> None:
+def test_all_processes_of_a_group_are_restarted_if_one_of_them_dies(tmp_path):
     """One of a group's two processes dies after both have started, which counts as one death."""
     begin = "import os, pathlib, sys, time; d = pathlib.Path(sys.argv[1]); me = sys.argv[2]\n" + (
         "with (d / me).open('a') as file: file.write('x')\n"
@@ -138,7 +137,7 @@ def test_all_processes_of_a_group_are_restarted_if_one_of_them_dies(tmp_path: Pa
     assert (tmp_path / "apart").read_text() == "x"
 
 
-def test_finished_process_is_restarted_if_another_process_of_its_group_fails(tmp_path: Path) -> None:
+def test_finished_process_is_restarted_if_another_process_of_its_group_fails(tmp_path):
     """Rank 1 has finished its work when rank 0, which belongs to the same trainer, fails; both are restarted."""
     here = f"import pathlib, time; d = pathlib.Path({str(tmp_path)!r})\n"
     done = here + "with (d / 'home').open('a') as file: file.write('x')"
@@ -161,7 +160,7 @@ def test_finished_process_is_restarted_if_another_process_of_its_group_fails(tmp
     assert messages == [died, "restarting rank-1 with it"]
 
 
-def test_supervisor_does_not_restart_a_process_that_finished_its_work(tmp_path: Path) -> None:
+def test_supervisor_does_not_restart_a_process_that_finished_its_work(tmp_path):
     starts = tmp_path / "starts"
     done = _spec("trainer", f"open({str(starts)!r}, 'a').write('x')", on_exit=OnExit.DONE)
     wait = f"import os, time\nwhile not os.path.exists({str(starts)!r}): time.sleep(0.01)\ntime.sleep(1.0)"
@@ -170,7 +169,7 @@ def test_supervisor_does_not_restart_a_process_that_finished_its_work(tmp_path: 
     assert (result.outcome, messages, starts.read_text()) == (RunOutcome.COMPLETED, [], "x")
 
 
-def test_supervisor_does_not_restart_a_process_that_exits_with_a_user_error(tmp_path: Path) -> None:
+def test_supervisor_does_not_restart_a_process_that_exits_with_a_user_error(tmp_path):
     (port,) = free_ports(1)
     line = '{"level": "error", "message": "port taken", "time": 1}'
     result, messages = _run([_spec("engine-0", f"print({line!r}); raise SystemExit(2)", restarts=9)], tmp_path)
@@ -181,7 +180,7 @@ def test_supervisor_does_not_restart_a_process_that_exits_with_a_user_error(tmp_
     assert is_free(port)
 
 
-def test_run_fails_with_the_name_of_the_process_that_starts_too_slowly(tmp_path: Path) -> None:
+def test_run_fails_with_the_name_of_the_process_that_starts_too_slowly(tmp_path):
     (port,) = free_ports(1)
     mute = _spec("engine-0", "print('loading', flush=True); " + SLEEP, health=f"http://127.0.0.1:{port}/health")
     result, _ = _run([mute], tmp_path, start_timeout_s=3.0)
@@ -190,16 +189,16 @@ def test_run_fails_with_the_name_of_the_process_that_starts_too_slowly(tmp_path:
     assert result.message.endswith("    loading")
 
 
-def test_run_fails_with_the_name_of_the_program_that_is_missing(tmp_path: Path) -> None:
+def test_run_fails_with_the_name_of_the_program_that_is_missing(tmp_path):
     result, _ = _run([ProcessSpec(name="ghost", argv=("/no/such/program",), restarts=0)], tmp_path)
     assert result.outcome is RunOutcome.FAILED
     assert "/no/such/program" in result.message
 
 
-def test_ctrl_c_stops_processes_in_order_and_prints_the_resume_command(tmp_path: Path) -> None:
+def test_ctrl_c_stops_processes_in_order_and_prints_the_resume_command(tmp_path):
     order = tmp_path / "order"
 
-    def polite(name: str, stop_order: int) -> ProcessSpec:
+    def polite(name, stop_order):
         code = (
             "import signal, sys, time\n"
             f"def end(*_): time.sleep(0.1); open({str(order)!r}, 'a').write({name!r}); sys.exit(0)\n"
@@ -209,7 +208,7 @@ def test_ctrl_c_stops_processes_in_order_and_prints_the_resume_command(tmp_path:
 
     logs = [tmp_path / "logs" / f"{name}.log" for name in "cab"]
 
-    def interrupt_when_ready() -> None:
+    def interrupt_when_ready():
         if all(log.exists() and log.read_text() for log in logs):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -221,14 +220,12 @@ def test_ctrl_c_stops_processes_in_order_and_prints_the_resume_command(tmp_path:
     assert messages == ["stopping; press Ctrl-C again to kill at once"]
 
 
-def _interrupted_run(
-    tmp_path: Path, main: str, *, suspend: Callable[[], bool], interrupts: int = 1, save_s: float = PATIENCE_S
-) -> tuple[RunResult, list[str]]:
+def _interrupted_run(tmp_path, main, *, suspend, interrupts=1, save_s=PATIENCE_S):
     """Run a supervisor with one process, whose end completes the run; send SIGINT when the process has printed."""
     log = tmp_path / "logs" / "main.log"
     interrupts_sent = [0]
 
-    def interrupt() -> None:
+    def interrupt():
         if log.exists() and log.read_text() and interrupts_sent[0] < interrupts:
             interrupts_sent[0] += 1
             os.kill(os.getpid(), signal.SIGINT)
@@ -237,14 +234,14 @@ def _interrupted_run(
     return _run([spec], tmp_path, on_tick=interrupt, suspend=suspend, save_s=save_s)
 
 
-def test_run_saves_its_state_on_ctrl_c_before_it_stops(tmp_path: Path) -> None:
+def test_run_saves_its_state_on_ctrl_c_before_it_stops(tmp_path):
     suspend_file = tmp_path / "suspend"
     main = (
         "import pathlib, time\nprint('up', flush=True)\n"
         f"while not pathlib.Path({str(suspend_file)!r}).exists(): time.sleep(0.01)"
     )
 
-    def suspend() -> bool:
+    def suspend():
         suspend_file.touch(exist_ok=False)  # raises if `suspend` is called twice
         return True
 
@@ -263,16 +260,14 @@ def test_run_saves_its_state_on_ctrl_c_before_it_stops(tmp_path: Path) -> None:
     ],
     ids=["saves too slowly", "second Ctrl-C", "no controller to save"],
 )
-def test_run_that_does_not_save_in_time_is_stopped(
-    tmp_path: Path, hears: bool, interrupts: int, save_s: float, says: str
-) -> None:
+def test_run_that_does_not_save_in_time_is_stopped(tmp_path, hears, interrupts, save_s, says):
     main = f"print('up', flush=True)\n{SLEEP}"
     result, messages = _interrupted_run(tmp_path, main, suspend=lambda: hears, interrupts=interrupts, save_s=save_s)
     assert result.outcome is RunOutcome.STOPPED
     assert any(line.startswith(says) for line in messages), messages
 
 
-def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
+def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path):
     log = tmp_path / "logs" / "stubborn.log"
     main = f"import pathlib, time\nwhile not pathlib.Path({str(log)!r}).read_text(): time.sleep(0.01)"
     specs = [_spec("stubborn", STUBBORN), _spec("main", main, on_exit=OnExit.COMPLETE)]
@@ -283,7 +278,7 @@ def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path:
     assert time.monotonic() - start < SOON_S
 
 
-def test_process_with_a_longer_grace_period_of_its_own_may_finish_its_work(tmp_path: Path) -> None:
+def test_process_with_a_longer_grace_period_of_its_own_may_finish_its_work(tmp_path):
     log = tmp_path / "logs" / "slow.log"
     slow = """import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: None)\nprint('up', flush=True)
 signal.pause()\ntime.sleep(1.0)\nprint('done', flush=True)"""
@@ -293,11 +288,11 @@ signal.pause()\ntime.sleep(1.0)\nprint('done', flush=True)"""
     assert messages == [] and log.read_text().split() == ["up", "done"]
 
 
-def test_second_ctrl_c_kills_all_processes_without_waiting(tmp_path: Path) -> None:
+def test_second_ctrl_c_kills_all_processes_without_waiting(tmp_path):
     log = tmp_path / "logs" / "stubborn.log"
-    interrupted_at: list[float] = []
+    interrupted_at = []
 
-    def interrupt() -> None:
+    def interrupt():
         if log.exists() and log.read_text():
             interrupted_at.append(time.monotonic())
             os.kill(os.getpid(), signal.SIGINT)
@@ -308,7 +303,7 @@ def test_second_ctrl_c_kills_all_processes_without_waiting(tmp_path: Path) -> No
     assert time.monotonic() - interrupted_at[0] < SOON_S
 
 
-def test_child_processes_of_a_supervised_process_end_with_it(tmp_path: Path) -> None:
+def test_child_processes_of_a_supervised_process_end_with_it(tmp_path):
     pid_file = tmp_path / "grandchild"
     code = (
         "import subprocess, sys, os\n"
@@ -320,7 +315,7 @@ def test_child_processes_of_a_supervised_process_end_with_it(tmp_path: Path) -> 
     assert _soon(lambda: not _alive(int(pid_file.read_text())))
 
 
-def test_no_process_survives_a_killed_supervisor(tmp_path: Path) -> None:
+def test_no_process_survives_a_killed_supervisor(tmp_path):
     """After `kill -9` of the supervisor, the kernel kills its children, a reaper process kills the grandchildren."""
     code = (
         "import subprocess, sys, os, time\n"
@@ -346,11 +341,11 @@ def test_no_process_survives_a_killed_supervisor(tmp_path: Path) -> None:
     assert _soon(lambda: not _alive(child) and not _alive(grandchild))
 
 
-def test_exception_in_the_supervisors_periodic_callback_stops_all_processes(tmp_path: Path) -> None:
-    seen: list[int] = []
+def test_exception_in_the_supervisors_periodic_callback_stops_all_processes(tmp_path):
+    seen = []
     supervisor: Supervisor
 
-    def broken() -> None:
+    def broken():
         if supervisor.pids:
             seen.extend(supervisor.pids.values())
             raise OSError("no terminal")
@@ -363,14 +358,14 @@ def test_exception_in_the_supervisors_periodic_callback_stops_all_processes(tmp_
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_supervised_process_runs_only_on_the_cpu_cores_in_its_specification(tmp_path: Path) -> None:
+def test_supervised_process_runs_only_on_the_cpu_cores_in_its_specification(tmp_path):
     core = max(os.sched_getaffinity(0))
     code = "import os; print(sorted(os.sched_getaffinity(0)))"
     _run([_spec("main", code, on_exit=OnExit.COMPLETE, cpu=(core,))], tmp_path)
     assert (tmp_path / "logs" / "main.log").read_text() == f"[{core}]\n"
 
 
-def test_free_ports_are_distinct_and_a_port_in_use_does_not_count_as_free() -> None:
+def test_free_ports_are_distinct_and_a_port_in_use_does_not_count_as_free():
     ports = free_ports(8)
     assert len(set(ports)) == 8
     assert all(is_free(port) for port in ports)
@@ -385,15 +380,15 @@ def test_free_ports_are_distinct_and_a_port_in_use_does_not_count_as_free() -> N
 # --- processes added and stopped during a run -------------------------------------------------------------------------
 
 
-def _changing(run_dir: Path, script: Callable[[Supervisor, list[str]], bool]) -> tuple[RunResult, list[str]]:
+def _changing(run_dir, script):
     """Run a supervisor until `script` returns True; `script` is called at each tick and may add or stop processes."""
     seen = run_dir / "seen"
     wait = f"import os, time\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.01)"
     main = _spec("main", wait, on_exit=OnExit.COMPLETE)
-    messages: list[str] = []
+    messages = []
     supervisor: Supervisor
 
-    def tick() -> None:
+    def tick():
         if script(supervisor, messages):
             seen.touch()
 
@@ -409,10 +404,10 @@ def _changing(run_dir: Path, script: Callable[[Supervisor, list[str]], bool]) ->
     return supervisor.run(), messages
 
 
-def test_process_can_be_added_to_and_stopped_in_a_live_run(tmp_path: Path) -> None:
-    seen: list[int] = []
+def test_process_can_be_added_to_and_stopped_in_a_live_run(tmp_path):
+    seen = []
 
-    def script(supervisor: Supervisor, _: list[str]) -> bool:
+    def script(supervisor, _):
         if not seen and not supervisor.knows("spare"):
             supervisor.add(_spec("spare", SLEEP, on_exit=OnExit.SPARE))
         elif "spare" in supervisor.pids and not seen:
@@ -428,10 +423,10 @@ def test_process_can_be_added_to_and_stopped_in_a_live_run(tmp_path: Path) -> No
     assert messages == ["starting spare", "stopping spare"], "a stop on request does not count as a death"
 
 
-def test_stopped_process_that_ignores_sigterm_is_killed_while_the_run_continues(tmp_path: Path) -> None:
-    seen: list[int] = []
+def test_stopped_process_that_ignores_sigterm_is_killed_while_the_run_continues(tmp_path):
+    seen = []
 
-    def script(supervisor: Supervisor, _: list[str]) -> bool:
+    def script(supervisor, _):
         if not seen and not supervisor.knows("spare"):
             supervisor.add(_spec("spare", STUBBORN, on_exit=OnExit.SPARE))
         elif (tmp_path / "logs" / "spare.log").is_file() and "ready" in (tmp_path / "logs" / "spare.log").read_text():
@@ -444,10 +439,10 @@ def test_stopped_process_that_ignores_sigterm_is_killed_while_the_run_continues(
     assert not any(_alive(pid) for pid in seen)
 
 
-def test_run_continues_if_a_process_that_was_added_to_it_fails(tmp_path: Path) -> None:
+def test_run_continues_if_a_process_that_was_added_to_it_fails(tmp_path):
     broken = _spec("spare", "print('no such type'); raise SystemExit(2)", on_exit=OnExit.SPARE)
 
-    def script(supervisor: Supervisor, messages: list[str]) -> bool:
+    def script(supervisor, messages):
         if not messages and not supervisor.knows("spare"):
             supervisor.add(broken)
         return len(messages) == 2
@@ -458,22 +453,22 @@ def test_run_continues_if_a_process_that_was_added_to_it_fails(tmp_path: Path) -
     assert "no such type" in messages[1]
 
 
-def test_adding_a_process_whose_name_is_in_use_is_rejected(tmp_path: Path) -> None:
+def test_adding_a_process_whose_name_is_in_use_is_rejected(tmp_path):
     supervisor = Supervisor(Plan((_spec("main", SLEEP),)), tmp_path)
     with pytest.raises(ValueError, match="must be unique, got 'main' again"):
         supervisor.add(_spec("main", SLEEP))
 
 
-def test_process_waits_until_its_dependency_on_another_host_is_healthy(tmp_path: Path) -> None:
+def test_process_waits_until_its_dependency_on_another_host_is_healthy(tmp_path):
     (port,) = free_ports(1)
     address = f"http://127.0.0.1:{port}/"
     main = _spec("main", "print('worked')", after=("elsewhere",), on_exit=OnExit.COMPLETE)
     plan = Plan((main,), {"elsewhere": address})
-    messages: list[str] = []
+    messages = []
     with subprocess.Popen([sys.executable, "-S", "-E", "-c", SERVE, str(port)]) as other:
         try:
-            options: dict[str, object] = {"start_timeout_s": PATIENCE_S, "grace_s": SOON_S, "announce": messages.append}
-            result = Supervisor(plan, tmp_path, **options).run()  # type: ignore[arg-type]
+            options = {"start_timeout_s": PATIENCE_S, "grace_s": SOON_S, "announce": messages.append}
+            result = Supervisor(plan, tmp_path, **options).run()
         finally:
             other.kill()
     assert (result.outcome, messages) == (RunOutcome.COMPLETED, [])
@@ -483,14 +478,14 @@ def test_process_waits_until_its_dependency_on_another_host_is_healthy(tmp_path:
     assert late.message.startswith(f"main waits for elsewhere, which did not answer {address} within 0 s")
 
 
-def test_run_failure_on_another_host_is_reported_before_processes_stop(tmp_path: Path) -> None:
-    pids: list[int] = []
+def test_run_failure_on_another_host_is_reported_before_processes_stop(tmp_path):
+    pids = []
 
-    def tick() -> None:
+    def tick():
         if supervisor.pids:
             supervisor.end(RunOutcome.FAILED, "on host b: no room")
 
-    def report(result: RunResult) -> None:
+    def report(result):
         pids.extend(pid for pid in supervisor.pids.values() if _alive(pid))
 
     plan = Plan((_spec("main", SLEEP),))
@@ -510,11 +505,11 @@ LAUNCH = Launch(
 )
 
 
-def nobody(name: str) -> None:
+def nobody(name):
     raise AssertionError(f"{name} is not beyond help")
 
 
-def status(*requested: str, to_stop: tuple[str, ...] = ()) -> RunStatus:
+def status(*requested, to_stop=()):
     return RunStatus(
         run="x",
         fleet=FleetStatus(
@@ -523,7 +518,7 @@ def status(*requested: str, to_stop: tuple[str, ...] = ()) -> RunStatus:
     )
 
 
-def test_engine_added_during_a_run_has_its_own_type_and_exit_rule() -> None:
+def test_engine_added_during_a_run_has_its_own_type_and_exit_rule():
     recipes, requested = LAUNCH.engine("engine-0", port=5001), LAUNCH.engine("engine-1", port=5001, type="bigram")
     assert (recipes.on_exit, requested.on_exit) == (OnExit.RESTART, OnExit.SPARE)
     assert [*requested.argv[:-2], "--type", "bigram"] == [
@@ -532,7 +527,7 @@ def test_engine_added_during_a_run_has_its_own_type_and_exit_rule() -> None:
     assert requested.health == "http://127.0.0.1:5001/health" and requested.cpu == recipes.cpu
 
 
-def test_engine_requested_by_several_status_messages_of_the_controller_is_started_once(tmp_path: Path) -> None:
+def test_engine_requested_by_several_status_messages_of_the_controller_is_started_once(tmp_path):
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     staff = EngineProcesses(supervisor, LAUNCH, give_up=nobody)
     for _ in range(2):
@@ -544,7 +539,7 @@ def test_engine_requested_by_several_status_messages_of_the_controller_is_starte
     assert supervisor.pids == {}
 
 
-def test_engine_added_during_a_run_never_gets_the_port_of_a_dead_process(tmp_path: Path) -> None:
+def test_engine_added_during_a_run_never_gets_the_port_of_a_dead_process(tmp_path):
     """A dead process of the recipe needs its port again when it restarts."""
     ports = dict(zip(listening(LAUNCH.config), free_ports(3), strict=True))
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
@@ -553,8 +548,8 @@ def test_engine_added_during_a_run_never_gets_the_port_of_a_dead_process(tmp_pat
     assert len(given) == 2 and not given & set(ports.values())
 
 
-def test_failed_engine_is_reported_as_long_as_the_controller_requests_it(tmp_path: Path) -> None:
-    reported: list[str] = []
+def test_failed_engine_is_reported_as_long_as_the_controller_requests_it(tmp_path):
+    reported = []
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     staff = EngineProcesses(supervisor, LAUNCH, give_up=reported.append)
     staff.follow(status("engine-1"))
@@ -564,7 +559,7 @@ def test_failed_engine_is_reported_as_long_as_the_controller_requests_it(tmp_pat
     assert reported == ["engine-1"] * 2
 
 
-def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, EngineProcesses, list[str], list[str]]:
+def on_gpus(count, tmp_path, **engine):
     """Return a supervisor and its `EngineProcesses` on `count` GPUs, with no process started, and two lists.
 
     The first list receives the supervisor's announcements, the second the names of engines that are given up.
@@ -574,22 +569,22 @@ def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, E
     devices = Devices(tuple(VisibleDevice(str(index)) for index in range(count)))
     ports = dict(zip(listening(config), ports_from(5000), strict=False))
     launch = replace(LAUNCH, config=config, ports=ports, placement=place(config, devices))
-    announced: list[str] = []
-    given_up: list[str] = []
+    announced = []
+    given_up = []
     supervisor = Supervisor(processes_of(launch), tmp_path, announce=announced.append)
     return supervisor, EngineProcesses(supervisor, launch, give_up=given_up.append), announced, given_up
 
 
-def wants(*names: str, to_stop: tuple[str, ...] = (), type: str = "torch") -> RunStatus:
+def wants(*names, to_stop=(), type="torch"):
     requested = tuple(RequestedEngine(name=name, type=type) for name in names)
     return RunStatus(run="x", fleet=FleetStatus(requested=requested, to_stop=to_stop))
 
 
-def seen_by(supervisor: Supervisor, name: str) -> str:
+def seen_by(supervisor, name):
     return supervisor._processes[name].spec.env["CUDA_VISIBLE_DEVICES"]
 
 
-def test_engines_added_during_a_run_get_free_gpus_and_release_them_when_they_end(tmp_path: Path) -> None:
+def test_engines_added_during_a_run_get_free_gpus_and_release_them_when_they_end(tmp_path):
     supervisor, staff, _, given_up = on_gpus(4, tmp_path)
     staff.follow(wants("engine-1", "engine-2"))
     assert [seen_by(supervisor, name) for name in ("engine-0", "engine-1", "engine-2", "trainer")] == [
@@ -604,7 +599,7 @@ def test_engines_added_during_a_run_get_free_gpus_and_release_them_when_they_end
     assert given_up == []
 
 
-def test_stopped_engine_of_the_recipe_frees_its_gpu(tmp_path: Path) -> None:
+def test_stopped_engine_of_the_recipe_frees_its_gpu(tmp_path):
     supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
     supervisor._processes["engine-0"].state = State.STOPPING  # SIGTERM was sent, and the process has not ended yet
     staff.follow(wants("engine-1", to_stop=("engine-0",)))
@@ -615,7 +610,7 @@ def test_stopped_engine_of_the_recipe_frees_its_gpu(tmp_path: Path) -> None:
     assert (announced, given_up) == (["starting engine-1"], [])
 
 
-def test_log_of_an_engine_for_which_no_gpu_is_free_says_which_processes_use_the_gpus(tmp_path: Path) -> None:
+def test_log_of_an_engine_for_which_no_gpu_is_free_says_which_processes_use_the_gpus(tmp_path):
     supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
     for _ in range(2):
         staff.follow(wants("engine-1"))
@@ -627,7 +622,7 @@ def test_log_of_an_engine_for_which_no_gpu_is_free_says_which_processes_use_the_
     assert supervisor.knows("engine-2") and "CUDA_VISIBLE_DEVICES" not in supervisor._processes["engine-2"].spec.env
 
 
-def test_engine_added_during_a_run_shares_the_only_gpu_if_memory_shares_allow_it(tmp_path: Path) -> None:
+def test_engine_added_during_a_run_shares_the_only_gpu_if_memory_shares_allow_it(tmp_path):
     supervisor, staff, _, given_up = on_gpus(1, tmp_path, memory_share=0.3)
     staff.follow(wants("engine-1"))
     assert seen_by(supervisor, "engine-1") == "0"
@@ -636,7 +631,7 @@ def test_engine_added_during_a_run_shares_the_only_gpu_if_memory_shares_allow_it
     assert given_up == ["engine-2"], "the shares 0.4 + 0.3 + 0.3 use all of the memory"
 
 
-def test_engine_of_another_type_does_not_get_the_recipes_engine_options(tmp_path: Path) -> None:
+def test_engine_of_another_type_does_not_get_the_recipes_engine_options(tmp_path):
     supervisor, staff, _, _ = on_gpus(4, tmp_path, type="vllm", options={"block_size": 32})
     staff.follow(wants("engine-1"))
     staff.follow(wants("engine-1", "engine-2", type="vllm"))

@@ -11,7 +11,7 @@ import pytest
 from pipelinerl import rng
 from pipelinerl.numerics.causes import figures, mismatch, sampled_tokens
 from pipelinerl.rng import generator
-from trainer_contract.types import Float32, MicroBatch
+from trainer_contract.types import MicroBatch
 
 
 def test_statistics_of_the_logprob_mismatch_match_manual_values():
@@ -53,13 +53,13 @@ class Token:
     old: float = 0.0
 
 
-def micro_batch(rollouts: list[list[Token]]) -> tuple[MicroBatch, Float32]:
+def micro_batch(rollouts):
     """Return a micro-batch of the tokens and the trainer's log-probs, which are arbitrary outside the loss mask."""
     tokens = [token for rollout in rollouts for token in rollout]
     sampled = np.array([token.version is not None for token in tokens])
     lengths = [len(rollout) for rollout in rollouts]
 
-    def column(name: str) -> Float32:
+    def column(name):
         return np.array([getattr(token, name) for token in tokens], np.float32)
 
     batch = MicroBatch(
@@ -78,7 +78,7 @@ def micro_batch(rollouts: list[list[Token]]) -> tuple[MicroBatch, Float32]:
     return batch, np.where(sampled, column("current"), np.float32(-7.0))
 
 
-def random_rollouts(seed: int, count: int) -> list[list[Token]]:
+def random_rollouts(seed, count):
     """Return rollouts of one to three turns; the model version sometimes increases in a rollout, at most to HELD."""
     draw = rng.generator(seed, "causes")
     rollouts = []
@@ -95,12 +95,12 @@ def random_rollouts(seed: int, count: int) -> list[list[Token]]:
     return rollouts
 
 
-def slow_causes(rollouts: list[list[Token]]) -> dict[str, list[list[Token]]]:
+def slow_causes(rollouts):
     """Return the sampled tokens by the cause of their mismatch: for each cause, a list of tokens per rollout."""
-    by_cause: dict[str, list[list[Token]]] = {"numerics": [], "cache": [], "staleness": []}
+    by_cause = {"numerics": [], "cache": [], "staleness": []}
     for rollout in rollouts:
-        of: dict[str, list[Token]] = defaultdict(list)
-        begun_by: int | None = None
+        of = defaultdict(list)
+        begun_by = None
         for token in rollout:
             if token.version is None:
                 begun_by = None
@@ -117,7 +117,7 @@ def slow_causes(rollouts: list[list[Token]]) -> dict[str, list[list[Token]]]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("reference", ["current", "old"])
-def test_logprob_mismatch_metrics_by_cause_agree_with_a_loop_over_tokens(seed: int, reference: str) -> None:
+def test_logprob_mismatch_metrics_by_cause_agree_with_a_loop_over_tokens(seed, reference):
     rollouts = random_rollouts(seed, 20)
     (first, one), (second, two) = micro_batch(rollouts[:7]), micro_batch(rollouts[7:])
     sampled = sampled_tokens([first, second], [one, two])
@@ -152,7 +152,7 @@ def test_logprob_mismatch_metrics_by_cause_agree_with_a_loop_over_tokens(seed: i
         assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-def test_shares_of_clipped_tokens_by_token_age_match_manual_values() -> None:
+def test_shares_of_clipped_tokens_by_token_age_match_manual_values():
     ages = [1, 1, 2, 3, 4, 5, 8, 9, 16, 17]  # of tokens in the step that makes version HELD + 21
     batch, logprobs = micro_batch([[Token(None), *(Token(HELD + 21 - age) for age in ages)]])
     clipped = np.array([1, 0, 0, 1, 0, 1, 1, 0, 0, 1], bool)
@@ -164,7 +164,7 @@ def test_shares_of_clipped_tokens_by_token_age_match_manual_values() -> None:
     assert sum(name.startswith("age_") for name in got) == 2 * len(shares)
 
 
-def test_logprob_mismatch_metrics_that_need_missing_versions_or_old_logprobs_are_omitted() -> None:
+def test_logprob_mismatch_metrics_that_need_missing_versions_or_old_logprobs_are_omitted():
     batch, logprobs = micro_batch([[Token(None), Token(HELD, -1.0, -1.1)]])
     idle = replace(batch, loss_mask=np.zeros(2, bool))
     assert sampled_tokens([], []) is None and sampled_tokens([idle], [logprobs]) is None

@@ -1,7 +1,5 @@
 """The entropy probe is an objective that only measures the mean entropy in the loss mask; its gradients are zero."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
@@ -14,7 +12,7 @@ LOGPROBS = np.array([-1.0, np.nan, -2.0, -3.0], np.float32)
 MASK = np.array([True, False, True, True])
 
 
-def test_entropy_probe_value_is_the_mean_entropy_over_the_loss_mask() -> None:
+def test_entropy_probe_value_is_the_mean_entropy_over_the_loss_mask():
     columns = {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK}
     assert EntropyProbe().evaluate(LOGPROBS, columns) == 1.0
     assert measures_of(EntropyProbe()) == (HeadMeasure.ENTROPY,) and isinstance(EntropyProbe(), MeasuringObjective)
@@ -22,7 +20,7 @@ def test_entropy_probe_value_is_the_mean_entropy_over_the_loss_mask() -> None:
     assert not EntropyProbe().measure_gradients(LOGPROBS[MASK], columns)[HeadMeasure.ENTROPY].any()
 
 
-def test_entropy_probe_records_only_tokens_in_the_loss_mask_and_its_records_do_not_affect_equality() -> None:
+def test_entropy_probe_records_only_tokens_in_the_loss_mask_and_its_records_do_not_affect_equality():
     numpys, torchs = EntropyProbe(), EntropyProbe()
     numpys.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
     columns = {HeadMeasure.ENTROPY: torch.from_numpy(ENTROPIES), "loss_mask": torch.from_numpy(MASK)}
@@ -32,7 +30,7 @@ def test_entropy_probe_records_only_tokens_in_the_loss_mask_and_its_records_do_n
     assert numpys == EntropyProbe() and hash(numpys) == hash(EntropyProbe())
 
 
-def test_entropy_probe_gradient_is_zero() -> None:
+def test_entropy_probe_gradient_is_zero():
     logprobs, entropies = (torch.from_numpy(each[MASK]).requires_grad_() for each in (LOGPROBS, ENTROPIES))
     columns = {HeadMeasure.ENTROPY: entropies, "loss_mask": torch.ones(3, dtype=torch.bool)}
     value = EntropyProbe().evaluate(logprobs, columns)
@@ -40,7 +38,7 @@ def test_entropy_probe_gradient_is_zero() -> None:
     assert value.item() == 1.0 and logprobs.grad is not None and not logprobs.grad.any() and entropies.grad is None
 
 
-def test_entropy_probe_is_equal_after_encoding_and_decoding_for_other_processes() -> None:
+def test_entropy_probe_is_equal_after_encoding_and_decoding_for_other_processes():
     probe = EntropyProbe()
     probe.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
     made = decode_objective(encode_objective(probe))

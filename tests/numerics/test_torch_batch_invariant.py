@@ -1,10 +1,7 @@
 """Batch-invariant layers give the same bits in every batch, and the values and gradients of ordinary layers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from pipelinerl.numerics import torch_batch_invariant
@@ -13,11 +10,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 16, 0.25
 
 
-def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def drawn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def conversation(length: int, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def conversation(length, dtype=torch.float32, *, seed=0):
     """Return query [1, HEADS, T, WIDTH], key and value; a longer sequence of the same seed begins with the shorter."""
     whole = [drawn(1, 300, heads, WIDTH, dtype=dtype, seed=seed + n) for n, heads in enumerate((HEADS, 2, 2))]
     return tuple(each[:, :length].transpose(1, 2) for each in whole)
@@ -25,9 +22,7 @@ def conversation(length: int, dtype: torch.dtype = torch.float32, *, seed: int =
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inner", "outer"), [(64, 57), (128, 64), (576, 96)])
-def test_batch_invariant_matrix_product_of_a_row_has_the_same_bits_for_any_number_of_rows(
-    dtype: torch.dtype, inner: int, outer: int
-) -> None:
+def test_batch_invariant_matrix_product_of_a_row_has_the_same_bits_for_any_number_of_rows(dtype, inner, outer):
     x, weight, bias = drawn(700, inner, dtype=dtype), drawn(outer, inner, dtype=dtype), drawn(outer, dtype=dtype)
     whole = torch_batch_invariant.product(x, weight, bias)
     torch.testing.assert_close(whole, linear(x, weight, bias), rtol=1e-2, atol=1e-2)
@@ -37,9 +32,7 @@ def test_batch_invariant_matrix_product_of_a_row_has_the_same_bits_for_any_numbe
 
 @pytest.mark.parametrize("window", [None, 20, 100])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_batch_invariant_attention_equals_the_softmax_of_masked_scores(
-    window: int | None, softcap: float | None
-) -> None:
+def test_batch_invariant_attention_equals_the_softmax_of_masked_scores(window, softcap):
     query, key, value = conversation(150)
     got = torch_batch_invariant.attend(
         query, key, value, torch.arange(150)[None], window=window, scale=SCALE, softcap=softcap
@@ -55,9 +48,7 @@ def test_batch_invariant_attention_equals_the_softmax_of_masked_scores(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 20])
-def test_batch_invariant_attention_of_a_token_has_the_same_bits_in_decode_prefill_and_training(
-    dtype: torch.dtype, window: int | None
-) -> None:
+def test_batch_invariant_attention_of_a_token_has_the_same_bits_in_decode_prefill_and_training(dtype, window):
     length = 200
     query, key, value = conversation(length, dtype)
     positions = torch.arange(length)[None]
@@ -75,7 +66,7 @@ def test_batch_invariant_attention_of_a_token_has_the_same_bits_in_decode_prefil
     assert torch.equal(late, whole[96:]), "a prefill that continues a cached beginning"
 
 
-def test_gradients_of_batch_invariant_attention_equal_those_of_torchs_attention() -> None:
+def test_gradients_of_batch_invariant_attention_equal_those_of_torchs_attention():
     inputs = [each.clone().requires_grad_() for each in conversation(90)]
     slope = drawn(1, 90, HEADS, WIDTH, seed=9)
     torch_batch_invariant.attend(*inputs, torch.arange(90)[None], window=None, scale=SCALE).backward(slope)
@@ -86,6 +77,6 @@ def test_gradients_of_batch_invariant_attention_equal_those_of_torchs_attention(
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-5)
 
 
-def test_probe_for_batch_invariance_detects_results_that_depend_on_the_batch() -> None:
+def test_probe_for_batch_invariance_detects_results_that_depend_on_the_batch():
     assert torch_batch_invariant.probed(lambda count: 1.0)
     assert not torch_batch_invariant.probed(lambda count: 1.0 if count < 17 else 1.0 + 2**-52)

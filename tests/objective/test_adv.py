@@ -404,7 +404,7 @@ def test_turn_credit_in_a_recipe_contradicts_importance_ratios_of_whole_sequence
     assert any("adv.credit" in sentence for sentence in contradictions(sequences))
 
 
-def test_role_baseline_subtracts_the_running_average_reward_of_the_agent_that_took_the_turn() -> None:
+def test_role_baseline_subtracts_the_running_average_reward_of_the_agent_that_took_the_turn():
     draw = generator(3, "roles")
     rollouts, rewards, roles = [], [], []
     for _ in range(6):
@@ -437,7 +437,7 @@ def test_role_baseline_subtracts_the_running_average_reward_of_the_agent_that_to
     assert rule.baselines(scored) == pytest.approx({f"chess/{agent}": b for agent, b in averages.items()})
 
 
-def test_covariance_terms_of_tokens_average_to_numpys_covariance_and_are_0_for_unjudged_tokens() -> None:
+def test_covariance_terms_of_tokens_average_to_numpys_covariance_and_are_0_for_unjudged_tokens():
     draw = generator(4, "covariances")
     advantages, logprobs, judged = draw.normal(size=50), draw.normal(size=50), draw.random(50) < 0.7
     terms = covariances(advantages, logprobs, judged)

@@ -1,9 +1,6 @@
 """Settings of an objective that have no effect in a given run are reported in a sentence; other settings are not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -34,9 +31,7 @@ RECOMPUTED = Setting(group_sizes={"sampling.group_size": 16}, max_tokens=8, step
         ({"preset": "maxrl", "adv": {"baseline": "none"}}, LONE, "adv.scale mean needs groups"),
     ],
 )
-def test_objective_setting_that_has_no_effect_in_this_run_is_reported(
-    table: dict[str, Any], setting: Setting, sentence: str
-) -> None:
+def test_objective_setting_that_has_no_effect_in_this_run_is_reported(table, setting, sentence):
     objective = resolve(table)
     (reported,) = without_effect(objective, setting)
     assert reported.startswith(sentence)
@@ -52,9 +47,7 @@ def test_objective_setting_that_has_no_effect_in_this_run_is_reported(
         {"preset": "grpo", "adv": {"baseline": "none", "scale": "batch"}},
     ],
 )
-def test_objectives_that_need_no_group_report_no_ineffective_setting_at_a_group_size_of_1(
-    table: dict[str, Any],
-) -> None:
+def test_objectives_that_need_no_group_report_no_ineffective_setting_at_a_group_size_of_1(table):
     assert list(without_effect(resolve(table), LONE)) == []
 
 
@@ -81,20 +74,18 @@ def test_objectives_that_need_no_group_report_no_ineffective_setting_at_a_group_
         ),
     ],
 )
-def test_rarely_intended_objective_settings_cause_a_warning(
-    table: dict[str, Any], setting: Setting, sentence: str
-) -> None:
+def test_rarely_intended_objective_settings_cause_a_warning(table, setting, sentence):
     (warning,) = doubts(resolve(table, max_tokens=setting.max_tokens), setting)
     assert warning.startswith(sentence)
 
 
 @pytest.mark.parametrize("name", [*PRESETS])
-def test_no_objective_preset_causes_a_warning_in_a_run_with_groups(name: str) -> None:
+def test_no_objective_preset_causes_a_warning_in_a_run_with_groups(name):
     assert list(doubts(resolve(name, max_tokens=8), PLAIN)) == []
     assert list(doubts(resolve(name), PLAIN)) == []
 
 
-def test_kl_cov_objective_causes_a_warning_if_each_batch_gets_only_one_optimizer_step() -> None:
+def test_kl_cov_objective_causes_a_warning_if_each_batch_gets_only_one_optimizer_step():
     warnings = list(doubts(resolve("kl_cov"), RECOMPUTED))
     assert any(sentence.startswith("grad2 kl_cov penalises the distance to π_old") for sentence in warnings)
     assert not list(doubts(resolve("kl_cov"), replace(RECOMPUTED, updates=4)))

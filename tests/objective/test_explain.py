@@ -1,7 +1,5 @@
 """`explain` splits each token's gradient into factors; they equal hand-computed numbers and the training gradient."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -32,7 +30,7 @@ BAD = ScoredRollout(
 )
 
 
-def test_explain_reports_grpo_gradient_factors_that_match_hand_computed_numbers() -> None:
+def test_explain_reports_grpo_gradient_factors_that_match_hand_computed_numbers():
     first, second, third = factors(resolve({"preset": "grpo", "adv": {"epsilon": 0.0}}), [GOOD, BAD])
     assert (first.agg, first.is_weight, first.adv, first.kept, first.multiplier) == (0.25, 1.0, 1.0, True, 0.25)
     assert (second.token, second.kept, second.multiplier) == ("4", False, 0.0), "its ratio is e^0.4 > 1.2"
@@ -40,19 +38,19 @@ def test_explain_reports_grpo_gradient_factors_that_match_hand_computed_numbers(
     assert third.multiplier == pytest.approx(-0.5 * np.exp(0.1))
 
 
-def test_explain_reports_truncated_importance_weights_at_their_cap() -> None:
+def test_explain_reports_truncated_importance_weights_at_their_cap():
     *_, third = factors(resolve("ppo_tis"), [GOOD, BAD])
     assert (third.is_weight, third.truncated) == (2.0, True), "π_old/μ = e > 2"
 
 
-def test_explain_reports_factors_of_0_for_a_rollout_that_could_not_be_judged() -> None:
+def test_explain_reports_factors_of_0_for_a_rollout_that_could_not_be_judged():
     *judged, last = factors(resolve("grpo"), [GOOD, BAD, replace(BAD, judged=False, reward=9.0)])
     assert (last.agg, last.adv, last.multiplier) == (0.0, 0.0, 0.0)
     assert judged == factors(resolve("grpo"), [GOOD, BAD])
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_explain_reports_the_gradient_of_a_score_function_objective_as_the_product_of_its_factors(name: str) -> None:
+def test_explain_reports_the_gradient_of_a_score_function_objective_as_the_product_of_its_factors(name):
     objective = resolve(name, max_tokens=256)
     rows = factors(objective, [GOOD, BAD])
     assert len(rows) == 3
@@ -62,14 +60,14 @@ def test_explain_reports_the_gradient_of_a_score_function_objective_as_the_produ
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_explain_lists_agg_is_weight_adv_grad1_and_grad2_with_the_cost_of_each_column_they_read(name: str) -> None:
+def test_explain_lists_agg_is_weight_adv_grad1_and_grad2_with_the_cost_of_each_column_they_read(name):
     objective = PRESETS[name].objective
     lines = slot_lines(objective)
     assert [line.slot for line in lines] == ["agg", "is_weight", "adv", "grad1", "grad2"]
     assert {column for line in lines for column in line.needs} == objective.passes | objective.needs <= set(COSTS)
 
 
-def test_explain_rejects_a_rollout_whose_columns_are_missing_or_too_short() -> None:
+def test_explain_rejects_a_rollout_whose_columns_are_missing_or_too_short():
     with pytest.raises(UserError, match="rollout 1 has no ref_logprobs, which this objective reads"):
         factors(resolve("grpo_kl"), [GOOD, replace(BAD, ref_logprobs=None)])
     with pytest.raises(UserError, match="rollout 0 has 2 tokens but 1 logprobs; give one per token"):

@@ -1,12 +1,9 @@
 """The public loss functions: numpy, torch and JAX agree with each other and with the training gradient."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +20,16 @@ REWARDS, GROUPS = [1.0, 0.0, 0.5, 0.25], [3, 3, 1, 1]
 MASK = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]], bool)
 
 
-def batch() -> dict[str, np.ndarray]:
+def batch():
     draw = generator(1, "losses")
     names = ("logprobs", "behavior_logprobs", "old_logprobs", "ref_logprobs", "values", "vocab_mean_logprobs")
     return {name: np.where(MASK, -draw.exponential(1.0, MASK.shape), np.nan) for name in names}
 
 
-def rollouts() -> list[ScoredRollout]:
+def rollouts():
     table = batch()
 
-    def column(name: str, row: int) -> Any:
+    def column(name, row):
         return tuple(table[name][row][MASK[row]].tolist())
 
     return [
@@ -47,7 +44,7 @@ def rollouts() -> list[ScoredRollout]:
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"gfpo"}))
-def test_gradient_from_policy_loss_is_the_negative_of_the_gradient_that_explain_reports(name: str) -> None:
+def test_gradient_from_policy_loss_is_the_negative_of_the_gradient_that_explain_reports(name):
     table = batch()
     logprobs = table.pop("logprobs")
     result = policy_loss(name, logprobs, rewards=REWARDS, groups=GROUPS, mask=MASK, max_tokens=8, **table)
@@ -57,10 +54,10 @@ def test_gradient_from_policy_loss_is_the_negative_of_the_gradient_that_explain_
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "gspo", "agarwal", "dr_grpo", "ppo_tis", "grpo_kl"])
-def test_policy_loss_in_torch_and_jax_agrees_with_numpy(name: str) -> None:
+def test_policy_loss_in_torch_and_jax_agrees_with_numpy(name):
     table = batch()
     logprobs = table.pop("logprobs")
-    given: dict[str, Any] = {"rewards": REWARDS, "groups": GROUPS, "mask": MASK, "max_tokens": 8}
+    given = {"rewards": REWARDS, "groups": GROUPS, "mask": MASK, "max_tokens": 8}
     wanted = policy_loss(name, logprobs, **given, **table)
     variable = torch.from_numpy(logprobs).requires_grad_()
     tensors = {column: torch.from_numpy(array) for column, array in table.items()}
@@ -80,7 +77,7 @@ def test_policy_loss_in_torch_and_jax_agrees_with_numpy(name: str) -> None:
         np.testing.assert_allclose(gradient, wanted.gradient, rtol=0, atol=1e-9)
 
 
-def test_loss_of_a_list_of_rollouts_equals_the_loss_of_the_same_rollouts_as_arrays() -> None:
+def test_loss_of_a_list_of_rollouts_equals_the_loss_of_the_same_rollouts_as_arrays():
     table = batch()
     logprobs = table.pop("logprobs")
     by_arrays = policy_loss("ppo_tis", logprobs, rewards=REWARDS, groups=GROUPS, mask=MASK, **table)
@@ -89,7 +86,7 @@ def test_loss_of_a_list_of_rollouts_equals_the_loss_of_the_same_rollouts_as_arra
     np.testing.assert_array_equal(by_rollouts.gradient, by_arrays.gradient)
 
 
-def test_rollout_that_could_not_be_judged_has_zero_policy_loss_gradient() -> None:
+def test_rollout_that_could_not_be_judged_has_zero_policy_loss_gradient():
     table = batch()
     logprobs = table.pop("logprobs")
     rewards = [*REWARDS[:3], float("nan")]
@@ -112,16 +109,16 @@ def test_rollout_that_could_not_be_judged_has_zero_policy_loss_gradient() -> Non
         ({"logprobs": np.zeros(3)}, r"logprobs must be \[B, T\], rollouts by tokens, got the shape \(3,\)"),
     ],
 )
-def test_policy_loss_rejects_invalid_input_with_a_reason(changed: dict[str, Any], sentence: str) -> None:
+def test_policy_loss_rejects_invalid_input_with_a_reason(changed, sentence):
     table = batch()
-    given: dict[str, Any] = {name: table[name] for name in ("logprobs", "behavior_logprobs")}
+    given = {name: table[name] for name in ("logprobs", "behavior_logprobs")}
     given |= {"objective": "grpo", "rewards": REWARDS, "mask": MASK, **changed}
     given = {name: value for name, value in given.items() if value is not None}
     with pytest.raises(ColumnError if "reads the column" in sentence else UserError, match=sentence):
         policy_loss(given.pop("objective"), given.pop("logprobs"), **given)
 
 
-def test_policy_loss_example_in_the_docs_runs_without_heavy_libraries() -> None:
+def test_policy_loss_example_in_the_docs_runs_without_heavy_libraries():
     text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     heavy = "import sys; print(sorted({'torch', 'jax', 'transformers', 'pydantic'} & set(sys.modules)))"

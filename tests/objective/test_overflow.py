@@ -22,7 +22,7 @@ FAR = 100.0
 """e^100 is infinite in fp32."""
 
 
-def in_torch_fp32(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, Any]) -> Evaluated:
+def in_torch_fp32(objective, logprobs, columns):
     variable = torch.from_numpy(logprobs.copy()).requires_grad_()
     loss = objective.evaluate(variable, as_torch(columns))
     loss.backward()
@@ -30,7 +30,7 @@ def in_torch_fp32(objective: PolicyObjective, logprobs: np.ndarray, columns: dic
     return Evaluated(loss.item(), variable.grad.numpy())
 
 
-def in_jax_fp32(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, Any]) -> Evaluated:
+def in_jax_fp32(objective, logprobs, columns):
     arrays = {name: jnp.asarray(column) for name, column in columns.items()}
     loss, gradient = jax.value_and_grad(objective.evaluate)(jnp.asarray(logprobs), arrays)
     return Evaluated(float(loss), np.asarray(gradient))
@@ -43,12 +43,12 @@ LIBRARIES: dict[str, Callable[[PolicyObjective, np.ndarray, dict[str, Any]], Eva
 }
 
 
-def batch(**changed: list[float]) -> tuple[np.ndarray, dict[str, Any]]:
+def batch(**changed):
     """Return the log-probs and columns of two rollouts of two tokens in fp32; `changed` replaces whole columns."""
     plain = {name: [-1.0, -1.1, -1.2, -0.9] for name in ("logprobs", *COLUMNS)}
     plain |= {"advantages": [0.5, 0.7, -0.4, -0.6], "weights": [0.25] * 4}
     table = {name: np.array(changed.get(name, column), np.float32) for name, column in plain.items()}
-    given: dict[str, Any] = {name: column for name, column in table.items() if name != "logprobs"}
+    given = {name: column for name, column in table.items() if name != "logprobs"}
     given |= {"loss_mask": np.ones(4, bool), "segment_ids": np.array([0, 0, 1, 1]), "num_segments": 2}
     return table["logprobs"], given
 
@@ -57,7 +57,7 @@ def batch(**changed: list[float]) -> tuple[np.ndarray, dict[str, Any]]:
 @pytest.mark.parametrize(
     "name", ["grpo", "dapo", "gspo", "ppo", "ppo_tis", "decoupled_ppo", "ppo_vanilla_is", "ppo_is", "sapo", "luspo"]
 )
-def test_clipped_token_has_zero_gradient_even_if_its_ratio_overflows(name: str, library: str) -> None:
+def test_clipped_token_has_zero_gradient_even_if_its_ratio_overflows(name, library):
     """With A > 0 and r = e^100, PPO's min takes the clipped side, whose gradient is 0."""
     objective = resolve(name)
     over = "old_logprobs" if "old_logprobs" in objective.needs else "behavior_logprobs"
@@ -75,7 +75,7 @@ def test_clipped_token_has_zero_gradient_even_if_its_ratio_overflows(name: str, 
     "name",
     ["grpo", "pipelinerl", "reinforce_token", "ppo_vanilla_is", "grpo_kl", "gspo", "cfpo", "sapo", "dppo_tv", "vespo"],
 )
-def test_overflowing_ratio_of_a_token_with_zero_advantage_leaves_the_loss_finite(name: str, library: str) -> None:
+def test_overflowing_ratio_of_a_token_with_zero_advantage_leaves_the_loss_finite(name, library):
     logprobs, columns = batch(behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR], advantages=[0.5, 0.7, 0.0, 0.0])
     objective = resolve(name, max_tokens=8)
     with np.errstate(over="ignore"):
@@ -84,7 +84,7 @@ def test_overflowing_ratio_of_a_token_with_zero_advantage_leaves_the_loss_finite
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_token_excluded_by_its_importance_weight_has_zero_gradient_even_if_its_ratio_overflows(library: str) -> None:
+def test_token_excluded_by_its_importance_weight_has_zero_gradient_even_if_its_ratio_overflows(library):
     """In decoupled_ppo, π_old/μ = e^100 > 5 excludes the token, so π_θ/π_old = e^100 with A < 0 must not matter."""
     logprobs, columns = batch(
         old_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR], behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - 2 * FAR]
@@ -95,7 +95,7 @@ def test_token_excluded_by_its_importance_weight_has_zero_gradient_even_if_its_r
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_infinite_importance_weight_of_a_clipped_token_is_ignored(library: str) -> None:
+def test_infinite_importance_weight_of_a_clipped_token_is_ignored(library):
     logprobs, columns = batch(logprobs=[-1.0, -0.1, -1.2, -0.9], behavior_logprobs=[-1.0, -1.1 - FAR, -1.2, -0.9])
     with np.errstate(over="ignore"):
         loss, gradient = LIBRARIES[library](resolve("ppo_vanilla_is"), logprobs, columns)
@@ -103,7 +103,7 @@ def test_infinite_importance_weight_of_a_clipped_token_is_ignored(library: str) 
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_overflowing_ratio_of_an_unclipped_token_makes_the_loss_infinite(library: str) -> None:
+def test_overflowing_ratio_of_an_unclipped_token_makes_the_loss_infinite(library):
     logprobs, columns = batch(behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR])
     with np.errstate(over="ignore"):
         loss, _ = LIBRARIES[library](resolve("grpo"), logprobs, columns)
@@ -111,7 +111,7 @@ def test_overflowing_ratio_of_an_unclipped_token_makes_the_loss_infinite(library
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_quadratic_term_of_an_overflowing_ratio_is_infinite_not_nan(library: str) -> None:
+def test_quadratic_term_of_an_overflowing_ratio_is_infinite_not_nan(library):
     logprobs, columns = batch(behavior_logprobs=[-1.0, -1.1 - FAR, -1.2, -0.9])
     with np.errstate(over="ignore"):
         loss, _ = LIBRARIES[library](resolve("cfpo"), logprobs, columns)
@@ -121,7 +121,7 @@ def test_quadratic_term_of_an_overflowing_ratio_is_infinite_not_nan(library: str
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, -1e30])
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", PRESETS)
-def test_invalid_values_outside_the_loss_mask_are_ignored(name: str, library: str, garbage: float) -> None:
+def test_invalid_values_outside_the_loss_mask_are_ignored(name, library, garbage):
     """All columns, including advantages and weights, have invalid values together, and numpy gives no warning."""
     objective = resolve(name, max_tokens=8)
     logprobs, columns = batch()
@@ -141,13 +141,13 @@ def test_invalid_values_outside_the_loss_mask_are_ignored(name: str, library: st
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_invalid_values_outside_the_critics_loss_mask_are_ignored(library: str, garbage: float) -> None:
+def test_invalid_values_outside_the_critics_loss_mask_are_ignored(library, garbage):
     mask = np.array([True, False])
-    columns: dict[str, Any] = {"loss_mask": mask}
+    columns = {"loss_mask": mask}
     for name, number in {"weights": 1.0, "values": 0.1, "returns": 0.7}.items():
         columns[name] = np.where(mask, np.float32(number), np.float32(garbage))
     values, loss = np.where(mask, np.float32(0.2), np.float32(garbage)), ValueLoss()
     closed = loss.prediction_gradient(values, columns)
-    got: Any = LIBRARIES[library](loss, values, columns)  # type: ignore[arg-type]
+    got = LIBRARIES[library](loss, values, columns)
     np.testing.assert_array_equal(got.gradient, closed)
     assert closed[0] == pytest.approx(-0.5) and closed[1] == 0.0 and np.isfinite(got.loss)

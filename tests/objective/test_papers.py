@@ -1,21 +1,16 @@
 """Every preset has, in numpy, torch and JAX, the gradient of its paper's surrogate, which torch differentiates."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from pipelinerl.objective.catalogue import PRESETS
-from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.reward import PartReward, Parts, Scored
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.rng import generator
 from tests.objective.libraries import LIBRARIES, as_torch, in_numpy, in_torch
-from tests.objective.oracles import ORACLES, Groups, Sequence, clip_cov, clip_cov_candidates
+from tests.objective.oracles import ORACLES, Sequence, clip_cov, clip_cov_candidates
 
 GROUP_SIZE = 10
 PROMPT = 2
@@ -29,11 +24,11 @@ UNCLIPPED = SCORE_FUNCTIONS | {"sapo", "cfpo", "kl_cov"}
 CAPPED = {"cispo", "llamarl", "topr", "decoupled_ppo", "ppo_tis", "icepop", "sao"}
 
 
-def sampled(seed: int) -> Groups:
+def sampled(seed):
     """Return two groups of rollouts of different lengths; their policies differ enough to reach every clip and cap."""
     draw = generator(seed, "papers")
 
-    def rollout() -> Sequence:
+    def rollout():
         length = int(draw.integers(1, 7))
         mu = -draw.exponential(1.0, length)
         old = mu + draw.normal(0, 1.1, length)
@@ -51,7 +46,7 @@ def sampled(seed: int) -> Groups:
     return [[rollout() for _ in range(GROUP_SIZE)] for _ in range(2)]
 
 
-def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict[str, Any]]:
+def packed(groups, objective):
     """Pack the groups, with prompts, into one micro-batch; return its current log-probs and its columns.
 
     The objective itself computes the columns of advantages and weights, as in a training step.
@@ -60,7 +55,7 @@ def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict
     lengths = np.array([len(one) for one in rollouts])
     index, valid = np.repeat(np.arange(len(groups)), GROUP_SIZE), np.ones(len(rollouts), bool)
 
-    def joined(parts: list[Any]) -> np.ndarray:
+    def joined(parts):
         return np.concatenate([np.asarray(part, np.float64) for part in parts])
 
     sampled_only = {
@@ -86,7 +81,7 @@ def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict
     weights = objective.agg.token_weights(lengths=lengths, groups=index, valid=valid)
     sampled_only["weights"] = np.repeat(weights, lengths)
     mask = np.concatenate([np.arange(PROMPT + length) >= PROMPT for length in lengths])
-    columns: dict[str, Any] = {"loss_mask": mask, "num_segments": len(rollouts)}
+    columns = {"loss_mask": mask, "num_segments": len(rollouts)}
     columns["segment_ids"] = np.repeat(np.arange(len(rollouts)), lengths + PROMPT)
     for name, column in sampled_only.items():
         columns[name] = np.zeros(mask.shape)
@@ -96,7 +91,7 @@ def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict
     return logprobs, columns
 
 
-def gradient_of(groups: Groups, name: str, columns: dict[str, Any] | None = None) -> np.ndarray:
+def gradient_of(groups, name, columns=None):
     """Return −dJ / d log π_θ of the paper's surrogate, concatenated by rollout.
 
     Clip-Cov drops random tokens; the surrogate drops the same tokens, which have advantage 0 in `columns`.
@@ -109,17 +104,17 @@ def gradient_of(groups: Groups, name: str, columns: dict[str, Any] | None = None
         dropped = {(int(i), int(t)) for i, t in zip(owners[zero], places[zero], strict=True)}
         assert len(dropped) == 1 and dropped <= clip_cov_candidates(groups)
         surrogate = clip_cov(groups, dropped)
-    (-surrogate).backward()  # type: ignore[no-untyped-call]
-    return np.concatenate([one.theta.grad.numpy() for group in groups for one in group])  # type: ignore[union-attr]
+    (-surrogate).backward()
+    return np.concatenate([one.theta.grad.numpy() for group in groups for one in group])
 
 
-def test_every_objective_preset_has_a_reference_implementation_of_its_papers_surrogate() -> None:
+def test_every_objective_preset_has_a_reference_implementation_of_its_papers_surrogate():
     assert set(ORACLES) == set(PRESETS)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_gradient_equals_that_of_its_papers_surrogate(name: str, library: str) -> None:
+def test_preset_gradient_equals_that_of_its_papers_surrogate(name, library):
     objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(5)
     logprobs, columns = packed(groups, objective)
     wanted = gradient_of(groups, name, columns)
@@ -131,12 +126,12 @@ def test_preset_gradient_equals_that_of_its_papers_surrogate(name: str, library:
     assert loss == pytest.approx(in_numpy(objective, logprobs, columns).loss, rel=0, abs=1e-10)
 
 
-def test_log_barrier_of_the_agarwal_preset_has_a_gradient_for_every_token_of_the_vocabulary() -> None:
+def test_log_barrier_of_the_agarwal_preset_has_a_gradient_for_every_token_of_the_vocabulary():
     """Check the closed-form gradient and torch's derivative with respect to the mean log-prob over the vocabulary."""
     objective, groups = resolve("agarwal", max_tokens=MAX_TOKENS), sampled(5)
     logprobs, columns = packed(groups, objective)
     gradient_of(groups, "agarwal")
-    wanted = np.concatenate([one.everything.grad.numpy() for group in groups for one in group])  # type: ignore[union-attr]
+    wanted = np.concatenate([one.everything.grad.numpy() for group in groups for one in group])
     (closed,) = objective.measure_gradients(logprobs, columns).values()
     mask = columns["loss_mask"]
     np.testing.assert_allclose(np.repeat(closed[mask, None] / VOCABULARY, VOCABULARY, 1), wanted, rtol=0, atol=1e-12)
@@ -147,7 +142,7 @@ def test_log_barrier_of_the_agarwal_preset_has_a_gradient_for_every_token_of_the
     np.testing.assert_allclose(tensors["vocab_mean_logprobs"].grad.numpy(), closed, rtol=0, atol=1e-12)
 
 
-def test_log_barrier_of_the_agarwal_preset_has_no_gradient_through_the_sampled_tokens_log_probs() -> None:
+def test_log_barrier_of_the_agarwal_preset_has_no_gradient_through_the_sampled_tokens_log_probs():
     objective = resolve("agarwal", max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(5), objective)
     mask = columns["loss_mask"]
@@ -161,7 +156,7 @@ def test_log_barrier_of_the_agarwal_preset_has_no_gradient_through_the_sampled_t
     "name",
     [*sorted(UNCLIPPED - {"on_policy_distillation"}), "gmpo"],
 )
-def test_preset_that_does_not_clip_computes_the_loss_of_its_paper(name: str) -> None:
+def test_preset_that_does_not_clip_computes_the_loss_of_its_paper(name):
     """GMPO is included although it clips; distillation is excluded, since only its gradient equals the paper's."""
     objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(6)
     logprobs, columns = packed(groups, objective)
@@ -169,7 +164,7 @@ def test_preset_that_does_not_clip_computes_the_loss_of_its_paper(name: str) -> 
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_gradients_in_single_precision_do_not_depend_on_how_a_batch_is_split_and_ordered(name: str) -> None:
+def test_preset_gradients_in_single_precision_do_not_depend_on_how_a_batch_is_split_and_ordered(name):
     objective = resolve(name, max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(7), objective)
     narrow = {
@@ -191,7 +186,7 @@ def test_preset_gradients_in_single_precision_do_not_depend_on_how_a_batch_is_sp
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_sampled_rollouts_reach_the_clip_bounds_and_the_importance_weight_cap_of_each_preset(name: str) -> None:
+def test_sampled_rollouts_reach_the_clip_bounds_and_the_importance_weight_cap_of_each_preset(name):
     """Otherwise the comparisons with the papers could pass because no ratio reaches a bound."""
     objective = resolve(name, max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(5), objective)

@@ -47,7 +47,7 @@ def test_recipe_can_change_or_replace_parts_of_an_objective_preset():
     assert resolve({"grad1": "clipped_ratio", "is_weight": "one"}).grad1 == grad1.ClippedRatio()
 
 
-def test_table_of_objectives_in_the_docs_lists_exactly_the_presets() -> None:
+def test_table_of_objectives_in_the_docs_lists_exactly_the_presets():
     text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
     rows = text.split("## Algorithms")[1].split("\n## ")[0].splitlines()
     assert [row.split("`")[1] for row in rows if row.startswith("| `")] == list(PRESETS)

@@ -1,7 +1,5 @@
 """The objective's metrics of a step equal their definitions, for one micro-batch and for several."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from pipelinerl.objective.catalogue import PRESETS

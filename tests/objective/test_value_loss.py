@@ -1,10 +1,7 @@
 """The critic's loss equals loops over its formula, autograd and hand-computed numbers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from pipelinerl.objective.value_loss import ValueLoss, value_statistics
 from trainer_contract.conformance.probes import pack
 
 
-def columns(seed: int, tokens: int = 40) -> tuple[np.ndarray, dict[str, Any]]:
+def columns(seed, tokens=40):
     draw = rng.generator(seed, "value_loss")
     inside = draw.random(tokens) < 0.7
     return draw.normal(size=tokens), {
@@ -26,7 +23,7 @@ def columns(seed: int, tokens: int = 40) -> tuple[np.ndarray, dict[str, Any]]:
     }
 
 
-def loss_by_loops(values: np.ndarray, given: dict[str, Any], clip: float) -> float:
+def loss_by_loops(values, given, clip):
     total = 0.0
     for t, value in enumerate(values):
         if given["loss_mask"][t]:
@@ -38,7 +35,7 @@ def loss_by_loops(values: np.ndarray, given: dict[str, Any], clip: float) -> flo
 
 @pytest.mark.parametrize("clip", [0.2, 0.5, math.inf])
 @pytest.mark.parametrize("seed", range(3))
-def test_value_loss_equals_a_loop_over_its_formula_and_its_gradient_equals_autograd(seed: int, clip: float) -> None:
+def test_value_loss_equals_a_loop_over_its_formula_and_its_gradient_equals_autograd(seed, clip):
     values, given = columns(seed)
     loss = ValueLoss(clip=clip)
     assert loss.evaluate(values, given) == pytest.approx(loss_by_loops(values, given, clip), rel=1e-12)
@@ -54,8 +51,8 @@ def test_value_loss_equals_a_loop_over_its_formula_and_its_gradient_equals_autog
     assert stopped.any() != math.isinf(clip), "some value must be clipped"
 
 
-def test_value_clipped_after_moving_towards_its_return_has_zero_gradient() -> None:
-    given: dict[str, Any] = {
+def test_value_clipped_after_moving_towards_its_return_has_zero_gradient():
+    given = {
         "loss_mask": np.array([True, True]),
         "weights": np.ones(2),
         "values": np.zeros(2),
@@ -64,12 +61,12 @@ def test_value_clipped_after_moving_towards_its_return_has_zero_gradient() -> No
     assert ValueLoss(clip=0.2).prediction_gradient(np.array([0.5, 0.5]), given).tolist() == [0.0, 1.5]
 
 
-def test_value_loss_needs_old_values_only_if_it_clips() -> None:
+def test_value_loss_needs_old_values_only_if_it_clips():
     assert ValueLoss().needs == {"values", "returns"}
     assert ValueLoss(clip=math.inf).needs == {"returns"}
 
 
-def test_value_metrics_match_hand_computed_numbers() -> None:
+def test_value_metrics_match_hand_computed_numbers():
     batch = pack([[1, 2, 3], [4, 5]], prompt=1)
     returns = np.array([9, 1, 3, 9, 2], np.float32)
     values = np.array([0, 1, 2, 0, 3], np.float32)

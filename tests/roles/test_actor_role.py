@@ -1,16 +1,11 @@
 """An actor's process takes no work before its controller answers, and reports when the controller is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -29,7 +24,7 @@ from pipelinerl.roles.process import Identity
 from pipelinerl.roles.verification import rules_of
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.records import decode_group, encode_order
-from pipelinerl.streams.stream import START, Stream
+from pipelinerl.streams.stream import START
 from pipelinerl.system.http_service import guard, listen, serve_until
 from pipelinerl.system.machine import free_ports
 from pipelinerl.types import Message, Outcome, Problem, PromptOrder, Purpose, Sampling
@@ -44,7 +39,7 @@ DEADLINE_S = PATIENCE_S
 
 
 @pytest.fixture
-def identity(tmp_path: Path) -> Iterator[Identity]:
+def identity(tmp_path):
     (port,) = free_ports(1)
     with EmbeddedRedis(tmp_path) as server:
         yield Identity(
@@ -58,7 +53,7 @@ def identity(tmp_path: Path) -> Iterator[Identity]:
 
 
 @pytest.fixture
-def engine() -> Iterator[str]:
+def engine():
     """Serve an engine with the run's weights."""
     made = ScriptedEngine(token=TOKEN)
     made._serving = (1, 0)
@@ -67,9 +62,7 @@ def engine() -> Iterator[str]:
 
 
 @asynccontextmanager
-async def controller(
-    identity: Identity, *engines: str, token: str = TOKEN, verifiers: Sequence[Any] = ()
-) -> AsyncIterator[None]:
+async def controller(identity, *engines, token=TOKEN, verifiers=()):
     """Serve a fake controller that assigns these engines and verifier services to the actor."""
     assignment = {"serving": engines, "finishing": [], "groups_in_flight": 4, "model_version": 0, "k": None}
     assignment["verifiers"] = verifiers
@@ -81,8 +74,8 @@ async def controller(
 
 
 @asynccontextmanager
-async def served(identity: Identity, app: FastAPI) -> AsyncIterator[None]:
-    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+async def served(identity, app):
+    over = asyncio.get_running_loop().create_future()
     port = int(identity.controller_url.rpartition(":")[2])
     serving = asyncio.create_task(serve_until(app, listen("127.0.0.1", port), over=over))
     try:
@@ -93,7 +86,7 @@ async def served(identity: Identity, app: FastAPI) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def acting(identity: Identity) -> AsyncIterator[asyncio.Task[None]]:
+async def acting(identity):
     role = asyncio.create_task(actor_role.run(identity))
     try:
         yield role
@@ -102,14 +95,14 @@ async def acting(identity: Identity) -> AsyncIterator[asyncio.Task[None]]:
         await asyncio.gather(role, return_exceptions=True)
 
 
-async def until(role: asyncio.Task[None], happened: Callable[[], Awaitable[Any]]) -> None:
+async def until(role, happened):
     async with asyncio.timeout(DEADLINE_S):
         while not await happened():
             assert not role.done(), role
             await asyncio.sleep(0.02)
 
 
-def order(identity: Identity) -> bytes:
+def order(identity):
     domain = identity.config.domains[0].name
     problem = Problem(problem_id="1", domain=domain, messages=(Message("user", "say it"),), ground_truth="it")
     sampling = Sampling(num_samples=2, temperature=1.0, max_tokens=4, stop=())
@@ -125,22 +118,22 @@ def order(identity: Identity) -> bytes:
     )
 
 
-async def indices(stream: Stream) -> list[int]:
+async def indices(stream):
     entries = await stream.read({ROLLOUTS + NAME: START}, count=9, block_s=0)
     return [decode_group(entry.payload).index for entry in entries]
 
 
 async def test_actor_claims_no_prompt_from_the_stream_before_its_controller_answers(
-    identity: Identity, engine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    identity, engine, monkeypatch, caplog
+):
     """The controller starts after the actor, ends, and starts again; the actor logs each of these changes once."""
     monkeypatch.setattr(actor_role, "REFRESH_S", 0.02)
     caplog.set_level(logging.INFO, "pipelinerl")
     stream = await identity.stream()
     await stream.append(PROMPTS, [order(identity)])
 
-    def logged(sentence: str) -> Callable[[], Awaitable[bool]]:
-        async def is_last() -> bool:
+    def logged(sentence):
+        async def is_last():
             return any(sentence in record.getMessage() for record in caplog.records[-1:])
 
         return is_last
@@ -165,21 +158,19 @@ async def test_actor_claims_no_prompt_from_the_stream_before_its_controller_answ
     await stream.close()
 
 
-async def test_actor_logs_that_a_server_is_not_a_controller_and_retries(
-    identity: Identity, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_actor_logs_that_a_server_is_not_a_controller_and_retries(identity, caplog):
     app = FastAPI(openapi_url=None)
     app.get("/assignment")(lambda: HTMLResponse("<html>"))
     guard(app, token=None)
 
-    async def warned() -> bool:
+    async def warned():
         return f"the server at {identity.controller_url} is not a controller (200 OK: JSON is malformed" in caplog.text
 
     async with served(identity, app), acting(identity) as role:
         await until(role, warned)
 
 
-async def test_actor_exits_when_the_controller_rejects_its_authentication_token(identity: Identity) -> None:
+async def test_actor_exits_when_the_controller_rejects_its_authentication_token(identity):
     async with controller(identity, token="another"), acting(identity) as role:
         with pytest.raises(ExceptionGroup) as ended:
             await asyncio.wait_for(role, DEADLINE_S)
@@ -202,7 +193,7 @@ def judge(correct=(), completion=""):
 """
 
 
-async def test_verifiers_start_with_the_actor_before_its_controller_answers(identity: Identity, tmp_path: Path) -> None:
+async def test_verifiers_start_with_the_actor_before_its_controller_answers(identity, tmp_path):
     """A verifier that fails to start does not keep the other verifiers from starting."""
     for name in ("broken", "math", "code", "filter"):
         (tmp_path / f"{name}.py").write_text(JUDGE)
@@ -218,9 +209,7 @@ async def test_verifiers_start_with_the_actor_before_its_controller_answers(iden
             await asyncio.sleep(0.02)
 
 
-async def test_actor_sends_answers_to_the_verifier_services_that_the_controller_names(
-    identity: Identity, engine: str
-) -> None:
+async def test_actor_sends_answers_to_the_verifier_services_that_the_controller_names(identity, engine):
     """The actor waits for the verifier services: they may join after it has sent its first requests to the engine."""
     domain = identity.config.domains[0].model_copy(update={"name": "words", "verifier": "math_answer"})
     section = VerificationSection(judged_in=VerifierLocation.SERVICES)
@@ -253,6 +242,6 @@ assert not (heavy := {"torch", "fastapi", "uvicorn", "matplotlib"} & sys.modules
 """
 
 
-def test_actor_does_not_import_torch() -> None:
+def test_actor_does_not_import_torch():
     """Importing torch would triple the memory of an actor, and actors often share a machine with an engine."""
     subprocess.run([sys.executable, "-c", _LIGHT], check=True, timeout=PATIENCE_S)

@@ -1,13 +1,10 @@
 """The controller's process: new and resumed runs, and the files that it writes for resuming and for local commands."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
 import shutil
 import stat
-from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,7 +13,7 @@ import pytest
 
 from launch.run_directory import create, open_run
 from pipelinerl.commands.remote import address_of, controller_of
-from pipelinerl.config.recipe import RunConfig, load, parse, to_table, write_layout
+from pipelinerl.config.recipe import load, parse, to_table, write_layout
 from pipelinerl.config.sections import StreamsSection
 from pipelinerl.controller.service.service import Start
 from pipelinerl.errors import UserError
@@ -30,14 +27,13 @@ from pipelinerl.roles.wiring import checkpoints_of, knobs_of
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.system.storage import Storage
-from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from tests.fakes.checkpoints import model_directory, save, state_of
 from tests.patience import PATIENCE_S
 
 DEADLINE_S = PATIENCE_S
 
 
-def test_resumed_run_warns_if_a_knob_that_was_changed_live_differs_from_the_recipe() -> None:
+def test_resumed_run_warns_if_a_knob_that_was_changed_live_differs_from_the_recipe():
     config = load("tiny", ["optimizer.learning_rate=1e-5"])
     knobs = knobs_of(config)
     assert overruled(config, knobs) == []
@@ -48,16 +44,16 @@ def test_resumed_run_warns_if_a_knob_that_was_changed_live_differs_from_the_reci
 
 
 @pytest.fixture
-def redis_url(tmp_path: Path) -> Iterator[str]:
+def redis_url(tmp_path):
     with EmbeddedRedis(tmp_path / "server") as server:
         yield server.url
 
 
-def config_in(directory: Path, *changes: str) -> RunConfig:
+def config_in(directory, *changes):
     return load("tiny", [f"run.directory={directory}", *changes])
 
 
-def identity(config: RunConfig, redis_url: str, *, host: str = "127.0.0.1") -> Identity:
+def identity(config, redis_url, *, host="127.0.0.1"):
     return Identity(
         config=config,
         run_dir=config.run_directory,
@@ -70,7 +66,7 @@ def identity(config: RunConfig, redis_url: str, *, host: str = "127.0.0.1") -> I
 
 
 @asynccontextmanager
-async def serving(who: Identity, *, start: Start = Start.AFRESH) -> AsyncIterator[Path]:
+async def serving(who, *, start=Start.AFRESH):
     """Run a controller; yield the path of the file to which it writes its address."""
     endpoint = who.run_dir / "controller.json"
     role = asyncio.create_task(controller_role.run(who, start=start))
@@ -91,8 +87,8 @@ async def serving(who: Identity, *, start: Start = Start.AFRESH) -> AsyncIterato
     [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")],
 )
 async def test_local_commands_find_and_reach_a_controller_whichever_interface_it_listens_on(
-    tmp_path: Path, redis_url: str, host: str, reached_at: str
-) -> None:
+    tmp_path, redis_url, host, reached_at
+):
     async with serving(identity(config_in(tmp_path), redis_url, host=host)) as endpoint:
         assert stat.S_IMODE(endpoint.stat().st_mode) == 0o600
         with controller_of(endpoint.parent) as remote:
@@ -101,7 +97,7 @@ async def test_local_commands_find_and_reach_a_controller_whichever_interface_it
     assert not endpoint.exists()
 
 
-async def test_run_whose_processes_were_started_one_by_one_can_be_resumed(tmp_path: Path, redis_url: str) -> None:
+async def test_run_whose_processes_were_started_one_by_one_can_be_resumed(tmp_path, redis_url):
     config = config_in(tmp_path / "runs", f"checkpoint.location=memory://{tmp_path.name}")
     async with serving(identity(config, redis_url)) as endpoint:
         directory = open_run(endpoint.parent)
@@ -114,7 +110,7 @@ async def test_run_whose_processes_were_started_one_by_one_can_be_resumed(tmp_pa
     assert to_table(open_run(directory.path).config) == to_table(config)
 
 
-async def test_restarted_controller_does_not_overwrite_an_edited_recipe_file(tmp_path: Path, redis_url: str) -> None:
+async def test_restarted_controller_does_not_overwrite_an_edited_recipe_file(tmp_path, redis_url):
     config = config_in(tmp_path)
     config.run_directory.mkdir()
     recipe = config.run_directory / "recipe.toml"
@@ -124,7 +120,7 @@ async def test_restarted_controller_does_not_overwrite_an_edited_recipe_file(tmp
         assert recipe.read_text() == "# edited since\n"
 
 
-def test_recipe_that_is_saved_for_resuming_contains_the_address_of_a_remote_stream_server(tmp_path: Path) -> None:
+def test_recipe_that_is_saved_for_resuming_contains_the_address_of_a_remote_stream_server(tmp_path):
     config = config_in(tmp_path)
     config.run_directory.mkdir()
     controller_role._write_recipe(identity(config, "redis://:secret@db.lab:6379/0"), begins=True)
@@ -132,16 +128,14 @@ def test_recipe_that_is_saved_for_resuming_contains_the_address_of_a_remote_stre
     assert address is not None and address.get_secret_value() == "redis://:secret@db.lab:6379/0"
 
 
-def test_new_run_starts_even_if_its_checkpoint_location_is_unwritable(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_new_run_starts_even_if_its_checkpoint_location_is_unwritable(tmp_path, caplog):
     config = config_in(tmp_path, "checkpoint.location=nosuchscheme://bucket")
     config.run_directory.mkdir()
     controller_role._write_recipe(identity(config, "redis://127.0.0.1:6379/0"), begins=True)
     assert "nosuchscheme://bucket/tiny cannot be resumed from yet" in caplog.text
 
 
-def test_new_run_does_not_replace_checkpoint_copies_of_another_run_with_the_same_name(tmp_path: Path) -> None:
+def test_new_run_does_not_replace_checkpoint_copies_of_another_run_with_the_same_name(tmp_path):
     """Otherwise the new run's first checkpoint would delete the other run's copies of all later steps."""
     location = f"checkpoint.location=memory://{tmp_path.name}"
     first, second = (identity(config_in(tmp_path / place, location), "redis://") for place in ("here", "there"))
@@ -156,8 +150,8 @@ def test_new_run_does_not_replace_checkpoint_copies_of_another_run_with_the_same
 
 
 async def test_new_run_is_rejected_while_a_run_with_the_same_name_is_live_at_the_stream_server(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, redis_url, monkeypatch
+):
     monkeypatch.setattr(controller_role, "_LOOK_S", DEADLINE_S)  # how long to look for a live run of the same name
     first, second = (identity(config_in(tmp_path / place), redis_url) for place in ("here", "there"))
     async with serving(first) as endpoint:
@@ -165,10 +159,10 @@ async def test_new_run_is_rejected_while_a_run_with_the_same_name_is_live_at_the
         headers = {"authorization": f"Bearer {address['token']}"}
         async with httpx.AsyncClient(base_url=address["url"], headers=headers, trust_env=False) as http:
 
-            async def say() -> None:  # makes the first controller write to its journal, as a live controller does
+            async def say():  # makes the first controller write to its journal, as a live controller does
                 (await http.patch("/knobs", json={"temperature": 0.9})).raise_for_status()
 
-            async def keep_writing() -> None:
+            async def keep_writing():
                 while True:
                     await asyncio.sleep(0.1)
                     await say()
@@ -186,7 +180,7 @@ async def test_new_run_is_rejected_while_a_run_with_the_same_name_is_live_at_the
         assert (second.run_dir / "events.jsonl").exists(), "a name is free once its run has ended"
 
 
-async def test_new_run_deletes_rollouts_left_by_a_dead_run_with_the_same_name(tmp_path: Path, redis_url: str) -> None:
+async def test_new_run_deletes_rollouts_left_by_a_dead_run_with_the_same_name(tmp_path, redis_url):
     stream = await open_stream(redis_url, namespace="tiny")
     await stream.append(ROLLOUTS + "actor-0", [b"of another model", b"of another model"])
     async with serving(identity(config_in(tmp_path), redis_url)), asyncio.timeout(DEADLINE_S):
@@ -201,7 +195,7 @@ async def test_new_run_deletes_rollouts_left_by_a_dead_run_with_the_same_name(tm
     await stream.close()
 
 
-async def test_replaced_controller_ends_before_its_successor_writes(tmp_path: Path, redis_url: str) -> None:
+async def test_replaced_controller_ends_before_its_successor_writes(tmp_path, redis_url):
     """The successor stops it through the journal, and waits for it to close the event log."""
     who = identity(config_in(tmp_path), redis_url)
     async with serving(who) as endpoint, asyncio.timeout(DEADLINE_S):
@@ -219,7 +213,7 @@ async def test_replaced_controller_ends_before_its_successor_writes(tmp_path: Pa
     assert [kind for kind in kinds if kind != "engines"] == ["run_started", "controller_returned"]
 
 
-async def test_second_controller_of_a_live_run_is_rejected_and_damages_nothing(tmp_path: Path, redis_url: str) -> None:
+async def test_second_controller_of_a_live_run_is_rejected_and_damages_nothing(tmp_path, redis_url):
     who = identity(config_in(tmp_path), redis_url)
     async with serving(who) as endpoint:
         with controller_of(who.run_dir) as first:
@@ -232,9 +226,7 @@ async def test_second_controller_of_a_live_run_is_rejected_and_damages_nothing(t
             assert (await asyncio.to_thread(first.status)).run == "tiny"
 
 
-async def test_controller_that_would_forget_a_live_trainer_is_rejected(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_controller_that_would_forget_a_live_trainer_is_rejected(tmp_path, redis_url, monkeypatch):
     """The controller died, its trainer and actors live; without the journal, they would never get a directive again."""
     who = identity(config_in(tmp_path), redis_url)
     async with serving(who) as endpoint:
@@ -243,7 +235,7 @@ async def test_controller_that_would_forget_a_live_trainer_is_rejected(
     stream = await open_stream(redis_url, namespace="tiny")
     beat = encode(ActorAlive(name="actor-0", groups_in_flight=0, groups_done=0, retries=0))
 
-    async def report() -> None:
+    async def report():
         while True:
             await stream.append(REPORTS, [beat])
             await asyncio.sleep(0.05)
@@ -267,9 +259,7 @@ async def test_controller_that_would_forget_a_live_trainer_is_rejected(
     await stream.close()
 
 
-async def test_resumed_run_starts_without_looking_for_a_live_run_with_the_same_name(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_resumed_run_starts_without_looking_for_a_live_run_with_the_same_name(tmp_path, redis_url, monkeypatch):
     monkeypatch.setattr(controller_role, "_LOOK_S", 10 * DEADLINE_S)
     who = identity(config_in(tmp_path), redis_url)
     events = who.run_dir / "events.jsonl"
@@ -282,7 +272,7 @@ async def test_resumed_run_starts_without_looking_for_a_live_run_with_the_same_n
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
+def config(tmp_path):
     return parse(
         {
             "model": {"path": str(model_directory(tmp_path / "model"))},
@@ -293,21 +283,19 @@ def config(tmp_path: Path) -> RunConfig:
     )
 
 
-def url_of(config: RunConfig) -> str:
+def url_of(config):
     url = config.checkpoint.url_of(config.run.name)
     assert url is not None
     return url
 
 
-def begun(config: RunConfig) -> tuple[Path, CheckpointStore]:
+def begun(config):
     """Create a run; return its directory and its checkpoint store."""
     directory = create(config, claim=resumed_run.claim)
     return directory.path, checkpoints_of(directory.config, directory.path)
 
 
-def test_new_run_gets_a_number_if_its_name_is_taken_at_the_checkpoint_location(
-    config: RunConfig, tmp_path: Path
-) -> None:
+def test_new_run_gets_a_number_if_its_name_is_taken_at_the_checkpoint_location(config, tmp_path):
     begun(config)
     shutil.rmtree(tmp_path / "runs")  # as on another machine, which lacks the directory
     path, _ = begun(config)
@@ -317,14 +305,14 @@ def test_new_run_gets_a_number_if_its_name_is_taken_at_the_checkpoint_location(
     assert resumed_run.claim(elsewhere) is True
 
 
-def test_resuming_by_path_uses_the_given_run_directory_even_if_it_does_not_exist(config: RunConfig) -> None:
+def test_resuming_by_path_uses_the_given_run_directory_even_if_it_does_not_exist(config):
     path, store = begun(config)
     store.copy(save(store, 3))
     assert resumed_run.directory_of(str(path)) == path
     assert resumed_run.directory_of("no/such/run") == Path("no/such/run"), "the launcher reports what is wrong with it"
 
 
-def test_run_is_restored_from_a_url_with_checkpoint_recipe_and_events(config: RunConfig) -> None:
+def test_run_is_restored_from_a_url_with_checkpoint_recipe_and_events(config):
     path, store = begun(config)
     (path / "events.jsonl").write_text('{"kind": "run_started"}\n')
     for version in (3, 6):
@@ -339,7 +327,7 @@ def test_run_is_restored_from_a_url_with_checkpoint_recipe_and_events(config: Ru
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "no draft is left"
 
 
-def test_run_secrets_are_neither_copied_nor_readable_by_others(config: RunConfig) -> None:
+def test_run_secrets_are_neither_copied_nor_readable_by_others(config):
     url = "redis://ada:s3cret@db:6379/3?db=1&password=s3cret&timeout=9"
     path, store = begun(config.model_copy(update={"streams": StreamsSection(redis_url=url)}))
     address = load(path / "recipe.toml").streams.redis_url
@@ -356,9 +344,7 @@ def test_run_secrets_are_neither_copied_nor_readable_by_others(config: RunConfig
     assert stat.S_IMODE((path / "recipe.toml").stat().st_mode) == 0o600
 
 
-def test_restoring_a_checkpoint_that_contains_no_recipe_uses_the_recipe_next_to_the_checkpoints(
-    config: RunConfig,
-) -> None:
+def test_restoring_a_checkpoint_that_contains_no_recipe_uses_the_recipe_next_to_the_checkpoints(config):
     """A checkpoint has no recipe if the trainer runs on another machine than the controller, in its own directory."""
     path, store = begun(config)
     (path / "recipe.toml").unlink()
@@ -368,9 +354,7 @@ def test_restoring_a_checkpoint_that_contains_no_recipe_uses_the_recipe_next_to_
     assert to_table(load(path / "recipe.toml")) == to_table(config)
 
 
-def test_damaged_checkpoint_copy_is_skipped_with_a_log_entry(
-    config: RunConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_checkpoint_copy_is_skipped_with_a_log_entry(config, caplog):
     path, store = begun(config)
     for version in (3, 6):
         store.copy(save(store, version))
@@ -384,7 +368,7 @@ def test_damaged_checkpoint_copy_is_skipped_with_a_log_entry(
     assert [copy.name for copy in checkpoints_of(config, path).all()] == ["step-000003"]
 
 
-def test_missing_model_directory_is_restored_from_the_checkpoint(config: RunConfig) -> None:
+def test_missing_model_directory_is_restored_from_the_checkpoint(config):
     path, store = begun(config)
     store.copy(save(store, 3))
     shutil.rmtree(path)
@@ -399,7 +383,7 @@ def test_missing_model_directory_is_restored_from_the_checkpoint(config: RunConf
     assert to_table(moved.model_copy(update={"model": config.model})) == to_table(config), "nothing else has changed"
 
 
-def test_resume_is_rejected_if_the_reference_model_is_missing(config: RunConfig) -> None:
+def test_resume_is_rejected_if_the_reference_model_is_missing(config):
     path, store = begun(config.model_copy(update={"objective": {"preset": "grpo", "grad2": "kl"}}))
     store.copy(save(store, 3))
     shutil.rmtree(path)
@@ -409,14 +393,14 @@ def test_resume_is_rejected_if_the_reference_model_is_missing(config: RunConfig)
     assert not path.exists()
 
 
-def test_run_restored_without_any_checkpoint_starts_from_the_beginning(config: RunConfig) -> None:
+def test_run_restored_without_any_checkpoint_starts_from_the_beginning(config):
     path, _ = begun(config)
     shutil.rmtree(path)
     assert resumed_run.directory_of(url_of(config)) == path
     assert sorted(entry.name for entry in path.iterdir()) == ["layout", "recipe.toml"]
 
 
-def test_resume_is_rejected_if_run_directory_and_checkpoint_location_both_hold_checkpoints(config: RunConfig) -> None:
+def test_resume_is_rejected_if_run_directory_and_checkpoint_location_both_hold_checkpoints(config):
     path, store = begun(config)
     store.copy(save(store, 3))
     with pytest.raises(UserError, match=f"resume what is there with --resume {path}"):
@@ -427,14 +411,12 @@ def test_resume_is_rejected_if_run_directory_and_checkpoint_location_both_hold_c
         resumed_run.directory_of(str(path))
 
 
-def test_resume_from_a_url_that_holds_no_run_is_rejected(tmp_path: Path) -> None:
+def test_resume_from_a_url_that_holds_no_run_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"holds no run; expected <checkpoint\.location>/<run\.name>"):
         resumed_run.directory_of(f"file://{tmp_path}/nothing")
 
 
-def test_log_of_a_run_says_how_many_rows_of_its_data_were_dropped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_of_a_run_says_how_many_rows_of_its_data_were_dropped(tmp_path, caplog):
     rows = [json.dumps({"prompt": f"say {n % 50}", "answer": "x"}) + "\n" for n in range(60)]
     (tmp_path / "a.jsonl").write_text("".join(rows))
     config = config_in(tmp_path)

@@ -1,11 +1,8 @@
 """An engine's process: it ends when the engine stops, so that the supervisor can start another."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -26,7 +23,7 @@ from tests.patience import PATIENCE_S
 READY_S = PATIENCE_S
 
 
-async def _until_ready(http: httpx.AsyncClient, role: asyncio.Task[None]) -> None:
+async def _until_ready(http, role):
     async with asyncio.timeout(READY_S):
         while not role.done():
             try:
@@ -39,9 +36,7 @@ async def _until_ready(http: httpx.AsyncClient, role: asyncio.Task[None]) -> Non
 
 # The engine stops by an error in its own thread; pytest would warn about that unhandled error.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_engine_process_exits_when_its_engine_stops_because_of_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engine_process_exits_when_its_engine_stops_because_of_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     server = SglangServer(AutoModelForCausalLM.from_pretrained(MODELS / "tiny_speller"), context_length=64)
     with in_thread(create_app(server)) as stock:
@@ -61,7 +56,7 @@ async def test_engine_process_exits_when_its_engine_stops_because_of_an_error(
             await asyncio.wait_for(role, READY_S)
 
 
-def test_engine_registers_an_address_that_other_machines_can_reach(outward: str) -> None:
+def test_engine_registers_an_address_that_other_machines_can_reach(outward):
     """An engine that listens on all interfaces registers its address on the route to the controller, never 0.0.0.0."""
     here, away = "http://127.0.0.1:8000", "http://198.51.100.7:8000"
     assert offered_url(("127.0.0.1", 8001), here) == "http://127.0.0.1:8001"
@@ -71,19 +66,19 @@ def test_engine_registers_an_address_that_other_machines_can_reach(outward: str)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_engine_process_exits_if_the_controllers_host_name_is_unknown(host: str) -> None:
+def test_engine_process_exits_if_the_controllers_host_name_is_unknown(host):
     """Without a route to the controller, the engine cannot know which of its addresses the controller can reach."""
     with pytest.raises(AddressError, match=r"no route to the controller at http://nowhere\.invalid:8000"):
         offered_url((host, 8001), "http://nowhere.invalid:8000")
 
 
-def test_engine_rejects_an_invalid_controller_url() -> None:
+def test_engine_rejects_an_invalid_controller_url():
     with pytest.raises(UserError, match=r"must be like http://host:8000, got http://10\.0\.0\.1:port"):
         offered_url(("0.0.0.0", 8001), "http://10.0.0.1:port")
 
 
 @pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1"])
-def test_engine_on_loopback_is_rejected_if_the_controller_is_on_another_machine(loopback: str, outward: str) -> None:
+def test_engine_on_loopback_is_rejected_if_the_controller_is_on_another_machine(loopback, outward):
     with pytest.raises(
         UserError, match=f"at {loopback} only, where other machines cannot reach it; start it with --host "
     ):
@@ -105,8 +100,8 @@ print("torch" in sys.modules)
 
 @pytest.mark.parametrize(("transport", "has_torch"), [("broadcast", True), ("pull", False)])
 def test_numpy_engine_imports_torch_at_its_start_if_it_will_receive_weights_through_torch(
-    tmp_path: Path, transport: str, has_torch: bool
-) -> None:
+    tmp_path, transport, has_torch
+):
     """If it imported torch when it first joins, all members of the weight group would wait a second for the import."""
     words = [str(bigram_recipe(tmp_path / "bigram")), f"weights.transport={transport}"]
     built = subprocess.run([sys.executable, "-c", _BUILD, *words], capture_output=True, text=True, timeout=PATIENCE_S)

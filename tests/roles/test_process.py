@@ -1,7 +1,5 @@
 """The start and end of every process of a run: its secrets, its exit status, its message on stderr."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -21,13 +18,13 @@ from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from tests.patience import PATIENCE_S
 
 
-def identity(run_dir: Path, *, redis_url: str = "memory://") -> Identity:
+def identity(run_dir, *, redis_url="memory://"):
     return Identity(
         config=load("tiny"), run_dir=run_dir, name="role", redis_url=redis_url, controller_url="", token=None
     )
 
 
-def test_garbage_collector_skips_objects_that_existed_when_a_process_started() -> None:
+def test_garbage_collector_skips_objects_that_existed_when_a_process_started():
     program = (
         "import gc, time, torch\n"
         "from pipelinerl.roles.process import freeze_gc\n"
@@ -40,9 +37,7 @@ def test_garbage_collector_skips_objects_that_existed_when_a_process_started() -
     assert float(done.stdout) < 0.1, done.stderr
 
 
-def test_process_reads_its_token_from_a_file_or_from_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_reads_its_token_from_a_file_or_from_the_environment(tmp_path, monkeypatch):
     file = tmp_path / "tokens.json"
     file.write_text(json.dumps({"token": "secret"}))
     monkeypatch.setenv(TOKEN_VARIABLE, "other")
@@ -51,7 +46,7 @@ def test_process_reads_its_token_from_a_file_or_from_the_environment(
     assert read_token(None) is None
 
 
-def test_launch_id_derived_from_the_token_does_not_reveal_the_token(tmp_path: Path) -> None:
+def test_launch_id_derived_from_the_token_does_not_reveal_the_token(tmp_path):
     first, second = (replace(identity(tmp_path), token=token).launch for token in ("token-1", "token-2"))
     assert first != second and "token" not in first
     assert identity(tmp_path).launch == ""
@@ -60,7 +55,7 @@ def test_launch_id_derived_from_the_token_does_not_reveal_the_token(tmp_path: Pa
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '"secret"', "{}", '{"token": null}', '{"token": ""}', '{"token": 3}', "\udcff"]
 )
-def test_token_file_without_a_token_is_rejected(tmp_path: Path, content: str) -> None:
+def test_token_file_without_a_token_is_rejected(tmp_path, content):
     """An empty or missing token file must never mean "no token", because that would disable authentication."""
     file = tmp_path / "tokens.json"
     file.write_text(content, errors="surrogateescape")
@@ -87,9 +82,9 @@ def test_token_file_without_a_token_is_rejected(tmp_path: Path, content: str) ->
     ],
 )
 def test_error_of_a_process_determines_its_exit_status_and_its_message_on_stderr(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, status: int, message: str
-) -> None:
-    async def role(_: Identity) -> None:
+    tmp_path, capsys, error, status, message
+):
+    async def role(_):
         raise error
 
     with pytest.raises(SystemExit) as ended:
@@ -99,10 +94,10 @@ def test_error_of_a_process_determines_its_exit_status_and_its_message_on_stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_a_process_after_its_cleanup_with_a_failure_status(tmp_path: Path, number: int) -> None:
-    happened: list[str] = []
+def test_signal_ends_a_process_after_its_cleanup_with_a_failure_status(tmp_path, number):
+    happened = []
 
-    async def role(_: Identity) -> None:
+    async def role(_):
         await asyncio.sleep(0)
         os.kill(os.getpid(), number)
         try:
@@ -116,11 +111,11 @@ def test_signal_ends_a_process_after_its_cleanup_with_a_failure_status(tmp_path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_a_process_that_is_still_importing_modules(tmp_path: Path, number: int) -> None:
+def test_signal_ends_a_process_that_is_still_importing_modules(tmp_path, number):
     """While a process imports torch, its event loop does not run, so the loop's signal handlers would run too late."""
-    happened: list[str] = []
+    happened = []
 
-    async def role(_: Identity) -> None:
+    async def role(_):
         try:
             os.kill(os.getpid(), number)
             time.sleep(0.01)
@@ -134,19 +129,17 @@ def test_signal_ends_a_process_that_is_still_importing_modules(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_user_code_that_exits_in_a_subtask_or_a_callback_does_not_end_the_process(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: type[BaseException]
-) -> None:
-    def leave() -> None:
+def test_user_code_that_exits_in_a_subtask_or_a_callback_does_not_end_the_process(tmp_path, capfd, kind):
+    def leave():
         raise kind("of user code")
 
-    async def leave_later() -> None:
+    async def leave_later():
         await asyncio.sleep(0)
         leave()
 
-    seen: list[BaseException | str] = []
+    seen = []
 
-    async def role(_: Identity) -> None:
+    async def role(_):
         asyncio.get_running_loop().call_soon(leave)
         seen.extend(await asyncio.gather(leave_later(), asyncio.sleep(0.01, "done"), return_exceptions=True))
 
@@ -155,14 +148,14 @@ def test_user_code_that_exits_in_a_subtask_or_a_callback_does_not_end_the_proces
     assert capfd.readouterr().err.count("user code in this process raised") == 2
 
 
-def test_process_that_has_finished_its_work_ends_without_an_error_and_without_a_signal(tmp_path: Path) -> None:
-    async def role(given: Identity) -> None:
+def test_process_that_has_finished_its_work_ends_without_an_error_and_without_a_signal(tmp_path):
+    async def role(given):
         await (await given.stream()).close()
 
     run_until_signalled(role, identity(tmp_path))
 
 
-async def test_password_of_the_embedded_redis_server_is_read_from_its_data_directory(tmp_path: Path) -> None:
+async def test_password_of_the_embedded_redis_server_is_read_from_its_data_directory(tmp_path):
     with EmbeddedRedis(tmp_path / "redis") as server:
         bare = server.url.replace(f":{(tmp_path / 'redis' / 'password').read_text()}@", "")
         assert "@" not in bare
@@ -176,7 +169,7 @@ async def test_password_of_the_embedded_redis_server_is_read_from_its_data_direc
 
 
 @pytest.mark.parametrize("url", ["http://x", "redis://127.0.0.1:notaport/0", "redis://127.0.0.1:99999/0", ""])
-async def test_invalid_redis_address_is_rejected_without_revealing_the_password(tmp_path: Path, url: str) -> None:
+async def test_invalid_redis_address_is_rejected_without_revealing_the_password(tmp_path, url):
     (tmp_path / "redis").mkdir()
     (tmp_path / "redis" / "password").write_text("secret")
     with pytest.raises(AddressError) as refused:

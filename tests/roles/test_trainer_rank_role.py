@@ -1,7 +1,5 @@
 """A trainer process of rank 1 or higher survives the first SIGTERM, so that rank 0 can save the trainer's state."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -17,7 +15,7 @@ RANK = (
 )
 
 
-def rank(save_s: float) -> subprocess.Popen[str]:
+def rank(save_s):
     words = [sys.executable, "-c", RANK, str(save_s)]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
@@ -25,14 +23,14 @@ def rank(save_s: float) -> subprocess.Popen[str]:
     return process
 
 
-def test_other_trainer_ranks_survive_sigterm_until_rank_0_has_saved() -> None:
+def test_other_trainer_ranks_survive_sigterm_until_rank_0_has_saved():
     process = rank(3600.0)
     output, _ = process.communicate("are you there?\n", timeout=PATIENCE_S)
     assert (output, process.returncode) == ("still here\n", 0)
 
 
 @pytest.mark.parametrize(("save_s", "again", "status"), [(0.05, False, 143), (3600.0, True, -signal.SIGTERM)])
-def test_trainer_rank_ends_after_its_save_deadline_or_a_second_signal(save_s: float, again: bool, status: int) -> None:
+def test_trainer_rank_ends_after_its_save_deadline_or_a_second_signal(save_s, again, status):
     process = rank(save_s)
     if again:
         assert process.stdin is not None and process.stdout is not None

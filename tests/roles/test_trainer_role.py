@@ -1,9 +1,6 @@
 """The trainer's process builds its training loop, weight publisher and sample log from the recipe."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,15 +20,15 @@ from pipelinerl.weights.grace import Grace
 from tests.fakes.checkpoints import model_directory, save, state_of
 
 
-def test_training_loop_gets_the_vocabulary_size_of_the_model() -> None:
+def test_training_loop_gets_the_vocabulary_size_of_the_model():
     assert loop_settings(load("tiny")).vocab_size == 57
 
 
-def test_trainer_whose_checkpoint_is_removed_while_it_starts_takes_the_newest_again(tmp_path: Path) -> None:
+def test_trainer_whose_checkpoint_is_removed_while_it_starts_takes_the_newest_again(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=model_directory(tmp_path / "model"))
-    seen: list[int] = []
+    seen = []
 
-    def start(path: Path | None, version: int) -> str:
+    def start(path, version):
         assert path is not None
         seen.append(version)
         if len(seen) < 3:
@@ -45,14 +42,14 @@ def test_trainer_whose_checkpoint_is_removed_while_it_starts_takes_the_newest_ag
     with pytest.raises(CheckpointError, match="step-000004 was removed while this trainer loaded it"):
         from_newest(store, start, attempts=2)
 
-    def fail(_: Path | None, __: int) -> str:
+    def fail(_, __):
         raise RecipeError("trainer.type: the state belongs to others")
 
     with pytest.raises(RecipeError, match="belongs to others"):
         from_newest(store, fail)
 
 
-def test_weight_publisher_follows_the_transport_in_the_recipe(tmp_path: Path) -> None:
+def test_weight_publisher_follows_the_transport_in_the_recipe(tmp_path):
     identity = Identity(
         config=load("tiny", ["weights.timeout_s=900"]),
         run_dir=tmp_path,
@@ -69,7 +66,7 @@ def test_weight_publisher_follows_the_transport_in_the_recipe(tmp_path: Path) ->
         publisher_of(pulled, EngineClient(), stream, Grace())
 
 
-def test_sample_log_gets_groups_per_step_and_seed_from_the_recipe_and_can_be_disabled(tmp_path: Path) -> None:
+def test_sample_log_gets_groups_per_step_and_seed_from_the_recipe_and_can_be_disabled(tmp_path):
     config = load("tiny", ["samples.max_bytes=2097152", "samples.groups_per_step=3", "run.seed=5"])
     identity = Identity(config=config, run_dir=tmp_path, name="trainer", redis_url="", controller_url="", token=None)
     samples = samples_of(identity)
@@ -81,7 +78,7 @@ def test_sample_log_gets_groups_per_step_and_seed_from_the_recipe_and_can_be_dis
         load("tiny", ["samples.max_bytes=1000"])
 
 
-def test_truncated_rollouts_train_or_are_masked_as_the_recipe_says() -> None:
+def test_truncated_rollouts_train_or_are_masked_as_the_recipe_says():
     assert batch_rules_of(load("tiny"), width=1).truncated is Truncated.TRAIN
     assert batch_rules_of(load("tiny", ["training.truncated=mask"]), width=1).truncated is Truncated.MASK
 
@@ -90,15 +87,13 @@ def test_truncated_rollouts_train_or_are_masked_as_the_recipe_says() -> None:
     ("overrides", "interval"),
     [([], 10), (["trainer.type=jax"], 0), (["trainer.type=jax", "figures.exact_entropy_interval=3"], 3)],
 )
-def test_entropy_is_measured_at_the_recipes_interval_or_at_the_default_for_the_trainer_type(
-    overrides: list[str], interval: int
-) -> None:
+def test_entropy_is_measured_at_the_recipes_interval_or_at_the_default_for_the_trainer_type(overrides, interval):
     config = load("tiny", overrides)
     assert config.figures.interval(config.trainer.type) == interval
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_nccl_backend_is_rejected_before_weights_are_published_if_there_is_no_cuda(tmp_path: Path) -> None:
+def test_nccl_backend_is_rejected_before_weights_are_published_if_there_is_no_cuda(tmp_path):
     config = load("tiny", ["weights.backend=nccl"])
     identity = Identity(config=config, run_dir=tmp_path, name="trainer", redis_url="", controller_url="", token=None)
     with pytest.raises(RecipeError, match=r"weights.backend is nccl, which torch cannot use here; use gloo"):

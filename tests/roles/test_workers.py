@@ -1,16 +1,13 @@
 """Policy, critic and reference in one process: they resume bit-exactly, and errors name the model that failed."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.config.recipe import RunConfig, parse
+from pipelinerl.config.recipe import parse
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
@@ -19,8 +16,6 @@ from pipelinerl.roles.workers import close_workers, spec_of, started
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.schedule import AdaptiveObjective
-from pipelinerl.training.step import Step
-from pipelinerl.types import RolloutGroup
 from tests.fakes.batches import batch_of
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.conformance.probes import weights_of
@@ -38,7 +33,7 @@ from trainer_contract.types import (
 VOCAB = 16
 
 
-def config_of(kind: str, path: str, /, **sections: Any) -> RunConfig:
+def config_of(kind, path, /, **sections):
     return parse(
         {
             "model": {"path": path},
@@ -54,7 +49,7 @@ def config_of(kind: str, path: str, /, **sections: Any) -> RunConfig:
 
 
 @pytest.fixture(params=["bigram", "torch"])
-def config(request: pytest.FixtureRequest, tmp_path: Path) -> RunConfig:
+def config(request, tmp_path):
     if request.param == "torch":
         shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
         random_decoder(shape).save_pretrained(tmp_path / "model")
@@ -63,7 +58,7 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> RunConfig:
     return config_of(request.param, str(tmp_path / "model"))
 
 
-def groups(step: int) -> list[RolloutGroup]:
+def groups(step):
     draw = rng.generator(step, "workers")
     made = []
     for index in range(2):
@@ -75,7 +70,7 @@ def groups(step: int) -> list[RolloutGroup]:
     return made
 
 
-def steps(config: RunConfig, step: Step, objective: AdaptiveObjective, numbers: range) -> list[dict[str, float]]:
+def steps(config, step, objective, numbers):
     """Take steps as the training loop does; return the metrics of each step."""
     recorded = []
     for number in numbers:
@@ -86,13 +81,13 @@ def steps(config: RunConfig, step: Step, objective: AdaptiveObjective, numbers: 
     return recorded
 
 
-def weights(workers: Step) -> list[np.ndarray]:
+def weights(workers):
     assert workers.critic is not None and workers.passes.reference is not None
     each = (workers.passes.policy, workers.critic.worker, workers.passes.reference)
     return [array for worker in each for array in weights_of(worker).values()]
 
 
-def test_resumed_run_continues_policy_critic_and_reference_bit_exactly(config: RunConfig, tmp_path: Path) -> None:
+def test_resumed_run_continues_policy_critic_and_reference_bit_exactly(config, tmp_path):
     recipe = objective_of(config)
     assert config.kl_control is not None
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=config.model.resolved)
@@ -129,7 +124,7 @@ def test_resumed_run_continues_policy_critic_and_reference_bit_exactly(config: R
     close_workers(again)
 
 
-def test_every_trainer_setting_of_the_recipe_is_passed_to_the_trainer_backend() -> None:
+def test_every_trainer_setting_of_the_recipe_is_passed_to_the_trainer_backend():
     trainer = {"type": "torch", "precision": "bf16", "device": "cuda", "gradient_checkpointing": True}
     trainer |= {"memory_share": 0.5}
     config = config_of(
@@ -162,7 +157,7 @@ def test_every_trainer_setting_of_the_recipe_is_passed_to_the_trainer_backend() 
     assert same == {"head"}, "which is not the recipe's to choose; what is new in the spec is missing above"
 
 
-def test_critic_and_reference_start_only_if_the_objective_needs_them(tmp_path: Path) -> None:
+def test_critic_and_reference_start_only_if_the_objective_needs_them(tmp_path):
     BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
     plain = config_of("bigram", str(tmp_path / "model"), objective="grpo", critic=None, kl_control=None)
     workers = started(plain, objective_of(plain), checkpoint=None)
@@ -177,16 +172,14 @@ def test_critic_and_reference_start_only_if_the_objective_needs_them(tmp_path: P
         ({"reference": {"path": "/nope"}}, "^reference: /nope"),
     ],
 )
-def test_error_for_a_missing_model_says_whether_trainer_critic_or_reference_needs_it(
-    sections: dict[str, Any], sentence: str, tmp_path: Path
-) -> None:
+def test_error_for_a_missing_model_says_whether_trainer_critic_or_reference_needs_it(sections, sentence, tmp_path):
     BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
     config = config_of("bigram", str(tmp_path / "model"), **sections)
     with pytest.raises(ModelError, match=sentence):
         started(config, objective_of(config), checkpoint=None)
 
 
-def saved(config: RunConfig, tmp_path: Path) -> Path:
+def saved(config, tmp_path):
     """Save a checkpoint of version 0 of a new run; return its path."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=config.model.resolved)
     workers = started(config, objective_of(config), checkpoint=None)
@@ -201,7 +194,7 @@ def saved(config: RunConfig, tmp_path: Path) -> Path:
     return path
 
 
-def test_checkpoint_without_a_critic_is_rejected_if_the_objective_needs_one(config: RunConfig, tmp_path: Path) -> None:
+def test_checkpoint_without_a_critic_is_rejected_if_the_objective_needs_one(config, tmp_path):
     kind, model = config.trainer.type, str(config.model.path)
     before = saved(config_of(kind, model, objective="grpo", critic=None, kl_control=None), tmp_path)
     with pytest.raises(RecipeError, match=rf"^objective: it needs a critic, and the checkpoint {before} has none"):
@@ -209,7 +202,7 @@ def test_checkpoint_without_a_critic_is_rejected_if_the_objective_needs_one(conf
 
 
 @pytest.mark.parametrize("other", ["model", "type"])
-def test_checkpoint_of_another_model_or_trainer_is_rejected(other: str, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_or_trainer_is_rejected(other, tmp_path):
     BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
     shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
     random_decoder(shape).save_pretrained(tmp_path / "decoder")
@@ -224,7 +217,7 @@ def test_checkpoint_of_another_model_or_trainer_is_rejected(other: str, tmp_path
         started(changed, objective_of(changed), checkpoint=before)
 
 
-def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
+def in_flight(step, *, oldest):
     """Make groups for step `step`, whose rollouts have tokens of each version from `oldest` to `step`."""
     versions = range(oldest, step + 1)
     made = []
@@ -239,7 +232,7 @@ def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
     return made
 
 
-def lockstep(config: RunConfig, step: Step, numbers: range, *, k: int) -> list[dict[str, float]]:
+def lockstep(config, step, numbers, *, k):
     """Take steps on rollouts with tokens of the last k versions; the weight history keeps those versions' weights."""
     objective, recorded = objective_of(config), []
     for number in numbers:
@@ -254,7 +247,7 @@ def lockstep(config: RunConfig, step: Step, numbers: range, *, k: int) -> list[d
 
 
 @pytest.fixture
-def sampling(config: RunConfig) -> RunConfig:
+def sampling(config):
     """Return a recipe for the same trainer that computes old log-probs with the weights that sampled each token."""
     return config_of(
         config.trainer.type,
@@ -267,9 +260,7 @@ def sampling(config: RunConfig) -> RunConfig:
     )
 
 
-def test_resumed_run_continues_bit_exactly_with_the_weight_history_of_its_checkpoint(
-    sampling: RunConfig, tmp_path: Path
-) -> None:
+def test_resumed_run_continues_bit_exactly_with_the_weight_history_of_its_checkpoint(sampling, tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=sampling.model.resolved)
     first = started(sampling, objective_of(sampling), checkpoint=None)
     lockstep(sampling, first, range(4), k=3)
@@ -290,9 +281,7 @@ def test_resumed_run_continues_bit_exactly_with_the_weight_history_of_its_checkp
     close_workers(again)
 
 
-def test_run_resumed_without_weight_history_trains_only_on_samples_of_the_resumed_version(
-    sampling: RunConfig, tmp_path: Path
-) -> None:
+def test_run_resumed_without_weight_history_trains_only_on_samples_of_the_resumed_version(sampling, tmp_path):
     first = started(sampling, objective_of(sampling), checkpoint=None)
     lockstep(sampling, first, range(2), k=2)
     (tmp_path / "old" / "trainer").mkdir(parents=True)

@@ -1,12 +1,7 @@
 """Every route of every server rejects invalid credentials; the routes are read from the applications."""
 
-from __future__ import annotations
-
 import asyncio
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -26,7 +21,7 @@ CREDENTIALS = [
 ]  # fmt: skip
 
 
-def routes(app: Any) -> Iterator[tuple[str, str]]:
+def routes(app):
     """Yield each method and path of the application, with path parameters filled in."""
     for route in app.routes:
         for method in sorted(route.methods):
@@ -34,17 +29,15 @@ def routes(app: Any) -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture(params=SERVERS)
-def app(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def app(request, tmp_path):
     return application(request.param, tmp_path)
 
 
-def client(app: Any) -> httpx.AsyncClient:
+def client(app):
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://server")
 
 
-async def status(
-    http: httpx.AsyncClient, method: str, path: str, credential: bytes | None, *, patience_s: float = PATIENCE_S
-) -> int | None:
+async def status(http, method, path, credential, *, patience_s=PATIENCE_S):
     """Return the response's status; None means a timeout: the request was authorised and is waiting for something."""
     headers = [(b"content-type", b"application/json")]
     if credential is not None:
@@ -56,7 +49,7 @@ async def status(
         return None
 
 
-async def test_every_route_of_every_server_except_health_requires_the_token(app: Any) -> None:
+async def test_every_route_of_every_server_except_health_requires_the_token(app):
     request_count = 0
     async with client(app) as http:
         for method, path in routes(app):
@@ -69,20 +62,20 @@ async def test_every_route_of_every_server_except_health_requires_the_token(app:
 
 
 @pytest.mark.parametrize("spelling", ["Bearer {}", "bearer {}", "BEARER {}", "Bearer  {}"])
-async def test_token_is_accepted_on_every_route_however_the_word_bearer_is_capitalised(app: Any, spelling: str) -> None:
+async def test_token_is_accepted_on_every_route_however_the_word_bearer_is_capitalised(app, spelling):
     credential, every = spelling.format(TOKEN).encode(), list(routes(app))
     async with client(app) as http:
         answers = await asyncio.gather(*(status(http, *route, credential, patience_s=0.3) for route in every))
     assert 401 not in answers, dict(zip(every, answers, strict=True))
 
 
-async def test_other_spellings_of_the_health_path_need_a_token(app: Any) -> None:
+async def test_other_spellings_of_the_health_path_need_a_token(app):
     async with client(app) as http:
         for path in ("/health/", "//health", "/health/../metrics", "/HEALTH", "/health;x", "/health%2f", "/health%00"):
             assert await status(http, "GET", path, None) == 401, path
 
 
-async def test_no_server_serves_its_api_documentation(app: Any) -> None:
+async def test_no_server_serves_its_api_documentation(app):
     async with client(app) as http:
         for path in ("/docs", "/redoc", "/openapi.json"):
             assert await status(http, "GET", path, TOKEN.encode()) == 401

@@ -1,12 +1,7 @@
 """Attacks with raw bytes on an open port, such as endless or slow HTTP headers and wrong content lengths."""
 
-from __future__ import annotations
-
 import gzip
-import socket
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -25,18 +20,18 @@ JSON = b"content-type: application/json\r\n"
 
 
 @pytest.fixture(scope="module", params=SERVERS)
-def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(request, tmp_path_factory):
     with in_thread(application(request.param, tmp_path_factory.mktemp("run"))) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def engine(tmp_path_factory):
     with in_thread(application("engine", tmp_path_factory.mktemp("run"))) as served:
         yield served
 
 
-def answers(url: str) -> None:
+def answers(url):
     """Assert that the server answers another client without delay."""
     began = time.monotonic()
     assert httpx.get(url + "/health", trust_env=False, timeout=PATIENCE_S).status_code == 200
@@ -54,7 +49,7 @@ def answers(url: str) -> None:
     ],
     ids=["one long value", "many headers", "a long target", "a long name", "blank lines"],
 )
-def test_endless_http_headers_are_rejected_and_block_no_other_client(url: str, head: bytes) -> None:
+def test_endless_http_headers_are_rejected_and_block_no_other_client(url, head):
     began = time.monotonic()
     response = exchange(url, head)
     assert time.monotonic() - began < SOON_S
@@ -62,20 +57,20 @@ def test_endless_http_headers_are_rejected_and_block_no_other_client(url: str, h
     answers(url)
 
 
-def test_http_headers_over_the_size_limit_get_status_431(url: str) -> None:
+def test_http_headers_over_the_size_limit_get_status_431(url):
     response = exchange(url, ALIVE + b"x: " + b"a" * connection.MAX_HEAD_BYTES)
     assert statuses(response) == [431] and code(response) == "headers_too_large"
     assert statuses(exchange(url, ALIVE + b"x: " + b"a" * 16_000 + b"\r\nconnection: close\r\n\r\n")) == [200]
 
 
 @pytest.mark.parametrize("begun", [b"", b"\r\n", b"G", ALIVE, ALIVE + b"x: y\r\n"])
-def test_unfinished_http_headers_time_out(url: str, begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_http_headers_time_out(url, begun, monkeypatch):
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.6)
     response = exchange(url, begun)
     assert statuses(response) == ([408] if begun.strip() else [])
 
 
-def test_http_headers_sent_slowly_byte_by_byte_time_out(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_headers_sent_slowly_byte_by_byte_time_out(engine, monkeypatch):
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     began = time.monotonic()
     with connect(engine) as slow:
@@ -87,9 +82,7 @@ def test_http_headers_sent_slowly_byte_by_byte_time_out(engine: str, monkeypatch
         assert statuses(hear(slow)) == [408]
 
 
-def test_blank_lines_from_a_client_do_not_keep_an_idle_connection_open(
-    engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blank_lines_from_a_client_do_not_keep_an_idle_connection_open(engine, monkeypatch):
     monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.3)
     with connect(engine) as idle:
         say(idle, ALIVE + b"\r\n")
@@ -99,9 +92,7 @@ def test_blank_lines_from_a_client_do_not_keep_an_idle_connection_open(
         assert statuses(hear(idle)) == [200]
 
 
-def test_timeout_for_http_headers_does_not_apply_while_a_request_runs(
-    engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timeout_for_http_headers_does_not_apply_while_a_request_runs(engine, monkeypatch):
     """A request may run longer than this timeout, even if the client has begun to send its next request's headers."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     body = b'{"messages": [{"role": "user", "content": "x"}], "n": 8, "max_tokens": 180, "seed": 1}'
@@ -112,9 +103,7 @@ def test_timeout_for_http_headers_does_not_apply_while_a_request_runs(
         assert statuses(hear(asking)) == [200, 408]
 
 
-def test_connection_on_which_a_rejected_request_sends_an_endless_body_is_closed(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connection_on_which_a_rejected_request_sends_an_endless_body_is_closed(url, monkeypatch):
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     with connect(url) as stranger:
         say(stranger, b"POST /versions HTTP/1.1\r\n" + HOST + JSON + b"content-length: 1000000000\r\n\r\n")
@@ -128,9 +117,7 @@ def test_connection_on_which_a_rejected_request_sends_an_endless_body_is_closed(
         assert time.monotonic() - began < SOON_S
 
 
-def test_connections_over_the_limit_are_rejected_and_open_connections_keep_working(
-    engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_over_the_limit_are_rejected_and_open_connections_keep_working(engine, monkeypatch):
     monkeypatch.setattr(connection, "MAX_CONNECTIONS", 8)
     held = [connect(engine) for _ in range(8)]
     try:
@@ -147,7 +134,7 @@ def test_connections_over_the_limit_are_rejected_and_open_connections_keep_worki
     answers(engine)
 
 
-def test_connection_limit_is_half_of_the_file_descriptor_limit_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_limit_is_half_of_the_file_descriptor_limit_of_the_process(monkeypatch):
     monkeypatch.setattr(connection.resource, "getrlimit", lambda _: (256, 256))
     assert connection.max_connections() == 128
 
@@ -177,13 +164,11 @@ VERSIONS = b"POST /versions HTTP/1.1\r\n" + HOST + KNOWN + JSON
         "an unsupported framing", "a chunk of 2**68 bytes", "two hosts", "two tokens", "TLS", "HTTP/2", "pipelined",
     ],
 )  # fmt: skip
-def test_http_requests_that_can_be_parsed_in_two_ways_are_rejected(
-    url: str, request_: bytes, expected: list[int]
-) -> None:
+def test_http_requests_that_can_be_parsed_in_two_ways_are_rejected(url, request_, expected):
     assert [status for status in statuses(exchange(url, request_)) if status != 404] == expected
 
 
-def test_trailer_of_a_chunked_http_request_is_not_treated_as_a_header(engine: str) -> None:
+def test_trailer_of_a_chunked_http_request_is_not_treated_as_a_header(engine):
     """Otherwise a client could send a token, or a second host, in the trailer after the headers were checked."""
     trailed = VERSIONS.replace(KNOWN, b"").replace(b"/versions", b"/v1/chat/completions") + CHUNKED
     with connect(engine) as stranger:
@@ -191,7 +176,7 @@ def test_trailer_of_a_chunked_http_request_is_not_treated_as_a_header(engine: st
         assert statuses(hear(stranger)) == [401, 200]
 
 
-def test_endless_trailer_of_a_chunked_http_request_is_rejected(engine: str) -> None:
+def test_endless_trailer_of_a_chunked_http_request_is_rejected(engine):
     began = time.monotonic()
     response = exchange(engine, VERSIONS + CHUNKED + b"\r\n2\r\n{}\r\n0\r\nx: " + b"a" * 2**25)
     assert time.monotonic() - began < SOON_S and set(statuses(response)) <= {404, 431}
@@ -213,34 +198,34 @@ class TestBodies:
     """Every server has the same limits on request bodies."""
 
     @pytest.fixture
-    def served(self, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    def served(self, server, tmp_path, monkeypatch):
         monkeypatch.setattr(http_service, "MAX_BODY_BYTES", 1000)
         monkeypatch.setattr(http_service, "BODY_TIMEOUT_S", 0.3)
         with in_thread(application(server, tmp_path)) as url:
             yield url
 
-    def test_request_body_over_the_size_limit_gets_status_413(self, served: str, path: str) -> None:
+    def test_request_body_over_the_size_limit_gets_status_413(self, served, path):
         head = f"POST {path} HTTP/1.1\r\n".encode() + HOST + KNOWN + JSON + b"connection: close\r\n"
         for body in (b"content-length: 1001\r\n\r\n", CHUNKED + b"\r\n3e9\r\n" + b" " * 1001 + b"\r\n0\r\n\r\n"):
             response = exchange(served, head + body)
             assert statuses(response) == [413] and code(response) == "body_too_large"
 
-    def test_request_body_over_the_time_limit_gets_status_408(self, served: str, path: str) -> None:
+    def test_request_body_over_the_time_limit_gets_status_408(self, served, path):
         head = f"POST {path} HTTP/1.1\r\n".encode() + HOST + KNOWN + JSON + b"connection: close\r\n"
         for body in (b"content-length: 900\r\n\r\n{", CHUNKED + b"\r\n5\r\n{"):
             response = exchange(served, head + body)
             assert statuses(response) == [408] and code(response) == "body_too_slow"
 
-    def test_compressed_request_body_gets_status_415_and_is_not_decompressed(self, served: str, path: str) -> None:
+    def test_compressed_request_body_gets_status_415_and_is_not_decompressed(self, served, path):
         headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json", "content-encoding": "gzip"}
         bomb = gzip.compress(b" " * 10**5)
         answer = httpx.post(served + path, content=bomb, headers=headers, trust_env=False, timeout=PATIENCE_S)
         assert answer.status_code == 415 and answer.json()["error"]["code"] == "compressed"
 
 
-def test_four_hundred_unfinished_requests_time_out(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_hundred_unfinished_requests_time_out(engine, monkeypatch):
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 1.0)
-    held: list[socket.socket] = []
+    held = []
     try:
         for _ in range(400):
             held.append(connect(engine))

@@ -6,12 +6,11 @@ The long test runs in parts with the seeds 0, 1, 2, …, each with its own serve
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import pytest
 
-from tests.security.campaign import Findings, campaign
+from tests.security.campaign import campaign
 from tests.security.servers import FUZZED, SERVERS
 
 #: By how many bytes a server may grow after its first requests; not 0, since allocators keep memory of large bodies.
@@ -19,7 +18,7 @@ _MOST_GROWN_BYTES: Final = 32 * 2**20
 _PARTS: Final = 7
 
 
-async def fuzzed(server: str, directory: Path, *, seed: int, count: int) -> Findings:
+async def fuzzed(server, directory, *, seed, count):
     result = await campaign(server, directory, seed=seed, count=count)
     assert result.failures == [], "\n".join([str(result), *result.failures[:5]])
     assert result.stall.seconds < 1.0, "\n".join([str(result), "stalled by one of", *result.stalled_by])
@@ -27,18 +26,16 @@ async def fuzzed(server: str, directory: Path, *, seed: int, count: int) -> Find
 
 
 @pytest.mark.parametrize("server", SERVERS)
-async def test_server_survives_a_few_hundred_fuzzed_requests(server: str, tmp_path: Path) -> None:
-    result = await fuzzed(server, tmp_path, seed=0, count=700)
-    assert result.statuses[200] > 20 and result.statuses[422] + result.statuses[400] > 100, str(result)
+async def test_server_survives_a_few_hundred_fuzzed_requests(server, tmp_path):
+    result = await fuzzed(server, tmp_path, seed=0, count=350)
+    assert result.statuses[200] > 10 and result.statuses[422] + result.statuses[400] > 50, str(result)
 
 
 @pytest.mark.parametrize("server", FUZZED)
 @pytest.mark.parametrize("part", range(1, _PARTS + 1))
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-async def test_server_survives_many_fuzzed_requests(
-    server: str, part: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_server_survives_many_fuzzed_requests(server, part, tmp_path, capsys):
     result = await fuzzed(server, tmp_path, seed=part, count=5_000)
     with capsys.disabled():
         print(f"\n{server}, part {part} of {_PARTS}: {result}")

@@ -1,9 +1,6 @@
 """Epochs, group generations and weight versions only increase; a wrong number never locks the trainer out for good."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import httpx
 import pytest
@@ -38,11 +35,11 @@ from tests.weights.broadcast.test_publisher import publication
 
 
 @pytest.fixture
-async def setting() -> Setting:
+async def setting():
     return Setting()
 
 
-async def test_failed_join_of_another_weight_group_leaves_the_current_group_usable(setting: Setting) -> None:
+async def test_failed_join_of_another_weight_group_leaves_the_current_group_usable(setting):
     await setting.join(1)
     with pytest.raises(DeadlineExceeded):
         await setting.receiver.init_process_group(setting.joining(1000, timeout_s=0.3))
@@ -54,9 +51,7 @@ async def test_failed_join_of_another_weight_group_leaves_the_current_group_usab
     assert old is not None
 
 
-async def test_trainer_forms_a_weight_group_with_an_engine_on_which_a_forged_join_is_still_pending(
-    setting: Setting,
-) -> None:
+async def test_trainer_forms_a_weight_group_with_an_engine_on_which_a_forged_join_is_still_pending(setting):
     forged = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1000, timeout_s=2.0)))
     await asyncio.sleep(0.05)
     await setting.join(1)
@@ -67,16 +62,14 @@ async def test_trainer_forms_a_weight_group_with_an_engine_on_which_a_forged_joi
         await forged
 
 
-async def test_engine_limits_the_number_of_weight_group_joins_in_progress(setting: Setting) -> None:
+async def test_engine_limits_the_number_of_weight_group_joins_in_progress(setting):
     """The limit exists because each join in progress occupies a thread."""
     joins = [setting.receiver.init_process_group(setting.joining(1 + i, timeout_s=2.0)) for i in range(20)]
     ended = await asyncio.gather(*joins, return_exceptions=True)
     assert [type(error) for error in ended].count(Overloaded) == 4
 
 
-async def test_engine_rejects_a_group_generation_epoch_or_weight_version_far_above_its_current_one(
-    setting: Setting,
-) -> None:
+async def test_engine_rejects_a_group_generation_epoch_or_weight_version_far_above_its_current_one(setting):
     with pytest.raises(InvalidRequest, match="generation must be at most"):
         await setting.receiver.init_process_group(setting.joining(MOST_GENERATION_STEP + 1, timeout_s=0.3))
     await setting.join(1)
@@ -86,7 +79,7 @@ async def test_engine_rejects_a_group_generation_epoch_or_weight_version_far_abo
     await setting.phase(UpdatePhase.PREPARE)  # accepted, so the rejected requests have changed nothing
 
 
-def test_parameter_server_rejects_a_lower_or_far_higher_epoch_and_advises_a_restart() -> None:
+def test_parameter_server_rejects_a_lower_or_far_higher_epoch_and_advises_a_restart():
     table = VersionTable(room=2)
     table.confirm(MOST_EPOCH_STEP, {})
     with pytest.raises(InvalidRequest, match="restart this server"):
@@ -107,12 +100,10 @@ def test_parameter_server_rejects_a_lower_or_far_higher_epoch_and_advises_a_rest
         (parameter_server, "/progress", {"epoch": 10**30}),
     ],
 )
-async def test_servers_reject_epochs_group_generations_and_weight_versions_above_a_fixed_limit(
-    server: Any, path: str, body: dict[str, Any]
-) -> None:
+async def test_servers_reject_epochs_group_generations_and_weight_versions_above_a_fixed_limit(server, path, body):
     layout = LAYOUT.model_dump(mode="json")
     group = {"group": "g", "backend": "gloo", "rendezvous_host": "127.0.0.1", "rendezvous_port": 9, "rank": 1}
-    whole: dict[str, dict[str, Any]] = {
+    whole = {
         "/init_process_group": group | {"world_size": 2, "generation": 1, "timeout_s": 0.1},
         "/request_weight_update": {"phase": "abort", "epoch": 1, "version": 1},
         "/versions": {"epoch": 1, "version": 1, "layout": layout},
@@ -126,9 +117,7 @@ async def test_servers_reject_epochs_group_generations_and_weight_versions_above
     assert next(iter(body)) in answer.text and "less than" in answer.text, answer.text
 
 
-async def test_trainer_forms_a_weight_group_with_a_generation_above_the_huge_one_of_another_client(
-    setting: Setting,
-) -> None:
+async def test_trainer_forms_a_weight_group_with_a_generation_above_the_huge_one_of_another_client(setting):
     """Another client with the token joins the engine to a group of its own; the trainer's next publication succeeds."""
     with in_thread(engine()) as url:
         async with EngineClient() as client:
@@ -141,9 +130,7 @@ async def test_trainer_forms_a_weight_group_with_a_generation_above_the_huge_one
                 await publisher.close()
 
 
-async def test_trainer_of_an_earlier_epoch_cannot_form_a_weight_group_with_an_engine_of_a_later_epoch(
-    setting: Setting,
-) -> None:
+async def test_trainer_of_an_earlier_epoch_cannot_form_a_weight_group_with_an_engine_of_a_later_epoch(setting):
     with in_thread(engine()) as url:
         async with EngineClient() as client:
             later, former = (BroadcastPublisher(client, bucket_bytes=128) for _ in range(2))
@@ -157,11 +144,11 @@ async def test_trainer_of_an_earlier_epoch_cannot_form_a_weight_group_with_an_en
                 await former.close()
 
 
-async def _joined_elsewhere(client: EngineClient, url: str, setting: Setting, *, generation: int) -> None:
+async def _joined_elsewhere(client, url, setting, *, generation):
     setting.trainer = await setting.met(generation, client.init_process_group(url, setting.joining(generation)))
 
 
-def test_error_response_for_a_stale_group_generation_contains_the_engines_generation_and_epoch() -> None:
+def test_error_response_for_a_stale_group_generation_contains_the_engines_generation_and_epoch():
     error = StaleGeneration("no", known={"generation": 7, "epoch": 2})
     assert from_wire(409, error.to_wire()).known == {"generation": 7, "epoch": 2}
     for known in (None, [], "x", {"generation": "7", "epoch": None}):

@@ -1,13 +1,10 @@
 """Code in a hostile model directory never runs, even if a user at a terminal could grant permission."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import resource
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -44,7 +41,7 @@ class Own(PretrainedConfig):
 """
 
 
-def test_code_in_a_model_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_a_model_directory_is_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
     mark, model = tmp_path / "ran", tmp_path / "model"
     model.mkdir()
@@ -58,7 +55,7 @@ def test_code_in_a_model_directory_is_not_run(tmp_path: Path, monkeypatch: pytes
     assert not mark.exists()
 
 
-def read_as_commands_do(path: Path) -> None:
+def read_as_commands_do(path):
     """Read everything that commands such as `check` and `run` read from a model directory, and render one chat."""
     check_directory(path)
     refuse_quantised(path)
@@ -77,11 +74,9 @@ def read_as_commands_do(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "seeds",
-    [pytest.param([*range(300), 3404], id="300"), pytest.param(range(300, 5300), id="5000", marks=pytest.mark.slow)],
+    [pytest.param([*range(150), 3404], id="150"), pytest.param(range(150, 5150), id="5000", marks=pytest.mark.slow)],
 )
-def test_damaged_model_directory_is_either_read_or_rejected_with_a_one_sentence_error(
-    seeds: Sequence[int], tmp_path: Path
-) -> None:
+def test_damaged_model_directory_is_either_read_or_rejected_with_a_one_sentence_error(seeds, tmp_path):
     refused, before = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for seed in seeds:
         path = tmp_path / str(seed)
@@ -103,7 +98,7 @@ def test_damaged_model_directory_is_either_read_or_rejected_with_a_one_sentence_
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors"])
-def test_weight_index_with_paths_outside_its_directory_is_rejected(name: str, tmp_path: Path) -> None:
+def test_weight_index_with_paths_outside_its_directory_is_rejected(name, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(SPELLER, path)
     shutil.copy(path / "model.safetensors", tmp_path / "x.safetensors")
@@ -114,7 +109,7 @@ def test_weight_index_with_paths_outside_its_directory_is_rejected(name: str, tm
 
 
 @pytest.mark.parametrize("layers", [-1, 0, 10**9, None, "2", 2000])
-def test_impossible_layer_count_is_rejected_before_the_model_is_built(layers: object, tmp_path: Path) -> None:
+def test_impossible_layer_count_is_rejected_before_the_model_is_built(layers, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(SPELLER, path)
     config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": layers, "layer_types": None}
@@ -126,7 +121,7 @@ def test_impossible_layer_count_is_rejected_before_the_model_is_built(layers: ob
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a<|end|>\udfff"])
-def test_text_with_a_lone_surrogate_is_rejected_by_the_tokenizer(text: str) -> None:
+def test_text_with_a_lone_surrogate_is_rejected_by_the_tokenizer(text):
     tokenizer = ChatTokenizer.load(SPELLER)
     for encode in (lambda: tokenizer.encode_chat([Message("user", text)]), lambda: tokenizer.encode(text)):
         with pytest.raises(ModelError, match="half of a character"):

@@ -3,12 +3,7 @@
 The source files are searched for servers: a new server fails these tests until `servers.application` builds it.
 """
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,7 +29,7 @@ MAY = frozenset({SERVES, "pipelinerl/system/connection.py", "inference_contract/
 ATTACKED_ELSEWHERE = frozenset({"pipelinerl/plugins/episodes/gateway.py"})
 
 
-def calls(module: Module) -> Iterator[str]:
+def calls(module):
     """Yield the name of each function that the module calls, without the module or object before the dot."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call):
@@ -43,11 +38,11 @@ def calls(module: Module) -> Iterator[str]:
                     yield name
 
 
-def makes_an_application(module: Module) -> bool:
+def makes_an_application(module):
     return not MAKES.isdisjoint(calls(module))
 
 
-def other_ways(modules: Iterable[Module]) -> Iterator[str]:
+def other_ways(modules):
     """Yield the modules that start a server without the authorisation check and the connection limits."""
     for module in (each for each in modules if each.path not in MAY):
         for name in sorted(OTHER_WAYS.intersection(calls(module))):
@@ -57,18 +52,18 @@ def other_ways(modules: Iterable[Module]) -> Iterator[str]:
                 yield f"{module.path} imports {name}: serve by {SERVES}"
 
 
-def product() -> list[Module]:
+def product():
     return [module for module in project() if module.path.startswith(PRODUCT)]
 
 
-def modules_of(app: Any) -> set[str]:
+def modules_of(app):
     """Return the source files that define the application and its routes."""
     endpoints = (getattr(route, "endpoint", None) for route in app.routes)
     return {f"{getattr(endpoint, '__module__', '').replace('.', '/')}.py" for endpoint in endpoints}
 
 
-def test_every_server_application_is_attacked_by_security_tests(tmp_path: Path) -> None:
-    attacked: set[str] = set()
+def test_every_server_application_is_attacked_by_security_tests(tmp_path):
+    attacked = set()
     for server in SERVERS:
         place = tmp_path / server.replace(" ", "-")
         place.mkdir()
@@ -79,19 +74,19 @@ def test_every_server_application_is_attacked_by_security_tests(tmp_path: Path) 
     assert not forgotten, f"tests/security/servers.py makes none of {forgotten}: add it to SERVERS and application"
 
 
-def test_no_module_starts_a_server_without_the_authorisation_check() -> None:
+def test_no_module_starts_a_server_without_the_authorisation_check():
     assert not (unguarded := list(other_ways(product()))), "\n".join(unguarded)
     assert {module.path for module in product()} >= MAY, "no exception outlives its file"
 
 
 @pytest.mark.parametrize("server", SERVERS)
-def test_every_server_application_has_the_authorisation_check(server: str, tmp_path: Path) -> None:
+def test_every_server_application_has_the_authorisation_check(server, tmp_path):
     """`guard` adds the authorisation check; `serve_until` serves an application without a token only on loopback."""
-    guarded: Any = application(server, tmp_path)
+    guarded = application(server, tmp_path)
     assert guarded.state.guarded is True
 
 
-def test_new_server_that_the_security_tests_do_not_cover_is_detected() -> None:
+def test_new_server_that_the_security_tests_do_not_cover_is_detected():
     page = Module("pipelinerl/page.py", "import fastapi\napp = fastapi.FastAPI()\n")
     assert makes_an_application(page) and not makes_an_application(Module("pipelinerl/a.py", "FastAPI = None\n"))
     metrics = Module("pipelinerl/metrics.py", "from prometheus_client import start_http_server\nstart_http_server(9)\n")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -26,7 +26,6 @@ from pipelinerl.enums import Receiver
 from pipelinerl.errors import DeadlineError, ModelError, UpdateError
 from pipelinerl.plugins.external_engines.vllm.engine import from_options as vllm_engine
 from pipelinerl.system.background import in_background
-from pipelinerl.weights.broadcast.collective import Collective
 from tests.engines.weights.test_weight_receiver import BYTES, LAYOUT, Setting
 from tests.fakes.engine_options import engine_options
 from tests.patience import PATIENCE_S, SOON_S
@@ -42,43 +41,43 @@ Draw = np.random.Generator
 Attack = tuple[bytes | None, list[bytes | None]]
 
 
-def _honest() -> list[bytes | None]:
+def _honest():
     return [BYTES[start:end].tobytes() for start, end in PIECES]
 
 
-def longer(draw: Draw) -> Attack:
+def longer(draw):
     pieces = _honest()
     at = int(draw.integers(len(pieces)))
     pieces[at] = draw.bytes(BUCKET_BYTES + int(draw.choice([1, 2, 31, 32, 4096, 2**20, 2**24])))
     return AGREEMENT, pieces
 
 
-def shorter(draw: Draw) -> Attack:
+def shorter(draw):
     pieces = _honest()
     pieces[int(draw.integers(len(pieces)))] = draw.bytes(int(draw.integers(1, BUCKET_BYTES)))
     return AGREEMENT, pieces
 
 
-def other_bytes(draw: Draw) -> Attack:
+def other_bytes(draw):
     pieces = _honest()
     pieces[int(draw.integers(len(pieces)))] = draw.bytes(BUCKET_BYTES)
     return AGREEMENT, pieces
 
 
-def out_of_order(draw: Draw) -> Attack:
+def out_of_order(draw):
     return AGREEMENT, list(reversed(_honest()))
 
 
-def leaves(draw: Draw) -> Attack:
+def leaves(draw):
     return AGREEMENT, [*_honest()[: int(draw.integers(len(PIECES)))], None]
 
 
-def other_announcement(draw: Draw) -> Attack:
+def other_announcement(draw):
     wrong = [b"", b"\x00", b"\xff\xfe" + AGREEMENT, AGREEMENT + b" ", AGREEMENT[:-1], draw.bytes(64), b"x" * 2**20]
     return wrong[int(draw.integers(len(wrong)))], _honest()
 
 
-def silence(draw: Draw) -> Attack:
+def silence(draw):
     return (None, [None]) if draw.integers(2) else (AGREEMENT, [None])
 
 
@@ -90,7 +89,7 @@ ATTACKS: tuple[Callable[[Draw], Attack], ...] = (
 class Peers:
     """An engine's weight receiver, whose membership in the group runs in a separate process; the test is rank 0."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.setting = Setting()
         before = psutil.Process().children()
         self.endpoints = OwnProcess()
@@ -99,14 +98,7 @@ class Peers:
         self.generation = 0
         self.version = 0
 
-    async def updated(
-        self,
-        announced: bytes | None,
-        pieces: list[bytes | None],
-        *,
-        patience_s: float = PATIENCE_S,
-        sends_s: float = PATIENCE_S,
-    ) -> UpdateStatus:
+    async def updated(self, announced, pieces, *, patience_s=PATIENCE_S, sends_s=PATIENCE_S):
         """Run a whole weight update as rank 0; return its status, or raise the error with which it fails.
 
         Args:
@@ -125,7 +117,7 @@ class Peers:
             await asyncio.wait({asyncio.wrap_future(sending)})
             rank_0.close()
 
-    def _send(self, rank_0: Collective, announced: bytes | None, pieces: list[bytes | None], patience_s: float) -> None:
+    def _send(self, rank_0, announced, pieces, patience_s):
         if announced is not None:
             rank_0._store.set(KEY, announced)
         with suppress(UpdateError, DeadlineError):  # raised when the engine has detected the attack and left the group
@@ -138,7 +130,7 @@ class Peers:
 
 
 @pytest.fixture
-async def peers() -> AsyncIterator[Peers]:
+async def peers():
     made = Peers()
     yield made
     await made.setting.receiver.close()
@@ -146,7 +138,7 @@ async def peers() -> AsyncIterator[Peers]:
     made.setting.rendezvous.close()
 
 
-async def answered(peers: Peers, cases: range) -> Counter[str]:
+async def answered(peers, cases):
     """Run the attacks; return the count of each outcome. Every 14 attacks, an honest update must succeed."""
     target, ended = peers.setting.target, Counter[str]()
     assert await peers.updated(AGREEMENT, _honest()) is UpdateStatus.COMMITTED
@@ -168,7 +160,7 @@ async def answered(peers: Peers, cases: range) -> Counter[str]:
     return ended
 
 
-async def test_engine_keeps_its_old_weights_after_a_weight_update_by_a_hostile_peer(peers: Peers) -> None:
+async def test_engine_keeps_its_old_weights_after_a_weight_update_by_a_hostile_peer(peers):
     ended = await answered(peers, range(14))
     assert ended.pop("honest") == 1 and sum(ended.values()) == 14
     assert {"longer: peer_lost", "other_bytes: digest_mismatch", "other_announcement: peer_lost"} <= ended.keys()
@@ -177,23 +169,19 @@ async def test_engine_keeps_its_old_weights_after_a_weight_update_by_a_hostile_p
 @pytest.mark.parametrize("part", range(5))
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-async def test_engine_keeps_its_old_weights_after_hundreds_of_weight_updates_by_hostile_peers(
-    part: int, peers: Peers, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_engine_keeps_its_old_weights_after_hundreds_of_weight_updates_by_hostile_peers(part, peers, capsys):
     ended = await answered(peers, range(100 * part, 100 * (part + 1)))
     with capsys.disabled():
         print(f"\nhostile peers, part {part + 1} of 5: {dict(ended)}")
 
 
-async def test_engine_updates_its_weights_after_the_fork_server_of_its_weight_receivers_was_killed(
-    peers: Peers,
-) -> None:
+async def test_engine_updates_its_weights_after_the_fork_server_of_its_weight_receivers_was_killed(peers):
     peers.nursery.kill()
     peers.nursery.wait()
     assert await peers.updated(AGREEMENT, _honest()) is UpdateStatus.COMMITTED
 
 
-def test_receiving_weights_in_a_separate_process_is_rejected_with_nccl_or_vllm(peers: Peers) -> None:
+def test_receiving_weights_in_a_separate_process_is_rejected_with_nccl_or_vllm(peers):
     assert peers.endpoints.reaches(Backend.GLOO, BYTES) and not peers.endpoints.reaches(Backend.NCCL, BYTES)
     with pytest.raises(
         ModelError, match=r"vLLM engine receives weights in its own way, got engine\.receiver=own_process"
@@ -201,7 +189,7 @@ def test_receiving_weights_in_a_separate_process_is_rejected_with_nccl_or_vllm(p
         vllm_engine(engine_options(receiver=Receiver.OWN_PROCESS))
 
 
-def test_recipe_chooses_whether_weights_are_received_in_the_engines_or_a_separate_process() -> None:
+def test_recipe_chooses_whether_weights_are_received_in_the_engines_or_a_separate_process():
     assert endpoints_of(engine_options()) is IN_PROCESS
     chosen = endpoints_of(engine_options(receiver=Receiver.OWN_PROCESS))
     assert isinstance(chosen, OwnProcess)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from inference_contract.errors import EngineStopped, PeerLost, UpdateInProgress
-from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
+from inference_contract.weights import UpdatePhase, UpdateStatus
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
@@ -25,13 +25,11 @@ ARRAYS = {parameter.name: np.ones(parameter.shape, np.float32) for parameter in 
 
 
 @pytest.fixture
-async def setting() -> Setting:
+async def setting():
     return Setting()
 
 
-async def test_engine_rejects_weight_pieces_of_a_wrong_length_before_it_receives_the_first(
-    setting: Setting,
-) -> None:
+async def test_engine_rejects_weight_pieces_of_a_wrong_length_before_it_receives_the_first(setting):
     """If a piece is longer than the receiver expects, Gloo throws in its own thread, which would end the process."""
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, pieces_key=KEY)
@@ -43,9 +41,7 @@ async def test_engine_rejects_weight_pieces_of_a_wrong_length_before_it_receives
     assert not setting.target.current.any() and not setting.target.finished
 
 
-async def test_repeated_prepare_request_is_rejected_if_it_changes_the_bucket_size_or_the_pieces_key(
-    setting: Setting,
-) -> None:
+async def test_repeated_prepare_request_is_rejected_if_it_changes_the_bucket_size_or_the_pieces_key(setting):
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64)
     assert await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, timeout_s=9.0) is UpdateStatus.PREPARED
@@ -54,7 +50,7 @@ async def test_repeated_prepare_request_is_rejected_if_it_changes_the_bucket_siz
             await setting.phase(UpdatePhase.PREPARE, **{"bucket_bytes": 64, **other})
 
 
-async def test_weight_update_aborted_before_its_broadcast_ends_without_waiting_for_peers(setting: Setting) -> None:
+async def test_weight_update_aborted_before_its_broadcast_ends_without_waiting_for_peers(setting):
     """The engine has not entered a collective operation yet, so it need not wait for its peers to leave."""
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, pieces_key=KEY, timeout_s=PATIENCE_S)
@@ -71,14 +67,14 @@ class _Deaf(Recording):
 
     lost: frozenset[str] = frozenset()
 
-    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+    async def request_weight_update(self, url, request):
         if url in self.lost and request.phase is UpdatePhase.PREPARE:
             await asyncio.sleep(0.1)
             raise EngineStopped("the request was lost")
         return await super().request_weight_update(url, request)
 
 
-async def test_engine_that_did_not_receive_the_prepare_request_does_not_delay_the_weight_update_of_others() -> None:
+async def test_engine_that_did_not_receive_the_prepare_request_does_not_delay_the_weight_update_of_others():
     """If the broadcast included that engine, other engines in gloo's tree would wait for it until a timeout."""
     with in_thread(engine()) as first, in_thread(engine()) as second, in_thread(engine()) as third:
         urls = [first, second, third]

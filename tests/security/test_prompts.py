@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 import pytest
@@ -22,33 +21,31 @@ CONTEXT: Final = VersionRunner.context_length
 class SlowTokenizer:
     """A tokenizer that counts its texts and finishes a text only when the test says so, as if the text were huge."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.texts = 0
         self.may_end = threading.Event()
-        self.eos_token_ids: frozenset[int] = frozenset()
+        self.eos_token_ids = frozenset()
 
-    def encode_chat(
-        self, messages: Sequence[ChatMessage], template_kwargs: object = (), tools: object = ()
-    ) -> list[int]:
+    def encode_chat(self, messages, template_kwargs=(), tools=()):
         self.texts += 1
         assert self.may_end.wait(PATIENCE_S)
         return PROMPT
 
-    def decode(self, token_ids: object) -> str:
+    def decode(self, token_ids):
         return ""
 
-    def detokenizer(self) -> SlowTokenizer:
+    def detokenizer(self):
         return self
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_id):
         return ""
 
-    def flush(self) -> str:
+    def flush(self):
         return ""
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[tuple[BatchingEngine, SlowTokenizer]]:
+async def served():
     tokenizer = SlowTokenizer()
     engine = BatchingEngine(engine_options(), load=VersionRunner, tokenizer=tokenizer)
     await engine.start()
@@ -57,14 +54,12 @@ async def served() -> AsyncIterator[tuple[BatchingEngine, SlowTokenizer]]:
     await engine.close()
 
 
-def request_for(*contents: str) -> ChatCompletionRequest:
+def request_for(*contents):
     return ChatCompletionRequest(messages=[ChatMessage(role="user", content=each) for each in contents], max_tokens=1)
 
 
 @pytest.mark.parametrize("contents", [("a" * 4_000_000,), ("a" * 20_000,) * 2, ("a",) * 100_000])
-async def test_text_that_cannot_fit_the_context_is_rejected_before_it_is_tokenised(
-    served: tuple[BatchingEngine, SlowTokenizer], contents: tuple[str, ...]
-) -> None:
+async def test_text_that_cannot_fit_the_context_is_rejected_before_it_is_tokenised(served, contents):
     engine, tokenizer = served
     request = request_for(*contents)
     with pytest.raises(InvalidRequest, match=f"the context of {CONTEXT} tokens"):
@@ -75,9 +70,7 @@ async def test_text_that_cannot_fit_the_context_is_rejected_before_it_is_tokenis
     assert tokenizer.texts == 0
 
 
-async def test_other_requests_complete_while_a_long_text_is_tokenised(
-    served: tuple[BatchingEngine, SlowTokenizer],
-) -> None:
+async def test_other_requests_complete_while_a_long_text_is_tokenised(served):
     engine, tokenizer = served
     long = asyncio.create_task(engine.complete(request_for("a" * 10_000)))
     while not tokenizer.texts:
@@ -88,7 +81,7 @@ async def test_other_requests_complete_while_a_long_text_is_tokenised(
     assert (await long).choices
 
 
-async def test_engine_can_close_while_a_text_is_tokenised(served: tuple[BatchingEngine, SlowTokenizer]) -> None:
+async def test_engine_can_close_while_a_text_is_tokenised(served):
     engine, tokenizer = served
     asking = [asyncio.create_task(engine.complete(request_for("a"))) for _ in range(3)]
     while not tokenizer.texts:

@@ -5,11 +5,6 @@ header. A page whose domain resolves to 127.0.0.1 after loading (DNS rebinding) 
 its requests name that domain in the `Host` header.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import httpx
 import pytest
 
@@ -29,13 +24,13 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module", params=OPEN_SERVERS)
-def open_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+def open_server(request, tmp_path_factory):
     """Yield the URL and the kind of a server without a token."""
     with in_thread(application(request.param, tmp_path_factory.mktemp("run"), token=None)) as served:
         yield served, request.param
 
 
-def ask(served: str, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> httpx.Response:
+def ask(served, method, path, headers, body=b""):
     return httpx.request(method, served + path, headers=headers, content=body, trust_env=False, timeout=PATIENCE_S)
 
 
@@ -60,22 +55,20 @@ def ask(served: str, method: str, path: str, headers: dict[str, str], body: byte
         ({}, 415, "not_json"),
     ],
 )
-def test_web_page_cannot_use_a_route_that_changes_a_servers_state(
-    open_server: tuple[str, str], headers: dict[str, str], status: int, code: str
-) -> None:
+def test_web_page_cannot_use_a_route_that_changes_a_servers_state(open_server, headers, status, code):
     served, server = open_server
     answer = ask(served, *ACTS[server], headers, b"{}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
 @pytest.mark.parametrize("headers", [{"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}])
-def test_web_page_cannot_end_a_run_by_a_request_without_a_body(headers: dict[str, str], tmp_path: Any) -> None:
+def test_web_page_cannot_end_a_run_by_a_request_without_a_body(headers, tmp_path):
     with in_thread(application("controller", tmp_path, token=None)) as served:
         assert ask(served, "POST", "/stop", headers).status_code == 403
         assert ask(served, "DELETE", "/engines?engine=x", headers).status_code == 403
 
 
-def test_web_page_cannot_read_a_servers_responses_through_dns_rebinding(open_server: tuple[str, str]) -> None:
+def test_web_page_cannot_read_a_servers_responses_through_dns_rebinding(open_server):
     served, _ = open_server
     for path in ("/health", "/v1/models", "/knobs", "/versions"):
         assert ask(served, "GET", path, {"host": "evil.example"}).status_code == 421
@@ -83,9 +76,7 @@ def test_web_page_cannot_read_a_servers_responses_through_dns_rebinding(open_ser
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1", "[::1]:8000"])
-def test_server_without_a_token_serves_requests_of_local_users_and_programs(
-    open_server: tuple[str, str], host: str
-) -> None:
+def test_server_without_a_token_serves_requests_of_local_users_and_programs(open_server, host):
     served, server = open_server
     assert ask(served, "GET", "/health", {"host": host}).status_code == 200
     method, path = ACTS[server]
@@ -95,7 +86,7 @@ def test_server_without_a_token_serves_requests_of_local_users_and_programs(
         assert answer.status_code in (400, 422), "it was read"
 
 
-def test_web_pages_of_other_origins_are_rejected_even_with_the_token(tmp_path: Any) -> None:
+def test_web_pages_of_other_origins_are_rejected_even_with_the_token(tmp_path):
     with in_thread(application("engine", tmp_path)) as served:
         known = {"authorization": f"Bearer {TOKEN}", "host": "engine-1.lab:8001"}
         assert ask(served, "GET", "/v1/models", known).status_code == 200

@@ -1,7 +1,5 @@
 """The stream server (Redis or Valkey) that a run starts for itself: start, stop, taken ports, death of its parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -22,7 +20,7 @@ from tests.patience import PATIENCE_S, is_running, wait_until
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_stream_server_starts_answers_and_stops_without_leaving_a_process(tmp_path: Path) -> None:
+def test_stream_server_starts_answers_and_stops_without_leaving_a_process(tmp_path):
     server = EmbeddedRedis(tmp_path)
     with pytest.raises(UserError, match="start"):
         _ = server.url
@@ -37,7 +35,7 @@ def test_stream_server_starts_answers_and_stops_without_leaving_a_process(tmp_pa
     server.stop()
 
 
-def test_stream_server_listens_only_on_loopback_and_only_its_owner_can_read_its_password(tmp_path: Path) -> None:
+def test_stream_server_listens_only_on_loopback_and_only_its_owner_can_read_its_password(tmp_path):
     with EmbeddedRedis(tmp_path / "new") as server:
         port = int(server.url.rpartition(":")[2])
         for name in ("redis.conf", "password"):
@@ -50,7 +48,7 @@ def test_stream_server_listens_only_on_loopback_and_only_its_owner_can_read_its_
     assert len((tmp_path / "new" / "password").read_text()) >= 32
 
 
-def test_restarted_stream_server_keeps_its_address_and_data(tmp_path: Path) -> None:
+def test_restarted_stream_server_keeps_its_address_and_data(tmp_path):
     from redis import Redis
 
     server = EmbeddedRedis(tmp_path / 'a "quoted" \\ path').start()
@@ -65,7 +63,7 @@ def test_restarted_stream_server_keeps_its_address_and_data(tmp_path: Path) -> N
     server.stop()
 
 
-def test_start_replaces_a_stream_server_that_is_dying(tmp_path: Path) -> None:
+def test_start_replaces_a_stream_server_that_is_dying(tmp_path):
     """After `kill -9`, a process may exist for a while without answering; here it is suspended and then killed."""
     with EmbeddedRedis(tmp_path) as server:
         dying = server.pid
@@ -78,7 +76,7 @@ def test_start_replaces_a_stream_server_that_is_dying(tmp_path: Path) -> None:
         assert answers(server.url)
 
 
-def test_stream_server_uses_another_port_if_its_port_is_taken_by_another_process(tmp_path: Path) -> None:
+def test_stream_server_uses_another_port_if_its_port_is_taken_by_another_process(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         lost = taken.getsockname()[1]
         with EmbeddedRedis(tmp_path, choose_ports=lambda count: (lost, *free_ports(count - 1))) as server:
@@ -86,14 +84,14 @@ def test_stream_server_uses_another_port_if_its_port_is_taken_by_another_process
             assert server.url != server_url(tmp_path, lost)
 
 
-def test_stream_server_without_a_free_port_fails_to_start(tmp_path: Path) -> None:
+def test_stream_server_without_a_free_port_fails_to_start(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = EmbeddedRedis(tmp_path, choose_ports=lambda count: (taken.getsockname()[1],) * count)
         with pytest.raises(AddressError, match="could not use any of the ports"):
             server.start()
 
 
-def test_stream_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_stream_server_ends_when_its_parent_is_killed(tmp_path):
     program = (
         "import sys, time; from pathlib import Path\n"
         "from pipelinerl.streams.embedded_redis import EmbeddedRedis\n"
@@ -113,7 +111,7 @@ def test_stream_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         raise
 
 
-def test_stream_server_whose_data_cannot_be_read_fails_to_start_with_the_reason(tmp_path: Path) -> None:
+def test_stream_server_whose_data_cannot_be_read_fails_to_start_with_the_reason(tmp_path):
     with EmbeddedRedis(tmp_path):
         pass
     (tmp_path / "appendonlydir" / "appendonly.aof.manifest").write_text("no manifest at all\n")
@@ -121,9 +119,7 @@ def test_stream_server_whose_data_cannot_be_read_fails_to_start_with_the_reason(
         EmbeddedRedis(tmp_path).start()
 
 
-def test_stream_server_that_does_not_answer_is_killed_after_the_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_server_that_does_not_answer_is_killed_after_the_timeout(tmp_path, monkeypatch):
     sleeper = tmp_path / "valkey-server"
     sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
     sleeper.chmod(0o700)
@@ -135,9 +131,7 @@ def test_stream_server_that_does_not_answer_is_killed_after_the_timeout(
         _ = server.pid
 
 
-def test_redis_server_from_the_path_is_used_if_the_valkey_package_is_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_redis_server_from_the_path_is_used_if_the_valkey_package_is_not_installed(tmp_path, monkeypatch):
     assert server_binary().name == "valkey-server"
     monkeypatch.setattr(embedded_redis, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -149,7 +143,7 @@ def test_redis_server_from_the_path_is_used_if_the_valkey_package_is_not_install
     assert server_binary() == other
 
 
-def test_stream_server_started_by_its_shell_command_runs_in_the_foreground_until_terminated(tmp_path: Path) -> None:
+def test_stream_server_started_by_its_shell_command_runs_in_the_foreground_until_terminated(tmp_path):
     (port,) = free_ports(1)
     with subprocess.Popen(command(tmp_path, port)) as process:
         url = server_url(tmp_path, port)
@@ -158,7 +152,7 @@ def test_stream_server_started_by_its_shell_command_runs_in_the_foreground_until
         assert process.wait(PATIENCE_S) == 0
 
 
-def test_second_stream_server_in_one_directory_is_rejected_until_the_first_has_ended(tmp_path: Path) -> None:
+def test_second_stream_server_in_one_directory_is_rejected_until_the_first_has_ended(tmp_path):
     """Both would append to one file, and the second would replace the first one's configuration."""
     directory, ports = tmp_path / "redis", free_ports(2)
     command(directory, ports[0])  # writes the password

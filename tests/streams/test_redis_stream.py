@@ -1,7 +1,5 @@
 """Streams on a real Redis server that is killed, restarted, hangs, is full or rejects a command."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -9,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,16 +28,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def mortal(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+def mortal(tmp_path):
     """Yield a Redis server that the test may kill; it acknowledges each write only after syncing it to disk."""
     with EmbeddedRedis(tmp_path / "server", fsync=Fsync.ALWAYS) as running:
         yield running
 
 
 @asynccontextmanager
-async def connected(
-    server: EmbeddedRedis, namespace: str = "run", timeout_s: float = PATIENCE_S, outage_s: float = PATIENCE_S
-) -> AsyncIterator[RedisStream]:
+async def connected(server, namespace="run", timeout_s=PATIENCE_S, outage_s=PATIENCE_S):
     streams = RedisStream(server.url, namespace=namespace, timeout_s=timeout_s, outage_s=outage_s)
     try:
         yield await streams.connect()
@@ -48,7 +43,7 @@ async def connected(
         await streams.close()
 
 
-async def kill_and_restart(server: EmbeddedRedis) -> None:
+async def kill_and_restart(server):
     os.kill(server.pid, signal.SIGKILL)
     await asyncio.sleep(0.05)  # time for the producers to notice that the connection is closed
     # Wait for the server's death, which takes longer on a busy machine: `start` keeps a server that is still alive.
@@ -56,12 +51,12 @@ async def kill_and_restart(server: EmbeddedRedis) -> None:
     server.start()
 
 
-async def test_redis_server_killed_during_appends_neither_loses_nor_duplicates_an_entry(mortal: EmbeddedRedis) -> None:
+async def test_redis_server_killed_during_appends_neither_loses_nor_duplicates_an_entry(mortal):
     async with connected(mortal) as streams:
         answered = {"a": 0, "b": 0, "c": 0}
         done = asyncio.Event()
 
-        async def produce(name: str) -> None:
+        async def produce(name):
             while not done.is_set():
                 numbers = range(answered[name] + 1, answered[name] + 8)
                 await streams.append(name, [b"%d" % number for number in numbers], first_id=numbers[0])
@@ -85,7 +80,7 @@ async def test_redis_server_killed_during_appends_neither_loses_nor_duplicates_a
             assert [int(entry.payload) for entry in entries] == list(range(1, number + 1))
 
 
-async def test_read_that_waits_for_entries_continues_after_a_redis_restart(mortal: EmbeddedRedis) -> None:
+async def test_read_that_waits_for_entries_continues_after_a_redis_restart(mortal):
     async with connected(mortal) as streams:
         await streams.append("s", [b"1"], first_id=1)
         reader = asyncio.create_task(streams.read({"s": "1-0"}, count=1, block_s=PATIENCE_S))
@@ -100,9 +95,7 @@ async def test_read_that_waits_for_entries_continues_after_a_redis_restart(morta
         assert [entry.payload for entry in await reader + await claimer] == [b"2", b"2"]
 
 
-async def test_redis_restart_does_not_make_a_read_wait_longer_than_its_timeout(
-    mortal: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_redis_restart_does_not_make_a_read_wait_longer_than_its_timeout(mortal, monkeypatch):
     """While the server is down, the test moves the clock past the read's timeout; the read must not wait again."""
     ahead_s = 0.0
     monkeypatch.setattr(redis_stream, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
@@ -115,7 +108,7 @@ async def test_redis_restart_does_not_make_a_read_wait_longer_than_its_timeout(
         assert await asyncio.wait_for(reader, SOON_S) == []
 
 
-async def test_claimed_entries_can_be_claimed_by_another_consumer_after_a_redis_restart(mortal: EmbeddedRedis) -> None:
+async def test_claimed_entries_can_be_claimed_by_another_consumer_after_a_redis_restart(mortal):
     async with connected(mortal) as streams:
         await streams.append("s", [b"1", b"2"], first_id=1)
         await streams.claim("s", group="g", consumer="dead", count=9, block_s=0, reclaim_idle_s=60)
@@ -125,7 +118,7 @@ async def test_claimed_entries_can_be_claimed_by_another_consumer_after_a_redis_
         assert [entry.payload for entry in entries] == [b"2"]
 
 
-async def test_error_for_an_unreachable_stream_server_gives_its_url_without_the_password(mortal: EmbeddedRedis) -> None:
+async def test_error_for_an_unreachable_stream_server_gives_its_url_without_the_password(mortal):
     async with connected(mortal, outage_s=1.0) as streams:
         mortal.stop()
         started = time.monotonic()
@@ -134,19 +127,19 @@ async def test_error_for_an_unreachable_stream_server_gives_its_url_without_the_
         assert 0.9 < time.monotonic() - started < SOON_S
 
 
-async def test_connecting_to_a_closed_redis_port_fails() -> None:
+async def test_connecting_to_a_closed_redis_port_fails():
     with pytest.raises(AddressError, match=r"cannot reach the stream server at redis://127\.0\.0\.1:") as raised:
         await RedisStream(f"redis://user:secret@127.0.0.1:{free_ports(1)[0]}", namespace="n", timeout_s=0.2).connect()
     assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("url", ["redis://host:port", "redis://host:6379/0?socket_timeout=x"])
-async def test_malformed_redis_url_is_rejected(url: str) -> None:
+async def test_malformed_redis_url_is_rejected(url):
     with pytest.raises(AddressError, match="must be redis://host:port"):
         await RedisStream(url, namespace="n").connect()
 
 
-async def test_wrong_redis_password_is_reported_without_retrying(server: EmbeddedRedis) -> None:
+async def test_wrong_redis_password_is_reported_without_retrying(server):
     host = server.url.rpartition("@")[2]
     for url in (f"redis://:secret@{host}", f"redis://{host}"):
         with pytest.raises(AddressError, match="rejected the user or password") as raised:
@@ -154,9 +147,7 @@ async def test_wrong_redis_password_is_reported_without_retrying(server: Embedde
         assert "secret" not in str(raised.value)
 
 
-async def test_append_to_a_hanging_redis_server_fails_at_its_deadline_and_later_appends_work(
-    mortal: EmbeddedRedis,
-) -> None:
+async def test_append_to_a_hanging_redis_server_fails_at_its_deadline_and_later_appends_work(mortal):
     async with connected(mortal, timeout_s=3.0, outage_s=3.0) as streams:
         await streams.append("s", [b"1"], first_id=1)
         os.kill(mortal.pid, signal.SIGSTOP)
@@ -171,9 +162,7 @@ async def test_append_to_a_hanging_redis_server_fails_at_its_deadline_and_later_
         assert await streams.last_id("s") == "3-0"
 
 
-async def test_append_to_a_hanging_redis_server_is_repeated_until_the_server_answers(
-    mortal: EmbeddedRedis, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_append_to_a_hanging_redis_server_is_repeated_until_the_server_answers(mortal, caplog):
     async with connected(mortal, timeout_s=0.5) as streams:
         os.kill(mortal.pid, signal.SIGSTOP)
         try:
@@ -191,7 +180,7 @@ async def test_append_to_a_hanging_redis_server_is_repeated_until_the_server_ans
     assert [record.getMessage().partition(" at ")[0] for record in caplog.records] == ["the stream server"] * 2
 
 
-async def test_connecting_to_a_hanging_redis_server_fails_after_the_first_timeout(mortal: EmbeddedRedis) -> None:
+async def test_connecting_to_a_hanging_redis_server_fails_after_the_first_timeout(mortal):
     os.kill(mortal.pid, signal.SIGSTOP)
     try:
         with pytest.raises(AddressError, match=r"did not answer for 0\.5 s; check if it is stopped"):
@@ -200,9 +189,7 @@ async def test_connecting_to_a_hanging_redis_server_fails_after_the_first_timeou
         os.kill(mortal.pid, signal.SIGCONT)
 
 
-async def test_entries_after_a_rejected_entry_are_not_appended_so_that_a_retry_leaves_no_gap(
-    mortal: EmbeddedRedis,
-) -> None:
+async def test_entries_after_a_rejected_entry_are_not_appended_so_that_a_retry_leaves_no_gap(mortal):
     """After a rejected payload, no later one may be appended: a retry of the rejected one would be skipped as already
     present, because its id would be lower than the stream's last.
     """
@@ -226,9 +213,7 @@ async def test_entries_after_a_rejected_entry_are_not_appended_so_that_a_retry_l
         await admin.aclose()
 
 
-async def test_append_to_a_redis_server_without_free_memory_waits_until_memory_is_free(
-    mortal: EmbeddedRedis, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_append_to_a_redis_server_without_free_memory_waits_until_memory_is_free(mortal, caplog):
     async with connected(mortal) as streams:
         admin = Redis.from_url(mortal.url, protocol=2)
         await admin.config_set("maxmemory", 1)
@@ -248,7 +233,7 @@ async def test_append_to_a_redis_server_without_free_memory_waits_until_memory_i
         await admin.aclose()
 
 
-async def _on_a_small_disk(place: Path) -> None:
+async def _on_a_small_disk(place):
     with EmbeddedRedis(place / "redis") as server:
         async with connected(server) as streams, connected(server, outage_s=0.5) as impatient:
             await streams.append("s", [b"1"], first_id=1)
@@ -272,7 +257,7 @@ async def _on_a_small_disk(place: Path) -> None:
             assert await streams.last_id("s") == "1000-0"
 
 
-def test_append_waits_for_disk_space(tmp_path: Path) -> None:
+def test_append_waits_for_disk_space(tmp_path):
     if reason := small_disk.why_not(tmp_path / "disk"):
         pytest.skip(f"no disk of a size of one's own: {reason}")
     code = (
@@ -284,9 +269,7 @@ def test_append_waits_for_disk_space(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-async def test_append_larger_than_one_call_of_the_redis_script_allows_is_split_into_several_calls(
-    server: EmbeddedRedis,
-) -> None:
+async def test_append_larger_than_one_call_of_the_redis_script_allows_is_split_into_several_calls(server):
     async with connected(server, "large") as streams:
         payloads = [bytes([number]) * (1 << 20) for number in range(10)]
         assert await streams.append("s", payloads, first_id=5) == 10
@@ -299,7 +282,7 @@ async def test_append_larger_than_one_call_of_the_redis_script_allows_is_split_i
             await streams.append("s", [b"x"], first_id=1 << 53)
 
 
-async def test_streams_of_one_namespace_are_not_visible_in_another(server: EmbeddedRedis) -> None:
+async def test_streams_of_one_namespace_are_not_visible_in_another(server):
     async with connected(server, "one") as one, connected(server, "two") as two:
         await one.append("s", [b"1"])
         assert await two.length("s") == 0
@@ -307,17 +290,15 @@ async def test_streams_of_one_namespace_are_not_visible_in_another(server: Embed
         assert await one.streams("") == ["s"]
 
 
-async def test_commands_wait_while_the_redis_server_is_a_replica(
-    mortal: EmbeddedRedis, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_commands_wait_while_the_redis_server_is_a_replica(mortal, caplog):
     """A failover makes the server a replica for a while: it rejects writes and ends blocking commands."""
     async with connected(mortal) as streams, connected(mortal) as reading:
         admin = Redis.from_url(mortal.url, protocol=2)
         await streams.append("s", [b"1"], first_id=1)
         read = asyncio.create_task(reading.read({"s": "1-0"}, count=1, block_s=PATIENCE_S))
         options = {"group": "g", "consumer": "c", "count": 9, "block_s": PATIENCE_S, "reclaim_idle_s": 60.0}
-        assert len(await streams.claim("s", **options)) == 1  # type: ignore[arg-type]
-        claim = asyncio.create_task(reading.claim("s", **options))  # type: ignore[arg-type]
+        assert len(await streams.claim("s", **options)) == 1
+        claim = asyncio.create_task(reading.claim("s", **options))
         await asyncio.sleep(0.1)
         await admin.execute_command("REPLICAOF", "127.0.0.1", free_ports(1)[0])
         with caplog.at_level(logging.WARNING, logger="pipelinerl"):
@@ -339,7 +320,7 @@ async def test_commands_wait_while_the_redis_server_is_a_replica(
         await admin.aclose()
 
 
-async def test_write_waits_until_the_redis_server_has_enough_replicas(mortal: EmbeddedRedis) -> None:
+async def test_write_waits_until_the_redis_server_has_enough_replicas(mortal):
     async with connected(mortal) as streams, connected(mortal, outage_s=0.3) as impatient:
         admin = Redis.from_url(mortal.url, protocol=2)
         await admin.config_set("min-replicas-to-write", 1)
@@ -367,12 +348,10 @@ async def test_write_waits_until_the_redis_server_has_enough_replicas(mortal: Em
         ("ERR Error running script: @user_script:4: -READONLY You can't write against a read only replica.", 1),
     ],
 )
-async def test_error_that_the_state_of_a_redis_server_causes_is_waited_for_when_connecting(
-    answer: str, times: int
-) -> None:
+async def test_error_that_the_state_of_a_redis_server_causes_is_waited_for_when_connecting(answer, times):
     left = times
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader, writer):
         """Answer the first PINGs by the error, then as a server does."""
         nonlocal left
         while line := await reader.readline():
@@ -391,7 +370,7 @@ async def test_error_that_the_state_of_a_redis_server_causes_is_waited_for_when_
         await streams.close()
 
 
-async def _bulk(reader: asyncio.StreamReader) -> bytes:
+async def _bulk(reader):
     size = int((await reader.readline())[1:])
     return (await reader.readexactly(size + 2))[:-2]
 
@@ -400,9 +379,7 @@ async def _bulk(reader: asyncio.StreamReader) -> bytes:
     ("policy", "is_refused"),
     [("allkeys-lru", True), ("allkeys-random", True), ("volatile-lru", False), ("noeviction", False)],
 )
-async def test_redis_server_that_evicts_entries_is_refused_when_connecting(
-    policy: str, is_refused: bool, server: EmbeddedRedis
-) -> None:
+async def test_redis_server_that_evicts_entries_is_refused_when_connecting(policy, is_refused, server):
     admin = Redis.from_url(server.url, protocol=2)
     await admin.config_set("maxmemory-policy", policy)
     try:

@@ -1,15 +1,13 @@
 """Unreadable stream entries are moved to the dead-letter stream with a reason, and counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelinerl.errors import RecordError
 from pipelinerl.streams.records import decode_group, decode_message, encode_message
-from pipelinerl.streams.stream import DEAD_LETTERS, START, DeadLetters, Stream
+from pipelinerl.streams.stream import DEAD_LETTERS, START, DeadLetters
 
 
-async def test_unreadable_record_is_moved_to_the_dead_letter_stream(streams: Stream) -> None:
+async def test_unreadable_record_is_moved_to_the_dead_letter_stream(streams):
     damaged = bytearray(encode_message("report", {"step": 1}))
     damaged[20] ^= 1
     await streams.append("rollouts:a0", [bytes(damaged), b"not a record"], first_id=7)

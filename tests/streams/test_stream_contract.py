@@ -1,7 +1,5 @@
 """Every implementation of `Stream` (Redis and memory) keeps the promises of the interface."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 
@@ -9,11 +7,11 @@ import pytest
 
 from pipelinerl.errors import AddressError, FencedError
 from pipelinerl.streams.redis_stream import open_stream
-from pipelinerl.streams.stream import START, Entry, Fence, Stream, fresh_number, parse_id
+from pipelinerl.streams.stream import START, Fence, fresh_number, parse_id
 from tests.patience import PATIENCE_S, SOON_S
 
 
-def payloads(entries: list[Entry]) -> list[bytes]:
+def payloads(entries):
     return [entry.payload for entry in entries]
 
 
@@ -21,13 +19,13 @@ def payloads(entries: list[Entry]) -> list[bytes]:
 IDLE_S = 2.0
 
 
-async def claim(streams: Stream, consumer: str, *, count: int = 10, idle_s: float = 60.0) -> list[Entry]:
+async def claim(streams, consumer, *, count=10, idle_s=60.0):
     return await streams.claim(
         "prompts", group="actors", consumer=consumer, count=count, block_s=0.0, reclaim_idle_s=idle_s
     )
 
 
-async def test_entries_are_read_in_order_and_unchanged(streams: Stream) -> None:
+async def test_entries_are_read_in_order_and_unchanged(streams):
     sent = [bytes(range(256)), b"", b"\r\n$3\r\n", b"x" * 100_000]
     assert await streams.append("s", sent) == 4
     entries = await streams.read({"s": START}, count=10, block_s=0)
@@ -37,7 +35,7 @@ async def test_entries_are_read_in_order_and_unchanged(streams: Stream) -> None:
     assert ids == sorted(set(ids))
 
 
-async def test_read_returns_entries_after_each_streams_offset_up_to_a_limit_per_stream(streams: Stream) -> None:
+async def test_read_returns_entries_after_each_streams_offset_up_to_a_limit_per_stream(streams):
     await streams.append("a", [b"a1", b"a2", b"a3"], first_id=1)
     await streams.append("b", [b"b1", b"b2", b"b3"], first_id=1)
     entries = await streams.read({"a": "1-0", "b": START}, count=2, block_s=0)
@@ -51,9 +49,7 @@ async def test_read_returns_entries_after_each_streams_offset_up_to_a_limit_per_
     assert await streams.read({}, count=2, block_s=10) == []
 
 
-async def test_append_with_ids_chosen_by_the_producer_skips_entries_that_the_stream_already_has(
-    streams: Stream,
-) -> None:
+async def test_append_with_ids_chosen_by_the_producer_skips_entries_that_the_stream_already_has(streams):
     assert await streams.append("s", [b"1", b"2"], first_id=1) == 2
     assert await streams.append("s", [b"1", b"2"], first_id=1) == 0
     assert await streams.append("s", [b"other 2", b"3", b"4"], first_id=2) == 2
@@ -62,13 +58,13 @@ async def test_append_with_ids_chosen_by_the_producer_skips_entries_that_the_str
 
 
 @pytest.mark.parametrize("first_id", [0, -3])
-async def test_append_with_an_invalid_first_id_is_rejected(streams: Stream, first_id: int) -> None:
+async def test_append_with_an_invalid_first_id_is_rejected(streams, first_id):
     with pytest.raises(ValueError, match="first_id"):
         await streams.append("s", [b"1"], first_id=first_id)
     assert await streams.length("s") == 0
 
 
-async def test_large_entry_ids_in_a_stream_stay_distinct(streams: Stream) -> None:
+async def test_large_entry_ids_in_a_stream_stay_distinct(streams):
     first = fresh_number(START)
     assert await streams.append("s", [b"1", b"2", b"3"], first_id=first) == 3
     assert [entry.entry_id for entry in await streams.read({"s": START}, count=9, block_s=0)] == [
@@ -78,14 +74,14 @@ async def test_large_entry_ids_in_a_stream_stay_distinct(streams: Stream) -> Non
     ]
 
 
-async def test_new_entry_ids_are_above_all_ids_in_the_stream(streams: Stream) -> None:
+async def test_new_entry_ids_are_above_all_ids_in_the_stream(streams):
     await streams.append("s", [b"by the server"])
     first = fresh_number(await streams.last_id("s"))
     assert await streams.append("s", [b"by the producer"], first_id=first) == 1
     assert fresh_number(f"{1 << 52}-7") == (1 << 52) + 1
 
 
-async def test_stream_that_was_never_written_is_empty(streams: Stream) -> None:
+async def test_stream_that_was_never_written_is_empty(streams):
     assert await streams.last_id("none") == START
     assert await streams.length("none") == 0
     assert await streams.read({"none": START}, count=1, block_s=0) == []
@@ -96,26 +92,26 @@ async def test_stream_that_was_never_written_is_empty(streams: Stream) -> None:
 
 
 @pytest.mark.parametrize("offset", ["", "7", "x-0", "1-", "-1", "1-0-0", "$"])
-async def test_malformed_stream_offset_is_rejected(streams: Stream, offset: str) -> None:
+async def test_malformed_stream_offset_is_rejected(streams, offset):
     with pytest.raises(ValueError, match="entry id"):
         await streams.read({"s": offset}, count=1, block_s=0)
 
 
-async def test_each_entry_is_claimed_by_only_one_consumer_of_a_group(streams: Stream) -> None:
+async def test_each_entry_is_claimed_by_only_one_consumer_of_a_group(streams):
     await streams.append("prompts", [b"%d" % number for number in range(7)])
     shares = [await claim(streams, consumer, count=3) for consumer in ("a", "b", "a", "b")]
     assert [len(share) for share in shares] == [3, 3, 1, 0]
     assert sorted(payload for share in shares for payload in payloads(share)) == [b"%d" % n for n in range(7)]
 
 
-async def test_each_consumer_group_gets_every_entry(streams: Stream) -> None:
+async def test_each_consumer_group_gets_every_entry(streams):
     await streams.append("prompts", [b"1", b"2"])
     for group in ("actors", "watchers"):
         entries = await streams.claim("prompts", group=group, consumer="c", count=9, block_s=0, reclaim_idle_s=60)
         assert payloads(entries) == [b"1", b"2"]
 
 
-async def test_entries_claimed_by_a_dead_consumer_are_claimed_again_before_new_entries(streams: Stream) -> None:
+async def test_entries_claimed_by_a_dead_consumer_are_claimed_again_before_new_entries(streams):
     await streams.append("prompts", [b"1", b"2", b"3"])
     held = await claim(streams, "dead", count=2)
     await streams.acknowledge("prompts", group="actors", entry_ids=[held[0].entry_id])
@@ -124,7 +120,7 @@ async def test_entries_claimed_by_a_dead_consumer_are_claimed_again_before_new_e
     assert payloads(await claim(streams, "alive", idle_s=PATIENCE_S)) == [b"3"]
 
 
-async def test_entries_that_are_acknowledged_or_recently_claimed_are_not_claimed_again(streams: Stream) -> None:
+async def test_entries_that_are_acknowledged_or_recently_claimed_are_not_claimed_again(streams):
     await streams.append("prompts", [b"1", b"2"])
     first, second = await claim(streams, "a", idle_s=0.0)
     assert await claim(streams, "b", idle_s=30.0) == []
@@ -132,7 +128,7 @@ async def test_entries_that_are_acknowledged_or_recently_claimed_are_not_claimed
     assert await claim(streams, "b", idle_s=0.0) == []
 
 
-async def test_idle_entry_is_claimed_even_if_many_claimed_entries_precede_it(streams: Stream) -> None:
+async def test_idle_entry_is_claimed_even_if_many_claimed_entries_precede_it(streams):
     """Redis' XAUTOCLAIM scans at most ten times `count` entries per call and returns a cursor to continue from."""
     await streams.append("prompts", [b"%d" % number for number in range(60)])
     lost = await claim(streams, "dead", count=60)
@@ -142,7 +138,7 @@ async def test_idle_entry_is_claimed_even_if_many_claimed_entries_precede_it(str
     assert payloads(await claim(streams, "other", count=1, idle_s=IDLE_S)) == [b"59"]
 
 
-async def test_waiting_consumer_claims_another_consumers_entry_as_soon_as_it_counts_as_idle(streams: Stream) -> None:
+async def test_waiting_consumer_claims_another_consumers_entry_as_soon_as_it_counts_as_idle(streams):
     await streams.append("prompts", [b"1"])
     await claim(streams, "dead")
     started = time.monotonic()
@@ -153,7 +149,7 @@ async def test_waiting_consumer_claims_another_consumers_entry_as_soon_as_it_cou
     assert time.monotonic() - started < SOON_S
 
 
-async def test_restarted_consumer_gets_the_entries_that_it_claimed_and_did_not_acknowledge(streams: Stream) -> None:
+async def test_restarted_consumer_gets_the_entries_that_it_claimed_and_did_not_acknowledge(streams):
     assert await streams.held("prompts", group="actors", consumer="a") == []
     await streams.append("prompts", [b"1", b"2", b"3", b"4"], first_id=1)
     assert payloads(await claim(streams, "a", count=3)) == [b"1", b"2", b"3"]
@@ -166,8 +162,8 @@ async def test_restarted_consumer_gets_the_entries_that_it_claimed_and_did_not_a
     )
 
 
-async def test_each_delivery_of_an_entry_is_counted_and_a_consumer_may_correct_the_count(streams: Stream) -> None:
-    async def held(consumer: str) -> list[tuple[str, int]]:
+async def test_each_delivery_of_an_entry_is_counted_and_a_consumer_may_correct_the_count(streams):
+    async def held(consumer):
         entries = await streams.held("prompts", group="actors", consumer=consumer)
         return [(entry.entry_id, entry.deliveries) for entry in entries]
 
@@ -185,7 +181,7 @@ async def test_each_delivery_of_an_entry_is_counted_and_a_consumer_may_correct_t
     assert await held("a") == []
 
 
-async def test_entry_whose_claim_was_renewed_is_not_claimed_by_another_consumer(streams: Stream) -> None:
+async def test_entry_whose_claim_was_renewed_is_not_claimed_by_another_consumer(streams):
     await streams.append("prompts", [b"1", b"2"], first_id=1)
     await claim(streams, "a")
     await asyncio.sleep(IDLE_S)
@@ -194,14 +190,14 @@ async def test_entry_whose_claim_was_renewed_is_not_claimed_by_another_consumer(
     assert payloads(await claim(streams, "b", idle_s=IDLE_S)) == [b"1"]
 
 
-async def test_claimed_entry_that_was_trimmed_from_the_stream_is_not_claimed_again(streams: Stream) -> None:
+async def test_claimed_entry_that_was_trimmed_from_the_stream_is_not_claimed_again(streams):
     await streams.append("prompts", [b"1", b"2"], first_id=1)
     await claim(streams, "dead")
     await streams.trim("prompts", before="2-0")
     assert payloads(await claim(streams, "alive", idle_s=0.0)) == [b"2"]
 
 
-async def test_trim_by_a_writer_is_rejected_once_a_newer_writer_has_taken_over(streams: Stream) -> None:
+async def test_trim_by_a_writer_is_rejected_once_a_newer_writer_has_taken_over(streams):
     await streams.append("s", [b"1", b"2", b"3"], first_id=1)
     await streams.trim("s", before="2-0", fence=Fence("epochs", 1))
     await streams.append("epochs", [b""], first_id=1)
@@ -212,7 +208,7 @@ async def test_trim_by_a_writer_is_rejected_once_a_newer_writer_has_taken_over(s
     assert payloads(await streams.read({"s": START}, count=9, block_s=0)) == [b"3"]
 
 
-async def test_trim_removes_only_entries_before_the_given_id(streams: Stream) -> None:
+async def test_trim_removes_only_entries_before_the_given_id(streams):
     await streams.append("s", [b"%d" % number for number in range(1, 6)], first_id=1)
     await streams.trim("s", before="3-0")
     assert payloads(await streams.read({"s": START}, count=9, block_s=0)) == [b"3", b"4", b"5"]
@@ -222,7 +218,7 @@ async def test_trim_removes_only_entries_before_the_given_id(streams: Stream) ->
     assert await streams.append("s", [b"again"], first_id=5) == 0
 
 
-async def test_stream_over_its_capacity_reports_room_for_0_entries_but_drops_none(streams: Stream) -> None:
+async def test_stream_over_its_capacity_reports_room_for_0_entries_but_drops_none(streams):
     assert await streams.room("s") == 10
     await streams.append("s", [b"x"] * 9)
     assert await streams.room("s") == 1
@@ -231,7 +227,7 @@ async def test_stream_over_its_capacity_reports_room_for_0_entries_but_drops_non
     assert await streams.length("s") == 18
 
 
-async def test_streams_are_listed_by_a_prefix_in_which_wildcards_have_no_special_meaning(streams: Stream) -> None:
+async def test_streams_are_listed_by_a_prefix_in_which_wildcards_have_no_special_meaning(streams):
     for name in ("rollouts:a1", "rollouts:a0", "reports", "roll*", "rollouts:[x]"):
         await streams.append(name, [b"1"])
     assert await streams.streams("rollouts:") == ["rollouts:[x]", "rollouts:a0", "rollouts:a1"]
@@ -239,18 +235,18 @@ async def test_streams_are_listed_by_a_prefix_in_which_wildcards_have_no_special
     assert await streams.streams("rollouts:[") == ["rollouts:[x]"]
 
 
-async def test_reading_and_claiming_stream_entries_wait_no_longer_than_the_timeout_block_s(streams: Stream) -> None:
+async def test_reading_and_claiming_stream_entries_wait_no_longer_than_the_timeout_block_s(streams):
     started = time.monotonic()
     assert await streams.read({"s": START}, count=1, block_s=0.15) == []
     assert await claim_waiting(streams, 0.15) == []
     assert 0.3 <= time.monotonic() - started < SOON_S
 
 
-async def claim_waiting(streams: Stream, block_s: float) -> list[Entry]:
+async def claim_waiting(streams, block_s):
     return await streams.claim("prompts", group="actors", consumer="a", count=1, block_s=block_s, reclaim_idle_s=60)
 
 
-async def test_append_wakes_waiting_readers(streams: Stream) -> None:
+async def test_append_wakes_waiting_readers(streams):
     reader = asyncio.create_task(streams.read({"other": START, "prompts": START}, count=9, block_s=PATIENCE_S))
     claimer = asyncio.create_task(claim_waiting(streams, PATIENCE_S))
     await asyncio.sleep(0.05)
@@ -260,10 +256,10 @@ async def test_append_wakes_waiting_readers(streams: Stream) -> None:
     assert time.monotonic() - started < SOON_S
 
 
-async def test_entries_of_concurrent_producers_stay_in_the_order_of_each_producer(streams: Stream) -> None:
+async def test_entries_of_concurrent_producers_stay_in_the_order_of_each_producer(streams):
     """All entries of each producer arrive in order, on a stream shared by the producers and on a stream of its own."""
 
-    async def produce(name: int) -> None:
+    async def produce(name):
         for batch in range(10):
             numbers = range(5 * batch, 5 * batch + 5)
             await streams.append("shared", [b"%d:%03d" % (name, number) for number in numbers])
@@ -280,7 +276,7 @@ async def test_entries_of_concurrent_producers_stay_in_the_order_of_each_produce
         assert payloads(await streams.read({f"own:{name}": START}, count=1000, block_s=0)) == expected
 
 
-async def test_error_for_an_unknown_url_scheme_of_the_stream_server_omits_the_urls_password() -> None:
+async def test_error_for_an_unknown_url_scheme_of_the_stream_server_omits_the_urls_password():
     with pytest.raises(AddressError, match="memory:// or redis://") as raised:
         await open_stream("amqp://user:secret@host", namespace="n")
     assert "secret" not in str(raised.value)

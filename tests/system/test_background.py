@@ -1,12 +1,9 @@
 """Background threads pass their results to the event loop; coroutines run together end together."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
 import weakref
-from typing import Any
 
 import pytest
 
@@ -14,17 +11,17 @@ from pipelinerl.system.background import in_background, run_together, tell, to_i
 from tests.patience import PATIENCE_S
 
 
-async def test_callback_from_a_background_thread_runs_on_the_event_loop() -> None:
-    received: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+async def test_callback_from_a_background_thread_runs_on_the_event_loop():
+    received = asyncio.get_running_loop().create_future()
     threading.Thread(target=tell, args=(asyncio.get_running_loop(), received.set_result, ("yes", 1))).start()
     assert await asyncio.wait_for(received, PATIENCE_S) == ("yes", 1)
 
 
-def test_reused_background_thread_keeps_no_reference_to_its_previous_call() -> None:
+def test_reused_background_thread_keeps_no_reference_to_its_previous_call():
     class Held:
         pass
 
-    def first() -> tuple[int, weakref.ref[Held]]:
+    def first():
         held = Held()
         return threading.get_ident(), weakref.ref(held)
 
@@ -40,14 +37,14 @@ def test_reused_background_thread_keeps_no_reference_to_its_previous_call() -> N
         time.sleep(0.005)
 
 
-def test_concurrent_background_calls_run_in_separate_threads() -> None:
+def test_concurrent_background_calls_run_in_separate_threads():
     meeting = threading.Barrier(8, timeout=PATIENCE_S)
     calls = [in_background(f"call-{number}", meeting.wait) for number in range(8)]
     assert sorted(call.result(PATIENCE_S) for call in calls) == list(range(8))
 
 
-def test_exception_in_a_background_call_reaches_the_caller_and_the_thread_survives() -> None:
-    def fails() -> None:
+def test_exception_in_a_background_call_reaches_the_caller_and_the_thread_survives():
+    def fails():
         raise OSError("no")
 
     for _ in range(3):
@@ -62,36 +59,36 @@ class Refusing:
     With `closes`, it raises because it was closed just before; otherwise the reason is another one.
     """
 
-    def __init__(self, *, closes: bool) -> None:
+    def __init__(self, *, closes):
         self._closes, self._closed = closes, False
 
-    def is_closed(self) -> bool:
+    def is_closed(self):
         return self._closed
 
-    def call_soon_threadsafe(self, *_: object) -> None:
+    def call_soon_threadsafe(self, *_):
         self._closed = self._closes
         raise RuntimeError("it takes no call")
 
 
-def test_callback_to_an_event_loop_that_was_just_closed_is_ignored() -> None:
+def test_callback_to_an_event_loop_that_was_just_closed_is_ignored():
     """If the callback raised, the thread would die, and pytest would blame an unrelated test."""
-    closing: Any = Refusing(closes=True)
+    closing = Refusing(closes=True)
     tell(closing, print)
     closed = asyncio.new_event_loop()
     closed.close()
     tell(closed, print)
 
 
-def test_runtime_error_of_an_event_loop_that_is_not_closed_is_raised() -> None:
-    refusing: Any = Refusing(closes=False)
+def test_runtime_error_of_an_event_loop_that_is_not_closed_is_raised():
+    refusing = Refusing(closes=False)
     with pytest.raises(RuntimeError, match="takes no call"):
         tell(refusing, print)
 
 
-async def test_cancelled_caller_waits_until_the_work_that_it_started_has_ended() -> None:
+async def test_cancelled_caller_waits_until_the_work_that_it_started_has_ended():
     gate, ended = asyncio.Event(), []
 
-    async def work() -> str:
+    async def work():
         await gate.wait()
         ended.append(True)
         return "done"
@@ -107,21 +104,21 @@ async def test_cancelled_caller_waits_until_the_work_that_it_started_has_ended()
     assert ended and await to_its_end(work()) == "done"
 
 
-async def test_coroutines_run_together_return_their_results_in_order() -> None:
-    async def after(seconds: float) -> float:
+async def test_coroutines_run_together_return_their_results_in_order():
+    async def after(seconds):
         await asyncio.sleep(seconds)
         return seconds
 
     assert await run_together(map(after, (0.01, 0.0))) == [0.01, 0.0]
 
 
-async def test_first_failure_of_coroutines_run_together_cancels_the_others_and_is_the_only_error_raised() -> None:
+async def test_first_failure_of_coroutines_run_together_cancels_the_others_and_is_the_only_error_raised():
     ended = []
 
-    async def fail() -> None:
+    async def fail():
         raise ValueError("bad")
 
-    async def wait() -> None:
+    async def wait():
         try:
             await asyncio.Event().wait()
         finally:

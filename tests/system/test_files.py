@@ -1,16 +1,13 @@
 """Private files: only their owner can ever read them, and they are written completely or not at all."""
 
-from __future__ import annotations
-
 import stat
-from pathlib import Path
 
 import pytest
 
 from pipelinerl.system.files import sync, write_private
 
 
-def test_private_file_replaces_a_file_that_everybody_could_read(tmp_path: Path) -> None:
+def test_private_file_replaces_a_file_that_everybody_could_read(tmp_path):
     path = tmp_path / "token"
     path.write_text("old")
     path.chmod(0o644)
@@ -20,7 +17,7 @@ def test_private_file_replaces_a_file_that_everybody_could_read(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_failed_write_of_a_private_file_keeps_the_previous_file(tmp_path: Path) -> None:
+def test_failed_write_of_a_private_file_keeps_the_previous_file(tmp_path):
     path = tmp_path / "token"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):
@@ -28,7 +25,7 @@ def test_failed_write_of_a_private_file_keeps_the_previous_file(tmp_path: Path) 
     assert path.read_text() == "old"
 
 
-def test_sync_to_disk_accepts_files_and_directories_and_raises_if_they_are_missing(tmp_path: Path) -> None:
+def test_sync_to_disk_accepts_files_and_directories_and_raises_if_they_are_missing(tmp_path):
     (tmp_path / "file").write_text("x")
     sync(tmp_path / "file")
     sync(tmp_path)

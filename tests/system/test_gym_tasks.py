@@ -1,7 +1,5 @@
 """Importing a single task of reasoning_gym gives the task's usual problems without importing the whole library."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -38,6 +36,6 @@ def test_separately_imported_reasoning_gym_task_makes_the_same_problems_as_the_w
 
 
 @pytest.mark.parametrize("task", ["nothing_of_that_name", "__init__", "../arithmetic/gcd", "gcd*", ""])
-def test_unknown_reasoning_gym_task_is_rejected(task: str):
+def test_unknown_reasoning_gym_task_is_rejected(task):
     with pytest.raises(ValueError, match="not registered"):
         gym_tasks.create_dataset(task)

@@ -1,12 +1,9 @@
 """Tests of the HTTP clients: headers, proxies, and deadlines."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -20,12 +17,12 @@ NOBODY = "http://127.0.0.1:9"
 
 
 @contextmanager
-def peer(answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok") -> Iterator[tuple[str, list[str]]]:
+def peer(answer=b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"):
     """Yield a server's URL and a list of the HTTP headers that it receives; with an empty `answer` it never answers."""
-    heads: list[str] = []
+    heads = []
     over = threading.Event()
 
-    def serve() -> None:
+    def serve():
         while True:
             try:
                 connected, _ = listening.accept()
@@ -49,19 +46,19 @@ def peer(answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok") -> I
 
 
 @pytest.fixture(autouse=True)
-def proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+def proxies(monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, NOBODY)
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_default_httpx_client_uses_the_proxy_in_the_environment() -> None:
+def test_default_httpx_client_uses_the_proxy_in_the_environment():
     with peer() as (url, _), httpx.Client() as http, pytest.raises(httpx.ConnectError):
         http.get(url)
 
 
-def test_http_session_sends_its_token_and_headers_and_ignores_the_proxy_in_the_environment() -> None:
+def test_http_session_sends_its_token_and_headers_and_ignores_the_proxy_in_the_environment():
     with peer() as (url, heads), http_client.session(url, token="secret", headers={"x-who": "ada"}) as http:
         assert http.get("/status").text == "ok"
     assert heads[0].startswith("get /status ")
@@ -69,14 +66,14 @@ def test_http_session_sends_its_token_and_headers_and_ignores_the_proxy_in_the_e
     assert "x-who: ada\r\n" in heads[0]
 
 
-async def test_async_http_session_sends_its_token_and_ignores_the_proxy_in_the_environment() -> None:
+async def test_async_http_session_sends_its_token_and_ignores_the_proxy_in_the_environment():
     with peer() as (url, heads):
         async with http_client.async_session(url, token="secret") as http:
             assert (await http.get("/status")).text == "ok"
     assert "authorization: bearer secret\r\n" in heads[0]
 
 
-async def test_aiohttp_session_sends_its_token_and_ignores_the_proxy_in_the_environment() -> None:
+async def test_aiohttp_session_sends_its_token_and_ignores_the_proxy_in_the_environment():
     with peer() as (url, heads):
         async with (
             http_client.hot_session(token="secret", keep_alive_s=1.0) as http,
@@ -86,7 +83,7 @@ async def test_aiohttp_session_sends_its_token_and_ignores_the_proxy_in_the_envi
     assert "authorization: bearer secret\r\n" in heads[0]
 
 
-def test_connection_for_weight_transfers_ignores_the_proxy_in_the_environment() -> None:
+def test_connection_for_weight_transfers_ignores_the_proxy_in_the_environment():
     with peer() as (url, heads):
         connection = http_client.byte_connection(url)
         connection.timeout = PATIENCE_S
@@ -97,17 +94,17 @@ def test_connection_for_weight_transfers_ignores_the_proxy_in_the_environment() 
 
 
 @pytest.mark.parametrize(("url", "port"), [("http://host", 80), ("https://host", 443), ("https://host:8000", 8000)])
-def test_connection_for_weight_transfers_uses_the_default_port_of_its_url_scheme(url: str, port: int) -> None:
+def test_connection_for_weight_transfers_uses_the_default_port_of_its_url_scheme(url, port):
     connection = http_client.byte_connection(url)
     assert (connection.host, connection.port) == ("host", port)
 
 
 @pytest.mark.parametrize("token", [None, ""])
-def test_no_authorization_header_is_sent_without_a_token(token: str | None) -> None:
+def test_no_authorization_header_is_sent_without_a_token(token):
     assert http_client.authorization(token) == {}
 
 
-def test_http_session_times_out_if_the_server_does_not_answer() -> None:
+def test_http_session_times_out_if_the_server_does_not_answer():
     with (
         peer(b"") as (url, _),
         http_client.session(url, timeout_s=0.2) as http,
@@ -116,14 +113,14 @@ def test_http_session_times_out_if_the_server_does_not_answer() -> None:
         http.get("/")
 
 
-async def test_aiohttp_session_call_times_out_at_its_deadline() -> None:
+async def test_aiohttp_session_call_times_out_at_its_deadline():
     with peer(b"") as (url, _):
         async with http_client.hot_session(token=None, keep_alive_s=1.0) as http:
             with pytest.raises(asyncio.TimeoutError):
                 await http.get(url, timeout=http_client.call_timeout(0.2))
 
 
-def test_timeout_of_a_call_limits_the_time_to_connect_even_if_its_response_may_last_forever() -> None:
+def test_timeout_of_a_call_limits_the_time_to_connect_even_if_its_response_may_last_forever():
     soon, endless = http_client.call_timeout(2.0), http_client.call_timeout(math.inf)
     assert (soon.total, soon.sock_connect) == (2.0, 2.0)
     assert (endless.total, endless.sock_connect) == (None, http_client.CONNECT_S)

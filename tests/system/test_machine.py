@@ -1,7 +1,5 @@
 """The address at which other machines reach this machine, free ports, and host look-ups without name servers."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import socket
@@ -21,22 +19,22 @@ _ELSEWHERE = "198.51.100.7"
 with_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "__res_init"), reason="the C library is not glibc")
 
 
-def test_loopback_address_is_chosen_if_all_servers_are_on_this_machine() -> None:
+def test_loopback_address_is_chosen_if_all_servers_are_on_this_machine():
     assert address_facing(["http://127.0.0.1:8001", "http://localhost:8002", "http://[::1]:8003"]) == LOOPBACK
     assert address_facing([]) == LOOPBACK
 
 
-def test_externally_reachable_address_is_chosen_if_at_least_one_server_is_on_another_machine(outward: str) -> None:
+def test_externally_reachable_address_is_chosen_if_at_least_one_server_is_on_another_machine(outward):
     assert address_facing(["http://127.0.0.1:8001", f"http://{_ELSEWHERE}:8001"]) == outward
     with socket.create_server((outward, 0)):  # binding succeeds only if `outward` is an address of this machine
         pass
 
 
-def test_server_whose_host_cannot_be_resolved_does_not_affect_which_address_is_chosen() -> None:
+def test_server_whose_host_cannot_be_resolved_does_not_affect_which_address_is_chosen():
     assert address_facing(["http://nowhere.invalid:8001", "http://127.0.0.1:8001"]) == LOOPBACK
 
 
-def attempts() -> int:
+def attempts():
     """Return how often this thread's resolver asks name servers per query; 0 if name servers are disabled."""
     library = ctypes.CDLL(None)
     library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
@@ -45,7 +43,7 @@ def attempts() -> int:
 
 @with_glibc
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1", "::1"])
-def test_dns_lookups_are_disabled_inside_the_block_of_without_name_servers_and_enabled_afterwards(host: str) -> None:
+def test_dns_lookups_are_disabled_inside_the_block_of_without_name_servers_and_enabled_afterwards(host):
     machine._resolver()
     before = attempts()
     with pytest.raises(OSError, match="within"), without_name_servers(host):
@@ -56,10 +54,10 @@ def test_dns_lookups_are_disabled_inside_the_block_of_without_name_servers_and_e
 
 
 @with_glibc
-def test_dns_lookups_of_other_threads_stay_enabled_inside_the_block_of_without_name_servers() -> None:
-    counts: list[int] = []
+def test_dns_lookups_of_other_threads_stay_enabled_inside_the_block_of_without_name_servers():
+    counts = []
 
-    def look() -> None:
+    def look():
         machine._resolver()
         counts.append(attempts())
 
@@ -71,32 +69,32 @@ def test_dns_lookups_of_other_threads_stay_enabled_inside_the_block_of_without_n
 
 
 @with_glibc
-def test_dns_lookups_stay_enabled_if_without_name_servers_gets_a_host_name_instead_of_an_ip_address() -> None:
+def test_dns_lookups_stay_enabled_if_without_name_servers_gets_a_host_name_instead_of_an_ip_address():
     machine._resolver()
     with without_name_servers("trainer.lab"):
         assert attempts() > 0
 
 
-def test_free_ports_are_distinct_unused_and_below_the_range_for_outgoing_connections() -> None:
+def test_free_ports_are_distinct_unused_and_below_the_range_for_outgoing_connections():
     ports = free_ports(5)
     assert len(set(ports)) == 5
     assert all(is_free(port) and port < 32768 for port in ports)
 
 
-def test_free_ports_never_include_a_taken_port() -> None:
+def test_free_ports_never_include_a_taken_port():
     (port,) = free_ports(1)
     with socket.create_server(("127.0.0.1", port)):
         assert not is_free(port)
         assert port not in free_ports(3)
 
 
-def test_port_taken_at_one_ip_address_counts_as_free_at_another() -> None:
+def test_port_taken_at_one_ip_address_counts_as_free_at_another():
     (port,) = free_ports(1, "127.0.0.2")
     with socket.create_server(("127.0.0.2", port)):
         assert is_free(port) and not is_free(port, "127.0.0.2")
 
 
-def test_request_for_more_ports_than_are_free_raises_an_error() -> None:
+def test_request_for_more_ports_than_are_free_raises_an_error():
     with pytest.raises(AddressError, match="fewer than 20000 ports"):
         free_ports(20000)
 
@@ -106,7 +104,7 @@ _APART = ("unshare", "--map-root-user", "--net")
 _ASK = "from pipelinerl.system.machine import free_ports; free_ports(1)"
 
 
-def test_missing_loopback_interface_is_reported_without_waiting() -> None:
+def test_missing_loopback_interface_is_reported_without_waiting():
     """Otherwise the launcher would wait a minute for an unreachable server."""
     if shutil.which("unshare") is None or subprocess.run([*_APART, "true"], capture_output=True).returncode:
         pytest.skip("left out: a network namespace, which may not be made here")

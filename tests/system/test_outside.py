@@ -1,13 +1,10 @@
 """Requests to servers outside the run: deadline, size limit, redirects, pauses and the proxy."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import email.utils
 import gzip
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -20,11 +17,11 @@ from pipelinerl.system.outside import (
     ResponseRejected,
     proxy_of,
 )
-from tests.fakes.raw_server import Handler, raw_server, response, sending
+from tests.fakes.raw_server import raw_server, response, sending
 from tests.patience import PATIENCE_S
 
 
-async def answer_of(handler: Handler, *, timeout_s: float = PATIENCE_S) -> OutsideResponse:
+async def answer_of(handler, *, timeout_s=PATIENCE_S):
     client = OutsideClient(token="secret")
     async with raw_server(handler) as url:
         try:
@@ -33,8 +30,8 @@ async def answer_of(handler: Handler, *, timeout_s: float = PATIENCE_S) -> Outsi
             await client.close()
 
 
-def forever(first: bytes, part: bytes, pause_s: float) -> Handler:
-    async def send(head: bytes, writer: asyncio.StreamWriter) -> None:
+def forever(first, part, pause_s):
+    async def send(head, writer):
         writer.write(first)
         while True:
             writer.write(part)
@@ -44,7 +41,7 @@ def forever(first: bytes, part: bytes, pause_s: float) -> Handler:
     return send
 
 
-async def test_response_of_an_outside_server_is_returned_with_its_status() -> None:
+async def test_response_of_an_outside_server_is_returned_with_its_status():
     assert await answer_of(sending(response(b"[1]", status=503))) == OutsideResponse(503, b"[1]")
 
 
@@ -58,7 +55,7 @@ async def test_response_of_an_outside_server_is_returned_with_its_status() -> No
     ],
     ids=["slow body", "100 Continue", "slow headers", "silence"],
 )
-async def test_deadline_covers_the_whole_request_however_slowly_the_response_arrives(handler: Handler) -> None:
+async def test_deadline_covers_the_whole_request_however_slowly_the_response_arrives(handler):
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"had no complete response within 0\.2 s"):
         await answer_of(handler, timeout_s=0.2)
@@ -66,22 +63,22 @@ async def test_deadline_covers_the_whole_request_however_slowly_the_response_arr
 
 
 @pytest.mark.parametrize("first", [b"content-length: 9999999999999", b"transfer-encoding: chunked"])
-async def test_response_beyond_the_size_limit_is_rejected(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_response_beyond_the_size_limit_is_rejected(first, monkeypatch):
     monkeypatch.setattr(outside, "MOST_BYTES", 2**20)
     with pytest.raises(ResponseRejected, match=r"http://127.* sends more than 1048576 bytes"):
         await answer_of(forever(b"HTTP/1.1 200 x\r\n" + first + b"\r\n\r\n", b"10000\r\n" + bytes(2**16) + b"\r\n", 0))
 
 
-async def test_compressed_response_is_rejected_without_unpacking_it() -> None:
+async def test_compressed_response_is_rejected_without_unpacking_it():
     bomb = gzip.compress(bytes(2**20))
     with pytest.raises(ResponseRejected, match=r"sends a compressed response \(gzip\)"):
         await answer_of(sending(response(bomb, content_encoding="gzip")))
 
 
-async def test_redirect_is_not_followed_so_that_the_key_stays_with_its_server() -> None:
-    heads: list[bytes] = []
+async def test_redirect_is_not_followed_so_that_the_key_stays_with_its_server():
+    heads = []
 
-    async def note(head: bytes, writer: asyncio.StreamWriter) -> None:
+    async def note(head, writer):
         heads.append(head)
         writer.write(response(b""))
 
@@ -95,12 +92,12 @@ async def test_redirect_is_not_followed_so_that_the_key_stays_with_its_server() 
     "content",
     [b"\xff\xff\r\n\r\n", b"HTTP/1.1 200 x\r\ncontent-length: -1\r\n\r\n", b"HTTP/1.1 200 x\r\n" + b"a" * 10**6],
 )
-async def test_response_that_is_no_http_is_an_outage(content: bytes) -> None:
+async def test_response_that_is_no_http_is_an_outage(content):
     with pytest.raises(OutsideUnreachable):
         await answer_of(sending(content))
 
 
-async def test_unreachable_and_invalid_addresses_have_errors_of_their_own() -> None:
+async def test_unreachable_and_invalid_addresses_have_errors_of_their_own():
     client = OutsideClient()
     with pytest.raises(OutsideUnreachable, match="refused"):
         await client.get("http://127.0.0.1:9", timeout_s=PATIENCE_S)
@@ -123,31 +120,27 @@ async def test_unreachable_and_invalid_addresses_have_errors_of_their_own() -> N
         ("²", 0, 0),
     ],
 )
-async def test_requested_pause_is_read_as_seconds_or_as_a_date(
-    header: str | Callable[[], str], least: float, most: float
-) -> None:
+async def test_requested_pause_is_read_as_seconds_or_as_a_date(header, least, most):
     text = header if isinstance(header, str) else header()
     answer = await answer_of(sending(response(b"", status=429, retry_after=text)))
     assert least <= answer.retry_after_s <= most and answer.may_be_retried
 
 
 @pytest.mark.parametrize("status", [429, 500, 501, 503, 520, 524, 529, 599])
-def test_overload_and_failures_of_the_server_may_be_retried(status: int) -> None:
+def test_overload_and_failures_of_the_server_may_be_retried(status):
     assert OutsideResponse(status, b"").may_be_retried and not OutsideResponse(400, b"").may_be_retried
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 200_000, b"{", b"", b"1" * 5_000])
-def test_body_that_is_no_json_is_a_value_error(content: bytes) -> None:
+def test_body_that_is_no_json_is_a_value_error(content):
     with pytest.raises(ValueError, match=r"."):
         OutsideResponse(200, content).json()
 
 
-async def test_outside_requests_go_through_the_named_proxy_and_loopback_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    heads: list[bytes] = []
+async def test_outside_requests_go_through_the_named_proxy_and_loopback_does_not(monkeypatch):
+    heads = []
 
-    async def note(head: bytes, writer: asyncio.StreamWriter) -> None:
+    async def note(head, writer):
         heads.append(head)
         writer.write(response(b"ok", status=403 if head.startswith(b"CONNECT") else 200))
 

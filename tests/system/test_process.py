@@ -1,7 +1,5 @@
 """A process exits with its main function's status even if threads are busy; output is flushed, exit functions run."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
@@ -12,7 +10,7 @@ from pipelinerl.system.process import collect_as_usual, collect_rarely
 from tests.patience import PATIENCE_S
 
 
-def test_garbage_collection_is_rare_during_start_up_and_normal_afterwards() -> None:
+def test_garbage_collection_is_rare_during_start_up_and_normal_afterwards():
     others = gc.get_threshold()  # the thresholds to restore; another test may have changed the defaults
     before = (700, 10, 10)
     gc.set_threshold(*before)
@@ -47,12 +45,12 @@ def main():
 QUIET = "import sys\nfrom pipelinerl.system.process import run_process\n"
 
 
-def ended(program: str) -> tuple[int, str, str]:
+def ended(program):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
     return done.returncode, done.stdout, done.stderr
 
 
-def test_thread_in_native_code_does_not_abort_the_exit_of_its_process() -> None:
+def test_thread_in_native_code_does_not_abort_the_exit_of_its_process():
     assert ended(f"{BUSY}run_process(main)") == (143, "said written registered\n", "")
 
 
@@ -65,8 +63,6 @@ def test_thread_in_native_code_does_not_abort_the_exit_of_its_process() -> None:
         ("lambda: 1 / 0", 1, "ZeroDivisionError: division by zero\n"),
     ],
 )
-def test_process_without_busy_threads_exits_with_the_status_of_its_main_function(
-    main: str, status: int, message: str
-) -> None:
+def test_process_without_busy_threads_exits_with_the_status_of_its_main_function(main, status, message):
     returncode, _, error = ended(f"{QUIET}run_process({main})")
     assert returncode == status and error.endswith(message) and bool(error) == bool(message)

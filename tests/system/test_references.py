@@ -1,10 +1,6 @@
 """Loading user code by a reference such as `path.py:name`: the right code is loaded, once, from the right folder."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +9,7 @@ from pipelinerl.system.references import is_reference, last_line, load_reference
 
 
 @pytest.fixture(autouse=True)
-def same_path() -> Iterator[None]:
+def same_path():
     """Restore `sys.path` after the test."""
     before = list(sys.path)
     yield
@@ -21,18 +17,18 @@ def same_path() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("text", ["a.b:c", "x.py:y", "/a b/x.py:y", "../x.py:y", "reasoning_gym:spell_backward"])
-def test_valid_references_to_user_code_are_recognised(text: str) -> None:
+def test_valid_references_to_user_code_are_recognised(text):
     assert is_reference(text)
 
 
 @pytest.mark.parametrize("text", ["torch", "x.py", "x.py:", ":y", "a/b:c", "x.py:a b", ""])
-def test_text_that_is_not_a_reference_to_user_code_is_rejected(text: str) -> None:
+def test_text_that_is_not_a_reference_to_user_code_is_rejected(text):
     assert not is_reference(text)
     with pytest.raises(ReferenceFailed, match=r"expected package.module:attribute or path.py:attribute, got"):
         load_reference(text)
 
 
-def test_user_code_file_is_loaded_once_and_files_of_the_same_name_do_not_collide(tmp_path: Path) -> None:
+def test_user_code_file_is_loaded_once_and_files_of_the_same_name_do_not_collide(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "r.py").write_text(f"import sibling_{folder}\ndef where(): return sibling_{folder}.HERE\n")
@@ -43,7 +39,7 @@ def test_user_code_file_is_loaded_once_and_files_of_the_same_name_do_not_collide
     assert place_of(a) == f"where, {tmp_path}/a/r.py:2"
 
 
-def test_folder_of_user_code_is_first_in_sys_path_during_its_import_and_last_afterwards(tmp_path: Path) -> None:
+def test_folder_of_user_code_is_first_in_sys_path_during_its_import_and_last_afterwards(tmp_path):
     (tmp_path / "r.py").write_text(
         "import sys\nFIRST = sys.path[0]\ndef later():\n    import late_one\n    return late_one"
     )
@@ -53,7 +49,7 @@ def test_folder_of_user_code_is_first_in_sys_path_during_its_import_and_last_aft
     assert load_reference(f"{tmp_path}/r.py:later")().__file__ == f"{tmp_path}/late_one.py"
 
 
-def test_user_code_that_failed_to_load_is_read_again_at_the_next_attempt(tmp_path: Path) -> None:
+def test_user_code_that_failed_to_load_is_read_again_at_the_next_attempt(tmp_path):
     file = tmp_path / "r.py"
     file.write_text("x = 1 +\n")
     with pytest.raises(ReferenceFailed, match=r"r.py cannot be imported: .*r.py:1: SyntaxError: invalid syntax"):
@@ -63,7 +59,7 @@ def test_user_code_that_failed_to_load_is_read_again_at_the_next_attempt(tmp_pat
 
 
 @pytest.mark.parametrize("raised", ["ValueError('no')", "SystemExit(3)", "KeyboardInterrupt"])
-def test_whatever_user_code_raises_becomes_one_sentence_that_names_its_line(tmp_path: Path, raised: str) -> None:
+def test_whatever_user_code_raises_becomes_one_sentence_that_names_its_line(tmp_path, raised):
     file = tmp_path / "r.py"
     file.write_text(f"raise {raised}\n")
     with pytest.raises(ReferenceFailed, match=r"r.py cannot be imported: .*r.py:1: \w+"):
@@ -76,7 +72,7 @@ def test_whatever_user_code_raises_becomes_one_sentence_that_names_its_line(tmp_
         raise UserError("as it is")
 
 
-def test_error_in_user_code_names_the_line_in_the_users_file_and_not_in_the_library_it_called(tmp_path: Path) -> None:
+def test_error_in_user_code_names_the_line_in_the_users_file_and_not_in_the_library_it_called(tmp_path):
     (tmp_path / "r.py").write_text("import json\ndef f():\n    return json.loads('{')\n")
     f = load_reference(f"{tmp_path}/r.py:f")
     with pytest.raises(ValueError) as raised:

@@ -1,31 +1,24 @@
 """Secrets in environment variables are read by a role, and not inherited by the programs that it starts."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
-
-from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
+from pipelinerl.config.recipe import load, parse, save, to_table
 from pipelinerl.roles import catalogue
-from pipelinerl.roles.process import TOKEN_VARIABLE, Identity, read_token
+from pipelinerl.roles.process import TOKEN_VARIABLE, read_token
 from pipelinerl.roles.role import REDIS_VARIABLE, RoleOptions
 from pipelinerl.system import secret_variables
 from pipelinerl.system.secret_variables import read_secret
 
 
-def _recipe() -> RunConfig:
+def _recipe():
     judge = {"url": "http://127.0.0.1:9", "model": "m", "key_variable": "JUDGE_KEY"}
     return parse(
         to_table(load("tiny")) | {"domains": [{"name": "d", "source": "s", "verifier": "judge", "judge": judge}]}
     )
 
 
-def test_role_keeps_its_secrets_from_the_programs_that_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_role_keeps_its_secrets_from_the_programs_that_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(secret_variables, "_withheld", {})
     secrets = {
         TOKEN_VARIABLE: "hunter2-1",
@@ -36,12 +29,12 @@ def test_role_keeps_its_secrets_from_the_programs_that_it_starts(
     for name, value in {**secrets, "SEARCH_KEY": "the agent's own"}.items():
         monkeypatch.setenv(name, value)
     save(_recipe(), tmp_path / "recipe.toml")
-    seen: list[str] = []
+    seen = []
 
-    async def main(identity: Identity) -> None:
+    async def main(identity):
         seen.append(subprocess.run([sys.executable, "-c", "import os; print(os.environ)"], stdout=-1, text=True).stdout)
         assert identity.token == "hunter2-1" == read_token(None)
-        assert identity.config.domains[0].judge.token == "hunter2-4"  # type: ignore[attr-defined]
+        assert identity.config.domains[0].judge.token == "hunter2-4"
         assert {name: read_secret(name) for name in secrets} == secrets
 
     monkeypatch.setattr("pipelinerl.roles.process.Identity.log", lambda self: None)

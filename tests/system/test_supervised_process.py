@@ -1,13 +1,10 @@
 """A supervised program leaves no process behind, whichever way it ends, and the wrapper ends with its status."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -33,12 +30,12 @@ subprocess.run([str(os.getpid()) if each == "0" else each for each in sys.argv[1
 """
 
 
-def command(parent: int, grace_s: float, *program: str) -> list[str]:
+def command(parent, grace_s, *program):
     words = [sys.executable, "-I", "-S", supervised_process.__file__, str(parent), "SIGTERM", "", str(grace_s), "--"]
     return [*words, *program]
 
 
-def started(last: str, *more: str, grace_s: float = 5.0) -> tuple[subprocess.Popen[str], list[int]]:
+def started(last, *more, grace_s=5.0):
     argv = command(os.getpid(), grace_s, sys.executable, "-S", "-c", _PROGRAM, last, *more)
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -56,16 +53,14 @@ def started(last: str, *more: str, grace_s: float = 5.0) -> tuple[subprocess.Pop
         ("os.kill(os.getpid(), signal.SIGSEGV)", -11, "was killed by SIGSEGV"),
     ],
 )
-def test_descendants_in_sessions_of_their_own_end_with_a_supervised_program(
-    last: str, status: int, ending: str
-) -> None:
+def test_descendants_in_sessions_of_their_own_end_with_a_supervised_program(last, status, ending):
     process, pids = started(last)
     assert process.wait(PATIENCE_S) == status and ending_of(status) == ending
     assert not any(map(is_running, pids))
 
 
 @pytest.mark.parametrize(("more", "grace_s"), [((), 60.0), (("deaf",), 0.1), (("deaf",), 0.0)])
-def test_sigterm_ends_a_supervised_program_and_its_descendants(more: tuple[str, ...], grace_s: float) -> None:
+def test_sigterm_ends_a_supervised_program_and_its_descendants(more, grace_s):
     process, pids = started("time.sleep(600)", *more, grace_s=grace_s)
     began = time.monotonic()
     process.terminate()
@@ -73,7 +68,7 @@ def test_sigterm_ends_a_supervised_program_and_its_descendants(more: tuple[str, 
     assert time.monotonic() - began < SOON_S and not any(map(is_running, pids))
 
 
-def test_supervised_program_and_its_descendants_end_when_the_parent_is_killed(tmp_path: Path) -> None:
+def test_supervised_program_and_its_descendants_end_when_the_parent_is_killed(tmp_path):
     file = tmp_path / "pids"
     program = ["sh", "-c", f"setsid sleep 600 & echo $! $$ > {file}.new; mv {file}.new {file}; sleep 600"]
     with subprocess.Popen([sys.executable, "-c", _PARENT, *command(0, 0.0, *program)]) as parent:
@@ -83,7 +78,7 @@ def test_supervised_program_and_its_descendants_end_when_the_parent_is_killed(tm
     wait_until(lambda: not any(map(is_running, pids)), "the program and its descendants have ended")
 
 
-def test_program_that_does_not_exist_is_named_by_the_supervisor() -> None:
+def test_program_that_does_not_exist_is_named_by_the_supervisor():
     argv = command(os.getpid(), 0.0, "/no/such/program")
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 1 and "/no/such/program cannot be started" in ended.stderr

@@ -1,11 +1,8 @@
 """A process tied to its parent gets a signal when the parent dies, and does not start if the parent is already dead."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -33,7 +30,7 @@ time.sleep(60)
 """
 
 
-def test_process_tied_to_its_parent_gets_the_given_signal_when_the_parent_is_killed(tmp_path: Path) -> None:
+def test_process_tied_to_its_parent_gets_the_given_signal_when_the_parent_is_killed(tmp_path):
     noted = tmp_path / "noted"
     parent = subprocess.Popen([sys.executable, "-c", _PARENT, str(noted), _CHILD], stdout=subprocess.PIPE)
     with parent:
@@ -49,16 +46,14 @@ def test_process_tied_to_its_parent_gets_the_given_signal_when_the_parent_is_kil
     [(1, "true", "is gone; not starting true"), (os.getpid(), "/no/such/program", "cannot be started")],
     ids=["parent", "program"],
 )
-def test_tying_a_process_fails_with_an_error_if_its_parent_or_program_is_missing(
-    parent: int, program: str, reason: str
-) -> None:
+def test_tying_a_process_fails_with_an_error_if_its_parent_or_program_is_missing(parent, program, reason):
     command = [str(parent) if word == str(os.getpid()) else word for word in tied([program])]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 1
     assert reason in ended.stderr
 
 
-def test_process_tied_to_its_parent_runs_on_the_given_cpu_cores() -> None:
+def test_process_tied_to_its_parent_runs_on_the_given_cpu_cores():
     core = min(os.sched_getaffinity(0))
     argv = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
     assert subprocess.check_output(tied(argv, cores=[core]), text=True, timeout=PATIENCE_S) == f"{{{core}}}\n"

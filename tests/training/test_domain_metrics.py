@@ -1,31 +1,27 @@
 """Metrics of the groups that ended since the last step, by domain and by tag."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from pipelinerl.rng import generator
 from pipelinerl.training.domain_metrics import MOST_TAGS, OTHER_TAGS, DomainMetrics, Tally
-from pipelinerl.types import ROOT, Outcome, ProblemSummary, RewardPart, Rollout, RolloutGroup, Verdict
+from pipelinerl.types import ROOT, Outcome, ProblemSummary, RewardPart, Verdict
 from tests.fakes.rollouts import episode, group, rollout
 
 
-def graded(rewards: Sequence[float], *, domain: str = "words", tags: Sequence[str] = (), **fields: Any) -> RolloutGroup:
+def graded(rewards, *, domain="words", tags=(), **fields):
     made = replace(group(0, rewards), domain=domain, problem=ProblemSummary("p", tuple(tags), ""))
     return replace(made, **fields) if fields else made
 
 
-def scored(reward: float, *parts: tuple[str, float]) -> Rollout:
+def scored(reward, *parts):
     verdict = Verdict(outcome=Outcome.CORRECT, reward=reward, parts=tuple(RewardPart(*part) for part in parts))
     return replace(rollout(), verdict=verdict)
 
 
-def test_domain_metrics_match_precomputed_values() -> None:
+def test_domain_metrics_match_precomputed_values():
     metrics = DomainMetrics()
     long = rollout(reward=0.0, sampled=[1] * 20)
     mixed = graded(
@@ -52,7 +48,7 @@ def test_domain_metrics_match_precomputed_values() -> None:
     )
 
 
-def test_reward_parts_are_averaged_over_the_rollouts_that_have_them() -> None:
+def test_reward_parts_are_averaged_over_the_rollouts_that_have_them():
     metrics = DomainMetrics()
     rollouts = (scored(1.0, ("format", 1.0), ("answer", 0.0)), scored(2.0, ("format", 0.5)), scored(0.0))
     metrics.add([graded([], rollouts=rollouts)])
@@ -60,7 +56,7 @@ def test_reward_parts_are_averaged_over_the_rollouts_that_have_them() -> None:
     assert (figures["reward"], figures["reward.format"], figures["reward.answer"]) == (1.0, 0.75, 0.0)
 
 
-def test_group_counts_once_in_its_domain_and_once_in_each_of_its_tags() -> None:
+def test_group_counts_once_in_its_domain_and_once_in_each_of_its_tags():
     metrics = DomainMetrics()
     metrics.add([graded([1.0], tags=("a", "b", "a")), graded([0.0], tags=("b",), domain="sums")])
     figures = metrics.take()
@@ -70,13 +66,13 @@ def test_group_counts_once_in_its_domain_and_once_in_each_of_its_tags() -> None:
     assert metrics.take() == ({}, {}), "the next step begins from nothing"
 
 
-def test_domain_with_only_stale_groups_reports_only_the_counts_of_groups() -> None:
+def test_domain_with_only_stale_groups_reports_only_the_counts_of_groups():
     metrics = DomainMetrics()
     metrics.add([graded([1.0])], stale=True)
     assert metrics.take().by_domain["words"] == {"rollouts": 0, "groups": 0, "stale_groups": 1, "stale": 1.0}
 
 
-def test_rare_tags_beyond_a_limit_share_one_set_of_metrics() -> None:
+def test_rare_tags_beyond_a_limit_share_one_set_of_metrics():
     metrics = DomainMetrics()
     metrics.add([graded([1.0], tags=(f"id={number:04d}",)) for number in range(1000)])
     metrics.add([graded([1.0, 1.0], tags=("common",)), graded([1.0], tags=tuple(f"t{i}" for i in range(1000)))])
@@ -86,14 +82,14 @@ def test_rare_tags_beyond_a_limit_share_one_set_of_metrics() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 20, 21, 257])
-def test_p95_of_answer_lengths_equals_numpys_percentile(count: int) -> None:
+def test_p95_of_answer_lengths_equals_numpys_percentile(count):
     lengths = sorted(generator(0, "p95", count).integers(0, 5000, count).tolist())
     tally = Tally(groups=1, lengths=lengths[::-1])
     assert tally.figures()["length_p95"] == pytest.approx(np.percentile(lengths, 95), rel=1e-12)
     assert tally.figures()["length_mean"] == pytest.approx(np.mean(lengths), rel=1e-12)
 
 
-def test_turns_and_segments_are_counted_only_for_episodes() -> None:
+def test_turns_and_segments_are_counted_only_for_episodes():
     metrics = DomainMetrics()
     turns = episode([((0,), (1,)), ((2,), (3,)), ((4,), (5,))], (ROOT, 0, 0)).turns
     begins = ("first", "", "forked")

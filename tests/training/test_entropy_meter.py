@@ -1,9 +1,6 @@
 """The measured entropy equals that of the model's distributions on any trainer; measuring does not change training."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +8,6 @@ import pytest
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.batch import TrainBatch
 from pipelinerl.training.passes import EXACT_ENTROPY, EntropyMeter, ForwardPasses
 from pipelinerl.types import ROOT
 from tests.fakes.batches import batch_of, step_on
@@ -23,18 +19,18 @@ OBJECTIVE = resolve("grpo")
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> TrainerSpec:
+def spec(tmp_path):
     BigramModel.random(VOCAB, seed=4).save(tmp_path / "model")
     return TrainerSpec(model_path=tmp_path / "model", optimizer=OptimizerSpec(eps=1.0, grad_clip=0.0))
 
 
-def worker(spec: TrainerSpec) -> BigramTrainer:
+def worker(spec):
     made = BigramTrainer()
     made.init_worker(spec)
     return made
 
 
-def entropies(policy: BigramTrainer) -> np.ndarray:
+def entropies(policy):
     """Return the entropy after each token of the vocabulary, in nats."""
     (_, logits), *_ = policy.gather_weights()
     shifted = logits - logits.max(axis=1, keepdims=True)
@@ -42,19 +38,19 @@ def entropies(policy: BigramTrainer) -> np.ndarray:
     return -(np.exp(logprobs) * logprobs).sum(axis=1)
 
 
-def batch(groups: int = 20, *, producing: int = 1) -> TrainBatch:
+def batch(groups=20, *, producing=1):
     made = [group(index) for index in range(groups)]
     return batch_of(made, OBJECTIVE, producing=producing, token_budget=64)
 
 
-def test_exact_entropy_is_the_mean_entropy_at_the_sampled_tokens(spec: TrainerSpec) -> None:
+def test_exact_entropy_is_the_mean_entropy_at_the_sampled_tokens(spec):
     made = worker(spec)
     entropy = entropies(made)
     expected = entropy[[2, 3]].mean()  # in a bigram model, tokens 3 and 4 are sampled after tokens 2 and 3
     assert EntropyMeter(1).measure(made, batch()).figures == {EXACT_ENTROPY: pytest.approx(expected, rel=1e-5)}
 
 
-def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(spec: TrainerSpec) -> None:
+def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(spec):
     made = worker(spec)
     entropy = entropies(made)
     # The batch has 80 rollouts; the meter measures the entropy of 5 of them.
@@ -69,7 +65,7 @@ def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(spec: Tra
     assert len(EntropyMeter(1).measure(made, batch(40)).of_tokens) == 5, "as many where none is kept"
 
 
-def test_measured_entropies_of_a_branching_episode_are_in_the_order_of_its_turns(spec: TrainerSpec) -> None:
+def test_measured_entropies_of_a_branching_episode_are_in_the_order_of_its_turns(spec):
     made = worker(spec)
     entropy = entropies(made)
     turns = [((0, 1), (2,)), ((3,), (4,)), ((5, 6), (0, 2)), ((4,), (1,))]
@@ -82,15 +78,13 @@ def test_measured_entropies_of_a_branching_episode_are_in_the_order_of_its_turns
 
 @pytest.mark.parametrize("groups", [1, 2, 8, 9, 33])
 @pytest.mark.parametrize("most", [0, 1, 2, 50])
-def test_number_of_rollouts_with_measured_entropy_does_not_depend_on_how_many_samples_are_kept(
-    spec: TrainerSpec, groups: int, most: int
-) -> None:
+def test_number_of_rollouts_with_measured_entropy_does_not_depend_on_how_many_samples_are_kept(spec, groups, most):
     meter = EntropyMeter(1, logged_groups=most)
     measured = meter.measure(worker(spec), batch(groups)).of_tokens
     assert len(measured) in {-(-2 * groups // 16), -(-2 * groups // 16) - 1} and len(measured) >= 1
 
 
-def test_training_step_is_bit_identical_with_and_without_the_entropy_meter(spec: TrainerSpec) -> None:
+def test_training_step_is_bit_identical_with_and_without_the_entropy_meter(spec):
     results = []
     for meter in (EntropyMeter(0), EntropyMeter(1)):
         step = step_on(ForwardPasses(policy=worker(spec)), entropy=meter)
@@ -102,7 +96,7 @@ def test_training_step_is_bit_identical_with_and_without_the_entropy_meter(spec:
     assert [each.pop(EXACT_ENTROPY) > 0 for each in with_it] == [True] * 3 and with_it == without
 
 
-def test_entropy_is_measured_at_the_configured_interval_of_steps(spec: TrainerSpec) -> None:
+def test_entropy_is_measured_at_the_configured_interval_of_steps(spec):
     step = step_on(ForwardPasses(policy=worker(spec)), entropy=EntropyMeter(3))
     batches = [batch(producing=version) for version in range(1, 8)]
     figures = [step.apply(step.accumulate(each), learning_rates=[0.1]).figures for each in batches]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ import torch
 from pipelinerl import rng
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
@@ -25,13 +22,12 @@ from pipelinerl.training.batch import MiniBatching
 from pipelinerl.training.finite_check import NonFiniteStep
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.schedule import LearningRateSchedule
-from pipelinerl.training.step import Critic, Step, StepResult
-from pipelinerl.types import RolloutGroup
+from pipelinerl.training.step import Critic
 from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
-from trainer_contract.types import Device, Head, OptimizerSpec, StepStats, TrainerSpec
+from trainer_contract.types import Device, Head, OptimizerSpec, TrainerSpec
 
 VOCAB, EPSILON, BATCHES = 24, 0.02, 3
 DEALING = MiniBatching(epochs=2, mini_batches=3, seed=11)
@@ -48,7 +44,7 @@ OPTIMIZER = OptimizerSpec(betas=(0.9, 0.95), eps=1e-3, grad_clip=0.5)
 RATES = [1e-2 / (1 + n) for n in range(DEALING.updates)]
 
 
-def groups_of(number: int) -> list[RolloutGroup]:
+def groups_of(number):
     """Return seven groups of three rollouts of different lengths; one group has equal rewards.
 
     Token 0 does not occur, because torch pads with it.
@@ -73,7 +69,7 @@ def groups_of(number: int) -> list[RolloutGroup]:
 LogProbs = Callable[[list[int], list[int]], torch.Tensor]
 
 
-def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tuple[float, float]]:
+def oracle(logprobs, parameters):
     """Train with a plain PPO loop; return (loss without clipped tokens, gradient norm) of each optimizer step."""
     optimizer = torch.optim.AdamW(
         parameters, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
@@ -119,21 +115,21 @@ class Subject:
     parameters: dict[str, torch.nn.Parameter]
 
 
-def of_bigram(path: Path) -> Subject:
+def of_bigram(path):
     BigramModel.random(VOCAB, seed=4).save(path)
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=path, optimizer=OPTIMIZER))
     ((name, table),) = trainer.gather_weights()
     logits = torch.nn.Parameter(torch.tensor(table, dtype=torch.float64))
 
-    def logprobs(prompt: list[int], sampled: list[int]) -> torch.Tensor:
+    def logprobs(prompt, sampled):
         rows = torch.log_softmax(logits[[prompt[-1], *sampled[:-1]]], dim=-1)
         return rows[range(len(sampled)), sampled]
 
     return Subject(trainer, logprobs, {name: logits})
 
 
-def of_decoder(path: Path, trainer: Trainer) -> Subject:
+def of_decoder(path, trainer):
     shape = DecoderShape(hidden=16, layers=1, heads=2, kv_heads=1, intermediate=24, vocab=VOCAB, max_positions=32)
     model = random_decoder(shape, seed=0)
     with torch.no_grad():
@@ -143,7 +139,7 @@ def of_decoder(path: Path, trainer: Trainer) -> Subject:
     model.save_pretrained(path)
     trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, optimizer=OPTIMIZER))
 
-    def logprobs(prompt: list[int], sampled: list[int]) -> torch.Tensor:
+    def logprobs(prompt, sampled):
         logits = model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
         return torch.log_softmax(logits.float(), dim=-1)[range(len(sampled)), sampled]
 
@@ -151,7 +147,7 @@ def of_decoder(path: Path, trainer: Trainer) -> Subject:
 
 
 @pytest.fixture(params=["bigram", "torch", pytest.param("jax", marks=pytest.mark.slow)])
-def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]:
+def subject(request, tmp_path):
     made = of_bigram(tmp_path) if request.param == "bigram" else None
     if made is None:
         made = of_decoder(tmp_path, TorchTrainer() if request.param == "torch" else JaxTrainer())
@@ -159,7 +155,7 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
     made.trainer.close()
 
 
-def taken(step: Step, number: int, objective: PolicyObjective = OBJECTIVE, **fields: Any) -> StepResult:
+def taken(step, number, objective=OBJECTIVE, **fields):
     """Train on batch `number`, which produces model version `number`."""
     mini_batching = fields.pop("mini_batching", DEALING)
     batch = batch_of(groups_of(number), objective, producing=number, token_budget=48, mini_batching=mini_batching)
@@ -167,7 +163,7 @@ def taken(step: Step, number: int, objective: PolicyObjective = OBJECTIVE, **fie
     return step.apply(step.accumulate(batch), learning_rates=rates)
 
 
-def test_epochs_of_mini_batches_give_the_same_results_as_a_plain_ppo_loop(subject: Subject) -> None:
+def test_epochs_of_mini_batches_give_the_same_results_as_a_plain_ppo_loop(subject):
     step, ours, clipped, kls = (
         step_on(ForwardPasses(policy=subject.trainer)),
         [],
@@ -199,11 +195,11 @@ def test_epochs_of_mini_batches_give_the_same_results_as_a_plain_ppo_loop(subjec
 # --- end of a batch ------------------------------------------------------------------------------------------------
 
 
-def bigram_step(path: Path, trainer: Trainer | None = None) -> Step:
+def bigram_step(path, trainer=None):
     return step_on(ForwardPasses(policy=trainer or of_bigram(path).trainer))
 
 
-def test_batch_ends_early_once_the_kl_divergence_from_the_old_policy_exceeds_target_kl(tmp_path: Path) -> None:
+def test_batch_ends_early_once_the_kl_divergence_from_the_old_policy_exceeds_target_kl(tmp_path):
     free = taken(bigram_step(tmp_path), 1, learning_rates=[0.1] * 6).updates
     bound = (free[2]["kl_old"] + max(u["kl_old"] for u in free[:2])) / 2
     assert free[2]["kl_old"] > bound > free[1]["kl_old"]
@@ -216,14 +212,14 @@ def test_batch_ends_early_once_the_kl_divergence_from_the_old_policy_exceeds_tar
     assert len(again.updates) == 1, "the first is always made, and no gradient was left behind"
 
 
-def test_old_logprobs_are_computed_for_target_kl_even_if_the_objective_does_not_read_them(tmp_path: Path) -> None:
+def test_old_logprobs_are_computed_for_target_kl_even_if_the_objective_does_not_read_them(tmp_path):
     objective = resolve("pipelinerl")
     mini_batching = replace(DEALING, target_kl=1e9)
     assert "kl_old" in taken(bigram_step(tmp_path), 1, objective, mini_batching=mini_batching).updates[0]
     assert "kl_old" not in taken(bigram_step(tmp_path), 1, objective).updates[0]
 
 
-def test_batch_ends_after_as_many_optimizer_steps_as_learning_rates_are_given(tmp_path: Path) -> None:
+def test_batch_ends_after_as_many_optimizer_steps_as_learning_rates_are_given(tmp_path):
     """A replay passes fewer learning rates than optimizer steps, to end a batch where the recorded run ended it."""
     assert len(taken(bigram_step(tmp_path), 1, learning_rates=[0.1] * 4).updates) == 4
 
@@ -231,24 +227,22 @@ def test_batch_ends_after_as_many_optimizer_steps_as_learning_rates_are_given(tm
 class Breaking:
     """A bigram trainer whose gradient overflows at optimizer step `at`."""
 
-    def __init__(self, inner: Trainer, at: int) -> None:
+    def __init__(self, inner, at):
         self._inner, self._at = inner, at
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def optimizer_step(self, *, learning_rate: float) -> StepStats:
+    def optimizer_step(self, *, learning_rate):
         if self._inner.model_version == self._at:
             self._inner.discard_gradient()
             raise NonFiniteError("the gradient's norm is inf")
         return self._inner.optimizer_step(learning_rate=learning_rate)
 
 
-def test_nonfinite_gradient_ends_a_batch_early_or_skips_it_if_it_has_made_no_optimizer_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nonfinite_gradient_ends_a_batch_early_or_skips_it_if_it_has_made_no_optimizer_step(tmp_path, caplog):
     inner = of_bigram(tmp_path).trainer
-    broken: Any = Breaking(inner, at=4)
+    broken = Breaking(inner, at=4)
     figures, updates = taken(bigram_step(tmp_path, broken), 1)
     assert (len(updates), figures["ended_not_finite"], figures["optimizer_steps"]) == (4, 1, 4)
     assert "step 1 ends after 4 optimizer steps: model's gradient of groups" in caplog.text
@@ -258,7 +252,7 @@ def test_nonfinite_gradient_ends_a_batch_early_or_skips_it_if_it_has_made_no_opt
     assert np.array_equal(next(iter(inner.gather_weights()))[1], before)
 
 
-def test_critic_makes_one_optimizer_step_per_mini_batch(tmp_path: Path) -> None:
+def test_critic_makes_one_optimizer_step_per_mini_batch(tmp_path):
     step, values = bigram_step(tmp_path), BigramTrainer()
     values.init_worker(TrainerSpec(model_path=tmp_path, head=Head.VALUE, optimizer=OPTIMIZER))
     schedule = LearningRateSchedule(warmup_steps=12, steps=12, shape="constant", final_fraction=1.0)
@@ -275,7 +269,7 @@ def test_critic_makes_one_optimizer_step_per_mini_batch(tmp_path: Path) -> None:
     assert figures["value_learning_rate"] == pytest.approx(0.12)
 
 
-def test_kl_from_the_old_policy_uses_behavior_logprobs_if_the_recipe_says_so(tmp_path: Path) -> None:
+def test_kl_from_the_old_policy_uses_behavior_logprobs_if_the_recipe_says_so(tmp_path):
     step = bigram_step(tmp_path)
     step = step_on(replace(step.passes, old_logprobs=OldLogprobs.BEHAVIOR))
     ended = taken(step, 1, mini_batching=replace(DEALING, target_kl=1e-3))

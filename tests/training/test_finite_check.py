@@ -1,30 +1,22 @@
 """A step with non-finite values is skipped with an error that names their groups, and leaves the weights unchanged."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.grad2 import Regularizer
-from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.finite_check import NonFiniteStep
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.step import Critic
-from pipelinerl.types import RolloutGroup
 from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.errors import NonFiniteError, ProtocolError
-from trainer_contract.trainer import Trainer
 from trainer_contract.types import Head, TrainerSpec
 
 VOCAB = 7
@@ -32,18 +24,18 @@ POISONED = 6
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> TrainerSpec:
+def spec(tmp_path):
     BigramModel.random(VOCAB, seed=4).save(tmp_path / "model")
     return TrainerSpec(model_path=tmp_path / "model")
 
 
-def worker(spec: TrainerSpec, **fields: Any) -> BigramTrainer:
+def worker(spec, **fields):
     made = BigramTrainer()
     made.init_worker(replace(spec, **fields))
     return made
 
 
-def groups(*, reward: float = 1.0, logprob: float = -1.5) -> list[RolloutGroup]:
+def groups(*, reward=1.0, logprob=-1.5):
     """Return three groups; the given values apply to one rollout of the middle group, which has index 6."""
     bad = replace(
         group(POISONED), rollouts=(rollout(reward=reward, logprob=logprob), rollout(reward=0.0, sampled=[5, 6, 1]))
@@ -52,7 +44,7 @@ def groups(*, reward: float = 1.0, logprob: float = -1.5) -> list[RolloutGroup]:
 
 
 @contextmanager
-def refused(what: str, groups: list[int]) -> Iterator[None]:
+def refused(what, groups):
     """Assert that the `with` block raises `NonFiniteStep` for the cause `what` and these groups."""
     with pytest.raises(NonFiniteStep) as caught:
         yield
@@ -64,14 +56,14 @@ class Overflowing(Regularizer):
 
     formula = ""
 
-    def value(self, tokens: Any) -> Any:
+    def value(self, tokens):
         return tokens.logprobs * 0
 
-    def pullback(self, tokens: Any, cotangent: Any) -> Any:
+    def pullback(self, tokens, cotangent):
         return np.where(tokens.advantages > 0.9, np.inf, 0.0)
 
 
-def broken_gradient(objective: PolicyObjective) -> PolicyObjective:
+def broken_gradient(objective):
     return replace(objective, grad2=Overflowing())
 
 
@@ -87,9 +79,7 @@ def broken_gradient(objective: PolicyObjective) -> PolicyObjective:
     ],
     ids=["a reward of NaN", "an infinite reward", "a log-prob of NaN", "an infinite log-prob", "a ratio overflows"],
 )
-def test_nonfinite_reward_logprob_or_ratio_skips_the_step_and_names_its_group(
-    what: str, poisoned: dict[str, float], budget: int, spec: TrainerSpec
-) -> None:
+def test_nonfinite_reward_logprob_or_ratio_skips_the_step_and_names_its_group(what, poisoned, budget, spec):
     policy = worker(spec)
     step, objective = (
         step_on(ForwardPasses(policy=in_fp32(policy))),
@@ -108,9 +98,7 @@ def test_nonfinite_reward_logprob_or_ratio_skips_the_step_and_names_its_group(
 @pytest.mark.parametrize(
     "adv", [{"scale": "none"}, {"kind": "reward_to_go", "kl": 0.1}], ids=["group relative", "reward to go with KL"]
 )
-def test_advantage_that_overflows_fp32_skips_the_step_and_names_its_group(
-    adv: dict[str, Any], spec: TrainerSpec
-) -> None:
+def test_advantage_that_overflows_fp32_skips_the_step_and_names_its_group(adv, spec):
     objective = resolve({"preset": "grpo", "adv": adv})
     step = step_on(ForwardPasses(policy=worker(spec), reference=worker(spec)))
     batch = batch_of(groups(reward=1e300), objective)
@@ -118,24 +106,23 @@ def test_advantage_that_overflows_fp32_skips_the_step_and_names_its_group(
         step.accumulate(batch)
 
 
-def in_fp32(policy: BigramTrainer) -> Trainer:
+def in_fp32(policy):
     """Wrap the float64 bigram trainer to reject values that overflow in fp32."""
 
     class Narrow:
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             return getattr(policy, name)
 
-        def backward(self, micro_batches: Any, objective: PolicyObjective) -> Any:
+        def backward(self, micro_batches, objective):
             for number, micro_batch in enumerate(micro_batches):
                 if (np.abs(micro_batch.behavior_logprobs) > 88).any():
                     raise NonFiniteError("the loss is inf", number=number)
             return policy.backward(micro_batches, objective)
 
-    narrow: Any = Narrow()
-    return narrow
+    return Narrow()
 
 
-def test_overflowing_gradient_skips_the_step_and_names_its_group(spec: TrainerSpec) -> None:
+def test_overflowing_gradient_skips_the_step_and_names_its_group(spec):
     step, objective = (
         step_on(ForwardPasses(policy=worker(spec))),
         broken_gradient(resolve("grpo")),
@@ -150,14 +137,12 @@ def test_overflowing_gradient_skips_the_step_and_names_its_group(spec: TrainerSp
     np.testing.assert_array_equal(table, untouched)
 
 
-def spoil(made: BigramTrainer) -> None:
-    made._state.table[:] = np.nan  # type: ignore[union-attr]
+def spoil(made):
+    made._state.table[:] = np.nan
 
 
 @pytest.mark.parametrize(("role", "column"), [("reference", "ref_logprobs"), ("critic", "values")])
-def test_step_is_skipped_if_reference_or_critic_has_nan_weights_and_the_error_names_the_model(
-    role: str, column: str, spec: TrainerSpec
-) -> None:
+def test_step_is_skipped_if_reference_or_critic_has_nan_weights_and_the_error_names_the_model(role, column, spec):
     reference, values = worker(spec), worker(spec, head=Head.VALUE)
     spoil(reference if role == "reference" else values)
     critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
@@ -171,7 +156,7 @@ def test_step_is_skipped_if_reference_or_critic_has_nan_weights_and_the_error_na
         step.accumulate(batch)
 
 
-def test_step_is_skipped_if_the_policy_has_nan_weights_and_the_error_names_the_policy(spec: TrainerSpec) -> None:
+def test_step_is_skipped_if_the_policy_has_nan_weights_and_the_error_names_the_policy(spec):
     policy = worker(spec)
     spoil(policy)
     objective = resolve("pipelinerl")
@@ -180,13 +165,13 @@ def test_step_is_skipped_if_the_policy_has_nan_weights_and_the_error_names_the_p
         step_on(ForwardPasses(policy=policy)).accumulate(batch)
 
 
-def test_nonfinite_gradient_of_the_critic_leaves_policy_and_critic_unchanged(spec: TrainerSpec) -> None:
+def test_nonfinite_gradient_of_the_critic_leaves_policy_and_critic_unchanged(spec):
     policy, values = worker(spec), worker(spec, head=Head.VALUE)
     critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
     step = step_on(ForwardPasses(policy=policy, critic=values), critic=critic)
     objective = resolve("ppo")
     result = step.accumulate(batch_of(groups(), objective))
-    values._state.gradient[0] = np.inf  # type: ignore[union-attr, index]
+    values._state.gradient[0] = np.inf
     with refused("critic's gradient", [4, POISONED, 9]):
         step.apply(result, learning_rates=[0.1])
     assert (policy.model_version, values.model_version) == (0, 0)

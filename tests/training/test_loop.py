@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 import numpy as np
 import pytest
@@ -28,7 +26,6 @@ from pipelinerl.messages import (
     Directive,
     OrdersEnded,
     Published,
-    Report,
     StepDone,
     StepSkipped,
     TrainerKnobs,
@@ -49,7 +46,7 @@ from pipelinerl.streams.stream import START
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training import loop as loop_module
 from pipelinerl.training.batch import BatchRules
-from pipelinerl.training.canary_check import CanaryFindings, Forward
+from pipelinerl.training.canary_check import CanaryFindings
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.loop import TrainingLoop
@@ -59,11 +56,11 @@ from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.training.step import Step
 from pipelinerl.training.step_samples import StepSamples
-from pipelinerl.types import ProblemSummary, RolloutGroup
-from pipelinerl.weights.publisher import Publication, PublishReport
+from pipelinerl.types import ProblemSummary
+from pipelinerl.weights.publisher import PublishReport
 from tests.fakes.rollouts import group, rollout
 from tests.patience import PATIENCE_S, SOON_S
-from trainer_contract.types import MicroBatch, TrainerSpec
+from trainer_contract.types import TrainerSpec
 
 DEADLINE_S = PATIENCE_S
 ENGINE = "http://engine-0"
@@ -74,17 +71,17 @@ R = TypeVar("R")
 class Engines:
     """A fake publisher and canary checker that can hold back publications (`gate`) and checks (`doubt`)."""
 
-    def __init__(self) -> None:
-        self.taken: list[tuple[int, int, int]] = []
-        self.proven: list[tuple[int, list[float]]] = []
+    def __init__(self):
+        self.taken = []
+        self.proven = []
         self.gate, self.doubt = asyncio.Event(), asyncio.Event()
         self.gate.set()
         self.doubt.set()
-        self.wrong: set[int] = set()
+        self.wrong = set()
         self.broken = ""
         self.closed = False
 
-    async def publish(self, publication: Publication) -> PublishReport:
+    async def publish(self, publication):
         await self.gate.wait()
         if self.broken:
             raise UpdateError(self.broken)
@@ -100,9 +97,7 @@ class Engines:
             failed={},
         )
 
-    async def check(
-        self, urls: Iterable[str], published: PublishReport, forward: Forward, brief: bool
-    ) -> CanaryFindings:
+    async def check(self, urls, published, forward, brief):
         """Accept all engines, and record the trainer's log-probs of two tokens at the time of the check.
 
         A brief check rejects the engines that serve a version of `wrong`.
@@ -114,18 +109,18 @@ class Engines:
         self.proven.append((published.version, (await forward(two_tokens())).tolist()))
         return CanaryFindings(worst=dict.fromkeys(urls, 0.0))
 
-    async def close(self) -> None:
+    async def close(self):
         self.closed = True
 
 
-def two_tokens() -> MicroBatch:
+def two_tokens():
     """Return a micro-batch with the two sampled tokens that every rollout in this module contains."""
     weighted = WeightedRollout(rollout=rollout(), advantages=np.zeros(2), token_weight=1.0)
     (packed,) = pack([weighted], token_budget=8)
     return packed.micro_batch
 
 
-def poisoned(index: int) -> RolloutGroup:
+def poisoned(index):
     """Return a group whose second rollout has NaN log-probs."""
     made = group(index)
     return replace(made, rollouts=(made.rollouts[0], rollout(reward=1.0, logprob=math.nan)))
@@ -143,12 +138,12 @@ class Surroundings:
     steps: list[int] = field(default_factory=list)
     task: asyncio.Task[int] | None = None
 
-    async def reports(self, kind: type[R]) -> list[R]:
+    async def reports(self, kind):
         entries = await self.stream.read({REPORTS: START}, count=1000, block_s=0)
-        decoded: list[Report] = [decode_report(entry.payload) for entry in entries]
+        decoded = [decode_report(entry.payload) for entry in entries]
         return [report for report in decoded if isinstance(report, kind)]
 
-    async def wait_for(self, kind: type[R], number: int = 1) -> R:
+    async def wait_for(self, kind, number=1):
         assert self.task is not None
         async with asyncio.timeout(DEADLINE_S):
             while len(received := await self.reports(kind)) < number:
@@ -157,12 +152,12 @@ class Surroundings:
                 await asyncio.sleep(0.005)
         return received[number - 1]
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def until(self, condition):
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 await asyncio.sleep(0.005)
 
-    async def say(self, answers: str, **fields: Any) -> None:
+    async def say(self, answers, **fields):
         rate, rollouts = fields.pop("learning_rate", 0.1), fields.pop("rollouts_per_step", 4)
         knobs = TrainerKnobs(k=4, learning_rate=rate, rollouts_per_step=rollouts)
         given = {
@@ -175,18 +170,11 @@ class Surroundings:
         } | fields
         await self.stream.append(DIRECTIVES, [encode(Directive(answers=answers, knobs=knobs, **given))])
 
-    async def begin(self, **fields: Any) -> None:
+    async def begin(self, **fields):
         ready = await self.wait_for(TrainerReady)
         await self.say(ready.report_id, **fields)
 
-    async def roll_out(
-        self,
-        *indices: int,
-        version: int = 0,
-        poison: bool = False,
-        rewards: Sequence[float] = (0.0, 1.0),
-        engines: tuple[str, ...] = (),
-    ) -> None:
+    async def roll_out(self, *indices, version=0, poison=False, rewards=(0.0, 1.0), engines=()):
         """Append groups of two rollouts to an actor's stream; with `poison`, one rollout has NaN log-probs."""
         made = [poisoned(index) if poison else group(index, rewards, version=version) for index in indices]
         payloads = [encode_group(replace(each, engines=engines)) for each in made]
@@ -195,22 +183,22 @@ class Surroundings:
 
 @asynccontextmanager
 async def room(
-    tmp_path: Path,
+    tmp_path,
     *,
-    deadline_s: float = DEADLINE_S,
-    warmup_steps: int = 0,
-    restored: TrainingState | None = None,
-    no_signal: NoSignal = NoSignal.TRAIN,
-    overdue_s: float | None = None,
-    objective: str = "grpo",
-    samples: StepSamples | None = None,
-) -> AsyncIterator[Surroundings]:
+    deadline_s=DEADLINE_S,
+    warmup_steps=0,
+    restored=None,
+    no_signal=NoSignal.TRAIN,
+    overdue_s=None,
+    objective="grpo",
+    samples=None,
+):
     model = tmp_path / "model"
     BigramModel.random(7, seed=0).save(model)
     stream, engines, trainer = MemoryStream(), Engines(), BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=model))
     store = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model)
-    steps: list[int] = []
+    steps = []
     loop = training_loop(
         LoopSettings(
             no_signal=no_signal,
@@ -241,12 +229,12 @@ async def room(
         assert engines.closed
 
 
-async def ended(made: Surroundings) -> int:
+async def ended(made):
     assert made.task is not None
     return await asyncio.wait_for(made.task, DEADLINE_S)
 
 
-async def test_step_changes_the_weights_only_after_pending_canary_checks(tmp_path: Path) -> None:
+async def test_step_changes_the_weights_only_after_pending_canary_checks(tmp_path):
     async with room(tmp_path) as made:
         made.engines.doubt.clear()
         before = made.trainer.forward([two_tokens()])[0].tolist()
@@ -263,9 +251,7 @@ async def test_step_changes_the_weights_only_after_pending_canary_checks(tmp_pat
         assert made.trainer.forward([two_tokens()])[0].tolist() != before
 
 
-async def test_groups_that_an_engine_sampled_with_wrong_weights_do_not_train_and_are_sampled_again(
-    tmp_path: Path,
-) -> None:
+async def test_groups_that_an_engine_sampled_with_wrong_weights_do_not_train_and_are_sampled_again(tmp_path):
     async with room(tmp_path) as made:
         await made.begin()
         made.engines.wrong = {0}
@@ -282,7 +268,7 @@ async def test_groups_that_an_engine_sampled_with_wrong_weights_do_not_train_and
         assert (await made.wait_for(StepDone)).orders == [2, 3], "healthy engines sampled them"
 
 
-async def test_failure_of_all_engines_points_to_the_trainer_and_the_transport(tmp_path: Path) -> None:
+async def test_failure_of_all_engines_points_to_the_trainer_and_the_transport(tmp_path):
     async with room(tmp_path) as made:
         await made.begin()
         made.engines.wrong = {0}
@@ -292,8 +278,8 @@ async def test_failure_of_all_engines_points_to_the_trainer_and_the_transport(tm
 
 
 async def test_rollout_groups_whose_requests_the_controller_ended_as_stale_are_dropped(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("reload-e1-0-m1", stale=[0, 3], failed=[4])
@@ -304,7 +290,7 @@ async def test_rollout_groups_whose_requests_the_controller_ended_as_stale_are_d
         assert (done.orders, done.consumed.trained, done.consumed.stale, done.consumed.frontier) == ([1, 2], 2, 2, 5)
 
 
-async def test_step_reports_trained_and_filtered_groups_by_domain_and_logs_samples_of_both(tmp_path: Path) -> None:
+async def test_step_reports_trained_and_filtered_groups_by_domain_and_logs_samples_of_both(tmp_path):
     log = SampleLog(tmp_path / "samples", "training", max_bytes=2**20)
     samples = StepSamples(log, str, seed=0, groups_per_step=1)
     async with room(tmp_path, no_signal=NoSignal.FILTER, samples=samples) as made:
@@ -322,10 +308,8 @@ async def test_step_reports_trained_and_filtered_groups_by_domain_and_logs_sampl
     assert trained.step == 1 and filtered.filtered == {"no signal": 2} and filtered.group_id == group(1).group_id
 
 
-async def test_solved_problems_are_reported_once_and_unreported_ones_are_kept_in_checkpoints(
-    tmp_path: Path,
-) -> None:
-    async def solve(made: Surroundings, *indices: int) -> None:
+async def test_solved_problems_are_reported_once_and_unreported_ones_are_kept_in_checkpoints(tmp_path):
+    async def solve(made, *indices):
         groups = [replace(group(i, (1.0, 1.0)), problem=ProblemSummary(f"p{i}")) for i in indices]
         await made.stream.append(ROLLOUTS + "a", [encode_group(each) for each in groups], first_id=1 + indices[0])
 
@@ -348,11 +332,9 @@ async def test_solved_problems_are_reported_once_and_unreported_ones_are_kept_in
         assert (await made.wait_for(TrainerReady)).solved == {"test": [(4, "p4")]}
 
 
-async def test_step_with_enough_rollouts_waits_for_a_group_that_would_be_too_old_for_later_steps(
-    tmp_path: Path,
-) -> None:
+async def test_step_with_enough_rollouts_waits_for_a_group_that_would_be_too_old_for_later_steps(tmp_path):
     async with room(tmp_path, overdue_s=DEADLINE_S) as made:
-        due: dict[str, Any] = {"fresh_until": [(0, 1)], "issued": 3}
+        due = {"fresh_until": [(0, 1)], "issued": 3}
         await made.begin(**due)
         await made.roll_out(0, 1)
         await made.until(lambda: len(made.loop._batcher.waiting) == 2)
@@ -362,7 +344,7 @@ async def test_step_with_enough_rollouts_waits_for_a_group_that_would_be_too_old
         assert (await made.wait_for(StepDone)).orders == [0, 1]
 
 
-async def test_trainer_reports_each_step_and_waits_for_the_controllers_answer_before_the_next(tmp_path: Path) -> None:
+async def test_trainer_reports_each_step_and_waits_for_the_controllers_answer_before_the_next(tmp_path):
     async with room(tmp_path) as made:
         await made.begin(publish_to=[ENGINE])
         await made.roll_out(0, 1, 2, 3)
@@ -379,7 +361,7 @@ async def test_trainer_reports_each_step_and_waits_for_the_controllers_answer_be
         assert (made.engines.taken, made.steps) == ([(1, 0, 1), (1, 1, 2)], [1, 2])
 
 
-async def test_preempted_trainer_that_was_waiting_for_rollouts_saves_its_state(tmp_path: Path) -> None:
+async def test_preempted_trainer_that_was_waiting_for_rollouts_saves_its_state(tmp_path):
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1)
@@ -395,7 +377,7 @@ async def test_preempted_trainer_that_was_waiting_for_rollouts_saves_its_state(t
         assert (await made.wait_for(TrainerStopped)).left
 
 
-async def test_trainer_saves_one_checkpoint_even_if_the_controller_sends_two_stop_directives(tmp_path: Path) -> None:
+async def test_trainer_saves_one_checkpoint_even_if_the_controller_sends_two_stop_directives(tmp_path):
     """One stop directive comes unsolicited while the trainer waits for an answer, the other is the answer itself."""
     async with room(tmp_path) as made:
         await made.begin()
@@ -407,7 +389,7 @@ async def test_trainer_saves_one_checkpoint_even_if_the_controller_sends_two_sto
         assert [saved.model_version for saved in await made.reports(Checkpointed)] == [1]
 
 
-async def test_preempted_trainer_finishes_the_current_step_before_it_saves_its_state(tmp_path: Path) -> None:
+async def test_preempted_trainer_finishes_the_current_step_before_it_saves_its_state(tmp_path):
     """Groups that arrive for the next step stay in the stream."""
     async with room(tmp_path) as made:
         made.engines.gate.clear()
@@ -424,7 +406,7 @@ async def test_preempted_trainer_finishes_the_current_step_before_it_saves_its_s
         assert (leaving.model_version, leaving.consumed.trained) == (1, 2)
 
 
-async def test_step_changes_the_weights_only_after_the_publication_in_progress_has_ended(tmp_path: Path) -> None:
+async def test_step_changes_the_weights_only_after_the_publication_in_progress_has_ended(tmp_path):
     async with room(tmp_path) as made:
         made.engines.gate.clear()
         await made.begin(publish_to=[ENGINE])
@@ -438,7 +420,7 @@ async def test_step_changes_the_weights_only_after_the_publication_in_progress_h
         assert made.engines.taken == [(1, 0, 1)]
 
 
-async def test_failed_publication_is_reported_and_training_continues(tmp_path: Path) -> None:
+async def test_failed_publication_is_reported_and_training_continues(tmp_path):
     async with room(tmp_path) as made:
         made.engines.broken = "engine-0 left the group"
         await made.begin(publish_to=[ENGINE, "http://engine-1"])
@@ -450,10 +432,8 @@ async def test_failed_publication_is_reported_and_training_continues(tmp_path: P
 
 
 @pytest.mark.parametrize("where", ["publish", "check"])
-async def test_trainer_that_waits_for_rollouts_ends_if_a_publication_crashes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    async def dies(*_: Any) -> None:
+async def test_trainer_that_waits_for_rollouts_ends_if_a_publication_crashes(tmp_path, monkeypatch, where):
+    async def dies(*_):
         raise RuntimeError("a fault of ours")
 
     async with room(tmp_path) as made:
@@ -464,7 +444,7 @@ async def test_trainer_that_waits_for_rollouts_ends_if_a_publication_crashes(
             await asyncio.wait_for(made.task, SOON_S)
 
 
-async def test_checkpoint_contains_the_state_to_resume_from(tmp_path: Path) -> None:
+async def test_checkpoint_contains_the_state_to_resume_from(tmp_path):
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1, 2)
@@ -486,7 +466,7 @@ async def test_checkpoint_contains_the_state_to_resume_from(tmp_path: Path) -> N
         assert restored.model_version == 1
 
 
-async def test_checkpoint_records_the_version_at_which_each_earlier_trainer_epoch_began(tmp_path: Path) -> None:
+async def test_checkpoint_records_the_version_at_which_each_earlier_trainer_epoch_began(tmp_path):
     before = TrainingState(
         model_version=0,
         epoch=2,
@@ -502,7 +482,7 @@ async def test_checkpoint_records_the_version_at_which_each_earlier_trainer_epoc
         assert latest is not None and latest[1].epochs == [[1, 0], [2, 0], [4, 0]]
 
 
-async def test_checkpoint_contains_the_reward_baselines_of_roles(tmp_path: Path) -> None:
+async def test_checkpoint_contains_the_reward_baselines_of_roles(tmp_path):
     before = TrainingState(
         model_version=0,
         epoch=1,
@@ -524,7 +504,7 @@ async def test_checkpoint_contains_the_reward_baselines_of_roles(tmp_path: Path)
         assert latest is not None and latest[1].baselines == {"test": pytest.approx(expected)}
 
 
-async def test_directive_that_the_controller_sends_twice_is_applied_once(tmp_path: Path) -> None:
+async def test_directive_that_the_controller_sends_twice_is_applied_once(tmp_path):
     async with room(tmp_path) as made:
         await made.begin(publish_to=[ENGINE])
         await made.begin(publish_to=[ENGINE])
@@ -538,7 +518,7 @@ async def test_directive_that_the_controller_sends_twice_is_applied_once(tmp_pat
         assert made.engines.taken == [(1, 0, 1), (1, 1, 1)]
 
 
-async def test_trainer_publishes_to_engines_that_join_between_steps(tmp_path: Path) -> None:
+async def test_trainer_publishes_to_engines_that_join_between_steps(tmp_path):
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("reload-e1-0-m2", publish_to=[ENGINE], membership=2)
@@ -546,7 +526,7 @@ async def test_trainer_publishes_to_engines_that_join_between_steps(tmp_path: Pa
         assert made.engines.taken == [(1, 0, 2)]
 
 
-async def test_trainer_that_waits_for_rollouts_obeys_a_stop_directive(tmp_path: Path) -> None:
+async def test_trainer_that_waits_for_rollouts_obeys_a_stop_directive(tmp_path):
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("stop-e1", stop=True, publish_to=[ENGINE])
@@ -555,7 +535,7 @@ async def test_trainer_that_waits_for_rollouts_obeys_a_stop_directive(tmp_path: 
         assert (await made.wait_for(TrainerStopped)).epoch == 1
 
 
-async def test_step_with_nan_logprobs_is_skipped_and_training_continues(tmp_path: Path) -> None:
+async def test_step_with_nan_logprobs_is_skipped_and_training_continues(tmp_path):
     async with room(tmp_path) as made:
         before = [weight.tobytes() for _, weight in made.trainer.gather_weights()]
         await made.begin()
@@ -579,7 +559,7 @@ async def test_step_with_nan_logprobs_is_skipped_and_training_continues(tmp_path
         assert (await made.wait_for(StepSkipped, 2)).in_a_row == 1, "a step that was applied lies between"
 
 
-async def test_skipped_step_is_reported_only_after_the_publication_in_progress_has_ended(tmp_path: Path) -> None:
+async def test_skipped_step_is_reported_only_after_the_publication_in_progress_has_ended(tmp_path):
     async with room(tmp_path) as made:
         made.engines.gate.clear()
         await made.begin(publish_to=[ENGINE])
@@ -592,9 +572,7 @@ async def test_skipped_step_is_reported_only_after_the_publication_in_progress_h
         assert kinds.index(Published) < kinds.index(StepSkipped)
 
 
-async def test_trainer_saves_its_state_and_exits_with_an_error_after_three_skipped_steps_in_a_row(
-    tmp_path: Path,
-) -> None:
+async def test_trainer_saves_its_state_and_exits_with_an_error_after_three_skipped_steps_in_a_row(tmp_path):
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1, 2, 3, 4, 5, 6, 7, poison=True)
@@ -615,7 +593,7 @@ async def test_trainer_saves_its_state_and_exits_with_an_error_after_three_skipp
         assert not await made.reports(TrainerStopped), "the run has not come to its end"
 
 
-async def test_trainers_first_report_names_the_epoch_that_last_claimed_the_checkpoint_store(tmp_path: Path) -> None:
+async def test_trainers_first_report_names_the_epoch_that_last_claimed_the_checkpoint_store(tmp_path):
     """Otherwise a restarted controller could assign an epoch that may no longer write checkpoints."""
     CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=tmp_path).claim(4)
     async with room(tmp_path) as it:
@@ -624,9 +602,7 @@ async def test_trainers_first_report_names_the_epoch_that_last_claimed_the_check
 
 @pytest.mark.parametrize("answers", ["ready-other", "reload-e2-0-m3", "stop-e2", "e2-step-1"])
 @pytest.mark.parametrize("while_it", ["collects", "waits for an answer"])
-async def test_directive_for_a_later_trainer_epoch_ends_this_trainer_with_a_fenced_error(
-    tmp_path: Path, answers: str, while_it: str
-) -> None:
+async def test_directive_for_a_later_trainer_epoch_ends_this_trainer_with_a_fenced_error(tmp_path, answers, while_it):
     """After such a directive, the trainer neither publishes weights nor trains."""
     async with room(tmp_path) as made:
         await made.begin()
@@ -639,7 +615,7 @@ async def test_directive_for_a_later_trainer_epoch_ends_this_trainer_with_a_fenc
         assert made.engines.taken == []
 
 
-async def test_trainer_ignores_directives_for_an_earlier_trainer_epoch(tmp_path: Path) -> None:
+async def test_trainer_ignores_directives_for_an_earlier_trainer_epoch(tmp_path):
     async with room(tmp_path) as made:
         await made.begin(epoch=3)
         await made.say("stop-e2", epoch=2, stop=True)
@@ -648,9 +624,7 @@ async def test_trainer_ignores_directives_for_an_earlier_trainer_epoch(tmp_path:
 
 
 @pytest.mark.parametrize("culprit", ["controller", "actors"])
-async def test_error_of_a_trainer_that_waited_too_long_blames_the_actors_or_the_controller(
-    tmp_path: Path, culprit: str
-) -> None:
+async def test_error_of_a_trainer_that_waited_too_long_blames_the_actors_or_the_controller(tmp_path, culprit):
     async with room(tmp_path, deadline_s=0.5) as made:
         if culprit == "actors":
             await made.begin()
@@ -662,15 +636,15 @@ async def test_error_of_a_trainer_that_waited_too_long_blames_the_actors_or_the_
             await ended(made)
 
 
-def taken_in(loop: TrainingLoop) -> tuple[object, ...]:
+def taken_in(loop):
     """Return what changes when something arrives: waiting groups, ledger counts and the current directive."""
     return len(loop._batcher.waiting), dict(loop._batcher.ledger.counts), loop._link.current
 
 
 @pytest.mark.parametrize("by", ["groups", "directives", "groups that teach nothing"])
 async def test_trainer_keeps_waiting_for_rollouts_past_its_deadline_as_long_as_messages_arrive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
+    tmp_path, monkeypatch, by
+):
     """The clock advances by almost a deadline before each arrival, so that the whole wait is several deadlines long."""
     ahead_s = 0.0
     monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
@@ -687,12 +661,12 @@ async def test_trainer_keeps_waiting_for_rollouts_past_its_deadline_as_long_as_m
                 await made.roll_out(number, rewards=(1.0, 1.0))
             else:
                 await made.say(f"knobs-e1-{number}", rollouts_per_step=8)
-            await made.until(lambda before=before: taken_in(made.loop) != before)  # type: ignore[misc]
+            await made.until(lambda before=before: taken_in(made.loop) != before)
         await made.roll_out(4, 5, 6, 7)
         assert (await made.wait_for(StepDone)).consumed.trained == 4
 
 
-async def test_learning_rate_of_a_step_is_the_knobs_value_times_the_schedules_factor(tmp_path: Path) -> None:
+async def test_learning_rate_of_a_step_is_the_knobs_value_times_the_schedules_factor(tmp_path):
     async with room(tmp_path, warmup_steps=4) as made:
         await made.begin(learning_rate=0.1)
         await made.roll_out(0, 1)

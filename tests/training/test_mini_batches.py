@@ -1,25 +1,20 @@
 """In each epoch, every group is in one mini-batch, which the seed decides; mini-batches have similar token counts."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.training.batch import MiniBatching, TrainBatch, deal
+from pipelinerl.training.batch import MiniBatching, deal
 from pipelinerl.training.packing import apart, joined
-from pipelinerl.types import RolloutGroup
 from tests.fakes.batches import batch_of
 from tests.fakes.rollouts import group, rollout
 
 
 @pytest.mark.parametrize("case", range(60))
-def test_each_group_is_in_one_mini_batch_and_all_mini_batches_have_similar_numbers_of_tokens(case: int) -> None:
+def test_each_group_is_in_one_mini_batch_and_all_mini_batches_have_similar_numbers_of_tokens(case):
     draw = rng.generator(case, "sizes")
     count = int(draw.integers(1, 9))
     sizes = np.ceil(np.exp(draw.normal(4.0, 1.5, int(draw.integers(count, 80))))).astype(int).tolist()
@@ -31,10 +26,10 @@ def test_each_group_is_in_one_mini_batch_and_all_mini_batches_have_similar_numbe
     assert max(tokens) - min(tokens) <= max(sizes), "by no more than the largest group"
 
 
-def test_assignment_to_mini_batches_depends_on_seed_version_and_epoch() -> None:
+def test_assignment_to_mini_batches_depends_on_seed_version_and_epoch():
     sizes = list(range(1, 25))
 
-    def dealt(seed: int = 3, producing: int = 5, epoch: int = 0) -> list[list[int]]:
+    def dealt(seed=3, producing=5, epoch=0):
         return MiniBatching(epochs=2, mini_batches=4, seed=seed).dealt(sizes, producing=producing, epoch=epoch)
 
     assert dealt() == dealt()
@@ -42,13 +37,13 @@ def test_assignment_to_mini_batches_depends_on_seed_version_and_epoch() -> None:
     assert all(other != dealt() for other in others) and others[0] != others[1] != others[2]
 
 
-def test_mini_batch_with_a_long_group_has_as_many_groups_as_the_other_mini_batches() -> None:
+def test_mini_batch_with_a_long_group_has_as_many_groups_as_the_other_mini_batches():
     """If each group went to the mini-batch with the fewest tokens, the long group would be alone in its mini-batch."""
     parts = deal([1000, *[1] * 19], 4, rng.generator(0, "long"))
     assert [len(part) for part in parts] == [5] * 4
 
 
-def test_there_are_no_more_mini_batches_than_groups_with_tokens_to_train() -> None:
+def test_there_are_no_more_mini_batches_than_groups_with_tokens_to_train():
     mini_batching = MiniBatching(mini_batches=4)
     assert [
         len(mini_batching.dealt(sizes, producing=1, epoch=0)) for sizes in ([5, 0, 0, 3, 0], [0, 0], [1, 1, 1, 1])
@@ -64,7 +59,7 @@ def test_there_are_no_more_mini_batches_than_groups_with_tokens_to_train() -> No
 # --- mini-batches of a batch ------------------------------------------------------------------------------------------
 
 
-def ragged_batch(count: int = 11) -> list[RolloutGroup]:
+def ragged_batch(count=11):
     draw, made = rng.generator(1, "ragged_batch"), []
     for index in range(count):
         rewards = (1.0, 1.0, 1.0) if index % 4 == 3 else (0.0, 1.0, float(draw.uniform()))
@@ -81,7 +76,7 @@ def ragged_batch(count: int = 11) -> list[RolloutGroup]:
     return made
 
 
-def whole(objective: Any = "grpo", *, groups: Sequence[RolloutGroup] | None = None, width: int = 1) -> TrainBatch:
+def whole(objective="grpo", *, groups=None, width=1):
     batch = batch_of(
         ragged_batch() if groups is None else groups,
         objective,
@@ -95,7 +90,7 @@ def whole(objective: Any = "grpo", *, groups: Sequence[RolloutGroup] | None = No
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_every_epoch_of_mini_batches_trains_each_rollout_once_with_unchanged_tokens_and_columns(width: int) -> None:
+def test_every_epoch_of_mini_batches_trains_each_rollout_once_with_unchanged_tokens_and_columns(width):
     batch = whole(width=width)
     expected = {
         member: segment
@@ -127,7 +122,7 @@ def test_every_epoch_of_mini_batches_trains_each_rollout_once_with_unchanged_tok
 
 
 @pytest.mark.parametrize("objective", ["grpo", "dapo", "pipelinerl", {"preset": "grpo", "agg": "batch"}], ids=str)
-def test_token_weights_of_a_mini_batch_equal_those_of_a_separate_batch_of_the_same_groups(objective: Any) -> None:
+def test_token_weights_of_a_mini_batch_equal_those_of_a_separate_batch_of_the_same_groups(objective):
     """A mini-batch takes its advantages from the batch; they are the same, because its groups are whole."""
     groups, batch = ragged_batch(), whole(objective)
     for part in batch.mini_batches():
@@ -144,17 +139,17 @@ def test_token_weights_of_a_mini_batch_equal_those_of_a_separate_batch_of_the_sa
         assert ours == theirs and len(ours) > 3
 
 
-def _weights(packed: Any) -> list[tuple[float, list[float]]]:
+def _weights(packed):
     return [(float(each.weights.max()), each.advantages.tolist()) for each in apart(packed.micro_batch)]
 
 
-def test_batch_with_a_single_optimizer_step_reuses_its_micro_batches() -> None:
+def test_batch_with_a_single_optimizer_step_reuses_its_micro_batches():
     plain = batch_of(ragged_batch(), token_budget=40)
     (part,) = plain.mini_batches()
     assert part.number == 0 and part.packed == plain.packed
 
 
-def test_segments_of_a_micro_batch_can_be_separated_and_rejoined_unchanged() -> None:
+def test_segments_of_a_micro_batch_can_be_separated_and_rejoined_unchanged():
     for batch in whole().micro_batches:
         segments = apart(batch)
         weights = [float(each.weights.max()) for each in segments]
@@ -165,11 +160,11 @@ def test_segments_of_a_micro_batch_can_be_separated_and_rejoined_unchanged() -> 
         assert again.num_segments == batch.num_segments
 
 
-def test_optimizer_steps_are_numbered_consecutively_over_all_batches_of_a_run() -> None:
+def test_optimizer_steps_are_numbered_consecutively_over_all_batches_of_a_run():
     assert whole().optimizer_steps == range(12, 24)
 
 
-def test_target_kl_counts_as_exceeded_only_if_it_is_set_and_the_measured_kl_is_above_it() -> None:
+def test_target_kl_counts_as_exceeded_only_if_it_is_set_and_the_measured_kl_is_above_it():
     bound = MiniBatching(epochs=2, target_kl=0.1)
     assert [bound.exceeded(kl) for kl in (None, 0.1, 0.11)] == [False, False, True]
     assert not MiniBatching(epochs=2).exceeded(9.0)

@@ -1,7 +1,5 @@
 """Rollouts are packed into micro-batches whole, once and within a token budget, with work balanced between ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, strategies as st
 
@@ -9,12 +7,11 @@ from pipelinerl import rng
 from pipelinerl.training.packing import WeightedRollout, dealt, first_fit, interleaved, pack, work
 from pipelinerl.types import Rollout
 from tests.fakes.rollouts import rollout
-from trainer_contract.types import MicroBatch
 
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=1, max_size=40)
 
 
-def weighted(sizes: list[tuple[int, int]]) -> list[WeightedRollout]:
+def weighted(sizes):
     made = []
     for number, (prompt, sampled) in enumerate(sizes):
         one = rollout(
@@ -28,16 +25,16 @@ def weighted(sizes: list[tuple[int, int]]) -> list[WeightedRollout]:
     return made
 
 
-def unpack(batch: MicroBatch) -> list[dict[str, list[float]]]:
+def unpack(batch):
     names = ("token_ids", "position_ids", "loss_mask", "advantages", "weights", "behavior_logprobs", "temperatures")
-    segments: list[dict[str, list[float]]] = [{name: [] for name in names} for _ in range(batch.num_segments)]
+    segments = [{name: [] for name in names} for _ in range(batch.num_segments)]
     for t in range(batch.num_tokens):
         for name in names:
             segments[int(batch.segment_ids[t])][name].append(float(getattr(batch, name)[t]))
     return segments
 
 
-def expected(member: WeightedRollout) -> dict[str, list[float]]:
+def expected(member):
     turn = member.rollout.turns[0]
     context, sampled = turn.context_token_ids.tolist(), turn.token_ids.tolist()
     blank, n = [0.0] * len(context), len(sampled)
@@ -53,9 +50,7 @@ def expected(member: WeightedRollout) -> dict[str, list[float]]:
 
 
 @given(SIZES, st.integers(10, 100), st.integers(1, 5))
-def test_every_rollout_is_packed_once_and_undivided_within_the_token_budget(
-    sizes: list[tuple[int, int]], budget: int, width: int
-) -> None:
+def test_every_rollout_is_packed_once_and_undivided_within_the_token_budget(sizes, budget, width):
     members = weighted(sizes)
     packed = pack(members, token_budget=budget, width=width)
     got = sorted((s for batch, _ in packed for s in unpack(batch)), key=lambda s: s["token_ids"])
@@ -66,9 +61,7 @@ def test_every_rollout_is_packed_once_and_undivided_within_the_token_budget(
 
 
 @given(SIZES, st.integers(10, 100), st.integers(2, 5))
-def test_every_trainer_rank_gets_a_micro_batch_if_there_are_enough_rollouts(
-    sizes: list[tuple[int, int]], budget: int, width: int
-) -> None:
+def test_every_trainer_rank_gets_a_micro_batch_if_there_are_enough_rollouts(sizes, budget, width):
     """The number of micro-batches is a multiple of the number of ranks, unless a micro-batch is a single rollout."""
     packed = pack(weighted(sizes), token_budget=budget, width=width)
     if len(packed) % width:
@@ -77,7 +70,7 @@ def test_every_trainer_rank_gets_a_micro_batch_if_there_are_enough_rollouts(
         assert len(packed) >= width
 
 
-def test_packing_balances_the_work_of_trainer_ranks_in_total_and_per_micro_batch() -> None:
+def test_packing_balances_the_work_of_trainer_ranks_in_total_and_per_micro_batch():
     """For heavy-tailed lengths, work is balanced within 0.5 % in total, and within 5 % if ranks wait for each other
     after every micro-batch.
     """
@@ -96,7 +89,7 @@ def test_packing_balances_the_work_of_trainer_ranks_in_total_and_per_micro_batch
     assert np.median(lock_step) <= 1.05
 
 
-def test_rollouts_of_one_prompt_share_a_micro_batch_if_they_fit() -> None:
+def test_rollouts_of_one_prompt_share_a_micro_batch_if_they_fit():
     groups = [
         [rollout(prompt=[group] * 5, sampled=[7] * (1 + (group + i) % 4)) for i in range(4)] for group in range(6)
     ]
@@ -109,7 +102,7 @@ def test_rollouts_of_one_prompt_share_a_micro_batch_if_they_fit() -> None:
         assert len({mixed[number].turns[0].context_token_ids[0] for number in numbers}) == 2
 
 
-def test_environment_tokens_between_turns_are_packed_as_context_and_do_not_train() -> None:
+def test_environment_tokens_between_turns_are_packed_as_context_and_do_not_train():
     (first,) = rollout(prompt=[1], sampled=[2, 3], spans=[(4, 1), (7, 1)]).turns
     (second,) = rollout(prompt=[4, 5], sampled=[6], version=8).turns
     base = rollout()

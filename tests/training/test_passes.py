@@ -1,11 +1,6 @@
 """`old_logprobs` computed with the weights that sampled each token equal a plain loop, and cost no unneeded tokens."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,24 +12,21 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.training.batch import TrainBatch
 from pipelinerl.training.packing import prefixes
 from pipelinerl.training.passes import ForwardPasses
-from pipelinerl.training.step import Step
 from pipelinerl.training.weight_history import WeightHistory
-from pipelinerl.types import ROOT, Rollout, RolloutGroup
+from pipelinerl.types import ROOT
 from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
-from trainer_contract.trainer import Trainer
-from trainer_contract.types import Device, Float32, HostWeights, MicroBatch, TrainerSpec
+from trainer_contract.types import Device, TrainerSpec
 
 VOCAB = 16
 OBJECTIVE = resolve("ppo_recomputed")
 
 
 @pytest.fixture(params=["bigram", "torch"])
-def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Trainer:
-    made: Trainer = BigramTrainer()
+def trainer(request, tmp_path):
+    made = BigramTrainer()
     if request.param == "torch":
         shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
         random_decoder(shape).save_pretrained(tmp_path / "model")
@@ -47,7 +39,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Trainer:
     return made
 
 
-def sampled(seed: int, spans: Sequence[tuple[int, int]], *, turns: int = 1, reward: float = 1.0) -> Rollout:
+def sampled(seed, spans, *, turns=1, reward=1.0):
     """Return a rollout of random tokens; every turn has these version spans, with environment tokens between turns."""
     draw = rng.generator(seed, "passes")
     number = sum(count for _, count in spans)
@@ -63,7 +55,7 @@ def sampled(seed: int, spans: Sequence[tuple[int, int]], *, turns: int = 1, rewa
     return replace(rollout(reward=reward), turns=tuple(parts))
 
 
-def mixed() -> list[RolloutGroup]:
+def mixed():
     """Return a group of rollouts, each of which was sampled by one, two or three model versions."""
     members = [
         sampled(1, [(0, 5)]),
@@ -75,11 +67,11 @@ def mixed() -> list[RolloutGroup]:
     return [replace(group(0), rollouts=tuple(members))]
 
 
-def in_one_batch(groups: Sequence[RolloutGroup], *, budget: int = 1000, producing: int = 3) -> TrainBatch:
+def in_one_batch(groups, *, budget=1000, producing=3):
     return batch_of(groups, OBJECTIVE, producing=producing, token_budget=budget)
 
 
-def warmed_up(trainer: Trainer, *, steps: int) -> tuple[Step, dict[int, list[Float32]]]:
+def warmed_up(trainer, *, steps):
     """Return a train step whose weight history has versions 0 to `steps`, and each version's log-probs of `mixed()`."""
     history = WeightHistory(trainer.weight_layout())
     step = step_on(
@@ -98,7 +90,7 @@ def warmed_up(trainer: Trainer, *, steps: int) -> tuple[Step, dict[int, list[Flo
 
 
 @pytest.mark.parametrize("budget", [1, 1000])
-def test_old_logprobs_of_each_turn_use_the_weights_that_sampled_the_turn(trainer: Trainer, budget: int) -> None:
+def test_old_logprobs_of_each_turn_use_the_weights_that_sampled_the_turn(trainer, budget):
     step, _ = warmed_up(trainer, steps=2)
     history = step.passes.history
     assert history is not None
@@ -120,7 +112,7 @@ def test_old_logprobs_of_each_turn_use_the_weights_that_sampled_the_turn(trainer
 
 
 @pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # the bigram trainer samples with rounded weights
-def test_old_logprobs_in_lockstep_are_bit_identical_to_those_of_the_gradient_pass(trainer: Trainer) -> None:
+def test_old_logprobs_in_lockstep_are_bit_identical_to_those_of_the_gradient_pass(trainer):
     """The recomputation and the gradient pass must use the same forward graph and weights."""
     step, _ = warmed_up(trainer, steps=2)
     fresh = [replace(group(0), rollouts=tuple(sampled(seed, [(2, 3 + seed)], reward=seed % 2) for seed in range(6)))]
@@ -133,19 +125,19 @@ def test_old_logprobs_in_lockstep_are_bit_identical_to_those_of_the_gradient_pas
 class Counting:
     """A bigram trainer that records the number of tokens of each forward pass with weights of an earlier version."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer):
         self.worker = trainer
-        self.tokens: list[int] = []
+        self.tokens = []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.worker, name)
 
-    def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
+    def forward_at(self, micro_batches, weights):
         self.tokens.append(sum(batch.num_tokens for batch in micro_batches))
         return self.worker.forward_at(micro_batches, weights)
 
 
-def test_forward_pass_of_each_version_covers_only_the_tokens_it_needs(trainer: Trainer) -> None:
+def test_forward_pass_of_each_version_covers_only_the_tokens_it_needs(trainer):
     """The pass for a version covers only rollouts with tokens of that version, up to its last token."""
     step, _ = warmed_up(trainer, steps=2)
     counting = Counting(trainer)
@@ -154,7 +146,7 @@ def test_forward_pass_of_each_version_covers_only_the_tokens_it_needs(trainer: T
     assert counting.tokens == [8 + 5 + third + 1, 8 + third + 5 + 7, third + 7 + 9]
 
 
-def test_forward_pass_input_of_each_segment_ends_at_the_last_token_whose_logprob_is_requested() -> None:
+def test_forward_pass_input_of_each_segment_ends_at_the_last_token_whose_logprob_is_requested():
     batch = in_one_batch(mixed()).micro_batches[0]
     assert prefixes(batch, through=batch.position_ids >= 0)[0] is batch
     assert batch.behavior_versions is not None

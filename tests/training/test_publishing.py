@@ -1,10 +1,7 @@
 """Engines load the weight versions that are announced in a stream; engines that stay silent are skipped."""
 
-from __future__ import annotations
-
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -32,14 +29,14 @@ A, B, C = "http://a:1", "http://b:1", "http://c:1"
 class Taking:
     """A fake of an engine's weight-update interface that records requests and may reject them."""
 
-    def __init__(self, refusal: LayoutMismatch | DigestMismatch | None = None) -> None:
+    def __init__(self, refusal=None):
         self.refusal = refusal
-        self.requests: list[WeightUpdateRequest] = []
+        self.requests = []
         self.serves = 0
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
 
-    async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+    async def request_weight_update(self, request):
         self.requests.append(request)
         await self.may_go_on.wait()
         if self.refusal is not None:
@@ -54,7 +51,7 @@ class Taking:
 
 
 @asynccontextmanager
-async def following(stream: MemoryStream, **engines: Taking) -> AsyncIterator[None]:
+async def following(stream, **engines):
     """Let the engines `http://NAME:1` read announcements from the stream; wait until each has reported that it does."""
     tasks = [
         asyncio.create_task(AnnouncedUpdates(engine, stream, url=f"http://{name}:1").run())
@@ -71,21 +68,19 @@ async def following(stream: MemoryStream, **engines: Taking) -> AsyncIterator[No
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def prepare(version: int, **fields: object) -> WeightUpdateRequest:
+def prepare(version, **fields):
     known = {"sources": ("http://s0:1", "http://s1:1"), "layout_id": "l", "digest": "d", "timeout_s": 7.0}
     return WeightUpdateRequest(
         phase=UpdatePhase.PREPARE, version=version, epoch=1, transport=Transport.PULL, **(known | fields)
     )
 
 
-async def tell(
-    announcer: StreamAnnouncer, version: int, *engines: str, left_out: tuple[str, ...] = ()
-) -> dict[str, object]:
+async def tell(announcer, version, *engines, left_out=()):
     deadline = time.monotonic() + PATIENCE_S
     return dict(await announcer.tell(prepare(version), engines, left_out=left_out, deadline=deadline))
 
 
-async def test_engines_that_read_the_announcement_stream_load_each_version_and_report_it() -> None:
+async def test_engines_that_read_the_announcement_stream_load_each_version_and_report_it():
     stream, a, b = MemoryStream(), Taking(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
     async with following(stream, a=a, b=b):
@@ -103,14 +98,14 @@ async def test_engines_that_read_the_announcement_stream_load_each_version_and_r
     assert await stream.length(ANNOUNCEMENTS) == 1, "what is over is trimmed"
 
 
-async def test_engines_pull_announced_weights_from_different_replicas() -> None:
+async def test_engines_pull_announced_weights_from_different_replicas():
     stream, engines = MemoryStream(), {f"e{number}": Taking() for number in range(16)}
     async with following(stream, **engines):
         await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, *(f"http://{name}:1" for name in engines))
     assert {(engine.requests[0].sources or ("",))[0] for engine in engines.values()} == {"http://s0:1", "http://s1:1"}
 
 
-async def test_engine_that_already_serves_the_announced_version_gets_no_commit_request() -> None:
+async def test_engine_that_already_serves_the_announced_version_gets_no_commit_request():
     stream, a = MemoryStream(), Taking()
     a.serves = 1
     async with following(stream, a=a):
@@ -120,9 +115,7 @@ async def test_engine_that_already_serves_the_announced_version_gets_no_commit_r
 
 
 @pytest.mark.parametrize("refusal", [LayoutMismatch("another model", param="layout"), DigestMismatch("other bytes")])
-async def test_trainer_gets_the_exception_class_and_text_with_which_an_engine_rejected_weights(
-    refusal: LayoutMismatch | DigestMismatch,
-) -> None:
+async def test_trainer_gets_the_exception_class_and_text_with_which_an_engine_rejected_weights(refusal):
     stream, a, b = MemoryStream(), Taking(refusal), Taking()
     async with following(stream, a=a, b=b):
         answers = await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, A, B)
@@ -130,7 +123,7 @@ async def test_trainer_gets_the_exception_class_and_text_with_which_an_engine_re
     assert isinstance(answers[B], WeightUpdateResponse)
 
 
-async def test_engine_excluded_from_an_announcement_keeps_its_weights() -> None:
+async def test_engine_excluded_from_an_announcement_keeps_its_weights():
     stream, a, b = MemoryStream(), Taking(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
     async with following(stream, a=a, b=b):
@@ -139,7 +132,7 @@ async def test_engine_excluded_from_an_announcement_keeps_its_weights() -> None:
     assert [request.version for request in b.requests] == [2, 2]
 
 
-async def test_trainer_skips_a_silent_engine_and_includes_it_again_once_it_reports() -> None:
+async def test_trainer_skips_a_silent_engine_and_includes_it_again_once_it_reports():
     stream, a, b = MemoryStream(), Taking(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=0.05)
     async with following(stream, a=a, b=b):
@@ -153,7 +146,7 @@ async def test_trainer_skips_a_silent_engine_and_includes_it_again_once_it_repor
         assert set(await tell(announcer, 2, A, B)) == {A, B}
 
 
-async def test_silent_engine_with_history_is_late_after_its_grace_and_gets_no_second_wait() -> None:
+async def test_silent_engine_with_history_is_late_after_its_grace_and_gets_no_second_wait():
     stream, a, b, grace = MemoryStream(), Taking(), Taking(), Grace()
     announcer = StreamAnnouncer(stream, grace=grace, quiet_s=PATIENCE_S)
     async with following(stream, a=a, b=b):
@@ -169,7 +162,7 @@ async def test_silent_engine_with_history_is_late_after_its_grace_and_gets_no_se
         b.may_go_on.set()
 
 
-async def test_engine_loads_only_the_newest_of_several_announced_versions() -> None:
+async def test_engine_loads_only_the_newest_of_several_announced_versions():
     stream, a = MemoryStream(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=0.0)
     async with following(stream, a=a):
@@ -187,7 +180,7 @@ async def test_engine_loads_only_the_newest_of_several_announced_versions() -> N
     assert [request.version for request in a.requests] == [1, 1, 3, 3]
 
 
-async def test_trainer_and_engines_skip_unreadable_entries_in_the_announcement_streams() -> None:
+async def test_trainer_and_engines_skip_unreadable_entries_in_the_announcement_streams():
     stream, a = MemoryStream(), Taking()
     async with following(stream, a=a):
         for name in (ANNOUNCEMENTS, TAKEN):
@@ -195,7 +188,7 @@ async def test_trainer_and_engines_skip_unreadable_entries_in_the_announcement_s
         assert set(await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, A)) == {A}
 
 
-async def test_undecodable_report_of_an_engine_about_a_loaded_version_counts_as_a_failure() -> None:
+async def test_undecodable_report_of_an_engine_about_a_loaded_version_counts_as_a_failure():
     stream = MemoryStream()
     announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
     await stream.append(TAKEN, [encode(WeightsTaken(url=A))])

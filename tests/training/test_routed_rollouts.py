@@ -1,10 +1,7 @@
 """The experts to which an engine routed each token: their position in micro-batches, missing ones, validity checks."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,25 +11,24 @@ from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.packing import WeightedRollout, alone, apart, joined, pack, prefixes
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage, fault_of, without_routing
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group
 from tests.fakes.routing import routed_group
-from trainer_contract.types import MicroBatch, RoutingShape
+from trainer_contract.types import RoutingShape
 
 ROUTING = RoutingShape(layers=2, experts=4, top_k=2)
 
 
-def expected(of: RolloutGroup) -> np.ndarray:
+def expected(of):
     turns = [rollout.turns[0] for rollout in of.rollouts]
     return np.concatenate([part for turn in turns for part in (turn.context_routed_experts, turn.routed_experts)])
 
 
-def routed_column(batch: MicroBatch) -> np.ndarray:
+def routed_column(batch):
     assert batch.routed_experts is not None
     return batch.routed_experts
 
 
-def test_packing_keeps_the_routed_experts_of_each_token() -> None:
+def test_packing_keeps_the_routed_experts_of_each_token():
     given = routed_group(0, rewards=(0.0, 1.0, 0.5))
     np.testing.assert_array_equal(routed_column(alone(given.rollouts)), expected(given))
     members = [WeightedRollout(rollout=rollout, advantages=np.ones(2), token_weight=1.0) for rollout in given.rollouts]
@@ -41,7 +37,7 @@ def test_packing_keeps_the_routed_experts_of_each_token() -> None:
         np.testing.assert_array_equal(routed_column(batch), expected(one))
 
 
-def test_segments_that_are_separated_and_rejoined_keep_their_routed_experts() -> None:
+def test_segments_that_are_separated_and_rejoined_keep_their_routed_experts():
     given = routed_group(0, rewards=(0.0, 1.0, 0.5))
     batch = alone(given.rollouts)
     parts = apart(batch)
@@ -55,7 +51,7 @@ def test_segments_that_are_separated_and_rejoined_keep_their_routed_experts() ->
     np.testing.assert_array_equal(routed_column(cut), routed_column(batch)[[0, 1, 2, 4, 5, 6, 7]])
 
 
-def test_micro_batch_has_no_routed_experts_if_some_rollouts_lack_them_or_their_shapes_differ() -> None:
+def test_micro_batch_has_no_routed_experts_if_some_rollouts_lack_them_or_their_shapes_differ():
     mixed = (*routed_group(0).rollouts, *group(0).rollouts)
     assert alone(mixed).routed_experts is None
     other = (*routed_group(0).rollouts, *routed_group(0, layers=3).rollouts)
@@ -73,12 +69,12 @@ def test_micro_batch_has_no_routed_experts_if_some_rollouts_lack_them_or_their_s
         (routed_group(0, experts=40), r"must lie in 0\.\.3, got \d+"),
     ],
 )
-def test_group_with_missing_or_impossible_routed_experts_is_reported_as_faulty(given: RolloutGroup, why: str) -> None:
+def test_group_with_missing_or_impossible_routed_experts_is_reported_as_faulty(given, why):
     fault = fault_of(given, vocab_size=None, routing=ROUTING)
     assert (not fault) if not why else re.search(why, fault), fault
 
 
-def batcher(routing: RoutingShape | None, ended: list[Any]) -> Batcher:
+def batcher(routing, ended):
     return Batcher(
         ledger=ConsumedLedger(),
         lineage=Lineage(1, 0),
@@ -88,8 +84,8 @@ def batcher(routing: RoutingShape | None, ended: list[Any]) -> Batcher:
     )
 
 
-def test_groups_with_missing_or_impossible_routed_experts_are_filtered_if_routing_is_replayed() -> None:
-    ended: list[Any] = []
+def test_groups_with_missing_or_impossible_routed_experts_are_filtered_if_routing_is_replayed():
+    ended = []
     waiting = batcher(ROUTING, ended)
     for each in (routed_group(0), group(1), routed_group(2, experts=40)):
         waiting.offer(each)
@@ -97,7 +93,7 @@ def test_groups_with_missing_or_impossible_routed_experts_are_filtered_if_routin
     assert ended == [(1, GroupOutcome.FILTERED, "not computable"), (2, GroupOutcome.FILTERED, "not computable")]
 
 
-def test_routed_experts_are_removed_if_routing_is_not_replayed() -> None:
+def test_routed_experts_are_removed_if_routing_is_not_replayed():
     """A run that resumes with routing replay disabled still reads groups that contain routed experts."""
     waiting = batcher(None, [])
     waiting.offer(routed_group(0))

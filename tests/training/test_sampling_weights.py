@@ -4,8 +4,6 @@ If the engine recomputes its KV cache after an update, they agree within 1e-5. I
 by older weights, so log-probs after an update differ: no pass with one version's weights can reproduce that cache.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import cast
@@ -26,9 +24,8 @@ from pipelinerl.numerics.causes import figures, sampled_tokens
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.passes import ForwardPasses
-from pipelinerl.training.step import Accumulated, Step
 from pipelinerl.training.weight_history import WeightHistory
-from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
+from pipelinerl.types import Outcome, Rollout, Turn, Verdict, VersionSpan
 from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import Device, TrainerSpec
@@ -40,7 +37,7 @@ OBJECTIVE = resolve("ppo_recomputed")
 
 
 @pytest.fixture(scope="module")
-def step() -> Step:
+def step():
     """Return a train step whose policy is at version 2, with a history of versions 0, 1 and 2, which differ clearly."""
     policy = TorchTrainer()
     policy.init_worker(TrainerSpec(model_path=MODEL, device=Device.CPU))
@@ -59,12 +56,12 @@ def step() -> Step:
     return made
 
 
-def trained(step: Step, groups: list[RolloutGroup], *, producing: int) -> None:
+def trained(step, groups, *, producing):
     result = step.accumulate(batch_of(groups, OBJECTIVE, producing=producing, token_budget=2048))
     step.apply(result, learning_rates=[3e-3])
 
 
-async def sample(history: WeightHistory, on_update: OnUpdate, seed: int, *, samples: int) -> list[Rollout]:
+async def sample(history, on_update, seed, *, samples):
     """Sample sixteen long answers, `samples` per prompt, from an engine that gets versions 1 and 2 during sampling."""
     options = EngineOptions(
         model_path=MODEL, model_id="m", slots=8, max_waiting=64, context_length=64, device=Device.CPU, threads=1
@@ -112,7 +109,7 @@ async def sample(history: WeightHistory, on_update: OnUpdate, seed: int, *, samp
     ]
 
 
-def in_flight(step: Step, on_update: OnUpdate, *, samples: int) -> list[RolloutGroup]:
+def in_flight(step, on_update, *, samples):
     """Return rollouts of three versions, some of which mix versions; retry if they all ended before the updates."""
     assert step.passes.history is not None
     for attempt in range(5):
@@ -123,15 +120,13 @@ def in_flight(step: Step, on_update: OnUpdate, *, samples: int) -> list[RolloutG
     raise AssertionError("the updates came after the engine had sampled")
 
 
-def accumulated(step: Step, groups: list[RolloutGroup]) -> Accumulated:
+def accumulated(step, groups):
     result = step.accumulate(batch_of(groups, OBJECTIVE, producing=VERSIONS, token_budget=2048))
     step.passes.policy.discard_gradient()
     return result
 
 
-def test_old_logprobs_equal_the_sampled_logprobs_if_the_engine_recomputes_its_kv_cache_at_updates(
-    step: Step,
-) -> None:
+def test_old_logprobs_equal_the_sampled_logprobs_if_the_engine_recomputes_its_kv_cache_at_updates(step):
     result = accumulated(step, in_flight(step, OnUpdate.RECOMPUTE_KV, samples=4))
     tokens = sampled_tokens(result.batch.micro_batches, [loss.predictions for loss in result.first.losses])
     assert tokens is not None and tokens.old_logprobs is not None
@@ -145,7 +140,7 @@ def test_old_logprobs_equal_the_sampled_logprobs_if_the_engine_recomputes_its_kv
     assert metrics["mismatch_numerics_max"] <= TOLERANCE
 
 
-def test_kv_cache_written_by_older_weights_changes_only_logprobs_sampled_after_an_update(step: Step) -> None:
+def test_kv_cache_written_by_older_weights_changes_only_logprobs_sampled_after_an_update(step):
     # Only one sample per prompt: a second one would read the cache of the prompt, which older weights wrote.
     result = accumulated(step, in_flight(step, OnUpdate.CONTINUE, samples=1))
     tokens = sampled_tokens(result.batch.micro_batches, [loss.predictions for loss in result.first.losses])

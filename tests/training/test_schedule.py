@@ -1,7 +1,5 @@
 """The learning rate schedule has precomputed values at chosen steps."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelinerl.training.schedule import LearningRateSchedule
@@ -21,8 +19,8 @@ from pipelinerl.training.schedule import LearningRateSchedule
         ("cosine", 99, 0.1),
     ],
 )
-def test_learning_rate_factor_matches_precomputed_values(shape: str, step: int, factor: float) -> None:
-    schedule = LearningRateSchedule(warmup_steps=4, steps=14, shape=shape, final_fraction=0.1)  # type: ignore[arg-type]
+def test_learning_rate_factor_matches_precomputed_values(shape, step, factor):
+    schedule = LearningRateSchedule(warmup_steps=4, steps=14, shape=shape, final_fraction=0.1)
     if shape == "constant":
         schedule = LearningRateSchedule(warmup_steps=4, steps=14, shape="constant", final_fraction=0.0)
     assert schedule.factor(step) == pytest.approx(factor)

@@ -1,11 +1,7 @@
 """Branching episodes are packed as segments (paths from the first turn to a last turn), and each token trains once."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,33 +9,32 @@ from hypothesis import given, settings, strategies as st
 
 from pipelinerl.enums import NoSignal, StalenessScope
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.batch import BatchRules, MiniBatching, TrainBatch
+from pipelinerl.training.batch import BatchRules, MiniBatching
 from pipelinerl.training.packing import SegmentTable, WeightedRollout, alone, pack
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage, fault_of, fresh_part, signal_of, teacher
 from pipelinerl.training.rollouts.batcher import Batcher
-from pipelinerl.types import ROOT, Rollout, RolloutGroup
+from pipelinerl.types import ROOT
 from tests.fakes.batches import batch_of
 from tests.fakes.rollouts import as_roots, episode, group, rollout
 from trainer_contract.batch import check
 from trainer_contract.errors import BatchError
-from trainer_contract.types import MicroBatch, OptimizerSpec, TrainerSpec
+from trainer_contract.types import OptimizerSpec, TrainerSpec
 
 VOCAB = 12
 #: Presets that together cover loss terms per token, terms per rollout (a ratio or a weight), and old log-probs.
 CHOICES = ("grpo", "dr_grpo", "dapo", "gspo", "gmpo", "pipelinerl", "topr")
 
 
-def linear(reward: float = 1.0, *, offset: int = 0) -> Rollout:
+def linear(reward=1.0, *, offset=0):
     return episode(
         [((0, 1), (2, 3 + offset)), ((4,), (5,)), ((6, 7), (8, 9, 2))], reward=reward, versions=(3, 4, 5), logprob=-2.0
     )
 
 
-def forked(reward: float = 0.0) -> Rollout:
+def forked(reward=0.0):
     """Return an episode whose first turn has two continuations, of which the second is continued once more, and a
     separate conversation of one turn.
     """
@@ -52,7 +47,7 @@ def forked(reward: float = 0.0) -> Rollout:
     )
 
 
-def episodes(of: Callable[[Rollout], Rollout] = lambda one: one) -> list[RolloutGroup]:
+def episodes(of=lambda one: one):
     single = rollout(reward=0.75, prompt=(0, 1), sampled=(2, 4, 8), logprob=-2.0)
     first = replace(group(0), rollouts=(of(linear()), of(forked()), single))
     second = replace(group(1), rollouts=(of(linear(0.0, offset=1)), of(forked(1.0))))
@@ -60,15 +55,15 @@ def episodes(of: Callable[[Rollout], Rollout] = lambda one: one) -> list[Rollout
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> BigramTrainer:
-    path: Path = tmp_path_factory.mktemp("bigram")
+def trainer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bigram")
     BigramModel.random(VOCAB, seed=4).save(path)
     made = BigramTrainer()
     made.init_worker(TrainerSpec(model_path=path, optimizer=OptimizerSpec(grad_clip=0.0)))
     return made
 
 
-def gradient(trainer: BigramTrainer, micro_batches: Sequence[MicroBatch], objective: PolicyObjective) -> np.ndarray:
+def gradient(trainer, micro_batches, objective):
     if "old_logprobs" in objective.needs:
         micro_batches = [
             replace(each, old_logprobs=old)
@@ -85,7 +80,7 @@ def gradient(trainer: BigramTrainer, micro_batches: Sequence[MicroBatch], object
 # --- the tree --------------------------------------------------------------------------------------------------------
 
 
-def test_segments_of_a_branching_episode_are_the_paths_from_its_first_to_its_last_turns() -> None:
+def test_segments_of_a_branching_episode_are_the_paths_from_its_first_to_its_last_turns():
     one = forked()
     numbers = {id(turn): number for number, turn in enumerate(one.turns)}
     paths = [[numbers[id(turn)] for turn in segment.turns] for segment in one.segments]
@@ -95,7 +90,7 @@ def test_segments_of_a_branching_episode_are_the_paths_from_its_first_to_its_las
     assert one.num_sampled_tokens == 9 and one.num_tokens == 7 + 9 + 5
 
 
-def test_linear_episode_is_one_segment_whether_or_not_it_lists_the_parents_of_its_turns() -> None:
+def test_linear_episode_is_one_segment_whether_or_not_it_lists_the_parents_of_its_turns():
     one = linear()
     ((turns, trained),) = one.segments
     assert turns == one.turns and list(trained) == [0, 1, 2]
@@ -104,7 +99,7 @@ def test_linear_episode_is_one_segment_whether_or_not_it_lists_the_parents_of_it
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> list[Rollout]:
+def trees(draw):
     """Draw rollouts whose turns, at most 8 each, form any tree; no two tokens of a draw have the same id."""
     made, number = [], 0
     for _ in range(draw(st.integers(1, 6))):
@@ -121,8 +116,8 @@ def trees(draw: st.DrawFn) -> list[Rollout]:
 @given(trees(), st.integers(5, 80), st.integers(1, 3), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_each_sampled_token_of_a_branching_episode_trains_once_with_all_turns_before_it_as_context(
-    rollouts: list[Rollout], budget: int, width: int, unsplit: bool
-) -> None:
+    rollouts, budget, width, unsplit
+):
     weighted = [
         WeightedRollout(
             rollout=one,
@@ -133,7 +128,7 @@ def test_each_sampled_token_of_a_branching_episode_trains_once_with_all_turns_be
     ]
     packed = pack(weighted, token_budget=budget, width=width, whole=unsplit)
     table = SegmentTable.of(rollouts)
-    trained: Counter[int] = Counter()
+    trained = Counter()
     for batch, members in packed:
         check(batch, vocab_size=2**31)
         trained.update(batch.token_ids[batch.loss_mask].tolist())
@@ -157,9 +152,7 @@ def test_each_sampled_token_of_a_branching_episode_trains_once_with_all_turns_be
 
 @given(trees(), st.integers(5, 80))
 @settings(max_examples=30, deadline=None)
-def test_every_epoch_of_mini_batches_packs_the_same_tokens_of_branching_episodes(
-    rollouts: list[Rollout], budget: int
-) -> None:
+def test_every_epoch_of_mini_batches_packs_the_same_tokens_of_branching_episodes(rollouts, budget):
     right, wrong = (rollout(reward=reward).verdict for reward in (1.0, 0.0))
     groups = [
         replace(group(number), rollouts=(replace(one, verdict=right), replace(one, verdict=wrong)))
@@ -167,7 +160,7 @@ def test_every_epoch_of_mini_batches_packs_the_same_tokens_of_branching_episodes
     ]
     several = MiniBatching(epochs=2, mini_batches=2, seed=1)
     batch = batch_of(groups, "gspo", token_budget=budget, mini_batching=several)
-    epochs: dict[int, Counter[tuple[int, float]]] = {0: Counter(), 1: Counter()}
+    epochs = {0: Counter(), 1: Counter()}
     for mini_batch in batch.mini_batches():
         for packed in mini_batch.packed:
             its = packed.micro_batch
@@ -183,8 +176,8 @@ def test_every_epoch_of_mini_batches_packs_the_same_tokens_of_branching_episodes
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("budget", [1000, 14, 1])
 def test_gradient_does_not_depend_on_whether_an_episode_is_stored_as_a_tree_or_as_separate_paths(
-    choice: str, budget: int, trainer: BigramTrainer
-) -> None:
+    choice, budget, trainer
+):
     objective = resolve(choice, max_tokens=8)
     whole = gradient(trainer, batch_of(episodes(), objective).micro_batches, objective)
     assert np.abs(whole).max() > 1e-3
@@ -193,7 +186,7 @@ def test_gradient_does_not_depend_on_whether_an_episode_is_stored_as_a_tree_or_a
         np.testing.assert_allclose(gradient(trainer, batch.micro_batches, objective), whole, rtol=1e-6, atol=1e-9)
 
 
-def _training_the_context(batch: TrainBatch) -> Iterator[MicroBatch]:
+def _training_the_context(batch):
     """Deliberate fault: turns that a later segment repeats as context are trained again."""
     for packed in batch.packed:
         mask = packed.micro_batch.loss_mask.copy()
@@ -212,7 +205,7 @@ def _training_the_context(batch: TrainBatch) -> Iterator[MicroBatch]:
         yield replace(packed.micro_batch, loss_mask=mask, weights=weights, advantages=advantages)
 
 
-def _weighing_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
+def _weighing_each_segment(batch):
     """Deliberate fault: each segment gets the weight of a whole rollout."""
     for packed in batch.packed:
         its = packed.micro_batch
@@ -221,7 +214,7 @@ def _weighing_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
         yield replace(its, weights=(weights[its.segment_ids] * its.loss_mask).astype(np.float32))
 
 
-def _a_ratio_for_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
+def _a_ratio_for_each_segment(batch):
     """Deliberate fault: a loss term per rollout is computed for each segment instead."""
     for packed in batch.packed:
         yield replace(packed.micro_batch, rollout_ids=None)
@@ -236,9 +229,7 @@ def _a_ratio_for_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
         (_a_ratio_for_each_segment, "topr"),
     ],
 )
-def test_deliberate_faults_in_the_packing_of_branching_episodes_change_the_gradient(
-    mutant: Callable[[TrainBatch], Iterator[MicroBatch]], choice: str, trainer: BigramTrainer
-) -> None:
+def test_deliberate_faults_in_the_packing_of_branching_episodes_change_the_gradient(mutant, choice, trainer):
     objective = resolve(choice)
     batch = batch_of(episodes(), objective)
     right = gradient(trainer, batch.micro_batches, objective)
@@ -246,7 +237,7 @@ def test_deliberate_faults_in_the_packing_of_branching_episodes_change_the_gradi
     assert np.abs(wrong - right).max() > 1e-3
 
 
-def test_environment_tokens_have_no_gradient(trainer: BigramTrainer) -> None:
+def test_environment_tokens_have_no_gradient(trainer):
     """In a bigram model, the weights of a token have a gradient only if the model sampled the token after it."""
     objective = resolve("grpo")
     tree = episode([((0, 1), (2,)), ((7, 8, 9), (3,)), ((10, 11), (4,))], (ROOT, 0, 0))
@@ -258,7 +249,7 @@ def test_environment_tokens_have_no_gradient(trainer: BigramTrainer) -> None:
 # --- weights, versions and credit ------------------------------------------------------------------------------------
 
 
-def test_tokens_of_a_branching_episode_have_together_the_weight_of_one_rollout() -> None:
+def test_tokens_of_a_branching_episode_have_together_the_weight_of_one_rollout():
     objective = resolve("grpo")
     batch = batch_of(episodes(), objective)
     totals = np.zeros(5)
@@ -267,7 +258,7 @@ def test_tokens_of_a_branching_episode_have_together_the_weight_of_one_rollout()
     np.testing.assert_allclose(totals, [1 / 6] * 3 + [1 / 4] * 2, rtol=1e-6)
 
 
-def test_packed_tokens_of_branching_episodes_keep_their_model_version_and_behavior_logprob() -> None:
+def test_packed_tokens_of_branching_episodes_keep_their_model_version_and_behavior_logprob():
     (its,) = batch_of([replace(group(0), rollouts=(forked(), linear()))], resolve("grpo")).micro_batches
     assert its.behavior_versions is not None
     mask, versions = its.loss_mask, its.behavior_versions
@@ -284,7 +275,7 @@ def test_packed_tokens_of_branching_episodes_keep_their_model_version_and_behavi
     assert not its.behavior_versions[~its.loss_mask].any()
 
 
-def test_group_is_as_old_as_its_oldest_trainable_token() -> None:
+def test_group_is_as_old_as_its_oldest_trainable_token():
     made = replace(group(0), rollouts=(forked(), linear()))
     assert made.oldest_version == 3
     bounds, scope = StalenessBounds(1, 4), StalenessScope.GROUP
@@ -292,7 +283,7 @@ def test_group_is_as_old_as_its_oldest_trainable_token() -> None:
     assert fresh_part(made, producing=8, bounds=bounds, scope=scope) is None, "and not as old as its latest turn"
 
 
-def test_turn_credit_gives_the_tokens_of_a_turn_its_reward_to_go_in_whichever_segment_they_train() -> None:
+def test_turn_credit_gives_the_tokens_of_a_turn_its_reward_to_go_in_whichever_segment_they_train():
     objective = resolve({"preset": "dr_grpo", "adv": {"credit": "turns"}}, max_tokens=8)
     tree = (ROOT, 0, 0, ROOT)
     turns = [((0, 1), (2, 3)), ((4,), (5,)), ((6,), (7, 8)), ((9,), (10,))]
@@ -317,7 +308,7 @@ def test_turn_credit_gives_the_tokens_of_a_turn_its_reward_to_go_in_whichever_se
     assert got == pytest.approx(expected)
 
 
-def test_group_with_equal_total_rewards_trains_with_turn_credit_if_the_rewards_of_turns_differ() -> None:
+def test_group_with_equal_total_rewards_trains_with_turn_credit_if_the_rewards_of_turns_differ():
     turns = [((0, 1), (2,)), ((4,), (5,))]
     early, late = (episode(turns, reward=1.0, rewards=rewards) for rewards in ((1.0, 0.0), (0.0, 1.0)))
     made = replace(group(0), rollouts=(early, late))
@@ -335,14 +326,14 @@ def test_group_with_equal_total_rewards_trains_with_turn_credit_if_the_rewards_o
         assert len(batcher.waiting) == waits
 
 
-def test_valid_branching_episode_is_not_reported_as_faulty() -> None:
+def test_valid_branching_episode_is_not_reported_as_faulty():
     made = replace(group(0), rollouts=(forked(), linear()))
     assert fault_of(made, vocab_size=VOCAB) == ""
     assert "token_ids must lie in" in fault_of(made, vocab_size=9)
 
 
 @pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1], [-1, -1, -1, 0, 0], [0, 0, 0, 2, 2]])
-def test_rollout_ids_that_are_negative_skip_a_number_or_change_within_a_segment_are_rejected(ids: list[int]) -> None:
+def test_rollout_ids_that_are_negative_skip_a_number_or_change_within_a_segment_are_rejected(ids):
     batch = alone([rollout(prompt=(1, 2), sampled=(3,)), rollout(prompt=(1,), sampled=(3,))])
     with pytest.raises(BatchError, match="rollout_ids must"):
         check(replace(batch, rollout_ids=np.array(ids, np.int32)), vocab_size=VOCAB)

@@ -1,11 +1,6 @@
 """One training step on real trainers: its forward passes, its advantages, and its gradient under any packing."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +10,6 @@ from pipelinerl.enums import NoSignal, OldLogprobs
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective import catalogue
 from pipelinerl.objective.adv import GAE
-from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.staleness import StalenessBounds
@@ -24,20 +18,19 @@ from pipelinerl.training.batch import BatchRules
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage, learns_from_equals, teacher
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.training.step import Accumulated, Critic, Step
-from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn
+from pipelinerl.training.step import Critic
+from pipelinerl.types import Outcome
 from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
-from trainer_contract.trainer import Trainer
-from trainer_contract.types import Float32, Head, MicroBatch, OptimizerSpec, TrainerSpec
+from trainer_contract.types import Head, OptimizerSpec, TrainerSpec
 
 VOCAB = 7
 PPO = {"preset": "ppo", "adv": {"kl": 0.1}, "grad2": "kl", "grad1": {"over": "old"}}
 PRESETS = ["ppo", PPO, "grpo", "grpo_kl", "gspo", "gmpo", "ppo_tis", "dapo", "reinforce_plus_plus", "decoupled_ppo"]
 
 
-def two_turns(draw: np.random.Generator, reward: float) -> Rollout:
-    turns: list[Turn] = []
+def two_turns(draw, reward):
+    turns = []
     for _ in range(2):
         one = rollout(
             prompt=draw.integers(0, VOCAB, 2).tolist(),
@@ -48,7 +41,7 @@ def two_turns(draw: np.random.Generator, reward: float) -> Rollout:
     return replace(rollout(reward=reward), turns=tuple(turns))
 
 
-def groups() -> list[RolloutGroup]:
+def groups():
     draw = rng.generator(5, "step")
     made = [
         replace(group(index), rollouts=tuple(two_turns(draw, reward) for reward in rewards))
@@ -59,69 +52,67 @@ def groups() -> list[RolloutGroup]:
 
 
 class Counting:
-    def __init__(self, spec: TrainerSpec) -> None:
+    def __init__(self, spec):
         self.worker = BigramTrainer()
         self.worker.init_worker(spec)
         self.forwards = 0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.worker, name)
 
-    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
+    def forward(self, micro_batches):
         self.forwards += len(micro_batches)
         return self.worker.forward(micro_batches)
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> TrainerSpec:
+def spec(tmp_path):
     BigramModel.random(VOCAB, seed=4).save(tmp_path / "model")
     return TrainerSpec(model_path=tmp_path / "model", optimizer=OptimizerSpec(eps=1.0, grad_clip=0.0))
 
 
-def practised_critic(spec: TrainerSpec, *, warmup_steps: int = 0) -> Critic:
+def practised_critic(spec, *, warmup_steps=0):
     """Return a critic that has been trained a little, so that its values are not zero."""
     worker = Counting(replace(spec, head=Head.VALUE))
-    worker.worker._state.table = rng.generator(8, "values").normal(size=VOCAB)  # type: ignore[union-attr]
-    return Critic(worker=worker, loss=ValueLoss(), learning_rate=0.1, warmup_steps=warmup_steps)  # type: ignore[arg-type]
+    worker.worker._state.table = rng.generator(8, "values").normal(size=VOCAB)
+    return Critic(worker=worker, loss=ValueLoss(), learning_rate=0.1, warmup_steps=warmup_steps)
 
 
-def step_of(spec: TrainerSpec, *, warmup_steps: int = 0, old: OldLogprobs = OldLogprobs.RECOMPUTE) -> Step:
+def step_of(spec, *, warmup_steps=0, old=OldLogprobs.RECOMPUTE):
     """Return a train step whose policy, critic and reference have different weights."""
     other = spec.model_path.with_name("reference")
     BigramModel.random(VOCAB, seed=9).save(other)
     critic = practised_critic(spec, warmup_steps=warmup_steps)
-    reference: Any = Counting(replace(spec, model_path=other))
-    policy: Any = Counting(spec)
+    reference = Counting(replace(spec, model_path=other))
+    policy = Counting(spec)
     passes = ForwardPasses(policy=policy, critic=critic.worker, reference=reference, old_logprobs=old)
     return step_on(passes, critic=critic)
 
 
-def without_critic(step: Step) -> Step:
+def without_critic(step):
     return step_on(replace(step.passes, critic=None))
 
 
-def fitting(step: Step, objective: PolicyObjective) -> Step:
+def fitting(step, objective):
     return step if "values" in objective.passes else without_critic(step)
 
 
-def accumulated(
-    step: Step, objective: PolicyObjective, *, budget: int, of: Sequence[RolloutGroup], producing: int = 1
-) -> Accumulated:
+def accumulated(step, objective, *, budget, of, producing=1):
     batch = batch_of(of, objective, producing=producing, token_budget=budget)
     return step.accumulate(batch)
 
 
-def weights(worker: Trainer | None) -> np.ndarray:
+def weights(worker):
     assert worker is not None
     ((_, table),) = worker.gather_weights()
     return np.array(table)
 
 
 @pytest.mark.parametrize("choice", PRESETS, ids=str)
-def test_packing_splitting_and_order_of_rollouts_do_not_change_the_step(choice: Any, spec: TrainerSpec) -> None:
+def test_packing_splitting_and_order_of_rollouts_do_not_change_the_step(choice, spec):
     objective = resolve(choice)
 
-    def stepped(budget: int, of: Sequence[RolloutGroup]) -> tuple[list[np.ndarray], float, int]:
+    def stepped(budget, of):
         step = fitting(step_of(spec), objective)
         made = accumulated(step, objective, budget=budget, of=of)
         figures = step.apply(made, learning_rates=[0.1]).figures
@@ -138,9 +129,7 @@ def test_packing_splitting_and_order_of_rollouts_do_not_change_the_step(choice: 
 
 
 @pytest.mark.parametrize("name", catalogue.PRESETS)
-def test_batch_of_equal_rewards_has_zero_gradient_unless_the_objective_learns_from_equal_rewards(
-    name: str, spec: TrainerSpec
-) -> None:
+def test_batch_of_equal_rewards_has_zero_gradient_unless_the_objective_learns_from_equal_rewards(name, spec):
     """Objectives that also learn from equal rewards, such as those with a critic or a KL penalty, have a gradient."""
     objective = resolve(name, max_tokens=8)
     waiting = Batcher(
@@ -160,13 +149,13 @@ def test_batch_of_equal_rewards_has_zero_gradient_unless_the_objective_learns_fr
 
 
 @pytest.mark.parametrize("budget", [1, 25, 1000])
-def test_gae_advantages_and_returns_equal_loops_over_tokens(budget: int, spec: TrainerSpec) -> None:
+def test_gae_advantages_and_returns_equal_loops_over_tokens(budget, spec):
     """The loops compute each rollout separately, token by token, from the models' log-probs and values."""
     objective = replace(resolve(PPO), adv=GAE(kl=0.1))
     step = step_of(spec)
     batch = batch_of(groups(), objective, token_budget=budget)
     result = step.accumulate(batch)
-    raw: list[np.ndarray] = []
+    raw = []
     for packed, micro_batch in zip(batch.packed, result.batch.micro_batches, strict=True):
         ends = np.flatnonzero(np.diff(micro_batch.segment_ids, append=-1))
         for member, first, last in zip(packed.members, np.append(0, ends[:-1] + 1), ends + 1, strict=True):
@@ -182,7 +171,7 @@ def test_gae_advantages_and_returns_equal_loops_over_tokens(budget: int, spec: T
                 earned = (reward if t == len(value) - 1 else 0.0) - 0.1 * (old[t] - ref[t])
                 total = earned + following - value[t] + 0.95 * total
                 advantage[t], following = total, value[t]
-            np.testing.assert_allclose(micro_batch.returns[inside][mask], advantage + value, atol=1e-6)  # type: ignore[index]
+            np.testing.assert_allclose(micro_batch.returns[inside][mask], advantage + value, atol=1e-6)
             raw.append(np.stack((advantage, micro_batch.advantages[inside][mask])))
     plain, whitened = np.concatenate(raw, axis=1)
     np.testing.assert_allclose(whitened, (plain - plain.mean()) / (plain.std() + 1e-8), atol=1e-5)
@@ -200,19 +189,17 @@ def test_gae_advantages_and_returns_equal_loops_over_tokens(budget: int, spec: T
     ],
     ids=str,
 )
-def test_step_makes_only_the_forward_passes_that_its_objective_needs(
-    choice: Any, old: OldLogprobs, expected: tuple[int, int, int], spec: TrainerSpec
-) -> None:
+def test_step_makes_only_the_forward_passes_that_its_objective_needs(choice, old, expected, spec):
     objective = resolve(choice)
     step = step_of(spec, old=old)
     made = accumulated(fitting(step, objective), objective, budget=1000, of=groups())
-    workers: list[Any] = [step.passes.policy, step.passes.critic, step.passes.reference]
+    workers = [step.passes.policy, step.passes.critic, step.passes.reference]
     assert tuple(worker.forwards for worker in workers) == expected
     if old is OldLogprobs.BEHAVIOR:
         assert made.batch.micro_batches[0].old_logprobs is made.batch.micro_batches[0].behavior_logprobs
 
 
-def test_policy_is_frozen_during_critic_warmup(spec: TrainerSpec) -> None:
+def test_policy_is_frozen_during_critic_warmup(spec):
     step, objective = step_of(spec, warmup_steps=2), resolve("ppo")
     assert step.critic is not None
     for version in (1, 2, 3):
@@ -226,7 +213,7 @@ def test_policy_is_frozen_during_critic_warmup(spec: TrainerSpec) -> None:
         assert figures["value_loss"] > 0 and figures["value_grad_norm"] > 0
 
 
-def test_kl_coefficient_of_the_objective_scales_the_gradient_of_the_kl_penalty(spec: TrainerSpec) -> None:
+def test_kl_coefficient_of_the_objective_scales_the_gradient_of_the_kl_penalty(spec):
     norms = []
     for beta in (0.0, 0.5, 5.0):
         objective = resolve({"preset": "grpo", "grad2": {"kind": "kl", "beta": beta}})
@@ -237,7 +224,7 @@ def test_kl_coefficient_of_the_objective_scales_the_gradient_of_the_kl_penalty(s
     assert norms[2] == pytest.approx(10 * norms[1], rel=0.5), "the penalty outweighs the rest"
 
 
-def test_critic_learns_the_expected_return_of_every_state(spec: TrainerSpec) -> None:
+def test_critic_learns_the_expected_return_of_every_state(spec):
     """Every rollout has reward 1, so every state has value 1."""
     step = step_of(replace(spec, optimizer=OptimizerSpec(grad_clip=0.0)), warmup_steps=100)
     earning = [replace(g, rollouts=tuple(r for r in g.rollouts if r.verdict.reward == 1.0)) for g in groups()[:3]]
@@ -248,7 +235,7 @@ def test_critic_learns_the_expected_return_of_every_state(spec: TrainerSpec) -> 
     assert errors[0] > 0.5 and errors[-1] < 0.1
 
 
-def test_objectives_without_a_group_mean_baseline_learn_from_equal_rewards() -> None:
+def test_objectives_without_a_group_mean_baseline_learn_from_equal_rewards():
     teaching = {
         name: learns_from_equals(resolve(name), {}) for name in ("ppo", "grpo_kl", "decoupled_ppo", "grpo", "rloo")
     }

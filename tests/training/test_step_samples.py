@@ -1,53 +1,41 @@
 """The log of samples has groups of each step with their advantages, and filtered groups with the reasons."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import pytest
 
 from pipelinerl.enums import Truncated
 from pipelinerl.observability.samples.reading import read_samples
-from pipelinerl.observability.samples.record import SampleGroup, SampleKind, TokenTexts
+from pipelinerl.observability.samples.record import SampleKind, TokenTexts
 from pipelinerl.observability.samples.sample_log import SampleLog
-from pipelinerl.training.batch import TrainBatch
 from pipelinerl.training.passes import MeasuredEntropy
 from pipelinerl.training.step import Accumulated, Gradient
 from pipelinerl.training.step_samples import MOST_REASONS, OTHER_REASONS, StepSamples, mean_advantages
 from pipelinerl.types import ROOT, Outcome, ProblemSummary
 from tests.fakes.batches import batch_of
 from tests.fakes.rollouts import episode, group, rollout
-from trainer_contract.types import Float32, LossStats
+from trainer_contract.types import LossStats
 
 
-def spelled(token_ids: Sequence[int]) -> str:
+def spelled(token_ids):
     return "|".join(map(str, token_ids))
 
 
-def samples_in(path: Path) -> StepSamples:
+def samples_in(path):
     log = SampleLog(path / "samples", "training", max_bytes=2**20)
     return StepSamples(log, spelled, seed=7, groups_per_step=2)
 
 
-def write(
-    samples: StepSamples,
-    batch: TrainBatch,
-    *,
-    logprobs: Sequence[Float32] = (),
-    entropies: Mapping[int, Float32] = MappingProxyType({}),
-) -> None:
+def write(samples, batch, *, logprobs=(), entropies=MappingProxyType({})):
     losses = [LossStats(0.0, each) for each in logprobs]
     first = Gradient(batch=batch, losses=losses, value_losses=[], cross_entropy=None)
     measured = MeasuredEntropy(of_tokens=entropies)
     samples.write(Accumulated(batch=batch, first=first, rest=iter(()), measured=measured))
 
 
-def logged(path: Path, batch: TrainBatch, **computed: Any) -> SampleGroup:
+def logged(path, batch, **computed):
     """Return the sample of a step with one group."""
     samples = samples_in(path)
     write(samples, batch, **computed)
@@ -56,7 +44,7 @@ def logged(path: Path, batch: TrainBatch, **computed: Any) -> SampleGroup:
     return sample
 
 
-def test_sample_kept_from_a_step_contains_prompt_answers_verdicts_and_advantages(tmp_path: Path) -> None:
+def test_sample_kept_from_a_step_contains_prompt_answers_verdicts_and_advantages(tmp_path):
     right = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8, 9), spans=((2, 1), (3, 2)))
     cut = replace(rollout(reward=0.0, prompt=(5, 6), version=1), finish_reason="length")
     broken = rollout(outcome=Outcome.VERIFIER_ERROR, prompt=(5, 6))
@@ -77,7 +65,7 @@ def test_sample_kept_from_a_step_contains_prompt_answers_verdicts_and_advantages
     assert (three.outcome, three.reward, three.advantage, three.trained) == ("verifier_error", None, None, False)
 
 
-def test_sample_kept_from_a_step_contains_tokens_with_logprobs_versions_and_entropies(tmp_path: Path) -> None:
+def test_sample_kept_from_a_step_contains_tokens_with_logprobs_versions_and_entropies(tmp_path):
     right = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8, 9), spans=((2, 1), (3, 2)))
     wrong = rollout(reward=0.0, prompt=(5, 6), sampled=(7,), spans=((3, 1),))
     broken = rollout(outcome=Outcome.VERIFIER_ERROR, prompt=(5, 6))
@@ -97,13 +85,13 @@ def test_sample_kept_from_a_step_contains_tokens_with_logprobs_versions_and_entr
     assert (three.deltas, three.advantages) == ((), ()), "it was not trained on"
 
 
-def test_logged_sample_of_one_turn_has_its_context_if_it_differs_from_the_prompt_of_the_group(tmp_path: Path) -> None:
+def test_logged_sample_of_one_turn_has_its_context_if_it_differs_from_the_prompt_of_the_group(tmp_path):
     sample = logged(tmp_path, batch_of([replace(group(0), rollouts=(rollout(prompt=(5, 6)), rollout(prompt=(1, 2))))]))
     assert [[turn.context for turn in each.turns] for each in sample.answers] == [[], ["1|2"]]
 
 
 @pytest.mark.parametrize("budget", [6, 1000])
-def test_logged_sample_of_a_branching_episode_lists_tokens_in_turn_order(tmp_path: Path, budget: int) -> None:
+def test_logged_sample_of_a_branching_episode_lists_tokens_in_turn_order(tmp_path, budget):
     turns = [((5, 6), (7, 8)), ((1,), (9,)), ((2, 3), (10, 11)), ((4,), (12,))]
     forked = episode(turns, (ROOT, ROOT, 0, 1), versions=(1, 1, 2, 3))
     batch = batch_of(
@@ -126,7 +114,7 @@ def test_logged_sample_of_a_branching_episode_lists_tokens_in_turn_order(tmp_pat
     assert sample.answers[1].turns == (), "a single answer has none"
 
 
-def test_truncated_rollout_in_mask_mode_is_kept_as_a_sample_without_advantage(tmp_path: Path) -> None:
+def test_truncated_rollout_in_mask_mode_is_kept_as_a_sample_without_advantage(tmp_path):
     cut = replace(rollout(reward=0.0), finish_reason="length")
     sample = logged(
         tmp_path, batch_of([replace(group(0), rollouts=(rollout(reward=1.0), cut))], truncated=Truncated.MASK)
@@ -134,7 +122,7 @@ def test_truncated_rollout_in_mask_mode_is_kept_as_a_sample_without_advantage(tm
     assert [(each.advantage is None, each.trained) for each in sample.answers] == [(False, True), (True, False)]
 
 
-def test_mean_advantage_of_each_rollout_does_not_depend_on_the_packing_into_micro_batches() -> None:
+def test_mean_advantage_of_each_rollout_does_not_depend_on_the_packing_into_micro_batches():
     groups = [group(0, [0.0, 1.0]), group(1, [1.0, 1.0]), group(2, [1.0, 0.0])]
     batch = batch_of(groups, token_budget=5)
     advantages, trained, _ = mean_advantages(batch)
@@ -142,7 +130,7 @@ def test_mean_advantage_of_each_rollout_does_not_depend_on_the_packing_into_micr
     assert trained.tolist() == [True, True, False, False, True, True], "those without a gradient were left out"
 
 
-def test_choice_of_groups_kept_as_samples_is_determined_by_seed_and_step(tmp_path: Path) -> None:
+def test_choice_of_groups_kept_as_samples_is_determined_by_seed_and_step(tmp_path):
     drawn = []
     for name in ("first", "again"):
         samples = samples_in(tmp_path / name)
@@ -154,7 +142,7 @@ def test_choice_of_groups_kept_as_samples_is_determined_by_seed_and_step(tmp_pat
     assert len({name for _, name in drawn[0]}) == 8, "no group is preferred"
 
 
-def test_filtered_groups_are_counted_by_reason_and_the_last_one_is_kept_as_an_example(tmp_path: Path) -> None:
+def test_filtered_groups_are_counted_by_reason_and_the_last_one_is_kept_as_an_example(tmp_path):
     """Reasons beyond a maximum number are counted together."""
     samples = samples_in(tmp_path)
     samples.note_filtered([group(0)], "no signal")
@@ -170,7 +158,7 @@ def test_filtered_groups_are_counted_by_reason_and_the_last_one_is_kept_as_an_ex
     assert example.filtered[OTHER_REASONS] == 103 - MOST_REASONS - 2
 
 
-def test_sample_with_a_non_finite_reward_is_kept_without_its_reward(tmp_path: Path) -> None:
+def test_sample_with_a_non_finite_reward_is_kept_without_its_reward(tmp_path):
     with np.errstate(invalid="ignore"):
         sample = logged(tmp_path, batch_of([replace(group(0), rollouts=(rollout(reward=np.inf), rollout(reward=0.0)))]))
     assert sample.answers[0].reward is None and sample.answers[1].reward == 0.0

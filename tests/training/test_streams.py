@@ -1,8 +1,5 @@
 """A batch with several losses has the sum of the gradients that separate batches, one for each loss, would have."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,22 +9,19 @@ from hypothesis import given, settings, strategies as st
 from pipelinerl import registry
 from pipelinerl.config.recipe import MODELS, load
 from pipelinerl.errors import RecipeError
-from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
-from pipelinerl.objective.streams import CROSS_ENTROPY, DomainLoss, DomainLosses, Loss, StreamedObjective
+from pipelinerl.objective.streams import CROSS_ENTROPY, DomainLoss, DomainLosses, Loss
 from pipelinerl.rng import generator
 from pipelinerl.roles.problems import demonstrations_of
 from pipelinerl.roles.wiring import losses_of, objective_of, setting_of
 from pipelinerl.training.batch import BatchRules, MiniBatching
-from pipelinerl.training.demonstrations import DemonstrationStream
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.rollouts.admission import signal_of, teacher
 from pipelinerl.training.step import weighed_for_critic
-from pipelinerl.types import Outcome, RolloutGroup
+from pipelinerl.types import Outcome
 from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.host_weights import bytes_of
-from trainer_contract.trainer import Trainer
 from trainer_contract.types import Device, MicroBatch, OptimizerSpec, TrainerSpec
 
 #: Both epsilon and learning rate of AdamW: with this value, its first step changes each weight by its gradient.
@@ -38,7 +32,7 @@ LOSSES = DomainLosses(
 )
 
 
-def mixed(draw: np.random.Generator, count: int = 5) -> list[RolloutGroup]:
+def mixed(draw, count=5):
     """Return `count` groups of random domains and lengths; every sampled token has a different id."""
     groups, token = [], 100
     for index in range(count):
@@ -60,14 +54,14 @@ def mixed(draw: np.random.Generator, count: int = 5) -> list[RolloutGroup]:
     return groups
 
 
-def column(batch: MicroBatch, number: int) -> np.ndarray:
+def column(batch, number):
     """Return random log-probs [T] that depend only on each token's id and on `number`."""
     return np.array([-generator(number, "logprob", int(token)).exponential() for token in batch.token_ids], np.float32)
 
 
-def by_token(objective: PolicyObjective | StreamedObjective, batches: Sequence[MicroBatch]) -> dict[int, float]:
+def by_token(objective, batches):
     """Return d loss / d log-prob by token id, for all tokens whose gradient is not zero."""
-    made: dict[int, float] = {}
+    made = {}
     for each in batches:
         given = replace(each, ref_logprobs=column(each, 1))
         columns = {name: getattr(given, name) for name in MicroBatch.__slots__}
@@ -80,13 +74,11 @@ def by_token(objective: PolicyObjective | StreamedObjective, batches: Sequence[M
 @pytest.mark.parametrize("choice", ["pipelinerl", "grpo", "dapo", "gspo", "reinforce_plus_plus"])
 @given(seed=st.integers(0, 10**6), budget=st.sampled_from([8, 24, 1000]))
 @settings(max_examples=25, deadline=None)
-def test_gradient_of_a_batch_with_a_loss_per_domain_is_the_sum_over_separate_batches(
-    choice: str, seed: int, budget: int
-) -> None:
+def test_gradient_of_a_batch_with_a_loss_per_domain_is_the_sum_over_separate_batches(choice, seed, budget):
     groups, objective = mixed(generator(seed, "streams")), resolve(choice)
     batch = batch_of(groups, objective, token_budget=budget, losses=LOSSES)
     together = by_token(LOSSES.objective(objective), batch.micro_batches)
-    alone: dict[int, float] = {}
+    alone = {}
     for domain, each in (("rl", objective), ("kl", DISTILLATION), ("ce", CROSS_ENTROPY)):
         its = [one for one in groups if one.domain == domain]
         separate = batch_of(its, each).micro_batches
@@ -97,7 +89,7 @@ def test_gradient_of_a_batch_with_a_loss_per_domain_is_the_sum_over_separate_bat
 
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=25, deadline=None)
-def test_gradients_of_cross_entropy_and_reference_kl_follow_their_definitions(seed: int) -> None:
+def test_gradients_of_cross_entropy_and_reference_kl_follow_their_definitions(seed):
     groups = mixed(generator(seed, "streams"))
     batch = batch_of(groups, "pipelinerl", token_budget=24, losses=LOSSES)
     made = by_token(LOSSES.objective(resolve("pipelinerl")), batch.micro_batches)
@@ -114,7 +106,7 @@ def test_gradients_of_cross_entropy_and_reference_kl_follow_their_definitions(se
                 assert made[token] == pytest.approx(expected, rel=1e-4)
 
 
-def test_token_weights_of_each_loss_sum_to_the_configured_factor_in_every_mini_batch() -> None:
+def test_token_weights_of_each_loss_sum_to_the_configured_factor_in_every_mini_batch():
     groups = mixed(generator(3, "streams"), count=12)
     batch = batch_of(
         groups, "dapo", token_budget=16, losses=LOSSES, mini_batching=MiniBatching(epochs=2, mini_batches=3)
@@ -127,8 +119,8 @@ def test_token_weights_of_each_loss_sum_to_the_configured_factor_in_every_mini_b
             assert sum(weights) == pytest.approx(factor if present else 0.0)
 
 
-def trainer_of(kind: str, model: str = "tiny_speller") -> Trainer:
-    trainer: Trainer = registry.load("trainer.type", registry.TRAINERS, kind)()
+def trainer_of(kind, model="tiny_speller"):
+    trainer = registry.load("trainer.type", registry.TRAINERS, kind)()
     trainer.init_worker(
         TrainerSpec(
             model_path=MODELS / model,
@@ -139,7 +131,7 @@ def trainer_of(kind: str, model: str = "tiny_speller") -> Trainer:
     return trainer
 
 
-def spelled(domain: str, index: int) -> RolloutGroup:
+def spelled(domain, index):
     """Return a group of three random answers whose tokens are in the model's vocabulary."""
     draw = generator(index, "spelled")
     answers = [
@@ -149,18 +141,11 @@ def spelled(domain: str, index: int) -> RolloutGroup:
     return replace(group(index), domain=domain, rollouts=tuple(answers))
 
 
-def moved(
-    kind: str,
-    groups: Sequence[RolloutGroup],
-    losses: DomainLosses,
-    *,
-    objective: str = "pipelinerl",
-    demonstrations: DemonstrationStream | None = None,
-) -> tuple[np.ndarray, dict[str, float]]:
+def moved(kind, groups, losses, *, objective="pipelinerl", demonstrations=None):
     """Take one step on the groups; return the gradient, which is the change of the weights, and the step's metrics."""
     trainer, chosen = trainer_of(kind), resolve(objective)
 
-    def weights() -> np.ndarray:
+    def weights():
         return np.concatenate([bytes_of(array).view(np.float32) for _, array in trainer.gather_weights()])
 
     before, reference = weights(), trainer_of(kind, "tiny_speller_heads32")
@@ -176,11 +161,11 @@ def moved(
     return change, figures
 
 
-def imitated(kind: str, demonstrations: DemonstrationStream) -> np.ndarray:
+def imitated(kind, demonstrations):
     """Return the gradient of the mean cross-entropy of the first step's demonstrations."""
     trainer = trainer_of(kind)
 
-    def weights() -> np.ndarray:
+    def weights():
         return np.concatenate([bytes_of(array).view(np.float32) for _, array in trainer.gather_weights()])
 
     before = weights()
@@ -198,7 +183,7 @@ RECIPE = ['domains.short_words.loss="ce"', "domains.short_words.loss_weight=0.5"
 
 
 @pytest.mark.parametrize("kind", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_step_with_three_losses_adds_the_gradients_of_the_losses(kind: str) -> None:
+def test_step_with_three_losses_adds_the_gradients_of_the_losses(kind):
     demonstrations = demonstrations_of(load("tiny", RECIPE))
     assert demonstrations is not None
     rl, kl = [spelled("rl", 0), spelled("rl", 1)], [spelled("kl", 2), spelled("kl", 3)]
@@ -214,7 +199,7 @@ def test_step_with_three_losses_adds_the_gradients_of_the_losses(kind: str) -> N
     assert 0.1 < figures["ce_loss"] < 5 and "kl_reference" not in figures and "ce_loss" not in plain
 
 
-def test_critic_is_not_trained_on_tokens_of_losses_that_read_no_rewards() -> None:
+def test_critic_is_not_trained_on_tokens_of_losses_that_read_no_rewards():
     batch = batch_of([spelled("rl", 0), spelled("kl", 1)], "ppo", token_budget=64, losses=LOSSES)
     values = [np.zeros(each.num_tokens, np.float32) for each in batch.micro_batches]
     (completed,) = batch.with_columns({"values": values}).with_advantages().micro_batches
@@ -224,7 +209,7 @@ def test_critic_is_not_trained_on_tokens_of_losses_that_read_no_rewards() -> Non
     assert np.array_equal(weighed.loss_mask, rewarded) and weighed.weights.sum() == pytest.approx(1.0)
 
 
-def test_group_with_equal_rewards_trains_if_the_loss_of_its_domain_reads_no_rewards() -> None:
+def test_group_with_equal_rewards_trains_if_the_loss_of_its_domain_reads_no_rewards():
     equal = replace(group(0, rewards=(0.0, 0.0)), domain="kl")
     for losses, expected in ((LOSSES, True), (DomainLosses(), False)):
         assert signal_of(resolve("grpo"), losses)(equal) is expected
@@ -233,7 +218,7 @@ def test_group_with_equal_rewards_trains_if_the_loss_of_its_domain_reads_no_rewa
     assert sum(each.weights.sum() for each in batch.micro_batches) == pytest.approx(0.25)
 
 
-def test_demonstrations_depend_only_on_the_number_of_the_optimizer_step() -> None:
+def test_demonstrations_depend_only_on_the_number_of_the_optimizer_step():
     first, again = (demonstrations_of(load("tiny", RECIPE)) for _ in range(2))
     assert first is not None and again is not None and first.count == 16, "half of the 32 groups that are sampled"
     assert [g.rollouts[0].turns[0].token_ids.tolist() for g in first.groups(3)] == [
@@ -247,14 +232,14 @@ def test_demonstrations_depend_only_on_the_number_of_the_optimizer_step() -> Non
     ) == pytest.approx(0.5)
 
 
-def test_demonstrations_longer_than_the_token_limit_are_left_out() -> None:
+def test_demonstrations_longer_than_the_token_limit_are_left_out():
     made = demonstrations_of(load("tiny", RECIPE))
     assert made is not None
     none = replace(made, most_tokens=1)
     assert none.groups(0) == [] == none.micro_batches(0, BatchRules(token_budget=64))
 
 
-def test_recipe_sets_the_loss_and_the_demonstrations_of_each_domain() -> None:
+def test_recipe_sets_the_loss_and_the_demonstrations_of_each_domain():
     assert demonstrations_of(load("tiny")) is None and losses_of(load("tiny")).others == ()
     config = load("tiny", [*RECIPE, 'domains.long_words.loss="ref_kl"', "domains.long_words.group_size=1"])
     assert losses_of(config).others == (Loss.CE, Loss.REF_KL) and losses_of(config).passes == {"ref_logprobs"}
@@ -286,6 +271,6 @@ def test_recipe_sets_the_loss_and_the_demonstrations_of_each_domain() -> None:
         ),
     ],
 )
-def test_recipe_with_contradictory_losses_is_rejected(overrides: list[str], complaint: str) -> None:
+def test_recipe_with_contradictory_losses_is_rejected(overrides, complaint):
     with pytest.raises(RecipeError, match=complaint):
         objective_of(load("tiny", overrides))

@@ -1,12 +1,7 @@
 """Packing, splitting and order of rollouts change the gradient of a step in torch (fp32) only by rounding errors."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +13,8 @@ from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.passes import ForwardPasses
-from pipelinerl.training.step import Critic, Step
-from pipelinerl.types import ROOT, Rollout, RolloutGroup
+from pipelinerl.training.step import Critic
+from pipelinerl.types import ROOT
 from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import as_roots, episode, group, rollout
 from trainer_contract.types import Device, Head, TrainerSpec
@@ -38,7 +33,7 @@ CHOICES = [
 ]
 
 
-def groups() -> list[RolloutGroup]:
+def groups():
     draw, made = rng.generator(2, "torch_invariance"), []
     for index in range(4):
         rollouts = [
@@ -55,12 +50,12 @@ def groups() -> list[RolloutGroup]:
 
 
 @pytest.fixture(scope="module")
-def step(tmp_path_factory: pytest.TempPathFactory) -> Step:
+def step(tmp_path_factory):
     """Return a train step with a policy, a critic after a few updates, and a reference with other weights."""
     shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
-    workers: list[Any] = []
+    workers = []
     for seed, head in ((0, Head.POLICY), (1, Head.VALUE), (2, Head.POLICY)):
-        path: Path = tmp_path_factory.mktemp("model")
+        path = tmp_path_factory.mktemp("model")
         random_decoder(shape, seed=seed).save_pretrained(path)
         workers.append(TorchTrainer())
         workers[-1].init_worker(TrainerSpec(model_path=path, device=Device.CPU, head=head))
@@ -73,7 +68,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Step:
     )
 
 
-def gradients(step: Step, choice: Any, *, budget: int, of: Sequence[RolloutGroup]) -> dict[str, torch.Tensor]:
+def gradients(step, choice, *, budget, of):
     """Return the gradients of policy and critic by parameter name; clear the gradients in the models."""
     objective = resolve(choice)
     if "values" not in objective.passes:
@@ -89,7 +84,7 @@ def gradients(step: Step, choice: Any, *, budget: int, of: Sequence[RolloutGroup
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_torch_gradient_is_invariant_to_packing_splitting_and_order(choice: Any, step: Step) -> None:
+def test_torch_gradient_is_invariant_to_packing_splitting_and_order(choice, step):
     of = partial(gradients, step, choice)
     expected = of(budget=10_000, of=groups())
     scale = {
@@ -103,11 +98,11 @@ def test_torch_gradient_is_invariant_to_packing_splitting_and_order(choice: Any,
             np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=tolerance, err_msg=name)
 
 
-def _roles(made: dict[str, torch.Tensor]) -> set[str]:
+def _roles(made):
     return {name.split()[0] for name in made}
 
 
-def episodes(stored: Callable[[Rollout], Rollout] = lambda one: one) -> list[RolloutGroup]:
+def episodes(stored=lambda one: one):
     """Return two groups of three episodes: linear, with two replies to one answer, and with two conversations."""
     draw, made = rng.generator(5, "torch_episodes"), []
     for index in range(2):
@@ -124,9 +119,7 @@ def episodes(stored: Callable[[Rollout], Rollout] = lambda one: one) -> list[Rol
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_torch_gradient_does_not_depend_on_whether_episodes_are_stored_as_trees_or_separate_paths(
-    choice: Any, step: Step
-) -> None:
+def test_torch_gradient_does_not_depend_on_whether_episodes_are_stored_as_trees_or_separate_paths(choice, step):
     expected = gradients(step, choice, budget=10_000, of=episodes())
     assert all(gradient.abs().max() > 0 for name, gradient in expected.items() if name.endswith("norm.weight"))
     for stored, budget in ((as_roots, 10_000), (as_roots, 1), (lambda one: one, 60)):

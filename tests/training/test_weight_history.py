@@ -1,11 +1,8 @@
 """The weight history keeps published weights whose samples may still train (bound k), also across a restart."""
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,14 +21,14 @@ BYTES = VOCAB * VOCAB * 4
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> BigramTrainer:
+def trainer(tmp_path):
     BigramModel.random(VOCAB, seed=4).save(tmp_path / "model")
     made = BigramTrainer()
     made.init_worker(TrainerSpec(model_path=tmp_path / "model"))
     return made
 
 
-def stepped(trainer: BigramTrainer) -> BigramTrainer:
+def stepped(trainer):
     objective = resolve("grpo")
     batch = batch_of([group(0)], objective, producing=trainer.model_version + 1, token_budget=99)
     trainer.backward([batch.micro_batches[0]], objective)
@@ -39,7 +36,7 @@ def stepped(trainer: BigramTrainer) -> BigramTrainer:
     return trainer
 
 
-def published(trainer: BigramTrainer, history: WeightHistory, ks: list[float]) -> list[list[int]]:
+def published(trainer, history, ks):
     """For each staleness bound in `ks`, publish a version and take a step; return the versions held after each
     publication.
     """
@@ -51,7 +48,7 @@ def published(trainer: BigramTrainer, history: WeightHistory, ks: list[float]) -
     return held
 
 
-def test_weight_history_holds_the_versions_whose_samples_the_next_step_may_use(trainer: BigramTrainer) -> None:
+def test_weight_history_holds_the_versions_whose_samples_the_next_step_may_use(trainer):
     history = WeightHistory(trainer.weight_layout())
     assert published(trainer, history, [2, 2, 2, 4, 4, 1, 3]) == [
         [0], [0, 1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [5], [5, 6]
@@ -60,7 +57,7 @@ def test_weight_history_holds_the_versions_whose_samples_the_next_step_may_use(t
     assert history.figures() == {"history_versions": 2.0, "history_bytes": 2.0 * BYTES}
 
 
-def test_weight_history_holds_only_published_weights(trainer: BigramTrainer) -> None:
+def test_weight_history_holds_only_published_weights(trainer):
     """Every third version is published, so only two of the six versions that may have sampled are held."""
     history, expected = WeightHistory(trainer.weight_layout()), {}
     for version in range(8):
@@ -74,7 +71,7 @@ def test_weight_history_holds_only_published_weights(trainer: BigramTrainer) -> 
         np.testing.assert_array_equal(data.view(np.float32), expected[version].ravel())
 
 
-def test_weight_history_is_restored_from_a_checkpoint(trainer: BigramTrainer, tmp_path: Path) -> None:
+def test_weight_history_is_restored_from_a_checkpoint(trainer, tmp_path):
     history = WeightHistory(trainer.weight_layout())
     published(trainer, history, [3, 3, 3])
     history.saver()(tmp_path)
@@ -85,9 +82,7 @@ def test_weight_history_is_restored_from_a_checkpoint(trainer: BigramTrainer, tm
     assert WeightHistory.restored(tmp_path / "absent", trainer.weight_layout()).versions == []
 
 
-def test_weight_history_rejects_damaged_files_and_files_of_another_model(
-    trainer: BigramTrainer, tmp_path: Path
-) -> None:
+def test_weight_history_rejects_damaged_files_and_files_of_another_model(trainer, tmp_path):
     history = WeightHistory(trainer.weight_layout())
     published(trainer, history, [1])
     history.saver()(tmp_path)
@@ -100,7 +95,7 @@ def test_weight_history_rejects_damaged_files_and_files_of_another_model(
         WeightHistory.restored(tmp_path, trainer.weight_layout())
 
 
-def test_weight_history_logs_a_missing_version_once(trainer: BigramTrainer, caplog: pytest.LogCaptureFixture) -> None:
+def test_weight_history_logs_a_missing_version_once(trainer, caplog):
     history = WeightHistory(trainer.weight_layout())
     published(trainer, history, [math.inf, math.inf, 1])
     mixed = replace(group(0), rollouts=(rollout(version=2), rollout(spans=[(1, 1), (2, 1)])))

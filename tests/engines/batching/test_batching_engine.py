@@ -1,17 +1,13 @@
 """Tests of `BatchingEngine` on a bigram model, whose token probabilities depend only on the previous token."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math
 import threading
-from collections.abc import Callable
 from contextlib import aclosing
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from inference_contract.errors import (
     ContractError,
@@ -23,65 +19,59 @@ from inference_contract.errors import (
     UpdateInProgress,
 )
 from inference_contract.schemas import (
-    ChatCompletion,
     ChatCompletionRequest,
     ChatMessage,
-    Choice,
     EngineState,
     FinishReason,
     StreamOptions,
 )
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.model_runner import RowState
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.engine_options import engine_options
-from tests.fakes.gated_runner import DEADLINE_S, GatedRunner
+from tests.fakes.gated_runner import DEADLINE_S
 
 
-def _ask(*prompt: int, n: int = 1, max_tokens: int = 5, **others: object) -> ChatCompletionRequest:
+def _ask(*prompt, n=1, max_tokens=5, **others):
     fields = {"prompt_token_ids": list(prompt) or [7], "n": n, "max_tokens": max_tokens, "seed": 3} | others
     return ChatCompletionRequest.model_validate(fields | {"return_token_ids": True})
 
 
-async def _submitted(engine: BatchingEngine, request: ChatCompletionRequest) -> asyncio.Task[ChatCompletion]:
+async def _submitted(engine, request):
     """Submit a request, and return once the request is queued, so that the next decode step admits it."""
     task = asyncio.create_task(engine.complete(request))
     await asyncio.sleep(0)
     return task
 
 
-async def _started(
-    engine: BatchingEngine, gate: GatedRunner, request: ChatCompletionRequest
-) -> asyncio.Task[ChatCompletion]:
+async def _started(engine, gate, request):
     """Submit the first request of an idle engine, and return once its first decode step waits at the gate."""
     task = await _submitted(engine, request)
     await _until(lambda: gate.waiting)
     return task
 
 
-async def _until(condition: Callable[[], bool]) -> None:
+async def _until(condition):
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(0.001)
 
 
-async def _steps(engine: BatchingEngine, gate: GatedRunner, count: int) -> None:
+async def _steps(engine, gate, count):
     """Allow `count` decode steps; return once the next step waits at the gate, or no work is left."""
     await asyncio.to_thread(gate.allow, count)
     await _until(lambda: gate.waiting or engine.metrics().running_sequences + engine.metrics().waiting_sequences == 0)
 
 
-def _stage(engine: BatchingEngine, seed: int) -> NDArray[np.float32]:
+def _stage(engine, seed):
     size = engine.layout.parameters[0].shape[0]
     logits = BigramModel.random(size, seed=seed).logits
     engine.staging()[:] = logits.reshape(-1).view(np.uint8)
     return logits
 
 
-def _logprobs_by(tables: dict[int, NDArray[np.float32]], prompt: list[int], choice: Choice) -> list[float]:
+def _logprobs_by(tables, prompt, choice):
     versions = [version for version, count in choice.version_spans or [] for _ in range(count)]
     before = [prompt[-1], *(choice.token_ids or [])[:-1]]
     expected = []
@@ -91,14 +81,14 @@ def _logprobs_by(tables: dict[int, NDArray[np.float32]], prompt: list[int], choi
     return expected
 
 
-def _table(gate: GatedRunner) -> NDArray[np.float32]:
+def _table(gate):
     return BigramModel.random(gate.vocab_size, seed=1).logits
 
 
 # --- one request -------------------------------------------------------------------------------------------------
 
 
-async def test_completion_contains_tokens_logprobs_and_version_spans(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_completion_contains_tokens_logprobs_and_version_spans(engine, gate):
     gate.open()
     answer = await engine.complete(_ask(7, 8, 9, n=2, logprobs=True))
     assert [choice.index for choice in answer.choices] == [0, 1]
@@ -113,9 +103,7 @@ async def test_completion_contains_tokens_logprobs_and_version_spans(engine: Bat
     assert answer.choices[0].token_ids != answer.choices[1].token_ids
 
 
-async def test_engine_tokenises_messages_with_the_chat_template(
-    engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
-) -> None:
+async def test_engine_tokenises_messages_with_the_chat_template(engine, gate, endless):
     gate.open()
     message = ChatMessage(role="user", content="hi")
     answer = await engine.complete(
@@ -124,9 +112,7 @@ async def test_engine_tokenises_messages_with_the_chat_template(
     assert answer.prompt_token_ids == endless.encode_chat([message])
 
 
-async def test_prompt_of_a_continued_conversation_begins_with_the_given_token_ids(
-    engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
-) -> None:
+async def test_prompt_of_a_continued_conversation_begins_with_the_given_token_ids(engine, gate, endless):
     gate.open()
     messages = [ChatMessage(role="assistant", content="b"), ChatMessage(role="user", content="c")]
     known = [9, 8, 7]
@@ -138,7 +124,7 @@ async def test_prompt_of_a_continued_conversation_begins_with_the_given_token_id
     assert answer.prompt_token_ids is not None and answer.prompt_token_ids[:3] == known
 
 
-async def test_end_of_turn_token_is_returned_but_adds_no_text(gate: GatedRunner, tokenizer: ChatTokenizer) -> None:
+async def test_end_of_turn_token_is_returned_but_adds_no_text(gate, tokenizer):
     (end,) = tokenizer.eos_token_ids
     logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
     logits[7, 8] = logits[8, end] = 0.0
@@ -151,9 +137,7 @@ async def test_end_of_turn_token_is_returned_but_adds_no_text(gate: GatedRunner,
     assert choice.message.content == tokenizer.decode([8])
 
 
-async def test_ignore_eos_makes_samples_continue_after_end_tokens_and_allows_end_tokens_in_prefixes(
-    gate: GatedRunner, tokenizer: ChatTokenizer
-) -> None:
+async def test_ignore_eos_makes_samples_continue_after_end_tokens_and_allows_end_tokens_in_prefixes(gate, tokenizer):
     """With `ignore_eos`, an end token is part of the text, and other tokens may follow the end token."""
     (end,) = tokenizer.eos_token_ids
     logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
@@ -175,9 +159,7 @@ async def test_ignore_eos_makes_samples_continue_after_end_tokens_and_allows_end
     await built.close()
 
 
-async def test_stop_string_is_removed_from_the_text_but_its_tokens_are_returned(
-    engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
-) -> None:
+async def test_stop_string_is_removed_from_the_text_but_its_tokens_are_returned(engine, gate, endless):
     gate.open()
     whole = (await engine.complete(_ask(max_tokens=30))).choices[0]
     stop = whole.message.content[10:13]
@@ -190,7 +172,7 @@ async def test_stop_string_is_removed_from_the_text_but_its_tokens_are_returned(
     assert stop in endless.decode(cut.token_ids) and stop not in endless.decode(cut.token_ids[:-1])
 
 
-async def test_context_length_limits_prompt_plus_answer_tokens(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_context_length_limits_prompt_plus_answer_tokens(engine, gate):
     gate.open()
     answer = await engine.complete(_ask(*range(6, 46), max_tokens=1000))
     assert answer.usage.total_tokens == gate.context_length
@@ -206,9 +188,7 @@ async def test_context_length_limits_prompt_plus_answer_tokens(engine: BatchingE
         (_ask(7, n=21), InvalidRequest, "n must be at most 20"),
     ],
 )
-async def test_engine_rejects_requests_with_invalid_prompt_model_or_sample_count(
-    engine: BatchingEngine, request_: ChatCompletionRequest, error: type[Exception], message: str
-) -> None:
+async def test_engine_rejects_requests_with_invalid_prompt_model_or_sample_count(engine, request_, error, message):
     with pytest.raises(error, match=message):
         await engine.complete(request_)
     assert engine.metrics().waiting_sequences == 0
@@ -217,7 +197,7 @@ async def test_engine_rejects_requests_with_invalid_prompt_model_or_sample_count
 # --- batching ----------------------------------------------------------------------------------------------------
 
 
-async def test_samples_with_a_seed_are_the_same_alone_and_in_a_batch(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_samples_with_a_seed_are_the_same_alone_and_in_a_batch(engine, gate):
     gate.open()
     alone = await engine.complete(_ask(7, n=3, max_tokens=9))
     crowd = [_ask(i, n=1 + i % 3, max_tokens=1 + i % 7, seed=i) for i in range(6, 12)]
@@ -227,9 +207,7 @@ async def test_samples_with_a_seed_are_the_same_alone_and_in_a_batch(engine: Bat
     assert first.choices == alone.choices
 
 
-async def test_samples_of_one_request_that_start_together_share_one_prefill(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_samples_of_one_request_that_start_together_share_one_prefill(engine, gate):
     task = await _started(engine, gate, _ask(7, 8, 9, n=6, max_tokens=3))
     await _steps(engine, gate, 1)
     assert gate.log == ["prefill 2 tokens to rows [0, 1, 2, 3]"]
@@ -241,7 +219,7 @@ async def test_samples_of_one_request_that_start_together_share_one_prefill(
     assert [len(choice.token_ids or []) for choice in answer.choices] == [3] * 6
 
 
-async def test_samples_can_join_and_leave_the_batch_at_any_step(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_samples_can_join_and_leave_the_batch_at_any_step(engine, gate):
     lengths = [1, 1, 2, 3, 4, 5, 6, 7]
     tasks = [await _started(engine, gate, _ask(7, max_tokens=1))]
     tasks += [await _submitted(engine, _ask(7, max_tokens=length)) for length in lengths[1:]]
@@ -258,9 +236,7 @@ async def test_samples_can_join_and_leave_the_batch_at_any_step(engine: Batching
     assert metrics.busy_s_total > 0  # not exact, as the last step may not be counted yet
 
 
-async def test_cancelled_request_frees_its_batch_rows_and_queue_slots(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_cancelled_request_frees_its_batch_rows_and_queue_slots(engine, gate):
     gone = await _started(engine, gate, _ask(7, n=6, max_tokens=50))
     waiting = await _submitted(engine, _ask(8, n=2, max_tokens=2))
     await _steps(engine, gate, 1)
@@ -274,9 +250,7 @@ async def test_cancelled_request_frees_its_batch_rows_and_queue_slots(
     assert (metrics.aborted_sequences_total, metrics.running_sequences, metrics.waiting_sequences) == (6, 0, 0)
 
 
-async def test_request_beyond_the_queue_limit_is_rejected_as_overload(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_request_beyond_the_queue_limit_is_rejected_as_overload(engine, gate):
     running = await _started(engine, gate, _ask(7, n=4))
     waiting = await _submitted(engine, _ask(7, n=16))
     assert engine.metrics().waiting_sequences == 16
@@ -289,7 +263,7 @@ async def test_request_beyond_the_queue_limit_is_rejected_as_overload(
 # --- streaming ---------------------------------------------------------------------------------------------------
 
 
-async def test_streamed_chunks_add_up_to_the_unstreamed_answer(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_streamed_chunks_add_up_to_the_unstreamed_answer(engine, gate):
     gate.open()
     options = {"n": 2, "max_tokens": 12, "stop": ["a"], "stream_options": StreamOptions(include_usage=True)}
     whole = await engine.complete(_ask(7, 8, **options))
@@ -309,9 +283,7 @@ async def test_streamed_chunks_add_up_to_the_unstreamed_answer(engine: BatchingE
     assert ends == {choice.index: choice.finish_reason for choice in whole.choices}
 
 
-async def test_stream_yields_each_token_and_closing_the_stream_frees_its_batch_row(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_stream_yields_each_token_and_closing_the_stream_frees_its_batch_row(engine, gate):
     async with aclosing(engine.stream(_ask(7, max_tokens=50))) as stream:
         pending = asyncio.ensure_future(anext(stream))
         await _until(lambda: gate.waiting)
@@ -326,15 +298,13 @@ async def test_stream_yields_each_token_and_closing_the_stream_frees_its_batch_r
 # --- weight updates ----------------------------------------------------------------------------------------------
 
 
-async def _commit(engine: BatchingEngine, on_update: OnUpdate, version: int = 1) -> asyncio.Task[float]:
+async def _commit(engine, on_update, version=1):
     task = asyncio.create_task(engine.commit(version=version, epoch=0, on_update=on_update))
     await asyncio.sleep(0)
     return task
 
 
-async def test_version_spans_name_the_weights_that_sampled_each_token(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_version_spans_name_the_weights_that_sampled_each_token(engine, gate):
     """Each log-prob shows which weights sampled its token, so a version span that is one token too long is detected."""
     tables = {0: _table(gate)}
     task = await _started(engine, gate, _ask(7, n=3, max_tokens=12))
@@ -352,9 +322,7 @@ async def test_version_spans_name_the_weights_that_sampled_each_token(
     assert (answer.model_version, answer.epoch, engine.serving()) == (5, 0, (0, 5))
 
 
-async def test_update_in_continue_mode_keeps_the_kv_cache_and_update_in_recompute_kv_mode_rebuilds_it(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_update_in_continue_mode_keeps_the_kv_cache_and_update_in_recompute_kv_mode_rebuilds_it(engine, gate):
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12))
     await _steps(engine, gate, 1)
     for version, on_update in ((1, OnUpdate.CONTINUE), (2, OnUpdate.RECOMPUTE_KV)):
@@ -374,9 +342,7 @@ async def test_update_in_continue_mode_keeps_the_kv_cache_and_update_in_recomput
     assert len((await task).choices) == 2
 
 
-async def test_update_in_recompute_kv_mode_prefills_identical_contexts_only_once(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_update_in_recompute_kv_mode_prefills_identical_contexts_only_once(engine, gate):
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12, temperature=0.0))
     await _steps(engine, gate, 1)
     _stage(engine, seed=1)
@@ -397,8 +363,8 @@ async def test_update_in_recompute_kv_mode_prefills_identical_contexts_only_once
     ],
 )
 async def test_sample_that_starts_after_an_update_does_not_reuse_the_prompt_cache_of_older_weights(
-    engine: BatchingEngine, gate: GatedRunner, on_update: OnUpdate, joins: list[str]
-) -> None:
+    engine, gate, on_update, joins
+):
     """A sample that starts after an update reports the new weights only, so its prompt must be prefilled with them."""
     shorts = [await _started(engine, gate, _ask(7, 8, max_tokens=3))]
     shorts.append(await _submitted(engine, _ask(7, 8, max_tokens=3)))
@@ -417,22 +383,18 @@ async def test_sample_that_starts_after_an_update_does_not_reuse_the_prompt_cach
     await asyncio.gather(*shorts)
 
 
-async def test_top_k_of_vocabulary_size_or_more_is_passed_to_the_runner_as_zero(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_top_k_of_vocabulary_size_or_more_is_passed_to_the_runner_as_zero(engine, gate):
     """A top-k of zero turns top-k off, so the runner need not sort."""
-    placed: list[RowState] = []
+    placed = []
     place = gate.place
-    gate.place = lambda states: (placed.extend(states), place(states))[1]  # type: ignore[method-assign]
+    gate.place = lambda states: (placed.extend(states), place(states))[1]
     gate.open()
     for top_k in (2**31 - 1, gate.vocab_size, gate.vocab_size - 1):
         await engine.complete(_ask(7, top_k=top_k))
     assert [state.top_k for state in placed] == [0, 0, gate.vocab_size - 1]
 
 
-async def test_samples_aborted_by_an_update_return_the_tokens_sampled_so_far(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_samples_aborted_by_an_update_return_the_tokens_sampled_so_far(engine, gate):
     running = await _started(engine, gate, _ask(7, n=4, max_tokens=12))
     waiting = await _submitted(engine, _ask(8, max_tokens=2))
     await _steps(engine, gate, 2)
@@ -449,10 +411,8 @@ async def test_samples_aborted_by_an_update_return_the_tokens_sampled_so_far(
     assert (metrics.aborted_sequences_total, metrics.finished_sequences_total) == (4, 1)
 
 
-async def test_update_in_abort_mode_ends_streams_with_finish_reason_abort(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
-    async def chunks() -> list[FinishReason | None]:
+async def test_update_in_abort_mode_ends_streams_with_finish_reason_abort(engine, gate):
+    async def chunks():
         stream = engine.stream(_ask(7, max_tokens=12))
         return [choice.finish_reason async for chunk in stream for choice in chunk.choices]
 
@@ -466,7 +426,7 @@ async def test_update_in_abort_mode_ends_streams_with_finish_reason_abort(
     assert (await reading)[-1] is FinishReason.ABORT
 
 
-async def test_update_in_drain_mode_waits_for_running_samples(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_update_in_drain_mode_waits_for_running_samples(engine, gate):
     running = await _started(engine, gate, _ask(7, n=3, max_tokens=6))
     await _steps(engine, gate, 2)
     _stage(engine, seed=1)
@@ -483,7 +443,7 @@ async def test_update_in_drain_mode_waits_for_running_samples(engine: BatchingEn
     assert gate.batch_sizes == [3] * 6 + [1] * 2
 
 
-async def test_idle_engine_commits_new_weights_immediately(engine: BatchingEngine) -> None:
+async def test_idle_engine_commits_new_weights_immediately(engine):
     _stage(engine, seed=1)
     async with asyncio.timeout(DEADLINE_S):
         for version, on_update in enumerate(OnUpdate, start=1):
@@ -494,9 +454,7 @@ async def test_idle_engine_commits_new_weights_immediately(engine: BatchingEngin
 # --- closing and failures ----------------------------------------------------------------------------------------
 
 
-async def test_closing_the_engine_fails_requests_and_pending_weight_commits_with_engine_stopped(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_closing_the_engine_fails_requests_and_pending_weight_commits_with_engine_stopped(engine, gate):
     running = await _started(engine, gate, _ask(7, n=4, max_tokens=50))
     waiting = await _submitted(engine, _ask(8))
     await _steps(engine, gate, 1)
@@ -515,14 +473,12 @@ async def test_closing_the_engine_fails_requests_and_pending_weight_commits_with
     assert engine.health().state is EngineState.STOPPED
 
 
-async def test_closing_the_engine_fails_requests_that_are_still_being_tokenised(
-    engine: BatchingEngine, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_closing_the_engine_fails_requests_that_are_still_being_tokenised(engine, endless, monkeypatch):
     """After `EngineStopped` the actor retries on another engine; any other error would fail the whole group."""
     request = ChatCompletionRequest(messages=[ChatMessage(role="user", content="hi")], max_tokens=2, seed=0)
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(*_: object) -> list[int]:
+    def slow(*_):
         begun.set()
         assert go_on.wait(DEADLINE_S)
         return [7]
@@ -538,21 +494,19 @@ async def test_closing_the_engine_fails_requests_that_are_still_being_tokenised(
             await asyncio.wait_for(late, DEADLINE_S)
 
 
-def _spoil(gate: GatedRunner, *, step: int, row: int) -> None:
+def _spoil(gate, *, step, row):
     decode, first = gate.decode, gate.steps
 
-    def spoiled(num_rows: int) -> tuple[list[int], list[float]]:
+    def spoiled(num_rows):
         token_ids, logprobs = decode(num_rows)
         if gate.steps == first + step:
             logprobs[row] = math.nan
         return token_ids, logprobs
 
-    gate.decode = spoiled  # type: ignore[method-assign]
+    gate.decode = spoiled
 
 
-async def test_request_with_nonfinite_logits_fails_without_affecting_other_requests(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_request_with_nonfinite_logits_fails_without_affecting_other_requests(engine, gate):
     """One of three running samples of the request gets NaN logits, while the fourth sample still waits for a row."""
     one, doomed, other = _ask(7, max_tokens=9), _ask(8, n=4, max_tokens=9, seed=5), _ask(9, max_tokens=9, seed=6)
     tasks = [await _started(engine, gate, request) for request in (one,)]
@@ -570,9 +524,7 @@ async def test_request_with_nonfinite_logits_fails_without_affecting_other_reque
     assert answers == [(await engine.complete(request)).choices for request in (one, other)]
 
 
-async def test_sample_moved_into_the_batch_row_of_a_failed_request_keeps_its_tokens(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_sample_moved_into_the_batch_row_of_a_failed_request_keeps_its_tokens(engine, gate):
     doomed, kept = _ask(8, max_tokens=9), _ask(9, max_tokens=9, seed=6)
     tasks = [await _started(engine, gate, doomed), await _submitted(engine, kept)]
     _spoil(gate, step=2, row=0)
@@ -582,12 +534,10 @@ async def test_sample_moved_into_the_batch_row_of_a_failed_request_keeps_its_tok
     assert (await tasks[1]).choices == (await engine.complete(kept)).choices
 
 
-async def test_stream_with_nonfinite_logits_raises_before_yielding_the_bad_token(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_stream_with_nonfinite_logits_raises_before_yielding_the_bad_token(engine, gate):
     _spoil(gate, step=3, row=0)
     gate.open()
-    tokens: list[int] = []
+    tokens = []
     with pytest.raises(NotFinite, match="for token 2 of choice 0"):
         async for chunk in engine.stream(_ask(7, max_tokens=9, stream=True)):
             tokens += [token for choice in chunk.choices for token in choice.token_ids or []]
@@ -595,11 +545,11 @@ async def test_stream_with_nonfinite_logits_raises_before_yielding_the_bad_token
     assert engine.health().state is EngineState.READY
 
 
-def _break(gate: GatedRunner, method: str, *, calls: int) -> None:
+def _break(gate, method, *, calls):
     """Let the next `calls` calls of a method of the runner raise `IndexError`."""
     real, left = getattr(gate, method), itertools.count(calls, -1)
 
-    def broken(*arguments: object) -> object:
+    def broken(*arguments):
         if next(left) > 0:
             raise IndexError("index 512 is out of bounds\nat some kernel")
         return real(*arguments)
@@ -607,9 +557,7 @@ def _break(gate: GatedRunner, method: str, *, calls: int) -> None:
     setattr(gate, method, broken)
 
 
-async def test_exception_in_a_decode_step_fails_only_the_running_requests(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_exception_in_a_decode_step_fails_only_the_running_requests(engine, gate):
     doomed, kept = _ask(8, n=3, max_tokens=9), _ask(9, max_tokens=9, seed=6)
     task = await _started(engine, gate, doomed)
     waiting = await _submitted(engine, kept)
@@ -624,9 +572,7 @@ async def test_exception_in_a_decode_step_fails_only_the_running_requests(
 
 
 @pytest.mark.parametrize("method", ["prefill", "place"])
-async def test_exception_in_a_prefill_fails_only_the_admitted_requests(
-    engine: BatchingEngine, gate: GatedRunner, method: str
-) -> None:
+async def test_exception_in_a_prefill_fails_only_the_admitted_requests(engine, gate, method):
     kept = _ask(9, max_tokens=9, seed=6)
     running = await _started(engine, gate, kept)
     _break(gate, method, calls=1)
@@ -639,15 +585,13 @@ async def test_exception_in_a_prefill_fails_only_the_admitted_requests(
 
 
 @pytest.mark.parametrize("survives", [False, True])
-async def test_engine_stops_if_its_cache_is_in_doubt_or_every_step_fails(
-    gate: GatedRunner, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, survives: bool
-) -> None:
-    reported: list[str] = []
+async def test_engine_stops_if_its_cache_is_in_doubt_or_every_step_fails(gate, endless, monkeypatch, survives):
+    reported = []
     monkeypatch.setattr("threading.excepthook", lambda fault: reported.append(str(fault.exc_value)))
     built = BatchingEngine(engine_options(), load=lambda: gate, tokenizer=endless)
     await built.start()
     _break(gate, "decode", calls=100)
-    gate.survives = lambda error: survives  # type: ignore[method-assign]
+    gate.survives = lambda error: survives
     failed = 0
     with pytest.raises(EngineStopped):
         while True:
@@ -663,8 +607,8 @@ async def test_engine_stops_if_its_cache_is_in_doubt_or_every_step_fails(
     assert len(reported) == 1 and reported[0].startswith("index 512")
 
 
-async def test_engine_start_raises_the_error_of_a_failed_model_load(endless: ChatTokenizer) -> None:
-    def load() -> BigramRunner:
+async def test_engine_start_raises_the_error_of_a_failed_model_load(endless):
+    def load():
         raise RuntimeError("no such model")
 
     built = BatchingEngine(engine_options(), load=load, tokenizer=endless)
@@ -673,16 +617,14 @@ async def test_engine_start_raises_the_error_of_a_failed_model_load(endless: Cha
     await built.close()
 
 
-async def test_cancelled_engine_start_leaves_no_thread_running(
-    gate: GatedRunner, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelled_engine_start_leaves_no_thread_running(gate, endless, monkeypatch):
     """Loading a model cannot be interrupted, so it completes; the loading thread then ends without an error."""
-    reported: list[threading.ExceptHookArgs] = []
+    reported = []
     monkeypatch.setattr("threading.excepthook", reported.append)
     loading, may_load = threading.Event(), threading.Event()
-    threads: list[threading.Thread] = []
+    threads = []
 
-    def load() -> GatedRunner:
+    def load():
         threads.append(threading.current_thread())
         loading.set()
         assert may_load.wait(DEADLINE_S)

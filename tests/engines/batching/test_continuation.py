@@ -1,46 +1,38 @@
 """Continuation of answers that another engine began, and streaming of running answers at intervals."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import aclosing
-from typing import Any
 
 import pytest
 
 from inference_contract.errors import EngineStopped, InvalidRequest
 from inference_contract.schemas import (
     AnswerPrefix,
-    ChatCompletionChunk,
     ChatCompletionRequest,
-    Choice,
     EngineState,
     FinishReason,
     StreamOptions,
 )
 from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from tests.fakes.gated_runner import DEADLINE_S, GatedRunner
+from tests.fakes.gated_runner import DEADLINE_S
 
 
-def ask(n: int, *, max_tokens: int = 20, **others: Any) -> ChatCompletionRequest:
+def ask(n, *, max_tokens=20, **others):
     fields = {"prompt_token_ids": [7, 8, 9], "n": n, "max_tokens": max_tokens, "seed": 3, "return_token_ids": True}
     return ChatCompletionRequest.model_validate(fields | others)
 
 
-def cut(choices: list[Choice], ends: dict[int, int]) -> list[AnswerPrefix]:
+def cut(choices, ends):
     """Return answer prefixes: for each choice index i in `ends`, the first `ends[i]` tokens of choice i."""
     return [AnswerPrefix(index=i, token_ids=(choices[i].token_ids or [])[:end]) for i, end in ends.items()]
 
 
-def rare(n: int, interval_s: float, **others: Any) -> ChatCompletionRequest:
+def rare(n, interval_s, **others):
     return ask(n, stream=True, stream_options=StreamOptions(interval_s=interval_s), **others)
 
 
 @pytest.mark.parametrize("ends", [{0: 1, 1: 0, 4: 19}, {2: 7}, {0: 5, 1: 5, 2: 5, 3: 5, 4: 5}])
-async def test_answer_continued_from_prefixes_equals_the_uninterrupted_answer(
-    engine: BatchingEngine, gate: GatedRunner, ends: dict[int, int]
-) -> None:
+async def test_answer_continued_from_prefixes_equals_the_uninterrupted_answer(engine, gate, ends):
     """One case has five samples, more than the four rows of the engine."""
     gate.open()
     whole = (await engine.complete(ask(5))).choices
@@ -48,15 +40,13 @@ async def test_answer_continued_from_prefixes_equals_the_uninterrupted_answer(
     assert [choice.index for choice in answer.choices] == list(ends)
     for choice, end in zip(answer.choices, ends.values(), strict=True):
         undisturbed = whole[choice.index]
-        assert choice.token_ids == undisturbed.token_ids[end:]  # type: ignore[index]
-        assert choice.token_logprobs == undisturbed.token_logprobs[end:]  # type: ignore[index]
+        assert choice.token_ids == undisturbed.token_ids[end:]
+        assert choice.token_logprobs == undisturbed.token_logprobs[end:]
         assert choice.version_spans == [(0, 20 - end)]
         assert (choice.message, choice.finish_reason) == (undisturbed.message, FinishReason.LENGTH)
 
 
-async def test_samples_with_different_prefixes_are_prefilled_separately(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_samples_with_different_prefixes_are_prefilled_separately(engine, gate):
     gate.open()
     whole = (await engine.complete(ask(5))).choices
     gate.log.clear()
@@ -71,9 +61,7 @@ async def test_samples_with_different_prefixes_are_prefilled_separately(
     ]
 
 
-async def test_update_in_recompute_kv_mode_prefills_the_given_prefix_and_the_new_tokens(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_update_in_recompute_kv_mode_prefills_the_given_prefix_and_the_new_tokens(engine, gate):
     prefix = AnswerPrefix(index=0, token_ids=[5, 6])
     running = asyncio.create_task(engine.complete(ask(1, prefixes=[prefix])))
     await asyncio.to_thread(gate.allow, 2)
@@ -94,24 +82,20 @@ async def test_update_in_recompute_kv_mode_prefills_the_given_prefix_and_the_new
         ({"prefixes": [AnswerPrefix(index=0, token_ids=[5, 9999])]}, "has a token outside"),
     ],
 )
-async def test_answer_prefixes_that_no_engine_could_have_sampled_are_rejected(
-    engine: BatchingEngine, gate: GatedRunner, endless: Any, fields: dict[str, Any], says: str
-) -> None:
+async def test_answer_prefixes_that_no_engine_could_have_sampled_are_rejected(engine, gate, endless, fields, says):
     prefixes = [AnswerPrefix(index=0, token_ids=endless.encode("hi"))]
     with pytest.raises(InvalidRequest, match=says):
         await engine.complete(ask(1, **{"prefixes": prefixes} | fields))
 
 
-async def test_stream_with_an_interval_between_chunks_holds_back_only_the_newest_token(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
-    async with aclosing(engine.stream(rare(2, 0.02))) as stream, asyncio.timeout(DEADLINE_S):  # type: ignore[type-var]
-        coming = asyncio.ensure_future(anext(stream))  # type: ignore[call-overload]
+async def test_stream_with_an_interval_between_chunks_holds_back_only_the_newest_token(engine, gate):
+    async with aclosing(engine.stream(rare(2, 0.02))) as stream, asyncio.timeout(DEADLINE_S):
+        coming = asyncio.ensure_future(anext(stream))
         await asyncio.to_thread(gate.allow, 4)
-        chunk: ChatCompletionChunk = await coming
+        chunk = await coming
         counts = [len(part.token_ids or ()) for part in chunk.choices]
         while min(counts) < 3:
-            chunk = await anext(stream)  # type: ignore[call-overload]
+            chunk = await anext(stream)
             counts = [a + len(part.token_ids or ()) for a, part in zip(counts, chunk.choices, strict=True)]
         assert counts == [3, 3], "the fourth may be the last"
         gate.open()
@@ -121,13 +105,11 @@ async def test_stream_with_an_interval_between_chunks_holds_back_only_the_newest
     assert [part.delta.content for part in rest if part.finish_reason] == [c.message.content for c in whole.choices]
 
 
-async def test_closing_engine_streams_all_sampled_tokens_before_the_error(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_closing_engine_streams_all_sampled_tokens_before_the_error(engine, gate):
     """No sampled token is lost, even if the streaming interval is far longer than the time until the close."""
-    came: list[int] = []
+    came = []
 
-    async def follow() -> None:
+    async def follow():
         async for chunk in engine.stream(rare(2, 3600.0)):
             came.extend(len(part.token_ids or ()) for part in chunk.choices)
 

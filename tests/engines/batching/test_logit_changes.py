@@ -1,7 +1,5 @@
 """Logit bias and penalties stay with their samples when rows move; penalties count the tokens of each sample."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from pipelinerl.engines.batching.logit_changes import LogitChange, LogitChanges
@@ -10,14 +8,14 @@ PENALTY = LogitChange({}, frequency_penalty=0.5, presence_penalty=1.0)
 BIAS = LogitChange({3: 2.0}, frequency_penalty=0.0, presence_penalty=0.0)
 
 
-def added(changes: LogitChanges, num_rows: int) -> dict[tuple[int, int], float]:
+def added(changes, num_rows):
     rows, tokens, values = changes.of(num_rows)
     return {
         (row, token): value for row, token, value in zip(rows.tolist(), tokens.tolist(), values.tolist(), strict=True)
     }
 
 
-def test_frequency_and_presence_penalties_count_each_sampled_token() -> None:
+def test_frequency_and_presence_penalties_count_each_sampled_token():
     changes = LogitChanges()
     changes.place(0, PENALTY, [7])
     changes.place(1, BIAS, [7])
@@ -26,7 +24,7 @@ def test_frequency_and_presence_penalties_count_each_sampled_token() -> None:
     assert added(changes, 2) == {(0, 7): -2.0, (0, 2): -1.5, (1, 3): 2.0}
 
 
-def test_logit_bias_and_penalties_of_a_sample_follow_it_to_another_batch_row() -> None:
+def test_logit_bias_and_penalties_of_a_sample_follow_it_to_another_batch_row():
     changes = LogitChanges()
     changes.place(0, BIAS, [])
     changes.place(1, PENALTY, [])
@@ -35,14 +33,14 @@ def test_logit_bias_and_penalties_of_a_sample_follow_it_to_another_batch_row() -
     assert added(changes, 4) == {(0, 5): -1.5}
 
 
-def test_request_without_bias_clears_the_logit_changes_of_a_reused_batch_row() -> None:
+def test_request_without_bias_clears_the_logit_changes_of_a_reused_batch_row():
     changes = LogitChanges()
     changes.place(0, BIAS, [])
     changes.place(0, None, [])
     assert not changes and not added(changes, 1)
 
 
-def test_logit_bias_and_penalties_of_rows_outside_the_batch_are_ignored() -> None:
+def test_logit_bias_and_penalties_of_rows_outside_the_batch_are_ignored():
     changes = LogitChanges()
     changes.place(2, BIAS, [])
     assert changes and not added(changes, 2)

@@ -1,29 +1,26 @@
 """Tests that the scheduler keeps rows contiguous, moves rows without overlap, and orders requests by priority."""
 
-from __future__ import annotations
-
 import pytest
 
 from inference_contract.errors import InvalidRequest, Overloaded
 from pipelinerl import rng
 from pipelinerl.engines.batching.model_runner import Capacity, Moves, Scheduler
 from pipelinerl.engines.batching.sample_loop import CacheRoom
-from pipelinerl.engines.batching.sequence import Request
 from tests.fakes.sample_request import sample_request
 
 
-def _request(name: str, samples: int = 1, prompt: int = 3, priority: int = 0) -> Request:
+def _request(name, samples=1, prompt=3, priority=0):
     request = sample_request([0] * prompt, token_limit=5, request_id=name, priority=priority)
     for key in range(samples):
         request.add_sequence(key)
     return request
 
 
-def _scheduler(slots: int = 4, max_waiting: int = 100, prefill_tokens: int = 1000) -> Scheduler:
+def _scheduler(slots=4, max_waiting=100, prefill_tokens=1000):
     return Scheduler(Capacity(slots, max_waiting), prefill_tokens)
 
 
-def test_scheduler_admits_the_samples_of_one_request_together_in_order_of_arrival() -> None:
+def test_scheduler_admits_the_samples_of_one_request_together_in_order_of_arrival():
     scheduler = _scheduler(slots=4)
     first, second = _request("a", samples=3), _request("b", samples=3)
     scheduler.submit(first)
@@ -36,7 +33,7 @@ def test_scheduler_admits_the_samples_of_one_request_together_in_order_of_arriva
     assert scheduler.num_waiting == 2
 
 
-def test_scheduler_may_admit_only_with_a_free_row_and_blocks_that_may_have_become_free() -> None:
+def test_scheduler_may_admit_only_with_a_free_row_and_blocks_that_may_have_become_free():
     """After `admit` found no free blocks, it can admit only after a sequence has ended or a request has arrived."""
     scheduler, full = _scheduler(slots=2), CacheRoom(blocks=4, free=0, size=8, reused_tokens=0)
     assert not scheduler.may_admit
@@ -58,7 +55,7 @@ def test_scheduler_may_admit_only_with_a_free_row_and_blocks_that_may_have_becom
     assert not scheduler.may_admit, "all rows are in use"
 
 
-def test_prompts_beyond_the_prefill_budget_can_be_admitted_by_the_next_call() -> None:
+def test_prompts_beyond_the_prefill_budget_can_be_admitted_by_the_next_call():
     scheduler = _scheduler(prefill_tokens=5)
     for name in ("a", "b"):
         scheduler.submit(_request(name, prompt=4))
@@ -66,7 +63,7 @@ def test_prompts_beyond_the_prefill_budget_can_be_admitted_by_the_next_call() ->
     assert scheduler.may_admit
 
 
-def test_request_with_lowest_priority_value_starts_first_and_ties_go_to_the_oldest() -> None:
+def test_request_with_lowest_priority_value_starts_first_and_ties_go_to_the_oldest():
     """Urgent requests also start before the waiting samples of a started request, but preempt no running sample."""
     scheduler = _scheduler(slots=2)
     for request in (_request("begun", samples=3), _request("a"), _request("later", priority=1), _request("b")):
@@ -81,7 +78,7 @@ def test_request_with_lowest_priority_value_starts_first_and_ties_go_to_the_olde
     assert began == ["first", "soon", "soon too", "begun", "a", "b", "later"]
 
 
-def test_sample_that_starts_late_copies_the_prompt_cache_of_a_running_sample_of_its_request() -> None:
+def test_sample_that_starts_late_copies_the_prompt_cache_of_a_running_sample_of_its_request():
     scheduler = _scheduler(slots=2)
     request = _request("a", samples=3)
     scheduler.submit(request)
@@ -92,7 +89,7 @@ def test_sample_that_starts_late_copies_the_prompt_cache_of_a_running_sample_of_
     assert late.sequences == [request.sequences[2]]
 
 
-def test_sample_that_starts_late_copies_no_prompt_cache_if_the_other_samples_of_its_request_have_ended() -> None:
+def test_sample_that_starts_late_copies_no_prompt_cache_if_the_other_samples_of_its_request_have_ended():
     scheduler = _scheduler(slots=2)
     scheduler.submit(_request("a", samples=3))
     scheduler.admit()
@@ -101,7 +98,7 @@ def test_sample_that_starts_late_copies_no_prompt_cache_if_the_other_samples_of_
     assert late.sibling is None
 
 
-def test_scheduler_queue_limit_counts_samples_not_requests() -> None:
+def test_scheduler_queue_limit_counts_samples_not_requests():
     scheduler = _scheduler(slots=4, max_waiting=3)
     scheduler.submit(_request("running", samples=4))
     scheduler.admit()
@@ -111,7 +108,7 @@ def test_scheduler_queue_limit_counts_samples_not_requests() -> None:
     scheduler.submit(_request("c", samples=1))
 
 
-def test_samples_that_fit_into_free_batch_rows_do_not_count_towards_the_queue_limit() -> None:
+def test_samples_that_fit_into_free_batch_rows_do_not_count_towards_the_queue_limit():
     scheduler = _scheduler(slots=4, max_waiting=2)
     scheduler.submit(_request("a", samples=6))
     with pytest.raises(Overloaded):
@@ -123,7 +120,7 @@ def test_samples_that_fit_into_free_batch_rows_do_not_count_towards_the_queue_li
 
 
 @pytest.mark.parametrize("running", [0, 4])
-def test_request_with_more_samples_than_batch_rows_plus_queue_slots_is_rejected(running: int) -> None:
+def test_request_with_more_samples_than_batch_rows_plus_queue_slots_is_rejected(running):
     scheduler = _scheduler(slots=4, max_waiting=2)
     if running:
         scheduler.submit(_request("running", samples=running))
@@ -133,7 +130,7 @@ def test_request_with_more_samples_than_batch_rows_plus_queue_slots_is_rejected(
     assert raised.value.param == "n" and scheduler.num_waiting == 0
 
 
-def test_prompts_beyond_the_prefill_budget_wait_but_a_single_longer_prompt_is_admitted() -> None:
+def test_prompts_beyond_the_prefill_budget_wait_but_a_single_longer_prompt_is_admitted():
     scheduler = _scheduler(prefill_tokens=10)
     for name, prompt in (("a", 50), ("b", 6), ("c", 5)):
         scheduler.submit(_request(name, prompt=prompt))
@@ -142,7 +139,7 @@ def test_prompts_beyond_the_prefill_budget_wait_but_a_single_longer_prompt_is_ad
     assert [each.request.request_id for each in scheduler.admit()] == ["c"]
 
 
-def test_withdrawn_request_leaves_the_queue_and_frees_its_batch_rows() -> None:
+def test_withdrawn_request_leaves_the_queue_and_frees_its_batch_rows():
     scheduler = _scheduler(slots=2)
     gone, other = _request("a", samples=3), _request("b")
     scheduler.submit(gone)
@@ -155,11 +152,11 @@ def test_withdrawn_request_leaves_the_queue_and_frees_its_batch_rows() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_batch_rows_in_use_stay_contiguous_and_moves_between_rows_do_not_overlap(seed: int) -> None:
+def test_batch_rows_in_use_stay_contiguous_and_moves_between_rows_do_not_overlap(seed):
     """Replay the moves on an array of rows, as a runner does, and compare the array with the scheduler's own list."""
     random = rng.generator(seed, "scheduler")
     scheduler = _scheduler(slots=8)
-    rows: dict[int, object] = {}
+    rows = {}
     for step in range(60):
         scheduler.submit(
             _request(f"r{step}", samples=int(random.integers(1, 6)))
@@ -177,11 +174,11 @@ def test_batch_rows_in_use_stay_contiguous_and_moves_between_rows_do_not_overlap
         assert list(rows.values()) == scheduler.running
 
 
-def _room(free: int, blocks: int = 100) -> CacheRoom:
+def _room(free, blocks=100):
     return CacheRoom(blocks=blocks, free=free, size=4, reused_tokens=0)
 
 
-def test_scheduler_admits_only_as_many_samples_as_the_free_cache_blocks_hold() -> None:
+def test_scheduler_admits_only_as_many_samples_as_the_free_cache_blocks_hold():
     """The nine prompt tokens fill two blocks, which the samples share; each sample needs one further block."""
     scheduler = _scheduler(slots=8)
     scheduler.submit(_request("a", samples=4, prompt=9))
@@ -190,7 +187,7 @@ def test_scheduler_admits_only_as_many_samples_as_the_free_cache_blocks_hold() -
     assert scheduler.num_waiting == 1
 
 
-def test_preempted_sequence_is_admitted_before_waiting_requests() -> None:
+def test_preempted_sequence_is_admitted_before_waiting_requests():
     scheduler = _scheduler(slots=4)
     scheduler.submit(_request("a", samples=2))
     scheduler.admit(_room(9))
@@ -203,7 +200,7 @@ def test_preempted_sequence_is_admitted_before_waiting_requests() -> None:
     assert not scheduler.any_preempted and scheduler.num_waiting == 0
 
 
-def test_scheduler_admits_only_preempted_sequences_while_samples_drain_before_a_weight_update() -> None:
+def test_scheduler_admits_only_preempted_sequences_while_samples_drain_before_a_weight_update():
     scheduler = _scheduler(slots=4)
     scheduler.submit(_request("a"))
     scheduler.admit(_room(9))
@@ -212,7 +209,7 @@ def test_scheduler_admits_only_preempted_sequences_while_samples_drain_before_a_
     assert [each.request.request_id for each in scheduler.admit(_room(9), new=False)] == ["a"]
 
 
-def test_withdrawing_a_request_drops_its_preempted_sequences() -> None:
+def test_withdrawing_a_request_drops_its_preempted_sequences():
     scheduler = _scheduler(slots=4)
     request = _request("a", samples=2)
     scheduler.submit(request)

@@ -2,13 +2,10 @@
 the version that sampled its newest token.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from inference_contract.completions import whole_text
 from inference_contract.conformance.stream_checks import check_streamed, gathered
@@ -21,11 +18,11 @@ from tests.fakes.sample_request import sample_request
 from tests.fakes.tool_model import tool_tokenizer
 
 
-def _window(tokenizer: ChatTokenizer, *stops: str) -> TextWindow:
+def _window(tokenizer, *stops):
     return TextWindow(tokenizer.detokenizer(), stops)
 
 
-def _feed(window: TextWindow, tokenizer: ChatTokenizer, text: str) -> tuple[bool, str]:
+def _feed(window, tokenizer, text):
     """Push the tokens of `text` up to a stop string; return whether a stop string occurred, and the text before it."""
     taken = ""
     for token_id in tokenizer.encode(text):
@@ -49,15 +46,13 @@ def _feed(window: TextWindow, tokenizer: ChatTokenizer, text: str) -> tuple[bool
         ("stop", ("stop",), "", True),
     ],
 )
-def test_streamed_text_is_cut_before_the_first_stop_string(
-    tokenizer: ChatTokenizer, text: str, stops: tuple[str, ...], shown: str, stopped: bool
-) -> None:
+def test_streamed_text_is_cut_before_the_first_stop_string(tokenizer, text, stops, shown, stopped):
     window = _window(tokenizer, *stops)
     assert _feed(window, tokenizer, text) == (stopped, shown)
     assert window.text == shown
 
 
-def test_stop_string_detected_in_streamed_text_is_that_of_a_search_in_the_whole_text(tokenizer: ChatTokenizer) -> None:
+def test_stop_string_detected_in_streamed_text_is_that_of_a_search_in_the_whole_text(tokenizer):
     stops = ("aba", "bb")
     for letters in itertools.product("ab", repeat=7):
         text = "".join(letters)
@@ -67,7 +62,7 @@ def test_stop_string_detected_in_streamed_text_is_that_of_a_search_in_the_whole_
         assert _feed(_window(tokenizer, *stops), tokenizer, text) == (bool(ends), shown), text
 
 
-def test_streamed_text_that_may_begin_a_stop_string_is_held_back(tokenizer: ChatTokenizer) -> None:
+def test_streamed_text_that_may_begin_a_stop_string_is_held_back(tokenizer):
     window = _window(tokenizer, "end")
     shown = []
     for token_id in tokenizer.encode("xene"):
@@ -78,7 +73,7 @@ def test_streamed_text_that_may_begin_a_stop_string_is_held_back(tokenizer: Chat
     assert window.take() == "e"
 
 
-def test_chunk_sent_after_a_swap_names_the_version_that_sampled_its_tokens(tokenizer: ChatTokenizer) -> None:
+def test_chunk_sent_after_a_swap_names_the_version_that_sampled_its_tokens(tokenizer):
     chat = ChatCompletionRequest(prompt_token_ids=[7], max_tokens=9, return_token_ids=True)
     request = sample_request([7], token_limit=9)
     request.add_sequence(noise_key=0)
@@ -107,19 +102,19 @@ def test_chunk_sent_after_a_swap_names_the_version_that_sampled_its_tokens(token
         ("to=functions.f", ""),
     ],
 )
-def test_text_beside_offered_tools_is_streamed_while_it_can_be_part_of_no_call(text: str, streamed: str) -> None:
+def test_text_beside_offered_tools_is_streamed_while_it_can_be_part_of_no_call(text, streamed):
     for size in (1, 2, 7):
         shown = ShownText()
         assert "".join(shown.more(text[at : at + size]) for at in range(0, len(text), size)) == streamed
 
 
 @cache
-def _tool_tokenizer() -> PreTrainedTokenizerFast:
+def _tool_tokenizer():
     return tool_tokenizer()
 
 
 @pytest.mark.parametrize("name", ALL_TEMPLATES)
-def test_streamed_answer_has_the_same_calls_as_the_whole_wherever_tokens_begin(name: str) -> None:
+def test_streamed_answer_has_the_same_calls_as_the_whole_wherever_tokens_begin(name):
     made = _tool_tokenizer()
     made.chat_template = ALL_TEMPLATES[name].source
     tokenizer = ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
@@ -145,7 +140,7 @@ def test_streamed_answer_has_the_same_calls_as_the_whole_wherever_tokens_begin(n
         assert got == [{"name": name, "arguments": arguments} for name, arguments in answer.calls]
 
 
-def test_log_prob_record_of_a_token_that_is_part_of_a_character_has_its_byte() -> None:
+def test_log_prob_record_of_a_token_that_is_part_of_a_character_has_its_byte():
     made = tool_tokenizer()
     tokenizer = ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
     ids = tokenizer.encode("😀")
@@ -158,7 +153,7 @@ def test_log_prob_record_of_a_token_that_is_part_of_a_character_has_its_byte() -
         extend([sequence], [token_id], [-1.0])
         sequence.top.append([(token_id, -1.0)])
     answer = ResponseWriter(chat, request, model="tiny", tokenizer=tokenizer).completion()
-    records = answer.choices[0].logprobs.content  # type: ignore[union-attr]
+    records = answer.choices[0].logprobs.content
     assert [record.bytes for record in records] == [[0xF0], [0x9F], [0x98], [0x80]]
     assert [record.top_logprobs[0].bytes for record in records] == [record.bytes for record in records]
     text = whole_text([answer]).choices[0].logprobs

@@ -1,11 +1,7 @@
 """The bigram engine, loaded from its directory, and its sampler."""
 
-from __future__ import annotations
-
 import math
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,17 +13,16 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
-from pipelinerl.models.tokenizer import ChatTokenizer
 
 
 @pytest.fixture
-def options(tokenizer_directory: Path, tokenizer: ChatTokenizer, tmp_path: Path) -> EngineOptions:
+def options(tokenizer_directory, tokenizer, tmp_path):
     shutil.copytree(tokenizer_directory, tmp_path / "model")
     BigramModel.random(tokenizer.vocab_size, seed=0, context_length=64).save(tmp_path / "model")
     return EngineOptions(model_path=tmp_path / "model", model_id="b", slots=4, max_waiting=8, context_length=32)
 
 
-async def test_bigram_engine_serves_the_model_in_its_directory(options: EngineOptions) -> None:
+async def test_bigram_engine_serves_the_model_in_its_directory(options):
     answers = []
     for _ in range(2):
         engine = from_options(options)
@@ -51,7 +46,7 @@ async def test_bigram_engine_serves_the_model_in_its_directory(options: EngineOp
         ({"weights": WeightFormat.INT8}, r"native weights only, .*engine\.weights=int8; leave it out"),
     ],
 )
-def test_bigram_engine_rejects_unsupported_options(options: EngineOptions, wrong: dict[str, Any], says: str) -> None:
+def test_bigram_engine_rejects_unsupported_options(options, wrong, says):
     from dataclasses import replace
 
     with pytest.raises(ModelError, match=says):
@@ -62,7 +57,7 @@ def test_bigram_engine_rejects_unsupported_options(options: EngineOptions, wrong
         from_options(replace(options, memory_share=0.5))
 
 
-def _sampled(noise: float, **options_: Any) -> tuple[int, float]:
+def _sampled(noise, **options_):
     logits = np.log(np.array([[4.0, 2.0, 1.0, 1.0]]))
     state = RowState(0, 0, 0, 0, **{"temperature": 1.0, "top_p": 1.0, "top_k": 0} | options_)
     token_ids, logprobs = sample_rows(logits, [state], np.array([noise]))
@@ -92,17 +87,13 @@ def _sampled(noise: float, **options_: Any) -> tuple[int, float]:
         (0.99, {"temperature": 0.0, "top_k": 1}, 0, 1 / 2),
     ],
 )
-def test_sampled_token_and_probability_match_precomputed_values(
-    noise: float, options_: dict[str, Any], token: int, probability: float
-) -> None:
+def test_sampled_token_and_probability_match_precomputed_values(noise, options_, token, probability):
     assert _sampled(noise, **options_) == (token, pytest.approx(probability))
 
 
 @pytest.mark.parametrize("wrong", [[math.nan] * 3, [0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
 @pytest.mark.parametrize("options_", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}])
-def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled(
-    wrong: list[float], options_: dict[str, Any]
-) -> None:
+def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled(wrong, options_):
     logits = np.array([[0.0, 1.0, 2.0], wrong, [2.0, 1.0, 0.0]])
     chosen = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | options_
     states, noise = [RowState(row, 0, 0, 0, **chosen) for row in range(3)], np.array([0.3, 0.5, 0.7])

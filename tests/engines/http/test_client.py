@@ -1,11 +1,7 @@
 """The client raises the engine's own errors, and names the URL if no engine answers."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
@@ -20,22 +16,22 @@ from tests.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url():
     with in_thread(application(token="t")) as served:
         yield served
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[EngineClient]:
+async def client():
     async with EngineClient(token="t", chat_timeout_s=PATIENCE_S, state_timeout_s=PATIENCE_S) as made:
         yield made
 
 
-def ask(**fields: Any) -> ChatCompletionRequest:
+def ask(**fields):
     return ChatCompletionRequest(messages=[ChatMessage(role="user", content="1 + 2")], max_tokens=4, **fields)
 
 
-async def test_engine_client_calls_every_route(client: EngineClient, url: str) -> None:
+async def test_engine_client_calls_every_route(client, url):
     completion = await client.chat(url, ask(n=3, seed=1, return_token_ids=True))
     assert len(completion.choices) == 3 and completion.choices[2].token_ids
     assert (await client.health(url)).model_version == 0
@@ -48,28 +44,26 @@ async def test_engine_client_calls_every_route(client: EngineClient, url: str) -
     ("request_", "kind"),
     [(ask(model="another"), UnknownModel), (ask(n=1).model_copy(update={"prompt_token_ids": [99]}), InvalidRequest)],
 )
-async def test_engine_client_raises_the_engines_error_classes(
-    client: EngineClient, url: str, request_: ChatCompletionRequest, kind: type[Exception]
-) -> None:
+async def test_engine_client_raises_the_engines_error_classes(client, url, request_, kind):
     with pytest.raises(kind):
         await client.chat(url, request_)
 
 
-async def test_engine_client_raises_update_errors_with_class_and_param(client: EngineClient, url: str) -> None:
+async def test_engine_client_raises_update_errors_with_class_and_param(client, url):
     request = WeightUpdateRequest(phase=UpdatePhase.PREPARE, version=1, group="g", generation=1, layout=LAYOUT)
     with pytest.raises(NotPrepared) as refused:
         await client.request_weight_update(url, request)
     assert refused.value.param == "group"
 
 
-async def test_client_with_a_wrong_access_token_may_request_only_the_health_route(url: str) -> None:
+async def test_client_with_a_wrong_access_token_may_request_only_the_health_route(url):
     async with EngineClient(token="wrong") as stranger:
         assert (await stranger.health(url)).model_version == 0
         with pytest.raises(Unauthorized):
             await stranger.models(url)
 
 
-async def test_closed_port_raises_engine_unreachable(client: EngineClient) -> None:
+async def test_closed_port_raises_engine_unreachable(client):
     with pytest.raises(
         EngineUnreachable, match=r"^GET http://127\.0\.0\.1:9/health failed: .*is the engine running\?$"
     ):
@@ -77,11 +71,11 @@ async def test_closed_port_raises_engine_unreachable(client: EngineClient) -> No
 
 
 @asynccontextmanager
-async def answering(answer: bytes) -> AsyncIterator[tuple[str, list[int]]]:
+async def answering(answer):
     """Run a server that sends `answer` once per connection; yield its URL and the number of connections."""
     connections = [0]
 
-    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def reply(reader, writer):
         connections[0] += 1
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)
@@ -92,7 +86,7 @@ async def answering(answer: bytes) -> AsyncIterator[tuple[str, list[int]]]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections
 
 
-def whole(body: bytes, status: bytes = b"200 OK", more: bytes = b"") -> bytes:
+def whole(body, status=b"200 OK", more=b""):
     return b"HTTP/1.1 " + status + b"\r\ncontent-length: %d\r\n" % len(body) + more + b"\r\n" + body
 
 
@@ -107,9 +101,7 @@ def whole(body: bytes, status: bytes = b"200 OK", more: bytes = b"") -> bytes:
     ],
     ids=["JSON outside the contract", "not HTTP", "proxy error", "internal server error", "redirect to a login page"],
 )
-async def test_server_that_is_no_engine_gives_an_error_that_says_so(
-    answer: bytes, raised: type[Exception], sentence: str
-) -> None:
+async def test_server_that_is_no_engine_gives_an_error_that_says_so(answer, raised, sentence):
     async with answering(answer) as (url, _), EngineClient() as client:
         with pytest.raises(raised, match=sentence):
             await client.health(url)

@@ -1,10 +1,7 @@
 """The engine client reuses connections only if that is safe, and repeats only requests that are idempotent."""
 
-from __future__ import annotations
-
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -23,7 +20,7 @@ CHAT = ChatCompletionRequest(messages=[ChatMessage(role="user", content="1 + 2")
 CHUNK = b'{"id":"c","created":0,"model":"m","choices":[],"model_version":0}'
 
 
-def whole(body: bytes, more: bytes = b"") -> bytes:
+def whole(body, more=b""):
     return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n" % len(body) + more + b"\r\n" + body
 
 
@@ -38,12 +35,12 @@ class Peer:
     If the answer is None, the server closes the connection; if the answer is empty, the server never answers.
     """
 
-    def __init__(self, *answers: bytes | None) -> None:
+    def __init__(self, *answers):
         self._answers = list(answers)
-        self.received: list[bytes] = []
+        self.received = []
         self.connections = 0
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader, writer):
         """Serve one connection until it closes."""
         self.connections += 1
         try:
@@ -64,7 +61,7 @@ class Peer:
 
 
 @asynccontextmanager
-async def talking(peer: Peer, *, timeout_s: float = PATIENCE_S) -> AsyncIterator[tuple[EngineClient, str]]:
+async def talking(peer, *, timeout_s=PATIENCE_S):
     async with (
         await asyncio.start_server(peer.serve, "127.0.0.1", 0) as server,
         EngineClient(token="secret", chat_timeout_s=timeout_s, state_timeout_s=timeout_s) as client,
@@ -72,13 +69,13 @@ async def talking(peer: Peer, *, timeout_s: float = PATIENCE_S) -> AsyncIterator
         yield client, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def arrived(peer: Peer, count: int) -> None:
+async def arrived(peer, count):
     async with asyncio.timeout(PATIENCE_S):
         while len(peer.received) < count:
             await asyncio.sleep(0.005)
 
 
-async def test_requests_to_an_engine_share_a_connection_and_carry_its_token() -> None:
+async def test_requests_to_an_engine_share_a_connection_and_carry_its_token():
     peer = Peer(OK, UPDATED)
     async with talking(peer) as (client, url):
         assert (await client.health(url)).model_version == 3
@@ -90,7 +87,7 @@ async def test_requests_to_an_engine_share_a_connection_and_carry_its_token() ->
     assert WeightUpdateRequest.model_validate_json(peer.received[1].partition(b"\r\n\r\n")[2]) == UPDATE
 
 
-async def test_concurrent_requests_to_one_engine_use_separate_connections() -> None:
+async def test_concurrent_requests_to_one_engine_use_separate_connections():
     peer = Peer(OK, OK, OK)
     async with talking(peer) as (client, url):
         await asyncio.gather(*(client.health(url) for _ in range(3)))
@@ -107,7 +104,7 @@ async def test_concurrent_requests_to_one_engine_use_separate_connections() -> N
     ],
     ids=["no response", "body cut short", "not HTTP", "endless headers"],
 )
-async def test_incomplete_response_raises_and_its_connection_is_not_reused(answer: bytes | None) -> None:
+async def test_incomplete_response_raises_and_its_connection_is_not_reused(answer):
     peer = Peer(answer, OK)
     async with talking(peer) as (client, url):
         with pytest.raises(EngineUnreachable):
@@ -116,13 +113,13 @@ async def test_incomplete_response_raises_and_its_connection_is_not_reused(answe
     assert peer.connections == 2
 
 
-async def test_response_that_is_too_large_to_be_an_engines_raises() -> None:
+async def test_response_that_is_too_large_to_be_an_engines_raises():
     async with talking(Peer(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * (engine_client._MOST_BYTES + 1))) as (client, url):
         with pytest.raises(EngineUnreachable, match="sends more than 1048576 bytes"):
             await client.health(url)
 
 
-async def test_weight_update_is_repeated_if_the_engine_has_closed_the_reused_connection() -> None:
+async def test_weight_update_is_repeated_if_the_engine_has_closed_the_reused_connection():
     peer = Peer(OK, None, UPDATED)
     async with talking(peer) as (client, url):
         await client.health(url)
@@ -135,9 +132,7 @@ async def test_weight_update_is_repeated_if_the_engine_has_closed_the_reused_con
     [((OK, None, None), 3), ((OK, CUT_SHORT), 2)],
     ids=["closed after the retry", "response has begun"],
 )
-async def test_weight_update_is_repeated_only_once_and_not_if_its_response_has_begun(
-    answers: tuple[bytes | None, ...], request_count: int
-) -> None:
+async def test_weight_update_is_repeated_only_once_and_not_if_its_response_has_begun(answers, request_count):
     peer = Peer(*answers)
     async with talking(peer) as (client, url):
         await client.health(url)
@@ -146,7 +141,7 @@ async def test_weight_update_is_repeated_only_once_and_not_if_its_response_has_b
     assert len(peer.received) == request_count
 
 
-async def test_completion_is_requested_only_once() -> None:
+async def test_completion_is_requested_only_once():
     peer = Peer(OK, None)
     async with talking(peer) as (client, url):
         await client.health(url)
@@ -155,20 +150,18 @@ async def test_completion_is_requested_only_once() -> None:
     assert len(peer.received) == 2
 
 
-async def health(client: EngineClient, url: str) -> None:
+async def health(client, url):
     await client.health(url)
 
 
-async def stream(client: EngineClient, url: str) -> None:
+async def stream(client, url):
     async for _ in client.stream(url, CHAT):
         pass
 
 
 @pytest.mark.parametrize("call", [health, stream])
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi"], ids=["silent", "partial"])
-async def test_timed_out_request_does_not_leave_its_late_response_to_another_request(
-    call: Callable[[EngineClient, str], Awaitable[None]], answer: bytes
-) -> None:
+async def test_timed_out_request_does_not_leave_its_late_response_to_another_request(call, answer):
     peer = Peer(answer, OK)
     async with talking(peer, timeout_s=0.1) as (client, url):
         with pytest.raises(EngineUnreachable, match=r"within 0\.1 s"):
@@ -178,9 +171,7 @@ async def test_timed_out_request_does_not_leave_its_late_response_to_another_req
 
 
 @pytest.mark.parametrize("call", [health, stream])
-async def test_connection_of_a_cancelled_request_is_not_reused(
-    call: Callable[[EngineClient, str], Awaitable[None]],
-) -> None:
+async def test_connection_of_a_cancelled_request_is_not_reused(call):
     peer = Peer(b"", OK)
     async with talking(peer) as (client, url):
         task = asyncio.ensure_future(call(client, url))
@@ -191,7 +182,7 @@ async def test_connection_of_a_cancelled_request_is_not_reused(
     assert peer.connections == 2
 
 
-async def test_streamed_completion_yields_each_event_as_it_arrives_and_frees_its_connection() -> None:
+async def test_streamed_completion_yields_each_event_as_it_arrives_and_frees_its_connection():
     event = b"data: " + CHUNK + b"\n\n"
     peer = Peer(whole(event + event + b"data: [DONE]\n\n"), OK)
     async with talking(peer) as (client, url):
@@ -200,7 +191,7 @@ async def test_streamed_completion_yields_each_event_as_it_arrives_and_frees_its
     assert peer.connections == 1
 
 
-async def test_interrupted_stream_yields_what_has_arrived_before_it_raises() -> None:
+async def test_interrupted_stream_yields_what_has_arrived_before_it_raises():
     peer = Peer(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 999\r\n\r\ndata: " + CHUNK + b"\n\n", OK)
     async with talking(peer) as (client, url):
         chunks = client.stream(url, CHAT)
@@ -211,7 +202,7 @@ async def test_interrupted_stream_yields_what_has_arrived_before_it_raises() -> 
     assert peer.connections == 2
 
 
-async def test_connection_of_a_stream_that_was_closed_early_is_not_reused() -> None:
+async def test_connection_of_a_stream_that_was_closed_early_is_not_reused():
     peer = Peer(b"HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\ndata: " + CHUNK + b"\n\n", OK)
     async with talking(peer) as (client, url):
         chunks = client.stream(url, CHAT)
@@ -225,7 +216,7 @@ async def test_connection_of_a_stream_that_was_closed_early_is_not_reused() -> N
     "url",
     ["127.0.0.1:80", "ftp://127.0.0.1", "http://", "http://a b", "http://a..b", f"http://{'h' * 64}", "http://a:65536"],
 )
-async def test_url_that_names_no_server_raises_engine_unreachable(url: str) -> None:
+async def test_url_that_names_no_server_raises_engine_unreachable(url):
     async with EngineClient() as client:
         with pytest.raises(EngineUnreachable, match="failed"):
             await client.health(url)

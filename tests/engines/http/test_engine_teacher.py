@@ -1,16 +1,12 @@
 """Teachers that reply with anything: log-probs are finite and at most 0, or an error names the teacher."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,21 +18,20 @@ from tests.fakes.hostile_replies import mutated
 from tests.fakes.raw_server import raw_server, response
 from tests.fakes.rollouts import group, rollout
 from tests.patience import PATIENCE_S
-from trainer_contract.types import MicroBatch
 
 TOKENS = 6
 
 
 @contextmanager
-def teaching() -> Iterator[tuple[str, list[bytes]]]:
+def teaching():
     """Yield a teacher's URL and its responses; it sends the last one, and runs on a thread of its own."""
     replies, over = [b""], Future[None]()
-    started: Future[str] = Future()
+    started = Future()
 
-    async def send(head: bytes, writer: asyncio.StreamWriter) -> None:
+    async def send(head, writer):
         writer.write(replies[-1])
 
-    async def serve() -> None:
+    async def serve():
         async with raw_server(send) as url:
             started.set_result(url)
             await asyncio.wrap_future(over)
@@ -50,7 +45,7 @@ def teaching() -> Iterator[tuple[str, list[bytes]]]:
         thread.join(PATIENCE_S)
 
 
-def completion(logprobs: Any) -> dict[str, Any]:
+def completion(logprobs):
     choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "length"}
     usage = {"prompt_tokens": TOKENS, "completion_tokens": 1, "total_tokens": TOKENS + 1}
     return {
@@ -62,7 +57,7 @@ def completion(logprobs: Any) -> dict[str, Any]:
 VALID = completion([0.0, -1.0, -2.5, -0.25, -1e-7, -30.0])
 
 
-def packed() -> MicroBatch:
+def packed():
     one = rollout(prompt=[3] * 4, sampled=[4] * 2)
     groups = [replace(group(0), rollouts=(one,))]
     (batch,) = batch_of(groups, "reinforce", token_budget=64).micro_batches
@@ -72,7 +67,7 @@ def packed() -> MicroBatch:
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "1e308", "-1e308", "0.5", "1e999", "null", '"x"', "[]"]
 )
-def test_invalid_log_prob_of_a_teacher_is_refused_and_the_error_names_the_teacher(value: str) -> None:
+def test_invalid_log_prob_of_a_teacher_is_refused_and_the_error_names_the_teacher(value):
     body = json.dumps(VALID).replace("-2.5", value)
     with teaching() as (url, replies), closing(EngineTeacher(url, timeout_s=PATIENCE_S)) as teacher:
         replies.append(response(body.encode()))
@@ -80,7 +75,7 @@ def test_invalid_log_prob_of_a_teacher_is_refused_and_the_error_names_the_teache
             teacher.forward([packed()])
 
 
-def test_overloaded_teacher_is_retried_and_a_refusal_or_a_redirect_is_not() -> None:
+def test_overloaded_teacher_is_retried_and_a_refusal_or_a_redirect_is_not():
     with teaching() as (url, replies), closing(EngineTeacher(url, timeout_s=PATIENCE_S)) as teacher:
         replies.append(response(b"busy", status=529))
         threading.Timer(0.2, lambda: replies.append(response(json.dumps(VALID).encode()))).start()
@@ -96,7 +91,7 @@ def test_overloaded_teacher_is_retried_and_a_refusal_or_a_redirect_is_not() -> N
 
 
 @pytest.mark.parametrize("cases", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_any_reply_of_a_teacher_gives_valid_log_probs_or_an_error_that_names_it(cases: int) -> None:
+def test_any_reply_of_a_teacher_gives_valid_log_probs_or_an_error_that_names_it(cases):
     draw, refused = Random(cases), 0
     with teaching() as (url, replies), closing(EngineTeacher(url, timeout_s=PATIENCE_S)) as teacher:
         for _ in range(cases):

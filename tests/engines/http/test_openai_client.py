@@ -1,12 +1,7 @@
 """Servers other than ours get requests in OpenAI's format only, and their own error messages are reported."""
 
-from __future__ import annotations
-
-import asyncio
 import json
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -25,11 +20,11 @@ SAMPLING = Sampling(num_samples=1, temperature=0.5, max_tokens=8, stop=("\n",))
 COMPLETION = b'{"choices": [{"message": {"content": "2"}}]}'
 
 
-def says(text: str) -> Callable[[dict[str, Any]], str]:
+def says(text):
     return lambda body: text
 
 
-async def test_openai_server_gets_requests_in_openais_format() -> None:
+async def test_openai_server_gets_requests_in_openais_format():
     fake = OpenAIFake(says("2"))
     with in_thread(fake.app) as url:
         assert [card["id"] for card in await models_at(url, token=None)] == ["small", "large"]
@@ -41,7 +36,7 @@ async def test_openai_server_gets_requests_in_openais_format() -> None:
     assert fake.tokens == ["Bearer t"]
 
 
-async def test_busy_openai_server_is_retried_with_the_same_seed() -> None:
+async def test_busy_openai_server_is_retried_with_the_same_seed():
     fake = OpenAIFake(says("2"), failures=(503, 429))
     with in_thread(fake.app) as url:
         async with OpenAIServer(url, model="small", token=None, deadline_s=PATIENCE_S) as server:
@@ -50,25 +45,25 @@ async def test_busy_openai_server_is_retried_with_the_same_seed() -> None:
 
 
 @pytest.mark.parametrize("status", [520, 524, 529])
-async def test_failure_of_an_openai_server_is_retried_whatever_its_status(status: int) -> None:
+async def test_failure_of_an_openai_server_is_retried_whatever_its_status(status):
     fake = OpenAIFake(says("2"), failures=(status,))
     with in_thread(fake.app) as url:
         async with OpenAIServer(url, model="small", token=None, deadline_s=PATIENCE_S) as server:
             assert (await server.sample(ASKED, SAMPLING, seed=7)).text == "2"
 
 
-async def test_openai_server_is_retried_only_after_the_pause_that_it_requests() -> None:
-    async def busy(head: bytes, writer: asyncio.StreamWriter) -> None:
+async def test_openai_server_is_retried_only_after_the_pause_that_it_requests():
+    async def busy(head, writer):
         times.append(time.monotonic())
         writer.write(response(COMPLETION) if times[1:] else response(b"", status=429, retry_after="1"))
 
-    times: list[float] = []
+    times = []
     async with raw_server(busy) as url, OpenAIServer(url, model="m", token=None, deadline_s=PATIENCE_S) as server:
         assert (await server.sample(ASKED, SAMPLING, seed=7)).text == "2"
     assert times[1] - times[0] >= 1.0
 
 
-async def test_fields_that_a_server_rejects_can_be_renamed_or_left_out() -> None:
+async def test_fields_that_a_server_rejects_can_be_renamed_or_left_out():
     fake = OpenAIFake(says("2"))
     renamed = {"max_tokens": "max_completion_tokens", "temperature": "", "top_p": "", "seed": ""}
     with in_thread(fake.app) as url:
@@ -91,7 +86,7 @@ async def test_fields_that_a_server_rejects_can_be_renamed_or_left_out() -> None
         ([], ""),
     ],
 )
-async def test_content_of_an_openai_server_may_be_parts(content: Any, text: str) -> None:
+async def test_content_of_an_openai_server_may_be_parts(content, text):
     body = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
     async with (
         raw_server(sending(response(body))) as url,
@@ -100,7 +95,7 @@ async def test_content_of_an_openai_server_may_be_parts(content: Any, text: str)
         assert await server.sample(ASKED, SAMPLING, seed=0) == (text, "stop", None, None)
 
 
-async def test_request_that_an_openai_server_rejects_is_not_retried() -> None:
+async def test_request_that_an_openai_server_rejects_is_not_retried():
     fake = OpenAIFake(says("2"), failures=(400,))
     with in_thread(fake.app) as url:
         async with OpenAIServer(url, model="small", token=None, deadline_s=PATIENCE_S) as server:
@@ -109,7 +104,7 @@ async def test_request_that_an_openai_server_rejects_is_not_retried() -> None:
     assert len(fake.bodies) == 1
 
 
-async def test_failing_openai_server_is_retried_until_the_deadline() -> None:
+async def test_failing_openai_server_is_retried_until_the_deadline():
     fake = OpenAIFake(says("2"), failures=(500,) * 100)
     with in_thread(fake.app) as url:
         async with OpenAIServer(url, model="small", token=None, deadline_s=0.5) as server:
@@ -118,7 +113,7 @@ async def test_failing_openai_server_is_retried_until_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"message": None}]}, [1]])
-async def test_response_that_is_no_chat_completion_is_rejected(answer: Any) -> None:
+async def test_response_that_is_no_chat_completion_is_rejected(answer):
     fake = OpenAIFake(says("2"))
     fake.app.router.routes.pop()
     fake.app.post("/v1/chat/completions")(lambda: answer)
@@ -128,7 +123,7 @@ async def test_response_that_is_no_chat_completion_is_rejected(answer: Any) -> N
                 await server.sample(ASKED, SAMPLING, seed=0)
 
 
-async def test_server_that_cannot_list_its_models_raises_an_address_error() -> None:
+async def test_server_that_cannot_list_its_models_raises_an_address_error():
     with pytest.raises(AddressError, match=r"GET http://127.0.0.1:9/v1/models failed: .*; is the server running\?"):
         await models_at("http://127.0.0.1:9", token=None)
     fake = OpenAIFake(says("2"))

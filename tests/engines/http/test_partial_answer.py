@@ -1,9 +1,5 @@
 """A partial answer keeps the received tokens and requests only the rest from the next engine."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from inference_contract.routed_experts import RoutedExperts
@@ -25,7 +21,7 @@ ASKED = ChatCompletionRequest(
 )
 
 
-def part(index: int, ids: list[int], version: int, *, end: str | None = None, text: str | None = None) -> ChunkChoice:
+def part(index, ids, version, *, end=None, text=None):
     """Return the chunk of one sample, whose tokens have one version; the log-prob of a token is minus its id."""
     reason = None if end is None else FinishReason(end)
     spans = [(version, len(ids))] if ids else []
@@ -35,25 +31,25 @@ def part(index: int, ids: list[int], version: int, *, end: str | None = None, te
     )  # fmt: skip
 
 
-def chunk(*parts: ChunkChoice, epoch: int = 1, prompt: list[int] | None = None) -> ChatCompletionChunk:
+def chunk(*parts, epoch=1, prompt=None):
     return ChatCompletionChunk(
         id="c", created=0, model="m", choices=list(parts), model_version=0, epoch=epoch, prompt_token_ids=prompt
     )
 
 
-def answer(*chunks: ChatCompletionChunk) -> PartialAnswer:
+def answer(*chunks):
     made = PartialAnswer(ASKED, interval_s=0.5)
     for each in chunks:
         assert made.take(each, url="a")
     return made
 
 
-def test_request_without_received_tokens_is_sent_unchanged_to_the_next_engine() -> None:
+def test_request_without_received_tokens_is_sent_unchanged_to_the_next_engine():
     expected = ASKED.model_copy(update={"stream": True, "stream_options": StreamOptions(interval_s=0.5)})
     assert answer().rest() == expected
 
 
-def test_remaining_request_contains_unfinished_samples_and_the_exact_prompt() -> None:
+def test_remaining_request_contains_unfinished_samples_and_the_exact_prompt():
     begun = answer(
         chunk(part(0, [5, 6], 7), part(2, [8], 7), prompt=[1, 2]), chunk(part(0, [9], 8, end="stop", text="abc"))
     )
@@ -64,9 +60,9 @@ def test_remaining_request_contains_unfinished_samples_and_the_exact_prompt() ->
     ChatCompletionRequest.model_validate_json(rest.model_dump_json())
 
 
-def test_remaining_request_of_a_continued_conversation_uses_its_prompt_tokens() -> None:
+def test_remaining_request_of_a_continued_conversation_uses_its_prompt_tokens():
     request = ChatCompletionRequest(
-        messages=[{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],  # type: ignore[list-item]
+        messages=[{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],
         continue_token_ids=[1],
         continue_from=1,
         return_token_ids=True,
@@ -79,7 +75,7 @@ def test_remaining_request_of_a_continued_conversation_uses_its_prompt_tokens() 
     ChatCompletionRequest.model_validate_json(rest.model_dump_json())
 
 
-def test_partial_answer_joins_tokens_and_version_spans_of_two_engines() -> None:
+def test_partial_answer_joins_tokens_and_version_spans_of_two_engines():
     """The second engine serves an older version than the first, which has also streamed text."""
     begun = answer(
         chunk(part(0, [5, 6], 7, text="ab"), part(1, [3], 7, end="length", text="x"), prompt=[1, 2]),
@@ -109,7 +105,7 @@ def test_partial_answer_joins_tokens_and_version_spans_of_two_engines() -> None:
     assert (begun.tokens_kept, begun.tokens_resampled) == (5, 0)
 
 
-def test_tokens_kept_at_handovers_count_once_and_count_as_resampled_if_they_are_dropped_later() -> None:
+def test_tokens_kept_at_handovers_count_once_and_count_as_resampled_if_they_are_dropped_later():
     begun = answer(chunk(part(0, [5, 6], 7), prompt=[1]))
     begun.hand_over()
     begun.hand_over()
@@ -122,7 +118,7 @@ def test_tokens_kept_at_handovers_count_once_and_count_as_resampled_if_they_are_
     assert begun.rest().prefixes is None and begun.rest().messages == ASKED.messages
 
 
-def test_chunk_from_another_trainer_epoch_does_not_continue_a_partial_answer() -> None:
+def test_chunk_from_another_trainer_epoch_does_not_continue_a_partial_answer():
     """Weights of different trainer epochs may have diverged, even if their version numbers are equal."""
     begun = answer(chunk(part(0, [5], 7), prompt=[1], epoch=1))
     assert not begun.take(chunk(part(0, [6], 7), epoch=2), url="b")
@@ -141,24 +137,24 @@ def test_chunk_from_another_trainer_epoch_does_not_continue_a_partial_answer() -
     ],
     ids=["a choice beyond n", "spans beyond the tokens", "no log-prob", "a token after the end"],
 )
-def test_stream_chunks_inconsistent_with_the_answer_are_rejected(wrong: Any) -> None:
+def test_stream_chunks_inconsistent_with_the_answer_are_rejected(wrong):
     begun = answer(chunk(part(1, [5], 7, end="stop"), prompt=[1]))
     with pytest.raises(EngineUnreachable):
         begun.take(wrong, url="b")
 
 
-def test_stream_without_prompt_token_ids_is_rejected() -> None:
+def test_stream_without_prompt_token_ids_is_rejected():
     with pytest.raises(EngineUnreachable, match="prompt_token_ids"):
         answer().take(chunk(part(0, [5], 7)), url="b")
 
 
-def routed(index: int, ids: list[int], *, layers: int = 2, end: str | None = None) -> ChunkChoice:
+def routed(index, ids, *, layers=2, end=None):
     """Return the chunk of one sample in which, in every layer, the expert number of a token is its id."""
     experts = RoutedExperts.of("uint8", (len(ids), layers, 1), bytes(i for i in ids for _ in range(layers)))
     return part(index, ids, 7, end=end).model_copy(update={"routed_experts": experts})
 
 
-def test_routed_experts_of_chunks_are_joined_and_prompt_experts_are_taken_from_the_first_chunk() -> None:
+def test_routed_experts_of_chunks_are_joined_and_prompt_experts_are_taken_from_the_first_chunk():
     request = ASKED.model_copy(update={"n": 1, "stop": None, "return_routed_experts": True})
     made = PartialAnswer(request, interval_s=0.5)
     prompt = [RoutedExperts.of("uint8", (1, 2, 1), bytes([number, number])) for number in (3, 4)]
@@ -172,7 +168,7 @@ def test_routed_experts_of_chunks_are_joined_and_prompt_experts_are_taken_from_t
 
 
 @pytest.mark.parametrize("came", [part(0, [9], 7), routed(0, [9], layers=3)])
-def test_streamed_tokens_without_their_routed_experts_are_rejected(came: ChunkChoice) -> None:
+def test_streamed_tokens_without_their_routed_experts_are_rejected(came):
     request = ASKED.model_copy(update={"return_routed_experts": True})
     made = PartialAnswer(request, interval_s=0.5)
     made.take(chunk(routed(0, [5, 6]), prompt=[1, 2]), url="a")

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -28,19 +27,19 @@ from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
 if TYPE_CHECKING:  # needed only by type checkers; the import takes 0.6 s
-    import openai
+    pass
 
 TOKEN = "run-token"
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url():
     with in_thread(application(token=TOKEN)) as served:
         yield served
 
 
 @pytest.fixture
-def client(url: str) -> Iterator[httpx.Client]:
+def client(url):
     with httpx.Client(
         base_url=url, headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=PATIENCE_S
     ) as made:
@@ -48,7 +47,7 @@ def client(url: str) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def public_client(url: str) -> Iterator[openai.OpenAI]:
+def public_client(url):
     import openai
 
     with openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0, timeout=PATIENCE_S) as made:
@@ -58,7 +57,7 @@ def public_client(url: str) -> Iterator[openai.OpenAI]:
 ASK: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "1 + 2"}], "max_tokens": 8}
 
 
-def test_openai_client_gets_chat_completions(public_client: openai.OpenAI) -> None:
+def test_openai_client_gets_chat_completions(public_client):
     answer = public_client.chat.completions.create(**ASK, n=2, seed=3, logprobs=True)
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.usage is not None and answer.usage.prompt_tokens == 5
@@ -68,7 +67,7 @@ def test_openai_client_gets_chat_completions(public_client: openai.OpenAI) -> No
         assert choice.finish_reason in ("stop", "length")
 
 
-def test_openai_client_gets_the_same_answer_streamed_and_unstreamed(public_client: openai.OpenAI) -> None:
+def test_openai_client_gets_the_same_answer_streamed_and_unstreamed(public_client):
     whole = public_client.chat.completions.create(**ASK, seed=3, logprobs=True)
     text, logprobs = "", []
     for chunk in public_client.chat.completions.create(**ASK, seed=3, logprobs=True, stream=True):
@@ -80,7 +79,7 @@ def test_openai_client_gets_the_same_answer_streamed_and_unstreamed(public_clien
     assert expected is not None and logprobs == [record.logprob for record in expected.content or []]
 
 
-def test_openai_client_raises_its_own_error_classes(public_client: openai.OpenAI, url: str) -> None:
+def test_openai_client_raises_its_own_error_classes(public_client, url):
     import openai
 
     with pytest.raises(openai.NotFoundError):
@@ -95,17 +94,17 @@ def test_openai_client_raises_its_own_error_classes(public_client: openai.OpenAI
         stranger.models.list()
 
 
-def test_openai_client_lists_models(public_client: openai.OpenAI) -> None:
+def test_openai_client_lists_models(public_client):
     assert [model.id for model in public_client.models.list()] == [MODEL]
 
 
-def test_request_body_over_the_limit_is_rejected(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_body_over_the_limit_is_rejected(client, monkeypatch):
     monkeypatch.setattr(http_service, "MAX_BODY_BYTES", 1000)
     answer = client.post("/v1/chat/completions", content=b" " * 1001, headers={"content-type": "application/json"})
     assert answer.status_code == 413 and "at most 1000 bytes" in answer.json()["error"]["message"]
 
 
-def test_request_body_that_never_ends_times_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_body_that_never_ends_times_out(url, monkeypatch):
     monkeypatch.setattr(http_service, "BODY_TIMEOUT_S", 0.2)
     address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
     with socket.create_connection(address, timeout=PATIENCE_S) as slow:
@@ -114,7 +113,7 @@ def test_request_body_that_never_ends_times_out(url: str, monkeypatch: pytest.Mo
         assert b"408" in slow.recv(4096).split(b"\r\n")[0]
 
 
-def test_metrics_route_reports_one_value_per_metric(client: httpx.Client) -> None:
+def test_metrics_route_reports_one_value_per_metric(client):
     text = client.get("/metrics").text
     assert text.count("# TYPE") == len(EngineMetrics.model_fields)
     assert "# TYPE pipelinerl_engine_generated_tokens_total counter" in text
@@ -125,21 +124,21 @@ def test_metrics_route_reports_one_value_per_metric(client: httpx.Client) -> Non
 
 
 class _Broken:
-    def __init__(self) -> None:
+    def __init__(self):
         self._engine = ScriptedEngine()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    async def complete(self, request: Any) -> Any:
+    async def complete(self, request):
         raise RuntimeError("secret of the inside")
 
-    def model_card(self) -> Any:
+    def model_card(self):
         raise RuntimeError("secret of the inside")
 
 
-def test_unexpected_error_gives_status_500_and_does_not_reveal_its_message(caplog: pytest.LogCaptureFixture) -> None:
-    broken: Any = _Broken()
+def test_unexpected_error_gives_status_500_and_does_not_reveal_its_message(caplog):
+    broken = _Broken()
     with in_thread(create_app(broken, token=None)) as served:
         for answer in (
             httpx.get(served + "/v1/models", trust_env=False),
@@ -150,7 +149,7 @@ def test_unexpected_error_gives_status_500_and_does_not_reveal_its_message(caplo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_client_that_disconnects_cancels_its_request(stream: bool) -> None:
+async def test_client_that_disconnects_cancels_its_request(stream):
     engine = ScriptedEngine(step_s=0.01)
     with in_thread(create_app(engine, token=None)) as served:
         async with httpx.AsyncClient(trust_env=False) as client:
@@ -162,20 +161,20 @@ async def test_client_that_disconnects_cancels_its_request(stream: bool) -> None
         await _until(lambda: engine._running == 0)
 
 
-async def _until(condition: Any) -> None:
+async def _until(condition):
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
 
 
-def test_error_during_a_stream_is_sent_as_an_event() -> None:
+def test_error_during_a_stream_is_sent_as_an_event():
     class Failing(_Broken):
-        async def stream(self, request: Any) -> Any:
+        async def stream(self, request):
             async for chunk in self._engine.stream(request):
                 yield chunk
                 raise EngineStopped("the engine is closing")
 
-    failing: Any = Failing()
+    failing = Failing()
     with (
         in_thread(create_app(failing, token=None)) as served,
         httpx.stream("POST", served + "/v1/chat/completions", json=ASK | {"stream": True}, trust_env=False) as answer,
@@ -184,11 +183,11 @@ def test_error_during_a_stream_is_sent_as_an_event() -> None:
     assert json.loads(events[-2])["error"]["code"] == "engine_stopped" and events[-1] == "[DONE]"
 
 
-def test_small_responses_are_not_delayed_by_nagles_algorithm(client: httpx.Client) -> None:
+def test_small_responses_are_not_delayed_by_nagles_algorithm(client):
     """Head and body are two packets; with Nagle's algorithm, each response would wait 40 ms for a delayed ACK."""
     client.get("/health")
 
-    def took_s() -> float:
+    def took_s():
         began = time.perf_counter()
         client.get("/health")
         return time.perf_counter() - began
@@ -196,19 +195,19 @@ def test_small_responses_are_not_delayed_by_nagles_algorithm(client: httpx.Clien
     assert any(took_s() < 0.035 for _ in range(200)), "a busy machine lets some be quick"
 
 
-def test_listening_on_a_port_in_use_raises_an_address_error() -> None:
+def test_listening_on_a_port_in_use_raises_an_address_error():
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressError, match=rf"^port {port} on 127\.0\.0\.1 is taken; .*choose another$"):
             listen("127.0.0.1", port)
 
 
-def test_listening_on_an_address_of_another_machine_is_an_error() -> None:
+def test_listening_on_an_address_of_another_machine_is_an_error():
     with pytest.raises(AddressError, match=r"^cannot listen on 192\.0\.2\.1:0"):
         listen("192.0.2.1", 0)
 
 
-async def test_closing_server_answers_running_requests_with_engine_stopped() -> None:
+async def test_closing_server_answers_running_requests_with_engine_stopped():
     request = ChatCompletionRequest.model_validate(ASK | {"n": 16, "max_tokens": 180})
     with as_process("tests.fakes.scripted_engine", "none", "0.1") as (served, process):
         async with EngineClient(chat_timeout_s=PATIENCE_S) as client:
@@ -221,7 +220,7 @@ async def test_closing_server_answers_running_requests_with_engine_stopped() -> 
         assert process.wait(SOON_S) in (0, -signal.SIGTERM)
 
 
-def test_sigterm_ends_the_engine_within_seconds_even_with_requests_running() -> None:
+def test_sigterm_ends_the_engine_within_seconds_even_with_requests_running():
     with as_process("tests.fakes.scripted_engine", "none", "0.1") as (served, process):
         asking = subprocess.Popen(
             [

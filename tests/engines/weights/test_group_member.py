@@ -1,10 +1,7 @@
 """Tests that an engine joins a newer process group without waiting until its previous group is closed."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from typing import Any
 
 import pytest
 
@@ -19,15 +16,15 @@ from tests.patience import PATIENCE_S, SOON_S
 class Endpoint:
     """An endpoint whose `close` blocks until the test permits it, like the slow close of a gloo group."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.may_leave, self.left = threading.Event(), threading.Event()
 
-    def expect(self, key: str, *, deadline: float) -> str:
+    def expect(self, key, *, deadline):
         return ""
 
-    def broadcast(self, tensor: Any, *, deadline: float) -> None: ...
+    def broadcast(self, tensor, *, deadline): ...
 
-    def close(self) -> None:
+    def close(self):
         assert self.may_leave.wait(SOON_S)
         self.left.set()
 
@@ -35,21 +32,21 @@ class Endpoint:
 class Endpoints:
     """A factory of `Endpoint`s whose `join` succeeds immediately."""
 
-    def __init__(self) -> None:
-        self.made: list[Endpoint] = []
+    def __init__(self):
+        self.made = []
 
-    def reaches(self, backend: Backend, staging: Any) -> bool:
+    def reaches(self, backend, staging):
         return True
 
-    def buffer(self, staging: Any, num_bytes: int) -> Any:
+    def buffer(self, staging, num_bytes):
         return bytearray(num_bytes)
 
-    def join(self, request: InitProcessGroupRequest) -> Endpoint:
+    def join(self, request):
         self.made.append(Endpoint())
         return self.made[-1]
 
 
-def joining(generation: int, backend: Backend = Backend.GLOO) -> InitProcessGroupRequest:
+def joining(generation, backend=Backend.GLOO):
     return InitProcessGroupRequest(
         group="g",
         backend=backend,
@@ -62,7 +59,7 @@ def joining(generation: int, backend: Backend = Backend.GLOO) -> InitProcessGrou
     )
 
 
-async def test_joining_a_process_group_does_not_wait_until_the_previous_group_is_closed() -> None:
+async def test_joining_a_process_group_does_not_wait_until_the_previous_group_is_closed():
     endpoints = Endpoints()
     member = GroupMember(endpoints)
     await member.join(joining(1))
@@ -80,7 +77,7 @@ async def test_joining_a_process_group_does_not_wait_until_the_previous_group_is
     assert joined.left.is_set()
 
 
-async def test_giving_up_a_weight_update_leaves_the_group_without_blocking_the_event_loop() -> None:
+async def test_giving_up_a_weight_update_leaves_the_group_without_blocking_the_event_loop():
     endpoints = Endpoints()
     member = GroupMember(endpoints)
     await member.join(joining(1))
@@ -96,7 +93,7 @@ async def test_giving_up_a_weight_update_leaves_the_group_without_blocking_the_e
     assert endpoint is endpoints.made[0] and endpoints.made[0].left.is_set()
 
 
-async def test_nccl_join_waits_until_the_previous_group_is_closed_without_blocking_the_event_loop() -> None:
+async def test_nccl_join_waits_until_the_previous_group_is_closed_without_blocking_the_event_loop():
     endpoints = Endpoints()
     receiver = WeightReceiver(Target(), endpoints=endpoints)
     await receiver.init_process_group(joining(1, Backend.NCCL))

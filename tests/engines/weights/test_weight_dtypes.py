@@ -1,10 +1,7 @@
 """Weights that arrive in another dtype than the engine's are converted, or rejected before any broadcast."""
 
-from __future__ import annotations
-
 import asyncio
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,18 +16,18 @@ from tests.engines.weights.test_weight_receiver import LAYOUT, Setting
 from tests.patience import PATIENCE_S
 
 
-def wire_of(dtype: DType) -> WeightLayout:
+def wire_of(dtype):
     """Return the layout in which the parameters arrive if the trainer sends them in `dtype`."""
     return WeightLayout(parameters=tuple(row.model_copy(update={"dtype": dtype}) for row in LAYOUT.parameters))
 
 
-def digest_of(data: torch.Tensor) -> str:
+def digest_of(data):
     made = WeightDigest()
     made.update(data)
     return made.hexdigest()
 
 
-async def update(setting: Setting, wire: WeightLayout, data: torch.Tensor, version: int, **named: Any) -> UpdateStatus:
+async def update(setting, wire, data, version, **named):
     """Run an update from its PREPARE request to COMMIT; the fields in `named` replace the layout in PREPARE."""
     await setting.phase(UpdatePhase.PREPARE, version, **(named or {"layout": wire}))
     trainer = setting.trainer
@@ -42,7 +39,7 @@ async def update(setting: Setting, wire: WeightLayout, data: torch.Tensor, versi
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
-async def test_half_precision_update_is_converted_to_float32_and_its_digest_is_of_the_sent_bytes(dtype: DType) -> None:
+async def test_half_precision_update_is_converted_to_float32_and_its_digest_is_of_the_sent_bytes(dtype):
     setting, wire = Setting(), wire_of(dtype)
     await setting.join()
     values = torch.linspace(-3, 3, 32).to(getattr(torch, dtype.value))
@@ -53,7 +50,7 @@ async def test_half_precision_update_is_converted_to_float32_and_its_digest_is_o
     assert setting.target.finished == [setting.target.current.tobytes()], "what is finished is converted already"
 
 
-async def test_prepare_request_may_name_a_known_weight_layout_by_its_id_instead_of_sending_it() -> None:
+async def test_prepare_request_may_name_a_known_weight_layout_by_its_id_instead_of_sending_it():
     setting, wire = Setting(), wire_of(DType.BFLOAT16)
     await setting.join()
     data = torch.ones(32, dtype=torch.bfloat16).view(torch.uint8)
@@ -66,7 +63,7 @@ async def test_prepare_request_may_name_a_known_weight_layout_by_its_id_instead_
         await setting.phase(UpdatePhase.PREPARE, 4, layout=None, layout_id=wire_of(DType.FLOAT16).layout_id)
 
 
-async def test_update_in_an_unsupported_dtype_is_rejected_with_a_list_of_supported_dtypes() -> None:
+async def test_update_in_an_unsupported_dtype_is_rejected_with_a_list_of_supported_dtypes():
     setting = Setting()
     await setting.join()
     sentence = r"'first' must have dtype float32 or bfloat16 or float16, got float64"
@@ -76,7 +73,7 @@ async def test_update_in_an_unsupported_dtype_is_rejected_with_a_list_of_support
     assert NotPrepared("x").persistence is Persistence.TRANSIENT
 
 
-async def test_update_whose_conversion_overflows_keeps_the_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_update_whose_conversion_overflows_keeps_the_old_weights(monkeypatch):
     setting = Setting()
     half = wire_of(DType.FLOAT16)
     monkeypatch.setattr(type(setting.target), "layout", property(lambda _: half))
@@ -88,7 +85,7 @@ async def test_update_whose_conversion_overflows_keeps_the_old_weights(monkeypat
     assert setting.target.serving() == (0, 0)
 
 
-def test_shared_memory_for_dtype_conversion_is_reserved_on_demand() -> None:
+def test_shared_memory_for_dtype_conversion_is_reserved_on_demand():
     endpoints, shared = WorkerEndpointFactory(frozenset([Backend.GLOO])), SharedBytes(100, further=2**40)
     with shared:
         mapped = attach(shared.path, 100 + 64)

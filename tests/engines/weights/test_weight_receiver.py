@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from pipelinerl.weights.layout import WeightDigest
-from pipelinerl.weights.pull import PullOrder, Shard
+from pipelinerl.weights.pull import Shard
 from tests.patience import PATIENCE_S, SOON_S
 
 LAYOUT = WeightLayout(
@@ -57,30 +56,30 @@ BYTES = np.arange(LAYOUT.num_bytes, dtype=np.uint8)
 class Target:
     """A `WeightTarget` of two buffers that a commit swaps; a test can make the next commit fail or wait."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.current = np.zeros(LAYOUT.num_bytes, np.uint8)
         self._staged = np.zeros(LAYOUT.num_bytes, np.uint8)
         self._serving = (0, 0)
-        self.error: BaseException | None = None
+        self.error = None
         self.may_commit = asyncio.Event()
         self.may_commit.set()
-        self.on_update: OnUpdate | None = None
-        self.finished: list[bytes] = []
+        self.on_update = None
+        self.finished = []
 
     @property
-    def layout(self) -> WeightLayout:
+    def layout(self):
         return LAYOUT
 
-    def staging(self) -> Any:
+    def staging(self):
         return self._staged
 
-    def finish_staging(self) -> None:
+    def finish_staging(self):
         self.finished.append(self._staged.tobytes())
 
-    def serving(self) -> tuple[int, int]:
+    def serving(self):
         return self._serving
 
-    async def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> float:
+    async def commit(self, *, version, epoch, on_update):
         await self.may_commit.wait()
         if self.error is not None:
             error, self.error = self.error, None
@@ -93,13 +92,13 @@ class Target:
 class Setting:
     """A weight receiver with its target, and the trainer's rank 0 of the process group."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.target = Target()
         self.receiver = WeightReceiver(self.target)
         self.rendezvous = Rendezvous("127.0.0.1")
-        self.trainer: Collective | None = None
+        self.trainer = None
 
-    def joining(self, generation: int, *, timeout_s: float = PATIENCE_S) -> InitProcessGroupRequest:
+    def joining(self, generation, *, timeout_s=PATIENCE_S):
         return InitProcessGroupRequest(
             group="g",
             backend=Backend.GLOO,
@@ -111,10 +110,10 @@ class Setting:
             timeout_s=timeout_s,
         )
 
-    async def join(self, generation: int = 1) -> None:
+    async def join(self, generation=1):
         self.trainer = await self.met(generation, self.receiver.init_process_group(self.joining(generation)))
 
-    async def met(self, generation: int, joined: Awaitable[Any], *, timeout_s: float = PATIENCE_S) -> Collective:
+    async def met(self, generation, joined, *, timeout_s=PATIENCE_S):
         """Join a group as rank 0, and await `joined`, the join of rank 1; return rank 0."""
         own = in_background(
             "rank-0",
@@ -131,8 +130,8 @@ class Setting:
         await joined
         return await asyncio.wrap_future(own)
 
-    async def phase(self, phase: UpdatePhase, version: int = 1, **fields: Any) -> UpdateStatus:
-        defaults: dict[str, Any] = {"epoch": 0, "bucket_bytes": 64, "timeout_s": PATIENCE_S}
+    async def phase(self, phase, version=1, **fields):
+        defaults = {"epoch": 0, "bucket_bytes": 64, "timeout_s": PATIENCE_S}
         if phase is UpdatePhase.PREPARE:
             defaults |= {"group": "g", "generation": 1, "layout": LAYOUT}
         if phase is UpdatePhase.COMMIT:
@@ -140,7 +139,7 @@ class Setting:
         request = WeightUpdateRequest(phase=phase, version=version, **(defaults | fields))
         return (await self.receiver.request_weight_update(request)).status
 
-    async def has_come(self, num_bytes: int) -> None:
+    async def has_come(self, num_bytes):
         """Wait until the receiving thread has received `num_bytes`."""
         update = self.receiver._update
         assert update is not None
@@ -148,7 +147,7 @@ class Setting:
             while not update.incoming.progress.startswith(f"{num_bytes} of "):
                 await asyncio.sleep(0.001)
 
-    async def send(self, buckets: int = 2, *, bucket_bytes: int = 64) -> None:
+    async def send(self, buckets=2, *, bucket_bytes=64):
         data, trainer = torch.from_numpy(BYTES.copy()), self.trainer
         assert trainer is not None
         for start, end in LAYOUT.pieces(bucket_bytes)[:buckets]:
@@ -158,18 +157,18 @@ class Setting:
             )
 
 
-def _digest(data: Any) -> str:
+def _digest(data):
     digest = WeightDigest()
     digest.update(data)
     return digest.hexdigest()
 
 
 @pytest.fixture
-async def setting() -> Setting:
+async def setting():
     return Setting()
 
 
-async def test_receiver_rejects_an_unsupported_backend_before_joining_the_group(setting: Setting) -> None:
+async def test_receiver_rejects_an_unsupported_backend_before_joining_the_group(setting):
     """No other rank joins, so a join would wait until its deadline."""
     began = time.monotonic()
     with pytest.raises(InvalidRequest, match=r"backend must be gloo for this engine.*got nccl") as error:
@@ -180,7 +179,7 @@ async def test_receiver_rejects_an_unsupported_backend_before_joining_the_group(
     await setting.join()
 
 
-async def test_broadcast_may_take_longer_than_its_timeout_while_it_progresses(setting: Setting) -> None:
+async def test_broadcast_may_take_longer_than_its_timeout_while_it_progresses(setting):
     """The timeout bounds the time without progress, so it can be short for models of any size."""
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=3.0, bucket_bytes=16)
@@ -190,7 +189,7 @@ async def test_broadcast_may_take_longer_than_its_timeout_while_it_progresses(se
         await asyncio.sleep(0.45)
         sent = in_background(
             "send", lambda a=start, b=end: trainer.broadcast(data[a:b], deadline=time.monotonic() + PATIENCE_S)
-        )  # type: ignore[misc]
+        )
         await asyncio.wrap_future(sent)
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
     began = time.monotonic()
@@ -200,9 +199,7 @@ async def test_broadcast_may_take_longer_than_its_timeout_while_it_progresses(se
     assert time.monotonic() - began < SOON_S, "rank 0 says nothing: the receive ends by itself"
 
 
-async def test_engine_serves_the_broadcast_bytes_only_after_commit_and_reports_digest_and_totals(
-    setting: Setting,
-) -> None:
+async def test_engine_serves_the_broadcast_bytes_only_after_commit_and_reports_digest_and_totals(setting):
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, on_update=OnUpdate.RECOMPUTE_KV)
     await setting.send()
@@ -216,7 +213,7 @@ async def test_engine_serves_the_broadcast_bytes_only_after_commit_and_reports_d
     assert setting.receiver.digest == _digest(BYTES)
 
 
-async def test_commit_timeout_error_says_how_many_bytes_were_received(setting: Setting) -> None:
+async def test_commit_timeout_error_says_how_many_bytes_were_received(setting):
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send(buckets=1)
@@ -231,7 +228,7 @@ async def test_commit_timeout_error_says_how_many_bytes_were_received(setting: S
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED, "a late commit may be requested again"
 
 
-async def assert_only_a_higher_generation_serves(setting: Setting) -> None:
+async def assert_only_a_higher_generation_serves(setting):
     with pytest.raises(NotPrepared, match="higher generation"):
         await setting.phase(UpdatePhase.PREPARE, version=2)
     await setting.join(2)
@@ -240,7 +237,7 @@ async def assert_only_a_higher_generation_serves(setting: Setting) -> None:
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_receive_from_a_silent_sender_times_out_and_names_the_missing_parameter(setting: Setting) -> None:
+async def test_receive_from_a_silent_sender_times_out_and_names_the_missing_parameter(setting):
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=2.0)
     await setting.send(buckets=1)
@@ -250,7 +247,7 @@ async def test_receive_from_a_silent_sender_times_out_and_names_the_missing_para
     await assert_only_a_higher_generation_serves(setting)
 
 
-async def test_next_update_of_a_group_replaces_an_uncommitted_update_after_its_timeout(setting: Setting) -> None:
+async def test_next_update_of_a_group_replaces_an_uncommitted_update_after_its_timeout(setting):
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=2.0)
     await setting.send()
@@ -260,14 +257,14 @@ async def test_next_update_of_a_group_replaces_an_uncommitted_update_after_its_t
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_weight_receive_that_times_out_before_commit_requires_a_new_process_group(setting: Setting) -> None:
+async def test_weight_receive_that_times_out_before_commit_requires_a_new_process_group(setting):
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=0.3)
     await asyncio.sleep(0.6)
     await assert_only_a_higher_generation_serves(setting)
 
 
-async def test_weight_update_fails_immediately_when_the_trainer_dies(setting: Setting) -> None:
+async def test_weight_update_fails_immediately_when_the_trainer_dies(setting):
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
     assert setting.trainer is not None
@@ -279,7 +276,7 @@ async def test_weight_update_fails_immediately_when_the_trainer_dies(setting: Se
     assert setting.receiver.totals.failures == 1
 
 
-async def test_update_with_a_wrong_digest_fails_but_keeps_the_process_group(setting: Setting) -> None:
+async def test_update_with_a_wrong_digest_fails_but_keeps_the_process_group(setting):
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
@@ -290,9 +287,7 @@ async def test_update_with_a_wrong_digest_fails_but_keeps_the_process_group(sett
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
 
 
-async def test_engine_whose_weight_swap_failed_midway_is_dirty_until_weights_are_committed_again(
-    setting: Setting,
-) -> None:
+async def test_engine_whose_weight_swap_failed_midway_is_dirty_until_weights_are_committed_again(setting):
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
@@ -306,9 +301,7 @@ async def test_engine_whose_weight_swap_failed_midway_is_dirty_until_weights_are
     assert setting.receiver.dirty is None
 
 
-async def test_weight_swap_that_is_rejected_before_it_begins_does_not_mark_the_engine_as_dirty(
-    setting: Setting,
-) -> None:
+async def test_weight_swap_that_is_rejected_before_it_begins_does_not_mark_the_engine_as_dirty(setting):
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
@@ -318,7 +311,7 @@ async def test_weight_swap_that_is_rejected_before_it_begins_does_not_mark_the_e
     assert setting.receiver.dirty is None and setting.receiver.totals.failures == 1
 
 
-async def test_weight_swap_that_exceeds_its_timeout_still_happens_later(setting: Setting) -> None:
+async def test_weight_swap_that_exceeds_its_timeout_still_happens_later(setting):
     await setting.join()
     setting.target.may_commit.clear()
     await setting.phase(UpdatePhase.PREPARE)
@@ -332,7 +325,7 @@ async def test_weight_swap_that_exceeds_its_timeout_still_happens_later(setting:
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.ALREADY_SERVING
 
 
-async def test_concurrent_commits_of_one_update_swap_the_weights_once(setting: Setting) -> None:
+async def test_concurrent_commits_of_one_update_swap_the_weights_once(setting):
     await setting.join()
     setting.target.may_commit.clear()
     await setting.phase(UpdatePhase.PREPARE)
@@ -345,7 +338,7 @@ async def test_concurrent_commits_of_one_update_swap_the_weights_once(setting: S
     assert setting.receiver.totals.updates == 1 and np.array_equal(setting.target.current, BYTES)
 
 
-async def test_joining_a_new_process_group_drops_the_staged_weight_update(setting: Setting) -> None:
+async def test_joining_a_new_process_group_drops_the_staged_weight_update(setting):
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
     old, setting.trainer = setting.trainer, None
@@ -357,7 +350,7 @@ async def test_joining_a_new_process_group_drops_the_staged_weight_update(settin
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_prepare_request_fails_while_a_dropped_update_still_receives_into_the_buffer(setting: Setting) -> None:
+async def test_prepare_request_fails_while_a_dropped_update_still_receives_into_the_buffer(setting):
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
     old, setting.trainer = setting.trainer, None
@@ -367,9 +360,7 @@ async def test_prepare_request_fails_while_a_dropped_update_still_receives_into_
     assert old is not None
 
 
-async def test_joining_a_group_without_other_ranks_times_out_and_its_generation_cannot_be_reused(
-    setting: Setting,
-) -> None:
+async def test_joining_a_group_without_other_ranks_times_out_and_its_generation_cannot_be_reused(setting):
     with pytest.raises(DeadlineExceeded, match="joining group 'g' generation 1"):
         await setting.receiver.init_process_group(setting.joining(1, timeout_s=0.3))
     with pytest.raises(StaleGeneration, match="generation 1 was already used"):
@@ -377,7 +368,7 @@ async def test_joining_a_group_without_other_ranks_times_out_and_its_generation_
     await setting.join(2)
 
 
-async def test_joining_a_group_of_a_higher_generation_cancels_a_join_that_still_waits(setting: Setting) -> None:
+async def test_joining_a_group_of_a_higher_generation_cancels_a_join_that_still_waits(setting):
     waiting = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=0.5)))
     await asyncio.sleep(0.05)
     await setting.join(2)
@@ -388,7 +379,7 @@ async def test_joining_a_group_of_a_higher_generation_cancels_a_join_that_still_
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
 
 
-async def test_joining_a_group_does_not_block_the_event_loop(setting: Setting) -> None:
+async def test_joining_a_group_does_not_block_the_event_loop(setting):
     """Rank 0 joins only after the event loop has run for a while; if the loop were blocked, the join would time out."""
     joining = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=SOON_S)))
     for _ in range(10):
@@ -400,15 +391,13 @@ async def test_joining_a_group_does_not_block_the_event_loop(setting: Setting) -
 class _Pull:
     """A `PullSource` that fills half of the buffer, and then completes it, fails, or waits to be abandoned."""
 
-    def __init__(
-        self, failure: Exception | None = None, *, waits: bool = False, gate: threading.Event | None = None
-    ) -> None:
+    def __init__(self, failure=None, *, waits=False, gate=None):
         self._failure = failure
         self._waits = waits
         self._gate = gate
-        self.orders: list[PullOrder] = []
+        self.orders = []
 
-    def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None]) -> str:
+    def fetch(self, order, *, into, on_progress):
         self.orders.append(order)
         into[: len(into) // 2] = BYTES[: len(into) // 2]
         on_progress(len(into) // 2)
@@ -431,7 +420,7 @@ PULL: dict[str, Any] = {
 }
 
 
-async def test_pull_update_needs_no_process_group(setting: Setting) -> None:
+async def test_pull_update_needs_no_process_group(setting):
     pull = _Pull()
     receiver = setting.receiver = WeightReceiver(setting.target, pull=pull)
     await setting.phase(UpdatePhase.PREPARE, epoch=3, **PULL)
@@ -451,9 +440,7 @@ async def test_pull_update_needs_no_process_group(setting: Setting) -> None:
         (DigestMismatch("store did not answer"), DigestMismatch),
     ],
 )
-async def test_failed_pull_keeps_the_old_weights_and_the_next_pull_succeeds(
-    setting: Setting, failure: Exception, raised: type[ContractError]
-) -> None:
+async def test_failed_pull_keeps_the_old_weights_and_the_next_pull_succeeds(setting, failure, raised):
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(failure))
     await setting.phase(UpdatePhase.PREPARE, **PULL)
     with pytest.raises(raised, match="store did not answer"):
@@ -465,7 +452,7 @@ async def test_failed_pull_keeps_the_old_weights_and_the_next_pull_succeeds(
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_commit_timeout_error_of_a_pull_says_how_many_bytes_were_received(setting: Setting) -> None:
+async def test_commit_timeout_error_of_a_pull_says_how_many_bytes_were_received(setting):
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(waits=True))
     await setting.phase(UpdatePhase.PREPARE, **PULL)
     await setting.has_come(64)
@@ -476,7 +463,7 @@ async def test_commit_timeout_error_of_a_pull_says_how_many_bytes_were_received(
     assert await setting.phase(UpdatePhase.ABORT) is UpdateStatus.ABORTED
 
 
-async def test_abort_request_cancels_a_weight_pull_and_frees_its_buffer(setting: Setting) -> None:
+async def test_abort_request_cancels_a_weight_pull_and_frees_its_buffer(setting):
     pull = _Pull(waits=True)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S, **PULL)
@@ -490,7 +477,7 @@ async def test_abort_request_cancels_a_weight_pull_and_frees_its_buffer(setting:
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["pull in progress", "pull complete"])
-async def test_prepare_request_of_a_later_version_replaces_an_uncommitted_pull(setting: Setting, waits: bool) -> None:
+async def test_prepare_request_of_a_later_version_replaces_an_uncommitted_pull(setting, waits):
     """The publisher has given up the earlier version and sends no COMMIT for it; a pull has no group to replace."""
     pull = _Pull(waits=waits)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
@@ -503,7 +490,7 @@ async def test_prepare_request_of_a_later_version_replaces_an_uncommitted_pull(s
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_parameter_larger_than_a_bucket_is_received_in_pieces(setting: Setting) -> None:
+async def test_parameter_larger_than_a_bucket_is_received_in_pieces(setting):
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=24)
     await setting.send(buckets=99, bucket_bytes=24)
@@ -511,9 +498,7 @@ async def test_parameter_larger_than_a_bucket_is_received_in_pieces(setting: Set
     assert np.array_equal(setting.target.current, BYTES)
 
 
-async def test_update_of_a_later_trainer_epoch_replaces_an_open_update_and_earlier_epochs_are_rejected(
-    setting: Setting,
-) -> None:
+async def test_update_of_a_later_trainer_epoch_replaces_an_open_update_and_earlier_epochs_are_rejected(setting):
     """The trainer of epoch 1 was suspended before its COMMIT; the trainer of epoch 2 does not wait for that COMMIT."""
     pull = _Pull(waits=True)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
@@ -528,7 +513,7 @@ async def test_update_of_a_later_trainer_epoch_replaces_an_open_update_and_earli
     assert await setting.phase(UpdatePhase.COMMIT, version=4, epoch=2) is UpdateStatus.COMMITTED
 
 
-async def test_commit_request_of_an_update_fails_if_a_prepare_request_replaces_that_update(setting: Setting) -> None:
+async def test_commit_request_of_an_update_fails_if_a_prepare_request_replaces_that_update(setting):
     """If this commit succeeded, the bytes of the next update would overwrite the weights that serve."""
     gate = threading.Event()
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(gate=gate))
@@ -546,15 +531,13 @@ async def test_commit_request_of_an_update_fails_if_a_prepare_request_replaces_t
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_receiver_without_pull_transport_rejects_pull_updates(setting: Setting) -> None:
+async def test_receiver_without_pull_transport_rejects_pull_updates(setting):
     with pytest.raises(InvalidRequest, match="transport pull is not offered"):
         await setting.phase(UpdatePhase.PREPARE, **PULL)
 
 
 @pytest.mark.parametrize("layout", [True, False], ids=["layout", "layout_id"])
-async def test_receiver_rejects_buckets_that_split_weights_into_too_many_pieces(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch, layout: bool
-) -> None:
+async def test_receiver_rejects_buckets_that_split_weights_into_too_many_pieces(setting, monkeypatch, layout):
     monkeypatch.setattr(weight_receiver, "MAX_PIECES", LAYOUT.num_bytes - 1)
     named = {} if layout else {"layout": None, "layout_id": LAYOUT.layout_id}
     with pytest.raises(InvalidRequest, match="bucket_bytes must be at least 2 for these weights, got 1"):

@@ -1,14 +1,9 @@
 """The endpoint of a worker process: bytes arrive in shared memory, and a lost peer is detected immediately."""
 
-from __future__ import annotations
-
 import multiprocessing
 import socket
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
-from multiprocessing.process import BaseProcess
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -27,7 +22,7 @@ from tests.patience import PATIENCE_S, SOON_S
 SIZE = 64
 
 
-def _work(endpoints: Path, shared: Path, met: Callable[[], None]) -> None:
+def _work(endpoints, shared, met):
     serve_endpoints(endpoints, attach(shared, SIZE), torch.device("cpu"))
     met()
     time.sleep(600)
@@ -36,22 +31,20 @@ def _work(endpoints: Path, shared: Path, met: Callable[[], None]) -> None:
 class Setting:
     """A worker, the shared memory that it maps, and rank 0 of its groups."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         spawn = multiprocessing.get_context("spawn")
         self.endpoints = WorkerEndpointFactory(frozenset([Backend.GLOO]))
         met = spawn.Event()
         with SharedBytes(SIZE) as shared, self.endpoints.accept_worker() as socket_path:
-            self.worker: BaseProcess = spawn.Process(
-                target=_work, args=(socket_path, shared.path, met.set), daemon=True
-            )
+            self.worker = spawn.Process(target=_work, args=(socket_path, shared.path, met.set), daemon=True)
             self.worker.start()
             assert met.wait(PATIENCE_S)
         self.memory = shared.tensor
         self.rendezvous = Rendezvous("127.0.0.1")
         self.generation = 0
-        self.joined: list[WorkerEndpoint] = []
+        self.joined = []
 
-    def pair(self, *, timeout_s: float = PATIENCE_S) -> tuple[Collective, WorkerEndpoint]:
+    def pair(self, *, timeout_s=PATIENCE_S):
         """Form a group of the next generation; return its rank 0, and the endpoint that joined for the worker."""
         self.generation += 1
         root = in_background("root", lambda: self.rank_0(timeout_s))
@@ -60,13 +53,13 @@ class Setting:
         self.joined.append(endpoint)
         return root.result(), endpoint
 
-    def rank_0(self, timeout_s: float) -> Collective:
+    def rank_0(self, timeout_s):
         return _rank_0(self.rendezvous, generation=self.generation, timeout_s=timeout_s)
 
-    def request(self, timeout_s: float) -> InitProcessGroupRequest:
+    def request(self, timeout_s):
         return _joining(self.rendezvous, generation=self.generation, timeout_s=timeout_s)
 
-    def close(self) -> None:
+    def close(self):
         for endpoint in self.joined:
             endpoint.close()
         self.worker.kill()
@@ -75,7 +68,7 @@ class Setting:
         self.rendezvous.close()
 
 
-def _rank_0(rendezvous: Rendezvous, *, generation: int = 1, timeout_s: float = PATIENCE_S) -> Collective:
+def _rank_0(rendezvous, *, generation=1, timeout_s=PATIENCE_S):
     return Collective.join(
         host=rendezvous.host,
         port=rendezvous.port,
@@ -87,7 +80,7 @@ def _rank_0(rendezvous: Rendezvous, *, generation: int = 1, timeout_s: float = P
     )
 
 
-def _joining(rendezvous: Rendezvous, *, generation: int = 1, timeout_s: float = PATIENCE_S) -> InitProcessGroupRequest:
+def _joining(rendezvous, *, generation=1, timeout_s=PATIENCE_S):
     return InitProcessGroupRequest(
         group="weights",
         backend=Backend.GLOO,
@@ -101,17 +94,17 @@ def _joining(rendezvous: Rendezvous, *, generation: int = 1, timeout_s: float = 
 
 
 @pytest.fixture(scope="module")
-def setting() -> Iterator[Setting]:
+def setting():
     made = Setting()
     yield made
     made.close()
 
 
-def receiving(endpoint: WorkerEndpoint, part: torch.Tensor, timeout_s: float = PATIENCE_S) -> Future[None]:
+def receiving(endpoint, part, timeout_s=PATIENCE_S):
     return in_background("receive", lambda: endpoint.broadcast(part, deadline=time.monotonic() + timeout_s))
 
 
-def test_broadcast_bytes_arrive_at_their_offsets_in_two_successive_process_groups(setting: Setting) -> None:
+def test_broadcast_bytes_arrive_at_their_offsets_in_two_successive_process_groups(setting):
     for first in (1, 2):
         root, endpoint = setting.pair()
         for start, end in ((0, 40), (40, SIZE)):
@@ -123,7 +116,7 @@ def test_broadcast_bytes_arrive_at_their_offsets_in_two_successive_process_group
         endpoint.close()
 
 
-def test_rank_0_detects_immediately_that_the_engine_has_left_the_process_group(setting: Setting) -> None:
+def test_rank_0_detects_immediately_that_the_engine_has_left_the_process_group(setting):
     root, endpoint = setting.pair()
     began = time.monotonic()
     endpoint.close()
@@ -136,7 +129,7 @@ def test_rank_0_detects_immediately_that_the_engine_has_left_the_process_group(s
         endpoint.broadcast(setting.memory, deadline=time.monotonic() + 1)
 
 
-def test_weight_receive_times_out_if_rank_0_is_silent_and_fails_immediately_if_rank_0_leaves(setting: Setting) -> None:
+def test_weight_receive_times_out_if_rank_0_is_silent_and_fails_immediately_if_rank_0_leaves(setting):
     root, endpoint = setting.pair()
     with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         endpoint.broadcast(setting.memory, deadline=time.monotonic() + 0.3)
@@ -149,7 +142,7 @@ def test_weight_receive_times_out_if_rank_0_is_silent_and_fails_immediately_if_r
     assert time.monotonic() - began < SOON_S
 
 
-def test_weight_receive_ends_only_after_the_worker_has_stopped_writing(setting: Setting) -> None:
+def test_weight_receive_ends_only_after_the_worker_has_stopped_writing(setting):
     """If the receive ended earlier, two updates could write to the same staging memory."""
     root, endpoint = setting.pair()
     came = receiving(endpoint, setting.memory, 5.0)
@@ -162,7 +155,7 @@ def test_weight_receive_ends_only_after_the_worker_has_stopped_writing(setting: 
     root.close()
 
 
-def test_weight_receive_fails_immediately_when_the_worker_dies() -> None:
+def test_weight_receive_fails_immediately_when_the_worker_dies():
     with closing(Setting()) as setting:
         _, endpoint = setting.pair()
         came = receiving(endpoint, setting.memory, PATIENCE_S)
@@ -174,10 +167,10 @@ def test_weight_receive_fails_immediately_when_the_worker_dies() -> None:
             setting.endpoints.join(setting.request(PATIENCE_S))
 
 
-def test_weight_receive_fails_with_the_workers_out_of_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_receive_fails_with_the_workers_out_of_memory_error(monkeypatch):
     """The worker reports torch's exception at once, so the engine does not wait until the receive's deadline."""
 
-    def full(*_: object, **__: object) -> None:
+    def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
 
     endpoints = WorkerEndpointFactory(frozenset([Backend.GLOO]))
@@ -193,24 +186,22 @@ def test_weight_receive_fails_with_the_workers_out_of_memory_error(monkeypatch: 
                 receiving(endpoint, shared.tensor, PATIENCE_S).result(PATIENCE_S)
 
 
-def test_worker_receives_on_one_stream_that_first_waits_for_kernels_queued_earlier(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_worker_receives_on_one_stream_that_first_waits_for_kernels_queued_earlier(monkeypatch):
     """Without the wait, a piece could overwrite memory that an earlier kernel still reads."""
-    events: list[str] = []
+    events = []
 
     class Stream:
-        def wait_stream(self, other: object) -> None:
+        def wait_stream(self, other):
             events.append(f"wait for {other}")
 
     class Group:
         device = torch.device("cuda")
 
-        def broadcast(self, tensor: torch.Tensor, *, deadline: float) -> None:
+        def broadcast(self, tensor, *, deadline):
             events.append(f"receive {tensor.numel()}")
             tensor.fill_(7)
 
-    def current(stream: object) -> AbstractContextManager[None]:
+    def current(stream):
         events.append(f"enter {type(stream).__name__}")
         return nullcontext()
 
@@ -228,7 +219,7 @@ def test_worker_receives_on_one_stream_that_first_waits_for_kernels_queued_earli
     assert staged.tolist() == [7] * SIZE
 
 
-def test_joining_a_process_group_that_no_other_rank_joins_times_out(setting: Setting) -> None:
+def test_joining_a_process_group_that_no_other_rank_joins_times_out(setting):
     setting.generation += 1
     with pytest.raises(DeadlineError, match="as rank 1 of 2"):
         setting.endpoints.join(setting.request(0.3))
@@ -236,13 +227,13 @@ def test_joining_a_process_group_that_no_other_rank_joins_times_out(setting: Set
     root.close()
 
 
-def test_engine_supports_exactly_the_collective_backends_of_its_worker() -> None:
+def test_engine_supports_exactly_the_collective_backends_of_its_worker():
     host = torch.zeros(1, dtype=torch.uint8)
     assert not WorkerEndpointFactory(frozenset([Backend.GLOO])).reaches(Backend.NCCL, host)
     assert WorkerEndpointFactory(frozenset(Backend)).reaches(Backend.NCCL, host)
 
 
-def test_worker_that_never_connects_is_an_error_and_leaves_no_socket() -> None:
+def test_worker_that_never_connects_is_an_error_and_leaves_no_socket():
     endpoints = WorkerEndpointFactory(frozenset())
     with pytest.raises(UpdateError, match="no worker has connected"), endpoints.accept_worker() as path:
         assert path.is_socket()
@@ -252,7 +243,7 @@ def test_worker_that_never_connects_is_an_error_and_leaves_no_socket() -> None:
     assert not path.parent.exists()
 
 
-def test_engine_rejects_too_little_shared_memory_and_names_the_remedy(tmp_path: Path) -> None:
+def test_engine_rejects_too_little_shared_memory_and_names_the_remedy(tmp_path):
     check_room(1, folder=tmp_path)
     check_room(2**60, folder=tmp_path / "missing")
     with pytest.raises(ModelError, match=r"needs 1,048,576 MiB of shared memory, .* --shm-size=1025g or more"):

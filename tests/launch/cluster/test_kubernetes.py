@@ -1,14 +1,10 @@
 """Kubernetes manifests of a run match the published schemas; in slow tests, pods run as processes of this machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,9 +12,9 @@ import yaml
 from launch.cluster import kubernetes
 from launch.cluster.membership import Members
 from launch.hosts import read_hosts
-from pipelinerl.config.recipe import RunConfig, load, parse
+from pipelinerl.config.recipe import load, parse
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import Event, read_events
+from pipelinerl.observability.events import read_events
 from pipelinerl.system.machine import free_ports
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.kubelet import Kubelet
@@ -30,17 +26,17 @@ ROOT = Path(__file__).resolve().parents[3]
 TWO = ("head:gpus=1", "worker:gpus=8")
 
 
-def _config(**sections: object) -> RunConfig:
+def _config(**sections):
     return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "run": {"name": "x"}, **sections})
 
 
-def _manifests(words: tuple[str, ...] = TWO, **sections: object) -> list[dict[str, Any]]:
+def _manifests(words=TWO, **sections):
     config = _config(**sections)
     members = Members(hosts=read_hosts(config, words, count=None, gpus=None))
     return kubernetes.manifests(config, members, run_dir=RUN, image="registry/pipelinerl:1")
 
 
-def _jobs(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _jobs(objects):
     return {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Job"}
 
 
@@ -54,7 +50,7 @@ def _jobs(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     ],
     ids=["plain", "pull", "own_redis", "ends_of_lines_that_are_none_in_toml"],
 )
-def test_kubernetes_manifests_match_the_published_schemas(sections: dict[str, object]) -> None:
+def test_kubernetes_manifests_match_the_published_schemas(sections):
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate holds the schemas (extra dev)")
     text = kubernetes.manifest_text(_manifests(**sections), ["a note"])
     objects = list(yaml.safe_load_all(text))
@@ -64,7 +60,7 @@ def test_kubernetes_manifests_match_the_published_schemas(sections: dict[str, ob
     assert "s3cret" not in text
 
 
-def test_kubernetes_pod_has_time_to_save_and_only_exit_status_1_or_2_fails_its_job() -> None:
+def test_kubernetes_pod_has_time_to_save_and_only_exit_status_1_or_2_fails_its_job():
     jobs = _jobs(_manifests(launch={"save_s": 300.0}))
     assert sorted(jobs) == ["x-head", "x-worker"]
     pod = jobs["x-worker"]["template"]["spec"]
@@ -75,7 +71,7 @@ def test_kubernetes_pod_has_time_to_save_and_only_exit_status_1_or_2_fails_its_j
     assert rules[0]["onExitCodes"]["values"] == [1, 2], "exit statuses 130 and 137 are retried"
 
 
-def test_each_process_that_listens_on_a_port_has_a_kubernetes_service() -> None:
+def test_each_process_that_listens_on_a_port_has_a_kubernetes_service():
     objects = _manifests(engine={"count": 2}, weights={"transport": "pull"})
     services = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Service"}
     assert sorted(services) == ["x", "x-controller", "x-engine", "x-parameter-server", "x-redis"]
@@ -83,13 +79,13 @@ def test_each_process_that_listens_on_a_port_has_a_kubernetes_service() -> None:
     assert [port["port"] for port in services["x-engine"]["ports"]] == [20001, 20002]
 
 
-def test_redis_password_in_manifests_comes_from_a_kubernetes_secret() -> None:
+def test_redis_password_in_manifests_comes_from_a_kubernetes_secret():
     jobs = _jobs(_manifests(streams={"redis_url": "redis://:s3cret@db:6379/0"}))
     env = {each["name"]: each for each in jobs["x-head"]["template"]["spec"]["containers"][0]["env"]}
     assert env["PIPELINERL_REDIS_URL"]["valueFrom"] == {"secretKeyRef": {"name": "x-streams", "key": "url"}}
 
 
-def test_recipe_with_a_password_outside_its_section_streams_is_rejected_for_kubernetes() -> None:
+def test_recipe_with_a_password_outside_its_section_streams_is_rejected_for_kubernetes():
     places = {"path": "https://u:s3cret@data.lab/x"}
     with pytest.raises(UserError, match="a password, token or key outside streams") as refused:
         _manifests(domains=[{"name": "d", "source": "s", "parameters": places}])
@@ -97,14 +93,12 @@ def test_recipe_with_a_password_outside_its_section_streams_is_rejected_for_kube
 
 
 @pytest.mark.parametrize("words", [("Head:gpus=1", "b:gpus=1"), ("a.b:gpus=1", "c:gpus=1")])
-def test_host_names_that_kubernetes_does_not_accept_are_rejected(words: tuple[str, ...]) -> None:
+def test_host_names_that_kubernetes_does_not_accept_are_rejected(words):
     with pytest.raises(UserError, match="lower-case letters, digits and dashes"):
         _manifests(words)
 
 
-def test_kubernetes_manifests_are_kept_and_the_error_names_their_path_if_kubectl_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kubernetes_manifests_are_kept_and_the_error_names_their_path_if_kubectl_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=rf"kubectl is not on PATH.*--filename {tmp_path}/x-kubernetes\.yaml"):
         kubernetes.apply("---\n", tmp_path, "x")
@@ -114,7 +108,7 @@ def test_kubernetes_manifests_are_kept_and_the_error_names_their_path_if_kubectl
 
 
 @contextmanager
-def _pods(folder: Path, *changes: str) -> Iterator[tuple[Kubelet, Path]]:
+def _pods(folder, *changes):
     runs = folder / "runs"
     runs.mkdir()
     recipe = bigram_recipe(folder / "bigram")
@@ -132,7 +126,7 @@ def _pods(folder: Path, *changes: str) -> Iterator[tuple[Kubelet, Path]]:
         kubelet.close()
 
 
-def _until(kubelet: Kubelet, reached: Callable[[], object], what: str) -> None:
+def _until(kubelet, reached, what):
     deadline = time.monotonic() + PATIENCE_S
     while not reached():
         kubelet.follow()
@@ -140,13 +134,13 @@ def _until(kubelet: Kubelet, reached: Callable[[], object], what: str) -> None:
         time.sleep(0.05)
 
 
-def _events(directory: Path, kind: str) -> list[Event]:
+def _events(directory, kind):
     path = directory / "events.jsonl"
     return [event for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
 
 
 @pytest.mark.slow
-def test_run_on_kubernetes_pods_completes_and_ends_all_pods(tmp_path: Path) -> None:
+def test_run_on_kubernetes_pods_completes_and_ends_all_pods(tmp_path):
     with _pods(tmp_path, "run.steps=4") as (kubelet, directory):
         _until(kubelet, kubelet.follow, "the end of all jobs")
         assert [pod.ended for pod in kubelet.pods] == [0, 0], kubelet.story()
@@ -155,12 +149,12 @@ def test_run_on_kubernetes_pods_completes_and_ends_all_pods(tmp_path: Path) -> N
         assert os.stat(directory / "tokens.json").st_mode & 0o077 == 0
 
 
-def _stop(directory: Path) -> None:
+def _stop(directory):
     subprocess.run([*CLI, "stop", str(directory)], check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.slow
-def test_dead_kubernetes_worker_pod_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
+def test_dead_kubernetes_worker_pod_is_replaced_and_the_run_continues(tmp_path):
     with _pods(tmp_path, "run.steps=100000") as (kubelet, directory):
         head, worker = kubelet.pods
         _until(kubelet, lambda: len(_events(directory, "engine_verified")) == 2, "both engines")
@@ -174,7 +168,7 @@ def test_dead_kubernetes_worker_pod_is_replaced_and_the_run_continues(tmp_path: 
 
 
 @pytest.mark.slow
-def test_dead_kubernetes_head_pod_is_replaced_and_the_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+def test_dead_kubernetes_head_pod_is_replaced_and_the_run_resumes_from_its_checkpoint(tmp_path):
     with _pods(tmp_path, "run.steps=100000", "checkpoint.interval_steps=5") as (kubelet, directory):
         head, _ = kubelet.pods
         _until(kubelet, lambda: _events(directory, "checkpoint"), "a checkpoint")

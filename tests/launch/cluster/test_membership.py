@@ -1,12 +1,9 @@
 """The files through which the nodes of a run on several hosts share their state, and nodes that find no launch."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from filelock import FileLock
@@ -29,7 +26,7 @@ from launch.cluster.membership import (
 )
 from launch.cluster.node import serve_share
 from launch.hosts import Host, numbered_devices, read_hosts
-from launch.plan import Launch, Plan, ProcessSpec
+from launch.plan import Plan, ProcessSpec
 from launch.run_directory import create
 from launch.supervisor import RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import parse
@@ -45,7 +42,7 @@ MEMBERS = Members(
 LAUNCH = LaunchRecord(id="one", members=MEMBERS)
 
 
-def test_cluster_members_and_launch_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_cluster_members_and_launch_records_are_read_as_they_were_written(tmp_path):
     assert read_members(tmp_path) is None and read_launch(tmp_path) is None
     write_members(tmp_path, MEMBERS)
     write_launch(tmp_path, LAUNCH)
@@ -56,7 +53,7 @@ def test_cluster_members_and_launch_records_are_read_as_they_were_written(tmp_pa
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder_of(tmp_path).iterdir())
 
 
-def test_error_for_a_damaged_membership_file_names_the_file(tmp_path: Path) -> None:
+def test_error_for_a_damaged_membership_file_names_the_file(tmp_path):
     write_members(tmp_path, MEMBERS)
     (folder_of(tmp_path) / "hosts.json").write_text('{"hosts": []')
     with pytest.raises(UserError, match=r"hosts\.json cannot be read.*with --node"):
@@ -65,7 +62,7 @@ def test_error_for_a_damaged_membership_file_names_the_file(tmp_path: Path) -> N
     assert read_launch(tmp_path) is None, "the file may appear late on a shared file system"
 
 
-def test_cluster_node_counts_as_up_while_its_state_file_keeps_changing(tmp_path: Path) -> None:
+def test_cluster_node_counts_as_up_while_its_state_file_keeps_changing(tmp_path):
     folder_of(tmp_path).mkdir()
     node, others = NodeFile(tmp_path, "b", "one"), OtherNodes(tmp_path, "one", ["b"])
     others.read(100.0)
@@ -83,7 +80,7 @@ def test_cluster_node_counts_as_up_while_its_state_file_keeps_changing(tmp_path:
     assert others.up(201.0) == frozenset() and others.failure() is None
 
 
-def test_state_file_that_a_cluster_node_wrote_for_another_launch_is_ignored(tmp_path: Path) -> None:
+def test_state_file_that_a_cluster_node_wrote_for_another_launch_is_ignored(tmp_path):
     folder_of(tmp_path).mkdir()
     others = OtherNodes(tmp_path, "two", ["b"])
     NodeFile(tmp_path, "b", "one").tell(NodeState.FAILED, "engine-0 ended")
@@ -94,7 +91,7 @@ def test_state_file_that_a_cluster_node_wrote_for_another_launch_is_ignored(tmp_
     assert others.failure() == "on host b: engine-0 ended"
 
 
-def test_process_restarts_on_other_cluster_nodes_are_reported(tmp_path: Path) -> None:
+def test_process_restarts_on_other_cluster_nodes_are_reported(tmp_path):
     folder_of(tmp_path).mkdir()
     died = (RestartStatus(name="engine-1", deaths=2, unforgiven=1.0, limit=3),)
     NodeFile(tmp_path, "b", "one").tell_restarts(died)
@@ -103,12 +100,12 @@ def test_process_restarts_on_other_cluster_nodes_are_reported(tmp_path: Path) ->
     assert others.restarts() == died
 
 
-def test_cluster_node_that_cannot_write_its_state_file_raises_no_error(tmp_path: Path) -> None:
+def test_cluster_node_that_cannot_write_its_state_file_raises_no_error(tmp_path):
     NodeFile(tmp_path, "b", "one").tell(NodeState.UP)  # cannot write, because the folder is missing
     assert not node_path(tmp_path, "b").exists()
 
 
-def test_cluster_node_that_finds_no_launch_fails_and_names_the_command_that_starts_one(tmp_path: Path) -> None:
+def test_cluster_node_that_finds_no_launch_fails_and_names_the_command_that_starts_one(tmp_path):
     with pytest.raises(UserError, match=rf"host b waited 0 s .*pipelinerl run --resume {tmp_path}"):
         serve_share(tmp_path, "b", head_s=0.0)
     write_launch(tmp_path, replace(LAUNCH, result=RunResult(RunOutcome.STOPPED, "suspended")))
@@ -116,22 +113,22 @@ def test_cluster_node_that_finds_no_launch_fails_and_names_the_command_that_star
         serve_share(tmp_path, "b", head_s=0.0)
 
 
-def test_waiting_cluster_node_names_the_run_that_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages: list[str] = []
+def test_waiting_cluster_node_names_the_run_that_it_waits_for(tmp_path, monkeypatch):
+    messages = []
     monkeypatch.setattr(node, "_SILENT_S", 0.0)
     with pytest.raises(UserError):
         serve_share(tmp_path, "b", announce=messages.append, head_s=0.05)
     assert messages[0] == f"host b waits for a launch of the run in {tmp_path}, 0.05 s at most"
 
 
-def test_cluster_node_that_starts_after_the_run_has_ended_exits_without_waiting(tmp_path: Path) -> None:
-    messages: list[str] = []
+def test_cluster_node_that_starts_after_the_run_has_ended_exits_without_waiting(tmp_path):
+    messages = []
     write_launch(tmp_path, replace(LAUNCH, result=RunResult(RunOutcome.COMPLETED, "completed")))
     assert serve_share(tmp_path, "b", announce=messages.append, head_s=0.0) == 0
     assert messages == ["the run is over: completed"]
 
 
-def test_cluster_node_for_a_host_that_is_unknown_or_already_served_is_rejected(tmp_path: Path) -> None:
+def test_cluster_node_for_a_host_that_is_unknown_or_already_served_is_rejected(tmp_path):
     config = parse(
         {
             "model": {"path": "m"},
@@ -155,7 +152,7 @@ def test_cluster_node_for_a_host_that_is_unknown_or_already_served_is_rejected(t
 DONE = RunResult(RunOutcome.COMPLETED, "completed")
 
 
-def _launch(run_dir: Path, grace_s: float) -> tuple[Launch, Members]:
+def _launch(run_dir, grace_s):
     engine = {"type": "bigram", "count": 2}
     table = {"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "engine": engine}
     config = parse({**table, "trainer": {"type": "bigram"}, "launch": {"grace_s": grace_s}})
@@ -165,7 +162,7 @@ def _launch(run_dir: Path, grace_s: float) -> tuple[Launch, Members]:
     return members.launch(config, run_dir), members
 
 
-def _head(run_dir: Path, messages: list[str], *, grace_s: float = PATIENCE_S) -> tuple[HeadNode, str]:
+def _head(run_dir, messages, *, grace_s=PATIENCE_S):
     """Return a head node that has recorded a new launch, and the id of that launch."""
     launch, members = _launch(run_dir, grace_s)
     head = HeadNode(launch, members, messages.append)
@@ -175,15 +172,15 @@ def _head(run_dir: Path, messages: list[str], *, grace_s: float = PATIENCE_S) ->
     return head, record.id
 
 
-def test_launch_id_in_the_cluster_record_does_not_reveal_the_token(tmp_path: Path) -> None:
-    messages: list[str] = []
+def test_launch_id_in_the_cluster_record_does_not_reveal_the_token(tmp_path):
+    messages = []
     _, id = _head(tmp_path, messages)
     assert messages == [f"waiting for host b: pipelinerl node {tmp_path} --name b"]
     assert "of this launch" not in (tmp_path / "cluster" / "launch.json").read_text() and len(id) == 16
 
 
-def test_failure_on_one_host_ends_the_run_with_a_message_that_names_the_host(tmp_path: Path) -> None:
-    messages: list[str] = []
+def test_failure_on_one_host_ends_the_run_with_a_message_that_names_the_host(tmp_path):
+    messages = []
     head, id = _head(tmp_path, messages)
     NodeFile(tmp_path, "b", id).tell(NodeState.FAILED, "engine-0 ended (exit status 2)")
     sleep = ("python3", "-S", "-E", "-c", "import time; time.sleep(600)")
@@ -202,14 +199,14 @@ def test_failure_on_one_host_ends_the_run_with_a_message_that_names_the_host(tmp
     assert record is not None and record.result == result, "the other hosts stop for the same reason"
 
 
-def test_other_cluster_nodes_stop_before_the_head_node(tmp_path: Path) -> None:
-    messages: list[str] = []
+def test_other_cluster_nodes_stop_before_the_head_node(tmp_path):
+    messages = []
     head, id = _head(tmp_path, messages)
     node = NodeFile(tmp_path, "b", id)
     node.tell(NodeState.UP)
-    order: list[str] = []
+    order = []
 
-    def follow() -> None:
+    def follow():
         deadline = time.monotonic() + PATIENCE_S
         while ((record := read_launch(tmp_path)) is None or record.result is None) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -225,15 +222,15 @@ def test_other_cluster_nodes_stop_before_the_head_node(tmp_path: Path) -> None:
     assert not any("did not stop" in line for line in messages)
 
 
-def test_cluster_node_that_does_not_stop_in_time_is_named(tmp_path: Path) -> None:
-    messages: list[str] = []
+def test_cluster_node_that_does_not_stop_in_time_is_named(tmp_path):
+    messages = []
     head, id = _head(tmp_path, messages, grace_s=0.01)
     NodeFile(tmp_path, "b", id).tell(NodeState.UP)
     head.end(DONE)
     assert messages[-1] == "b did not stop in time; stopping the head"
 
 
-def test_process_restarts_on_all_hosts_are_written_to_one_file(tmp_path: Path) -> None:
+def test_process_restarts_on_all_hosts_are_written_to_one_file(tmp_path):
     head, id = _head(tmp_path, [])
     own, others = (RestartStatus(name=name, deaths=1, unforgiven=1.0, limit=3) for name in ("trainer", "engine-0"))
     NodeFile(tmp_path, "b", id).tell_restarts((others,))

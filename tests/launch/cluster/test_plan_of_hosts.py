@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from launch.cluster.launchers import plan_json, plan_lines
 from launch.hosts import Devices, Host, Origin, VisibleDevice, numbered_devices, read_hosts
 from launch.placement import spread
 from launch.plan import Launch, Plan, processes_of
-from pipelinerl.config.recipe import RunConfig, parse
+from pipelinerl.config.recipe import parse
 from pipelinerl.errors import UserError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hosts"
@@ -39,21 +38,21 @@ CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
 }
 
 
-def _config(**sections: object) -> RunConfig:
+def _config(**sections):
     return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
 
 
-def _launch(config: RunConfig, hosts: Sequence[Host]) -> Launch:
+def _launch(config, hosts):
     return Launch.on(hosts, config, run_dir=RUN, ports=count(20000), python="py")
 
 
-def _planned(words: Sequence[str], **sections: object) -> Launch:
+def _planned(words, **sections):
     config = _config(**sections)
     return _launch(config, read_hosts(config, words, count=None, gpus=None))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_launch_plans_for_several_hosts_match_the_golden_files(case: str) -> None:
+def test_launch_plans_for_several_hosts_match_the_golden_files(case):
     sections, words = CASES[case]
     shown = "\n".join(plan_lines(_planned(words, **sections))) + "\n"
     path = GOLDEN / f"{case}.txt"
@@ -63,7 +62,7 @@ def test_launch_plans_for_several_hosts_match_the_golden_files(case: str) -> Non
     assert shown == path.read_text()
 
 
-def test_each_process_in_a_launch_plan_listens_at_the_address_of_its_host() -> None:
+def test_each_process_in_a_launch_plan_listens_at_the_address_of_its_host():
     launch = _planned(TWO, engine={"count": 3})
     plan = processes_of(launch)
     shares = [plan.of_host("a"), plan.of_host("b")]
@@ -77,7 +76,7 @@ def test_each_process_in_a_launch_plan_listens_at_the_address_of_its_host() -> N
     assert not any("127.0.0.1" in " ".join(spec.argv) for spec in plan.specs)
 
 
-def test_launch_plan_names_the_files_that_hold_secrets_but_contains_no_secret() -> None:
+def test_launch_plan_names_the_files_that_hold_secrets_but_contains_no_secret():
     shown = json.dumps(plan_json(_planned(TWO)))
     assert json.loads(shown)["token_file"] == "/runs/x/tokens.json"
     config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
@@ -85,7 +84,7 @@ def test_launch_plan_names_the_files_that_hold_secrets_but_contains_no_secret() 
     assert "s3cret" not in json.dumps(plan_json(launch)) + "".join(plan_lines(launch))
 
 
-def test_ranks_of_one_trainer_form_one_process_group_with_one_gpu_for_each_rank() -> None:
+def test_ranks_of_one_trainer_form_one_process_group_with_one_gpu_for_each_rank():
     sections, words = CASES["trainer_over_two"]
     processes = plan_json(_planned(words, **sections))["processes"]
     ranks = {each["rank"]: each for each in processes if each["rank"] is not None}
@@ -119,16 +118,14 @@ def test_ranks_of_one_trainer_form_one_process_group_with_one_gpu_for_each_rank(
         (("a:gpus=-1",), {}, "with a number of gpus"),
     ],
 )
-def test_hosts_that_cannot_run_the_recipe_are_rejected_with_a_remedy(
-    words: tuple[str, ...], sections: dict[str, object], refusal: str
-) -> None:
+def test_hosts_that_cannot_run_the_recipe_are_rejected_with_a_remedy(words, sections, refusal):
     gpus = 0 if refusal == "got a twice" else None
     with pytest.raises(UserError, match=refusal):
         config = _config(**sections)
         _launch(config, read_hosts(config, words, count=None, gpus=gpus))
 
 
-def test_hosts_can_be_given_as_a_number_instead_of_by_name() -> None:
+def test_hosts_can_be_given_as_a_number_instead_of_by_name():
     hosts = read_hosts(_config(), [], count=2, gpus=4)
     assert [(host.name, host.address, len(host.devices)) for host in hosts] == [
         ("host-0", "host-0", 4), ("host-1", "host-1", 4),
@@ -137,7 +134,7 @@ def test_hosts_can_be_given_as_a_number_instead_of_by_name() -> None:
         read_hosts(_config(), ["a"], count=2, gpus=4)
 
 
-def test_host_uses_the_gpus_that_it_detects_and_is_rejected_if_they_are_too_few() -> None:
+def test_host_uses_the_gpus_that_it_detects_and_is_rejected_if_they_are_too_few():
     placement = spread(_config(), [Host(name=n, address=n, devices=numbered_devices(1)) for n in "ab"])
     own = placement.knowing("b", Devices((VisibleDevice("GPU-1"), VisibleDevice("GPU-2")), Origin.VARIABLE))
     assert own.host("b").devices == Devices((VisibleDevice("GPU-1"),), Origin.VARIABLE)
@@ -148,12 +145,12 @@ def test_host_uses_the_gpus_that_it_detects_and_is_rejected_if_they_are_too_few(
         placement.host("c")
 
 
-def test_host_is_unchanged_after_encoding_as_json_and_decoding() -> None:
+def test_host_is_unchanged_after_encoding_as_json_and_decoding():
     host = read_hosts(_config(), ["a=h.example:gpus=2,roles=actor"], count=None, gpus=None)[0]
     assert Host.from_json(json.loads(json.dumps(host.to_json()))) == host
 
 
-def test_launch_plan_rejects_a_process_whose_dependency_runs_on_no_host() -> None:
+def test_launch_plan_rejects_a_process_whose_dependency_runs_on_no_host():
     spec = next(spec for spec in processes_of(_planned(TWO)).specs if spec.name == "engine-0")
     assert Plan((spec,), {"controller": "http://a/health"}).specs == (spec,)
     with pytest.raises(ValueError, match="engine-0 waits for controller"):

@@ -1,7 +1,5 @@
 """Runs on Ray: the requested resources, and a real cluster of two Ray nodes that runs `pipelinerl node` on each."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from launch.cluster.membership import Members
 from launch.hosts import numbered_devices, read_hosts
 from pipelinerl.config.recipe import parse
 from pipelinerl.errors import UserError
-from tests.fakes.live_run import CLI, LiveRun, endless_run, launched
+from tests.fakes.live_run import CLI, endless_run, launched
 from tests.fakes.ray_cluster import ray_cluster
 from tests.patience import PATIENCE_S
 
@@ -55,7 +53,7 @@ finally:
 """
 
 
-def test_resources_requested_from_ray_are_those_of_each_host() -> None:
+def test_resources_requested_from_ray_are_those_of_each_host():
     members = Members(hosts=read_hosts(CONFIG, ["a:gpus=8", "b:gpus=0"], count=None, gpus=None))
     assert launcher.bundles_of(members) == [{"CPU": 1.0, "GPU": 8.0}, {"CPU": 1.0}]
     assert launcher.describe(CONFIG, members).splitlines() == [
@@ -65,15 +63,13 @@ def test_resources_requested_from_ray_are_those_of_each_host() -> None:
     ]
 
 
-def test_host_is_unchanged_after_conversion_to_a_command_line_argument_and_back() -> None:
+def test_host_is_unchanged_after_conversion_to_a_command_line_argument_and_back():
     (host,) = read_hosts(CONFIG, ["a=10.0.0.1:gpus=2,roles=engine"], count=None, gpus=None)
     assert read_hosts(CONFIG, [host.word], count=None, gpus=None) == (host,)
     assert host.devices == numbered_devices(2)
 
 
-def test_run_on_ray_is_rejected_with_an_install_command_if_ray_is_not_installed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_run_on_ray_is_rejected_with_an_install_command_if_ray_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     members = Members(hosts=read_hosts(CONFIG, ["a:gpus=0"], count=None, gpus=None))
     with pytest.raises(UserError, match=r"pip install -e '\.\[ray\]'"):
@@ -81,7 +77,7 @@ def test_run_on_ray_is_rejected_with_an_install_command_if_ray_is_not_installed(
 
 
 @pytest.mark.slow
-def test_run_on_a_cluster_of_two_ray_nodes_executes_pipelinerl_node_on_each_of_them(tmp_path: Path) -> None:
+def test_run_on_a_cluster_of_two_ray_nodes_executes_pipelinerl_node_on_each_of_them(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     run_dir = tmp_path / "run"
@@ -103,13 +99,13 @@ def test_run_on_a_cluster_of_two_ray_nodes_executes_pipelinerl_node_on_each_of_t
     assert "its machines have: CPU 1, GPU 0; CPU 1, GPU 0; add machines" in done.stdout
 
 
-def _served(run: LiveRun) -> int:
+def _served(run):
     """Return how often engines have passed the check that they serve the trainer's weights."""
     return len(run.events("engine_verified"))
 
 
 @pytest.mark.slow
-def test_run_continues_after_a_lost_machine_of_the_ray_cluster_was_replaced(tmp_path: Path) -> None:
+def test_run_continues_after_a_lost_machine_of_the_ray_cluster_was_replaced(tmp_path):
     """Ray decides which host of the run is on the lost machine; if the head is, the run resumes from a checkpoint."""
     directory = tmp_path / "run"
     words = [*endless_run(directory, "engine.count=2"), "--on", "ray", "--nodes", "2", "--first-port", "23000"]

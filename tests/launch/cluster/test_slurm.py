@@ -1,7 +1,5 @@
 """Runs on Slurm: the text of the batch script, and a real cluster of two nodes that runs the script."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,29 +16,29 @@ import pytest
 from launch.cluster import slurm
 from launch.cluster.membership import Members
 from launch.hosts import read_hosts
-from pipelinerl.config.recipe import RunConfig, parse
+from pipelinerl.config.recipe import parse
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import Event, read_events
+from pipelinerl.observability.events import read_events
 from pipelinerl.system.machine import free_ports
 from tests.fakes.live_run import CLI, endless_run, light_run
-from tests.fakes.slurm_cluster import SlurmCluster, slurm_cluster
+from tests.fakes.slurm_cluster import slurm_cluster
 from tests.patience import PATIENCE_S
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hosts"
 RUN = Path("/runs/a run")
 
 
-def _config(**sections: object) -> RunConfig:
+def _config(**sections):
     return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
 
 
-def _script(words: tuple[str, ...], *, count: int | None = None, gpus: int | None = 8, **rest: tuple[str, ...]) -> str:
+def _script(words, *, count=None, gpus=8, **rest):
     config = _config(launch={"save_s": 45.0})
     members = Members(hosts=read_hosts(config, words, count=count, gpus=gpus))
     return slurm.slurm_script(config, members, run_dir=RUN, **rest)
 
 
-def test_slurm_script_requests_resources_and_a_signal_before_the_time_limit() -> None:
+def test_slurm_script_requests_resources_and_a_signal_before_the_time_limit():
     script = _script((), count=2, extra=("--partition=gpu", "--time=4:00:00"))
     directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=2", "--gpus-per-node=8", "--requeue", "--no-kill", "--signal=B:TERM@105"} <= set(directives)
@@ -51,19 +48,19 @@ def test_slurm_script_requests_resources_and_a_signal_before_the_time_limit() ->
     assert '--node "$name=${address:-$name}:gpus=8"' in script
 
 
-def test_hosts_named_in_a_slurm_script_keep_their_order_and_options() -> None:
+def test_hosts_named_in_a_slurm_script_keep_their_order_and_options():
     script = _script(("t7:gpus=4,roles=trainer", "e1:gpus=8,roles=engine+actor"))
     assert "#SBATCH --nodelist=t7,e1" in script and "#SBATCH --gpus-per-node=8" in script
     assert "names=(t7 e1)\ndeclare -A more=([t7]=:gpus=4,roles=trainer [e1]=:gpus=8,roles=actor+engine)" in script
 
 
-def test_slurm_hosts_with_different_gpu_counts_are_rejected_if_they_are_not_named() -> None:
+def test_slurm_hosts_with_different_gpu_counts_are_rejected_if_they_are_not_named():
     with pytest.raises(UserError, match="need Slurm's names"):
         _script(("host-0:gpus=1", "host-1:gpus=2"))
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the script is bash's")
-def test_slurm_script_is_valid_bash() -> None:
+def test_slurm_script_is_valid_bash():
     for script in (_script((), count=3), _script(("a", "b"))):
         done = subprocess.run(
             ["bash", "-n"], input=script, text=True, capture_output=True, timeout=PATIENCE_S, check=False
@@ -71,9 +68,7 @@ def test_slurm_script_is_valid_bash() -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_slurm_script_is_kept_and_the_error_names_its_path_if_sbatch_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_script_is_kept_and_the_error_names_its_path_if_sbatch_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=rf"sbatch is not on PATH.*sbatch {tmp_path}/slurm\.sh"):
         slurm.submit("#!/bin/bash\n", tmp_path)
@@ -98,7 +93,7 @@ while not (run / ("over" if life else "stop")).exists():
 """
 
 
-def _lives(run_dir: Path, name: str, life: int) -> list[str]:
+def _lives(run_dir, name, life):
     path = run_dir / f"{name}-{life}"
     return path.read_text().splitlines() if path.exists() else []
 
@@ -110,7 +105,7 @@ _SOON = "now+5"
 
 
 @pytest.mark.slow
-def test_slurm_script_restarts_killed_srun_steps_and_suspends_the_run_before_the_time_limit(tmp_path: Path) -> None:
+def test_slurm_script_restarts_killed_srun_steps_and_suspends_the_run_before_the_time_limit(tmp_path):
     """Slurm's signal before the time limit suspends the run, and the requeued job starts the run's nodes again."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -143,19 +138,19 @@ def test_slurm_script_restarts_killed_srun_steps_and_suspends_the_run_before_the
         assert cluster.state(job) == "COMPLETED", (run_dir / f"slurm-{job}.out").read_text()
 
 
-def _submitted(cluster: SlurmCluster, arguments: Sequence[str]) -> str:
+def _submitted(cluster, arguments):
     (port,) = free_ports(1)  # tests that run at the same time share this machine's addresses
     hosts = ("--nodes", "2", "--first-port", str(port))
     output = cluster.run(*CLI, "run", *arguments, "--on", "slurm", *hosts)
     return output.partition("submitted as job ")[2].partition(";")[0]
 
 
-def _events(directory: Path, kind: str) -> list[Event]:
+def _events(directory, kind):
     path = directory / "events.jsonl"
     return [event for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
 
 
-def _until(cluster: SlurmCluster, directory: Path, reached: Callable[[], object], what: str) -> None:
+def _until(cluster, directory, reached, what):
     deadline = time.monotonic() + PATIENCE_S
     while not reached():
         if time.monotonic() > deadline:
@@ -166,7 +161,7 @@ def _until(cluster: SlurmCluster, directory: Path, reached: Callable[[], object]
 
 
 @pytest.mark.slow
-def test_run_completes_on_a_slurm_cluster_of_two_nodes(tmp_path: Path) -> None:
+def test_run_completes_on_a_slurm_cluster_of_two_nodes(tmp_path):
     directory = tmp_path / "run"
     with slurm_cluster(tmp_path / "slurm") as cluster:
         job = _submitted(cluster, light_run(directory, "run.steps=4", "engine.count=2"))
@@ -179,10 +174,10 @@ def test_run_completes_on_a_slurm_cluster_of_two_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_suspended_at_the_slurm_time_limit_resumes_in_the_requeued_job(tmp_path: Path) -> None:
+def test_run_suspended_at_the_slurm_time_limit_resumes_in_the_requeued_job(tmp_path):
     directory = tmp_path / "run"
 
-    def made() -> list[int]:
+    def made():
         return [event["step"] for event in _events(directory, "step")]
 
     with slurm_cluster(tmp_path / "slurm") as cluster:

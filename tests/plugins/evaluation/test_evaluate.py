@@ -1,7 +1,5 @@
 """`pipelinerl eval` against a model directory, a run, one of our engines and another server."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -11,20 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from pipelinerl.config.recipe import MODELS, RunConfig, load, parse, save, to_table, write_layout
+from pipelinerl.config.recipe import MODELS, load, parse, save, to_table, write_layout
 from pipelinerl.engines.bigram import engine as bigram_engine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.plugins.evaluation.evaluate import (
-    EvaluationReport,
     evaluate,
     held_out_orders,
     show,
@@ -43,7 +39,7 @@ QUIET = Console(quiet=True)
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     """Return a random bigram model, which sometimes answers "1" or "2", the correct answers of the two domains."""
     directory, tokenizer = tmp_path / "model", char_tokenizer(alphabet=" 0123456789")
     BigramModel.random(len(tokenizer), seed=0, scale=1.0).save(directory)
@@ -52,7 +48,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, model: Path) -> Path:
+def recipe(tmp_path, model):
     """Return a recipe with two domains, whose reward function only compares the answer with the ground truth."""
     (tmp_path / "right.py").write_text("def right(answer, completion):\n    return completion == answer\n")
     blocks = []
@@ -73,11 +69,11 @@ def recipe(tmp_path: Path, model: Path) -> Path:
     return path
 
 
-def evaluated(target: str, config: RunConfig, **options: Any) -> EvaluationReport:
+def evaluated(target, config, **options):
     return evaluate(target_of(target), config, token=None, model="", console=QUIET, **options)
 
 
-def test_model_directory_is_evaluated_by_its_own_engine(model: Path, recipe: Path) -> None:
+def test_model_directory_is_evaluated_by_its_own_engine(model, recipe):
     report = evaluated(str(model), load(recipe))
     assert (report.figures.problems, report.incomplete, report.unjudged) == (20, 0, 0)
     assert report.figures.accuracy is not None and 0 < report.figures.accuracy < 1
@@ -86,7 +82,7 @@ def test_model_directory_is_evaluated_by_its_own_engine(model: Path, recipe: Pat
     assert report.figures.length_mean is not None and 0 < report.figures.length_mean <= 2
 
 
-def test_bfloat16_model_is_evaluated_in_float32_on_a_cpu_as_in_a_run(tmp_path: Path) -> None:
+def test_bfloat16_model_is_evaluated_in_float32_on_a_cpu_as_in_a_run(tmp_path):
     half = tmp_path / "half"
     shutil.copytree(MODELS / "tiny_speller", half)
     weights = load_file(half / "model.safetensors")
@@ -98,7 +94,7 @@ def test_bfloat16_model_is_evaluated_in_float32_on_a_cpu_as_in_a_run(tmp_path: P
     assert _with_model(config, half).engine.dtype is WeightDType.FLOAT32
 
 
-def test_engine_at_a_url_gives_the_same_answers_as_a_local_engine(model: Path, recipe: Path) -> None:
+def test_engine_at_a_url_gives_the_same_answers_as_a_local_engine(model, recipe):
     """The sampling noise depends only on the seed, so both engines sample the same tokens."""
     app = create_app(
         bigram_engine.from_options(
@@ -112,7 +108,7 @@ def test_engine_at_a_url_gives_the_same_answers_as_a_local_engine(model: Path, r
     assert (there.figures, there.by_domain) == (here.figures, here.by_domain)
 
 
-def test_third_party_openai_server_is_evaluated_from_its_answer_texts(recipe: Path) -> None:
+def test_third_party_openai_server_is_evaluated_from_its_answer_texts(recipe):
     fake = OpenAIFake(lambda body: "1" if body["messages"][0]["content"].startswith("1") or body["seed"] % 2 else "2")
     with in_thread(fake.app) as url:
         report = evaluated(url, load(recipe, ["evaluation.samples=4", "evaluation.pass_at=[1]"]))
@@ -123,7 +119,7 @@ def test_third_party_openai_server_is_evaluated_from_its_answer_texts(recipe: Pa
     assert report.figures.length_mean == 1.0
 
 
-def test_evaluation_counts_problems_whose_requests_fail_and_continues(recipe: Path) -> None:
+def test_evaluation_counts_problems_whose_requests_fail_and_continues(recipe):
     fake = OpenAIFake(lambda body: "1", failures=(400, 400))
     with in_thread(fake.app) as url:
         config = load(recipe, ["evaluation.samples=1", "evaluation.pass_at=[]", "evaluation.temperature=0"])
@@ -131,7 +127,7 @@ def test_evaluation_counts_problems_whose_requests_fail_and_continues(recipe: Pa
     assert (report.figures.problems, report.incomplete) == (18, 2)
 
 
-def test_error_of_an_evaluation_in_which_every_problem_fails_contains_the_servers_reason(recipe: Path) -> None:
+def test_error_of_an_evaluation_in_which_every_problem_fails_contains_the_servers_reason(recipe):
     fake = OpenAIFake(lambda body: "1", failures=(400,) * 1000)
     with (
         in_thread(fake.app) as url,
@@ -141,9 +137,7 @@ def test_error_of_an_evaluation_in_which_every_problem_fails_contains_the_server
     assert len(fake.bodies) == MOST_FAILURES
 
 
-def test_run_is_evaluated_with_its_own_recipe_at_the_chosen_checkpoint(
-    tmp_path: Path, model: Path, recipe: Path
-) -> None:
+def test_run_is_evaluated_with_its_own_recipe_at_the_chosen_checkpoint(tmp_path, model, recipe):
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     save(load(recipe), run / "recipe.toml")
@@ -162,9 +156,7 @@ def test_run_is_evaluated_with_its_own_recipe_at_the_chosen_checkpoint(
     assert report.figures.problems == 20
 
 
-def test_evaluation_of_an_unusable_target_is_rejected_before_any_request(
-    tmp_path: Path, model: Path, recipe: Path
-) -> None:
+def test_evaluation_of_an_unusable_target_is_rejected_before_any_request(tmp_path, model, recipe):
     with pytest.raises(UserError, match="nothing is neither a run's directory, nor a model's, nor a URL"):
         target_of(str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="--checkpoint needs a run's directory"):
@@ -182,7 +174,7 @@ def test_evaluation_of_an_unusable_target_is_rejected_before_any_request(
         evaluated(str(model), load(recipe, ["evaluation.problems=0"]))
 
 
-def test_repeated_evaluation_reuses_the_answers_in_its_output_file(tmp_path: Path, recipe: Path) -> None:
+def test_repeated_evaluation_reuses_the_answers_in_its_output_file(tmp_path, recipe):
     out, once = tmp_path / "answers.jsonl", ["evaluation.samples=1", "evaluation.pass_at=[]"]
     fake = OpenAIFake(lambda body: "1" if len(body["messages"][0]["content"]) % 2 else "2", failures=(400, 400))
     with in_thread(fake.app) as url:
@@ -203,9 +195,7 @@ def test_repeated_evaluation_reuses_the_answers_in_its_output_file(tmp_path: Pat
     assert again.figures == rest.figures == whole.figures and again.by_domain == whole.by_domain
 
 
-def test_evaluation_rejects_an_output_file_that_was_written_with_other_settings_or_weights(
-    tmp_path: Path, model: Path, recipe: Path
-) -> None:
+def test_evaluation_rejects_an_output_file_that_was_written_with_other_settings_or_weights(tmp_path, model, recipe):
     out = tmp_path / "answers.jsonl"
     evaluated(str(model), load(recipe), out=out)
     before = out.read_bytes()
@@ -223,9 +213,7 @@ def test_evaluation_rejects_an_output_file_that_was_written_with_other_settings_
     assert out.read_bytes() == before
 
 
-def test_evaluation_set_is_selected_by_name_and_its_settings_can_be_overridden_on_the_command_line(
-    model: Path, recipe: Path
-) -> None:
+def test_evaluation_set_is_selected_by_name_and_its_settings_can_be_overridden_on_the_command_line(model, recipe):
     table = to_table(load(recipe))
     sets = [{"name": "both"}, {"name": "ones", "domains": ["says_1"], "problems": 6, "samples": 2, "pass_at": [2]}]
     config = parse(table | {"evaluations": sets})
@@ -245,15 +233,13 @@ def test_evaluation_set_is_selected_by_name_and_its_settings_can_be_overridden_o
     assert (chosen.name, chosen.split, chosen.problems, chosen.samples) == ("validation", "validation", 3, 8)
 
 
-def test_evaluation_of_a_recipe_requests_the_same_held_out_problems_each_time(recipe: Path) -> None:
+def test_evaluation_of_a_recipe_requests_the_same_held_out_problems_each_time(recipe):
     orders = list(held_out_orders(load(recipe), 7))
     assert len({order.problem.problem_id for order in orders}) == 20
     assert orders == list(held_out_orders(load(recipe), 7))
 
 
-def test_evaluation_report_can_be_printed_as_a_table_or_as_json(
-    model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_report_can_be_printed_as_a_table_or_as_json(model, recipe, capsys):
     report = evaluated(str(model), load(recipe))
     show(report, Console(), as_json=True)
     printed = json.loads(capsys.readouterr().out)
@@ -264,7 +250,7 @@ def test_evaluation_report_can_be_printed_as_a_table_or_as_json(
     assert "pass@8" in text and "says_2" in text and "8 × 20 samples" in text
 
 
-def test_evaluation_ends_immediately_on_ctrl_c_without_a_traceback(model: Path, recipe: Path) -> None:
+def test_evaluation_ends_immediately_on_ctrl_c_without_a_traceback(model, recipe):
     """The engine that the evaluation has started must end as well."""
     command = [sys.executable, "-m", "pipelinerl.cli", "eval", str(model), "--recipe", str(recipe), "--problems", "40"]
     command += ["--samples", "512", "--set", "sampling.max_tokens=200"]
@@ -279,7 +265,7 @@ def test_evaluation_ends_immediately_on_ctrl_c_without_a_traceback(model: Path, 
     assert "Traceback" not in errors
 
 
-def _listens_to_signals(pid: int) -> bool:
+def _listens_to_signals(pid):
     """Return True if the process handles SIGTERM, which Python does not do by default."""
     fields = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("Sig")

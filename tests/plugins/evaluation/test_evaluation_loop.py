@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -13,7 +11,7 @@ from pipelinerl.plugins.evaluation.evaluation_loop import answer_log
 ASKED = {"target": "model", "samples": 4}
 
 
-def refused(path: Path, sentence: str, **settings: int) -> None:
+def refused(path, sentence, **settings):
     with pytest.raises(UserError, match=sentence), answer_log(path, ASKED | settings, NumberedAnswer):
         pass
 
@@ -22,7 +20,7 @@ class NumberedAnswer(msgspec.Struct, frozen=True):
     number: int
 
 
-def test_answer_log_keeps_earlier_answers_and_appends_new_ones(tmp_path: Path) -> None:
+def test_answer_log_keeps_earlier_answers_and_appends_new_ones(tmp_path):
     path = tmp_path / "deep" / "answers.jsonl"
     for begun in (0, 2, 4):
         with answer_log(path, ASKED, NumberedAnswer) as log:
@@ -33,7 +31,7 @@ def test_answer_log_keeps_earlier_answers_and_appends_new_ones(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("cut", range(1, 60))
-def test_answer_log_cut_off_at_any_byte_keeps_its_complete_answers(tmp_path: Path, cut: int) -> None:
+def test_answer_log_cut_off_at_any_byte_keeps_its_complete_answers(tmp_path, cut):
     path = tmp_path / "answers.jsonl"
     with answer_log(path, ASKED, NumberedAnswer) as log:
         for number in (0, 1):
@@ -48,7 +46,7 @@ def test_answer_log_cut_off_at_any_byte_keeps_its_complete_answers(tmp_path: Pat
     assert path.read_bytes() == whole
 
 
-def test_answer_log_with_other_settings_or_a_file_that_is_no_answer_log_is_rejected(tmp_path: Path) -> None:
+def test_answer_log_with_other_settings_or_a_file_that_is_no_answer_log_is_rejected(tmp_path):
     path = tmp_path / "answers.jsonl"
     with answer_log(path, ASKED, NumberedAnswer) as log:
         log.add(NumberedAnswer(1))
@@ -64,7 +62,7 @@ def test_answer_log_with_other_settings_or_a_file_that_is_no_answer_log_is_rejec
     refused(tmp_path, "cannot be written: Is a directory")
 
 
-def test_second_writer_of_an_answer_log_is_rejected(tmp_path: Path) -> None:
+def test_second_writer_of_an_answer_log_is_rejected(tmp_path):
     path = tmp_path / "answers.jsonl"
     with answer_log(path, ASKED, NumberedAnswer):
         refused(path, "another process writes")

@@ -1,26 +1,22 @@
 """`pipelinerl prefilter` computes pass rates, keeps problems whose rate is in a range, and resumes when interrupted."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.config.recipe import load
 from pipelinerl.data.problems import open_source
 from pipelinerl.data.source import Split
 from pipelinerl.errors import UserError
-from pipelinerl.plugins.evaluation.prefilter import ANSWERS, Band, PrefilterReport, _question, band_of, prefilter
+from pipelinerl.plugins.evaluation.prefilter import ANSWERS, Band, _question, band_of, prefilter
 from pipelinerl.plugins.evaluation.respondents import Target, target_of
 from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.served import in_thread
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
+def config(tmp_path):
     """Return a recipe with forty problems, whose prompts are the numbers from 0 to 39; the right answer is always 7."""
     lines = [json.dumps({"prompt": f"{n}", "answer": "7", "metadata": {"n": n}}) for n in range(40)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
@@ -31,18 +27,18 @@ def config(tmp_path: Path) -> RunConfig:
     return load(str(tmp_path / "recipe_file.toml"))
 
 
-def answers(body: dict[str, Any]) -> str:
+def answers(body):
     """Answer correctly if the prompt ends with 0, wrongly if it ends with 1, and otherwise correctly for odd seeds."""
     last = body["messages"][0]["content"][-1]
     return "7" if last == "0" or (last != "1" and body["seed"] % 2) else "8"
 
 
-def prefiltered(url: str, config: RunConfig, out: Path, **changes: Any) -> PrefilterReport:
-    chosen: dict[str, Any] = {"keep": Band(low=0.1, high=0.9), "problems": 100, "samples": 8} | changes
+def prefiltered(url, config, out, **changes):
+    chosen = {"keep": Band(low=0.1, high=0.9), "problems": 100, "samples": 8} | changes
     return prefilter(target_of(url), config, out=out, token=None, model="", console=Console(quiet=True), **chosen)
 
 
-def test_prefilter_writes_the_kept_problems_as_a_data_set_with_pass_rates(tmp_path: Path, config: RunConfig) -> None:
+def test_prefilter_writes_the_kept_problems_as_a_data_set_with_pass_rates(tmp_path, config):
     out = tmp_path / "out"
     fake = OpenAIFake(answers)
     with in_thread(fake.app) as url:
@@ -65,9 +61,7 @@ def test_prefilter_writes_the_kept_problems_as_a_data_set_with_pass_rates(tmp_pa
     assert 0 <= source.problem(0).metadata["pass_rate"] <= 1
 
 
-def test_resumed_prefilter_does_not_sample_problems_again_that_were_already_answered(
-    tmp_path: Path, config: RunConfig
-) -> None:
+def test_resumed_prefilter_does_not_sample_problems_again_that_were_already_answered(tmp_path, config):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     fake = OpenAIFake(answers)
     with in_thread(fake.app) as url:
@@ -82,7 +76,7 @@ def test_resumed_prefilter_does_not_sample_problems_again_that_were_already_answ
     assert (broken / "sevens.jsonl").read_text() == (whole / "sevens.jsonl").read_text()
 
 
-def test_prefilter_rejects_answers_sampled_with_other_settings(tmp_path: Path, config: RunConfig) -> None:
+def test_prefilter_rejects_answers_sampled_with_other_settings(tmp_path, config):
     fake = OpenAIFake(answers)
     with in_thread(fake.app) as url:
         prefiltered(url, config, tmp_path / "out", problems=2)
@@ -92,9 +86,7 @@ def test_prefilter_rejects_answers_sampled_with_other_settings(tmp_path: Path, c
     assert (more.problems, more.asked) == (5, 3), "the number of problems is not part of the question"
 
 
-def test_prefilter_does_not_reuse_answers_from_before_the_model_files_were_rewritten(
-    tmp_path: Path, config: RunConfig
-) -> None:
+def test_prefilter_does_not_reuse_answers_from_before_the_model_files_were_rewritten(tmp_path, config):
     target, weights = Target(name="m", model=tmp_path), tmp_path / "model.safetensors"
     weights.write_bytes(b"first")
     before = _question(target, config, samples=8, model="")
@@ -103,7 +95,7 @@ def test_prefilter_does_not_reuse_answers_from_before_the_model_files_were_rewri
     assert _question(target, config, samples=8, model="") != before
 
 
-def test_second_prefilter_run_retries_the_problems_that_got_no_answer(tmp_path: Path, config: RunConfig) -> None:
+def test_second_prefilter_run_retries_the_problems_that_got_no_answer(tmp_path, config):
     fake = OpenAIFake(answers, failures=(400,))
     with in_thread(fake.app) as url:
         assert prefiltered(url, config, tmp_path / "out", problems=6).unanswered == 1
@@ -111,12 +103,12 @@ def test_second_prefilter_run_retries_the_problems_that_got_no_answer(tmp_path: 
 
 
 @pytest.mark.parametrize("text", ["", "0.1", "0.1-0.9", "0.9..0.1", "-1..1", "0..2", "a..b", "nan..nan"])
-def test_invalid_range_of_pass_rates_is_rejected(text: str) -> None:
+def test_invalid_range_of_pass_rates_is_rejected(text):
     with pytest.raises(UserError, match="--keep must be a band of pass rates such as"):
         Band.parse(text)
 
 
-def test_pass_rate_range_is_parsed_from_text_and_each_pass_rate_gets_the_label_of_its_band() -> None:
+def test_pass_rate_range_is_parsed_from_text_and_each_pass_rate_gets_the_label_of_its_band():
     assert Band.parse("0.1..0.9") == Band(low=0.1, high=0.9)
     assert [band_of(rate) for rate in (0.0, 0.125, 0.2, 0.5, 0.99, 1.0)] == [
         "0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.8-1", "1",

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence as Items
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn, final
+from typing import final
 
 import pytest
 
 from inference_contract.errors import Dirty, EngineStopped, InvalidRequest
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, EngineState
+from inference_contract.schemas import ChatCompletionRequest, EngineState
 from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Capacity
-from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.plugins.external_engines.core_loop import CoreLoop, CoreModel, Sampled, Step, sample_id
 from tests.fakes.engine_options import engine_options
 from tests.patience import PATIENCE_S
@@ -31,13 +28,13 @@ STOP = 0
 class ScriptedCore:
     """An `EngineCore` that delivers scripted steps, and rejects or dies on demand."""
 
-    def __init__(self) -> None:
-        self.begun: list[Sequence] = []
-        self.calls: list[str] = []
-        self.results: asyncio.Queue[Step | Exception] = asyncio.Queue()
-        self.refusal: ValueError | None = None
+    def __init__(self):
+        self.begun = []
+        self.calls = []
+        self.results = asyncio.Queue()
+        self.refusal = None
         # called just before the core dies, in the same iteration of the event loop
-        self.last_act: Callable[[], object] = lambda: None
+        self.last_act = lambda: None
         self.may_pause = threading.Event()
         self.may_pause.set()
         self.may_stage = threading.Event()
@@ -46,44 +43,44 @@ class ScriptedCore:
         self.may_close.set()
         self.is_closed = False
 
-    def check(self, request: Request) -> None:
+    def check(self, request):
         """Check nothing: a scripted core accepts every request."""
 
-    async def add(self, sequences: list[Sequence], *, salt: str) -> None:
+    async def add(self, sequences, *, salt):
         if self.refusal is not None:
             raise self.refusal
         self.begun += sequences
 
-    async def abort(self, sample_ids: list[str]) -> None:
+    async def abort(self, sample_ids):
         return None
 
-    async def next_step(self) -> Step:
+    async def next_step(self):
         result = await self.results.get()
         if isinstance(result, Exception):
             self.last_act()
             raise result
         return result
 
-    async def pause(self, on_update: OnUpdate) -> None:
+    async def pause(self, on_update):
         self.calls.append("pause")
         while not self.may_pause.is_set():
             await asyncio.sleep(0.002)
 
-    async def resume(self) -> None:
+    async def resume(self):
         self.calls.append("resume")
 
-    async def stage(self) -> None:
+    async def stage(self):
         self.calls.append("stage")
         while not self.may_stage.is_set():
             await asyncio.sleep(0.002)
 
-    async def load_staged(self, epoch: int, version: int) -> None:
+    async def load_staged(self, epoch, version):
         self.calls.append("load")
 
-    async def forget_cache(self) -> None:
+    async def forget_cache(self):
         return None
 
-    async def close(self) -> None:
+    async def close(self):
         while not self.may_close.is_set():
             await asyncio.sleep(0.002)
         self.is_closed = True
@@ -94,16 +91,16 @@ class Letters:
 
     eos_token_ids = frozenset({STOP})
 
-    def encode_chat(self, messages: Items[ChatMessage], template_kwargs: object = (), tools: object = ()) -> list[int]:
+    def encode_chat(self, messages, template_kwargs=(), tools=()):
         raise AssertionError("prompts come as tokens")
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text):
         return [1]
 
-    def decode(self, token_ids: Items[int]) -> str:
+    def decode(self, token_ids):
         return "x" * len(token_ids)
 
-    def detokenizer(self) -> NoReturn:
+    def detokenizer(self):
         raise AssertionError("nothing is streamed")
 
 
@@ -111,12 +108,12 @@ class Letters:
 class World:
     """An engine over the scripted core, with helpers that submit requests and make the core act."""
 
-    def __init__(self, core: ScriptedCore) -> None:
+    def __init__(self, core):
         self.core = core
         self.loop: CoreLoop
         self.engine = BatchingEngine(OPTIONS, loop=self._loop, tokenizer=Letters())
 
-    def _loop(self, deliver: Any) -> CoreLoop:
+    def _loop(self, deliver):
         model = CoreModel(
             slots=OPTIONS.slots,
             context_length=OPTIONS.context_length,
@@ -126,7 +123,7 @@ class World:
             staged=None,
         )
 
-        async def start() -> tuple[ScriptedCore, CoreModel]:
+        async def start():
             return self.core, model
 
         self.loop = CoreLoop(
@@ -137,19 +134,19 @@ class World:
         )
         return self.loop
 
-    async def submitted(self, n: int = 1) -> asyncio.Task[ChatCompletion]:
+    async def submitted(self, n=1):
         """Submit a request, and return once the core has begun the samples of the request."""
         task = asyncio.create_task(self.engine.complete(ChatCompletionRequest(prompt_token_ids=[1, 2], n=n)))
         while len(self.core.begun) < n:
             await asyncio.sleep(0.002)
         return task
 
-    def tell(self, result: Step | Exception) -> None:
+    def tell(self, result):
         self.loop._events.call_soon_threadsafe(self.core.results.put_nowait, result)
 
 
 @asynccontextmanager
-async def world() -> AsyncIterator[World]:
+async def world():
     made = World(ScriptedCore())
     await made.engine.start()
     try:
@@ -158,7 +155,7 @@ async def world() -> AsyncIterator[World]:
         await made.engine.close()
 
 
-async def test_request_rejected_by_the_engine_core_fails_and_later_requests_succeed() -> None:
+async def test_request_rejected_by_the_engine_core_fails_and_later_requests_succeed():
     async with world() as made:
         made.core.refusal = ValueError("temperature must be in [0, 2], got 2.5.")
         with pytest.raises(InvalidRequest, match="core rejects the request: temperature must be in"):
@@ -170,7 +167,7 @@ async def test_request_rejected_by_the_engine_core_fails_and_later_requests_succ
         assert (await asyncio.wait_for(pending, PATIENCE_S)).epoch == 1
 
 
-async def test_trainer_epoch_of_an_answer_is_that_of_its_first_sampled_token() -> None:
+async def test_trainer_epoch_of_an_answer_is_that_of_its_first_sampled_token():
     """The second of two samples gets its first token in epoch 1, the first sample only in epoch 2."""
     async with world() as made:
         pending = await made.submitted(2)
@@ -180,7 +177,7 @@ async def test_trainer_epoch_of_an_answer_is_that_of_its_first_sampled_token() -
         assert (await asyncio.wait_for(pending, PATIENCE_S)).epoch == 1
 
 
-async def test_busy_time_metric_grows_only_while_the_engine_core_has_samples() -> None:
+async def test_busy_time_metric_grows_only_while_the_engine_core_has_samples():
     async with world() as made:
         for number in (1, 2):
             task = await made.submitted(number)
@@ -196,7 +193,7 @@ async def test_busy_time_metric_grows_only_while_the_engine_core_has_samples() -
 
 # The thread of the loop ends with an exception in this test.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_requests_fail_immediately_when_the_core_dies_even_if_closing_the_core_takes_long() -> None:
+async def test_requests_fail_immediately_when_the_core_dies_even_if_closing_the_core_takes_long():
     async with world() as made:
         made.core.may_close.clear()
         pending = await made.submitted()
@@ -211,7 +208,7 @@ async def test_requests_fail_immediately_when_the_core_dies_even_if_closing_the_
 
 # The thread of the loop ends with an exception in this test.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_stopping_the_loop_again_does_not_interrupt_the_closing_of_its_core() -> None:
+async def test_stopping_the_loop_again_does_not_interrupt_the_closing_of_its_core():
     """An interrupted close would leak the core's resources, such as connections."""
     async with world() as made:
         made.core.may_close.clear()
@@ -229,9 +226,9 @@ async def test_stopping_the_loop_again_does_not_interrupt_the_closing_of_its_cor
 
 # The thread of the loop ends with an exception in this test.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_commit_queued_while_the_core_dies_fails_with_engine_stopped() -> None:
+async def test_commit_queued_while_the_core_dies_fails_with_engine_stopped():
     async with world() as made:
-        queued: list[Future[float]] = []
+        queued = []
         made.core.last_act = lambda: queued.append(made.loop.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE))
         made.tell(RuntimeError("the core has died"))
         while not queued:
@@ -241,13 +238,13 @@ async def test_commit_queued_while_the_core_dies_fails_with_engine_stopped() -> 
         assert isinstance(queued[0].exception(), EngineStopped)
 
 
-async def test_commit_stages_the_new_weights_before_it_pauses_the_engine_core() -> None:
+async def test_commit_stages_the_new_weights_before_it_pauses_the_engine_core():
     async with world() as made:
         await made.engine.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE)
         assert made.core.calls == ["stage", "pause", "load", "resume"]
 
 
-async def test_commit_fails_with_engine_stopped_if_the_loop_stops_while_weights_are_staged() -> None:
+async def test_commit_fails_with_engine_stopped_if_the_loop_stops_while_weights_are_staged():
     async with world() as made:
         made.core.may_stage.clear()
         commit = asyncio.create_task(made.engine.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE))
@@ -258,7 +255,7 @@ async def test_commit_fails_with_engine_stopped_if_the_loop_stops_while_weights_
             await asyncio.wait_for(commit, PATIENCE_S)
 
 
-async def test_cancelled_commit_ends_running_samples_and_the_next_commit_succeeds() -> None:
+async def test_cancelled_commit_ends_running_samples_and_the_next_commit_succeeds():
     """It is unknown which weights would continue the running samples, so these samples end with an error."""
     async with world() as made:
         pending = await made.submitted()
@@ -276,11 +273,11 @@ async def test_cancelled_commit_ends_running_samples_and_the_next_commit_succeed
         assert made.loop.serving == (1, 58)
 
 
-async def test_core_loop_can_be_stopped_while_its_thread_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_core_loop_can_be_stopped_while_its_thread_is_ending(monkeypatch):
     """The thread's event loop closes before the thread ends; the test delays the thread between these two moments."""
     ending, may_end = threading.Event(), threading.Event()
 
-    def hold(_: threading.ExceptHookArgs) -> None:
+    def hold(_):
         """Delay the end of the thread: its excepthook runs after all its other work."""
         ending.set()
         may_end.wait(PATIENCE_S)

@@ -1,7 +1,5 @@
 """Tests of each instruction with answers that follow or violate it, of metadata layouts, and of error messages."""
 
-from __future__ import annotations
-
 import json
 import time
 
@@ -262,7 +260,7 @@ def test_loose_matching_ignores_first_line_last_line_and_asterisks():
 
 @pytest.mark.parametrize("matching", Matching)
 @pytest.mark.parametrize("blank", ["", " \n\t"])
-def test_blank_answer_follows_no_instruction(blank: str, matching: Matching):
+def test_blank_answer_follows_no_instruction(blank, matching):
     assert followed([NO_COMMA], blank, matching) == [False]
 
 

@@ -1,7 +1,5 @@
 """The verifier `InstructionFollowing` (IFEval instructions): its rewards, their parts, and the verifier's failures."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelinerl.plugins.instructions.catalogue import Matching, Score
@@ -12,7 +10,7 @@ from tests.patience import PATIENCE_S
 COMMA, WORDS, KEYWORD = "punctuation:no_comma", "length_constraints:number_words", "keywords:existence"
 
 
-def problem(*instructions: dict[str, object]) -> Problem:
+def problem(*instructions):
     return Problem(
         problem_id="d:1",
         domain="d",

@@ -1,7 +1,5 @@
 """The JAX decoder computes what Hugging Face's models compute (in fp32), and loads and exports their weights."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,8 +183,8 @@ def test_jax_decoder_rejects_a_damaged_weight_file(saved):
     ],
 )
 def test_memory_share_of_the_recipe_is_passed_to_xla_unless_the_environment_sets_it(
-    before: dict[str, str], share: float | None, passed_to_xla: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    before, share, passed_to_xla, monkeypatch
+):
     xla_client = pytest.importorskip("jaxlib.xla_client")
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable

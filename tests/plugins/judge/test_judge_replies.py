@@ -1,7 +1,5 @@
 """Judges that reply with anything: a valid verdict, or a masked answer with a reason that names the judge."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from random import Random
@@ -29,7 +27,7 @@ COMPLETION = {
 }
 
 
-def reply(draw: Random) -> bytes:
+def reply(draw):
     """Return the body of a judge's response, mutated as a whole or within the text of the message."""
     if draw.random() < 0.5:
         return mutated(COMPLETION, draw)
@@ -39,11 +37,11 @@ def reply(draw: Random) -> bytes:
 
 
 @pytest.mark.parametrize("cases", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-async def test_any_reply_of_a_judge_gives_a_valid_verdict_or_masks_the_answer(cases: int) -> None:
+async def test_any_reply_of_a_judge_gives_a_valid_verdict_or_masks_the_answer(cases):
     draw = Random(cases)
     body = b""
 
-    async def send(head: bytes, writer: asyncio.StreamWriter) -> None:
+    async def send(head, writer):
         writer.write(response(body))
 
     outcomes = []
@@ -61,7 +59,7 @@ async def test_any_reply_of_a_judge_gives_a_valid_verdict_or_masks_the_answer(ca
     assert 0.1 < outcomes.count(Outcome.VERIFIER_ERROR) / cases < 0.95
 
 
-def _scores_in(body: bytes) -> set[float]:
+def _scores_in(body):
     """Return the valid scores, 1 to 10, that mutations write into a reply, read without the judge's code."""
     text = body.decode(errors="replace").replace("\\", "")
     digits = {str(number) for number in range(1, 11)} | {f"{SCORE}.0", "1.0"}
@@ -69,10 +67,10 @@ def _scores_in(body: bytes) -> set[float]:
 
 
 @pytest.mark.parametrize("node", NODES, ids=range(len(NODES)))
-async def test_any_content_of_a_judges_message_is_masked(node: str) -> None:
+async def test_any_content_of_a_judges_message_is_masked(node):
     body = '{"choices": [{"message": {"content": ' + node + "}}]}"
 
-    async def send(head: bytes, writer: asyncio.StreamWriter) -> None:
+    async def send(head, writer):
         writer.write(response(body.encode()))
 
     async with raw_server(send) as url, judging(url, model="small") as judge:

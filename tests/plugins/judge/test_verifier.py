@@ -6,11 +6,8 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +20,7 @@ from pipelinerl.plugins.judge.verifier import Judge, ScoreFormat, Spending, Unre
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.registry import ENGINES, load
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
+from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers.verifier import BudgetShare, SampledAnswer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.openai_server import OpenAIFake
@@ -37,11 +34,9 @@ CAPITAL = Problem(
 
 
 @asynccontextmanager
-async def judging(
-    url: str, *, budget: BudgetShare | None = None, correct_at: float = 0.5, **judge: Any
-) -> AsyncIterator[Judge]:
+async def judging(url, *, budget=None, correct_at=0.5, **judge):
     section = {"url": f"{url}/v1", "timeout_s": PATIENCE_S, **judge}
-    domain = DomainSection(name="d/e", source="addition", verifier="judge", correct_at=correct_at, judge=section)  # type: ignore[arg-type]
+    domain = DomainSection(name="d/e", source="addition", verifier="judge", correct_at=correct_at, judge=section)
     opened = open_verifier(domain, budget=budget)
     try:
         yield opened
@@ -49,17 +44,17 @@ async def judging(
         await opened.close()
 
 
-async def verdicts(judge: Judge, *texts: str) -> list[Verdict]:
+async def verdicts(judge, *texts):
     return [each.verdict for each in await judge.judge(CAPITAL, [SampledAnswer(text) for text in texts])]
 
 
-def saying(*scores: object) -> Callable[[dict[str, Any]], str]:
+def saying(*scores):
     """Return a fake judge model that replies with these scores in order, whatever the prompt."""
     left = list(scores)
     return lambda body: json.dumps({"reason": "r", "score": left.pop(0)})
 
 
-async def test_judge_scores_answers_and_uses_the_api_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_judge_scores_answers_and_uses_the_api_key_from_the_environment(monkeypatch):
     monkeypatch.setenv("A_KEY", "secret-7")
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
@@ -71,7 +66,7 @@ async def test_judge_scores_answers_and_uses_the_api_key_from_the_environment(mo
     assert set(fake.tokens) == {"Bearer secret-7"} and fake.bodies[0]["model"] == "small"
 
 
-async def test_judge_is_called_once_for_equal_answers_and_its_verdicts_are_cached() -> None:
+async def test_judge_is_called_once_for_equal_answers_and_its_verdicts_are_cached():
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
         async with judging(url, model="small", remembered=2) as judge:
@@ -83,7 +78,7 @@ async def test_judge_is_called_once_for_equal_answers_and_its_verdicts_are_cache
     assert len(fake.bodies) == 4, "the cache holds the two most recently judged answers"
 
 
-async def test_several_scores_of_a_judge_are_averaged_and_their_agreement_is_reported() -> None:
+async def test_several_scores_of_a_judge_are_averaged_and_their_agreement_is_reported():
     fake = OpenAIFake(saying(10, 7, 4))
     with in_thread(fake.app) as url:
         async with judging(url, model="small", votes=3, temperature=0.7) as judge:
@@ -101,9 +96,7 @@ async def test_several_scores_of_a_judge_are_averaged_and_their_agreement_is_rep
         ((11, 12, 5), {}, "only 1 of 3 votes succeeded: the judge gave the score 1[12], which is not from 1 to 10"),
     ],
 )
-async def test_answer_gets_a_verifier_error_if_the_judges_scores_disagree_or_are_missing(
-    scores: Any, settings: dict[str, Any], sentence: str
-) -> None:
+async def test_answer_gets_a_verifier_error_if_the_judges_scores_disagree_or_are_missing(scores, settings, sentence):
     with in_thread(OpenAIFake(saying(*scores)).app) as url:
         async with judging(url, model="small", votes=3, temperature=1.0, **settings) as judge:
             (verdict,) = await verdicts(judge, "x")
@@ -111,13 +104,13 @@ async def test_answer_gets_a_verifier_error_if_the_judges_scores_disagree_or_are
     assert re.search(sentence, verdict.reason)
 
 
-async def test_two_valid_scores_out_of_three_from_a_judge_are_enough_for_a_verdict() -> None:
+async def test_two_valid_scores_out_of_three_from_a_judge_are_enough_for_a_verdict():
     with in_thread(OpenAIFake(saying(10, "x", 10)).app) as url:
         async with judging(url, model="small", votes=3, temperature=1.0) as judge:
             assert [each.reward for each in await verdicts(judge, "x")] == [1.0]
 
 
-async def test_call_to_an_overloaded_judge_is_retried() -> None:
+async def test_call_to_an_overloaded_judge_is_retried():
     fake = OpenAIFake(scripted_judge(), failures=(503, 429))
     with in_thread(fake.app) as url:
         async with judging(url, model="small") as judge:
@@ -130,8 +123,8 @@ async def test_call_to_an_overloaded_judge_is_retried() -> None:
     [((500,) * 10_000, 0.5, "had no answer within 0.5 s"), ((401,), PATIENCE_S, "HTTP 401: not now")],
 )
 async def test_answer_gets_a_verifier_error_if_the_judge_fails_and_a_verdict_once_the_judge_works_again(
-    failures: tuple[int, ...], timeout_s: float, words: str
-) -> None:
+    failures, timeout_s, words
+):
     fake = OpenAIFake(scripted_judge(), failures=failures)
     with in_thread(fake.app) as url:
         async with judging(url, model="small", timeout_s=timeout_s) as judge:
@@ -142,16 +135,14 @@ async def test_answer_gets_a_verifier_error_if_the_judge_fails_and_a_verdict_onc
             assert (await verdicts(judge, "Rome."))[0].outcome is Outcome.PARTIAL
 
 
-async def test_answer_gets_a_verifier_error_if_the_judge_is_unreachable(tmp_path: Path) -> None:
+async def test_answer_gets_a_verifier_error_if_the_judge_is_unreachable(tmp_path):
     for settings in ({}, {"model": "small"}):
         async with judging("http://127.0.0.1:9", timeout_s=0.5, **settings) as judge:
             (verdict,) = await verdicts(judge, "x")
             assert verdict.outcome is Outcome.VERIFIER_ERROR and "http://127.0.0.1:9" in verdict.reason
 
 
-async def test_number_of_calls_to_the_judge_stays_within_its_budget_even_after_a_restart(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_number_of_calls_to_the_judge_stays_within_its_budget_even_after_a_restart(tmp_path, caplog):
     fake, budget = OpenAIFake(scripted_judge()), BudgetShare(tmp_path / "judging", sharers=2)
     with in_thread(fake.app) as url, caplog.at_level(logging.ERROR, logger="pipelinerl"):
         async with judging(url, budget=budget, model="small", most_calls=10) as judge:
@@ -165,7 +156,7 @@ async def test_number_of_calls_to_the_judge_stays_within_its_budget_even_after_a
     assert [record.message for record in caplog.records] == [masked[0].reason], "the error is logged once"
 
 
-async def test_tokens_that_the_judges_server_reports_count_against_the_judges_budget(tmp_path: Path) -> None:
+async def test_tokens_that_the_judges_server_reports_count_against_the_judges_budget(tmp_path):
     fake, budget = OpenAIFake(lambda body: '{"score": 5}'), BudgetShare(tmp_path, sharers=1)
     with in_thread(fake.app) as url:
         async with judging(url, budget=budget, model="small", most_tokens=30, concurrency=1) as judge:
@@ -174,13 +165,13 @@ async def test_tokens_that_the_judges_server_reports_count_against_the_judges_bu
     assert json.loads((tmp_path / "d%2Fe.json").read_text()) == {"calls": 2, "tokens": 30}
 
 
-def test_damaged_file_with_a_judges_spent_budget_raises_an_error(tmp_path: Path) -> None:
+def test_damaged_file_with_a_judges_spent_budget_raises_an_error(tmp_path):
     (tmp_path / "c.json").write_text("{")
     with pytest.raises(RecipeError, match=r"c.json holds the budget spent so far and is damaged"):
         Spending(where="d", most_calls=1, most_tokens=None, file=tmp_path / "c.json")
 
 
-async def test_engine_of_this_project_can_serve_the_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_of_this_project_can_serve_the_judge(tmp_path, monkeypatch):
     tokenizer = char_tokenizer()
     BigramModel.random(len(tokenizer), seed=1, context_length=4096).save(tmp_path)
     tokenizer.save_pretrained(tmp_path, save_jinja_files=False)
@@ -206,12 +197,12 @@ class CountingServer:
 
     url = "http://judge"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = self.most = self.calls = 0
         self.free = asyncio.Event()
         self.free.set()
 
-    async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Said:
+    async def sample(self, messages, sampling, *, seed):
         self.now, self.calls = self.now + 1, self.calls + 1
         self.most = max(self.most, self.now)
         try:
@@ -221,35 +212,33 @@ class CountingServer:
             self.now -= 1
         return Said()
 
-    async def close(self) -> None:
+    async def close(self):
         pass
 
 
 UNLIMITED = Spending(where="d", most_calls=None, most_tokens=None)
 
 
-def opening(
-    open_server: Callable[[], Awaitable[CountingServer]], spending: Spending = UNLIMITED, **settings: Any
-) -> Judge:
+def opening(open_server, spending=UNLIMITED, **settings):
     chosen = JudgeSection(url=CountingServer.url, rubric="{{ answer }}", low=0, high=10, **settings)
     return Judge(chosen, open_server=open_server, spending=spending)
 
 
-def with_server(server: CountingServer, **settings: Any) -> Judge:
-    async def opened() -> CountingServer:
+def with_server(server, **settings):
+    async def opened():
         return server
 
     return opening(opened, **settings)
 
 
-async def test_calls_to_the_judge_stay_within_the_concurrency_limit() -> None:
+async def test_calls_to_the_judge_stay_within_the_concurrency_limit():
     server = CountingServer()
     judge = with_server(server, concurrency=3, votes=2, temperature=1.0)
     await asyncio.gather(*(verdicts(judge, f"{n}a", f"{n}b") for n in range(5)))
     assert (server.most, server.calls) == (3, 20)
 
 
-async def test_cancelled_call_to_the_judge_frees_its_concurrency_slot() -> None:
+async def test_cancelled_call_to_the_judge_frees_its_concurrency_slot():
     server = CountingServer()
     server.free.clear()
     judge = with_server(server, concurrency=1)
@@ -263,10 +252,10 @@ async def test_cancelled_call_to_the_judge_frees_its_concurrency_slot() -> None:
     assert [each.reward for each in await verdicts(judge, "a", "c")] == [0.5, 0.5]
 
 
-async def test_concurrent_calls_share_a_failed_connection_to_the_judge_and_later_calls_reconnect() -> None:
+async def test_concurrent_calls_share_a_failed_connection_to_the_judge_and_later_calls_reconnect():
     opened, gate = 0, asyncio.Event()
 
-    async def connect() -> CountingServer:
+    async def connect():
         nonlocal opened
         opened += 1
         await gate.wait()
@@ -290,8 +279,8 @@ async def test_concurrent_calls_share_a_failed_connection_to_the_judge_and_later
     await judge.close()
 
 
-async def test_judge_can_be_closed_while_its_server_is_being_opened() -> None:
-    async def never() -> CountingServer:
+async def test_judge_can_be_closed_while_its_server_is_being_opened():
+    async def never():
         return await asyncio.get_running_loop().create_future()
 
     judge = opening(never)
@@ -304,9 +293,9 @@ async def test_judge_can_be_closed_while_its_server_is_being_opened() -> None:
     assert judge._opening is None
 
 
-async def test_verifier_error_because_of_a_failing_judge_is_not_cached() -> None:
+async def test_verifier_error_because_of_a_failing_judge_is_not_cached():
     class Failing(CountingServer):
-        async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Said:
+        async def sample(self, messages, sampling, *, seed):
             self.calls += 1
             if self.calls == 1:
                 raise EngineUnreachable("away")
@@ -316,9 +305,9 @@ async def test_verifier_error_because_of_a_failing_judge_is_not_cached() -> None
     assert [(await verdicts(judge, "a"))[0].outcome for _ in range(2)] == [Outcome.VERIFIER_ERROR, Outcome.PARTIAL]
 
 
-async def test_answer_gets_a_verifier_error_if_the_problem_lacks_a_field_that_the_rubric_names() -> None:
+async def test_answer_gets_a_verifier_error_if_the_problem_lacks_a_field_that_the_rubric_names():
     chosen = JudgeSection(url=CountingServer.url, rubric="{{ answer }} {{ hint }}", low=0, high=1)
-    judge = Judge(chosen, open_server=None, spending=Spending(where="d", most_calls=0, most_tokens=0))  # type: ignore[arg-type]
+    judge = Judge(chosen, open_server=None, spending=Spending(where="d", most_calls=0, most_tokens=0))
     (verdict,) = await verdicts(judge, "a")
     assert verdict.outcome is Outcome.VERIFIER_ERROR and 'rubric: field "hint" is missing' in verdict.reason
 
@@ -337,7 +326,7 @@ PATTERN = ScoreFormat(low=0, high=5, pattern=re.compile(r"Score: (\S+)"))
         ('{"score": " 7.5 "}', 7.5, ""),
     ],
 )
-def test_single_score_in_a_judges_reply_is_read(reply: str, score: float, reason: str) -> None:
+def test_single_score_in_a_judges_reply_is_read(reply, score, reason):
     assert JSON.read(reply) == (score, reason)
 
 
@@ -361,12 +350,12 @@ def test_single_score_in_a_judges_reply_is_read(reply: str, score: float, reason
         ('{"a":' * 150, "no score"),
     ],
 )
-def test_judges_reply_without_exactly_one_valid_score_is_rejected(reply: str, sentence: str) -> None:
+def test_judges_reply_without_exactly_one_valid_score_is_rejected(reply, sentence):
     with pytest.raises(Unreadable, match=sentence):
         JSON.read(reply)
 
 
-def test_judges_score_is_read_from_the_capture_group_of_the_recipes_regular_expression() -> None:
+def test_judges_score_is_read_from_the_capture_group_of_the_recipes_regular_expression():
     assert PATTERN.read("So.\nScore: 4.5") == (4.5, "")
     for reply, sentence in (("4", "no score"), ("Score: 9", "not from 0 to 5"),
                             ("Score: x", "must be a number, got 'x'"), ("Score: 1 Score: 2", "more than one"),
@@ -375,5 +364,5 @@ def test_judges_score_is_read_from_the_capture_group_of_the_recipes_regular_expr
             PATTERN.read(reply)
 
 
-def test_judges_score_is_converted_to_a_reward_from_0_to_1() -> None:
+def test_judges_score_is_converted_to_a_reward_from_0_to_1():
     assert [JSON.share(score) for score in (1, 10, 5.5)] == [0, 1, 0.5]

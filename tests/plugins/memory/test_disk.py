@@ -1,12 +1,8 @@
 """Recipe defaults that depend on the machine's memory, disk and accelerator are computed and recorded at the start."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.config.recipe import load
 from pipelinerl.plugins.memory import disk
 from pipelinerl.plugins.memory.prediction import fits, lines, predict
 from pipelinerl.roles import dtypes
@@ -18,11 +14,11 @@ from tests.roles.test_dtypes import directory
 GIB = 2**30
 
 
-def recipe(*overrides: str) -> RunConfig:
+def recipe(*overrides):
     return load("tiny", ["trainer.micro_batch_tokens=auto", "engine.context_length=64", *overrides])
 
 
-def test_default_micro_batch_size_is_the_largest_that_fits_into_memory() -> None:
+def test_default_micro_batch_size_is_the_largest_that_fits_into_memory():
     config = recipe()
     whole = settled(config, {"all": 64 * GIB})
     assert whole.trainer.micro_batch_tokens == 16384
@@ -33,7 +29,7 @@ def test_default_micro_batch_size_is_the_largest_that_fits_into_memory() -> None
     assert settled(smaller, {"all": 64 * GIB}) == smaller, "what is recorded stays"
 
 
-def test_memory_error_names_a_recipe_key_and_a_value_that_fits() -> None:
+def test_memory_error_names_a_recipe_key_and_a_value_that_fits():
     config = recipe("trainer.micro_batch_tokens=16384")
     predicted = predict(config, objective_of(config))
     whole = sum(each.total for each in predicted.by_process.values())
@@ -46,9 +42,7 @@ def test_memory_error_names_a_recipe_key_and_a_value_that_fits() -> None:
 @pytest.mark.parametrize(
     ("device", "here", "dtype"), [("cpu", True, "float32"), ("auto", False, "float32"), ("auto", True, "auto")]
 )
-def test_engines_of_a_half_precision_model_use_float32_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, here: bool, dtype: str
-) -> None:
+def test_engines_of_a_half_precision_model_use_float32_on_a_cpu(tmp_path, monkeypatch, device, here, dtype):
     import torch
 
     monkeypatch.setattr(dtypes, "has_accelerator", lambda: here)
@@ -64,8 +58,8 @@ def test_engines_of_a_half_precision_model_use_float32_on_a_cpu(
      ("cuda", False, "bfloat16", "bf16"), ("auto", True, "float32", "fp32")],
 )  # fmt: skip
 def test_trainer_of_a_bfloat16_model_computes_in_bf16_on_an_accelerator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, here: bool, dtype: str, precision: str
-) -> None:
+    tmp_path, monkeypatch, device, here, dtype, precision
+):
     import torch
 
     monkeypatch.setattr(dtypes, "has_accelerator", lambda: here)
@@ -75,9 +69,7 @@ def test_trainer_of_a_bfloat16_model_computes_in_bf16_on_an_accelerator(
     assert given.trainer.passes_in == "fp32", "the recipe's own word counts"
 
 
-def test_accelerator_is_detected_by_its_device_file_unless_cuda_visible_devices_is_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accelerator_is_detected_by_its_device_file_unless_cuda_visible_devices_is_empty(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert not has_accelerator(tmp_path)
     (tmp_path / "dev").mkdir()
@@ -87,9 +79,7 @@ def test_accelerator_is_detected_by_its_device_file_unless_cuda_visible_devices_
     assert not has_accelerator(tmp_path)
 
 
-def test_run_whose_checkpoints_do_not_fit_on_the_disk_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_whose_checkpoints_do_not_fit_on_the_disk_is_rejected(tmp_path, monkeypatch):
     config = recipe(f"run.directory={tmp_path}", "checkpoint.keep=50", "samples.log=off", "checkpoint.interval_steps=1")
     predicted = predict(config, objective_of(config))
     assert not [need for need in disk.needs(config, {}) if need.lacking]
@@ -100,9 +90,7 @@ def test_run_whose_checkpoints_do_not_fit_on_the_disk_is_rejected(
     assert "50 checkpoints of" in disk.disk_line(config, predicted)
 
 
-def test_disk_space_that_a_resumed_run_already_uses_is_not_required_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_space_that_a_resumed_run_already_uses_is_not_required_again(tmp_path, monkeypatch):
     config = load("tiny", [f"run.directory={tmp_path}", "checkpoint.keep=50"])
     predicted = predict(config, objective_of(config))
     needed = disk.run_bytes(config, predicted)
@@ -115,7 +103,7 @@ def test_disk_space_that_a_resumed_run_already_uses_is_not_required_again(
     assert not [*disk.disk_faults(config, predicted, place)]
 
 
-def test_default_groups_in_flight_contain_four_times_as_many_rollouts_as_engines_sample_at_once() -> None:
+def test_default_groups_in_flight_contain_four_times_as_many_rollouts_as_engines_sample_at_once():
     sizes = ("engine.slots=64", "engine.count=3", "actor.count=2", "sampling.group_size=8")
     assert load("tiny", sizes).groups_in_flight == 4 * 3 * 64 // (8 * 2)
     assert load("tiny", [*sizes, "actor.groups_in_flight=5"]).groups_in_flight == 5

@@ -1,9 +1,5 @@
 """Sandboxes of the default isolation tier: one shared by a process's tests, and one per test. Skipped without them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from pipelinerl.plugins.oubliette import probe
@@ -12,7 +8,7 @@ from pipelinerl.plugins.oubliette.sandbox import Sandbox, isolation_of
 
 
 @pytest.fixture(scope="session")
-def sandbox() -> Iterator[Sandbox]:
+def sandbox():
     try:
         opened = probe.opened(Tier.DEFAULT)
     except SandboxMissing as error:
@@ -22,7 +18,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 @pytest.fixture
-def alone(sandbox: Sandbox) -> Iterator[Sandbox]:
+def alone(sandbox):
     """Yield a new sandbox that runs one program at a time."""
     opened = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
     yield opened

@@ -1,7 +1,5 @@
 """Checkers decide whether a program's output matches the expected answer; custom checkers are programs themselves."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelinerl.plugins.oubliette.checkers import Checker, CheckerFailed, CustomChecker, Protocol, same
@@ -54,20 +52,18 @@ EXACT, TOKENS, FLOAT = Checker.EXACT, Checker.TOKENS, Checker.FLOAT
         ("9" * 500, "9" * 400, set()),
     ],
 )
-def test_each_builtin_checker_accepts_exactly_the_matching_outputs(
-    output: str, answer: str, right: set[Checker]
-) -> None:
+def test_each_builtin_checker_accepts_exactly_the_matching_outputs(output, answer, right):
     accepting = {checker for checker in Checker if same(output.encode(), answer.encode(), checker, 1e-6)}
     assert accepting == right
 
 
-def result(code: int = 0, stdout: bytes = b"", stderr: bytes = b"", ending: Ending = Ending.EXITED) -> ProgramResult:
+def result(code=0, stdout=b"", stderr=b"", ending=Ending.EXITED):
     return ProgramResult(
         ending=ending, code=code, stdout=stdout, stderr=stderr, cpu_s=0.0, wall_s=0.0, tier=Tier.DEFAULT
     )
 
 
-def checker(protocol: Protocol) -> CustomChecker:
+def checker(protocol):
     return CustomChecker(language="python", source="", protocol=protocol)
 
 
@@ -82,9 +78,7 @@ def checker(protocol: Protocol) -> CustomChecker:
         (result(0, ending=Ending.DEADLINE), None), (result(0, ending=Ending.STARVED), None),
     ],
 )  # fmt: skip
-def test_exit_status_of_a_testlib_checker_is_translated_to_a_score_or_a_failure(
-    program_result: ProgramResult, share: float | None
-) -> None:
+def test_exit_status_of_a_testlib_checker_is_translated_to_a_score_or_a_failure(program_result, share):
     _assert_share(checker(Protocol.TESTLIB), program_result, share)
 
 
@@ -96,13 +90,11 @@ def test_exit_status_of_a_testlib_checker_is_translated_to_a_score_or_a_failure(
         (result(stdout=b"1\n1"), None), (result(stdout=b""), None), (result(1, stdout=b"1"), None),
     ],
 )  # fmt: skip
-def test_number_that_a_checker_prints_is_translated_to_a_score_or_a_failure(
-    program_result: ProgramResult, share: float | None
-) -> None:
+def test_number_that_a_checker_prints_is_translated_to_a_score_or_a_failure(program_result, share):
     _assert_share(checker(Protocol.PRINTED), program_result, share)
 
 
-def _assert_share(custom: CustomChecker, program_result: ProgramResult, share: float | None) -> None:
+def _assert_share(custom, program_result, share):
     if share is None:
         with pytest.raises(CheckerFailed):
             custom.share(program_result)
@@ -110,7 +102,7 @@ def _assert_share(custom: CustomChecker, program_result: ProgramResult, share: f
         assert custom.share(program_result) == share
 
 
-def test_checker_gets_its_file_arguments_in_the_order_of_its_protocol() -> None:
+def test_checker_gets_its_file_arguments_in_the_order_of_its_protocol():
     for protocol, order in (
         (Protocol.TESTLIB, ("input.txt", "output.txt", "answer.txt")),
         (Protocol.PRINTED, ("input.txt", "answer.txt", "output.txt")),

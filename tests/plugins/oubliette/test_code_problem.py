@@ -1,9 +1,6 @@
 """Test cases are read in the layouts of public data sets, and the program is extracted from a model's answer."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ PACKED = "eJxrYJmqzgABPcrR1UqZeQWlJUpWCkrGMXlKOgpK+aUlUAEzoEBt7BQ9ADC5DVA="
 WANTED = (CodeTest(b"1\n", b"2\n"), CodeTest(b"3\n", b"6\n"))
 
 
-def read(ground_truth: str = "", **metadata: Any) -> CodeProblem:
+def read(ground_truth="", **metadata):
     return CodeProblem.of(
         Problem(
             problem_id="p", domain="d", messages=(Message("user", "?"),), ground_truth=ground_truth, metadata=metadata
@@ -52,7 +49,7 @@ def read(ground_truth: str = "", **metadata: Any) -> CodeProblem:
         {"ground_truth": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]})},
     ],
 )
-def test_cases_are_read_in_the_layouts_of_public_data_sets(metadata: dict[str, Any]) -> None:
+def test_cases_are_read_in_the_layouts_of_public_data_sets(metadata):
     assert read(**metadata).tests == WANTED
 
 
@@ -89,12 +86,12 @@ def test_cases_are_read_in_the_layouts_of_public_data_sets(metadata: dict[str, A
         ({"tests": PAIRS, "input_mode": "file"}, "input_mode must be stdio"),
     ],
 )
-def test_error_of_invalid_problem_metadata_names_the_field(metadata: dict[str, Any], message: str) -> None:
+def test_error_of_invalid_problem_metadata_names_the_field(metadata, message):
     with pytest.raises(TestsMalformed, match=message):
         read(**metadata)
 
 
-def test_limits_and_checkers_are_read_from_a_problems_metadata() -> None:
+def test_limits_and_checkers_are_read_from_a_problems_metadata():
     assert read(tests=PAIRS, time_limit={"seconds": 1, "nanos": 500_000_000}).time_limit_s == 1.5
     assert read(tests=PAIRS, time_limit=2).time_limit_s == 2.0
     assert read(tests=PAIRS, memory_limit=256).memory_bytes == 256 << 20
@@ -107,7 +104,7 @@ def test_limits_and_checkers_are_read_from_a_problems_metadata() -> None:
     assert generated == CustomChecker(language="python", source="print(1)", protocol=Protocol.PRINTED)
 
 
-def test_inputs_and_outputs_of_test_cases_may_be_links_to_stored_data() -> None:
+def test_inputs_and_outputs_of_test_cases_may_be_links_to_stored_data():
     link = Link.of(b"much")
     problem = read(
         tests=[{"input": {"link": str(link)}, "output": str(link)}], checker={"language": "cpp", "program": str(link)}
@@ -155,8 +152,6 @@ PROGRAM = "print(1)\n"
         ("```x\n" + "y" * (2 << 20) + "\n```", None),
     ],
 )
-def test_program_of_an_answer_is_its_last_closed_block_in_an_accepted_language(
-    text: str, block: tuple[str, str] | None
-) -> None:
+def test_program_of_an_answer_is_its_last_closed_block_in_an_accepted_language(text, block):
     chosen = program_block(text, ["python", "cpp"])
     assert (chosen and chosen[:2]) == block

@@ -1,9 +1,6 @@
 """`pipelinerl sandbox run` and `upload`, as a user calls them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -29,7 +26,7 @@ ROWS = [
 ]
 
 
-def invoke(*words: object) -> tuple[int, str]:
+def invoke(*words):
     result = CliRunner().invoke(oubliette_app, [str(word) for word in words], catch_exceptions=True)
     if isinstance(result.exception, Exception):
         raise result.exception
@@ -37,7 +34,7 @@ def invoke(*words: object) -> tuple[int, str]:
 
 
 @pytest.fixture
-def bubblewrap() -> None:
+def bubblewrap():
     try:
         probe.opened(Tier.DEFAULT, at_once=1).close()
     except SandboxMissing as error:
@@ -45,9 +42,7 @@ def bubblewrap() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_oubliette_upload_replaces_test_cases_of_public_data_sets_by_links_to_a_repository(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_oubliette_upload_replaces_test_cases_of_public_data_sets_by_links_to_a_repository(tmp_path, suffix):
     """The checker programs in the data are in Python and need no compilation, so the test needs no sandbox."""
     file, out = tmp_path / f"problems.{suffix}", tmp_path / "linked.jsonl"
     if suffix == "jsonl":
@@ -73,7 +68,7 @@ def test_oubliette_upload_replaces_test_cases_of_public_data_sets_by_links_to_a_
     assert repository.get(checker.program) == b"print(1)"
 
 
-def _schema(pa: object) -> object:
+def _schema(pa):
     import pyarrow
 
     assert pa is pyarrow
@@ -86,11 +81,11 @@ def _schema(pa: object) -> object:
     )  # fmt: skip
 
 
-def _problem(row: dict[str, object]) -> CodeProblem:
+def _problem(row):
     return CodeProblem.of(Problem(problem_id="p", domain="d", messages=(), ground_truth="", metadata=row))
 
 
-def test_oubliette_upload_needs_a_file_of_rows_and_either_a_service_url_or_a_repository(tmp_path: Path) -> None:
+def test_oubliette_upload_needs_a_file_of_rows_and_either_a_service_url_or_a_repository(tmp_path):
     for words in ([], ["--url", "http://127.0.0.1:9", "--repository", tmp_path]):
         with pytest.raises(UserError, match="either --url, of a service, or --repository"):
             invoke("upload", tmp_path / "x.jsonl", "--out", tmp_path / "y.jsonl", *words)
@@ -98,7 +93,7 @@ def test_oubliette_upload_needs_a_file_of_rows_and_either_a_service_url_or_a_rep
         invoke("upload", tmp_path / "x.txt", "--out", tmp_path / "y.jsonl", "--repository", tmp_path / "r")
 
 
-def test_oubliette_upload_keeps_large_numbers_and_leaves_out_rows_without_an_exact_form(tmp_path: Path) -> None:
+def test_oubliette_upload_keeps_large_numbers_and_leaves_out_rows_without_an_exact_form(tmp_path):
     row = json.dumps({"prompt": "a", "answer": "1", "tests": [{"input": "1", "output": "1"}], "deep": None})
     deep = row.replace("null", "[" * 200 + "]" * 200)
     large = row.replace("null", "[18446744073709551617, 0.12345678901234567890123]")
@@ -109,7 +104,7 @@ def test_oubliette_upload_keeps_large_numbers_and_leaves_out_rows_without_an_exa
     assert json.loads(out.read_text())["deep"] == ["18446744073709551617", "0.12345678901234567890123"]
 
 
-def test_oubliette_run_executes_a_program_on_each_of_its_inputs(tmp_path: Path, bubblewrap: None) -> None:
+def test_oubliette_run_executes_a_program_on_each_of_its_inputs(tmp_path, bubblewrap):
     program, first, second = (tmp_path / name for name in ("double.py", "1", "2"))
     program.write_text("print(2 * int(input()))")
     first.write_text("4")

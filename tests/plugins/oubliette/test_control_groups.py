@@ -1,13 +1,10 @@
 """Control groups (Linux) of sandboxed programs: setup, limits and accounting of processes, and removal."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,9 +40,7 @@ V2 = "31 30 0:27 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
         ("", "", None),
     ],
 )
-def test_control_group_paths_are_derived_from_the_mounts_and_this_processs_own_group(
-    mounts: str, own: str, places: tuple[int, str, str, str | None] | None
-) -> None:
+def test_control_group_paths_are_derived_from_the_mounts_and_this_processs_own_group(mounts, own, places):
     hierarchies = find(mounts, own)
     if places is None:
         assert hierarchies is None
@@ -55,9 +50,7 @@ def test_control_group_paths_are_derived_from_the_mounts_and_this_processs_own_g
         assert hierarchies == Hierarchies(version, root / memory, root / cpu, None if shares is None else root / shares)
 
 
-def test_limits_and_statistics_of_version_two_control_groups_are_written_and_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_and_statistics_of_version_two_control_groups_are_written_and_read(tmp_path, monkeypatch):
     """Plain files replace a real version 2 hierarchy, since test machines do not delegate its memory controller."""
     monkeypatch.setattr(control_groups, "_start_janitor", lambda places: None)
     group = ControlGroup(Hierarchies(2, tmp_path, tmp_path, tmp_path))
@@ -76,7 +69,7 @@ def test_limits_and_statistics_of_version_two_control_groups_are_written_and_rea
     assert not folder.exists()
 
 
-def test_killing_a_version_two_control_group_kills_all_its_processes(where: Hierarchies) -> None:
+def test_killing_a_version_two_control_group_kills_all_its_processes(where):
     """The test uses a real version 2 hierarchy, if one is mounted in addition to version 1."""
     unified = Path("/sys/fs/cgroup/unified")
     if not (unified / "cgroup.procs").exists():
@@ -95,7 +88,7 @@ def test_killing_a_version_two_control_group_kills_all_its_processes(where: Hier
             assert shell.wait(PATIENCE_S) == -signal.SIGKILL
     finally:
 
-        def removed() -> bool:
+        def removed():
             with contextlib.suppress(OSError):
                 group.rmdir()
             return not group.exists()
@@ -104,20 +97,18 @@ def test_killing_a_version_two_control_group_kills_all_its_processes(where: Hier
 
 
 @pytest.fixture
-def where() -> Hierarchies:
+def where():
     hierarchies = available()
     if isinstance(hierarchies, str):
         pytest.skip(f"left out: control groups, since {hierarchies}")
     return hierarchies
 
 
-def groups_of(pid: int, where: Hierarchies) -> set[Path]:
+def groups_of(pid, where):
     return {group for place in where.places for group in place.glob(f"oubliette-{pid}-*")}
 
 
-def test_sandboxed_programs_have_a_control_group_until_the_sandbox_is_closed(
-    where: Hierarchies, alone: Sandbox
-) -> None:
+def test_sandboxed_programs_have_a_control_group_until_the_sandbox_is_closed(where, alone):
     before = groups_of(os.getpid(), where)
     assert alone.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
     mine = groups_of(os.getpid(), where) - before
@@ -143,27 +134,25 @@ while True:
 
 
 @pytest.mark.usefixtures("where")
-def test_cpu_time_of_ended_child_processes_counts_towards_a_sandboxed_programs_limit(alone: Sandbox) -> None:
+def test_cpu_time_of_ended_child_processes_counts_towards_a_sandboxed_programs_limit(alone):
     limits = Limits(cpu_s=0.4, wall_s=PATIENCE_S)
     result = alone.run(toolchains.find("python").running(_REAPED, b"", limits))
     assert (result.ending, result.cpu_s >= 0.4) == (Ending.CPU_TIME, True)
 
 
 @pytest.fixture
-def weighed(where: Hierarchies, sandbox: Sandbox) -> Iterator[Callable[[ControlGroup | None], int]]:
+def weighed(where, sandbox):
     if where.shares is None or where.version != 1:
         pytest.skip("left out: shares of processors, which no hierarchy of version 1 has here")
 
-    def shares(group: ControlGroup | None) -> int:
+    def shares(group):
         assert group is not None and group._shares is not None
         return int((group._shares / "cpu.shares").read_text())
 
     yield shares
 
 
-def test_sandboxed_program_that_uses_much_cpu_time_gets_a_lower_cpu_share(
-    weighed: Callable[[ControlGroup | None], int],
-) -> None:
+def test_sandboxed_program_that_uses_much_cpu_time_gets_a_lower_cpu_share(weighed):
     alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1, slots_each=1)
     try:
         assert alone.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
@@ -180,9 +169,7 @@ def test_sandboxed_program_that_uses_much_cpu_time_gets_a_lower_cpu_share(
         endless.result(PATIENCE_S)
 
 
-def test_program_after_a_cpu_heavy_one_in_the_same_sandbox_worker_gets_the_full_cpu_share(
-    weighed: Callable[[ControlGroup | None], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_program_after_a_cpu_heavy_one_in_the_same_sandbox_worker_gets_the_full_cpu_share(weighed, monkeypatch):
     monkeypatch.setattr("pipelinerl.plugins.oubliette.slot._GREEDY_CPU_S", 0.0)
     slot, python = Slot(isolation_of(Tier.DEFAULT, 0)), toolchains.find("python")
     with ThreadPoolExecutor(1) as thread:  # one thread throughout, since a guest ends with the thread that started it
@@ -202,9 +189,7 @@ def test_program_after_a_cpu_heavy_one_in_the_same_sandbox_worker_gets_the_full_
 
 
 @pytest.mark.usefixtures("where")
-def test_sandboxed_program_that_the_kernel_kills_for_lack_of_memory_counts_as_over_its_memory_limit(
-    alone: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sandboxed_program_that_the_kernel_kills_for_lack_of_memory_counts_as_over_its_memory_limit(alone, monkeypatch):
     """Files in a memory file system belong to no process, so only the kernel's accounting counts them."""
     source = b"open('/tmp/f', 'wb').write(b'x' * (40 << 20))\nx = b'x' * (60 << 20)\nprint(len(x))"
     run = toolchains.find("python").running(source, b"", Limits(memory_bytes=100 << 20, disk_bytes=64 << 20))
@@ -227,7 +212,7 @@ with probe._baits() as baits:
 """
 
 
-def test_killed_sandbox_process_leaves_neither_control_groups_nor_helper_processes(where: Hierarchies) -> None:
+def test_killed_sandbox_process_leaves_neither_control_groups_nor_helper_processes(where):
     service = subprocess.Popen([sys.executable, "-c", _SERVICE], stdout=subprocess.PIPE)
     try:
         assert service.stdout is not None
@@ -240,7 +225,7 @@ def test_killed_sandbox_process_leaves_neither_control_groups_nor_helper_process
     wait_until(lambda: not groups_of(service.pid, where), "the control groups are removed")
 
 
-def test_control_groups_left_by_a_killed_process_are_removed(where: Hierarchies) -> None:
+def test_control_groups_left_by_a_killed_process_are_removed(where):
     gone = subprocess.Popen(["/bin/true"])
     gone.wait()
     left = [place / f"oubliette-{gone.pid}-0" for place in where.places]

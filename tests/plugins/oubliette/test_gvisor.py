@@ -1,12 +1,9 @@
 """The strong isolation tier of the sandbox, gVisor (`runsc`): its configuration, its errors, and programs run in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ from tests.patience import PATIENCE_S
 from tests.plugins.oubliette.attacks_as_nobody import delegated
 
 
-def test_program_in_gvisor_sees_only_read_only_files_and_its_own_temporary_folder(tmp_path: Path) -> None:
+def test_program_in_gvisor_sees_only_read_only_files_and_its_own_temporary_folder(tmp_path):
     run = Run(python="/tmp/main.py", files=(("main.py", b"print(1)"),), stdin=b"in", limits=Limits(disk_bytes=1 << 20))
     gvisor.lay_out(tmp_path, run)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -39,14 +36,14 @@ def test_program_in_gvisor_sees_only_read_only_files_and_its_own_temporary_folde
     assert (tmp_path / "stdin").read_bytes() == b"in"
 
 
-def test_errors_of_gvisors_runsc_program_are_read_from_its_log(tmp_path: Path) -> None:
+def test_errors_of_gvisors_runsc_program_are_read_from_its_log(tmp_path):
     assert gvisor.troubles(tmp_path) == ""
     lines = ({"level": "warning", "msg": "no"}, {"level": "error", "msg": "starting sandbox: gone"}, 7)
     (tmp_path / "log").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + "no json\n")
     assert gvisor.troubles(tmp_path) == "starting sandbox: gone"
 
 
-def test_error_for_a_missing_runsc_program_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_a_missing_runsc_program_is_one_sentence(monkeypatch):
     monkeypatch.setattr(gvisor, "executable", lambda: None)
     with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs gVisor's runsc, which is not installed; .*"):
         probe.opened(Tier.STRONG)
@@ -57,7 +54,7 @@ def test_error_for_a_missing_runsc_program_is_one_sentence(monkeypatch: pytest.M
 
 
 @pytest.fixture
-def alone() -> Iterator[Sandbox]:
+def alone():
     try:
         sandbox = Sandbox(lambda number: isolation_of(Tier.STRONG, number), at_once=1, slots_each=1)
     except SandboxMissing as error:
@@ -66,7 +63,7 @@ def alone() -> Iterator[Sandbox]:
     sandbox.close()
 
 
-def test_programs_run_in_gvisor_and_leave_no_processes_or_control_groups(alone: Sandbox) -> None:
+def test_programs_run_in_gvisor_and_leave_no_processes_or_control_groups(alone):
     python = toolchains.find("python")
     limits = Limits(cpu_s=PATIENCE_S, wall_s=PATIENCE_S)
     source = b"import sys\nprint(2 * int(input()))\nsys.exit(3)"
@@ -82,11 +79,11 @@ def test_programs_run_in_gvisor_and_leave_no_processes_or_control_groups(alone: 
 
 
 @pytest.mark.slow
-def test_result_of_a_gvisor_run_names_the_limit_that_the_program_exceeded(alone: Sandbox) -> None:
+def test_result_of_a_gvisor_run_names_the_limit_that_the_program_exceeded(alone):
     python = toolchains.find("python")
 
-    def ending(source: bytes, **limits: float) -> Ending:
-        made = Limits(**({"cpu_s": PATIENCE_S, "wall_s": PATIENCE_S} | limits))  # type: ignore[arg-type]
+    def ending(source, **limits):
+        made = Limits(**({"cpu_s": PATIENCE_S, "wall_s": PATIENCE_S} | limits))
         return alone.run(python.running(source, b"", made)).ending
 
     assert ending(b"while True: pass", cpu_s=0.2) is Ending.CPU_TIME
@@ -101,7 +98,7 @@ def test_result_of_a_gvisor_run_names_the_limit_that_the_program_exceeded(alone:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_gvisor_sandbox_stops_all_attacks(alone: Sandbox) -> None:
+def test_gvisor_sandbox_stops_all_attacks(alone):
     findings = probe.attacked(lambda number: isolation_of(Tier.STRONG, number), ATTACKS)
     assert [finding for finding in findings if finding.defence is probe.Defence.ESCAPED] == []
     assert sum(finding.defence is probe.Defence.HELD for finding in findings) >= 80
@@ -109,7 +106,7 @@ def test_gvisor_sandbox_stops_all_attacks(alone: Sandbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_gvisor_sandbox_of_an_unprivileged_user_stops_all_attacks(alone: Sandbox) -> None:
+def test_gvisor_sandbox_of_an_unprivileged_user_stops_all_attacks(alone):
     if os.geteuid() != 0:
         pytest.skip("left out: attacks on gVisor as another user, since this one is not root and they were tried as it")
     name = f"delegated-{os.getpid()}"

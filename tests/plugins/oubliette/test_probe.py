@@ -1,7 +1,5 @@
 """The probe attacks a sandbox before it is used: the default sandbox stops every attack, and holes are detected."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -15,29 +13,29 @@ from pipelinerl.plugins.oubliette import bubblewrap, probe
 from pipelinerl.plugins.oubliette.attacks import ATTACKS
 from pipelinerl.plugins.oubliette.probe import Defence
 from pipelinerl.plugins.oubliette.runs import SandboxMissing, Tier
-from pipelinerl.plugins.oubliette.sandbox import Sandbox, isolation_of
+from pipelinerl.plugins.oubliette.sandbox import isolation_of
 from pipelinerl.plugins.oubliette.slot import Isolation
 from tests.patience import PATIENCE_S
 
 BY_NAME = {attack.name: attack for attack in ATTACKS}
 
 
-def _default(number: int) -> Isolation:
+def _default(number):
     return isolation_of(Tier.DEFAULT, number)
 
 
-def test_table_of_attacks_on_the_sandbox_has_at_least_eighty_distinct_attacks() -> None:
+def test_table_of_attacks_on_the_sandbox_has_at_least_eighty_distinct_attacks():
     assert len(BY_NAME) == len(ATTACKS) >= 80
     assert sum(attack.at_start for attack in ATTACKS) >= 10
 
 
-def test_default_sandbox_stops_all_attacks(sandbox: Sandbox) -> None:
+def test_default_sandbox_stops_all_attacks(sandbox):
     findings = probe.attacked(_default, ATTACKS, sandbox=sandbox)
     assert [finding for finding in findings if finding.defence is Defence.ESCAPED] == []
     assert sum(finding.defence is Defence.HELD for finding in findings) >= 80
 
 
-def test_weak_sandbox_stops_the_attacks_that_need_no_namespaces() -> None:
+def test_weak_sandbox_stops_the_attacks_that_need_no_namespaces():
     """Attacks that a resource limit stops are not tried, because limits are the same in every tier."""
     tried = [attack for attack in ATTACKS if not attack.ends and attack.language == "python"]
     try:
@@ -49,13 +47,13 @@ def test_weak_sandbox_stops_the_attacks_that_need_no_namespaces() -> None:
     assert {finding.name for finding in findings if finding.defence is Defence.LEFT_OUT} == {"the parent"}
 
 
-def test_weak_sandbox_is_not_used_if_the_default_sandbox_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weak_sandbox_is_not_used_if_the_default_sandbox_is_unavailable(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxMissing, match="the default sandbox needs bubblewrap"):
         probe.opened(Tier.DEFAULT)
 
 
-def test_default_sandbox_of_an_unprivileged_user_stops_all_attacks(sandbox: Sandbox) -> None:
+def test_default_sandbox_of_an_unprivileged_user_stops_all_attacks(sandbox):
     if os.geteuid() != 0:
         pytest.skip("left out: attacks as another user, since this one is not root and they were tried as it")
     program = Path(__file__).with_name("attacks_as_nobody.py")
@@ -99,28 +97,28 @@ HOLES = {
 }
 
 
-def _with(command: tuple[str, ...], *more: str) -> tuple[str, ...]:
+def _with(command, *more):
     end = len(command) - 1 - command[::-1].index("--remount-ro")
     return (*command[:end], *more, *command[end:])
 
 
 @pytest.mark.parametrize("hole", HOLES)
-def test_probe_of_a_sandbox_detects_a_hole_in_its_isolation(sandbox: Sandbox, hole: str) -> None:
+def test_probe_of_a_sandbox_detects_a_hole_in_its_isolation(sandbox, hole):
     make, names = HOLES[hole]
     findings = probe.attacked(lambda number: make(_default(number)), [BY_NAME[name] for name in names])
     assert [finding.name for finding in findings if finding.defence is Defence.ESCAPED] == names
 
 
-def test_sandbox_that_does_not_stop_an_attack_is_not_opened(sandbox: Sandbox) -> None:
-    def unfiltered(number: int) -> Isolation:
+def test_sandbox_that_does_not_stop_an_attack_is_not_opened(sandbox):
+    def unfiltered(number):
         return replace(_default(number), filter=b"", servers_filter=b"")
 
     with pytest.raises(SandboxMissing, match=r"the default sandbox does not hold here: .*System V shared memory"):
         probe.opened(Tier.DEFAULT, at_once=1, isolation=unfiltered)
 
 
-def test_error_for_a_sandbox_that_fails_to_start_shows_its_output(tmp_path: Path) -> None:
-    def broken(_: int) -> Isolation:
+def test_error_for_a_sandbox_that_fails_to_start_shows_its_output(tmp_path):
+    def broken(_):
         command = ("/bin/sh", "-c", "echo 'No permissions to create a new namespace' >&2; exit 1")
         return Isolation(tier=Tier.DEFAULT, command=command, namespaces=True, outer_id=0, filter=b"")
 
@@ -128,7 +126,7 @@ def test_error_for_a_sandbox_that_fails_to_start_shows_its_output(tmp_path: Path
         probe.opened(Tier.DEFAULT, at_once=1, isolation=broken)
 
 
-def test_missing_bubblewrap_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bubblewrap_error_names_the_remedy(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert bubblewrap.executable() is None
     with pytest.raises(SandboxMissing, match="apt install bubblewrap"):

@@ -1,10 +1,5 @@
 """Repositories store contents by their hash: each content once, intact or reported missing, in bounded memory."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from pipelinerl.errors import UserError
@@ -20,7 +15,7 @@ DATA = (b"", b"1 2 3\n", bytes(range(256)) * 50)
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_link_to_stored_data_is_unchanged_after_conversion_to_text_and_back(data: bytes) -> None:
+def test_link_to_stored_data_is_unchanged_after_conversion_to_text_and_back(data):
     link = Link.of(data)
     assert Link.parsed(str(link)) == link
     assert link.size == len(data)
@@ -28,12 +23,12 @@ def test_link_to_stored_data_is_unchanged_after_conversion_to_text_and_back(data
 
 
 @pytest.mark.parametrize("text", ["", "oub:", "oub:12:3", "x" * 80, f"oub:{'A' * 64}:1", f"oub:{'0' * 64}:1\n"])
-def test_text_that_is_not_a_link_to_stored_data_is_rejected(text: str) -> None:
+def test_text_that_is_not_a_link_to_stored_data_is_rejected(text):
     with pytest.raises(ValueError, match="a link must be oub:"):
         Link.parsed(text)
 
 
-def test_equal_data_is_stored_once_under_the_same_link(tmp_path: Path) -> None:
+def test_equal_data_is_stored_once_under_the_same_link(tmp_path):
     links = [PersistentRepository(tmp_path).put(data) for data in (*DATA, *DATA)]
     assert links[:3] == links[3:]
     again = PersistentRepository(tmp_path)
@@ -41,7 +36,7 @@ def test_equal_data_is_stored_once_under_the_same_link(tmp_path: Path) -> None:
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 3
 
 
-def test_damaged_data_in_the_repository_counts_as_missing_and_can_be_stored_again(tmp_path: Path) -> None:
+def test_damaged_data_in_the_repository_counts_as_missing_and_can_be_stored_again(tmp_path):
     repository = PersistentRepository(tmp_path)
     link = repository.put(b"an answer")
     (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
@@ -55,7 +50,7 @@ def test_damaged_data_in_the_repository_counts_as_missing_and_can_be_stored_agai
         repository.get(Link.of(b"never"))
 
 
-def test_compiled_program_is_cached_by_key_until_its_stored_data_is_deleted(tmp_path: Path) -> None:
+def test_compiled_program_is_cached_by_key_until_its_stored_data_is_deleted(tmp_path):
     repository = PersistentRepository(tmp_path)
     assert repository.compiled("key") is None
     link = repository.keep_compiled("key", b"program")
@@ -66,13 +61,13 @@ def test_compiled_program_is_cached_by_key_until_its_stored_data_is_deleted(tmp_
     assert repository.compiled("key") is None
 
 
-def test_error_for_an_unusable_repository_folder_names_the_folder(tmp_path: Path) -> None:
+def test_error_for_an_unusable_repository_folder_names_the_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"the repository must be a writable folder, .*file/in"):
         PersistentRepository(tmp_path / "file" / "in")
 
 
-def test_repository_in_memory_over_its_size_limit_evicts_the_least_recently_used_data() -> None:
+def test_repository_in_memory_over_its_size_limit_evicts_the_least_recently_used_data():
     repository = TransientRepository(10)
     first, second = repository.put(b"aaaa"), repository.put(b"bbbb")
     assert repository.get(first) == b"aaaa"
@@ -86,12 +81,12 @@ def test_repository_in_memory_over_its_size_limit_evicts_the_least_recently_used
     assert repository.num_bytes == 11
 
 
-async def in_parts(*parts: bytes) -> AsyncIterator[bytes]:
+async def in_parts(*parts):
     for part in parts:
         yield part
 
 
-async def test_data_that_arrives_in_parts_is_stored_completely_or_not_at_all(tmp_path: Path) -> None:
+async def test_data_that_arrives_in_parts_is_stored_completely_or_not_at_all(tmp_path):
     repository = PersistentRepository(tmp_path)
     link = await repository.put_parts(in_parts(b"ab", b"", b"c"), most_bytes=3)
     assert link == Link.of(b"abc") and repository.get(link) == b"abc"

@@ -1,7 +1,5 @@
 """Programs run in the sandbox's guests (isolated environments): results, limits, and replacement of killed guests."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.plugins.oubliette import bubblewrap, probe, toolchains
-from pipelinerl.plugins.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
+from pipelinerl.plugins.oubliette.runs import Ending, Limits, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.plugins.oubliette.sandbox import Sandbox, isolation_of
 from tests.patience import PATIENCE_S, wait_until
 
@@ -31,16 +29,16 @@ TWICE = {
 LONG = Limits(cpu_s=60, wall_s=120)
 
 
-def python(source: str, *, stdin: bytes = b"", limits: Limits = LONG) -> Run:
+def python(source, *, stdin=b"", limits=LONG):
     return toolchains.find("python").running(source.encode(), stdin, limits)
 
 
-def ended(sandbox: Sandbox, source: str, **given: object) -> ProgramResult:
-    return sandbox.run(python(source, limits=Limits(**{"cpu_s": 60, "wall_s": 120, **given})))  # type: ignore[arg-type]
+def ended(sandbox, source, **given):
+    return sandbox.run(python(source, limits=Limits(**{"cpu_s": 60, "wall_s": 120, **given})))
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_sandboxed_program_of_each_language_reads_its_input_and_writes_output(sandbox: Sandbox, name: str) -> None:
+def test_sandboxed_program_of_each_language_reads_its_input_and_writes_output(sandbox, name):
     try:
         language = toolchains.find(name)
     except toolchains.ToolchainMissing as error:
@@ -77,20 +75,18 @@ def test_sandboxed_program_of_each_language_reads_its_input_and_writes_output(sa
         ("import multiprocessing.dummy as m\nprint(sum(m.Pool(2).map(abs, [-1, -2])))", b"3\n", 0),
     ],
 )
-def test_sandboxed_program_ends_with_the_status_and_output_of_plain_python(
-    sandbox: Sandbox, source: str, stdout: bytes, code: int
-) -> None:
+def test_sandboxed_program_ends_with_the_status_and_output_of_plain_python(sandbox, source, stdout, code):
     result = ended(sandbox, source)
     assert (result.ending, result.stdout, result.code) == (Ending.EXITED, stdout, code), result.stderr
 
 
-def test_traceback_of_a_sandboxed_program_shows_only_its_own_frames(sandbox: Sandbox) -> None:
+def test_traceback_of_a_sandboxed_program_shows_only_its_own_frames(sandbox):
     result = ended(sandbox, "def f():\n    1/0\nf()")
     assert result.stderr.startswith(b'Traceback (most recent call last):\n  File "/tmp/main.py", line 3, in <module>\n')
     assert result.describe() == "exit status 1: ZeroDivisionError: division by zero"
 
 
-def test_result_of_a_sandboxed_run_names_the_limit_that_it_exceeded(sandbox: Sandbox) -> None:
+def test_result_of_a_sandboxed_run_names_the_limit_that_it_exceeded(sandbox):
     assert ended(sandbox, "while True: pass", cpu_s=0.2).ending is Ending.CPU_TIME
     assert ended(sandbox, "import time\ntime.sleep(3600)", wall_s=2.0).ending is Ending.DEADLINE
     assert ended(sandbox, "while True: print('x' * 1000)", output_bytes=5000).ending is Ending.OUTPUT
@@ -102,24 +98,24 @@ def test_result_of_a_sandboxed_run_names_the_limit_that_it_exceeded(sandbox: San
     )
 
 
-def test_output_of_a_sandboxed_program_is_kept_up_to_its_limit_plus_one_byte(sandbox: Sandbox) -> None:
+def test_output_of_a_sandboxed_program_is_kept_up_to_its_limit_plus_one_byte(sandbox):
     assert len(ended(sandbox, "print('x' * 99, end='')", output_bytes=99).stdout) == 99
     result = ended(sandbox, "print('x' * 100, end='')", output_bytes=99)
     assert (len(result.stdout), result.ending) == (100, Ending.OUTPUT)
     assert len(ended(sandbox, "import sys\nsys.stderr.write('x' * 5000)", error_bytes=1000).stderr) == 1001
 
 
-def test_exit_status_and_output_of_a_program_are_not_mistaken_for_those_of_its_sandbox(sandbox: Sandbox) -> None:
+def test_exit_status_and_output_of_a_program_are_not_mistaken_for_those_of_its_sandbox(sandbox):
     for code in (1, 2, 125, 126, 127, 255):
         assert ended(sandbox, f"import sys\nsys.stderr.write('OSError: guest')\nsys.exit({code})").code == code
 
 
-def test_executable_that_cannot_be_run_in_the_sandbox_counts_as_a_failure_of_the_program(sandbox: Sandbox) -> None:
+def test_executable_that_cannot_be_run_in_the_sandbox_counts_as_a_failure_of_the_program(sandbox):
     result = sandbox.run(Run(argv=("/tmp/program",), files=(("program", b"no elf"),), limits=LONG))
     assert (result.ending, result.code) == (Ending.EXITED, 126)
 
 
-def test_weak_sandbox_runs_only_python() -> None:
+def test_weak_sandbox_runs_only_python():
     try:
         weak = probe.opened(Tier.WEAK, at_once=1)
     except SandboxMissing as error:
@@ -133,12 +129,12 @@ def test_weak_sandbox_runs_only_python() -> None:
         weak.close()
 
 
-def test_outputs_of_concurrent_sandboxed_programs_do_not_mix(sandbox: Sandbox) -> None:
+def test_outputs_of_concurrent_sandboxed_programs_do_not_mix(sandbox):
     futures = [sandbox.submit(python("print(int(input()) ** 2)", stdin=f"{n}\n".encode())) for n in range(100)]
     assert [future.result(PATIENCE_S).stdout for future in futures] == [f"{n * n}\n".encode() for n in range(100)]
 
 
-def _of_this_process(name: str) -> list[int]:
+def _of_this_process(name):
     """Return the process ids of those descendants of this process that run the command `name`."""
     pids, parents = [], {}
     for stat in (Path("/proc", name, "stat") for name in os.listdir("/proc") if name.isdigit()):
@@ -151,7 +147,7 @@ def _of_this_process(name: str) -> list[int]:
         if comm == name:
             pids.append(int(pid))
 
-    def is_mine(pid: int) -> bool:
+    def is_mine(pid):
         while pid not in (0, os.getpid()):
             pid = parents.get(pid, 0)
         return pid != 0
@@ -159,7 +155,7 @@ def _of_this_process(name: str) -> list[int]:
     return [pid for pid in pids if is_mine(pid)]
 
 
-def test_sandbox_guest_that_is_killed_is_replaced_and_its_program_is_run_again(sandbox: Sandbox) -> None:
+def test_sandbox_guest_that_is_killed_is_replaced_and_its_program_is_run_again(sandbox):
     """The guest's process ids are collected before the run, so that the kill may come at any moment of the run."""
     before = set(_of_this_process("bwrap"))
     for _ in range(3):
@@ -177,7 +173,7 @@ def test_sandbox_guest_that_is_killed_is_replaced_and_its_program_is_run_again(s
             alone.close()
 
 
-def test_closing_the_sandbox_ends_running_programs_and_fails_queued_ones(alone: Sandbox) -> None:
+def test_closing_the_sandbox_ends_running_programs_and_fails_queued_ones(alone):
     before = set(_of_this_process("bwrap"))
     assert alone.run(python("print(1)")).stdout == b"1\n"
     runs = [alone.submit(python("import time\ntime.sleep(3600)")) for _ in range(3)]
@@ -190,7 +186,7 @@ def test_closing_the_sandbox_ends_running_programs_and_fails_queued_ones(alone: 
         alone.submit(python("print(1)"))
 
 
-def test_error_for_an_unavailable_programming_language_names_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_an_unavailable_programming_language_names_the_language(monkeypatch):
     with pytest.raises(toolchains.ToolchainMissing, match=r"language must be one of python, cpp, .* got 'cobol'"):
         toolchains.find("cobol")
     gone = toolchains.Toolchain(name="gone", aliases=(), tools=("no-such-compiler",), source="a", program="a")
@@ -214,7 +210,7 @@ time.sleep(3600)
 """
 
 
-def _called(name: str) -> list[str]:
+def _called(name):
     pids = []
     for path in (Path("/proc", pid, "comm") for pid in os.listdir("/proc") if pid.isdigit()):
         with contextlib.suppress(OSError):
@@ -223,7 +219,7 @@ def _called(name: str) -> list[str]:
     return pids
 
 
-def test_no_sandboxed_program_keeps_running_after_the_sandboxs_process_was_killed(sandbox: Sandbox) -> None:
+def test_no_sandboxed_program_keeps_running_after_the_sandboxs_process_was_killed(sandbox):
     for number in range(3):
         name = f"oub-{os.getpid()}-{number}"[:15]
         service = subprocess.Popen([sys.executable, "-c", _SERVICE, name], stdout=subprocess.PIPE)
@@ -237,7 +233,7 @@ def test_no_sandboxed_program_keeps_running_after_the_sandboxs_process_was_kille
         wait_until(lambda: not _called(name), "all programs have ended")  # noqa: B023 - called at once
 
 
-def test_long_programs_do_not_block_other_programs_in_the_sandbox(alone: Sandbox) -> None:
+def test_long_programs_do_not_block_other_programs_in_the_sandbox(alone):
     """If the sandbox strictly ran one program at a time, three endless programs would block the fourth."""
     endless = [alone.submit(python("while True: pass")) for _ in range(3)]
     assert alone.submit(python("print(1)")).result(PATIENCE_S).stdout == b"1\n"
@@ -248,9 +244,7 @@ def test_long_programs_do_not_block_other_programs_in_the_sandbox(alone: Sandbox
             each.result(PATIENCE_S)
 
 
-def test_programs_in_the_bin_folder_of_the_home_are_not_used_because_guests_would_see_the_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_in_the_bin_folder_of_the_home_are_not_used_because_guests_would_see_the_home(tmp_path, monkeypatch):
     """A guest sees the folder above the one with the program. An installation in a folder of its own may be used."""
     for folder in ("bin", "node/bin"):
         tool = tmp_path / folder / f"tool-in-{folder.partition('/')[0]}"

@@ -1,7 +1,5 @@
 """The sandbox's system call filter (a BPF program), interpreted by the test, denies exactly the calls in its table."""
 
-from __future__ import annotations
-
 import struct
 
 from pipelinerl.plugins.oubliette import syscall_filter
@@ -11,7 +9,7 @@ ALLOWED, KILLED, REFUSED, UNKNOWN = 0x7FFF0000, 0x80000000, 0x00050001, 0x000500
 READ, MMAP, SOCKET, SOCKETPAIR, CLONE, CLONE3, UNSHARE, MOUNT, FORK = 0, 9, 41, 53, 56, 435, 272, 165, 57
 
 
-def verdict(program: bytes, number: int, *arguments: int, architecture: int = X86_64) -> int:
+def verdict(program, number, *arguments, architecture=X86_64):
     """Return what the kernel does with a call under the filter `program`, by interpreting its BPF instructions."""
     given = [*arguments, 0, 0, 0, 0, 0, 0][:6]
     data = struct.pack("=IIQ6Q", number, architecture, 0, *given)
@@ -32,14 +30,14 @@ def verdict(program: bytes, number: int, *arguments: int, architecture: int = X8
             at += if_true if holds else if_false
 
 
-def in_a_guest(number: int, *arguments: int, architecture: int = X86_64) -> int:
+def in_a_guest(number, *arguments, architecture=X86_64):
     """Return what the kernel does with a sandboxed program's call, to which the filters of program and server apply."""
     programs = syscall_filter.of_servers(), syscall_filter.of_runs()
     verdicts = [verdict(program, number, *arguments, architecture=architecture) for program in programs]
     return min(verdicts, key=[KILLED, REFUSED, UNKNOWN, ALLOWED].index)
 
 
-def test_system_call_filter_allows_and_denies_the_expected_calls() -> None:
+def test_system_call_filter_allows_and_denies_the_expected_calls():
     assert in_a_guest(READ) == ALLOWED
     assert [in_a_guest(number) for number in (SOCKET, UNSHARE, MOUNT)] == [REFUSED] * 3
     assert in_a_guest(FORK) == ALLOWED
@@ -49,14 +47,14 @@ def test_system_call_filter_allows_and_denies_the_expected_calls() -> None:
     assert in_a_guest(457) == in_a_guest(1000) == UNKNOWN
 
 
-def test_system_call_filter_denies_exactly_the_call_numbers_in_its_table() -> None:
+def test_system_call_filter_denies_exactly_the_call_numbers_in_its_table():
     by_argument = {CLONE3}
     refused = set(syscall_filter._REFUSED.values())
     for number in set(range(457)) - by_argument:
         assert in_a_guest(number) == (REFUSED if number in refused | {SOCKETPAIR} else ALLOWED), number
 
 
-def test_system_call_filter_of_the_weak_sandbox_denies_calls_that_reach_other_processes() -> None:
+def test_system_call_filter_of_the_weak_sandbox_denies_calls_that_reach_other_processes():
     alone = syscall_filter.alone()
     assert verdict(alone, CLONE, 0x3D0F00) == ALLOWED  # the flags with which libc creates a thread
     assert verdict(alone, CLONE, 17) == REFUSED
@@ -70,7 +68,7 @@ def test_system_call_filter_of_the_weak_sandbox_denies_calls_that_reach_other_pr
     assert (verdict(alone, prlimit, 0), verdict(alone, prlimit, 1)) == (ALLOWED, REFUSED)
 
 
-def test_system_call_filter_denies_clone_mmap_and_socketpair_only_with_dangerous_arguments() -> None:
+def test_system_call_filter_denies_clone_mmap_and_socketpair_only_with_dangerous_arguments():
     assert in_a_guest(CLONE, 0x3D0F00) == ALLOWED  # the flags with which libc creates a thread
     assert [in_a_guest(CLONE, 1 << bit | 17) for bit in (17, 25, 26, 27, 28, 29, 30)] == [REFUSED] * 7
     private, shared, shared_file = 0x22, 0x21, 0x01
@@ -82,7 +80,7 @@ def test_system_call_filter_denies_clone_mmap_and_socketpair_only_with_dangerous
     assert in_a_guest(SOCKETPAIR, 2, 1, 0) == REFUSED
 
 
-def test_system_call_filter_of_the_sandbox_server_allows_the_calls_that_create_guests() -> None:
+def test_system_call_filter_of_the_sandbox_server_allows_the_calls_that_create_guests():
     server = syscall_filter.of_servers()
     assert [verdict(server, number) for number in (MOUNT, CLONE)] == [ALLOWED] * 2
     assert verdict(server, CLONE, 1 << 28 | 17) == ALLOWED

@@ -1,24 +1,20 @@
 """Tests of the verifier `Oubliette`, which runs the program in a model's answer on the problem's test cases."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, final
+from typing import final
 
 import pytest
 
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.plugins.oubliette import verifier as verifiers
 from pipelinerl.plugins.oubliette.checkers import Scoring
-from pipelinerl.plugins.oubliette.repository import Content, ContentMissing, Link
-from pipelinerl.plugins.oubliette.runner import Check, Executed, Program
-from pipelinerl.plugins.oubliette.runs import Ending, Limits, ProgramResult, SandboxLost, SandboxMissing, Tier
-from pipelinerl.plugins.oubliette.sandbox import Sandbox
+from pipelinerl.plugins.oubliette.repository import ContentMissing, Link
+from pipelinerl.plugins.oubliette.runner import Executed, Program
+from pipelinerl.plugins.oubliette.runs import Ending, ProgramResult, SandboxLost, SandboxMissing, Tier
 from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.verifier import Oubliette, PythonTool
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.types import Message, Outcome, Problem, Verdict
+from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.patience import PATIENCE_S
 
@@ -28,7 +24,7 @@ RIGHT = "print(2 * int(input()))"
 HALF = "n = int(input())\nprint(2 * n if n < 3 else 0)"
 
 
-def problem(**metadata: Any) -> Problem:
+def problem(**metadata):
     return Problem(
         problem_id="p",
         domain="d",
@@ -39,17 +35,17 @@ def problem(**metadata: Any) -> Problem:
 
 
 @pytest.fixture
-async def oubliette(sandbox: Sandbox) -> AsyncIterator[Oubliette]:
+async def oubliette(sandbox):
     verifier = Oubliette(RULES, deadline_s=PATIENCE_S)
     yield verifier
     await verifier.close()
 
 
-async def judged(verifier: Oubliette, code: str, language: str = "python", **metadata: Any) -> Verdict:
+async def judged(verifier, code, language="python", **metadata):
     return await verifier.verify(problem(**metadata), f"It is so:\n```{language}\n{code}\n```\nand done.")
 
 
-async def test_correct_and_wrong_programs_are_judged_correct_and_wrong(oubliette: Oubliette) -> None:
+async def test_correct_and_wrong_programs_are_judged_correct_and_wrong(oubliette):
     verdict = await judged(oubliette, RIGHT)
     assert (verdict.outcome, verdict.reward) == (Outcome.CORRECT, 1.0)
     assert verdict.reason == "6 of 6 tests passed [default sandbox]"
@@ -70,22 +66,20 @@ async def test_correct_and_wrong_programs_are_judged_correct_and_wrong(oubliette
     assert "does not compile" in verdict.reason
 
 
-async def test_program_may_print_integers_of_any_length(oubliette: Oubliette) -> None:
+async def test_program_may_print_integers_of_any_length(oubliette):
     tests = [{"input": "", "output": "1" + "0" * 5000}]
     assert (await judged(oubliette, "print(10**5000)", tests=tests)).outcome is Outcome.CORRECT
     assert (await judged(oubliette, "print(len(str(10**5000)) and 10**5001)", tests=tests)).outcome is Outcome.WRONG
 
 
-async def test_answer_without_a_program_is_wrong_with_a_reason(oubliette: Oubliette) -> None:
+async def test_answer_without_a_program_is_wrong_with_a_reason(oubliette):
     assert "no closed fenced block" in (await oubliette.verify(problem(), RIGHT)).reason
     verdict = await judged(oubliette, "puts 1", "ruby")
     assert verdict.outcome is Outcome.WRONG
     assert "the code is in 'ruby'; accepted are python, c" in verdict.reason
 
 
-async def test_program_over_its_limit_is_judged_wrong_but_a_missed_verifier_deadline_is_a_timeout(
-    sandbox: Sandbox, oubliette: Oubliette
-) -> None:
+async def test_program_over_its_limit_is_judged_wrong_but_a_missed_verifier_deadline_is_a_timeout(sandbox, oubliette):
     verdict = await judged(oubliette, "while True: pass", time_limit=0.2)
     assert verdict.outcome is Outcome.WRONG
     assert "processor time" in verdict.reason or "elapsed time" in verdict.reason
@@ -97,7 +91,7 @@ async def test_program_over_its_limit_is_judged_wrong_but_a_missed_verifier_dead
         await hurried.close()
 
 
-async def test_reward_of_a_program_can_be_the_share_of_tests_passed(sandbox: Sandbox) -> None:
+async def test_reward_of_a_program_can_be_the_share_of_tests_passed(sandbox):
     verifier = Oubliette(OublietteSection(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S), deadline_s=PATIENCE_S)
     try:
         verdict = await judged(verifier, HALF)
@@ -116,7 +110,7 @@ sys.exit(0 if output.split() == ["about", answer.strip()] else 1)
 """
 
 
-async def test_custom_checker_runs_in_another_sandbox_guest_than_the_program(oubliette: Oubliette) -> None:
+async def test_custom_checker_runs_in_another_sandbox_guest_than_the_program(oubliette):
     own = {"checker": {"language": "python", "source": CHECKER}}
     assert (await judged(oubliette, "print('about', 2 * int(input()))", **own)).outcome is Outcome.CORRECT
     verdict = await judged(oubliette, RIGHT, **own)
@@ -149,8 +143,8 @@ sys.exit(0 if right or PRINTED else 1)
     ],
 )
 async def test_output_that_crashes_a_checker_is_wrong_if_the_checker_accepts_the_reference_output(
-    oubliette: Oubliette, protocol: str, crash: str
-) -> None:
+    oubliette, protocol, crash
+):
     source = TEXT_CHECKER.replace("PRINTED", str(protocol == "printed"))
     checker = {"language": "python", "source": source, "protocol": protocol}
     assert (await judged(oubliette, RIGHT, checker=checker)).outcome is Outcome.CORRECT
@@ -161,11 +155,11 @@ async def test_output_that_crashes_a_checker_is_wrong_if_the_checker_accepts_the
     assert (await judged(oubliette, crash, checker=broken)).outcome is Outcome.VERIFIER_ERROR
 
 
-async def _masked(oubliette: Oubliette, **metadata: Any) -> bool:
+async def _masked(oubliette, **metadata):
     return (await judged(oubliette, RIGHT, **metadata)).outcome is Outcome.VERIFIER_ERROR
 
 
-async def test_sandboxed_program_cannot_read_the_reference_answer(oubliette: Oubliette) -> None:
+async def test_sandboxed_program_cannot_read_the_reference_answer(oubliette):
     """The program prints everything that it can read; the expected word is only in the reference answer."""
     word = "xyzzy-the-answer"
     search = (
@@ -183,9 +177,7 @@ async def test_sandboxed_program_cannot_read_the_reference_answer(oubliette: Oub
     assert word not in verdict.reason
 
 
-async def test_answer_gets_a_verifier_error_if_test_cases_are_invalid_or_the_sandbox_is_missing(
-    oubliette: Oubliette, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answer_gets_a_verifier_error_if_test_cases_are_invalid_or_the_sandbox_is_missing(oubliette, monkeypatch):
     assert await _masked(oubliette, tests=[])
     assert await _masked(oubliette, tests="[")
     monkeypatch.setenv("PATH", "/nowhere")
@@ -196,7 +188,7 @@ async def test_answer_gets_a_verifier_error_if_test_cases_are_invalid_or_the_san
     await missing.close()
 
 
-async def test_cancelled_judgements_do_not_block_later_judgements(oubliette: Oubliette) -> None:
+async def test_cancelled_judgements_do_not_block_later_judgements(oubliette):
     await judged(oubliette, RIGHT)
     waiting = [asyncio.create_task(judged(oubliette, "import time\ntime.sleep(0.2)\n" + RIGHT)) for _ in range(6)]
     await asyncio.sleep(0)
@@ -206,7 +198,7 @@ async def test_cancelled_judgements_do_not_block_later_judgements(oubliette: Oub
     assert (await judged(oubliette, RIGHT)).outcome is Outcome.CORRECT
 
 
-async def test_code_domain_of_a_recipe_is_judged_by_the_sandbox(sandbox: Sandbox) -> None:
+async def test_code_domain_of_a_recipe_is_judged_by_the_sandbox(sandbox):
     domain = DomainSection(
         name="code",
         source="files",
@@ -229,38 +221,38 @@ class Forgetful:
 
     tier, at_once = "remote default", 1
 
-    def __init__(self, *, forgets: int) -> None:
+    def __init__(self, *, forgets):
         self.forgets = forgets
         self.runs = 0
 
-    async def compile(self, language: str, source: str, *, wall_s: float) -> Program:
+    async def compile(self, language, source, *, wall_s):
         return Program(language, source.encode())
 
-    async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
+    async def run(self, program, stdin, limits):
         self.runs += 1
         done = ProgramResult(
             ending=Ending.EXITED, code=0, stdout=b"", stderr=b"", cpu_s=0.0, wall_s=0.0, tier=Tier.DEFAULT
         )
         return Executed(done, Link.of(b""))
 
-    async def check(self, check: Check) -> float:
+    async def check(self, check):
         self.forgets -= 1
         if self.forgets >= 0:
             raise ContentMissing("forgotten")
         return 1.0
 
-    async def read(self, content: Content) -> bytes:
+    async def read(self, content):
         raise ContentMissing("forgotten")
 
-    async def close(self) -> None:
+    async def close(self):
         pass
 
 
-def opening(*results: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[Forgetful]], list[int]]:
+def opening(*results):
     """Return a fake of `open_runner` that gives these results in order, repeating the last, and a list of its calls."""
-    tries: list[int] = []
+    tries = []
 
-    async def opened(rules: OublietteSection, *, at_once: int) -> Forgetful:
+    async def opened(rules, *, at_once):
         tries.append(at_once)
         await asyncio.sleep(0)
         come = results[min(len(tries), len(results)) - 1]
@@ -272,16 +264,14 @@ def opening(*results: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[
 
 
 @pytest.mark.parametrize(("forgets", "outcome"), [(7, Outcome.CORRECT), (8, Outcome.VERIFIER_ERROR)])
-async def test_program_is_run_again_if_the_sandbox_service_lost_its_output(
-    forgets: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_program_is_run_again_if_the_sandbox_service_lost_its_output(forgets, outcome, monkeypatch):
     runner = Forgetful(forgets=forgets)
     monkeypatch.setattr(verifiers, "open_runner", opening(runner)[0])
     verdict = await judged(Oubliette(RULES), RIGHT, tests=DOUBLES[:1])
     assert (verdict.outcome, runner.runs) == (outcome, 8)
 
 
-async def test_connection_to_a_briefly_unreachable_sandbox_service_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_to_a_briefly_unreachable_sandbox_service_is_retried(monkeypatch):
     away = SandboxLost("away")
     opened, tries = opening(away, away, Forgetful(forgets=0))
     monkeypatch.setattr(verifiers, "open_runner", opened)
@@ -292,9 +282,7 @@ async def test_connection_to_a_briefly_unreachable_sandbox_service_is_retried(mo
     assert len(tries) == 3
 
 
-async def test_concurrent_judgements_share_one_failed_attempt_to_connect_to_the_sandbox_service(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_concurrent_judgements_share_one_failed_attempt_to_connect_to_the_sandbox_service(monkeypatch):
     opened, tries = opening(SandboxLost("away"))
     monkeypatch.setattr(verifiers, "open_runner", opened)
     monkeypatch.setattr(verifiers, "_GRACE_S", 0.0)
@@ -309,13 +297,13 @@ async def test_concurrent_judgements_share_one_failed_attempt_to_connect_to_the_
 
 
 @pytest.fixture
-async def tool(sandbox: Sandbox) -> AsyncIterator[PythonTool]:
+async def tool(sandbox):
     made = PythonTool(OublietteSection(time_limit_s=1.0), workers=1)
     yield made
     await made.close()
 
 
-async def test_calls_of_the_python_tool_share_no_state(tool: PythonTool) -> None:
+async def test_calls_of_the_python_tool_share_no_state(tool):
     assert await tool.call("x = 6\nopen('kept', 'w').write('x')\nprint(x * 7)") == ("42", False)
     shown, has_failed = await tool.call("print(x)")
     assert "NameError: name 'x' is not defined" in shown and has_failed
@@ -325,13 +313,11 @@ async def test_calls_of_the_python_tool_share_no_state(tool: PythonTool) -> None
     assert len(shown) < 4100 and "[5000 characters left out]" in shown
 
 
-async def test_time_limit_of_the_domain_applies_to_calls_of_the_python_tool(tool: PythonTool) -> None:
+async def test_time_limit_of_the_domain_applies_to_calls_of_the_python_tool(tool):
     assert "processor time" in (await tool.call("while True: pass"))[0]
 
 
-async def test_python_tool_without_a_sandbox_fails_at_start_and_names_the_cause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_python_tool_without_a_sandbox_fails_at_start_and_names_the_cause(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxMissing, match=r"python tool needs a sandbox: .*bubblewrap, which is not installed"):
         await PythonTool(OublietteSection()).start()

@@ -1,45 +1,38 @@
 """Weights are published to real engines through real parameter servers; some engines reject them or are unreachable."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
 from inference_contract.errors import NotPrepared, PeerLost
 from inference_contract.schemas import ChatCompletionRequest
-from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
+from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateResponse
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import FencedError, NotUploaded, UpdateError
 from pipelinerl.plugins.parameter_server.publisher import PullPublisher
 from pipelinerl.plugins.parameter_server.upload import Uploaded, Uploader
 from pipelinerl.system.machine import free_ports
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
-from pipelinerl.weights.engine_control import Failure
-from pipelinerl.weights.publisher import Publication, PublishReport
+from pipelinerl.weights.publisher import PublishReport
 from tests.fakes import parameter_server, scripted_engine
 from tests.fakes.parameter_server import TOKEN, state
 from tests.fakes.scripted_engine import LAYOUT
 from tests.fakes.served import as_process, in_thread
 
 
-def publication(version: int, engines: list[str], **fields: Any) -> Publication:
+def publication(version, engines, **fields):
     return parameter_server.publication(version, tuple(engines), **{"layout": LAYOUT, **fields})
 
 
 class Announcing:
     """A fake `Announcer` that records announcements, and returns the given answers of engines."""
 
-    def __init__(self, answers: dict[str, WeightUpdateResponse | Failure]) -> None:
+    def __init__(self, answers):
         self.answers = answers
-        self.announced: list[tuple[WeightUpdateRequest, list[str], list[str]]] = []
+        self.announced = []
 
-    async def tell(
-        self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
-    ) -> dict[str, WeightUpdateResponse | Failure]:
+    async def tell(self, prepare, engines, *, left_out, deadline):
         self.announced.append((prepare, list(engines), list(left_out)))
         return {url: self.answers[url] for url in engines if url in self.answers}
 
@@ -47,56 +40,56 @@ class Announcing:
 class Recording:
     """A client of engines that records the weight-update requests."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client):
         self.client = client
         self.init_process_group = client.init_process_group
-        self.updates: list[tuple[str, WeightUpdateRequest]] = []
+        self.updates = []
 
-    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+    async def request_weight_update(self, url, request):
         self.updates.append((url, request))
         return await self.client.request_weight_update(url, request)
 
 
 @pytest.fixture
-def servers() -> Iterator[list[str]]:
+def servers():
     with ExitStack() as stack:
         yield [stack.enter_context(in_thread(parameter_server.application())) for _ in range(2)]
 
 
 @pytest.fixture
-def engines() -> Iterator[list[str]]:
+def engines():
     with ExitStack() as stack:
         yield [stack.enter_context(in_thread(scripted_engine.application(token=TOKEN))) for _ in range(2)]
 
 
 @pytest.fixture
-async def control() -> AsyncIterator[Recording]:
+async def control():
     async with EngineClient(token=TOKEN) as client:
         yield Recording(client)
 
 
 @pytest.fixture
-async def publisher(control: Recording, servers: list[str]) -> AsyncIterator[PullPublisher]:
+async def publisher(control, servers):
     made = PullPublisher(control, Uploader(servers, token=TOKEN))
     yield made
     await made.close()
 
 
-async def greedy(control: Recording, url: str) -> list[int]:
+async def greedy(control, url):
     request = ChatCompletionRequest(
         prompt_token_ids=[3, 5], max_tokens=12, temperature=0.0, return_token_ids=True, seed=0
     )
     return (await control.client.chat(url, request)).choices[0].token_ids or []
 
 
-async def serving(control: Recording, *urls: str) -> list[tuple[int, int]]:
+async def serving(control, *urls):
     healths = [await control.client.health(url) for url in urls]
     return [(health.epoch, health.model_version) for health in healths]
 
 
 async def test_engines_that_pull_weights_sample_the_same_tokens_as_after_a_broadcast(
-    publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
-) -> None:
+    publisher, control, engines, servers
+):
     report = await publisher.publish(publication(1, engines))
     assert report.failed == {} and set(report.pauses_s) == set(engines)
     assert await serving(control, *engines) == [(1, 1), (1, 1)]
@@ -110,8 +103,8 @@ async def test_engines_that_pull_weights_sample_the_same_tokens_as_after_a_broad
 
 
 async def test_engines_are_spread_over_parameter_server_replicas_and_get_the_layout_only_once(
-    publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
-) -> None:
+    publisher, control, engines, servers
+):
     for version in (1, 2):
         await publisher.publish(publication(version, engines))
     prepares = [(url, request) for url, request in control.updates if request.phase == "prepare"]
@@ -120,21 +113,17 @@ async def test_engines_are_spread_over_parameter_server_replicas_and_get_the_lay
     assert [request.layout is not None for _, request in prepares] == [True, True, False, False]
 
 
-async def test_parameter_servers_track_the_version_of_each_engine(
-    publisher: PullPublisher, engines: list[str], servers: list[str]
-) -> None:
+async def test_parameter_servers_track_the_version_of_each_engine(publisher, engines, servers):
     await publisher.publish(publication(1, engines[:1]))
     assert [state(url)["progress"] for url in servers] == [{url: [1, 1] for url in [*engines[:1], *servers]}] * 2
     await publisher.publish(publication(2, engines))
     assert [state(url)["progress"] for url in servers] == [{url: [1, 2] for url in [*engines, *servers]}] * 2
 
 
-async def test_engine_that_joins_late_pulls_the_version_without_a_new_upload(
-    publisher: PullPublisher, control: Recording, engines: list[str]
-) -> None:
+async def test_engine_that_joins_late_pulls_the_version_without_a_new_upload(publisher, control, engines):
     await publisher.publish(publication(1, engines[:1]))
 
-    def unwilling() -> Iterator[tuple[str, Any]]:
+    def unwilling():
         raise AssertionError("the version is on the servers: it must not be gathered again")
 
     report = await publisher.publish(publication(1, engines, membership=2, weights=unwilling))
@@ -142,9 +131,7 @@ async def test_engine_that_joins_late_pulls_the_version_without_a_new_upload(
     assert await greedy(control, engines[0]) == await greedy(control, engines[1])
 
 
-async def test_unreachable_engine_does_not_affect_publication_to_other_engines(
-    publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
-) -> None:
+async def test_unreachable_engine_does_not_affect_publication_to_other_engines(publisher, control, engines, servers):
     gone = "http://127.0.0.1:9"
     report = await publisher.publish(publication(1, [gone, *engines]))
     assert set(report.pauses_s) == set(engines) and "is the engine running?" in report.failed[gone]
@@ -153,18 +140,14 @@ async def test_unreachable_engine_does_not_affect_publication_to_other_engines(
         await publisher.publish(publication(2, [gone]))
 
 
-async def test_engines_with_another_model_reject_the_published_version(
-    publisher: PullPublisher, control: Recording, engines: list[str]
-) -> None:
+async def test_engines_with_another_model_reject_the_published_version(publisher, control, engines):
     layout = parameter_server.LAYOUT
     with pytest.raises(UpdateError, match="does not fit the model"):
         await publisher.publish(publication(1, engines, layout=layout, weights=parameter_server.weights(1)))
     assert await serving(control, *engines) == [(0, 0), (0, 0)]
 
 
-async def test_engine_killed_while_it_pulls_weights_is_reported(
-    publisher: PullPublisher, control: Recording, engines: list[str]
-) -> None:
+async def test_engine_killed_while_it_pulls_weights_is_reported(publisher, control, engines):
     async with EngineClient() as anyones:
         made = PullPublisher(_ByToken(control, anyones, engines), publisher._placement)
         with as_process("tests.fakes.scripted_engine") as (victim, process):
@@ -174,13 +157,13 @@ async def test_engine_killed_while_it_pulls_weights_is_reported(
     assert victim in report.failed and set(report.pauses_s) == set(engines)
 
 
-async def test_updated_engines_are_reported_as_updated_even_if_a_repeated_upload_for_other_engines_fails() -> None:
+async def test_updated_engines_are_reported_as_updated_even_if_a_repeated_upload_for_other_engines_fails():
     """One of two engines loses its parameter server during the update, and the server does not return in time."""
 
     class Vanishing:
         """A fake client of two engines; engine `b` loses its parameter server during the commit request."""
 
-        async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        async def request_weight_update(self, url, request):
             if request.phase is UpdatePhase.COMMIT and url == "http://b":
                 raise PeerLost("its server was lost")
             status = UpdateStatus.COMMITTED if request.phase is UpdatePhase.COMMIT else UpdateStatus.PREPARED
@@ -191,25 +174,23 @@ async def test_updated_engines_are_reported_as_updated_even_if_a_repeated_upload
 
         placed = 0
 
-        def upload(self, *args: Any, **options: Any) -> Uploaded:
+        def upload(self, *args, **options):
             self.placed += 1
             if self.placed > 1:
                 raise UpdateError("no parameter server takes the version")
             return Uploaded((("http://server",),), 16, "digest", {})
 
-        def confirm(self, *args: Any, **options: Any) -> dict[str, str]:
+        def confirm(self, *args, **options):
             return {}
 
-    made = PullPublisher(Vanishing(), Once())  # type: ignore[arg-type]
+    made = PullPublisher(Vanishing(), Once())
     report = await made.publish(publication(1, ["http://a", "http://b"]))
     assert list(report.pauses_s) == ["http://a"]
     assert report.failed == {"http://b": "no parameter server takes the version"}
     assert report.blameless == {"http://b"}
 
 
-async def test_lost_parameter_servers_are_named_and_no_engine_is_blamed(
-    control: Recording, engines: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_lost_parameter_servers_are_named_and_no_engine_is_blamed(control, engines, caplog):
     (port,) = free_ports(1)
     made = PullPublisher(control, Uploader([f"http://127.0.0.1:{port}"], token=TOKEN))
     sent = publication(1, engines, timeout_s=0.3)
@@ -221,17 +202,15 @@ async def test_lost_parameter_servers_are_named_and_no_engine_is_blamed(
     await made.close()
 
 
-async def test_publication_to_no_engines_is_uploaded_to_the_parameter_servers(
-    publisher: PullPublisher, engines: list[str]
-) -> None:
+async def test_publication_to_no_engines_is_uploaded_to_the_parameter_servers(publisher, engines):
     alone = await publisher.publish(publication(1, []))
     assert alone.pauses_s == {} == alone.failed
     assert alone.digest == (await publisher.publish(publication(1, engines))).digest
 
 
 async def test_trainer_of_an_earlier_epoch_cannot_publish_through_parameter_servers(
-    publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
-) -> None:
+    publisher, control, engines, servers
+):
     await publisher.publish(publication(7, engines))
     second = PullPublisher(control, Uploader(servers, token=TOKEN))
     await second.publish(publication(5, engines, epoch=2))
@@ -242,9 +221,7 @@ async def test_trainer_of_an_earlier_epoch_cannot_publish_through_parameter_serv
     await second.close()
 
 
-async def test_concurrent_publications_of_weight_versions_complete_in_order(
-    publisher: PullPublisher, control: Recording, engines: list[str]
-) -> None:
+async def test_concurrent_publications_of_weight_versions_complete_in_order(publisher, control, engines):
     reports = await asyncio.gather(*(publisher.publish(publication(version, engines)) for version in (1, 2, 3, 4)))
     assert [report.version for report in reports] == [1, 2, 3, 4]
     assert await serving(control, *engines) == [(1, 4), (1, 4)]
@@ -253,20 +230,20 @@ async def test_concurrent_publications_of_weight_versions_complete_in_order(
 class _ByToken:
     """A client that sends its token only to the given engines, and no token to other engines."""
 
-    def __init__(self, control: Recording, others: EngineClient, engines: list[str]) -> None:
+    def __init__(self, control, others, engines):
         self._control = control
         self._others = others
         self._engines = engines
         self.init_process_group = control.client.init_process_group
 
-    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+    async def request_weight_update(self, url, request):
         chosen = self._control if url in self._engines else self._others
         return await chosen.request_weight_update(url, request)
 
 
 async def test_engines_that_follow_announcements_get_an_update_request_only_if_they_lack_the_layout(
-    control: Recording, servers: list[str], engines: list[str]
-) -> None:
+    control, servers, engines
+):
     follows, without_layout = engines
     served = WeightUpdateResponse(status=UpdateStatus.COMMITTED, version=1, epoch=1, pause_s=0.5)
     other = "http://127.0.0.1:1"  # no engine listens at this address, so a request to it would fail

@@ -1,7 +1,5 @@
 """The parameter server's process, started as the launcher starts it: health, token, snapshots of weights, and exit."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -19,7 +17,6 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.parameter_server import role as parameter_server_role
 from pipelinerl.plugins.parameter_server.publisher import PullPublisher
 from pipelinerl.plugins.parameter_server.upload import Uploader
-from pipelinerl.plugins.parameter_server.version_table import SnapshotStore
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.trainer_role import publisher_of
 from pipelinerl.streams.memory_stream import MemoryStream
@@ -32,7 +29,7 @@ from tests.patience import PATIENCE_S
 from tests.plugins.parameter_server.test_snapshot_store import save
 
 
-def test_parameter_server_process_serves_weights_and_saves_them_when_a_signal_ends_it(tmp_path: Path) -> None:
+def test_parameter_server_process_serves_weights_and_saves_them_when_a_signal_ends_it(tmp_path):
     (port,) = free_ports(1)
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps({"token": TOKEN}))
@@ -59,10 +56,10 @@ def test_parameter_server_process_serves_weights_and_saves_them_when_a_signal_en
         process.wait(PATIENCE_S)
 
 
-def test_weight_snapshots_of_other_runs_are_not_served(tmp_path: Path) -> None:
+def test_weight_snapshots_of_other_runs_are_not_served(tmp_path):
     """The directory for snapshots may hold versions of another run, or of an earlier run with the same name."""
 
-    def store(run: str, directory: str) -> SnapshotStore:
+    def store(run, directory):
         config = load("tiny", [f"run.name={run}", f"parameter_server.copies={tmp_path}/copies"])
         identity = Identity(
             config=config,
@@ -81,8 +78,8 @@ def test_weight_snapshots_of_other_runs_are_not_served(tmp_path: Path) -> None:
     assert list(store("a", "elsewhere/a").newest()) == [], "begun afresh by the same name"
 
 
-async def test_trainer_publishes_weights_by_the_transport_in_the_recipe() -> None:
-    def identity(*changes: str) -> Identity:
+async def test_trainer_publishes_weights_by_the_transport_in_the_recipe():
+    def identity(*changes):
         return Identity(
             config=load("tiny", changes),
             run_dir=Path("runs"),

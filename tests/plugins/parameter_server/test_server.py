@@ -1,12 +1,8 @@
 """A parameter server over real HTTP and real shared memory: uploads, pulls, and rejected requests."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import Any
 
 import httpx
 import numpy as np
@@ -15,10 +11,8 @@ import pytest
 from inference_contract.errors import DigestMismatch
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.errors import DeadlineError, UpdateError
-from pipelinerl.plugins.parameter_server.connection import Key
 from pipelinerl.plugins.parameter_server.download import WeightPuller
-from pipelinerl.plugins.parameter_server.upload import Uploaded, Uploader
-from pipelinerl.weights.publisher import Publication
+from pipelinerl.plugins.parameter_server.upload import Uploader
 from tests.fakes.parameter_server import (
     LAYOUT,
     TOKEN,
@@ -39,23 +33,23 @@ LARGE = WeightLayout(parameters=(ParameterSpec(name="a", shape=(5, 2**19), dtype
 
 
 @pytest.fixture
-def server() -> Iterator[str]:
+def server():
     with in_thread(application()) as url:
         yield url
 
 
 @pytest.fixture
-def servers() -> Iterator[list[str]]:
+def servers():
     with ExitStack() as stack:
         yield [stack.enter_context(in_thread(application())) for _ in range(3)]
 
 
-def place(urls: list[str], publication: Publication, progress: dict[str, Key | None] | None = None) -> Uploaded:
+def place(urls, publication, progress=None):
     with closing(Uploader(urls, token=TOKEN)) as placement:
         return placement.upload(publication, progress or {}, deadline=soon())
 
 
-def ask(url: str, method: str, path: str, **options: Any) -> httpx.Response:
+def ask(url, method, path, **options):
     headers = {"authorization": f"Bearer {TOKEN}"} | options.pop("headers", {})
     return httpx.request(method, url + path, headers=headers, trust_env=False, timeout=PATIENCE_S, **options)
 
@@ -64,8 +58,8 @@ def ask(url: str, method: str, path: str, **options: Any) -> httpx.Response:
 @pytest.mark.parametrize("pushed_by_memory", [True, False], ids=["push-memory", "push-http"])
 @pytest.mark.parametrize("pulled_by_memory", [True, False], ids=["pull-memory", "pull-http"])
 def test_weights_are_the_same_whether_pushed_and_pulled_over_http_or_shared_memory(
-    server: str, layout: WeightLayout, pushed_by_memory: bool, pulled_by_memory: bool
-) -> None:
+    server, layout, pushed_by_memory, pulled_by_memory
+):
     placement = Uploader([server], token=TOKEN, shared_memory=pushed_by_memory)
     puller = WeightPuller(token=TOKEN, shared_memory=pulled_by_memory)
     for version in (1, 2, 3):  # three versions, so that the server reuses the memory of the first
@@ -78,7 +72,7 @@ def test_weights_are_the_same_whether_pushed_and_pulled_over_http_or_shared_memo
     placement.close()
 
 
-def test_weights_can_be_pulled_into_a_torch_buffer(server: str) -> None:
+def test_weights_can_be_pulled_into_a_torch_buffer(server):
     import torch
 
     place([server], publication(1))
@@ -88,17 +82,17 @@ def test_weights_can_be_pulled_into_a_torch_buffer(server: str) -> None:
         assert np.array_equal(into.numpy(), flat(1))
 
 
-def test_replicas_copy_weights_from_one_parameter_server_and_serve_the_same_bytes(servers: list[str]) -> None:
+def test_replicas_copy_weights_from_one_parameter_server_and_serve_the_same_bytes(servers):
     placed = place(servers, publication(1))
     assert placed.sources == (tuple(servers),) and placed.failed == {}
     for url in servers:
         assert np.array_equal(pulled(order(1, url)), flat(1))
 
 
-def test_weight_version_that_a_parameter_server_already_has_is_not_uploaded_again(servers: list[str]) -> None:
+def test_weight_version_that_a_parameter_server_already_has_is_not_uploaded_again(servers):
     sent = []
 
-    def counted() -> Iterator[tuple[str, Any]]:
+    def counted():
         sent.append(1)
         yield from publication(1).weights()
 
@@ -110,20 +104,20 @@ def test_weight_version_that_a_parameter_server_already_has_is_not_uploaded_agai
     )
 
 
-def test_upload_reports_an_unreachable_parameter_server_and_reaches_the_other_servers(servers: list[str]) -> None:
+def test_upload_reports_an_unreachable_parameter_server_and_reaches_the_other_servers(servers):
     placed = place(["http://127.0.0.1:9", *servers], publication(1))
     assert placed.sources == (tuple(servers),)
     assert "Connection refused" in placed.failed["http://127.0.0.1:9"]
 
 
-def test_upload_of_weights_without_a_reachable_server_fails_at_its_deadline_with_a_reason() -> None:
+def test_upload_of_weights_without_a_reachable_server_fails_at_its_deadline_with_a_reason():
     began = time.monotonic()
     with pytest.raises(UpdateError, match=r"no parameter server takes the version: http://127.0.0.1:9: .*refused"):
         Uploader(["http://127.0.0.1:9"], token=TOKEN).upload(publication(1), {}, deadline=began + 0.5)
     assert time.monotonic() - began < SOON_S
 
 
-def test_upload_to_a_full_parameter_server_is_retried_until_a_deadline_and_names_the_lagging_engines() -> None:
+def test_upload_to_a_full_parameter_server_is_retried_until_a_deadline_and_names_the_lagging_engines():
     with (
         in_thread(application(room=2)) as url,
         closing(Uploader([url], token=TOKEN)) as placement,
@@ -138,8 +132,8 @@ def test_upload_to_a_full_parameter_server_is_retried_until_a_deadline_and_names
         assert held(url) == [(1, 2), (1, 3)]
 
 
-def test_upload_whose_parameters_differ_from_the_announced_layout_is_never_served(server: str) -> None:
-    def wrong() -> Iterator[tuple[str, Any]]:
+def test_upload_whose_parameters_differ_from_the_announced_layout_is_never_served(server):
+    def wrong():
         yield "embed", np.zeros((3, 3), np.float32)
 
     with pytest.raises(UpdateError, match="the trainer must gather"):
@@ -152,7 +146,7 @@ def test_upload_whose_parameters_differ_from_the_announced_layout_is_never_serve
 # --- rejected requests -------------------------------------------------------------------------------------------
 
 
-def test_client_with_a_wrong_token_says_so(server: str) -> None:
+def test_client_with_a_wrong_token_says_so(server):
     place([server], publication(1))
     with pytest.raises(UpdateError, match="the bearer token is not the one of this run"):
         WeightPuller(token="wrong").fetch(order(1, server), into=np.zeros(LAYOUT.num_bytes, np.uint8))
@@ -160,7 +154,7 @@ def test_client_with_a_wrong_token_says_so(server: str) -> None:
         assert "the bearer token is not the one" in unauthorized.confirm(1, {}, deadline=soon())[server]
 
 
-def test_byte_ranges_of_weights_are_served_exactly_and_invalid_ranges_are_rejected(server: str) -> None:
+def test_byte_ranges_of_weights_are_served_exactly_and_invalid_ranges_are_rejected(server):
     place([server], publication(1))
     data, size = flat(1).tobytes(), LAYOUT.num_bytes
     assert ask(server, "GET", "/weights/1/1").content == data
@@ -177,7 +171,7 @@ def test_byte_ranges_of_weights_are_served_exactly_and_invalid_ranges_are_reject
     assert ask(server, "GET", "/weights/1/one").status_code == 400
 
 
-def test_uploaded_weights_are_served_only_after_their_digest_was_checked(server: str) -> None:
+def test_uploaded_weights_are_served_only_after_their_digest_was_checked(server):
     announced = {"epoch": 1, "version": 1, "layout": LAYOUT.model_dump(mode="json")}
     assert ask(server, "POST", "/versions", json=announced).status_code == 200
     assert ask(server, "GET", "/weights/1/1").status_code == 409
@@ -196,19 +190,19 @@ def test_uploaded_weights_are_served_only_after_their_digest_was_checked(server:
     )
 
 
-def test_pulled_weights_whose_digest_differs_from_the_announced_one_are_rejected(server: str) -> None:
+def test_pulled_weights_whose_digest_differs_from_the_announced_one_are_rejected(server):
     place([server], publication(1))
     for by_memory in (True, False):
         with pytest.raises(DigestMismatch, match="digest must be 0000"):
             pulled(replace(order(1, server), digest="0" * 32), by_memory=by_memory)
 
 
-def test_pull_of_a_missing_weight_version_fails_with_the_reason_of_each_server(servers: list[str]) -> None:
+def test_pull_of_a_missing_weight_version_fails_with_the_reason_of_each_server(servers):
     with pytest.raises(UpdateError, match=r"no source gave version 1\.4: .*1\.4 is not held here.*; .*is not held"):
         pulled(order(4, *servers))
 
 
-def test_weight_pull_fails_if_it_misses_its_deadline_or_is_cancelled(server: str) -> None:
+def test_weight_pull_fails_if_it_misses_its_deadline_or_is_cancelled(server):
     place([server], publication(1))
     with pytest.raises(DeadlineError):
         pulled(order(1, server, timeout_s=-1.0))

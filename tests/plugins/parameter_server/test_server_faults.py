@@ -1,17 +1,12 @@
 """Parameter servers in separate processes are killed in the middle of a pull, suspended, and restarted."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -49,32 +44,30 @@ Server = tuple[str, "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server():
     with as_process("tests.fakes.parameter_server") as started:
         yield started
 
 
 @pytest.fixture
-def replica() -> Iterator[str]:
+def replica():
     with in_thread(application()) as url:
         yield url
 
 
-def place(*urls: str) -> None:
+def place(*urls):
     with closing(Uploader(urls, token=TOKEN)) as placement:
         placed = placement.upload(publication(1, layout=LARGE), {}, deadline=soon())
     assert placed.failed == {} and placed.digest == digest(1, LARGE)
 
 
 @pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "http"])
-def test_pull_of_weights_from_a_killed_server_continues_from_its_replica(
-    server: Server, replica: str, by_memory: bool
-) -> None:
+def test_pull_of_weights_from_a_killed_server_continues_from_its_replica(server, replica, by_memory):
     url, process = server
     place(url, replica)
     into, came = np.zeros(LARGE.num_bytes, np.uint8), []
 
-    def kill_at_the_first(num_bytes: int) -> None:
+    def kill_at_the_first(num_bytes):
         came.append(num_bytes)
         if len(came) == 1:
             process.kill()
@@ -87,7 +80,7 @@ def test_pull_of_weights_from_a_killed_server_continues_from_its_replica(
     assert came == sorted(set(came)), "bytes that had arrived must not be fetched again"
 
 
-def test_weights_mapped_from_shared_memory_outlive_their_server_and_leave_no_file(server: Server) -> None:
+def test_weights_mapped_from_shared_memory_outlive_their_server_and_leave_no_file(server):
     url, process = server
     place(url)
     headers = {"authorization": f"Bearer {TOKEN}"}
@@ -102,7 +95,7 @@ def test_weights_mapped_from_shared_memory_outlive_their_server_and_leave_no_fil
     assert LARGE.num_bytes not in sizes, "no file may be left (files of concurrent tests have other sizes)"
 
 
-def test_shared_memory_segment_with_a_wrong_name_is_not_mapped(server: Server) -> None:
+def test_shared_memory_segment_with_a_wrong_name_is_not_mapped(server):
     url, _ = server
     place(url)
     record = VersionRecord.model_validate(
@@ -115,7 +108,7 @@ def test_shared_memory_segment_with_a_wrong_name_is_not_mapped(server: Server) -
     assert reader is not None and not reader.bytes.flags.writeable, "only the trainer may write to the memory"
 
 
-def test_pull_of_weights_from_a_suspended_server_fails_at_the_deadline(server: Server) -> None:
+def test_pull_of_weights_from_a_suspended_server_fails_at_the_deadline(server):
     url, process = server
     place(url)
     into = np.zeros(LARGE.num_bytes, np.uint8)
@@ -132,9 +125,7 @@ def test_pull_of_weights_from_a_suspended_server_fails_at_the_deadline(server: S
         os.kill(process.pid, signal.SIGCONT)
 
 
-def test_client_that_stops_reading_does_not_make_a_server_keep_a_version_forever(
-    replica: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_client_that_stops_reading_does_not_make_a_server_keep_a_version_forever(replica, monkeypatch):
     monkeypatch.setattr(parameter_server, "BODY_TIMEOUT_S", 3.0)
     address = ("127.0.0.1", int(replica.rpartition(":")[2]))
     with (
@@ -153,12 +144,12 @@ def test_client_that_stops_reading_does_not_make_a_server_keep_a_version_forever
             time.sleep(0.05)
 
 
-def test_cancelled_pull_of_weights_from_a_suspended_server_ends_without_waiting(server: Server) -> None:
+def test_cancelled_pull_of_weights_from_a_suspended_server_ends_without_waiting(server):
     url, process = server
     place(url)
     pull = order(1, url, layout=LARGE, timeout_s=PATIENCE_S)
 
-    def stop(_: int) -> None:
+    def stop(_):
         os.kill(process.pid, signal.SIGSTOP)
         pull.given_up.set()
 
@@ -174,14 +165,14 @@ def test_cancelled_pull_of_weights_from_a_suspended_server_ends_without_waiting(
 
 
 @pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "http"])
-def test_upload_of_weights_to_a_killed_server_is_repeated_after_its_restart(by_memory: bool) -> None:
+def test_upload_of_weights_to_a_killed_server_is_repeated_after_its_restart(by_memory):
     (port,) = free_ports(1)
     url, command = f"http://127.0.0.1:{port}", [sys.executable, "-m", "tests.fakes.parameter_server", str(port)]
     gathered = []
     with ExitStack() as stack:
         first = _started(stack, command)
 
-        def fatal() -> Iterator[tuple[str, Any]]:
+        def fatal():
             gathered.append(1)
             for name, array in publication(1).weights():
                 if len(gathered) == 1 and name == "head":
@@ -197,9 +188,7 @@ def test_upload_of_weights_to_a_killed_server_is_repeated_after_its_restart(by_m
         assert held(url) == [(1, 1)]
 
 
-def test_upload_of_weights_skips_a_suspended_replica(
-    server: Server, replica: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upload_of_weights_skips_a_suspended_replica(server, replica, monkeypatch):
     url, process = server
     monkeypatch.setattr(push, "_ANSWER_S", 3.0)
     os.kill(process.pid, signal.SIGSTOP)
@@ -211,7 +200,7 @@ def test_upload_of_weights_skips_a_suspended_replica(
     assert placed.sources == ((replica,),) and "was not answered in time" in placed.failed[url]
 
 
-async def test_weights_can_be_published_after_the_only_parameter_server_was_restarted(tmp_path: Path) -> None:
+async def test_weights_can_be_published_after_the_only_parameter_server_was_restarted(tmp_path):
     """The only server dies after version 1 and restarts with its saved copy; then version 2 is published through it."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "tests.fakes.parameter_server", str(port), str(tmp_path / "copies")]
@@ -235,7 +224,7 @@ async def test_weights_can_be_published_after_the_only_parameter_server_was_rest
             assert held(url) == [(1, 2)]
 
 
-def _started(stack: ExitStack, command: list[str]) -> subprocess.Popen[str]:
+def _started(stack, command):
     process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     stack.callback(process.kill)
     assert process.stdout is not None

@@ -1,13 +1,8 @@
 """A weight version is divided into shards, each on a parameter server and its replicas, over HTTP and shared memory."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -19,7 +14,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import UpdateError
 from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.plugins.parameter_server.publisher import PullPublisher
-from pipelinerl.plugins.parameter_server.upload import Uploaded, Uploader
+from pipelinerl.plugins.parameter_server.upload import Uploader
 from tests.fakes import parameter_server, scripted_engine
 from tests.fakes.parameter_server import (
     LAYOUT,
@@ -51,17 +46,17 @@ GONE = "http://127.0.0.1:9"
 
 
 @pytest.fixture
-def servers() -> Iterator[list[str]]:
+def servers():
     with ExitStack() as stack:
         yield [stack.enter_context(in_thread(application())) for _ in range(4)]
 
 
-def place(urls: list[str], shards: int, version: int = 1, *, by_memory: bool = True, **fields: Any) -> Uploaded:
+def place(urls, shards, version=1, *, by_memory=True, **fields):
     with closing(Uploader(urls, shards=shards, token=TOKEN, shared_memory=by_memory)) as placement:
         return placement.upload(publication(version, **fields), {}, deadline=soon())
 
 
-def pulled(placed: Uploaded, version: int, layout: WeightLayout, *, by_memory: bool = True) -> Any:
+def pulled(placed, version, layout, *, by_memory=True):
     pull = sharded(version, placed.sources, bucket_bytes=placed.bucket_bytes, layout=layout, timeout_s=PATIENCE_S)
     assert pull.digest == placed.digest
     return parameter_server.pulled(pull, layout, by_memory=by_memory)
@@ -69,9 +64,7 @@ def pulled(placed: Uploaded, version: int, layout: WeightLayout, *, by_memory: b
 
 @pytest.mark.parametrize("layout", [LAYOUT, MANY], ids=["three", "many"])
 @pytest.mark.parametrize("shards", [2, 4])
-def test_shards_of_weights_form_the_whole_version_over_http_and_shared_memory(
-    servers: list[str], layout: WeightLayout, shards: int
-) -> None:
+def test_shards_of_weights_form_the_whole_version_over_http_and_shared_memory(servers, layout, shards):
     memory, http = (
         Uploader(servers, shards=shards, token=TOKEN, shared_memory=by_memory) for by_memory in (True, False)
     )
@@ -91,7 +84,7 @@ def test_shards_of_weights_form_the_whole_version_over_http_and_shared_memory(
     http.close()
 
 
-def test_parameter_server_serves_only_its_own_shard(servers: list[str]) -> None:
+def test_parameter_server_serves_only_its_own_shard(servers):
     placed = place(servers[:2], 2, layout=MANY)
     for number, ranges in enumerate(MANY.shards(2, placed.bucket_bytes)):
         for start, end in ranges[:3]:
@@ -107,14 +100,14 @@ def test_parameter_server_serves_only_its_own_shard(servers: list[str]) -> None:
         assert whole.status_code == 400, "a server of one shard must not serve the whole version"
 
 
-def test_only_shards_that_no_parameter_server_has_are_uploaded() -> None:
+def test_only_shards_that_no_parameter_server_has_are_uploaded():
     gathered = []
 
-    def counted() -> Iterator[tuple[str, Any]]:
+    def counted():
         gathered.append(1)
         yield from publication(1, layout=MANY).weights()
 
-    once: dict[str, Any] = {"layout": MANY, "weights": counted}
+    once = {"layout": MANY, "weights": counted}
     with ExitStack() as stack:
         first, second = (stack.enter_context(in_thread(application())) for _ in range(2))
         place([first, second], 2, **once)
@@ -127,7 +120,7 @@ def test_only_shards_that_no_parameter_server_has_are_uploaded() -> None:
             place([first, empty], 2, layout=MANY, weights=parameter_server.weights(2, MANY))
 
 
-def test_upload_names_the_missing_server_of_a_shard_and_no_server_serves_the_version(servers: list[str]) -> None:
+def test_upload_names_the_missing_server_of_a_shard_and_no_server_serves_the_version(servers):
     began = time.monotonic()
     with (
         closing(Uploader([servers[0], GONE], shards=2, token=TOKEN)) as placement,
@@ -140,7 +133,7 @@ def test_upload_names_the_missing_server_of_a_shard_and_no_server_serves_the_ver
     )
 
 
-def test_shard_of_a_version_is_kept_until_all_other_shards_have_a_newer_version(servers: list[str]) -> None:
+def test_shard_of_a_version_is_kept_until_all_other_shards_have_a_newer_version(servers):
     """The server of shard 0 must keep version 1 as long as the server of shard 1 has only version 1."""
     placed = place(servers[:2], 2, layout=MANY)
     assert placed.failed == {}
@@ -158,14 +151,14 @@ def test_shard_of_a_version_is_kept_until_all_other_shards_have_a_newer_version(
 
 
 @pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "http"])
-def test_pull_of_a_shard_from_a_killed_server_continues_from_the_servers_replica(by_memory: bool) -> None:
+def test_pull_of_a_shard_from_a_killed_server_continues_from_the_servers_replica(by_memory):
     with ExitStack() as stack:
         victim, process = stack.enter_context(as_process("tests.fakes.parameter_server"))
         others = [stack.enter_context(in_thread(application())) for _ in range(3)]
         placed = place([victim, *others], 2, layout=LARGE, by_memory=by_memory)
         into, came = np.zeros(LARGE.num_bytes, np.uint8), []
 
-        def kill_at_the_first(num_bytes: int) -> None:
+        def kill_at_the_first(num_bytes):
             came.append(num_bytes)
             if len(came) == 1:
                 process.kill()
@@ -177,7 +170,7 @@ def test_pull_of_a_shard_from_a_killed_server_continues_from_the_servers_replica
         assert np.array_equal(into, flat(1, LARGE)) and came == sorted(set(came))
 
 
-def test_pull_of_a_shard_from_a_killed_server_fails_without_waiting_and_names_the_server() -> None:
+def test_pull_of_a_shard_from_a_killed_server_fails_without_waiting_and_names_the_server():
     with ExitStack() as stack:
         (victim, process) = stack.enter_context(as_process("tests.fakes.parameter_server"))
         other = stack.enter_context(in_thread(application()))
@@ -192,9 +185,7 @@ def test_pull_of_a_shard_from_a_killed_server_fails_without_waiting_and_names_th
         assert time.monotonic() - began < SOON_S, "the pull must fail as soon as the server dies, not at the deadline"
 
 
-def test_shard_with_wrong_bytes_is_fetched_from_the_next_server_or_rejected_if_there_is_none(
-    servers: list[str],
-) -> None:
+def test_shard_with_wrong_bytes_is_fetched_from_the_next_server_or_rejected_if_there_is_none(servers):
     """The shards come from two publications of one version number, which only the whole version's digest reveals."""
     place([servers[0], servers[1]], 2, layout=MANY)
     placed = place([servers[2], servers[3]], 2, layout=MANY, weights=parameter_server.weights(2, MANY))
@@ -208,7 +199,7 @@ def test_shard_with_wrong_bytes_is_fetched_from_the_next_server_or_rejected_if_t
     assert np.array_equal(into, flat(1, MANY))
 
 
-def test_restarted_parameter_servers_serve_the_shards_that_they_saved(tmp_path: Path) -> None:
+def test_restarted_parameter_servers_serve_the_shards_that_they_saved(tmp_path):
     with ExitStack() as stack:
         urls = [stack.enter_context(in_thread(application(str(tmp_path / f"{n}")))) for n in range(2)]
         place(urls, 2, layout=MANY)
@@ -218,12 +209,12 @@ def test_restarted_parameter_servers_serve_the_shards_that_they_saved(tmp_path: 
     assert saved == MANY.num_bytes, "each byte must be saved once"
     with ExitStack() as stack:
         urls = [stack.enter_context(in_thread(application(str(tmp_path / f"{n}")))) for n in range(2)]
-        unwilling: Any = None  # reading the weights again would fail
+        unwilling = None  # reading the weights again would fail
         placed = place(urls, 2, layout=MANY, weights=unwilling)
         assert placed.digest == digest(1, MANY) and np.array_equal(pulled(placed, 1, MANY), flat(1, MANY))
 
 
-def test_number_of_shards_that_differs_from_an_earlier_upload_is_rejected(servers: list[str]) -> None:
+def test_number_of_shards_that_differs_from_an_earlier_upload_is_rejected(servers):
     place(servers[:2], 2, layout=MANY)
     with pytest.raises(UpdateError, match=r"was announced as shard 0 of 2 .*, now as shard 0 of 4"):
         place(servers, 4, layout=MANY)
@@ -231,7 +222,7 @@ def test_number_of_shards_that_differs_from_an_earlier_upload_is_rejected(server
         Uploader(servers, shards=3, token=TOKEN)
 
 
-async def test_engines_pull_all_shards_and_are_spread_over_the_replicas_of_each_shard(servers: list[str]) -> None:
+async def test_engines_pull_all_shards_and_are_spread_over_the_replicas_of_each_shard(servers):
     with ExitStack() as stack:
         engines = [stack.enter_context(in_thread(scripted_engine.application(token=TOKEN))) for _ in range(2)]
         async with EngineClient(token=TOKEN) as client:

@@ -1,16 +1,13 @@
 """The buffer into which weights are pulled: parts in any order, from several threads, on host or device."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xxhash
 
-from pipelinerl.plugins.parameter_server.shared_memory import Part, ReceiveBuffer
+from pipelinerl.plugins.parameter_server.shared_memory import ReceiveBuffer
 
 DATA = (np.arange(1000) * 7919 % 251).astype(np.uint8)
 DIGEST = xxhash.xxh3_128(DATA.tobytes()).hexdigest()
@@ -21,20 +18,20 @@ class OnDevice:
 
     device = "cuda:0"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.memory = torch.zeros(len(DATA), dtype=torch.uint8)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.memory)
 
-    def __getitem__(self, part: slice) -> torch.Tensor:
+    def __getitem__(self, part):
         return self.memory[part]
 
-    def numpy(self) -> Any:
+    def numpy(self):
         raise TypeError("a device tensor has no numpy view")
 
 
-def land(received: ReceiveBuffer, part: Part) -> None:
+def land(received, part):
     memory = received.memory(part)
     memory[:] = DATA[part[0] : part[1]]
     received.landed(part, memory)
@@ -43,11 +40,9 @@ def land(received: ReceiveBuffer, part: Part) -> None:
 @pytest.mark.parametrize("part_bytes", [17, 64, 333, 1000, 5000])
 @pytest.mark.parametrize("order", ["forwards", "backwards", "inside out"])
 @pytest.mark.parametrize("into", [np.zeros, torch.zeros, OnDevice], ids=["numpy", "torch", "device"])
-def test_parts_of_weights_received_in_any_order_give_the_same_bytes_and_digest(
-    into: Any, order: str, part_bytes: int
-) -> None:
+def test_parts_of_weights_received_in_any_order_give_the_same_bytes_and_digest(into, order, part_bytes):
     buffer = OnDevice() if into is OnDevice else into(len(DATA), dtype=np.uint8 if into is np.zeros else torch.uint8)
-    came: list[int] = []
+    came = []
     received = ReceiveBuffer(buffer, shards=[[(0, len(DATA))]], on_progress=came.append)
     parts = received.missing(0, part_bytes=part_bytes)
     assert [parts[0][0], parts[-1][1]] == [0, len(DATA)]
@@ -61,17 +56,17 @@ def test_parts_of_weights_received_in_any_order_give_the_same_bytes_and_digest(
     assert came == sorted(came) and came[-1] == len(DATA)
 
 
-def test_parts_of_weights_received_by_many_threads_give_the_same_bytes_and_digest() -> None:
+def test_parts_of_weights_received_by_many_threads_give_the_same_bytes_and_digest():
     for _ in range(20):
         buffer = np.zeros(len(DATA), np.uint8)
         received = ReceiveBuffer(buffer, shards=[[(0, 400), (700, 1000)], [(400, 700)]], on_progress=lambda _: None)
         parts = received.missing(0, part_bytes=3) + received.missing(1, part_bytes=5)
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda part, made=received: land(made, part), parts))  # type: ignore[misc]
+            list(threads.map(lambda part, made=received: land(made, part), parts))
         assert received.digest() == DIGEST and np.array_equal(buffer, DATA)
 
 
-def test_receiving_a_single_shard_gives_its_own_digest_and_leaves_other_bytes_unchanged() -> None:
+def test_receiving_a_single_shard_gives_its_own_digest_and_leaves_other_bytes_unchanged():
     buffer = np.full(len(DATA), 255, np.uint8)
     received = ReceiveBuffer(buffer, shards=[[(100, 300), (600, 1000)]], on_progress=lambda _: None)
     for part in received.missing(0, part_bytes=64)[::-1]:

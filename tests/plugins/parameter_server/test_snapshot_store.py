@@ -1,44 +1,41 @@
 """Snapshots of weights, in a directory or at a URL: reading a snapshot gives the saved bytes or an error."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipelinerl.errors import CheckpointError
-from pipelinerl.plugins.parameter_server.connection import Key, ShardSpec
+from pipelinerl.plugins.parameter_server.connection import ShardSpec
 from pipelinerl.plugins.parameter_server.version_table import SnapshotStore, VersionSnapshot
 from pipelinerl.weights.layout import WeightDigest
 from tests.fakes.parameter_server import LAYOUT, digest, flat
 
 
 @pytest.fixture(params=["directory", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def place(request, tmp_path):
     return str(tmp_path / "copies") if request.param == "directory" else f"memory://{tmp_path.name}/copies"
 
 
-def snapshot_of(key: Key, shard: ShardSpec = ShardSpec()) -> VersionSnapshot:
+def snapshot_of(key, shard=ShardSpec()):
     made = WeightDigest()
     for start, end in shard.ranges(LAYOUT):
         made.update(flat(key[1])[start:end])
     return VersionSnapshot(key=key, layout=LAYOUT, shard=shard, digest=made.hexdigest(), whole=digest(key[1]))
 
 
-def save(store: SnapshotStore, key: Key) -> None:
+def save(store, key):
     store.save(snapshot_of(key), flat(key[1]))
 
 
-def test_clearing_a_store_of_weight_snapshots_removes_only_its_own_snapshots(place: str) -> None:
+def test_clearing_a_store_of_weight_snapshots_removes_only_its_own_snapshots(place):
     for name in ("mine", "theirs"):
         save(SnapshotStore(f"{place}/{name}"), (1, 9))
     SnapshotStore(f"{place}/mine").clear()
     assert [len(list(SnapshotStore(f"{place}/{name}").newest())) for name in ("mine", "theirs")] == [0, 1]
 
 
-def test_newest_weight_snapshots_are_kept_and_read_back_bit_for_bit(place: str) -> None:
+def test_newest_weight_snapshots_are_kept_and_read_back_bit_for_bit(place):
     for key in ((1, 9), (2, 3), (2, 10)):
         save(SnapshotStore(place, keep=2), key)
     first, second = SnapshotStore(place).newest()
@@ -49,7 +46,7 @@ def test_newest_weight_snapshots_are_kept_and_read_back_bit_for_bit(place: str) 
     assert np.array_equal(into, flat(10))
 
 
-def test_saving_a_weight_version_again_replaces_its_snapshot(place: str) -> None:
+def test_saving_a_weight_version_again_replaces_its_snapshot(place):
     store = SnapshotStore(place)
     save(store, (1, 1))
     store.save(replace(snapshot_of((1, 2)), key=(1, 1)), flat(2))
@@ -59,7 +56,7 @@ def test_saving_a_weight_version_again_replaces_its_snapshot(place: str) -> None
     assert np.array_equal(into, flat(2))
 
 
-def test_snapshots_of_all_shards_together_form_the_whole_weight_version(place: str) -> None:
+def test_snapshots_of_all_shards_together_form_the_whole_weight_version(place):
     into = np.zeros(LAYOUT.num_bytes, np.uint8)
     for number in range(2):
         shard = ShardSpec(number=number, count=2, bucket_bytes=1000)
@@ -72,7 +69,7 @@ def test_snapshots_of_all_shards_together_form_the_whole_weight_version(place: s
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
-def test_damaged_weight_snapshot_is_rejected(tmp_path: Path, damage: str) -> None:
+def test_damaged_weight_snapshot_is_rejected(tmp_path, damage):
     store = SnapshotStore(str(tmp_path))
     save(store, (1, 1))
     path = tmp_path / "1.1" / "weights.bin"
@@ -88,9 +85,7 @@ def test_damaged_weight_snapshot_is_rejected(tmp_path: Path, damage: str) -> Non
 
 
 @pytest.mark.parametrize("manifest", [None, b"{", b"[]", b'{"format": 9}'])
-def test_weight_snapshot_without_a_valid_manifest_is_skipped_with_a_log_entry(
-    tmp_path: Path, manifest: bytes | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weight_snapshot_without_a_valid_manifest_is_skipped_with_a_log_entry(tmp_path, manifest, caplog):
     store = SnapshotStore(str(tmp_path))
     save(store, (1, 1))
     save(store, (1, 2))

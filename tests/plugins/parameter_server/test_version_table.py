@@ -1,35 +1,31 @@
 """The table of weight versions on a parameter server: when they are served and dropped, and reuse of their memory."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 
 from inference_contract.errors import DigestMismatch, LayoutMismatch, NotPrepared, Overloaded, StaleVersion
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
-from pipelinerl.plugins.parameter_server.connection import Announcement, Key
-from pipelinerl.plugins.parameter_server.version_table import Version, VersionTable, collectable, holders
+from pipelinerl.plugins.parameter_server.connection import Announcement
+from pipelinerl.plugins.parameter_server.version_table import VersionTable, collectable, holders
 
 LAYOUT = WeightLayout(parameters=(ParameterSpec(name="a", shape=(5,), dtype=DType.FLOAT32),))
 WIDER = WeightLayout(parameters=(ParameterSpec(name="a", shape=(6,), dtype=DType.FLOAT32),))
 
 
-def announce(
-    table: VersionTable, version: int, *, epoch: int = 1, layout: WeightLayout = LAYOUT, **progress: Key | None
-) -> Version:
+def announce(table, version, *, epoch=1, layout=LAYOUT, **progress):
     return table.announce(Announcement(epoch=epoch, version=version, layout=layout, progress=progress))
 
 
-def publish(table: VersionTable, version: int, *, epoch: int = 1, **progress: Key | None) -> Version:
+def publish(table, version, *, epoch=1, **progress):
     announce(table, version, epoch=epoch, **progress)
     return table.seal((epoch, version), f"digest-{epoch}.{version}", "whole")
 
 
-def held(table: VersionTable) -> list[Key]:
+def held(table):
     return [version.key for version in table.versions()]
 
 
-def test_weight_version_is_served_only_after_its_upload_is_complete() -> None:
+def test_weight_version_is_served_only_after_its_upload_is_complete():
     table = VersionTable(room=2)
     announce(table, 1)
     with pytest.raises(NotPrepared, match=r"1\.1 is not complete yet"):
@@ -41,7 +37,7 @@ def test_weight_version_is_served_only_after_its_upload_is_complete() -> None:
         table.whole((1, 2))
 
 
-def test_repeated_announcement_or_completion_of_an_upload_has_no_effect() -> None:
+def test_repeated_announcement_or_completion_of_an_upload_has_no_effect():
     table = VersionTable(room=2)
     first = announce(table, 1)
     assert announce(table, 1).segment is first.segment
@@ -54,7 +50,7 @@ def test_repeated_announcement_or_completion_of_an_upload_has_no_effect() -> Non
         announce(table, 1, layout=WIDER)
 
 
-def test_full_parameter_server_rejects_a_version_and_names_the_engines_that_need_older_versions() -> None:
+def test_full_parameter_server_rejects_a_version_and_names_the_engines_that_need_older_versions():
     table = VersionTable(room=2)
     publish(table, 1, a=None, b=None)
     publish(table, 2, a=(1, 1), b=None)
@@ -66,7 +62,7 @@ def test_full_parameter_server_rejects_a_version_and_names_the_engines_that_need
     assert held(table) == [(1, 2), (1, 3)]
 
 
-def test_weight_version_is_dropped_once_the_engine_that_needs_it_is_no_longer_listed() -> None:
+def test_weight_version_is_dropped_once_the_engine_that_needs_it_is_no_longer_listed():
     table = VersionTable(room=2)
     publish(table, 1, a=None, dead=None)
     publish(table, 2, a=(1, 1), dead=None)
@@ -74,7 +70,7 @@ def test_weight_version_is_dropped_once_the_engine_that_needs_it_is_no_longer_li
     assert held(table) == [(1, 2)]
 
 
-def test_memory_of_dropped_versions_is_reused_but_memory_of_unfinished_uploads_is_not() -> None:
+def test_memory_of_dropped_versions_is_reused_but_memory_of_unfinished_uploads_is_not():
     table = VersionTable(room=2)
     first = publish(table, 1).segment
     second = publish(table, 2).segment
@@ -86,7 +82,7 @@ def test_memory_of_dropped_versions_is_reused_but_memory_of_unfinished_uploads_i
     assert announce(table, 5).segment is second
 
 
-def test_memory_of_a_dropped_version_is_not_reused_for_a_version_of_another_size() -> None:
+def test_memory_of_a_dropped_version_is_not_reused_for_a_version_of_another_size():
     table = VersionTable(room=2)
     publish(table, 1)
     publish(table, 2)
@@ -94,7 +90,7 @@ def test_memory_of_a_dropped_version_is_not_reused_for_a_version_of_another_size
     assert wider.segment.num_bytes == len(wider.segment.bytes) == WIDER.num_bytes
 
 
-def test_version_is_dropped_only_after_it_has_been_sent_or_saved() -> None:
+def test_version_is_dropped_only_after_it_has_been_sent_or_saved():
     table = VersionTable(room=2)
     publish(table, 1)
     with table.using((1, 1)):
@@ -105,7 +101,7 @@ def test_version_is_dropped_only_after_it_has_been_sent_or_saved() -> None:
     assert held(table) == [(1, 2)]
 
 
-def test_parameter_server_rejects_a_trainer_once_a_trainer_of_a_later_epoch_has_announced_a_version() -> None:
+def test_parameter_server_rejects_a_trainer_once_a_trainer_of_a_later_epoch_has_announced_a_version():
     table = VersionTable(room=2)
     publish(table, 7, a=(1, 6))
     publish(table, 8, a=(1, 6))
@@ -120,14 +116,14 @@ def test_parameter_server_rejects_a_trainer_once_a_trainer_of_a_later_epoch_has_
     assert held(table) == [(2, 5)]
 
 
-def test_weight_version_older_than_the_newest_is_rejected() -> None:
+def test_weight_version_older_than_the_newest_is_rejected():
     table = VersionTable(room=3)
     publish(table, 7)
     with pytest.raises(StaleVersion, match=r"must come after 1\.7"):
         announce(table, 6)
 
 
-def test_parameter_server_with_room_for_a_single_version_is_rejected() -> None:
+def test_parameter_server_with_room_for_a_single_version_is_rejected():
     with pytest.raises(ValueError, match="at least 2"):
         VersionTable(room=1)
 
@@ -156,18 +152,18 @@ histories = st.fixed_dictionaries(
     ],
 )
 def test_version_may_be_dropped_once_all_engines_and_replicas_have_newer_ones_and_one_is_complete(
-    whole: set[Key], progress: dict[str, Key | None], collected: set[Key]
-) -> None:
+    whole, progress, collected
+):
     assert collectable(whole, progress, epoch=1, in_use=set()) == collected
 
 
-def test_version_that_is_being_sent_or_saved_may_not_be_dropped() -> None:
+def test_version_that_is_being_sent_or_saved_may_not_be_dropped():
     whole = {(1, 5), (1, 6)}
     assert collectable(whole, {"a": (1, 6)}, epoch=1, in_use={(1, 5)}) == set()
     assert holders(whole, {"a": (1, 6)}, epoch=1, in_use={(1, 5)}) == ["1.5 is being sent or saved"]
 
 
-def test_versions_of_an_earlier_epoch_may_be_dropped_although_engines_lack_newer_versions() -> None:
+def test_versions_of_an_earlier_epoch_may_be_dropped_although_engines_lack_newer_versions():
     whole, progress = {(1, 8), (1, 9)}, {"a": (1, 8), "b": None}
     assert collectable(whole, progress, epoch=1, in_use=set()) == set()
     assert holders(whole, progress, epoch=1, in_use=set()) == ["1.8 is held for a (at 1.8), b (at none)"]
@@ -178,7 +174,7 @@ def test_versions_of_an_earlier_epoch_may_be_dropped_although_engines_lack_newer
 
 
 @given(histories, st.integers(1, 4))
-def test_version_that_an_engine_or_replica_needs_may_never_be_dropped(history: dict[str, object], epoch: int) -> None:
+def test_version_that_an_engine_or_replica_needs_may_never_be_dropped(history, epoch):
     whole, progress, in_use = history["whole"], history["progress"], history["in_use"]
     assert isinstance(whole, set) and isinstance(progress, dict) and isinstance(in_use, set)
     gone = collectable(whole, progress, epoch=epoch, in_use=in_use)
@@ -194,9 +190,7 @@ def test_version_that_an_engine_or_replica_needs_may_never_be_dropped(history: d
 
 
 @given(histories, keys)
-def test_droppable_weight_version_stays_droppable_when_engines_load_newer_versions(
-    history: dict[str, object], reached: Key
-) -> None:
+def test_droppable_weight_version_stays_droppable_when_engines_load_newer_versions(history, reached):
     whole, progress, in_use = history["whole"], history["progress"], history["in_use"]
     assert isinstance(whole, set) and isinstance(progress, dict) and isinstance(in_use, set)
     ahead = {name: max(at, reached) if at else reached for name, at in progress.items()}

@@ -1,12 +1,7 @@
 """`pipelinerl explain` with presets, recipes, and rollouts from JSON and from records."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -27,15 +22,15 @@ ROLLOUT = {"reward": 1, "tokens": ["so", "[4]"], "behavior_logprobs": [-1, -0.7]
 OTHER = {"reward": 0, "tokens": ["5"], "behavior_logprobs": [-1.7]}
 
 
-def explain(*arguments: str) -> str:
+def explain(*arguments):
     result = CliRunner().invoke(app, ["explain", *arguments], env={"COLUMNS": "200"}, catch_exceptions=False)
     assert result.exit_code == 0
     return result.output
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Callable[[Any], str]:
-    def store(content: Any) -> str:
+def stored(tmp_path):
+    def store(content):
         path = tmp_path / "rollouts.json"
         path.write_text(content if isinstance(content, str) else json.dumps(content))
         return str(path)
@@ -44,7 +39,7 @@ def stored(tmp_path: Path) -> Callable[[Any], str]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_explain_describes_every_preset(name: str) -> None:
+def test_explain_describes_every_preset(name):
     output = explain(name)
     assert output.startswith(f"{name}: ") and "sg[agg · is_weight]" in output
     for slot in ("agg", "is_weight", "adv", "grad1", "grad2"):
@@ -56,21 +51,19 @@ def test_explain_describes_every_preset(name: str) -> None:
         assert "needs nothing but" in output
 
 
-def test_explain_without_arguments_lists_the_presets() -> None:
+def test_explain_without_arguments_lists_the_presets():
     lines = explain().splitlines()
     assert [line.split()[0] for line in lines] == ["preset", *PRESETS]
     assert next(line for line in lines if line.startswith("ppo ")).rstrip().endswith("values")
 
 
-def test_explain_describes_the_objective_of_a_recipe_with_command_line_overrides() -> None:
+def test_explain_describes_the_objective_of_a_recipe_with_command_line_overrides():
     output = explain("tiny", "training.no_signal=filter", "objective.grad1.epsilon_high=0.31")
     assert output.startswith("pipelinerl with changes: ")
     assert "r_t > 1.31" in output and "all equal: filter" in output
 
 
-def test_explain_shows_the_gradient_factors_of_each_token_in_rollouts_read_from_json(
-    stored: Callable[[Any], str],
-) -> None:
+def test_explain_shows_the_gradient_factors_of_each_token_in_rollouts_read_from_json(stored):
     lines = explain("grpo", "--rollout", stored({"rollouts": [ROLLOUT, OTHER]})).splitlines()[-4:]
     assert lines[0].split() == ["group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"]
     assert lines[1].split() == ["0", "0", "0", "'so'", "0.25", "1", "1", "1", "+0.25"]
@@ -78,7 +71,7 @@ def test_explain_shows_the_gradient_factors_of_each_token_in_rollouts_read_from_
     assert lines[3].split() == ["0", "1", "0", "'5'", "0.5", "1", "-1", "1", "-0.5"]
 
 
-def test_explain_reads_rollouts_from_a_file_with_an_encoded_rollout_group(tmp_path: Path) -> None:
+def test_explain_reads_rollouts_from_a_file_with_an_encoded_rollout_group(tmp_path):
     path = tmp_path / "group"
     path.write_bytes(encode_group(group(0)))
     output = explain("ppo_tis", "--rollout", str(path))
@@ -87,7 +80,7 @@ def test_explain_reads_rollouts_from_a_file_with_an_encoded_rollout_group(tmp_pa
     )
 
 
-def test_explain_compares_two_algorithms_on_its_built_in_example() -> None:
+def test_explain_compares_two_algorithms_on_its_built_in_example():
     output = explain("--compare", "grpo", "prime_rl")
     assert output.startswith("grpo: DeepSeekMath") and "\nprime_rl: prime-rl" in output
     assert "\nagg " in output and "\ngrad1 " in output and "equal: is_weight\n" in output
@@ -101,7 +94,7 @@ def test_explain_compares_two_algorithms_on_its_built_in_example() -> None:
     assert "of 11 tokens grpo trains" in output and "cosine of the two gradients: 0." in output
 
 
-def test_explain_compares_recipes_and_finds_an_algorithm_equal_to_itself(stored: Callable[[Any], str]) -> None:
+def test_explain_compares_recipes_and_finds_an_algorithm_equal_to_itself(stored):
     file = stored({"rollouts": [ROLLOUT, OTHER]})
     assert "of 3 tokens grpo trains 2, grpo trains 2; cosine of the two gradients: 1.000" in explain(
         "--compare", "grpo", "grpo", "--rollout", file
@@ -111,7 +104,7 @@ def test_explain_compares_recipes_and_finds_an_algorithm_equal_to_itself(stored:
     assert refused.exit_code == 2 and "leave out the argument" in refused.output
 
 
-def test_explain_reads_the_components_of_each_reward_from_json(stored: Callable[[Any], str]) -> None:
+def test_explain_reads_the_components_of_each_reward_from_json(stored):
     parts = [["right", 1, 1], ["short", 0.5, -1]]
     file = stored({"rollouts": [ROLLOUT | {"parts": parts}, OTHER | {"parts": [["right", 0, 1], ["short", 0.5, -1]]}]})
     lines = explain("gdpo", "--rollout", file).splitlines()[-3:]
@@ -121,12 +114,12 @@ def test_explain_reads_the_components_of_each_reward_from_json(stored: Callable[
 
 
 @pytest.fixture(scope="module")
-def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ended_run(tmp_path_factory):
     """Return a run whose only step trained the groups with indices 4 and 7; its stream also has untrained groups."""
     run_dir = tmp_path_factory.mktemp("runs") / "ended"
     abandoned = group(7, (1.0, 1.0, 0.0), version=5, epoch=1)
 
-    async def roll_out(url: str) -> None:
+    async def roll_out(url):
         stream = await open_stream(url, namespace="ended")
         groups = [group(4, epoch=2), abandoned, group(7, (0.0, 0.0, 1.0), epoch=2), group(8, epoch=2)]
         await stream.append(ROLLOUTS + "a", [encode_group(each) for each in groups], first_id=1)
@@ -142,7 +135,7 @@ def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_explain_shows_the_rollouts_of_a_step_of_a_run(ended_run: Path) -> None:
+def test_explain_shows_the_rollouts_of_a_step_of_a_run(ended_run):
     run = ["--run", str(ended_run), "--step", "1"]
     rows = [line.split() for line in explain("grpo", *run).split("multiplier")[1].strip().splitlines()]
     assert [(row[0], row[1]) for row in rows[::2]] == [("4", "0"), ("4", "1"), ("7", "2"), ("7", "3"), ("7", "4")]
@@ -154,7 +147,7 @@ def test_explain_shows_the_rollouts_of_a_step_of_a_run(ended_run: Path) -> None:
     assert explain(*run).startswith("pipelinerl"), "the default is the run's own objective"
 
 
-def test_explain_rejects_a_step_or_group_that_was_not_recorded(ended_run: Path) -> None:
+def test_explain_rejects_a_step_or_group_that_was_not_recorded(ended_run):
     with pytest.raises(UserError, match=r"step 9 is not in .*/events.jsonl; its steps are 1 to 1"):
         explain("grpo", "--run", str(ended_run), "--step", "9")
     with pytest.raises(UserError, match="did not train on the group of order 8; its orders are 4, 7"):
@@ -180,14 +173,12 @@ def test_explain_rejects_a_step_or_group_that_was_not_recorded(ended_run: Path) 
         ({"rollouts": [ROLLOUT | {"logprobs": [-1]}]}, "rollout 0 has 2 tokens but 1 logprobs"),
     ],
 )
-def test_explain_rejects_a_malformed_rollout_file_in_one_sentence(
-    content: Any, sentence: str, stored: Callable[[Any], str]
-) -> None:
+def test_explain_rejects_a_malformed_rollout_file_in_one_sentence(content, sentence, stored):
     with pytest.raises(UserError, match=sentence):
         explain("grpo", "--rollout", stored(content))
 
 
-def test_explain_rejects_an_unknown_preset_or_missing_file(stored: Callable[[Any], str], tmp_path: Path) -> None:
+def test_explain_rejects_an_unknown_preset_or_missing_file(stored, tmp_path):
     with pytest.raises(UserError, match=r"'dpo' is neither a preset nor a recipe; presets are reinforce, .*tiny"):
         explain("dpo")
     with pytest.raises(UserError, match=r"grpo is a preset, and run\.seed=1 changes a recipe"):

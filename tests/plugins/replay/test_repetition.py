@@ -1,10 +1,6 @@
 """Replayed training steps are bit-identical to the recorded steps; steps computed from other data are detected."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +17,6 @@ from pipelinerl.training.rollouts.admission import Lineage
 from pipelinerl.training.schedule import AdaptiveObjective
 from pipelinerl.training.step import Step
 from pipelinerl.training.weight_history import WeightHistory
-from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import TrainerSpec
 
@@ -29,18 +24,18 @@ GROUPS = {index: [group(index, (0.0, 1.0, 0.5), version=index // 4)] for index i
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     BigramModel.random(7, seed=4).save(tmp_path)
     return tmp_path
 
 
 def replay(
-    model: Path,
-    groups: Mapping[int, Sequence[RolloutGroup]] = GROUPS,
+    model,
+    groups=GROUPS,
     *,
-    chosen: str = "grpo",
-    mini_batching: MiniBatching = MiniBatching(),  # frozen
-) -> Replay:
+    chosen="grpo",
+    mini_batching=MiniBatching(),  # frozen
+):
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=model))
     objective = AdaptiveObjective(resolve(chosen, max_tokens=8), controller=None)
@@ -48,7 +43,7 @@ def replay(
     return Replay(step=Step(rules=rules, passes=ForwardPasses(policy=trainer)), objective=objective, groups=groups)
 
 
-def recorded(model: Path, chosen: str = "grpo") -> list[RecordedStep]:
+def recorded(model, chosen="grpo"):
     """Take three training steps of four groups each; return them as a run records them."""
     taking, steps = replay(model, chosen=chosen), []
     for version in (1, 2, 3):
@@ -62,13 +57,13 @@ def recorded(model: Path, chosen: str = "grpo") -> list[RecordedStep]:
 
 
 @pytest.mark.parametrize("chosen", ["grpo", "rae", "clip_cov", "kl_cov"])
-def test_replayed_steps_are_bit_identical_to_the_recorded_ones(model: Path, chosen: str) -> None:
+def test_replayed_steps_are_bit_identical_to_the_recorded_ones(model, chosen):
     again = list(replay(model, chosen=chosen).run(recorded(model, chosen)))
     assert [each.differences for each in again] == [{}, {}, {}]
     assert len({each.figures["loss"] for each in again}) == 3, "the steps are not all alike"
 
 
-def test_replay_reports_the_metrics_that_differ_because_of_other_weights_or_rewards(model: Path) -> None:
+def test_replay_reports_the_metrics_that_differ_because_of_other_weights_or_rewards(model):
     steps = recorded(model)
     hotter = replace(steps[0], figures={**steps[0].figures, "learning_rate": 0.1001})
     first, second, _ = replay(model).run([hotter, *steps[1:]])
@@ -78,7 +73,7 @@ def test_replay_reports_the_metrics_that_differ_because_of_other_weights_or_rewa
     assert {"reward", "loss", "grad_norm"} <= replayed.differences.keys()
 
 
-def test_replay_ignores_a_copy_of_a_group_whose_sampling_weights_were_abandoned(model: Path) -> None:
+def test_replay_ignores_a_copy_of_a_group_whose_sampling_weights_were_abandoned(model):
     steps = [replace(step, lineage=Lineage(2, 0)) for step in recorded(model)]
     epoch_two = {index: [group(index, (0.0, 1.0, 0.5), version=index // 4, epoch=2)] for index in range(12)}
     abandoned = group(5, (1.0, 0.0, 0.0), version=1, epoch=1)
@@ -86,7 +81,7 @@ def test_replay_ignores_a_copy_of_a_group_whose_sampling_weights_were_abandoned(
     assert [each.differences for each in again.run(steps)] == [{}, {}, {}]
 
 
-def test_replay_with_another_objective_uses_the_recorded_rollouts(model: Path) -> None:
+def test_replay_with_another_objective_uses_the_recorded_rollouts(model):
     steps = recorded(model)
     taking = replay(model)
     list(taking.run(steps[:2]))
@@ -95,7 +90,7 @@ def test_replay_with_another_objective_uses_the_recorded_rollouts(model: Path) -
     assert instead.figures["grad_norm"] != steps[2].figures["grad_norm"]
 
 
-def test_error_of_a_replay_names_the_group_or_step_that_is_missing_from_the_record(model: Path) -> None:
+def test_error_of_a_replay_names_the_group_or_step_that_is_missing_from_the_record(model):
     steps = recorded(model)
     with pytest.raises(RecordError, match="the group of order 2, of step 1, is not in the streams any more"):
         list(replay(model, {index: kept for index, kept in GROUPS.items() if index != 2}).run(steps))
@@ -103,7 +98,7 @@ def test_error_of_a_replay_names_the_group_or_step_that_is_missing_from_the_reco
         list(replay(model).run(steps[1:]))
 
 
-def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
+def at_sampling_weights(model, *, acceptance):
     """Return a replay that must keep older weights, to compute old log-probs with the weights that sampled."""
     taking = replay(model)
     policy = taking.step.passes.policy
@@ -121,7 +116,7 @@ def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
     )
 
 
-def test_replay_keeps_older_weights_as_long_as_later_steps_train_on_their_samples(model: Path) -> None:
+def test_replay_keeps_older_weights_as_long_as_later_steps_train_on_their_samples(model):
     """Step 3 trains on samples of versions 1 and 2, so the replay must still have the weights of version 1."""
     blanks = [
         RecordedStep(version=version, lineage=Lineage(1, 0), orders=orders, figures={"learning_rate": 0.1})
@@ -137,7 +132,7 @@ def test_replay_keeps_older_weights_as_long_as_later_steps_train_on_their_sample
         list(at_sampling_weights(model, acceptance=1).run(steps))
 
 
-def various(index: int) -> RolloutGroup:
+def various(index):
     """Return a group whose rollouts differ from those of every other group."""
     draw = rng.generator(index, "various")
     rollouts = [
@@ -147,8 +142,8 @@ def various(index: int) -> RolloutGroup:
 
 
 def test_replayed_steps_with_several_optimizer_steps_are_bit_identical_even_after_loading_a_saved_state(
-    model: Path, tmp_path: Path
-) -> None:
+    model, tmp_path
+):
     mini_batching = MiniBatching(epochs=2, mini_batches=2, seed=3)
     groups = {index: [various(index)] for index in range(12)}
     running = replay(model, groups, mini_batching=mini_batching)

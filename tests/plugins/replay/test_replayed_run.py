@@ -1,9 +1,5 @@
 """`pipelinerl replay`: the checkpoint that it starts from, and objectives that it rejects."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from rich.console import Console
 
@@ -20,16 +16,14 @@ from tests.fakes.checkpoints import model_directory, save
     [("grpo_kl", "grpo_kl needs ref_logprobs, for which this run has no weights"), ("ppo", "ppo needs values"),
      ("grpoo", "objective.preset must be one of")],
 )  # fmt: skip
-def test_replay_with_an_objective_that_the_run_cannot_compute_is_rejected(
-    tmp_path: Path, preset: str, sentence: str
-) -> None:
+def test_replay_with_an_objective_that_the_run_cannot_compute_is_rejected(tmp_path, preset, sentence):
     save_recipe(load("tiny"), tmp_path / "recipe.toml")
     write_layout(tmp_path)
     with pytest.raises(UserError, match=sentence):
         show(tmp_path, step=1, objective=preset, console=Console())
 
 
-def test_replay_starts_at_the_newest_intact_checkpoint_before_the_step(tmp_path: Path) -> None:
+def test_replay_starts_at_the_newest_intact_checkpoint_before_the_step(tmp_path):
     config = load("tiny")
     directory = checkpoints_of(config, tmp_path).directory
     store = CheckpointStore(directory, keep=3, model_directory=model_directory(tmp_path / "model"))

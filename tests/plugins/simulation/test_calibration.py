@@ -1,7 +1,5 @@
 """Calibration fits the simulation's durations to a run's events: it recovers the durations that made the events."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -25,7 +23,7 @@ from tests.plugins.simulation.settings import setting
 ENGINE = EngineTimes(step_s=0.011, row_s=0.0002, prompt_token_s=3e-5)
 
 
-def test_calibration_recovers_the_durations_from_which_the_events_were_made() -> None:
+def test_calibration_recovers_the_durations_from_which_the_events_were_made():
     """Engine times are fitted to the engine's counters, trainer times to token counts, all others to their events."""
     tokens = [1000 + 100 * (number % 10) for number in range(30)]
     events = run_events(engine=ENGINE, tokens_by_step=tokens, token_s=2e-4)
@@ -41,7 +39,7 @@ def test_calibration_recovers_the_durations_from_which_the_events_were_made() ->
     assert fitted.control.report_s == pytest.approx(0.02)
 
 
-def test_calibration_attributes_step_time_that_nothing_else_explains_to_actors() -> None:
+def test_calibration_attributes_step_time_that_nothing_else_explains_to_actors():
     """The fitted time that an actor spends on each rollout makes simulated steps as long as the recorded steps."""
     known = Hardware(
         engine=ENGINE,
@@ -58,14 +56,14 @@ def test_calibration_attributes_step_time_that_nothing_else_explains_to_actors()
     assert fitted.control.request_s == pytest.approx(0.002, rel=0.1)
 
 
-def test_calibration_does_not_mistake_waiting_for_running_samples_for_a_slow_network() -> None:
+def test_calibration_does_not_mistake_waiting_for_running_samples_for_a_slow_network():
     """If a publication waits until the engine's rows are empty, only its sending time counts as network time."""
     events = [event | ({"total_s": 3.0} if event["kind"] == "publish" else {}) for event in run_events(engine=ENGINE)]
     drained = ObservedRun(events=events, setting=setting(1, 8, on_update=OnUpdate.DRAIN))
     assert calibrate([drained]).update.send_s == pytest.approx(0.05)
 
 
-def test_slowdown_of_engine_and_trainer_on_shared_hardware_is_estimated_from_a_second_run() -> None:
+def test_slowdown_of_engine_and_trainer_on_shared_hardware_is_estimated_from_a_second_run():
     """In the second run, engine and trainer are 1.5 times as slow."""
     alone = ObservedRun(events=run_events(engine=ENGINE), setting=setting(1, 1))
     slow = EngineTimes(step_s=1.5 * 0.011, row_s=1.5 * 0.0002, prompt_token_s=1.5 * 3e-5)
@@ -76,7 +74,7 @@ def test_slowdown_of_engine_and_trainer_on_shared_hardware_is_estimated_from_a_s
     assert calibrate([alone, alone]).contention == Contention()
 
 
-def test_calibration_metrics_average_the_steps_after_warm_up_that_overlap_no_evaluation() -> None:
+def test_calibration_metrics_average_the_steps_after_warm_up_that_overlap_no_evaluation():
     """The first fifth of the steps, and steps that overlap an evaluation, are not counted."""
     events = run_events(steps=30, period_s=2.0)
     measured = measure(events)
@@ -103,15 +101,13 @@ def test_calibration_metrics_average_the_steps_after_warm_up_that_overlap_no_eva
     ],
     ids=["too short", "no busy seconds", "an old run"],
 )
-def test_calibration_without_enough_events_is_rejected_with_an_error_that_names_the_missing_data(
-    events: list[dict[str, object]], message: str
-) -> None:
+def test_calibration_without_enough_events_is_rejected_with_an_error_that_names_the_missing_data(events, message):
     """The error message also says what to do."""
     with pytest.raises(UserError, match=message):
         calibrate([ObservedRun(events=events, setting=setting(1, 1))])
 
 
-def test_error_of_a_prediction_is_relative_to_the_measured_value() -> None:
+def test_error_of_a_prediction_is_relative_to_the_measured_value():
     """For each compared metric, the error is simulated ÷ measured − 1."""
     measured = measure(run_events(period_s=2.0))
     predicted = replace(
@@ -124,13 +120,13 @@ PACED = Hardware(engine=EngineTimes(step_s=0.03, row_s=0.0005), trainer=TrainerT
 DRAIN = setting(1, 4, on_update=OnUpdate.DRAIN, lengths=HeavyTailedLengths(12.0, 0.9, 48), prompt_tokens=9, steps=200)
 
 
-def test_simulated_updates_in_drain_mode_discard_no_groups_in_short_and_long_runs() -> None:
+def test_simulated_updates_in_drain_mode_discard_no_groups_in_short_and_long_runs():
     assert simulate(DRAIN, PACED).discarded == 0.0
     like = simulated_like(run_events(steps=24), DRAIN, PACED)
     assert like.steps == 24 and like.discarded == 0.0
 
 
-def test_prediction_that_is_compared_with_a_measurement_is_the_median_of_several_simulations() -> None:
+def test_prediction_that_is_compared_with_a_measurement_is_the_median_of_several_simulations():
     median = simulated_like(run_events(steps=24), DRAIN, PACED)
     runs = [simulate(replace(DRAIN, steps=24, seed=seed), PACED) for seed in range(DRAWS)]
     assert (
@@ -139,7 +135,7 @@ def test_prediction_that_is_compared_with_a_measurement_is_the_median_of_several
 
 
 @pytest.mark.parametrize("missing", ["tokens", "publish_wait_s"])
-def test_run_whose_steps_lack_a_figure_is_rejected_by_the_name_of_the_figure(missing: str) -> None:
+def test_run_whose_steps_lack_a_figure_is_rejected_by_the_name_of_the_figure(missing):
     whole = ObservedRun(events=run_events(engine=ENGINE), setting=setting(1, 1))
     lacking = [{name: value for name, value in event.items() if name != missing} for event in whole.events]
     with pytest.raises(UserError, match=f"do not report '{missing}'"):

@@ -1,9 +1,5 @@
 """The simulation chooses among waiting groups as the trainer's real `Batcher` does."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 from hypothesis import given, settings as effort, strategies as st
 
 from pipelinerl.enums import NoSignal
@@ -11,11 +7,10 @@ from pipelinerl.plugins.simulation.engine import SimulatedGroup, WaitingGroups
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group
 
 
-def simulated(index: int, version: int) -> SimulatedGroup:
+def simulated(index, version):
     return SimulatedGroup(index, 2, [2, 2], 0.0, oldest=version)
 
 
@@ -25,9 +20,7 @@ def simulated(index: int, version: int) -> SimulatedGroup:
     k=st.integers(1, 5),
     rollouts=st.sampled_from([2, 3, 6]),
 )
-def test_simulation_trains_on_the_same_groups_as_the_trainers_batcher(
-    arrivals: list[list[int]], k: int, rollouts: int
-) -> None:
+def test_simulation_trains_on_the_same_groups_as_the_trainers_batcher(arrivals, k, rollouts):
     """The simulation also drops the same groups as stale as the `Batcher`."""
     real, twin = _batcher(), WaitingGroups()
     bounds, index, producing = StalenessBounds(1, k), 0, 7
@@ -44,9 +37,9 @@ def test_simulation_trains_on_the_same_groups_as_the_trainers_batcher(
         producing += taken is not None
 
 
-def _indices(groups: Sequence[SimulatedGroup | RolloutGroup] | None) -> list[int] | None:
+def _indices(groups):
     return None if groups is None else sorted(each.index for each in groups)
 
 
-def _batcher() -> Batcher:
+def _batcher():
     return Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.TRAIN)

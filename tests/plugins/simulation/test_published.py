@@ -1,7 +1,5 @@
 """Hardware tables from published specifications: each duration agrees with its formula; settings must fit in memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelinerl.errors import RecipeError, UserError
@@ -9,7 +7,7 @@ from pipelinerl.plugins.simulation.published import ACCELERATORS, SIZES, mean_co
 from pipelinerl.plugins.simulation.setting import FixedLengths
 
 
-def test_simulated_decode_step_of_a_small_batch_takes_the_time_to_read_the_weights_and_each_rows_cache() -> None:
+def test_simulated_decode_step_of_a_small_batch_takes_the_time_to_read_the_weights_and_each_rows_cache():
     """At 0.6 · 3.35 TB/s, 7.61e9 bf16 parameters are read in 7.57 ms, a token's 57,344 bytes of KV cache in 28.5 ns."""
     engine = published_hardware("h100:7b").times(engine_devices=1, trainer_devices=1, rows=64, context=1000).engine
     assert engine.step_s == pytest.approx(7.572e-3, rel=1e-3)
@@ -17,13 +15,13 @@ def test_simulated_decode_step_of_a_small_batch_takes_the_time_to_read_the_weigh
     assert engine.decode_s(64) == pytest.approx(9.398e-3, rel=1e-3)
 
 
-def test_simulated_decode_step_of_a_large_batch_is_limited_by_arithmetic() -> None:
+def test_simulated_decode_step_of_a_large_batch_is_limited_by_arithmetic():
     table, rows = published_hardware("h100:7b"), 1024
     engine = table.times(engine_devices=1, trainer_devices=1, rows=rows, context=0).engine
     assert engine.decode_s(rows) == pytest.approx(rows * 2 * 7.61e9 / (0.6 * 989e12))
 
 
-def test_simulated_training_time_follows_from_the_published_hardware_utilisation() -> None:
+def test_simulated_training_time_follows_from_the_published_hardware_utilisation():
     table = published_hardware("h100:7b")
     one, eight = (table.times(engine_devices=1, trainer_devices=n, rows=1, context=0).trainer for n in (1, 8))
     assert one.token_s == pytest.approx(6 * 7.61e9 / (0.4 * 989e12))
@@ -31,7 +29,7 @@ def test_simulated_training_time_follows_from_the_published_hardware_utilisation
     assert one.optimizer_step_s == pytest.approx(8 * eight.optimizer_step_s)
 
 
-def test_attention_makes_each_token_of_a_long_answer_more_expensive_to_train() -> None:
+def test_attention_makes_each_token_of_a_long_answer_more_expensive_to_train():
     table = published_hardware("v5p:32b")
     short, long = (
         table.times(engine_devices=4, trainer_devices=1, rows=1, context=tokens).trainer.token_s for tokens in (0, 8192)
@@ -39,7 +37,7 @@ def test_attention_makes_each_token_of_a_long_answer_more_expensive_to_train() -
     assert long / short == pytest.approx(1 + 2 * 64 * 5120 * 8192 / 32.5e9)
 
 
-def test_simulated_model_on_several_devices_decodes_faster_but_spends_time_on_all_reduces() -> None:
+def test_simulated_model_on_several_devices_decodes_faster_but_spends_time_on_all_reduces():
     table = published_hardware("h200:32b")
     one, four = (table.times(engine_devices=n, trainer_devices=1, rows=8, context=1000).engine for n in (1, 4))
     assert one.step_s == pytest.approx(4 * four.step_s)
@@ -48,14 +46,12 @@ def test_simulated_model_on_several_devices_decodes_faster_but_spends_time_on_al
 
 @pytest.mark.parametrize("name", ACCELERATORS)
 @pytest.mark.parametrize("size", SIZES)
-def test_every_published_hardware_table_gives_positive_durations_on_4_engine_and_8_trainer_devices(
-    name: str, size: str
-) -> None:
+def test_every_published_hardware_table_gives_positive_durations_on_4_engine_and_8_trainer_devices(name, size):
     times = published_hardware(f"{name}:{size}").times(engine_devices=4, trainer_devices=8, rows=16, context=4096)
     assert min(times.engine.step_s, times.engine.row_s, times.trainer.token_s, times.update.send_s) > 0
 
 
-def test_decode_batch_whose_kv_cache_does_not_fit_in_engine_memory_is_rejected() -> None:
+def test_decode_batch_whose_kv_cache_does_not_fit_in_engine_memory_is_rejected():
     table = published_hardware("h100:7b")
     most = table.rows_that_fit(engine_devices=1, context=8000)
     table.times(engine_devices=1, trainer_devices=1, rows=most, context=8000)
@@ -64,10 +60,10 @@ def test_decode_batch_whose_kv_cache_does_not_fit_in_engine_memory_is_rejected()
 
 
 @pytest.mark.parametrize("name", ["h100", "b200:7b", "h100:8b", ""])
-def test_unknown_hardware_name_is_rejected_with_a_list_of_the_known_names(name: str) -> None:
+def test_unknown_hardware_name_is_rejected_with_a_list_of_the_known_names(name):
     with pytest.raises(UserError, match="h100, h200, v5p"):
         published_hardware(name)
 
 
-def test_mean_context_while_decoding_equally_long_answers_is_the_prompt_plus_half_an_answer() -> None:
+def test_mean_context_while_decoding_equally_long_answers_is_the_prompt_plus_half_an_answer():
     assert mean_context(FixedLengths(600), 100) == pytest.approx(400)

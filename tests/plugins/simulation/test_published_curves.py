@@ -20,9 +20,8 @@ import pytest
 from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.plugins.simulation.hardware import TrainerTimes
-from pipelinerl.plugins.simulation.prediction import Prediction
-from pipelinerl.plugins.simulation.published import PublishedHardware, mean_context, published_hardware
-from pipelinerl.plugins.simulation.setting import HeavyTailedLengths, LengthLaw, ObservedLengths, SimulatedSetting
+from pipelinerl.plugins.simulation.published import mean_context, published_hardware
+from pipelinerl.plugins.simulation.setting import HeavyTailedLengths, ObservedLengths, SimulatedSetting
 from pipelinerl.plugins.simulation.simulator import simulate
 from pipelinerl.staleness import StalenessBounds
 
@@ -57,12 +56,12 @@ _CONTEXT: Final = 16_384
 _RECOMPUTED: Final = 5 / 3
 
 
-def heavy_tailed(mean: float, sigma: float, most: int) -> HeavyTailedLengths:
+def heavy_tailed(mean, sigma, most):
     """Return a log-normal distribution of lengths, with this mean before lengths are truncated to `most`."""
     return HeavyTailedLengths(mean * math.exp(-(sigma**2) / 2), sigma, most)
 
 
-def conventional(lengths: LengthLaw, *, steps: int, table: PublishedHardware, batches: int = 32) -> Prediction:
+def conventional(lengths, *, steps, table, batches=32):
     """Simulate conventional RL: all GPUs generate `batches` batches, then all train on them."""
     times = table.times(engine_devices=1, trainer_devices=_GPUS, rows=_ROWS, context=mean_context(lengths, _PROMPT))
     return simulate(
@@ -84,7 +83,7 @@ def conventional(lengths: LengthLaw, *, steps: int, table: PublishedHardware, ba
     )
 
 
-def in_flight(lengths: LengthLaw, *, steps: int, table: PublishedHardware) -> Prediction:
+def in_flight(lengths, *, steps, table):
     """Simulate in-flight updates: 48 GPUs generate while 80 train.
 
     The paper's algorithm 2 keeps the rows full by replacing each sequence that ends. Here a group is in flight
@@ -110,7 +109,7 @@ def in_flight(lengths: LengthLaw, *, steps: int, table: PublishedHardware) -> Pr
     )
 
 
-def equal_lag(*, steps: int) -> tuple[float, float]:
+def equal_lag(*, steps):
     """Simulate appendix A.4; return the tokens per flash of conventional RL and those of in-flight updates."""
     table = published_hardware("h100:7b")
     table = replace(table, accelerator=replace(table.accelerator, utilisation=_A4_UTILISATION))
@@ -147,13 +146,7 @@ def equal_lag(*, steps: int) -> tuple[float, float]:
     return slow.tokens_per_s * flash_s, fast.tokens_per_s * flash_s
 
 
-def rlax(
-    cores: int,
-    *,
-    steps: int,
-    bounds: tuple[int, float] = (16, 32),
-    trains: bool = True,
-) -> Prediction:
+def rlax(cores, *, steps, bounds=(16, 32), trains=True):
     """Simulate RLAX with an inference cluster of `cores`; without `trains`, training takes no time."""
     table = published_hardware("v5p:32b")
     lengths = HeavyTailedLengths(_RLAX_MEDIAN, 0.5, _CONTEXT - _RLAX_PROMPT)
@@ -183,42 +176,42 @@ LENGTHS: Final = heavy_tailed(_MEAN_TOKENS, 1.0, _MOST_TOKENS)
 H100: Final = published_hardware("h100:7b")
 
 
-def test_simulated_answer_lengths_have_the_assumed_mean() -> None:
+def test_simulated_answer_lengths_have_the_assumed_mean():
     drawn = LENGTHS.draw(rng.generator(0, "lengths"), 200_000)
     assert drawn.mean() == pytest.approx(503, rel=0.01)
 
 
-def test_simulated_throughput_of_conventional_rl_grows_with_the_batches_generated_per_weight_update() -> None:
+def test_simulated_throughput_of_conventional_rl_grows_with_the_batches_generated_per_weight_update():
     one, four = (conventional(LENGTHS, steps=2, table=H100, batches=g).rollouts_per_s for g in (1, 4))
     assert 1 < four / one < 4
 
 
-def test_simulated_engines_keep_all_rows_of_their_decode_batch_busy_with_in_flight_updates() -> None:
+def test_simulated_engines_keep_all_rows_of_their_decode_batch_busy_with_in_flight_updates():
     prediction = in_flight(LENGTHS, steps=60, table=H100)
     assert prediction.rows == pytest.approx(64, abs=1)
 
 
 @pytest.mark.slow
-def test_simulated_speedup_of_in_flight_updates_over_conventional_rl_matches_the_paper() -> None:
+def test_simulated_speedup_of_in_flight_updates_over_conventional_rl_matches_the_paper():
     fast, slow = in_flight(LENGTHS, steps=60, table=H100), conventional(LENGTHS, steps=2, table=H100)
     assert fast.rollouts_per_s / slow.rollouts_per_s == pytest.approx(2.0, rel=TOLERANCE)
 
 
 @pytest.mark.slow
-def test_simulated_throughput_of_conventional_and_in_flight_updates_at_equal_lag_matches_the_paper() -> None:
+def test_simulated_throughput_of_conventional_and_in_flight_updates_at_equal_lag_matches_the_paper():
     slow, fast = equal_lag(steps=600)
     assert (slow, fast) == (pytest.approx(10.7, rel=TOLERANCE), pytest.approx(16.9, rel=TOLERANCE))
     assert fast / slow == pytest.approx(1.57, rel=TOLERANCE)
 
 
 @pytest.mark.slow
-def test_simulated_speedup_of_larger_inference_clusters_matches_the_paper() -> None:
+def test_simulated_speedup_of_larger_inference_clusters_matches_the_paper():
     alone = [rlax(cores, steps=160, bounds=(10**6, math.inf), trains=False).tokens_per_s for cores in (128, 1024)]
     assert alone[1] / alone[0] == pytest.approx(8.0, rel=TOLERANCE)
     assert rlax(128, steps=80).step_s / rlax(1024, steps=80).step_s == pytest.approx(3.6, rel=TOLERANCE)
 
 
 @pytest.mark.slow
-def test_simulated_cost_of_a_tighter_staleness_bound_matches_the_paper() -> None:
+def test_simulated_cost_of_a_tighter_staleness_bound_matches_the_paper():
     tight, loose = rlax(512, steps=80, bounds=(16, 16)), rlax(512, steps=80)
     assert tight.step_s / loose.step_s == pytest.approx(75 / 45, rel=TOLERANCE)

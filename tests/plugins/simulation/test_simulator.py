@@ -1,7 +1,5 @@
 """Invariants hold for every simulated run, and simple runs take the time that a formula predicts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +17,6 @@ from pipelinerl.plugins.simulation.hardware import (
     TrainerTimes,
     UpdateTimes,
 )
-from pipelinerl.plugins.simulation.prediction import Prediction
 from pipelinerl.plugins.simulation.setting import FixedLengths, HeavyTailedLengths
 from pipelinerl.plugins.simulation.simulator import POLL_S, simulate
 from pipelinerl.roles.actor_role import REFRESH_S
@@ -30,9 +27,7 @@ BOUNDS = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32), (1, math.inf))
 
 @pytest.mark.parametrize("on_update", OnUpdate)
 @pytest.mark.parametrize(("j", "k"), BOUNDS)
-def test_each_simulated_group_has_one_outcome_and_no_trained_group_exceeds_the_staleness_bound_k(
-    j: int, k: float, on_update: OnUpdate
-) -> None:
+def test_each_simulated_group_has_one_outcome_and_no_trained_group_exceeds_the_staleness_bound_k(j, k, on_update):
     run = simulate(setting(j, k, on_update=on_update, max_groups=400, filtered=0.2, oversample=2.0), WHOLE)
     account = run.account
     ended = account.trained + account.filtered + account.stale + account.failed
@@ -55,15 +50,8 @@ def test_each_simulated_group_has_one_outcome_and_no_trained_group_exceeds_the_s
     seed=st.integers(0, 5),
 )
 def test_simulated_runs_with_random_settings_finish_and_give_every_requested_group_an_outcome(
-    engines: int,
-    slots: int,
-    bounds: tuple[int, float],
-    on_update: OnUpdate,
-    groups: int,
-    size: int,
-    contention: float,
-    seed: int,
-) -> None:
+    engines, slots, bounds, on_update, groups, size, contention, seed
+):
     given_setting = setting(
         *bounds,
         engines=engines,
@@ -87,7 +75,7 @@ def test_simulated_runs_with_random_settings_finish_and_give_every_requested_gro
     assert 0 < run.rows <= slots
 
 
-def test_simulated_lockstep_run_with_fixed_answer_lengths_takes_the_time_of_its_formula() -> None:
+def test_simulated_lockstep_run_with_fixed_answer_lengths_takes_the_time_of_its_formula():
     """One engine samples 64 answers of 20 tokens in 64 rows; sampling and training do not overlap."""
     control = ControlTimes(
         order_s=0.003, request_s=0.0, answer_s=0.0, verify_s=0.05, verifiers=None, deliver_s=0.004, report_s=0.02
@@ -103,7 +91,7 @@ def test_simulated_lockstep_run_with_fixed_answer_lengths_takes_the_time_of_its_
     assert run.trainer_computes == pytest.approx(train / run.step_s)
 
 
-def test_simulated_actor_requests_its_groups_one_after_another() -> None:
+def test_simulated_actor_requests_its_groups_one_after_another():
     """The actor takes 1 ms to request each rollout of eight groups of 8; the last group begins after all requests."""
     hardware = replace(BALANCED, control=ControlTimes(request_s=0.001), engine=EngineTimes(step_s=0.5))
     run = simulate(setting(1, 1, lengths=FixedLengths(1)), hardware)
@@ -112,7 +100,7 @@ def test_simulated_actor_requests_its_groups_one_after_another() -> None:
 
 
 @pytest.mark.parametrize("generation", [1, 2, 4, 8])
-def test_simulated_conventional_step_takes_the_sum_of_generation_and_training_time(generation: int) -> None:
+def test_simulated_conventional_step_takes_the_sum_of_generation_and_training_time(generation):
     """To generate G batches in the same rows takes G times as many decode steps; then G training steps follow."""
     run = simulate(
         setting(1, 1, lengths=FixedLengths(20), rollouts_per_step=64 * generation, mini_batches=generation), BALANCED
@@ -121,7 +109,7 @@ def test_simulated_conventional_step_takes_the_sum_of_generation_and_training_ti
     assert run.step_s == pytest.approx(generation * (rounds + 2e-4 * 64 * 30), rel=1e-9)
 
 
-def test_simulated_one_step_off_policy_run_takes_the_longer_of_sampling_and_training_time() -> None:
+def test_simulated_one_step_off_policy_run_takes_the_longer_of_sampling_and_training_time():
     """The engine samples the next batch while the trainer trains, so a step takes the longer of these two times."""
     decode = 20 * (0.01 + 0.0001 * 64)
     for token_s in (4e-5, 4e-4):
@@ -131,7 +119,7 @@ def test_simulated_one_step_off_policy_run_takes_the_longer_of_sampling_and_trai
         assert run.staleness == {2: 1.0}
 
 
-def test_simulated_run_with_a_slow_trainer_keeps_fewer_rollouts_in_flight_without_slowing_the_trainer() -> None:
+def test_simulated_run_with_a_slow_trainer_keeps_fewer_rollouts_in_flight_without_slowing_the_trainer():
     """With k = 8, four steps may be in flight. A slow trainer needs two of them, and lags behind by two versions."""
     slow, fast = (replace(WHOLE, trainer=TrainerTimes(token_s=token_s)) for token_s in (6e-4, 2e-5))
     run = simulate(setting(1, 8, steps=80), slow)
@@ -141,7 +129,7 @@ def test_simulated_run_with_a_slow_trainer_keeps_fewer_rollouts_in_flight_withou
     assert run.in_flight > 3.5 * 8, "engines that are too slow get all that may be in flight"
 
 
-def test_simulated_update_in_drain_mode_makes_the_trainer_wait_until_running_samples_end() -> None:
+def test_simulated_update_in_drain_mode_makes_the_trainer_wait_until_running_samples_end():
     """In continue mode, the engine samples while its weights are updated and while the trainer trains."""
     continued, drained = (
         simulate(setting(1, 8, on_update=on_update), BALANCED) for on_update in (OnUpdate.CONTINUE, OnUpdate.DRAIN)
@@ -151,7 +139,7 @@ def test_simulated_update_in_drain_mode_makes_the_trainer_wait_until_running_sam
     assert continued.trainer_held == 0
 
 
-def test_simulated_rlax_engines_load_only_every_jth_version() -> None:
+def test_simulated_rlax_engines_load_only_every_jth_version():
     """With j = 4 and k = 8, engines serve versions 0, 4, 8, …; tokens are up to 8 versions old."""
     rare = simulate(setting(4, 8), replace(BALANCED, update=UpdateTimes(send_s=0.0, pause_s=1.0)))
     often = simulate(setting(1, 8), replace(BALANCED, update=UpdateTimes(send_s=0.0, pause_s=1.0)))
@@ -160,7 +148,7 @@ def test_simulated_rlax_engines_load_only_every_jth_version() -> None:
 
 
 @pytest.mark.parametrize(("j", "k"), [(1, 2), (1, 8), (16, 32)])
-def test_simulated_throughput_never_falls_with_more_engines(j: int, k: float) -> None:
+def test_simulated_throughput_never_falls_with_more_engines(j, k):
     """Throughput grows with the number of engines until the trainer is the bottleneck."""
     fast = replace(BALANCED, trainer=TrainerTimes(token_s=2e-5))
     speeds = [simulate(setting(j, k, engines=n, steps=60), fast).tokens_per_s for n in (1, 2, 4, 8, 16)]
@@ -169,18 +157,18 @@ def test_simulated_throughput_never_falls_with_more_engines(j: int, k: float) ->
 
 
 @pytest.mark.parametrize("hardware", [BALANCED, WHOLE])
-def test_simulated_groups_in_flight_satisfy_littles_law(hardware: Hardware) -> None:
+def test_simulated_groups_in_flight_satisfy_littles_law(hardware):
     """Groups in flight = groups that end per second × mean time in flight (Little 1961)."""
     run = simulate(setting(1, 8, steps=300), hardware)
     ended_per_s = run.rollouts_per_s / 8 / (1 - _share_stale(run))
     assert run.in_flight == pytest.approx(ended_per_s * run.order_s, rel=0.05)
 
 
-def _share_stale(run: Prediction) -> float:
+def _share_stale(run):
     return run.account.stale / (run.account.stale + run.account.trained)
 
 
-def test_simulated_engine_and_trainer_slow_each_other_down_if_they_compute_at_the_same_time() -> None:
+def test_simulated_engine_and_trainer_slow_each_other_down_if_they_compute_at_the_same_time():
     """With a slowdown of 2 while both compute, a step takes twice as long. In lockstep, where only one computes at a
     time, nothing changes.
     """
@@ -193,25 +181,25 @@ def test_simulated_engine_and_trainer_slow_each_other_down_if_they_compute_at_th
         assert together >= alone
 
 
-def test_simulated_run_is_determined_by_its_seed() -> None:
+def test_simulated_run_is_determined_by_its_seed():
     first, again, other = (simulate(setting(1, 8, seed=seed), WHOLE) for seed in (0, 0, 1))
     assert first == again
     assert first != other
 
 
-def test_simulation_rejects_a_setting_with_which_a_run_would_wait_forever() -> None:
+def test_simulation_rejects_a_setting_with_which_a_run_would_wait_forever():
     """A step needs more rollouts than may be in flight, so it would wait forever."""
     with pytest.raises(ValueError, match="is deadlocked at step 1 of 40"):
         simulate(setting(1, 8, max_groups=4), BALANCED)
 
 
-def test_heavy_tailed_answer_lengths_have_the_given_median_and_maximum() -> None:
+def test_heavy_tailed_answer_lengths_have_the_given_median_and_maximum():
     drawn = HeavyTailedLengths(30.0, 1.0, 256).draw(np.random.Generator(np.random.PCG64(0)), 200_000)
     assert drawn.max() == 256
     assert np.median(drawn) == pytest.approx(30, abs=1)
 
 
-def test_age_of_a_simulated_group_counts_from_its_request_and_not_from_its_first_token() -> None:
+def test_age_of_a_simulated_group_counts_from_its_request_and_not_from_its_first_token():
     """Real actors count a group's age in the same way, so they drop some groups before a busy engine begins them."""
     few, many = (simulate(setting(1, 2, slots=slots, steps=60), WHOLE) for slots in (8, 512))
     assert few.account.stale > 0 and few.discarded < 0.01
@@ -220,7 +208,7 @@ def test_age_of_a_simulated_group_counts_from_its_request_and_not_from_its_first
 
 
 @pytest.mark.parametrize("answer_s", [12.0, 14.0])
-def test_large_bound_k_neither_slows_a_run_down_nor_ages_its_rollouts(answer_s: float) -> None:
+def test_large_bound_k_neither_slows_a_run_down_nor_ages_its_rollouts(answer_s):
     """Pacing waits until a change can show: one that grew after every step swung between 2 and 8 steps in flight."""
     hardware = Hardware(engine=EngineTimes(step_s=answer_s / 1000), trainer=TrainerTimes(token_s=5.0 / 512_000))
     runs = {

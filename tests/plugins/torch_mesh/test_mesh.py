@@ -3,15 +3,13 @@
 Rank 0 runs `tests.fakes.torch_rank0`; the other ranks run `pipelinerl trainer-rank`. gloo connects them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,9 +92,7 @@ def test_several_processes_are_rejected_with_a_torch_that_cannot_abandon_a_pass(
 
 
 @contextmanager
-def processes(
-    jobs: Sequence[Job], *, mesh: Mapping[str, int] = TWO, silence_s: int = 20
-) -> Iterator[list[subprocess.Popen[str]]]:
+def processes(jobs, *, mesh=TWO, silence_s=20):
     """Start rank 0, which runs the jobs in sequence, and the other ranks; yield all processes."""
     (port,), size = free_ports(1), ProcessMesh(**mesh).size
     options = {"mesh": mesh, "distributed": {"coordinator": f"127.0.0.1:{port}", "silence_s": silence_s}}
@@ -122,7 +118,7 @@ def processes(
             rank.communicate(timeout=PATIENCE_S)
 
 
-def _settings(key: str, value: Any) -> Iterator[tuple[str, str]]:
+def _settings(key, value):
     if not isinstance(value, Mapping):
         yield key, json.dumps(value)
         return
@@ -130,12 +126,12 @@ def _settings(key: str, value: Any) -> Iterator[tuple[str, str]]:
         yield from _settings(f"{key}.{name}", each)
 
 
-def ended(rank: subprocess.Popen[str]) -> tuple[int, str]:
+def ended(rank):
     output, _ = rank.communicate(timeout=PATIENCE_S)
     return rank.returncode, output
 
 
-def succeed(jobs: Sequence[Job], **given: Any) -> list[Any]:
+def succeed(jobs, **given):
     """Return rank 0's results of each job after every rank has succeeded."""
     with processes(jobs, **given) as ranks:
         for rank in ranks:
@@ -144,7 +140,7 @@ def succeed(jobs: Sequence[Job], **given: Any) -> list[Any]:
     return [results_in(directory) for directory, _, _ in jobs]
 
 
-def end_by_losing(rank: int, how: signal.Signals, jobs: Sequence[Job], **given: Any) -> str:
+def end_by_losing(rank, how, jobs, **given):
     """Send the signal `how` to one of two ranks during the last job, `until_lost`; return the other rank's output."""
     with processes(jobs, **given) as ranks:
         assert ranks[0].stdout is not None
@@ -159,16 +155,16 @@ def end_by_losing(rank: int, how: signal.Signals, jobs: Sequence[Job], **given: 
         return ended(ranks[1 - rank])[1]
 
 
-def results_in(directory: Path) -> Any:
+def results_in(directory):
     return json.loads((directory / "found.json").read_text())
 
 
-def arrays(directory: Path) -> dict[str, np.ndarray]:
+def arrays(directory):
     """Return all arrays that a job saved in the directory: losses, norms, predictions, weights or gradient."""
     return {f"{file.stem}.{key}": array for file in directory.glob("*.npz") for key, array in np.load(file).items()}
 
 
-def distance(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], part: str) -> float:
+def distance(ours, theirs, part):
     """Return the relative L2 distance of two results over all arrays of one part, such as `weights`."""
     names = [name for name in theirs if name.startswith(part)]
     assert names and set(names) <= ours.keys()
@@ -176,7 +172,7 @@ def distance(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], part: s
     return float(np.sqrt(apart / sum(float((theirs[name].astype(np.float64) ** 2).sum()) for name in names)))
 
 
-def contents(state: Path) -> dict[str, str]:
+def contents(state):
     """Return digests of all weights, moments and counts of a state, whole or sharded."""
     tensors = {k: t for k, t in load_file(state / "optimizer.safetensors").items() if not k.startswith("rng")}
     shards = ShardFiles.of(state)
@@ -191,12 +187,12 @@ def contents(state: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def model(model_path) -> str:
+def model(model_path):
     return str(model_path("qwen3"))
 
 
 @pytest.fixture(scope="module")
-def one(model, model_path, tmp_path_factory) -> Path:
+def one(model, model_path, tmp_path_factory):
     """Take 30 steps and compute a gradient in this process alone; return the directory of the results."""
     directory = tmp_path_factory.mktemp("one")
     for name in ("lora", "epochs", "mixture"):
@@ -212,12 +208,12 @@ def one(model, model_path, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def begun(model_path) -> list[list[str]]:
+def begun(model_path):
     return [[str(model_path(name)), head] for name, head in BEGUN.items()]
 
 
 @pytest.fixture(scope="module")
-def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
+def two(model, model_path, begun, tmp_path_factory):
     """Take the first 20 steps and the gradient in two processes, run some checks of the kit, then kill rank 1.
 
     One process resumes their state and takes 5 steps, and two processes resume that state and take 5 more.
@@ -225,7 +221,7 @@ def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
     directory = tmp_path_factory.mktemp("two")
     unstepped, recurrent = (str(zoo.save(directory / name, name)) for name in ("laguna", "lfm2"))
     after = {"model": model, "restore_from": str(directory / "alone" / "state")}
-    jobs: list[Job] = [
+    jobs = [
         (directory, "train", {"model": model}),
         (
             directory / "alone",
@@ -433,14 +429,14 @@ def test_torch_rank_0_error_names_a_killed_rank(two):
 @pytest.mark.slow  # JAX's test_ranks tests the same code in less time
 @pytest.mark.timeout(600)
 def test_other_ranks_report_that_rank_0_was_lost(model, tmp_path):
-    jobs: list[Job] = [(tmp_path, "until_lost", {"model": model})]
+    jobs = [(tmp_path, "until_lost", {"model": model})]
     assert "pipelinerl: rank 0 is gone" in end_by_losing(0, signal.SIGKILL, jobs)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_torch_rank_0_error_names_a_hanging_rank(model, tmp_path):
-    jobs: list[Job] = [(tmp_path, "until_lost", {"model": model})]
+    jobs = [(tmp_path, "until_lost", {"model": model})]
     assert "RankError: rank 1 sent nothing for 5 s" in end_by_losing(1, signal.SIGSTOP, jobs, silence_s=5)
 
 
@@ -514,7 +510,7 @@ def check_kit(subjects, mesh, model_path, directory):
 @pytest.mark.parametrize("mesh", [TWO, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "cp": 2}])
 def test_experts_distributed_over_processes_match_one_process(mesh, one, model_path, tmp_path):
     model = str(model_path("qwen3_moe"))
-    jobs: list[Job] = [
+    jobs = [
         (tmp_path / "mixture", "mixture", {"model": model, "options": PARALLEL}),
         (tmp_path / "kit", "kit", {"models": [[model, "policy"]], "options": PARALLEL}),
     ]

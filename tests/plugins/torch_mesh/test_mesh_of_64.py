@@ -3,12 +3,8 @@
 The fake group moves no data, so values are meaningless; `test_mesh.py` compares values of real processes.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Self, final
+from typing import final
 
 import pytest
 import torch
@@ -23,29 +19,29 @@ from pipelinerl.trainers.torch.loading import load
 from pipelinerl.trainers.torch.mesh import ProcessMesh
 from pipelinerl.trainers.torch.options import options_of
 from pipelinerl.trainers.torch.passes import PassSetting, evaluate
-from pipelinerl.weights.torch_transfer import HostStream, Landed
+from pipelinerl.weights.torch_transfer import HostStream
 from tests.fakes.torch_rank0 import OBJECTIVE, batches, spec_of
-from trainer_contract.types import ParameterInfo, WeightDType
+from trainer_contract.types import ParameterInfo
 
 MESH = ProcessMesh(dp_replicate=2, dp_shard=8, cp=4)
 RANK = 5
 
 
 @pytest.fixture
-def model(model_path: Callable[[str], Path]) -> Path:
+def model(model_path):
     """Create the model before this process joins the group, since transformers then lets only the first rank write."""
     return model_path("qwen3")
 
 
 @pytest.fixture
-def rank(model: Path) -> Iterator[int]:
+def rank(model):
     """Join a group of 64 for the duration of a test."""
     with joined(RANK, MESH.size):
         yield RANK
 
 
 @contextmanager
-def joined(rank: int, size: int) -> Iterator[None]:
+def joined(rank, size):
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
@@ -56,7 +52,7 @@ def joined(rank: int, size: int) -> Iterator[None]:
 
 
 @contextmanager
-def worker_of(model: Path, rank: int, size: int, **fields: WeightDType) -> Iterator[MeshWorker]:
+def worker_of(model, rank, size, **fields):
     """Start one process's worker of a model that is divided over `size` processes."""
     options = options_of({"mesh": {"dp_shard": size}})
     with joined(rank, size), pytest.MonkeyPatch.context() as patch:
@@ -70,27 +66,27 @@ class CountingStream:
 
     overlaps = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.queued = 0
         self.awaited = 0
-        self._start: int | None = None
+        self._start = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         self.awaited = self.queued if self._start is None else self._start
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         return None
 
-    def mark_start(self) -> None:
+    def mark_start(self):
         self._start = self.queued
 
-    def to_host(self, data: torch.Tensor) -> Landed:
+    def to_host(self, data):
         return HostStream().to_host(data)
 
 
 @pytest.mark.timeout(300)
-def test_one_of_64_processes_computes_forward_and_backward_over_its_rows(rank: int, model: Path) -> None:
+def test_one_of_64_processes_computes_forward_and_backward_over_its_rows(rank, model):
     loaded = load(spec_of(model, {}))
     divided = ShardedModel(loaded.model, MESH, device=torch.device("cpu"), compute=torch.float32)
     shapes = divided.shapes
@@ -109,7 +105,7 @@ def test_one_of_64_processes_computes_forward_and_backward_over_its_rows(rank: i
     divided.discard_gradient()
 
 
-def test_each_parameter_is_gathered_once_and_each_row_belongs_to_one_of_64_processes(model: Path) -> None:
+def test_each_parameter_is_gathered_once_and_each_row_belongs_to_one_of_64_processes(model):
     """Each gathering command stays within its limit or has one parameter, and each row belongs to one process."""
     weights = load(spec_of(model, {})).weights
     layout = [ParameterInfo(name, tuple(each.shape), "float32") for name, each in weights.items()]
@@ -124,17 +120,15 @@ def test_each_parameter_is_gathered_once_and_each_row_belongs_to_one_of_64_proce
 
 
 @pytest.mark.timeout(300)
-def test_reads_wait_for_writes_to_the_shards_and_not_for_the_passes_queued_after_them(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_wait_for_writes_to_the_shards_and_not_for_the_passes_queued_after_them(model, monkeypatch):
     stream = CountingStream()
     monkeypatch.setattr(sharded_model, "stream_for", lambda device: stream)
 
-    def awaited(worker: MeshWorker) -> int:
+    def awaited(worker):
         with worker.model.last_step_shards():
             return stream.awaited
 
-    def rows_of(worker: MeshWorker, name: str) -> torch.Tensor:
+    def rows_of(worker, name):
         stream.queued += 1
         return torch.zeros_like(worker.model.shards[name])
 
@@ -152,7 +146,7 @@ def test_reads_wait_for_writes_to_the_shards_and_not_for_the_passes_queued_after
 
 
 @pytest.mark.timeout(300)
-def test_process_without_rows_takes_optimizer_steps(model: Path) -> None:
+def test_process_without_rows_takes_optimizer_steps(model):
     """Eight of nine processes hold all rows: the model's parameters have 8, 16, 32 or 48."""
     with worker_of(model, 8, 9) as worker:
         assert not any(shard.numel() for shard in worker.model.shards.values())

@@ -1,7 +1,5 @@
 """Each event is converted to the metric names and values that a tracker receives, and the docs list these names."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -20,13 +18,13 @@ from tests.plugins.watch.timeline.events_of_a_run import event, publish
 DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "trackers.md"
 
 
-def _row(reader: MetricReader, made: dict[str, object]) -> MetricRow:
+def _row(reader, made):
     (row,) = reader.read(made)
     assert isinstance(row, MetricRow)
     return row
 
 
-def test_tracked_metrics_of_a_step_include_engine_metrics_measured_since_the_previous_step() -> None:
+def test_tracked_metrics_of_a_step_include_engine_metrics_measured_since_the_previous_step():
     reader = MetricReader()
     for tokens in (100.0, 300.0):
         assert list(reader.read(event("engines", 1.0, tokens_per_s=tokens, occupancy=0.5))) == []
@@ -49,7 +47,7 @@ def test_tracked_metrics_of_a_step_include_engine_metrics_measured_since_the_pre
     assert _row(reader, event("step", 3.0, step=2, reward=0.5)).figures == {"reward": 0.5}, "each is reported once"
 
 
-def test_metric_reader_with_a_saved_state_averages_values_from_before_and_after_the_save() -> None:
+def test_metric_reader_with_a_saved_state_averages_values_from_before_and_after_the_save():
     first = MetricReader()
     list(first.read(event("engines", 1.0, tokens_per_s=100.0)))
     second = MetricReader(first.state)
@@ -57,7 +55,7 @@ def test_metric_reader_with_a_saved_state_averages_values_from_before_and_after_
     assert _row(second, event("step", 3.0, step=1)).figures == {"perf/tokens_per_s": 150.0}
 
 
-def test_row_of_an_evaluation_has_the_evaluated_version_as_its_step() -> None:
+def test_row_of_an_evaluation_has_the_evaluated_version_as_its_step():
     curves = {"pass_at": [{"k": 4, "value": 0.5}], "majority_at": [{"k": 4, "value": 0.375}]}
     row = _row(MetricReader(), event("evaluation", 1.0, model_version=8, name="aime", accuracy=0.25, **curves))
     assert row == MetricRow(
@@ -65,14 +63,14 @@ def test_row_of_an_evaluation_has_the_evaluated_version_as_its_step() -> None:
     )
 
 
-def test_tracker_discards_later_steps_if_the_trainer_restarts_at_an_earlier_version() -> None:
+def test_tracker_discards_later_steps_if_the_trainer_restarts_at_an_earlier_version():
     reader = MetricReader()
     list(reader.read(event("step", 1.0, step=9)))
     assert list(reader.read(event("trainer_ready", 2.0, epoch=2, model_version=9))) == []
     assert list(reader.read(event("trainer_ready", 2.0, epoch=3, model_version=5))) == [HistoryRewind(6)]
 
 
-def test_documentation_lists_exactly_the_tracked_metric_names() -> None:
+def test_documentation_lists_exactly_the_tracked_metric_names():
     table = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", DOCUMENT.read_text(), re.MULTILINE)
     named = {**STEP_METRICS, **ENGINE_METRICS, **PUBLISH_METRICS}
     evaluated = {f"evaluation.{name}": f"eval/<set>/{name}" for name in EVALUATION_METRICS}

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +15,14 @@ import pytest
 
 from pipelinerl import registry
 from pipelinerl.commands.check import refuse
-from pipelinerl.config.recipe import RunConfig, load, parse
+from pipelinerl.config.recipe import load, parse
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
 from pipelinerl.plugins.trackers.command_line import track_run
 from pipelinerl.plugins.trackers.role import feed_until, trackers_of
 from pipelinerl.plugins.trackers.tracker import TrackedRun, TrackioTracker, WandbTracker
 from tests.fakes import small_disk
-from tests.fakes.live_run import LiveRun, endless_run, launched
+from tests.fakes.live_run import endless_run, launched
 from tests.patience import PATIENCE_S
 from tests.plugins.trackers.event_files import series
 from tests.plugins.watch.timeline.events_of_a_run import run
@@ -31,14 +30,14 @@ from tests.plugins.watch.timeline.events_of_a_run import run
 RUN: Final = TrackedRun(name="tiny", directory=Path("/runs/tiny"), recipe={"run": {"name": "tiny"}})
 
 
-def _fed_to(live: LiveRun) -> int:
+def _fed_to(live):
     """Read the last step that was sent to the tracker from the tracker's bookmark file."""
     place = live.directory / "trackers" / "tensorboard.json"
     return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
 
 
 @pytest.mark.slow  # a faster test in tests/end_to_end/test_live_run.py kills the tracker and other processes
-def test_run_is_not_affected_when_its_tracker_is_killed(tmp_path: Path) -> None:
+def test_run_is_not_affected_when_its_tracker_is_killed(tmp_path):
     """Each step of the run, including the last, is in the TensorBoard files exactly once."""
     directory = tmp_path / "run"
     with launched(endless_run(directory, "trackers.tensorboard=true"), directory) as live:
@@ -57,7 +56,7 @@ def test_run_is_not_affected_when_its_tracker_is_killed(tmp_path: Path) -> None:
     assert [each["name"] for each in deaths] == ["tracker"]
 
 
-def test_tracker_whose_disk_was_full_logs_all_metrics_once_there_is_space(tmp_path: Path) -> None:
+def test_tracker_whose_disk_was_full_logs_all_metrics_once_there_is_space(tmp_path):
     place = tmp_path / "disk"
     if reason := small_disk.why_not(place):
         pytest.skip(f"no small disk can be mounted here: {reason}")
@@ -69,11 +68,11 @@ def test_tracker_whose_disk_was_full_logs_all_metrics_once_there_is_space(tmp_pa
     assert result == {"failed": True, "rewards": [[number, 0.5] for number in range(1, 6)]}
 
 
-def test_tracker_process_retries_after_any_error_until_it_is_stopped(tmp_path: Path) -> None:
+def test_tracker_process_retries_after_any_error_until_it_is_stopped(tmp_path):
     stop, tries = threading.Event(), list[int]()
     (tmp_path / "events.jsonl").write_text(json.dumps(run(1)[0]) + "\n")
 
-    def broken(_: Any) -> Any:
+    def broken(_):
         tries.append(1)
         if len(tries) == 2:
             stop.set()
@@ -87,19 +86,19 @@ def test_tracker_process_retries_after_any_error_until_it_is_stopped(tmp_path: P
 class RecordedRun:
     """Fake of a run of the packages wandb and trackio; it records its arguments and the logged rows."""
 
-    def __init__(self, **begun: Any) -> None:
+    def __init__(self, **begun):
         self.begun, self.rows, self.finished = begun, list[tuple[int, dict[str, float]]](), False
         self.id = begun.get("id") or "made-up"
 
         self.axes = list[tuple[str, dict[str, Any]]]()
 
-    def define_metric(self, name: str, **axis: Any) -> None:
+    def define_metric(self, name, **axis):
         self.axes.append((name, axis))
 
-    def log(self, row: Mapping[str, float], *, step: int) -> None:
+    def log(self, row, *, step):
         self.rows.append((step, dict(row)))
 
-    def finish(self) -> None:
+    def finish(self):
         self.finished = True
 
 
@@ -107,15 +106,15 @@ class RecordedRun:
 class Package:
     """Fake of the packages wandb and trackio; `run` is the run that was opened last."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.run = RecordedRun()
 
-    def init(self, **begun: Any) -> RecordedRun:
+    def init(self, **begun):
         self.run = RecordedRun(**begun)
         return self.run
 
 
-def test_wandb_tracker_continues_the_run_whose_id_is_in_its_bookmark_and_logs_no_step_twice() -> None:
+def test_wandb_tracker_continues_the_run_whose_id_is_in_its_bookmark_and_logs_no_step_twice():
     package = Package()
     opened = partial(WandbTracker, RUN, project="p", entity=None, mode="offline", wandb=package)
     first = opened(None)
@@ -138,7 +137,7 @@ def test_wandb_tracker_continues_the_run_whose_id_is_in_its_bookmark_and_logs_no
     assert package.run.rows == [(4, {"reward": 0.75, "time": 9.5})]
 
 
-def test_late_evaluation_is_logged_to_wandb_with_the_version_that_was_evaluated() -> None:
+def test_late_evaluation_is_logged_to_wandb_with_the_version_that_was_evaluated():
     package = Package()
     made = WandbTracker(RUN, None, project="p", entity=None, mode="offline", wandb=package)
     assert ("eval/*", {"step_metric": "eval/version"}) in package.run.axes
@@ -149,7 +148,7 @@ def test_late_evaluation_is_logged_to_wandb_with_the_version_that_was_evaluated(
     assert package.run.rows[2] == (9, {"eval/held_out/accuracy": 0.5, "eval/version": 5.0}), "of step 5 none is taken"
 
 
-def test_trackio_tracker_continues_the_run_named_in_its_bookmark_and_logs_each_row_once() -> None:
+def test_trackio_tracker_continues_the_run_named_in_its_bookmark_and_logs_each_row_once():
     package = Package()
     made = TrackioTracker(RUN, None, project="p", space_id=None, trackio=package)
     assert package.run.begun == {
@@ -174,7 +173,7 @@ def test_trackio_tracker_continues_the_run_named_in_its_bookmark_and_logs_each_r
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_unreachable_tracker_server_loses_no_metric(tmp_path: Path, package: str) -> None:
+def test_unreachable_tracker_server_loses_no_metric(tmp_path, package):
     """The server is unreachable at the start and fails again later; each step is logged when the server is back."""
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(5)))
     stop, away, logged = threading.Event(), iter([True, False, False]), list[tuple[int, float]]()
@@ -182,13 +181,13 @@ def test_unreachable_tracker_server_loses_no_metric(tmp_path: Path, package: str
     class Server:
         id = "made-up"
 
-        def __init__(self, **_: Any) -> None:
+        def __init__(self, **_):
             if next(away):
                 raise ConnectionError("no route to host")
 
-        def define_metric(self, name: str, **_: Any) -> None: ...
+        def define_metric(self, name, **_): ...
 
-        def log(self, row: Mapping[str, float], *, step: int) -> None:
+        def log(self, row, *, step):
             if step == 3 and len(logged) == 2:
                 logged.append((-1, 0.0))
                 raise ConnectionError("it went away")
@@ -197,9 +196,9 @@ def test_unreachable_tracker_server_loses_no_metric(tmp_path: Path, package: str
             if step == 5:
                 stop.set()
 
-        def finish(self) -> None: ...
+        def finish(self): ...
 
-    options: dict[str, Any] = {"project": "p", package: SimpleNamespace(init=Server)}
+    options = {"project": "p", package: SimpleNamespace(init=Server)}
     opened = {
         "wandb": lambda bookmark: WandbTracker(RUN, bookmark, entity=None, mode="online", **options),
         "trackio": lambda bookmark: TrackioTracker(RUN, bookmark, space_id=None, **options),
@@ -208,11 +207,11 @@ def test_unreachable_tracker_server_loses_no_metric(tmp_path: Path, package: str
     assert [each for each in logged if each[0] >= 3] == [(3, 0.5), (4, 0.5), (5, 0.5)]
 
 
-def _config(**trackers: Any) -> RunConfig:
+def _config(**trackers):
     return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "trackers": trackers})
 
 
-def test_only_trackers_named_in_the_recipe_are_opened() -> None:
+def test_only_trackers_named_in_the_recipe_are_opened():
     assert list(trackers_of(_config(tensorboard=True), Path("/runs/x"))) == ["tensorboard"]
     assert _config().trackers.chosen == ()
     chosen = _config(wandb={"project": "p", "mode": "offline"}, trackio={"project": "p"}).trackers.chosen
@@ -220,9 +219,7 @@ def test_only_trackers_named_in_the_recipe_are_opened() -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_passwords_are_removed_from_the_recipe_that_is_sent_to_a_tracker(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_passwords_are_removed_from_the_recipe_that_is_sent_to_a_tracker(name, monkeypatch, tmp_path):
     """Trackers upload the recipe to third-party servers; passwords in URLs are removed from every recipe key."""
     package = Package()
     monkeypatch.setitem(sys.modules, name, package)
@@ -236,7 +233,7 @@ def test_passwords_are_removed_from_the_recipe_that_is_sent_to_a_tracker(
     assert "hunter2" not in begun and "https://data.lab/x" in begun and "ftp://host" in begun
 
 
-def test_missing_tracker_package_is_rejected_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_package_is_rejected_before_the_run(monkeypatch):
     monkeypatch.setattr(
         registry, "missing_packages", lambda component: [name for name in component.needs if name == "wandb"]
     )
@@ -246,7 +243,7 @@ def test_missing_tracker_package_is_rejected_before_the_run(monkeypatch: pytest.
             refused()
 
 
-def test_command_that_sends_a_finished_run_to_tensorboard_sends_each_step_only_once(tmp_path: Path) -> None:
+def test_command_that_sends_a_finished_run_to_tensorboard_sends_each_step_only_once(tmp_path):
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(3)))
     board = tmp_path / "board"
     assert track_run(tmp_path, board) == f"{board}; view it with: tensorboard --logdir {board}"

@@ -1,42 +1,38 @@
 """A tracker receives each metric value once, even if its process is killed or the run resumes from a checkpoint."""
 
-from __future__ import annotations
-
 import errno
 import json
-from collections.abc import Iterable, Mapping
 from contextlib import closing
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import pytest
 
-from pipelinerl.plugins.trackers.tracker import Bookmark, TensorBoardTracker, TrackerFeed
+from pipelinerl.plugins.trackers.tracker import TensorBoardTracker, TrackerFeed
 from tests.plugins.trackers.event_files import points, series
 from tests.plugins.watch.timeline.events_of_a_run import event, run, step
 
 
-def _leave(run_dir: Path, events: Iterable[dict[str, Any]]) -> None:
+def _leave(run_dir, events):
     with (run_dir / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(each) + "\n" for each in events)
 
 
-def _feed(run_dir: Path) -> TrackerFeed:
+def _feed(run_dir):
     return TrackerFeed(run_dir, "tensorboard", lambda bookmark: TensorBoardTracker(run_dir / "tb", bookmark))
 
 
-def _fed(run_dir: Path) -> bool:
+def _fed(run_dir):
     with closing(_feed(run_dir)) as feed:
         while feed.advance():
             pass
         return feed.is_over
 
 
-def _steps(first: int, last: int, *, reward: float = 0.5) -> list[dict[str, Any]]:
+def _steps(first, last, *, reward=0.5):
     return [step(number, number) | {"reward": reward} for number in range(first, last + 1)]
 
 
-def test_tensorboard_files_contain_every_metric_value_once(tmp_path: Path) -> None:
+def test_tensorboard_files_contain_every_metric_value_once(tmp_path):
     _leave(tmp_path, run(5))
     assert _fed(tmp_path)
     assert series(tmp_path / "tb", "reward") == [(number, 0.5) for number in range(1, 6)]
@@ -45,7 +41,7 @@ def test_tensorboard_files_contain_every_metric_value_once(tmp_path: Path) -> No
     assert set(points(tmp_path / "tb").values()) == {1}
 
 
-def test_tracker_process_continues_where_the_previous_one_ended(tmp_path: Path) -> None:
+def test_tracker_process_continues_where_the_previous_one_ended(tmp_path):
     _leave(tmp_path, _steps(1, 3))
     assert not _fed(tmp_path)
     _leave(tmp_path, _steps(4, 6))
@@ -54,7 +50,7 @@ def test_tracker_process_continues_where_the_previous_one_ended(tmp_path: Path) 
     assert series(tmp_path / "tb", "reward") == [(number, 0.5) for number in range(1, 7)]
 
 
-def test_metric_rows_logged_before_a_kill_are_not_duplicated(tmp_path: Path) -> None:
+def test_metric_rows_logged_before_a_kill_are_not_duplicated(tmp_path):
     """A kill before the position was saved is simulated by restoring an earlier position, from two different times."""
     _leave(tmp_path, _steps(1, 3))
     _fed(tmp_path)
@@ -73,7 +69,7 @@ def test_metric_rows_logged_before_a_kill_are_not_duplicated(tmp_path: Path) -> 
     assert series(tmp_path / "tb", "reward") == [(number, 0.5) for number in range(1, 8)]
 
 
-def test_repeated_steps_replace_earlier_values_in_the_tracker(tmp_path: Path) -> None:
+def test_repeated_steps_replace_earlier_values_in_the_tracker(tmp_path):
     again = event("trainer_ready", 8.0, epoch=2, model_version=4)
     _leave(tmp_path, _steps(1, 4, reward=0.25))
     _fed(tmp_path)
@@ -88,9 +84,7 @@ def test_repeated_steps_replace_earlier_values_in_the_tracker(tmp_path: Path) ->
     ]  # fmt: skip
 
 
-def test_tracker_killed_between_discarding_steps_and_saving_its_position_discards_them_again(
-    tmp_path: Path,
-) -> None:
+def test_tracker_killed_between_discarding_steps_and_saving_its_position_discards_them_again(tmp_path):
     _leave(tmp_path, _steps(1, 5, reward=0.25))
     _fed(tmp_path)
     place = tmp_path / "trackers" / "tensorboard.json"
@@ -102,14 +96,14 @@ def test_tracker_killed_between_discarding_steps_and_saving_its_position_discard
     assert series(tmp_path / "tb", "reward") == [(1, 0.25), (2, 0.25), (3, 0.75), (4, 0.75), (5, 0.75)]
 
 
-def test_second_process_that_sends_metrics_to_the_same_tracker_is_rejected(tmp_path: Path) -> None:
+def test_second_process_that_sends_metrics_to_the_same_tracker_is_rejected(tmp_path):
     _leave(tmp_path, _steps(1, 2))
     with closing(_feed(tmp_path)), pytest.raises(BlockingIOError, match="another process feeds tensorboard"):
         _feed(tmp_path)
     _fed(tmp_path)
 
 
-def test_damaged_file_with_a_trackers_position_is_rejected(tmp_path: Path) -> None:
+def test_damaged_file_with_a_trackers_position_is_rejected(tmp_path):
     _leave(tmp_path, _steps(1, 2))
     _fed(tmp_path)
     (tmp_path / "trackers" / "tensorboard.json").write_text("{")
@@ -123,34 +117,34 @@ def test_damaged_file_with_a_trackers_position_is_rejected(tmp_path: Path) -> No
 class Failing:
     """A tracker whose disk is full at first; when it is reopened at a bookmark, it keeps only the flushed steps."""
 
-    def __init__(self, kept: list[int], failures: list[str], bookmark: Bookmark | None) -> None:
+    def __init__(self, kept, failures, bookmark):
         self.kept, self._failures, self._new = kept, failures, list[int]()
         del kept[int((bookmark or {}).get("kept", 0)) :]
 
-    def _point(self, name: str) -> None:
+    def _point(self, name):
         if self._failures and self._failures[0] == name:
             self._failures.pop(0)
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
+    def log(self, step, figures, *, time):
         self._point("log")
         self.kept.append(step)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step):
         self._point("rewind")
 
-    def flush(self) -> Bookmark:
+    def flush(self):
         self._point("flush")
         return {"kept": len(self.kept)}
 
-    def close(self) -> None:
+    def close(self):
         self._point("close")
 
 
 @pytest.mark.parametrize("failures", [["log"], ["flush"], ["log", "flush", "log"], ["flush", "close"]])
-def test_tracker_receives_every_step_once_even_if_calls_to_it_fail(tmp_path: Path, failures: list[str]) -> None:
+def test_tracker_receives_every_step_once_even_if_calls_to_it_fail(tmp_path, failures):
     _leave(tmp_path, _steps(1, 4))
-    kept: list[int] = []
+    kept = []
     tries = len(failures)
     for _ in range(tries + 1):
         try:

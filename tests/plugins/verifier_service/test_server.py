@@ -1,10 +1,7 @@
 """The verifier service judges answers, caches verdicts, rejects invalid requests, and cancels unneeded work."""
 
-from __future__ import annotations
-
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +10,18 @@ import msgspec
 import pytest
 
 from pipelinerl.plugins.verifier_service import wire
-from pipelinerl.plugins.verifier_service.server import VerdictCache, VerifierService, create_app, keys_of
+from pipelinerl.plugins.verifier_service.server import VerdictCache, create_app, keys_of
 from pipelinerl.plugins.verifier_service.wire import ServedDomain, ServiceStatus, VerifyAnswer, VerifyRequest
 from pipelinerl.system import http_service
 from pipelinerl.system.http_service import OTHER_PROTOCOL
 from pipelinerl.system.service_client import IS_FULL
-from pipelinerl.types import Message, Outcome, Problem, RewardPart, Verdict
+from pipelinerl.types import Message, Outcome, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer, correct, failed, timed_out, wrong
 from tests.fakes.verifier_service import RULES, TOKEN, problem, service
 from tests.patience import PATIENCE_S
 
 
-def test_verdict_cache_returns_stored_verdicts() -> None:
+def test_verdict_cache_returns_stored_verdicts():
     cache = VerdictCache(1 << 16)
     verdict = Verdict(outcome=Outcome.PARTIAL, reward=0.1, reason="größer", answer="x", parts=(RewardPart("a", 0.25),))
     cache.keep(b"k", verdict)
@@ -33,13 +30,13 @@ def test_verdict_cache_returns_stored_verdicts() -> None:
 
 
 @pytest.mark.parametrize("verdict", [failed("away"), timed_out(1.0)])
-def test_verdict_cache_does_not_store_failures_of_the_verifier(verdict: Verdict) -> None:
+def test_verdict_cache_does_not_store_failures_of_the_verifier(verdict):
     cache = VerdictCache(1 << 16)
     cache.keep(b"k", verdict)
     assert cache.find(b"k") is None and cache.num_bytes == 0
 
 
-def test_verdict_cache_over_its_size_limit_evicts_the_least_recently_used_entry() -> None:
+def test_verdict_cache_over_its_size_limit_evicts_the_least_recently_used_entry():
     cache = VerdictCache(4000)
     for number in range(100):
         cache.keep(b"first", correct("1"))  # a repeated entry's size must count only once
@@ -53,7 +50,7 @@ def test_verdict_cache_over_its_size_limit_evicts_the_least_recently_used_entry(
     assert (nothing.find(b"k"), nothing.num_bytes) == (None, 0)
 
 
-def test_large_problem_is_hashed_once_for_all_of_its_answers() -> None:
+def test_large_problem_is_hashed_once_for_all_of_its_answers():
     """If it were hashed for each answer, one request with 4096 answers would block the service for a minute."""
     large, texts = problem(1, cases="x" * 2**22), [str(number) for number in range(4096)]
     began = time.thread_time()
@@ -61,7 +58,7 @@ def test_large_problem_is_hashed_once_for_all_of_its_answers() -> None:
     assert time.thread_time() - began < 2.0
 
 
-def test_cache_key_of_a_verdict_depends_on_exactly_the_inputs_that_affect_the_verdict() -> None:
+def test_cache_key_of_a_verdict_depends_on_exactly_the_inputs_that_affect_the_verdict():
     given = problem(1, level=3)
     others = [
         replace(given, domain="other"),
@@ -80,13 +77,13 @@ def test_cache_key_of_a_verdict_depends_on_exactly_the_inputs_that_affect_the_ve
 class Scripted:
     """A fake verifier that records the answers it is given, and waits while its gate is closed."""
 
-    def __init__(self) -> None:
-        self.answers: list[str] = []
+    def __init__(self):
+        self.answers = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.given_up = 0
 
-    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+    async def verify(self, problem, completion_text):
         self.answers.append(completion_text)
         try:
             await self.gate.wait()
@@ -101,12 +98,12 @@ class Scripted:
 
 
 @pytest.fixture
-def scripted() -> Scripted:
+def scripted():
     return Scripted()
 
 
 @pytest.fixture
-def serving(scripted: Scripted) -> VerifierService:
+def serving(scripted):
     domains = {
         "kept": ServedDomain(verifier=PerAnswerVerifier(scripted), rules=RULES, kept=True),
         "words": ServedDomain(verifier=PerAnswerVerifier(scripted), rules=RULES, kept=False, tier="default"),
@@ -115,20 +112,20 @@ def serving(scripted: Scripted) -> VerifierService:
 
 
 @pytest.fixture
-async def http(serving: VerifierService) -> AsyncIterator[httpx.AsyncClient]:
+async def http(serving):
     headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
     transport = httpx.ASGITransport(create_app(serving, token=TOKEN))
     async with httpx.AsyncClient(transport=transport, base_url="http://verifier", headers=headers) as client:
         yield client
 
 
-def request(*texts: str, domain: str = "words", **changes: Any) -> bytes:
+def request(*texts, domain="words", **changes):
     answers = tuple(SampledAnswer(text) for text in texts)
     fields = {"protocol": wire.PROTOCOL, "domain": domain, "rules": RULES, "problem": problem(1), "answers": answers}
     return msgspec.json.encode(VerifyRequest(**{**fields, **changes}))
 
 
-async def outcomes(http: httpx.AsyncClient, *texts: str, **changes: Any) -> list[Outcome]:
+async def outcomes(http, *texts, **changes):
     answer = await http.post(wire.VERIFY, content=request(*texts, **changes))
     assert answer.status_code == 200, answer.text
     judgements = msgspec.json.decode(answer.content, type=VerifyAnswer).judgements
@@ -136,26 +133,20 @@ async def outcomes(http: httpx.AsyncClient, *texts: str, **changes: Any) -> list
     return [judgement.verdict.outcome for judgement in judgements]
 
 
-async def test_verifier_service_returns_a_verdict_for_every_answer_in_order(
-    http: httpx.AsyncClient, scripted: Scripted
-) -> None:
+async def test_verifier_service_returns_a_verdict_for_every_answer_in_order(http, scripted):
     right, no = Outcome.CORRECT, Outcome.WRONG
     assert await outcomes(http, "1", "2", "1", "", "3") == [right, no, right, no, no]
     assert await outcomes(http, "1") == [right]
     assert scripted.answers == ["1", "2", "1", "", "3", "1"], "verdicts of this verifier are not cached"
 
 
-async def test_exception_of_a_verifier_masks_the_answers_and_leaves_the_service_running(
-    http: httpx.AsyncClient,
-) -> None:
+async def test_exception_of_a_verifier_masks_the_answers_and_leaves_the_service_running(http):
     for domain in ("words", "kept"):
         assert await outcomes(http, "raise", domain=domain) == [Outcome.VERIFIER_ERROR]
         assert await outcomes(http, "1", domain=domain) == [Outcome.CORRECT]
 
 
-async def test_verifier_service_judges_equal_answers_once_if_the_verifier_is_deterministic(
-    http: httpx.AsyncClient, scripted: Scripted
-) -> None:
+async def test_verifier_service_judges_equal_answers_once_if_the_verifier_is_deterministic(http, scripted):
     right, no = Outcome.CORRECT, Outcome.WRONG
     assert await outcomes(http, "2", "1", "1", "2", domain="kept") == [no, right, right, no]
     assert await outcomes(http, "1", "3", domain="kept") == [right, no]
@@ -185,24 +176,20 @@ async def test_verifier_service_judges_equal_answers_once_if_the_verifier_is_det
         (b'{"x": ' + b"[" * 100_000, 400, "invalid_json", "JSON"),
     ],
 )
-async def test_verifier_service_rejects_invalid_requests_with_a_reason(
-    http: httpx.AsyncClient, scripted: Scripted, body: bytes, status: int, code: str, words: str
-) -> None:
+async def test_verifier_service_rejects_invalid_requests_with_a_reason(http, scripted, body, status, code, words):
     answer = await http.post(wire.VERIFY, content=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (status, code) and words in error["message"]
     assert scripted.answers == []
 
 
-async def until(holds: Any) -> None:
+async def until(holds):
     async with asyncio.timeout(PATIENCE_S):
         while not holds():
             await asyncio.sleep(0.005)
 
 
-async def test_verifier_service_that_is_full_or_draining_rejects_new_requests(
-    http: httpx.AsyncClient, serving: VerifierService, scripted: Scripted
-) -> None:
+async def test_verifier_service_that_is_full_or_draining_rejects_new_requests(http, serving, scripted):
     scripted.gate.clear()
     first = asyncio.create_task(outcomes(http, "1", "2", "3", "4", "5", "6"))
     await until(lambda: len(scripted.answers) == 6)
@@ -218,17 +205,17 @@ async def test_verifier_service_that_is_full_or_draining_rejects_new_requests(
     assert serving.drained.is_set()
 
 
-async def send_verify(app: Any, leaves: asyncio.Event, sent: list[dict[str, Any]]) -> None:
+async def send_verify(app, leaves, sent):
     """Send a request to /verify by calling the application directly; disconnect as a client when `leaves` is set."""
     body = [{"type": "http.request", "body": request("1", "2"), "more_body": False}]
 
-    async def receive() -> dict[str, Any]:
+    async def receive():
         if body:
             return body.pop()
         await leaves.wait()
         return {"type": "http.disconnect"}
 
-    async def send(message: Any) -> None:
+    async def send(message):
         sent.append(message)
 
     headers = [(b"authorization", b"Bearer secret"), (b"content-type", b"application/json"), (b"content-length", b"9")]
@@ -239,13 +226,11 @@ async def send_verify(app: Any, leaves: asyncio.Event, sent: list[dict[str, Any]
     await asyncio.wait_for(app(scope, receive, send), PATIENCE_S)
 
 
-def bodies(sent: Sequence[dict[str, Any]]) -> list[bytes]:
+def bodies(sent):
     return [message["body"] for message in sent if message["type"] == "http.response.body"]
 
 
-async def test_verifier_service_cancels_the_work_of_a_disconnected_client(
-    serving: VerifierService, scripted: Scripted
-) -> None:
+async def test_verifier_service_cancels_the_work_of_a_disconnected_client(serving, scripted):
     scripted.gate.clear()
     leaves, sent = asyncio.Event(), list[dict[str, Any]]()
     asking = asyncio.create_task(send_verify(create_app(serving, token=TOKEN), leaves, sent))
@@ -256,9 +241,7 @@ async def test_verifier_service_cancels_the_work_of_a_disconnected_client(
     assert (scripted.given_up, serving.status().queue, serving.status().verdicts) == (2, 0, 0)
 
 
-async def test_verifier_service_sends_heartbeats_while_it_works(
-    serving: VerifierService, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_verifier_service_sends_heartbeats_while_it_works(serving, scripted, monkeypatch):
     monkeypatch.setattr(http_service, "HEARTBEAT_S", 0.01)
     scripted.gate.clear()
     sent = list[dict[str, Any]]()

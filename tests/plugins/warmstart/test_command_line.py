@@ -1,19 +1,16 @@
 """`pipelinerl warmstart` rejects bad input before fitting, leaves no files behind, and can stop at a given reward."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipelinerl.config.recipe import RunConfig, load, parse, to_table
+from pipelinerl.config.recipe import load, parse, to_table
 from pipelinerl.enums import Skill
 from pipelinerl.errors import UserError
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -24,11 +21,11 @@ from tests.fakes.live_run import CLI
 from tests.families import zoo
 
 
-def options(**changes: object) -> WarmStartOptions:
-    return WarmStartOptions(**{"hidden": 8, "layers": 1, "heads": 2, "band": (0.3, 0.4), "seed": 0, **changes})  # type: ignore[arg-type]
+def options(**changes):
+    return WarmStartOptions(**{"hidden": 8, "layers": 1, "heads": 2, "band": (0.3, 0.4), "seed": 0, **changes})
 
 
-def test_warmstart_does_not_overwrite_an_existing_directory(tmp_path: Path) -> None:
+def test_warmstart_does_not_overwrite_an_existing_directory(tmp_path):
     (tmp_path / "precious").write_text("x")
     with pytest.raises(UserError, match=f"{tmp_path} exists; name a new directory"):
         make(load("tiny"), options(), output=tmp_path, say=print)
@@ -36,9 +33,9 @@ def test_warmstart_does_not_overwrite_an_existing_directory(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("trainer", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_fine_tuning_lowers_the_loss_of_demonstrations(trainer: str, tmp_path: Path) -> None:
+def test_fine_tuning_lowers_the_loss_of_demonstrations(trainer, tmp_path):
     config = load("tiny", [f"trainer.type={trainer}", "optimizer.learning_rate=2e-4", "optimizer.warmup_steps=0"])
-    messages: list[str] = []
+    messages = []
     fine_tune(
         config, FineTuneOptions(steps=8, demonstrations=16, validation=16), output=tmp_path / "new", say=messages.append
     )
@@ -53,7 +50,7 @@ def test_fine_tuning_lowers_the_loss_of_demonstrations(trainer: str, tmp_path: P
     assert {file.name for file in (tmp_path / "new").iterdir()} == names
 
 
-def test_fine_tuned_mixture_keeps_buffers_experts_and_chat_templates(tmp_path: Path) -> None:
+def test_fine_tuned_mixture_keeps_buffers_experts_and_chat_templates(tmp_path):
     model, new, tiny = zoo.save(tmp_path / "model", "glm4_moe"), tmp_path / "new", load("tiny").model.resolved
     for file in tiny.glob("*token*.json"):
         shutil.copy(file, model)
@@ -72,7 +69,7 @@ def test_fine_tuned_mixture_keeps_buffers_experts_and_chat_templates(tmp_path: P
 
 
 @pytest.mark.slow  # three processes import torch; tests/plugins/torch_mesh/test_mesh.py tests such trainers faster
-def test_fine_tuning_on_two_processes_equals_fine_tuning_on_one(tmp_path: Path) -> None:
+def test_fine_tuning_on_two_processes_equals_fine_tuning_on_one(tmp_path):
     losses = []
     for name, overrides in (("one", []), ("two", ["trainer.options.mesh.dp_shard=2"])):
         words = [*CLI, "sft", "tiny", str(tmp_path / name), "optimizer.warmup_steps=0", *overrides]
@@ -81,14 +78,14 @@ def test_fine_tuning_on_two_processes_equals_fine_tuning_on_one(tmp_path: Path) 
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
 
 
-def test_imitation_loss_is_the_mean_cross_entropy_of_all_tokens() -> None:
+def test_imitation_loss_is_the_mean_cross_entropy_of_all_tokens():
     logprobs, mask = np.log([[0.5, 0.25, 0.1], [0.2, 0.9, 0.9]]), np.array([[True, True, True], [True, False, False]])
     result = policy_loss(CROSS_ENTROPY, logprobs, rewards=[1.0, 1.0], groups=[0, 1], mask=mask)
     assert result.loss == pytest.approx(-logprobs[mask].mean())
     np.testing.assert_allclose(result.gradient, np.where(mask, -0.25, 0.0))
 
 
-def test_fine_tuning_rejects_an_existing_output_directory_and_a_context_that_is_too_short(tmp_path: Path) -> None:
+def test_fine_tuning_rejects_an_existing_output_directory_and_a_context_that_is_too_short(tmp_path):
     with pytest.raises(UserError, match="exists; name a new directory"):
         fine_tune(load("tiny"), FineTuneOptions(steps=1), output=tmp_path, say=print)
     short = load("tiny").model_copy(update={"engine": load("tiny").engine.model_copy(update={"context_length": 1})})
@@ -97,13 +94,13 @@ def test_fine_tuning_rejects_an_existing_output_directory_and_a_context_that_is_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_warmstart_rejects_an_impossible_model_shape(tmp_path: Path) -> None:
+def test_warmstart_rejects_an_impossible_model_shape(tmp_path):
     with pytest.raises(UserError, match="expected heads to divide hidden"):
         make(load("tiny"), options(heads=3), output=tmp_path / "new", say=print)
     assert list(tmp_path.iterdir()) == []
 
 
-def two_instructions(verifier: str = "instruction_following") -> RunConfig:
+def two_instructions(verifier="instruction_following"):
     """Return a recipe with two instructions: one that random tokens follow, and one that they do not."""
     kinds = {"calm": "punctuation:no_comma", "loud": "change_case:english_capital"}
     domains = [
@@ -119,8 +116,8 @@ def two_instructions(verifier: str = "instruction_following") -> RunConfig:
     return parse(to_table(load("tiny")) | {"domains": domains})
 
 
-def test_warmstart_that_stops_in_a_target_reward_range_reports_verifier_rewards_per_domain(tmp_path: Path) -> None:
-    messages: list[str] = []
+def test_warmstart_that_stops_in_a_target_reward_range_reports_verifier_rewards_per_domain(tmp_path):
+    messages = []
     wanted = options(skill=Skill.REWARD, vocab=300, band=(0.0, 1.0))
     make(two_instructions(), wanted, output=tmp_path / "new", say=messages.append)
     assert ChatTokenizer.load(tmp_path / "new").vocab_size == 300
@@ -128,7 +125,7 @@ def test_warmstart_that_stops_in_a_target_reward_range_reports_verifier_rewards_
     assert float(rewards["loud"]) < 0.5 < float(rewards["calm"])
 
 
-def test_warmstart_fails_if_an_answer_cannot_be_judged(tmp_path: Path) -> None:
+def test_warmstart_fails_if_an_answer_cannot_be_judged(tmp_path):
     (tmp_path / "mine.py").write_text("def shy(completion):\n    return None\n")
     config = two_instructions(f"{tmp_path}/mine.py:shy")
     with pytest.raises(UserError, match=r"domains\.calm: an answer could not be judged"):

@@ -1,11 +1,7 @@
 """Access to the page: one-time links, cookies, requests from other sites, and security headers."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from urllib.parse import quote
 
 import httpx
@@ -14,7 +10,7 @@ import pytest
 from pipelinerl.plugins.watch.access import PageLinks, SharedLink, keep_link, lasting_link
 from pipelinerl.plugins.watch.server import ADDRESS_SEATS, create_page
 from tests.patience import PATIENCE_S
-from tests.plugins.watch.run_files import TOKEN, ServedPage, served_page, written_run
+from tests.plugins.watch.run_files import TOKEN, served_page, written_run
 from tests.security.servers import TOKEN as GATE_TOKEN, application
 from tests.security.test_authorisation import routes
 
@@ -23,17 +19,17 @@ COOKIE = {"cookie": f"pipelinerl={TOKEN}"}
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
+def page(tmp_path_factory):
     with served_page(written_run(tmp_path_factory.mktemp("access") / "run", steps=3), share_key=SHARE) as served:
         yield served
 
 
-def ask(page: ServedPage, path: str, method: str = "GET", **headers: str) -> httpx.Response:
+def ask(page, path, method="GET", **headers):
     given = {name.replace("_", "-"): value for name, value in headers.items()}
     return httpx.request(method, page.url + path, headers=given, trust_env=False, timeout=PATIENCE_S)
 
 
-def test_page_link_can_be_used_only_once_and_a_new_link_is_announced(page: ServedPage) -> None:
+def test_page_link_can_be_used_only_once_and_a_new_link_is_announced(page):
     first = page.keys[-1]
     there = ask(page, f"/?key={first}")
     assert (there.status_code, there.headers["location"]) == (303, "/")
@@ -46,13 +42,13 @@ def test_page_link_can_be_used_only_once_and_a_new_link_is_announced(page: Serve
     assert page.keys[-1] != first and ask(page, f"/?key={page.keys[-1]}").status_code == 303
 
 
-def test_page_link_opened_from_another_site_sets_the_login_cookie_and_reloads_the_page(page: ServedPage) -> None:
+def test_page_link_opened_from_another_site_sets_the_login_cookie_and_reloads_the_page(page):
     there = ask(page, f"/?key={page.keys[-1]}", sec_fetch_site="cross-site")
     assert (there.status_code, there.headers["refresh"], there.content) == (200, "0; url=/", b"")
     assert TOKEN in there.headers["set-cookie"]
 
 
-def test_used_page_link_shows_a_form_that_accepts_a_new_key_or_a_pasted_link(page: ServedPage) -> None:
+def test_used_page_link_shows_a_form_that_accepts_a_new_key_or_a_pasted_link(page):
     used = page.keys[-1]
     ask(page, f"/?key={used}")
     for path in (f"/?key={used}", "/"):
@@ -63,7 +59,7 @@ def test_used_page_link_shows_a_form_that_accepts_a_new_key_or_a_pasted_link(pag
     assert ask(page, f"/?key={pasted}").status_code == 303, "a pasted whole link works like its key"
 
 
-def test_shared_link_gives_any_number_of_browsers_read_only_access(page: ServedPage) -> None:
+def test_shared_link_gives_any_number_of_browsers_read_only_access(page):
     keys = list(page.keys)
     for _ in range(3):
         there = ask(page, f"/?share={SHARE}")
@@ -81,19 +77,19 @@ def test_shared_link_gives_any_number_of_browsers_read_only_access(page: ServedP
         assert ask(page, wrong).status_code == 401, wrong
 
 
-def test_visitors_of_one_address_leave_seats_at_the_event_stream_to_others(page: ServedPage) -> None:
+def test_visitors_of_one_address_leave_seats_at_the_event_stream_to_others(page):
     visitor = {"cookie": f"pipelinerl_share={SHARE}"}
     with ExitStack() as stack:
         client = stack.enter_context(httpx.Client(base_url=page.url, trust_env=False, timeout=PATIENCE_S))
 
-        def listen(headers: dict[str, str]) -> int:
+        def listen(headers):
             return stack.enter_context(client.stream("GET", "/api/stream", headers=headers)).status_code
 
         assert [listen(visitor) for _ in range(ADDRESS_SEATS)] == [200] * ADDRESS_SEATS
         assert listen(visitor) == 503 and listen(COOKIE) == 200
 
 
-def test_shared_link_is_the_same_after_a_restart(tmp_path: Path) -> None:
+def test_shared_link_is_the_same_after_a_restart(tmp_path):
     first = lasting_link(tmp_path)
     assert first.port == 0 and lasting_link(tmp_path) != first
     assert keep_link(tmp_path, SharedLink(first.key, 4321))
@@ -105,7 +101,7 @@ def test_shared_link_is_the_same_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "x", "%00", "%ff", "a&key=b", "a" * 5000])
-def test_page_rejects_a_wrong_login_key_and_the_current_key_stays_valid(page: ServedPage, key: str) -> None:
+def test_page_rejects_a_wrong_login_key_and_the_current_key_stays_valid(page, key):
     keys = list(page.keys)
     assert ask(page, f"/?key={key}").status_code == 401
     assert page.keys == keys, "a wrong key does not use up the current one"
@@ -115,20 +111,20 @@ def test_page_rejects_a_wrong_login_key_and_the_current_key_stays_valid(page: Se
     "cookie",
     ["", "pipelinerl=", f"pipelinerl={TOKEN}x", f"other={TOKEN}", "pipelinerl=\xff", 'pipelinerl="', "=;=", ";"],
 )
-def test_page_rejects_a_wrong_cookie(page: ServedPage, cookie: str) -> None:
+def test_page_rejects_a_wrong_cookie(page, cookie):
     answer = httpx.get(
         page.url + "/api/run", headers=[(b"cookie", cookie.encode("latin-1"))], trust_env=False, timeout=PATIENCE_S
     )
     assert answer.status_code == 401
 
 
-def test_page_finds_its_own_cookie_among_the_cookies_of_servers_on_other_ports(page: ServedPage) -> None:
+def test_page_finds_its_own_cookie_among_the_cookies_of_servers_on_other_ports(page):
     others = f'a=b; other="x;{COOKIE["cookie"]}x; pipelinerl=no;{COOKIE["cookie"]} ; c'
     assert ask(page, "/api/run", cookie=others).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/api/run", "/?key=x"])
-async def test_malicious_cookies_are_parsed_quickly(page: ServedPage, path: str) -> None:
+async def test_malicious_cookies_are_parsed_quickly(page, path):
     """The cookies are as long as the server accepts; the standard library would need 11 s to parse the first one."""
     app = create_page([], token=TOKEN, links=PageLinks(lambda _: None))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=page.url) as http:
@@ -138,12 +134,12 @@ async def test_malicious_cookies_are_parsed_quickly(page: ServedPage, path: str)
             assert time.thread_time() - began < 1.0, cookie[:20]
 
 
-def test_event_stream_of_an_unknown_run_is_rejected_before_it_starts(page: ServedPage) -> None:
+def test_event_stream_of_an_unknown_run_is_rejected_before_it_starts(page):
     for query in ("?run=1", "?run=-1", "?run=x"):
         assert ask(page, f"/api/stream{query}", **COOKIE).status_code in (404, 422), query
 
 
-def test_requests_from_pages_of_another_site_or_port_are_rejected(page: ServedPage) -> None:
+def test_requests_from_pages_of_another_site_or_port_are_rejected(page):
     """SameSite protects only from other sites; another port of this host counts as the same site."""
     for site in ("cross-site", "same-site"):
         for path in ("/", "/api/run", "/api/samples", "/api/stream"):
@@ -166,7 +162,7 @@ def test_requests_from_pages_of_another_site_or_port_are_rejected(page: ServedPa
     assert form.status_code == 415, "a form's content type is rejected"
 
 
-async def test_every_page_route_rejects_requests_from_other_sites(tmp_path: Path) -> None:
+async def test_every_page_route_rejects_requests_from_other_sites(tmp_path):
     """Routes are listed from the application, so new routes are included automatically."""
     app, checked = application("page", tmp_path), 0
     cookie = {"cookie": f"pipelinerl={GATE_TOKEN}", "content-type": "application/json"}
@@ -186,7 +182,7 @@ async def test_every_page_route_rejects_requests_from_other_sites(tmp_path: Path
     assert checked >= 20 * len(foreign), "at least 20 routes were requested"
 
 
-def test_every_page_response_has_a_content_security_policy(page: ServedPage) -> None:
+def test_every_page_response_has_a_content_security_policy(page):
     for path, cookie in (("/", COOKIE), ("/api/run", COOKIE), ("/nothing", COOKIE), ("/api/run", {}), ("/health", {})):
         headers = ask(page, path, **cookie).headers
         policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
@@ -196,7 +192,7 @@ def test_every_page_response_has_a_content_security_policy(page: ServedPage) -> 
         assert headers["cross-origin-resource-policy"] == "same-origin" and headers["cache-control"] == "no-store"
 
 
-def test_page_serves_only_its_own_static_files(page: ServedPage) -> None:
+def test_page_serves_only_its_own_static_files(page):
     for path in ("/static/../access.py", "/static/..%2f__init__.py", "/static/%2e%2e", "/static/", "/events.jsonl",
                  "/static/nothing.js", "/static//etc/passwd"):  # fmt: skip
         assert ask(page, path, **COOKIE).status_code == 404, path

@@ -1,13 +1,8 @@
 """The page of `pipelinerl watch` changes a live run through its controller, and shows runs without a controller."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
@@ -22,13 +17,11 @@ from tests.controller.service.test_service import running
 from tests.controller.world import ENGINE
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
-from tests.plugins.watch.run_files import TOKEN, ServedPage, served_page, written_run
+from tests.plugins.watch.run_files import TOKEN, served_page, written_run
 
 
-async def ask(
-    page: ServedPage, method: str, path: str, body: Any = None, *, content: bytes | None = None
-) -> httpx.Response:
-    def send() -> httpx.Response:
+async def ask(page, method, path, body=None, *, content=None):
+    def send():
         headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
         given = content if content is not None else json.dumps(body).encode()
         return httpx.request(
@@ -38,18 +31,18 @@ async def ask(
     return await asyncio.to_thread(send)
 
 
-def refusal_of(answer: httpx.Response) -> tuple[int, str]:
+def refusal_of(answer):
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_page_changes_a_live_run_unless_the_page_is_read_only(tmp_path: Path) -> None:
+async def test_page_changes_a_live_run_unless_the_page_is_read_only(tmp_path):
     run_dir = written_run(tmp_path / "run", steps=3, end=False, overrides=["sampling.group_size=2"])
     recipe = (run_dir / "recipe.toml").read_text()  # the controller of this test has domains `a` and `b`
     (run_dir / "recipe.toml").write_text(recipe.replace('"short_words"', '"a"').replace('"long_words"', '"b"'))
     (tmp_path / "controller").mkdir()
     async with running(tmp_path / "controller") as run:
         await run.start()
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        over = asyncio.get_running_loop().create_future()
         listener = listen("127.0.0.1", 0)
         serving = asyncio.create_task(serve_until(create_api(run.service, token="secret"), listener, over=over))
         address = url_of(*listener.getsockname()[:2])
@@ -66,7 +59,7 @@ async def test_page_changes_a_live_run_unless_the_page_is_read_only(tmp_path: Pa
         await check_silent_controller_is_reported(page)
 
 
-async def check_knob_changes(page: ServedPage, run: Any) -> None:
+async def check_knob_changes(page, run):
     run_info = (await ask(page, "GET", "/api/run")).json()
     assert (run_info["state"], run_info["may_steer"], run_info["why_not"]) == ("live", True, "")
     knobs = (await ask(page, "GET", "/api/knobs")).json()
@@ -88,7 +81,7 @@ async def check_knob_changes(page: ServedPage, run: Any) -> None:
     assert refusal_of(refused) == (422, "refused") and "temperature" in refused.json()["error"]["message"]
 
 
-async def check_values_that_json_cannot_represent_are_rejected(page: ServedPage, run: Any) -> None:
+async def check_values_that_json_cannot_represent_are_rejected(page, run):
     """Check that the page neither accepts as valid nor applies knob values that JSON cannot represent."""
     before = run.controller.state.knobs
     for body in (
@@ -106,7 +99,7 @@ async def check_values_that_json_cannot_represent_are_rejected(page: ServedPage,
     assert run.controller.state.knobs == before
 
 
-async def check_engine_changes(page: ServedPage) -> None:
+async def check_engine_changes(page):
     engines = (await ask(page, "GET", "/api/engines")).json()
     assert engines["engines"][0]["url"] == ENGINE and "bigram" in engines["types"] and engines["may_steer"]
     added = (await ask(page, "POST", "/api/engines/add", {"type": "torch", "count": 2})).json()
@@ -122,7 +115,7 @@ async def check_engine_changes(page: ServedPage) -> None:
     assert (await ask(page, "GET", "/api/now")).json()["fleet"]["engines"][0]["url"] == ENGINE
 
 
-async def check_read_only_page_changes_nothing(page: ServedPage, run: Any) -> None:
+async def check_read_only_page_changes_nothing(page, run):
     run_info = (await ask(page, "GET", "/api/run")).json()
     assert run_info["state"] == "live" and not run_info["may_steer"] and "--read-only" in run_info["why_not"]
     before = run.controller.state.knobs
@@ -139,7 +132,7 @@ async def check_read_only_page_changes_nothing(page: ServedPage, run: Any) -> No
     assert (await ask(page, "GET", "/api/knobs")).json()["knobs"], "a read-only page still shows the knobs"
 
 
-async def check_silent_controller_is_reported(page: ServedPage) -> None:
+async def check_silent_controller_is_reported(page):
     """Check that the page reports the stopped controller, whose address is still in the run directory."""
     run_info = (await ask(page, "GET", "/api/run")).json()
     assert run_info["step"] == 3 or run_info["loading"]["events"] < 1.0
@@ -151,19 +144,19 @@ async def check_silent_controller_is_reported(page: ServedPage) -> None:
     assert engines["source"] == "events"
 
 
-async def test_page_cannot_change_a_run_without_a_controller(tmp_path: Path) -> None:
+async def test_page_cannot_change_a_run_without_a_controller(tmp_path):
     with served_page(written_run(tmp_path / "run", steps=3)) as page:
         for path, body in (("/api/stop", {}), ("/api/knobs/check", {"k": 1})):
             assert refusal_of(await ask(page, "POST", path, body)) == (409, "no_controller"), path
 
 
 @contextmanager
-def status_only(run_dir: Path) -> Iterator[list[Any]]:
+def status_only(run_dir):
     """Serve the status of a fake controller for the run; yield the addresses of clients that requested it."""
-    connections: list[Any] = []
+    connections = []
     status = msgspec.json.encode(RunStatus(run="x", step=1, total_steps=2, model_version=1))
 
-    async def answers(scope: Any, _: Any, send: Any) -> None:
+    async def answers(scope, _, send):
         if scope["type"] == "http":
             connections.append(scope["client"])
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -174,7 +167,7 @@ def status_only(run_dir: Path) -> Iterator[list[Any]]:
         yield connections
 
 
-def test_page_caches_the_status_of_a_run_and_reconnects_to_a_controller_at_a_new_address(tmp_path: Path) -> None:
+def test_page_caches_the_status_of_a_run_and_reconnects_to_a_controller_at_a_new_address(tmp_path):
     run_dir = written_run(tmp_path / "run", steps=1, end=False)
     steering = Steering(run_dir)
     try:
@@ -202,6 +195,6 @@ def test_page_caches_the_status_of_a_run_and_reconnects_to_a_controller_at_a_new
         ("zzz", "text", {"least": None, "slider": [0, 4.0]}),
     ],
 )
-def test_page_describes_each_knob_with_its_limits(name: str, value: Any, wanted: dict[str, Any]) -> None:
+def test_page_describes_each_knob_with_its_limits(name, value, wanted):
     description = described(name, value, {})
     assert {key: description[key] for key in wanted} == wanted

@@ -1,14 +1,12 @@
 """The feed of a watched run notifies all current listeners once per batch of new entries."""
 
-from __future__ import annotations
-
 import asyncio
 
 from pipelinerl.plugins.watch.watched_run import Feed
 from tests.patience import PATIENCE_S
 
 
-async def test_listeners_of_an_event_feed_are_notified_once_per_batch_of_new_entries() -> None:
+async def test_listeners_of_an_event_feed_are_notified_once_per_batch_of_new_entries():
     feed = Feed(0)
     with feed.listener() as first, feed.listener() as second:
         feed.ring()
@@ -28,7 +26,7 @@ async def test_listeners_of_an_event_feed_are_notified_once_per_batch_of_new_ent
         assert not first.is_set(), "ring does not repeat a wake-up"
 
 
-async def test_closed_listener_of_an_event_feed_is_not_notified() -> None:
+async def test_closed_listener_of_an_event_feed_is_not_notified():
     feed = Feed(0)
     with feed.listener() as gone:
         pass

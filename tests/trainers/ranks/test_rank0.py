@@ -1,10 +1,7 @@
 """Tests that rank 0 runs commands on the other ranks, and tells them at the end whether it finished or failed."""
 
-from __future__ import annotations
-
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
@@ -15,7 +12,7 @@ from tests.patience import PATIENCE_S
 from trainer_contract.errors import RankError
 
 
-def two_ranks() -> tuple[Ranks, Channel]:
+def two_ranks():
     """Return the `Ranks` of rank 0, and rank 1's end of the connection; losing a rank does not end the test process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         connection = socket.create_connection(server.getsockname())
@@ -25,7 +22,7 @@ def two_ranks() -> tuple[Ranks, Channel]:
 
 
 @pytest.mark.parametrize("reason", ["", "rank 0 met an error"])
-def test_rank_0_sends_the_other_ranks_one_end_message_with_its_failure_reason_if_any(reason: str) -> None:
+def test_rank_0_sends_the_other_ranks_one_end_message_with_its_failure_reason_if_any(reason):
     ranks, other = two_ranks()
     if reason:
         ranks.leave(reason)
@@ -35,7 +32,7 @@ def test_rank_0_sends_the_other_ranks_one_end_message_with_its_failure_reason_if
     other.close()
 
 
-def test_rank_0_sends_the_next_command_before_the_previous_one_ends() -> None:
+def test_rank_0_sends_the_next_command_before_the_previous_one_ends():
     ranks, other = two_ranks()
     may_end = threading.Event()
     first = ranks.begin(lambda _: Discard(1), lambda: may_end.wait(PATIENCE_S), lane=Lane.READS)
@@ -50,7 +47,7 @@ def test_rank_0_sends_the_next_command_before_the_previous_one_ends() -> None:
     other.close()
 
 
-def test_commands_after_the_loss_of_a_rank_raise_a_rank_error() -> None:
+def test_commands_after_the_loss_of_a_rank_raise_a_rank_error():
     ranks, other = two_ranks()
     first = ranks.begin(lambda _: Discard(1), lambda: None, lane=Lane.READS)
     other.close()
@@ -60,13 +57,13 @@ def test_commands_after_the_loss_of_a_rank_raise_a_rank_error() -> None:
         ranks.begin(lambda _: Discard(1), lambda: None, lane=Lane.READS)
 
 
-def test_closing_the_result_iterator_early_waits_for_commands_in_progress() -> None:
-    log: list[str] = []
+def test_closing_the_result_iterator_early_waits_for_commands_in_progress():
+    log = []
 
-    def begun() -> Iterator[Callable[[], int]]:
+    def begun():
         for number in range(4):
             log.append(f"begin {number}")
-            yield lambda number=number: log.append(f"end {number}") or number  # type: ignore[misc, func-returns-value]
+            yield lambda number=number: log.append(f"end {number}") or number
 
     assert list(one_ahead(begun())) == [0, 1, 2, 3]
     assert log == ["begin 0", "begin 1", "end 0", "begin 2", "end 1", "begin 3", "end 2", "end 3"]

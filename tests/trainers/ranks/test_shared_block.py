@@ -1,7 +1,5 @@
 """Memory that other processes of this host can write into."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -27,7 +25,7 @@ print(is_here(place, bytes([9, 9, 9])), is_here(place, bytes(3)))
 """
 
 
-def test_another_process_can_write_into_a_shared_block() -> None:
+def test_another_process_can_write_into_a_shared_block():
     block, place = shared_block(10)
     block[:] = 9
     other = [sys.executable, "-c", _OTHER, msgspec.json.encode(place).decode()]
@@ -36,7 +34,7 @@ def test_another_process_can_write_into_a_shared_block() -> None:
     assert block.tolist() == [9, 9, 9, 0, 1, 2, 3, 4, 9, 9]
 
 
-def test_shared_block_is_freed_once_no_array_references_any_part_of_it() -> None:
+def test_shared_block_is_freed_once_no_array_references_any_part_of_it():
     block, place = shared_block(4096)
     part = block[10:20]
     del block
@@ -48,7 +46,7 @@ def test_shared_block_is_freed_once_no_array_references_any_part_of_it() -> None
         pass
 
 
-def test_freed_shared_block_is_not_written_to_after_its_file_descriptor_was_reused() -> None:
+def test_freed_shared_block_is_not_written_to_after_its_file_descriptor_was_reused():
     block, place = shared_block(16)
     del block
     other, its = shared_block(16)
@@ -59,23 +57,23 @@ def test_freed_shared_block_is_not_written_to_after_its_file_descriptor_was_reus
     assert not other.any()
 
 
-def test_shared_block_of_another_host_is_detected_as_not_accessible_from_this_host() -> None:
+def test_shared_block_of_another_host_is_detected_as_not_accessible_from_this_host():
     assert not shared.is_here(Place(os.getpid(), 10**6, 0, 0), b"")
     assert not shared.is_here(Place(0, 0, 0, 0), bytes(8)), "what a rank 0 says that can share nothing"
 
 
-def address(array: object) -> int:
-    return int(array.__array_interface__["data"][0])  # type: ignore[attr-defined]
+def address(array):
+    return int(array.__array_interface__["data"][0])
 
 
-def test_unreferenced_memory_block_is_reused() -> None:
+def test_unreferenced_memory_block_is_reused():
     memory = RecycledMemory(1000)
     first = address(memory.take(1000).memory)
     assert {address(memory.take(size).memory) for size in (1000, 7, 999)} == {first}
     assert address(memory.take(1001).memory) != first, "it is not as large"
 
 
-def test_memory_block_is_not_reused_while_an_array_references_a_part_of_it() -> None:
+def test_memory_block_is_not_reused_while_an_array_references_a_part_of_it():
     memory = RecycledMemory(64)
     tensor = torch.from_numpy(memory.take(64).memory).view(torch.bfloat16)[3:5].view(2)
     held = tensor.view(torch.uint8).numpy()
@@ -91,7 +89,7 @@ def test_memory_block_is_not_reused_while_an_array_references_a_part_of_it() -> 
     assert where in {address(memory.take(64).memory)}
 
 
-def test_recycled_memory_shares_three_blocks_at_a_time_and_gives_unshared_memory_for_a_fourth() -> None:
+def test_recycled_memory_shares_three_blocks_at_a_time_and_gives_unshared_memory_for_a_fourth():
     memory = RecycledMemory(64)
     held = [memory.take(64) for _ in range(4)]
     assert [block.place is not None for block in held] == [True, True, True, False]
@@ -100,8 +98,8 @@ def test_recycled_memory_shares_three_blocks_at_a_time_and_gives_unshared_memory
     assert memory.take(0).place is None
 
 
-def test_memory_block_is_not_shared_if_no_more_files_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(name: str) -> int:
+def test_memory_block_is_not_shared_if_no_more_files_can_be_opened(monkeypatch):
+    def none(name):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "memfd_create", none)

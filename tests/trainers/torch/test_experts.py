@@ -1,9 +1,5 @@
 """Fused experts in a trainer: matmuls in autocast's dtype, gradients for the fp32 parameters."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoModel
@@ -13,12 +9,12 @@ from pipelinerl.trainers.torch.experts import follow_autocast
 from tests.fakes.mixtures import mixture_config
 
 
-def experts_of(model: Any) -> Any:
+def experts_of(model):
     return next(module for module in model.modules() if type(module).__name__.endswith("Experts"))
 
 
 @pytest.mark.parametrize("kind", sorted(REPLAYED))
-def test_fused_experts_under_autocast_match_a_bf16_model_and_give_fp32_gradients(kind: str) -> None:
+def test_fused_experts_under_autocast_match_a_bf16_model_and_give_fp32_gradients(kind):
     torch.manual_seed(1)
     model = AutoModel.from_config(mixture_config(kind, 16)).eval()
     experts, hidden = experts_of(model), torch.randn(6, 32)

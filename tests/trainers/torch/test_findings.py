@@ -1,15 +1,11 @@
 """Findings and rejections of `pipelinerl check` on the torch trainer's attention and mesh."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from pipelinerl.config.recipe import MODELS, load
-from pipelinerl.config.sections import ModelSection, TrainerSection
+from pipelinerl.config.sections import ModelSection
 from pipelinerl.trainers.torch.findings import attention_finding, mesh_findings, padded_finding
 from trainer_contract.errors import SpecError
 
@@ -26,7 +22,7 @@ MIXTURE = {
 ON_GPU = ("trainer.device=cuda", "trainer.precision=bf16")
 
 
-def recipe(overrides: Sequence[str]) -> tuple[TrainerSection, Path]:
+def recipe(overrides):
     config = load("tiny", overrides)
     return config.trainer, config.model.resolved
 
@@ -44,11 +40,11 @@ def recipe(overrides: Sequence[str]) -> tuple[TrainerSection, Path]:
         ),
     ],
 )
-def test_finding_names_the_attention_kernel_for_packed_rollouts(overrides: list[str], text: str) -> None:
+def test_finding_names_the_attention_kernel_for_packed_rollouts(overrides, text):
     assert attention_finding(*recipe(overrides)).startswith(text)
 
 
-def test_padded_training_is_shown_and_settings_that_need_packed_rows_are_rejected() -> None:
+def test_padded_training_is_shown_and_settings_that_need_packed_rows_are_rejected():
     section, path = recipe([])
     model = ModelSection(path=str(path))
     assert padded_finding(section, model, "reference.path").startswith("reference.path trains padded: packed, it would")
@@ -57,7 +53,7 @@ def test_padded_training_is_shown_and_settings_that_need_packed_rows_are_rejecte
             padded_finding(recipe([override])[0], model, "model.path")
 
 
-def test_expert_parallelism_is_shown_and_a_mesh_that_divides_experts_unevenly_is_rejected(tmp_path: Path) -> None:
+def test_expert_parallelism_is_shown_and_a_mesh_that_divides_experts_unevenly_is_rejected(tmp_path):
     empty = b"{}"
     (tmp_path / "model.safetensors").write_bytes(len(empty).to_bytes(8, "little") + empty)
     (tmp_path / "config.json").write_text(json.dumps(MIXTURE))

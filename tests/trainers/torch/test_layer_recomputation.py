@@ -1,10 +1,5 @@
 """Gradient checkpointing changes neither results nor gradients, in any accepted family of models."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -21,13 +16,13 @@ _KINDS = ("phimoe", "seed_oss", "opt", "gpt2")
 OBJECTIVE = resolve("pipelinerl")
 
 
-def _trainer(path: Path, *, recomputes: bool) -> TorchTrainer:
+def _trainer(path, *, recomputes):
     trainer = TorchTrainer()
     trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, gradient_checkpointing=recomputes))
     return trainer
 
 
-def _gradients(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+def _gradients(trainer):
     weights = trainer._worker.loaded.weights
     return {name: each.grad for name, each in weights.items() if each.grad is not None}
 
@@ -35,7 +30,7 @@ def _gradients(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[] if each in _KINDS else pytest.mark.slow) for each in packed("trains")]
 )
-def test_checkpointing_changes_neither_predictions_nor_gradients(name: str, tmp_path: Path, micro_batch: Any) -> None:
+def test_checkpointing_changes_neither_predictions_nor_gradients(name, tmp_path, micro_batch):
     path, batch = save(tmp_path / name, name, noise=0.3), micro_batch()
     plain, frugal = (_trainer(path, recomputes=each) for each in (False, True))
     expected = plain.forward([batch])[0]
@@ -50,9 +45,7 @@ def test_checkpointing_changes_neither_predictions_nor_gradients(name: str, tmp_
 
 
 @pytest.mark.parametrize(("recomputes", "times"), [(False, 1), (True, 2)])
-def test_backward_runs_each_layer_again_only_with_checkpointing(
-    recomputes: bool, times: int, model_path: Any, micro_batch: Any
-) -> None:
+def test_backward_runs_each_layer_again_only_with_checkpointing(recomputes, times, model_path, micro_batch):
     trainer, ran = _trainer(model_path("qwen3"), recomputes=recomputes), list[str]()
     for name, module in trainer._worker.loaded.model.named_modules():
         if isinstance(module, GradientCheckpointingLayer):
@@ -61,9 +54,7 @@ def test_backward_runs_each_layer_again_only_with_checkpointing(
     assert len(ran) == times * 2 and len(set(ran)) == 2
 
 
-def test_checkpointing_is_rejected_for_a_model_without_layers_that_can_be_recomputed(
-    model_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpointing_is_rejected_for_a_model_without_layers_that_can_be_recomputed(model_path, monkeypatch):
     monkeypatch.setattr("pipelinerl.trainers.torch.packed_model.GradientCheckpointingLayer", int)
     with pytest.raises(SpecError, match=r"has no layers that .* set trainer\.gradient_checkpointing=false"):
         _trainer(model_path("qwen3"), recomputes=True)

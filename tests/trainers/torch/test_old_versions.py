@@ -1,7 +1,5 @@
 """The torch trainer and NCCL weight groups with the oldest supported transformers and torch, in another environment."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
@@ -24,7 +22,7 @@ FILES = [
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(PYTHON is None, reason="PIPELINERL_OLD_PYTHON does not name an interpreter")
 @pytest.mark.parametrize("module", ["pipelinerl.trainers.torch.trainer", "pipelinerl.plugins.torch_mesh.mesh_worker"])
-def test_torch_trainer_can_be_imported_with_the_oldest_supported_torch_and_transformers(module: str) -> None:
+def test_torch_trainer_can_be_imported_with_the_oldest_supported_torch_and_transformers(module):
     assert PYTHON is not None
     subprocess.run([PYTHON, "-c", f"import {module}"], cwd=ROOT, check=True, timeout=PATIENCE_S)
 
@@ -32,7 +30,7 @@ def test_torch_trainer_can_be_imported_with_the_oldest_supported_torch_and_trans
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(PYTHON is None, reason="PIPELINERL_OLD_PYTHON does not name an interpreter")
-def test_selected_torch_tests_pass_with_the_oldest_supported_torch_and_transformers() -> None:
+def test_selected_torch_tests_pass_with_the_oldest_supported_torch_and_transformers():
     assert PYTHON is not None
     argv = [PYTHON, "-m", "pytest", "-q", "-n", "0", *FILES, "-k", TESTS]
     result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=500)

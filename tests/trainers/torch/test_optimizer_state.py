@@ -1,11 +1,5 @@
 """A trainer with optimizer state in bf16 or on the host, compared with the default."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -20,30 +14,28 @@ HOST = {"optimizer": {"place": "host"}}
 SMALL = {"optimizer": {"moments": "bf16"}}
 
 
-def started(model: Path, options: dict[str, Any], **fields: Any) -> TorchTrainer:
+def started(model, options, **fields):
     trainer = TorchTrainer()
     trainer.init_worker(spec_of(model, options, **fields))
     return trainer
 
 
-def weights_of(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+def weights_of(trainer):
     return {name: each.clone() for name, each in trainer.gather_weights()}
 
 
-def saved(trainer: TorchTrainer, path: Path) -> Path:
+def saved(trainer, path):
     path.mkdir()
     trainer.save_state(path)
     return path
 
 
-def tensors_of(state: Path) -> dict[str, torch.Tensor]:
+def tensors_of(state):
     return load_file(state / "optimizer.safetensors") | load_file(state / "model" / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_20_trainer_steps_with_moments_on_the_host_match_those_with_moments_on_the_device(
-    name: str, model_path: Callable[[str], Path]
-) -> None:
+def test_20_trainer_steps_with_moments_on_the_host_match_those_with_moments_on_the_device(name, model_path):
     model = model_path(name)
     actual, expected = (steps(started(model, each), first=0, count=20, parts=1) for each in (HOST, {}))
     assert np.abs(actual["losses"] - expected["losses"]).max() <= 1e-6
@@ -63,9 +55,7 @@ def test_20_trainer_steps_with_moments_on_the_host_match_those_with_moments_on_t
         pytest.param("qwen2", WeightDType.BFLOAT16, Rounding.DITHERED, marks=pytest.mark.slow),
     ],
 )
-def test_fp32_master_weights_on_the_host_give_bit_identical_results(
-    name: str, gathered: WeightDType, rounding: Rounding, model_path: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_fp32_master_weights_on_the_host_give_bit_identical_results(name, gathered, rounding, model_path, tmp_path):
     """In bf16, the device holds only bf16 copies of the weights of linear layers."""
     model = model_path(name)
     fields = {"precision": Precision.BF16, "gather_dtype": gathered, "rounding": rounding}
@@ -94,9 +84,7 @@ def test_fp32_master_weights_on_the_host_give_bit_identical_results(
     assert more == [steps(each, first=2, count=1, parts=2)["losses"].item() for each in (whole, apart)]
 
 
-def test_bf16_moments_are_saved_unchanged_and_resume_bit_for_bit(
-    model_path: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_bf16_moments_are_saved_unchanged_and_resume_bit_for_bit(model_path, tmp_path):
     model = model_path("qwen3")
     trainer = started(model, SMALL)
     steps(trainer, first=0, count=3, parts=2)
@@ -114,7 +102,7 @@ def test_bf16_moments_are_saved_unchanged_and_resume_bit_for_bit(
     assert np.isfinite(steps(started(model, {}, restore_from=state), first=3, count=1, parts=2)["losses"]).all()
 
 
-def test_losses_with_bf16_moments_stay_close_to_those_with_fp32_moments(model_path: Callable[[str], Path]) -> None:
+def test_losses_with_bf16_moments_stay_close_to_those_with_fp32_moments(model_path):
     exact, small = (steps(started(model_path("qwen3"), each), first=0, count=10, parts=1) for each in ({}, SMALL))
     moved = np.abs(exact["losses"] - exact["losses"][0]).max()
     assert 0 < np.abs(exact["losses"] - small["losses"]).max() < 0.05 * moved

@@ -1,9 +1,6 @@
 """The torch trainer computes tokens with given experts: in forward, in backward, packed and with shared prefixes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +16,13 @@ from trainer_contract.types import Device, Head, MicroBatch, TrainerSpec
 OBJECTIVE = resolve("pipelinerl")
 
 
-def started(path: Any, **fields: Any) -> TorchTrainer:
+def started(path, **fields):
     trainer = TorchTrainer()
     trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, **fields))
     return trainer
 
 
-def own_choice(trainer: TorchTrainer, batch: MicroBatch) -> Any:
+def own_choice(trainer, batch):
     """Return a column of routed experts that makes the trainer's routers repeat their own choice."""
     model = trainer._worker.loaded.model.model
     forwards = [router.forward for router in torch_routers.routers_of(model)]
@@ -39,19 +36,17 @@ def own_choice(trainer: TorchTrainer, batch: MicroBatch) -> Any:
     return np.concatenate((chosen[:1] * 0, chosen[:-1]))
 
 
-def chosen_at_random(batch: MicroBatch) -> Any:
+def chosen_at_random(batch):
     return generator(1, "routing").permuted(np.tile(np.arange(4, dtype=np.uint8), (batch.num_tokens, 2, 1)), axis=2)[
         :, :, :2
     ]
 
 
-def gradients(trainer: TorchTrainer) -> dict[str, Any]:
+def gradients(trainer):
     return {name: parameter.grad.numpy().copy() for name, parameter in trainer._worker.loaded.weights.items()}
 
 
-def test_replaying_the_trainers_own_expert_routing_changes_results_only_by_rounding(
-    model_path: Any, micro_batch: Any
-) -> None:
+def test_replaying_the_trainers_own_expert_routing_changes_results_only_by_rounding(model_path, micro_batch):
     """A segment's last token, whose output is not used, may have other experts, so expert matmuls differ in size."""
     batch, results = micro_batch(), []
     for checkpointing in (False, True):  # checkpointing recomputes layers in backward
@@ -68,9 +63,7 @@ def test_replaying_the_trainers_own_expert_routing_changes_results_only_by_round
             np.testing.assert_allclose(gradient[name], expected, atol=1e-5 * scale, err_msg=name)
 
 
-def test_given_expert_routing_replaces_the_routers_choice_however_segments_are_packed(
-    model_path: Any, micro_batch: Any
-) -> None:
+def test_given_expert_routing_replaces_the_routers_choice_however_segments_are_packed(model_path, micro_batch):
     trainer, batch = started(model_path("qwen3_moe")), micro_batch()
     column = chosen_at_random(batch)
     replayed = replace(batch, routed_experts=column)
@@ -86,7 +79,7 @@ def test_given_expert_routing_replaces_the_routers_choice_however_segments_are_p
     np.testing.assert_array_equal(trainer.forward([replace(batch, routed_experts=column)])[0], obeyed)
 
 
-def test_shared_prompt_uses_the_routing_of_its_first_rollout(model_path: Any, micro_batch: Any) -> None:
+def test_shared_prompt_uses_the_routing_of_its_first_rollout(model_path, micro_batch):
     trainer, one = started(model_path("qwen3_moe")), micro_batch((9,), tempered=False)
     column = chosen_at_random(one)
     columns = {
@@ -101,7 +94,7 @@ def test_shared_prompt_uses_the_routing_of_its_first_rollout(model_path: Any, mi
     np.testing.assert_allclose(got, [expected] * 2, atol=1e-5)
 
 
-def test_routing_that_cannot_be_replayed_is_rejected(model_path: Any, micro_batch: Any) -> None:
+def test_routing_that_cannot_be_replayed_is_rejected(model_path, micro_batch):
     batch = micro_batch((4,))
     column = np.zeros((4, 2, 2), np.uint8)
     dense, critic = started(model_path("qwen3")), started(model_path("qwen3_moe"), head=Head.VALUE)
@@ -119,7 +112,7 @@ def test_routing_that_cannot_be_replayed_is_rejected(model_path: Any, micro_batc
             trainer.backward([replace(batch, routed_experts=wrong)], OBJECTIVE)
 
 
-def test_routed_experts_are_unchanged_after_encoding_for_other_ranks_and_decoding(micro_batch: Any) -> None:
+def test_routed_experts_are_unchanged_after_encoding_for_other_ranks_and_decoding(micro_batch):
     batch = micro_batch((4, 3))
     batch = replace(batch, routed_experts=chosen_at_random(batch))
     np.testing.assert_array_equal(decode_batch(encode_batch(batch)).routed_experts, batch.routed_experts)

@@ -1,13 +1,9 @@
 """Tests of rows of a trainer state that are written by one number of processes and read by another number."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from pipelinerl.trainers.torch.mesh import ProcessMesh
 from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, key_of, write_index, write_shard
@@ -18,7 +14,7 @@ KINDS = (VALUE, "exp_avg")
 SHAPES = {"a": (3, 5), "b": (64, 2), "c": (129, 3), "d": (48,)}
 
 
-def written(path: Path, processes: int) -> dict[str, Tensor]:
+def written(path, processes):
     """Write random tensors from this number of processes; return them whole, by key."""
     draw = torch.Generator().manual_seed(0)
     whole = {key_of(name, kind): torch.rand(shape, generator=draw) for name, shape in SHAPES.items() for kind in KINDS}
@@ -31,7 +27,7 @@ def written(path: Path, processes: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 4), (2, 3), (4, 1), (3, 64), (64, 2), (64, 64)])
-def test_state_shards_load_on_any_number_of_processes(saved: int, loaded: int, tmp_path: Path) -> None:
+def test_state_shards_load_on_any_number_of_processes(saved, loaded, tmp_path):
     whole, files = written(tmp_path, saved), ShardFiles.of(tmp_path)
     assert files is not None
     files.check({name: torch.Size(shape) for name, shape in SHAPES.items()})
@@ -44,11 +40,11 @@ def test_state_shards_load_on_any_number_of_processes(saved: int, loaded: int, t
             assert [part.shape[1:] for part in parts] == [expected.shape[1:]] * loaded
 
 
-def test_directory_without_shard_files_is_read_as_an_unsharded_state(tmp_path: Path) -> None:
+def test_directory_without_shard_files_is_read_as_an_unsharded_state(tmp_path):
     assert ShardFiles.of(tmp_path) is None
 
 
-def test_missing_or_damaged_state_shards_are_rejected(tmp_path: Path) -> None:
+def test_missing_or_damaged_state_shards_are_rejected(tmp_path):
     written(tmp_path, 2)
     folder = tmp_path / "shards"
     files = ShardFiles.of(tmp_path)

@@ -1,12 +1,7 @@
 """Tests of which copies are made between host and device. The CUDA tensors are fake, so no GPU is needed."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,11 +17,11 @@ CUDA = torch.device("cuda", 0)
 class Transfers(TorchDispatchMode):
     """Records the dtypes (from, to) of each copy that changes the device."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.dtypes: list[tuple[torch.dtype, torch.dtype]] = []
+        self.dtypes = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default:
             self._record(args[0], result)
@@ -34,12 +29,12 @@ class Transfers(TorchDispatchMode):
             self._record(args[1], args[0])
         return result
 
-    def _record(self, source: Tensor, target: Tensor) -> None:
+    def _record(self, source, target):
         if source.device.type != target.device.type:
             self.dtypes.append((source.dtype, target.dtype))
 
 
-def test_bf16_moments_are_copied_to_the_device_in_bf16_and_converted_there() -> None:
+def test_bf16_moments_are_copied_to_the_device_in_bf16_and_converted_there():
     with FakeTensorMode(), Transfers() as transfers:
         moved = to_device(torch.empty(5, dtype=torch.bfloat16), CUDA, torch.float32)
     assert (moved.device, moved.dtype) == (CUDA, torch.float32)
@@ -54,21 +49,19 @@ def test_bf16_moments_are_copied_to_the_device_in_bf16_and_converted_there() -> 
         (torch.float32, torch.float32, torch.float32),
     ],
 )
-def test_rows_are_copied_to_the_host_in_the_smaller_of_their_own_and_the_requested_dtype(
-    held: torch.dtype, wanted: torch.dtype, sent: torch.dtype
-) -> None:
+def test_rows_are_copied_to_the_host_in_the_smaller_of_their_own_and_the_requested_dtype(held, wanted, sent):
     with FakeTensorMode(), Transfers() as transfers:
         rows = HostBuffer().fetch(torch.empty(3, 4, dtype=held, device=CUDA), wanted)
     assert (rows.device.type, rows.dtype, rows.shape) == ("cpu", wanted, (3, 4))
     assert transfers.dtypes == [(sent, sent)]
 
 
-def test_rows_already_on_the_host_are_not_copied() -> None:
+def test_rows_already_on_the_host_are_not_copied():
     rows = torch.ones(3)
     assert HostBuffer().fetch(rows, torch.float32) is rows
 
 
-def test_step_count_is_copied_to_the_device_once_for_all_pieces_of_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_count_is_copied_to_the_device_once_for_all_pieces_of_a_parameter(monkeypatch):
     monkeypatch.setattr(optimizer_module, "_PIECE", 4)
     parameter = torch.nn.Parameter(torch.empty(20, device="meta"))
     parameter.grad = torch.empty(20, device="meta")

@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from pipelinerl.errors import CheckpointError
 from pipelinerl.messages import CheckpointDelayed, Checkpointed, ControlMessage
-from pipelinerl.training.checkpoints.checkpoint import Capture, Checkpointing, CheckpointStore
+from pipelinerl.training.checkpoints.checkpoint import Checkpointing, CheckpointStore
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.manifest import Retention
 from tests.fakes.checkpoints import capture, model_directory, state_of
@@ -33,28 +32,28 @@ class CheckpointedRoom:
     reports: list[ControlMessage] = field(default_factory=list)
     trimmed: list[dict[str, str]] = field(default_factory=list)
 
-    async def begin(self, version: int) -> None:
+    async def begin(self, version):
         await self.saving.begin(state_of(version), lambda: capture(self.store, state_of(version)))
         await self.saving.captured()
 
-    async def until_reported(self, kind: type[ControlMessage]) -> None:
+    async def until_reported(self, kind):
         async with asyncio.timeout(DEADLINE_S):
             while not any(isinstance(message, kind) for message in self.reports):
                 await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
-async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterator[CheckpointedRoom]:
+async def room(tmp_path, *, deadline_s=DEADLINE_S):
     copies = CheckpointCopies(f"{tmp_path}/location/run", retention=Retention(2))
     model = model_directory(tmp_path / "model")
     store = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model, copies=copies)
-    reports: list[ControlMessage] = []
-    trimmed: list[dict[str, str]] = []
+    reports = []
+    trimmed = []
 
-    async def report(message: ControlMessage) -> None:
+    async def report(message):
         reports.append(message)
 
-    async def trim(offsets: dict[str, str], epoch: int) -> None:
+    async def trim(offsets, epoch):
         assert epoch == state_of(1).epoch
         trimmed.append(offsets)
 
@@ -66,11 +65,11 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterat
 
 
 async def test_training_continues_while_a_checkpoint_is_written_and_the_next_checkpoint_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     real, may_sync = os.fsync, threading.Event()
 
-    def slow(handle: int) -> None:
+    def slow(handle):
         assert may_sync.wait(DEADLINE_S)
         real(handle)
 
@@ -91,7 +90,7 @@ async def test_training_continues_while_a_checkpoint_is_written_and_the_next_che
         assert made.store.latest() == (made.store.all()[-1], state_of(2))
 
 
-async def test_checkpoint_that_fails_transiently_is_reported_as_delayed_and_retried(tmp_path: Path) -> None:
+async def test_checkpoint_that_fails_transiently_is_reported_as_delayed_and_retried(tmp_path):
     (tmp_path / "location").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         await made.begin(1)
@@ -104,12 +103,10 @@ async def test_checkpoint_that_fails_transiently_is_reported_as_delayed_and_retr
         assert [path.name.split("-e")[0] for path in (tmp_path / "location" / "run").iterdir()] == ["step-000001"]
 
 
-async def test_training_waits_for_the_capture_of_a_checkpoint_only_before_it_changes_the_weights(
-    tmp_path: Path,
-) -> None:
+async def test_training_waits_for_the_capture_of_a_checkpoint_only_before_it_changes_the_weights(tmp_path):
     state, may_read = state_of(1), threading.Event()
 
-    def reads() -> Capture:
+    def reads():
         assert may_read.wait(DEADLINE_S)
         return capture(made.store, state)
 
@@ -133,17 +130,15 @@ async def test_training_waits_for_the_capture_of_a_checkpoint_only_before_it_cha
         assert second.stall_s < report.stall_s, "nothing waited for it"
 
 
-async def test_permanent_failure_to_capture_a_checkpoint_is_raised_to_the_code_that_waits_for_it(
-    tmp_path: Path,
-) -> None:
+async def test_permanent_failure_to_capture_a_checkpoint_is_raised_to_the_code_that_waits_for_it(tmp_path):
     async with room(tmp_path) as made:
-        await made.saving.begin(state_of(1), lambda: capture(made.store, {}))  # type: ignore[arg-type]
+        await made.saving.begin(state_of(1), lambda: capture(made.store, {}))
         with pytest.raises(AttributeError):
             await asyncio.wait_for(made.saving.captured(), DEADLINE_S)
         await made.saving.finish()
 
 
-async def test_transient_failure_to_capture_a_checkpoint_blocks_training_until_a_retry_succeeds(tmp_path: Path) -> None:
+async def test_transient_failure_to_capture_a_checkpoint_blocks_training_until_a_retry_succeeds(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         beginning = asyncio.create_task(made.begin(1))
@@ -156,7 +151,7 @@ async def test_transient_failure_to_capture_a_checkpoint_blocks_training_until_a
         assert last.stall_s > 0
 
 
-async def test_checkpoint_that_is_not_written_by_its_deadline_fails_with_the_reason(tmp_path: Path) -> None:
+async def test_checkpoint_that_is_not_written_by_its_deadline_fails_with_the_reason(tmp_path):
     (tmp_path / "location").write_text("in the way of the directory")
     async with room(tmp_path, deadline_s=0.05) as made:
         await made.begin(1)
@@ -164,8 +159,8 @@ async def test_checkpoint_that_is_not_written_by_its_deadline_fails_with_the_rea
             await asyncio.wait_for(made.saving.finish(), DEADLINE_S)
 
 
-async def test_checkpoint_whose_fsync_fails_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: int) -> None:
+async def test_checkpoint_whose_fsync_fails_is_not_retried(tmp_path, monkeypatch):
+    def broken(_):
         raise OSError(5, "Input/output error")
 
     async with room(tmp_path) as made:
@@ -182,7 +177,7 @@ async def test_checkpoint_whose_fsync_fails_is_not_retried(tmp_path: Path, monke
         assert not list(made.store.directory.glob(".*"))
 
 
-async def test_closing_the_background_checkpointing_cancels_the_checkpoint_in_progress(tmp_path: Path) -> None:
+async def test_closing_the_background_checkpointing_cancels_the_checkpoint_in_progress(tmp_path):
     (tmp_path / "location").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         await made.begin(1)

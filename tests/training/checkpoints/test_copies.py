@@ -1,12 +1,7 @@
 """Remote copies of checkpoints, in a directory or at a URL: they are always complete; newest and best are kept."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,34 +14,32 @@ from tests.fakes.checkpoints import capture, model_directory, save, state_of, ve
 
 
 @pytest.fixture(params=["directory", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def url(request, tmp_path):
     return f"file://{tmp_path}/copies" if request.param == "directory" else f"memory://{tmp_path.name}/copies"
 
 
 @pytest.fixture
-def copies(url: str, tmp_path: Path) -> CheckpointCopies:
+def copies(url, tmp_path):
     (tmp_path / "recipe.toml").write_text("name = 'x'\n")
     files = (tmp_path / "recipe.toml", tmp_path / "events.jsonl")
     return CheckpointCopies(url, retention=Retention(2, 1), run_files=files)
 
 
 @pytest.fixture
-def store(tmp_path: Path, copies: CheckpointCopies) -> CheckpointStore:
+def store(tmp_path, copies):
     model = model_directory(tmp_path / "model")
     return CheckpointStore(tmp_path / "checkpoints", keep=2, keep_best=1, model_directory=model, copies=copies)
 
 
-def save_both(store: CheckpointStore, version: int, **rest: Any) -> None:
+def save_both(store, version, **rest):
     store.copy(save(store, version, **rest))
 
 
-def versions(copies: CheckpointCopies) -> list[int]:
+def versions(copies):
     return [copy.manifest.state.model_version for copy in copies.newest()]
 
 
-def test_trainer_that_was_replaced_cannot_copy_its_checkpoint_over_that_of_a_later_epoch(
-    store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path
-) -> None:
+def test_trainer_that_was_replaced_cannot_copy_its_checkpoint_over_that_of_a_later_epoch(store, copies, tmp_path):
     """The trainer copies step 10 of epoch 1 after epoch 2 has resumed from there and copied step 20."""
     store.claim(1)
     late = save(store, 10)
@@ -61,9 +54,7 @@ def test_trainer_that_was_replaced_cannot_copy_its_checkpoint_over_that_of_a_lat
     assert versions(copies) == [20]
 
 
-def test_fetched_remote_copy_is_a_loadable_checkpoint_with_the_runs_recipe_and_events(
-    store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path
-) -> None:
+def test_fetched_remote_copy_is_a_loadable_checkpoint_with_the_runs_recipe_and_events(store, copies, tmp_path):
     (tmp_path / "events.jsonl").write_text('{"kind": "step"}\n{"kind": "st')
     save_both(store, 3)
     (copy,) = copies.newest()
@@ -75,9 +66,7 @@ def test_fetched_remote_copy_is_a_loadable_checkpoint_with_the_runs_recipe_and_e
     assert (into / "run" / "events.jsonl").read_text() == '{"kind": "step"}\n', "without the line under way"
 
 
-def test_newest_and_best_checkpoints_are_kept_locally_and_at_the_remote_location(
-    store: CheckpointStore, copies: CheckpointCopies
-) -> None:
+def test_newest_and_best_checkpoints_are_kept_locally_and_at_the_remote_location(store, copies):
     save_both(store, 10)
     save_both(store, 20, accuracies={10: 0.4})
     save_both(store, 30, accuracies={10: 0.4, 20: 0.6})
@@ -89,9 +78,7 @@ def test_newest_and_best_checkpoints_are_kept_locally_and_at_the_remote_location
     assert versions(copies) == [50, 40] and len(Storage(copies.url).names()) == 2
 
 
-def test_remote_copy_of_a_step_that_was_saved_again_counts_as_newer_than_the_earlier_copy(
-    store: CheckpointStore, copies: CheckpointCopies, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_copy_of_a_step_that_was_saved_again_counts_as_newer_than_the_earlier_copy(store, copies, monkeypatch):
     """Each save of the step has another ledger, which identifies its copy; older copies are not removed."""
     ledgers = []
     for frontier in range(6):
@@ -107,8 +94,8 @@ def test_remote_copy_of_a_step_that_was_saved_again_counts_as_newer_than_the_ear
 
 
 def test_remote_copies_of_steps_after_the_resumed_step_are_removed_and_older_copies_are_kept(
-    store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    store, copies, tmp_path, caplog
+):
     for version in (10, 20, 30):
         save_both(store, version)
     (store.directory / "step-000030" / "model.safetensors").write_bytes(b"")
@@ -125,17 +112,17 @@ class Killed(BaseException):
 
 
 def test_newest_remote_checkpoint_copy_is_complete_after_a_kill_at_any_point_of_a_save(
-    store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    store, copies, tmp_path, monkeypatch
+):
     """The test repeats the save, with a kill before another storage operation each time."""
     save_both(store, 1)
     save_both(store, 2)
     path = save(store, 3)
     for killed_at in range(100):
-        done: list[str] = []
+        done = []
 
-        def counted(name: str, call: Callable[..., Any], at: int, done: list[str]) -> Callable[..., Any]:
-            def wrapper(*args: Any) -> Any:
+        def counted(name, call, at, done):
+            def wrapper(*args):
                 if len(done) == at:
                     raise Killed
                 done.append(name)
@@ -165,14 +152,7 @@ def test_newest_remote_checkpoint_copy_is_complete_after_a_kill_at_any_point_of_
 @pytest.mark.parametrize(
     ("name", "damage"), [("manifest.json", "flip"), ("trainer/optimizer", "cut"), ("run/recipe.toml", "lose")]
 )
-def test_damaged_remote_checkpoint_copy_is_detected_and_reported(
-    store: CheckpointStore,
-    copies: CheckpointCopies,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    damage: str,
-) -> None:
+def test_damaged_remote_checkpoint_copy_is_detected_and_reported(store, copies, tmp_path, caplog, name, damage):
     save_both(store, 1)
     save_both(store, 2)
     newest, place = next(copies.newest()), Storage(copies.url)

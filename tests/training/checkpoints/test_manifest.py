@@ -1,7 +1,5 @@
 """Manifests of checkpoints are read as they were written, including those of older versions with fewer fields."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelinerl.errors import CheckpointError
@@ -30,7 +28,7 @@ OLDER = b"""{
 }"""
 
 
-def test_checkpoint_manifest_from_before_the_field_lineage_was_added_can_be_read() -> None:
+def test_checkpoint_manifest_from_before_the_field_lineage_was_added_can_be_read():
     manifest = Manifest.parse(OLDER, where="here")
     assert manifest.state == STATE and manifest.state.epochs == []
     with pytest.raises(CheckpointError, match="has changed since it was written"):

@@ -1,7 +1,5 @@
 """Admission of rollout groups: each group request gets one outcome, which the ledger records."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -22,9 +20,7 @@ from tests.fakes.rollouts import group, rollout
 
 
 @given(st.permutations(range(30)), st.lists(st.sampled_from(list(GroupOutcome)), min_size=30, max_size=30))
-def test_ledger_contains_exactly_the_group_requests_that_have_an_outcome(
-    order: list[int], outcomes: list[GroupOutcome]
-) -> None:
+def test_ledger_contains_exactly_the_group_requests_that_have_an_outcome(order, outcomes):
     ledger = ConsumedLedger()
     for seen, (index, outcome) in enumerate(zip(order, outcomes, strict=True)):
         ledger.settle([index], outcome)
@@ -36,7 +32,7 @@ def test_ledger_contains_exactly_the_group_requests_that_have_an_outcome(
 
 
 @pytest.mark.parametrize("taken", [[2, 3], [3, 9], [9, 5]])
-def test_reopened_orders_leave_the_ledger_as_if_they_had_not_ended(taken: list[int]) -> None:
+def test_reopened_orders_leave_the_ledger_as_if_they_had_not_ended(taken):
     ledger, untouched = ConsumedLedger(), ConsumedLedger()
     for each in (ledger, untouched):
         each.settle([0, 1, 7], GroupOutcome.FILTERED)
@@ -45,7 +41,7 @@ def test_reopened_orders_leave_the_ledger_as_if_they_had_not_ended(taken: list[i
     assert ledger == untouched
 
 
-def test_ledger_rejects_a_second_outcome_of_the_same_group_request() -> None:
+def test_ledger_rejects_a_second_outcome_of_the_same_group_request():
     ledger = ConsumedLedger()
     ledger.settle([0, 2], GroupOutcome.TRAINED)
     for index in (0, 2):
@@ -57,9 +53,7 @@ def test_ledger_rejects_a_second_outcome_of_the_same_group_request() -> None:
     ("k", "oldest", "stale"),
     [(1, 4, False), (1, 3, True), (4, 1, False), (4, 0, True), (math.inf, 0, False)],
 )
-def test_staleness_of_a_group_is_the_version_being_produced_minus_its_oldest_version(
-    k: float, oldest: int, stale: bool
-) -> None:
+def test_staleness_of_a_group_is_the_version_being_produced_minus_its_oldest_version(k, oldest, stale):
     made, bounds = group(0, version=oldest), StalenessBounds(1, k)
     assert (fresh_part(made, producing=5, bounds=bounds, scope=StalenessScope.GROUP) is None) is stale
 
@@ -69,9 +63,7 @@ def test_staleness_of_a_group_is_the_version_being_produced_minus_its_oldest_ver
     [(2, 10, False), (1, 7, False), (1, 8, True), (0, 6, False)],
     ids=["this epoch", "an ancestor", "abandoned", "an older ancestor"],
 )
-def test_lineage_excludes_groups_sampled_by_weights_that_a_trainer_restart_abandoned(
-    epoch: int, version: int, stale: bool
-) -> None:
+def test_lineage_excludes_groups_sampled_by_weights_that_a_trainer_restart_abandoned(epoch, version, stale):
     assert Lineage(epoch=2, began_at=7).includes(group(0, version=version, epoch=epoch)) is not stale
 
 
@@ -79,16 +71,14 @@ def test_lineage_excludes_groups_sampled_by_weights_that_a_trainer_restart_aband
     ("epoch", "version", "included"),
     [(1, 50, True), (1, 57, False), (2, 50, True), (2, 60, True), (2, 61, False), (3, 99, True), (4, 99, True)],
 )
-def test_lineage_excludes_weights_abandoned_at_one_restart_even_after_later_restarts(
-    epoch: int, version: int, included: bool
-) -> None:
+def test_lineage_excludes_weights_abandoned_at_one_restart_even_after_later_restarts(epoch, version, included):
     """Epoch 1 saved version 50 and reached 57; epoch 2 began at 50 and saved 60; epoch 3 began at 60."""
     lineage = Lineage(epoch=3, began_at=60, earlier=((1, 0), (2, 50)))
     assert lineage.includes(group(0, version=version, epoch=epoch)) is included
     assert lineage.epochs == ((1, 0), (2, 50), (3, 60))
 
 
-def test_group_has_a_learning_signal_only_if_two_rollouts_that_could_be_judged_have_different_rewards() -> None:
+def test_group_has_a_learning_signal_only_if_two_rollouts_that_could_be_judged_have_different_rewards():
     assert has_signal(group(0, (0.0, 1.0)))
     assert not has_signal(group(0, (1.0, 1.0)))
     judged, unjudged = rollout(reward=1.0), rollout(reward=0.0, outcome=Outcome.TIMEOUT)

@@ -1,11 +1,8 @@
 """The batcher chooses the groups of each step, whatever their arrival order, and counts every rejected group once."""
 
-from __future__ import annotations
-
 import logging
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,17 +12,17 @@ from pipelinerl.plugins.replay.repetition import RecordedStep
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, OverdueWait, StepBudget, awaited
-from pipelinerl.types import Outcome, RolloutGroup, Verdict
+from pipelinerl.types import Outcome, Verdict
 from tests.fakes.rollouts import group, rollout
 
 BOUNDS = StalenessBounds(1, 4)
 
 
-def batcher(*, no_signal: NoSignal = NoSignal.FILTER) -> Batcher:
+def batcher(*, no_signal=NoSignal.FILTER):
     return Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=no_signal)
 
 
-def test_batcher_waits_until_it_has_enough_rollouts_for_a_step_and_uses_each_group_once() -> None:
+def test_batcher_waits_until_it_has_enough_rollouts_for_a_step_and_uses_each_group_once():
     waiting = batcher()
     waiting.offer(group(0))
     assert waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS) is None
@@ -39,8 +36,8 @@ def test_batcher_waits_until_it_has_enough_rollouts_for_a_step_and_uses_each_gro
     assert not waiting.take_abandoned(), "the copy of one that has ended is dropped, and not issued again"
 
 
-def test_group_that_the_recipes_filter_rejected_is_counted_as_filtered_with_the_filters_reason() -> None:
-    endings: list[tuple[list[int], GroupOutcome, str]] = []
+def test_group_that_the_recipes_filter_rejected_is_counted_as_filtered_with_the_filters_reason():
+    endings = []
     waiting = Batcher(
         ledger=ConsumedLedger(),
         lineage=Lineage(1, 0),
@@ -54,7 +51,7 @@ def test_group_that_the_recipes_filter_rejected_is_counted_as_filtered_with_the_
     assert (waiting.waiting, waiting.ledger.counts[GroupOutcome.FILTERED]) == ([2], 2)
 
 
-def test_batcher_takes_the_oldest_groups_that_are_not_stale_in_whatever_order_they_arrived() -> None:
+def test_batcher_takes_the_oldest_groups_that_are_not_stale_in_whatever_order_they_arrived():
     groups = [group(index, version=version) for index, version in enumerate([1, 3, 2, 3, 2, 1])]
     chosen = set()
     for seed in range(20):
@@ -67,7 +64,7 @@ def test_batcher_takes_the_oldest_groups_that_are_not_stale_in_whatever_order_th
     assert chosen == {(0, 2, 5)}
 
 
-def test_group_that_becomes_too_old_while_waiting_is_dropped_as_stale() -> None:
+def test_group_that_becomes_too_old_while_waiting_is_dropped_as_stale():
     waiting = batcher()
     old = group(0, version=0)
     waiting.offer(old)
@@ -77,7 +74,7 @@ def test_group_that_becomes_too_old_while_waiting_is_dropped_as_stale() -> None:
     assert waiting.stale_tokens == sum(rollout.num_sampled_tokens for rollout in old.rollouts)
 
 
-def test_group_that_the_callers_usable_function_rejects_counts_as_stale() -> None:
+def test_group_that_the_callers_usable_function_rejects_counts_as_stale():
     waiting = batcher()
     waiting.offer(group(0, version=3))
     waiting.offer(group(1, version=2))
@@ -88,7 +85,7 @@ def test_group_that_the_callers_usable_function_rejects_counts_as_stale() -> Non
     assert (len(waiting.waiting), waiting.ledger.counts[GroupOutcome.STALE]) == (0, 1)
 
 
-def test_group_sampled_by_abandoned_weights_is_dropped_and_listed_once_for_a_new_request() -> None:
+def test_group_sampled_by_abandoned_weights_is_dropped_and_listed_once_for_a_new_request():
     waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(epoch=2, began_at=3), no_signal=NoSignal.TRAIN)
     waiting.offer(group(0, version=4, epoch=1))
     assert (len(waiting.waiting), waiting.ledger.has(0)) == (0, False)
@@ -98,16 +95,14 @@ def test_group_sampled_by_abandoned_weights_is_dropped_and_listed_once_for_a_new
 
 
 @pytest.mark.parametrize(("mode", "filtered", "left"), [(NoSignal.FILTER, 1, 0), (NoSignal.TRAIN, 0, 1)])
-def test_groups_with_equal_rewards_are_filtered_or_kept_as_configured(mode: NoSignal, filtered: int, left: int) -> None:
+def test_groups_with_equal_rewards_are_filtered_or_kept_as_configured(mode, filtered, left):
     waiting = batcher(no_signal=mode)
     waiting.offer(group(0, (1.0, 1.0)))
     assert (waiting.ledger.counts[GroupOutcome.FILTERED], len(waiting.waiting)) == (filtered, left)
 
 
 @pytest.mark.parametrize("where", ["prompt", "sampled"])
-def test_group_with_token_ids_outside_the_vocabulary_is_filtered_and_logged(
-    where: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_group_with_token_ids_outside_the_vocabulary_is_filtered_and_logged(where, caplog):
     waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER, vocab_size=5)
     foreign = rollout(reward=1.0, **{where: [1, 5]})
     waiting.offer(replace(group(0), rollouts=(rollout(reward=0.0), foreign)))
@@ -118,7 +113,7 @@ def test_group_with_token_ids_outside_the_vocabulary_is_filtered_and_logged(
     assert waiting.waiting == [1], "a group that is not packed is not computed"
 
 
-def test_step_trains_on_groups_with_equal_rewards_if_they_are_not_filtered() -> None:
+def test_step_trains_on_groups_with_equal_rewards_if_they_are_not_filtered():
     waiting = batcher(no_signal=NoSignal.TRAIN)
     waiting.offer(group(0, (1.0, 1.0)))
     waiting.offer(group(1, (0.0, 0.0)))
@@ -128,9 +123,7 @@ def test_step_trains_on_groups_with_equal_rewards_if_they_are_not_filtered() -> 
 
 
 @pytest.mark.parametrize("mode", list(NoSignal))
-def test_count_of_groups_without_learning_signal_is_reset_by_a_group_of_the_domain_with_a_signal(
-    mode: NoSignal,
-) -> None:
+def test_count_of_groups_without_learning_signal_is_reset_by_a_group_of_the_domain_with_a_signal(mode):
     waiting = batcher(no_signal=mode)
     rewards = [(1.0, 1.0), (0.0, 0.0), (1.0, 1.0)]
     for index, each in enumerate(rewards):
@@ -141,7 +134,7 @@ def test_count_of_groups_without_learning_signal_is_reset_by_a_group_of_the_doma
     assert waiting.no_signal == {"other": NoSignalGroups(refused=3)}
 
 
-def test_step_is_full_when_its_token_budget_is_reached_before_its_rollout_budget() -> None:
+def test_step_is_full_when_its_token_budget_is_reached_before_its_rollout_budget():
     waiting = batcher()
     for index in range(3):
         waiting.offer(group(index))  # each group has 2 rollouts of 4 tokens
@@ -149,7 +142,7 @@ def test_step_is_full_when_its_token_budget_is_reached_before_its_rollout_budget
     assert taken is not None and [g.index for g in taken] == [0, 1]
 
 
-def test_skipping_a_step_changes_the_outcome_of_its_groups_from_trained_to_filtered() -> None:
+def test_skipping_a_step_changes_the_outcome_of_its_groups_from_trained_to_filtered():
     waiting = batcher()
     for index in (0, 1):
         waiting.offer(group(index))
@@ -162,7 +155,7 @@ def test_skipping_a_step_changes_the_outcome_of_its_groups_from_trained_to_filte
     assert (len(waiting.waiting), waiting.ledger.counts[GroupOutcome.FILTERED]) == (0, 2), "they have ended"
 
 
-def test_group_that_arrives_after_the_controller_ended_its_request_counts_as_stale() -> None:
+def test_group_that_arrives_after_the_controller_ended_its_request_counts_as_stale():
     waiting = batcher()
     waiting.offer(group(0))
     waiting.end([0, 2], GroupOutcome.STALE)
@@ -174,17 +167,17 @@ def test_group_that_arrives_after_the_controller_ended_its_request_counts_as_sta
     assert (waiting.ledger.counts[GroupOutcome.STALE], len(waiting.waiting), waiting.ledger.frontier) == (1, 0, 3)
 
 
-def of_ages(index: int, *rewards_and_versions: tuple[float, int]) -> RolloutGroup:
+def of_ages(index, *rewards_and_versions):
     """Return a group whose rollouts began at different versions, as if some had waited longer for a free engine."""
     rollouts = tuple(rollout(reward=reward, version=version) for reward, version in rewards_and_versions)
     return replace(group(index), rollouts=rollouts)
 
 
-def by_rollout(no_signal: NoSignal = NoSignal.TRAIN) -> Batcher:
+def by_rollout(no_signal=NoSignal.TRAIN):
     return Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=no_signal, scope=StalenessScope.ROLLOUT)
 
 
-def test_staleness_per_rollout_drops_only_the_stale_rollouts_of_a_group() -> None:
+def test_staleness_per_rollout_drops_only_the_stale_rollouts_of_a_group():
     waiting = by_rollout()
     waiting.offer(of_ages(0, (1.0, 0), (0.0, 3), (1.0, 2)))
     waiting.offer(of_ages(1, (1.0, 0), (0.0, 0), (1.0, 2)))
@@ -201,7 +194,7 @@ def test_staleness_per_rollout_drops_only_the_stale_rollouts_of_a_group() -> Non
     assert (waiting.stale_rollouts, waiting.stale_tokens) == (1, 2 + 6)
 
 
-def test_staleness_per_rollout_filters_groups_whose_remaining_rollouts_have_equal_rewards() -> None:
+def test_staleness_per_rollout_filters_groups_whose_remaining_rollouts_have_equal_rewards():
     aged = of_ages(0, (1.0, 0), (0.0, 3), (0.0, 2))
     filtering, training = by_rollout(NoSignal.FILTER), by_rollout()
     for waiting in (filtering, training):
@@ -213,7 +206,7 @@ def test_staleness_per_rollout_filters_groups_whose_remaining_rollouts_have_equa
     assert (filtering.stale_rollouts, filtering.stale_tokens) == (1, 2)
 
 
-def test_staleness_per_group_drops_a_whole_group_if_one_rollout_is_stale() -> None:
+def test_staleness_per_group_drops_a_whole_group_if_one_rollout_is_stale():
     waiting = batcher(no_signal=NoSignal.TRAIN)
     waiting.offer(of_ages(0, (1.0, 0), (0.0, 3), (1.0, 3)))
     assert waiting.take(StepBudget(rollouts=2), producing=5, bounds=BOUNDS) is None
@@ -221,7 +214,7 @@ def test_staleness_per_group_drops_a_whole_group_if_one_rollout_is_stale() -> No
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_replayed_step_selects_the_same_fresh_rollouts_of_each_group_as_the_original_step(seed: int) -> None:
+def test_replayed_step_selects_the_same_fresh_rollouts_of_each_group_as_the_original_step(seed):
     noise, waiting, bounds = random.Random(seed), by_rollout(), StalenessBounds(1, 3)
     whole = {
         index: of_ages(index, *((float(noise.random() < 0.5), noise.randrange(4, 9)) for _ in range(4)))
@@ -242,7 +235,7 @@ def test_replayed_step_selects_the_same_fresh_rollouts_of_each_group_as_the_orig
     assert sum(counts.values()) + len(waiting.waiting) == len(whole)
 
 
-def directive(fresh_until: list[tuple[int, int]], issued: int) -> Directive:
+def directive(fresh_until, issued):
     return Directive(
         answers="x",
         epoch=1,
@@ -257,16 +250,16 @@ def directive(fresh_until: list[tuple[int, int]], issued: int) -> Directive:
     )
 
 
-def late(**changes: Any) -> list[int]:
+def late(**changes):
     """Return the indices of the groups for which step 3 waits; each step trains on two groups.
 
     Groups 0 to 3 may train at step 3 at the latest, groups 4 to 7 at step 4.
     """
-    given: dict[str, Any] = {"step": 3, "chosen": [0, 1], "waiting": [0, 1], "ledger": ConsumedLedger()}
+    given = {"step": 3, "chosen": [0, 1], "waiting": [0, 1], "ledger": ConsumedLedger()}
     return awaited(directive=directive([(0, 3), (4, 4)], 8), **(given | changes))
 
 
-def test_step_waits_for_missing_groups_that_would_be_too_old_for_every_later_step() -> None:
+def test_step_waits_for_missing_groups_that_would_be_too_old_for_every_later_step():
     assert late() == [2, 3]
     ended = ConsumedLedger()
     ended.settle([2, 3], GroupOutcome.FAILED)
@@ -275,13 +268,13 @@ def test_step_waits_for_missing_groups_that_would_be_too_old_for_every_later_ste
     assert late(ledger=ended) == []
 
 
-def test_step_waits_for_no_group_if_the_controller_has_sent_no_deadlines() -> None:
-    given: dict[str, Any] = {"step": 3, "chosen": [0], "waiting": [0], "ledger": ConsumedLedger()}
+def test_step_waits_for_no_group_if_the_controller_has_sent_no_deadlines():
+    given = {"step": 3, "chosen": [0], "waiting": [0], "ledger": ConsumedLedger()}
     assert awaited(directive=directive([], 0), **given) == []
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_step_waits_only_if_starting_now_would_make_some_group_too_old_to_train(seed: int) -> None:
+def test_step_waits_only_if_starting_now_would_make_some_group_too_old_to_train(seed):
     noise = random.Random(seed)
     issued, step, per = noise.randrange(1, 10), 5, noise.choice([1, 2])
     marks = [(0, noise.randrange(4, 8))]
@@ -303,9 +296,7 @@ def test_step_waits_only_if_starting_now_would_make_some_group_too_old_to_train(
         assert all(index in here for index in range(issued) if last[index] <= tight and index not in chosen)
 
 
-def test_step_stops_waiting_for_overdue_groups_at_a_time_limit_and_logs_which_are_missing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_step_stops_waiting_for_overdue_groups_at_a_time_limit_and_logs_which_are_missing(caplog):
     now = [100.0]
     wait = OverdueWait(60.0, clock=lambda: now[0])
     assert not wait.must_wait([], step=4)

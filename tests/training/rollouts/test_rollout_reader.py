@@ -1,9 +1,6 @@
 """The trainer's rollout reader loses no untrained group at a restart; a later trainer epoch locks out earlier ones."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Collection
 
 import pytest
 
@@ -24,7 +21,7 @@ from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import DEAD_LETTERS, START, parse_id
 from pipelinerl.training.rollouts import rollout_reader
-from pipelinerl.training.rollouts.rollout_reader import Arrivals, ControllerLink, RolloutReader
+from pipelinerl.training.rollouts.rollout_reader import ControllerLink, RolloutReader
 from tests.fakes.rollouts import group
 from tests.patience import PATIENCE_S
 
@@ -32,27 +29,27 @@ A, B = ROLLOUTS + "a", ROLLOUTS + "b"
 
 
 @pytest.fixture
-def stream() -> MemoryStream:
+def stream():
     return MemoryStream()
 
 
-async def started(stream: MemoryStream, offsets: dict[str, str] | None = None) -> RolloutReader:
+async def started(stream, offsets=None):
     reader = RolloutReader(stream, offsets=offsets or {}, rescan_s=0.0)
     await reader.start()
     return reader
 
 
-async def put(stream: MemoryStream, partition: str, *indices: int) -> None:
+async def put(stream, partition, *indices):
     """Append groups to an actor's rollout stream as the actor does, with entry ids that the actor chooses."""
     first = parse_id(await stream.last_id(partition))[0] + 1
     await stream.append(partition, [encode_group(group(index)) for index in indices], first_id=first)
 
 
-async def indices(reader: RolloutReader) -> list[int]:
+async def indices(reader):
     return [arrived.index for arrived in (await reader.read(block_s=0.0)).groups]
 
 
-def directive(answers: str) -> Directive:
+def directive(answers):
     return Directive(
         answers=answers,
         epoch=1,
@@ -65,12 +62,12 @@ def directive(answers: str) -> Directive:
     )
 
 
-def safe(reader: RolloutReader, untrained: Collection[int] = ()) -> dict[str, str]:
+def safe(reader, untrained=()):
     """Return the stream offsets that a checkpoint stores while the groups with these indices are untrained."""
     return reader.safe_offsets(lambda index: index in untrained)
 
 
-async def test_rollout_reader_reads_the_streams_of_actors_that_join_later(stream: MemoryStream) -> None:
+async def test_rollout_reader_reads_the_streams_of_actors_that_join_later(stream):
     reader = await started(stream)
     await put(stream, A, 1)
     assert await indices(reader) == [1]
@@ -84,9 +81,7 @@ async def test_rollout_reader_reads_the_streams_of_actors_that_join_later(stream
     ("untrained", "again"),
     [((), []), ((4,), [4]), ((2,), [2, 3, 4]), ((1, 4), [1, 2, 3, 4]), ((3, 12), [3, 4, 12]), ((11,), [11, 12])],
 )
-async def test_groups_that_were_untrained_at_a_checkpoint_are_read_again_after_a_restart(
-    stream: MemoryStream, untrained: tuple[int, ...], again: list[int]
-) -> None:
+async def test_groups_that_were_untrained_at_a_checkpoint_are_read_again_after_a_restart(stream, untrained, again):
     await put(stream, A, 1, 2, 3, 4)
     await put(stream, B, 11, 12)
     reader = await started(stream)
@@ -95,9 +90,7 @@ async def test_groups_that_were_untrained_at_a_checkpoint_are_read_again_after_a
     assert sorted(await indices(await started(stream, saved))) == again
 
 
-async def test_stream_offset_in_a_checkpoint_stays_before_both_copies_of_an_untrained_group(
-    stream: MemoryStream,
-) -> None:
+async def test_stream_offset_in_a_checkpoint_stays_before_both_copies_of_an_untrained_group(stream):
     """Either copy may be the one that trains: a second copy is usually dropped, but a first may come from abandoned
     weights.
     """
@@ -108,7 +101,7 @@ async def test_stream_offset_in_a_checkpoint_stays_before_both_copies_of_an_untr
     assert await indices(await started(stream, saved)) == [1, 2, 1]
 
 
-async def test_stream_offsets_saved_for_another_stream_server_are_ignored(stream: MemoryStream) -> None:
+async def test_stream_offsets_saved_for_another_stream_server_are_ignored(stream):
     await put(stream, A, 1)
     reader = await started(stream)
     await indices(reader)
@@ -122,7 +115,7 @@ async def test_stream_offsets_saved_for_another_stream_server_are_ignored(stream
     assert await other.length(A) == before, "nor may they trim"
 
 
-async def test_trimming_drops_only_stream_entries_that_no_checkpoint_needs(stream: MemoryStream) -> None:
+async def test_trimming_drops_only_stream_entries_that_no_checkpoint_needs(stream):
     await put(stream, A, 1, 2, 3)
     reader = await started(stream)
     await indices(reader)
@@ -134,7 +127,7 @@ async def test_trimming_drops_only_stream_entries_that_no_checkpoint_needs(strea
     assert await indices(await started(stream, saved)) == [3]
 
 
-async def test_unreadable_entries_are_moved_to_the_dead_letter_stream_by_the_trainer(stream: MemoryStream) -> None:
+async def test_unreadable_entries_are_moved_to_the_dead_letter_stream_by_the_trainer(stream):
     good = encode_group(group(2))
     await stream.append(A, [b"nonsense", good[:-1], good])
     reader = await started(stream)
@@ -147,7 +140,7 @@ async def test_unreadable_entries_are_moved_to_the_dead_letter_stream_by_the_tra
     assert await indices(await started(stream, saved)) == []
 
 
-async def test_restarted_trainer_ignores_controller_directives_sent_before_its_start(stream: MemoryStream) -> None:
+async def test_restarted_trainer_ignores_controller_directives_sent_before_its_start(stream):
     await stream.append(DIRECTIVES, [encode(directive("ready-old"))])
     reader = await started(stream)
     await stream.append(DIRECTIVES, [encode(directive("ready-new"))])
@@ -155,9 +148,7 @@ async def test_restarted_trainer_ignores_controller_directives_sent_before_its_s
     assert (await reader.read(block_s=0.0)).directives == []
 
 
-async def test_first_rollout_reader_stores_an_identity_of_the_stream_server_that_later_ones_read(
-    stream: MemoryStream,
-) -> None:
+async def test_first_rollout_reader_stores_an_identity_of_the_stream_server_that_later_ones_read(stream):
     first, second = await started(stream), await started(stream)
     names = [safe(reader)["identity"] for reader in (first, second)]
     assert names[0] == names[1]
@@ -168,13 +159,13 @@ READY = TrainerReady(report_id="ready-me", incarnation="me", model_version=0, co
 STEP = StepDone(report_id="e2-step-1", epoch=2, model_version=1, consumed=ConsumedReport(), stats={})
 
 
-async def linked(stream: MemoryStream, *, deadline_s: float = 10.0) -> ControllerLink:
+async def linked(stream, *, deadline_s=10.0):
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0)
     await reader.start()
     return ControllerLink(stream, reader, deadline_s=deadline_s)
 
 
-async def say(stream: MemoryStream, *answers: str, epoch: int = 2) -> None:
+async def say(stream, *answers, epoch=2):
     knobs = TrainerKnobs(k=1, learning_rate=0.1, rollouts_per_step=1)
     directives = [
         Directive(
@@ -185,18 +176,16 @@ async def say(stream: MemoryStream, *answers: str, epoch: int = 2) -> None:
     await stream.append(DIRECTIVES, [encode(directive) for directive in directives])
 
 
-async def answered(link: ControllerLink, question: TrainerReady | StepDone) -> list[Arrivals]:
+async def answered(link, question):
     async with asyncio.timeout(PATIENCE_S):
         return [arrivals async for arrivals in link.wait_for_answer(question)]
 
 
-def ids_of(arrivals: list[Arrivals]) -> list[str]:
+def ids_of(arrivals):
     return [directive.answers for each in arrivals for directive in each.directives]
 
 
-async def test_trainer_gets_unsolicited_directives_and_one_answer_to_its_report_in_stream_order(
-    stream: MemoryStream,
-) -> None:
+async def test_trainer_gets_unsolicited_directives_and_one_answer_to_its_report_in_stream_order(stream):
     link = await linked(stream)
     await say(stream, "knobs-e2-0", "ready-other", "ready-me", "ready-me", "knobs-e2-1")
     assert ids_of(await answered(link, READY)) == ["ready-me", "knobs-e2-1"], "before the first answer nothing counts"
@@ -207,9 +196,7 @@ async def test_trainer_gets_unsolicited_directives_and_one_answer_to_its_report_
     assert ids_of([await link.read()]) == [], "an earlier epoch is ignored"
 
 
-async def test_trainer_reads_no_rollouts_before_the_controllers_first_answer(
-    stream: MemoryStream,
-) -> None:
+async def test_trainer_reads_no_rollouts_before_the_controllers_first_answer(stream):
     link = await linked(stream)
     await stream.append(ROLLOUTS + "a", [encode_group(group(3))], first_id=1)
     await say(stream, "ready-me")
@@ -219,9 +206,7 @@ async def test_trainer_reads_no_rollouts_before_the_controllers_first_answer(
     assert [each.index for each in arrivals.groups] == [3] and ids_of([arrivals]) == ["e2-step-1"]
 
 
-async def test_trainer_resends_an_unanswered_report_until_its_deadline(
-    stream: MemoryStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_trainer_resends_an_unanswered_report_until_its_deadline(stream, monkeypatch):
     monkeypatch.setattr(rollout_reader, "RESEND_S", 0.05)
     monkeypatch.setattr(rollout_reader, "_BLOCK_S", 0.02)
     link = await linked(stream, deadline_s=0.3)
@@ -230,7 +215,7 @@ async def test_trainer_resends_an_unanswered_report_until_its_deadline(
     assert 2 <= await stream.length(REPORTS) <= 6
 
 
-async def test_trainer_gets_a_fenced_error_once_a_trainer_of_a_later_epoch_has_started(stream: MemoryStream) -> None:
+async def test_trainer_gets_a_fenced_error_once_a_trainer_of_a_later_epoch_has_started(stream):
     link = await linked(stream)
     await say(stream, "ready-me")
     await answered(link, READY)

@@ -1,12 +1,9 @@
 """Weight groups (torch process groups of trainer and engines) form, fail and re-form within their deadlines."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket
 import time
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -22,15 +19,7 @@ from tests.patience import PATIENCE_S, SOON_S
 BOTH_WAYS = pytest.mark.parametrize("connections", [None, Connections.TREE])
 
 
-def _joining(
-    rendezvous: Rendezvous,
-    rank: int,
-    *,
-    size: int = 2,
-    generation: int = 1,
-    connections: Connections | None = None,
-    timeout_s: float = PATIENCE_S,
-):
+def _joining(rendezvous, rank, *, size=2, generation=1, connections=None, timeout_s=PATIENCE_S):
     return in_background(
         f"rank-{rank}",
         lambda: Collective.join(
@@ -46,24 +35,20 @@ def _joining(
     )
 
 
-def _ranks(
-    rendezvous: Rendezvous, size: int = 2, *, generation: int = 1, connections: Connections | None = None
-) -> list[Collective]:
-    joins: list[Future[Collective]] = [
+def _ranks(rendezvous, size=2, *, generation=1, connections=None):
+    joins = [
         _joining(rendezvous, rank, size=size, generation=generation, connections=connections) for rank in range(size)
     ]
     return [join.result(PATIENCE_S) for join in joins]
 
 
 @pytest.fixture
-def rendezvous() -> Rendezvous:
+def rendezvous():
     return Rendezvous("127.0.0.1")
 
 
 @BOTH_WAYS
-def test_broadcast_in_a_weight_group_delivers_the_bytes(
-    rendezvous: Rendezvous, connections: Connections | None
-) -> None:
+def test_broadcast_in_a_weight_group_delivers_the_bytes(rendezvous, connections):
     root, leaf = _ranks(rendezvous, connections=connections)
     sent, got = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     deadline = time.monotonic() + PATIENCE_S
@@ -73,7 +58,7 @@ def test_broadcast_in_a_weight_group_delivers_the_bytes(
     assert torch.equal(sent, got)
 
 
-def test_closing_an_old_weight_group_does_not_affect_the_new_group(rendezvous: Rendezvous) -> None:
+def test_closing_an_old_weight_group_does_not_affect_the_new_group(rendezvous):
     first = _ranks(rendezvous, generation=1)
     second = _ranks(rendezvous, generation=2)
     first[0].close()
@@ -85,7 +70,7 @@ def test_closing_an_old_weight_group_does_not_affect_the_new_group(rendezvous: R
     assert got.sum() == 4
 
 
-def test_weight_group_connected_as_a_tree_has_fewer_connections_than_a_full_mesh(rendezvous: Rendezvous) -> None:
+def test_weight_group_connected_as_a_tree_has_fewer_connections_than_a_full_mesh(rendezvous):
     gc.collect()  # closes the connections of earlier tests' groups, which would be counted
     ranks, before = 9, _open_files()
     tree = _ranks(rendezvous, ranks, connections=Connections.TREE)
@@ -96,21 +81,19 @@ def test_weight_group_connected_as_a_tree_has_fewer_connections_than_a_full_mesh
     assert len(tree) == len(mesh) == ranks
 
 
-def _open_files() -> int:
+def _open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
 @BOTH_WAYS
-def test_joining_a_weight_group_with_a_missing_rank_fails_at_the_deadline(
-    rendezvous: Rendezvous, connections: Connections | None
-) -> None:
+def test_joining_a_weight_group_with_a_missing_rank_fails_at_the_deadline(rendezvous, connections):
     began = time.monotonic()
     with pytest.raises(DeadlineError, match=r"joining group 'g' generation 1 .* as rank 0 of 2"):
         _joining(rendezvous, 0, connections=connections, timeout_s=0.5).result(PATIENCE_S)
     assert time.monotonic() - began < SOON_S
 
 
-def test_closing_the_rendezvous_of_a_weight_group_fails_pending_and_later_joins(rendezvous: Rendezvous) -> None:
+def test_closing_the_rendezvous_of_a_weight_group_fails_pending_and_later_joins(rendezvous):
     before = rendezvous._store.num_keys()
     waiting = [_joining(rendezvous, rank, size=4) for rank in (0, 1)]
     give_up = time.monotonic() + PATIENCE_S
@@ -126,9 +109,7 @@ def test_closing_the_rendezvous_of_a_weight_group_fails_pending_and_later_joins(
 
 
 @BOTH_WAYS
-def test_receiving_rank_fails_without_waiting_if_the_sending_rank_leaves_the_weight_group(
-    rendezvous: Rendezvous, connections: Connections | None
-) -> None:
+def test_receiving_rank_fails_without_waiting_if_the_sending_rank_leaves_the_weight_group(rendezvous, connections):
     root, leaf = _ranks(rendezvous, connections=connections)
     got = torch.zeros(4, dtype=torch.uint8)
     receiving = in_background("receive", lambda: leaf.broadcast(got, deadline=time.monotonic() + PATIENCE_S))
@@ -141,23 +122,21 @@ def test_receiving_rank_fails_without_waiting_if_the_sending_rank_leaves_the_wei
 
 
 @BOTH_WAYS
-def test_receiving_from_a_rank_that_sends_nothing_fails_at_the_deadline(
-    rendezvous: Rendezvous, connections: Connections | None
-) -> None:
+def test_receiving_from_a_rank_that_sends_nothing_fails_at_the_deadline(rendezvous, connections):
     root, leaf = _ranks(rendezvous, connections=connections)
     with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert root is not None
 
 
-def test_sending_to_a_rank_that_does_not_receive_fails_at_the_deadline(rendezvous: Rendezvous) -> None:
+def test_sending_to_a_rank_that_does_not_receive_fails_at_the_deadline(rendezvous):
     root, leaf = _ranks(rendezvous)
     with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         root.broadcast(torch.zeros(2**25, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert leaf is not None
 
 
-def test_broadcast_by_a_rank_that_has_left_the_weight_group_is_rejected(rendezvous: Rendezvous) -> None:
+def test_broadcast_by_a_rank_that_has_left_the_weight_group_is_rejected(rendezvous):
     root, _ = _ranks(rendezvous)
     root.close()
     root.close()
@@ -165,7 +144,7 @@ def test_broadcast_by_a_rank_that_has_left_the_weight_group_is_rejected(rendezvo
         root.broadcast(torch.zeros(1, dtype=torch.uint8), deadline=time.monotonic() + 1)
 
 
-def test_rendezvous_on_a_taken_port_raises_an_address_error() -> None:
+def test_rendezvous_on_a_taken_port_raises_an_address_error():
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(AddressError, match=r"cannot listen on 127.0.0.1"),
@@ -173,7 +152,7 @@ def test_rendezvous_on_a_taken_port_raises_an_address_error() -> None:
         Rendezvous("127.0.0.1", taken.getsockname()[1])
 
 
-def test_rendezvous_and_gloo_listen_only_on_loopback(rendezvous: Rendezvous) -> None:
+def test_rendezvous_and_gloo_listen_only_on_loopback(rendezvous):
     """The test looks up the sockets of the rendezvous' store and of gloo in the kernel's table of sockets (Linux)."""
     pair = _ranks(rendezvous)
     targets = [_target(link) for link in Path("/proc/self/fd").iterdir()]
@@ -188,16 +167,14 @@ def test_rendezvous_and_gloo_listen_only_on_loopback(rendezvous: Rendezvous) -> 
     assert len(pair) == 2
 
 
-def _target(link: Path) -> str:
+def _target(link):
     try:
         return os.readlink(link)
     except OSError:
         return ""
 
 
-def test_rank_whose_broadcast_failed_leaves_the_group_so_that_its_peers_fail_without_waiting(
-    rendezvous: Rendezvous,
-) -> None:
+def test_rank_whose_broadcast_failed_leaves_the_group_so_that_its_peers_fail_without_waiting(rendezvous):
     """If the failed rank stayed in the group, rank 0 would wait until its deadline."""
     root, leaf = _ranks(rendezvous)
     with pytest.raises(DeadlineError):
@@ -210,9 +187,7 @@ def test_rank_whose_broadcast_failed_leaves_the_group_so_that_its_peers_fail_wit
     assert time.monotonic() - began < SOON_S
 
 
-def test_rank_that_waits_for_a_message_of_its_weight_group_prints_nothing(
-    rendezvous: Rendezvous, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_rank_that_waits_for_a_message_of_its_weight_group_prints_nothing(rendezvous, capfd):
     root, leaf = _ranks(rendezvous)
     waiting = in_background("waiting", lambda: leaf.expect("digest", deadline=time.monotonic() + PATIENCE_S))
     time.sleep(0.3)

@@ -1,10 +1,7 @@
 """Failures of an NCCL weight group raise an error by the deadline, and never end the process."""
 
-from __future__ import annotations
-
 import os
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -21,26 +18,26 @@ CPU = torch.device("cpu")
 
 
 class _Done:
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return True
 
-    def exception(self) -> Any:
+    def exception(self):
         raise TypeError("Unable to convert function return value to a Python type!")  # as torch 2.11 does
 
-    def wait(self) -> bool:
+    def wait(self):
         return True
 
 
 class _Broken(_Done):
-    def is_completed(self) -> bool:
+    def is_completed(self):
         raise TypeError("an error that no caller expects")
 
 
-def _connect(library: NcclLibrary, timeout_s: float = PATIENCE_S) -> Any:
+def _connect(library, timeout_s=PATIENCE_S):
     return connect_nccl(library, None, rank=0, size=2, device=CPU, timeout_s=timeout_s)
 
 
-def test_nccls_watchdog_is_disabled_only_while_a_weight_group_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccls_watchdog_is_disabled_only_while_a_weight_group_is_created(monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     group = _connect(NcclLibrary(_Done()))
@@ -51,28 +48,28 @@ def test_nccls_watchdog_is_disabled_only_while_a_weight_group_is_created(monkeyp
     assert group.blocking == 0 and not group.aborted.is_set()
 
 
-def test_connecting_an_nccl_group_with_a_missing_rank_is_aborted_at_the_deadline() -> None:
+def test_connecting_an_nccl_group_with_a_missing_rank_is_aborted_at_the_deadline():
     library, began = NcclLibrary(_Done(), connects=False), time.monotonic()
     with pytest.raises(RuntimeError, match="NCCL timed out"):
         _connect(library, timeout_s=0.2)
     assert library.group.aborted.is_set() and time.monotonic() - began < SOON_S
 
 
-def test_nccl_group_whose_connection_failed_is_aborted() -> None:
+def test_nccl_group_whose_connection_failed_is_aborted():
     library = NcclLibrary(FailedWork())
     with pytest.raises(RuntimeError, match="remote process exited"):
         _connect(library)
     assert library.group.aborted.is_set()
 
 
-def test_nccl_group_is_aborted_whatever_error_connecting_raises() -> None:
+def test_nccl_group_is_aborted_whatever_error_connecting_raises():
     library = NcclLibrary(_Broken())
     with pytest.raises(TypeError):
         _connect(library)
     assert library.group.aborted.is_set()
 
 
-def test_failed_nccl_broadcast_raises_and_aborts_the_group() -> None:
+def test_failed_nccl_broadcast_raises_and_aborts_the_group():
     group = NcclLibrary(FailedWork()).ProcessGroupNCCL(None, 0, 2, NcclLibrary(_Done()).ProcessGroupNCCL.Options())
     collective = Collective(group, None, backend=Backend.NCCL, name="group 'g'")
     with pytest.raises(UpdateError, match="remote process exited"):
@@ -82,9 +79,9 @@ def test_failed_nccl_broadcast_raises_and_aborts_the_group() -> None:
         collective.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + PATIENCE_S)
 
 
-def test_nccl_broadcast_aborted_by_another_thread_raises() -> None:
+def test_nccl_broadcast_aborted_by_another_thread_raises():
     class _Aborted(_Done):
-        def is_completed(self) -> bool:
+        def is_completed(self):
             return bool(group.aborted.is_set())  # NCCL reports aborted work as completed, without an error
 
     library = NcclLibrary(_Aborted())
@@ -97,12 +94,12 @@ def test_nccl_broadcast_aborted_by_another_thread_raises() -> None:
         sending.result(PATIENCE_S)
 
 
-def test_error_of_failed_gloo_work_is_raised_although_the_work_counts_as_completed() -> None:
+def test_error_of_failed_gloo_work_is_raised_although_the_work_counts_as_completed():
     """Work whose peer died counts as completed, so completion alone is no success."""
     store = torch.distributed.HashStore()
     make = lambda rank: torch.distributed.ProcessGroupGloo(store, rank, 2, _gloo_options())  # noqa: E731
-    joins = [in_background(f"rank-{rank}", lambda rank=rank: make(rank)) for rank in (0, 1)]  # type: ignore[misc]
-    pair: list[Any] = [join.result(PATIENCE_S) for join in joins]
+    joins = [in_background(f"rank-{rank}", lambda rank=rank: make(rank)) for rank in (0, 1)]
+    pair = [join.result(PATIENCE_S) for join in joins]
     joins.clear()
     work = pair[1].broadcast([torch.zeros(4, dtype=torch.uint8)], torch.distributed.BroadcastOptions())
     del pair[0]
@@ -111,8 +108,8 @@ def test_error_of_failed_gloo_work_is_raised_although_the_work_counts_as_complet
     assert work.is_completed()
 
 
-def _gloo_options() -> Any:
-    options: Any = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # type: ignore[call-arg]
+def _gloo_options():
+    options = torch.distributed.ProcessGroupGloo._Options()
+    options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._threads = 1
     return options

@@ -1,15 +1,11 @@
 """Weights are broadcast to real engines over HTTP and gloo, some of which reject them, are unreachable, or die."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +13,8 @@ import pytest
 from inference_contract.errors import Overloaded
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import (
-    InitProcessGroupRequest,
     OnUpdate,
-    ProcessGroupStatus,
     UpdatePhase,
-    WeightUpdateRequest,
-    WeightUpdateResponse,
 )
 from pipelinerl import rng
 from pipelinerl.engines.http.client import EngineClient
@@ -38,8 +30,8 @@ from tests.patience import PATIENCE_S, SOON_S
 BUCKET_BYTES = 128  # the weights then have two buckets, one of which has only the bias
 
 
-def weights(version: int) -> Callable[[], Iterator[tuple[str, Any]]]:
-    def source() -> Iterator[tuple[str, Any]]:
+def weights(version):
+    def source():
         for parameter in LAYOUT.parameters:
             values = rng.generator(version, parameter.name).normal(size=parameter.shape)
             yield parameter.name, values.astype(np.float32)
@@ -47,29 +39,29 @@ def weights(version: int) -> Callable[[], Iterator[tuple[str, Any]]]:
     return source
 
 
-def publication(version: int, engines: Sequence[str], **fields: Any) -> Publication:
-    defaults: dict[str, Any] = {"epoch": 1, "membership": 1, "weights": weights(version), "timeout_s": 24.0}
+def publication(version, engines, **fields):
+    defaults = {"epoch": 1, "membership": 1, "weights": weights(version), "timeout_s": 24.0}
     return Publication(version=version, layout=LAYOUT, engines=engines, **(defaults | fields))
 
 
 class Recording:
     """A client of engines that records requests, and sends those for an engine in `moved` to its new address."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client):
         self.client = client
-        self.joins: list[InitProcessGroupRequest] = []
-        self.updates: list[tuple[str, WeightUpdateRequest]] = []
-        self.moved: dict[str, str] = {}
-        self.overloaded: set[str] = set()
-        self.frozen_at: dict[str, str] = {}
+        self.joins = []
+        self.updates = []
+        self.moved = {}
+        self.overloaded = set()
+        self.frozen_at = {}
 
-    async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
+    async def init_process_group(self, url, request):
         self.joins.append(request)
         if url in self.overloaded:
             raise Overloaded("16 joins wait for their peers already; wait until one has ended")
         return await self.client.init_process_group(self.moved.get(url, url), request)
 
-    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+    async def request_weight_update(self, url, request):
         self.updates.append((url, request))
         if self.frozen_at.get(url) == request.phase:
             self.frozen_at[url] = UpdatePhase.ABORT  # a frozen engine does not answer the next request either
@@ -78,39 +70,37 @@ class Recording:
 
 
 @pytest.fixture
-async def control() -> AsyncIterator[Recording]:
+async def control():
     async with EngineClient() as client:
         yield Recording(client)
 
 
 @pytest.fixture
-async def publisher(control: Recording) -> AsyncIterator[BroadcastPublisher]:
+async def publisher(control):
     made = BroadcastPublisher(control, bucket_bytes=BUCKET_BYTES)
     yield made
     await made.close()
 
 
 @pytest.fixture
-def engines() -> Iterator[list[str]]:
+def engines():
     with ExitStack() as stack:
         yield [stack.enter_context(in_thread(application())) for _ in range(2)]
 
 
-async def greedy(control: Recording, url: str) -> list[int]:
+async def greedy(control, url):
     request = ChatCompletionRequest(
         prompt_token_ids=[3, 5], max_tokens=12, temperature=0.0, return_token_ids=True, seed=0
     )
     return (await control.client.chat(url, request)).choices[0].token_ids or []
 
 
-async def serving(control: Recording, url: str) -> tuple[int, int]:
+async def serving(control, url):
     health = await control.client.health(url)
     return health.epoch, health.model_version
 
 
-async def test_all_engines_serve_the_broadcast_weights(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str]
-) -> None:
+async def test_all_engines_serve_the_broadcast_weights(publisher, control, engines):
     report = await publisher.publish(publication(1, engines))
     assert report.failed == {} and set(report.pauses_s) == set(engines)
     assert [await serving(control, url) for url in engines] == [(1, 1), (1, 1)]
@@ -120,9 +110,7 @@ async def test_all_engines_serve_the_broadcast_weights(
     assert card.digest == report.digest
 
 
-async def test_engines_join_the_weight_group_and_get_the_weight_layout_only_once(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str]
-) -> None:
+async def test_engines_join_the_weight_group_and_get_the_weight_layout_only_once(publisher, control, engines):
     for version in (1, 2, 3):
         await publisher.publish(publication(version, engines))
     assert len(control.joins) == 2
@@ -130,9 +118,7 @@ async def test_engines_join_the_weight_group_and_get_the_weight_layout_only_once
     assert [request.layout is not None for request in prepares] == [True, True, False, False, False, False]
 
 
-async def test_new_weight_group_is_formed_if_the_set_of_engines_changes(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str]
-) -> None:
+async def test_new_weight_group_is_formed_if_the_set_of_engines_changes(publisher, control, engines):
     await publisher.publish(publication(1, engines[:1]))
     await publisher.publish(publication(2, engines, membership=2))
     await publisher.publish(publication(3, engines, membership=2))
@@ -141,7 +127,7 @@ async def test_new_weight_group_is_formed_if_the_set_of_engines_changes(
     assert [await serving(control, url) for url in engines] == [(1, 3), (1, 3)]
 
 
-async def test_trainer_of_an_earlier_epoch_cannot_broadcast_weights(control: Recording, engines: list[str]) -> None:
+async def test_trainer_of_an_earlier_epoch_cannot_broadcast_weights(control, engines):
     first = BroadcastPublisher(control)
     await first.publish(publication(7, engines, membership=9))
     second = BroadcastPublisher(control)
@@ -154,18 +140,14 @@ async def test_trainer_of_an_earlier_epoch_cannot_broadcast_weights(control: Rec
     await second.close()
 
 
-async def test_publication_without_engines_still_returns_the_digest_of_the_weights(
-    publisher: BroadcastPublisher, engines: list[str]
-) -> None:
+async def test_publication_without_engines_still_returns_the_digest_of_the_weights(publisher, engines):
     alone = await publisher.publish(publication(1, []))
     assert alone.pauses_s == {} == alone.failed
     served = await publisher.publish(publication(1, engines))
     assert alone.digest == served.digest
 
 
-async def test_engine_that_already_serves_the_broadcast_version_is_skipped(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str]
-) -> None:
+async def test_engine_that_already_serves_the_broadcast_version_is_skipped(publisher, control, engines):
     await publisher.publish(publication(4, engines[:1]))
     report = await publisher.publish(publication(4, engines, membership=2))
     assert report.failed == {} and report.pauses_s[engines[0]] == 0.0
@@ -175,8 +157,8 @@ async def test_engine_that_already_serves_the_broadcast_version_is_skipped(
 
 
 async def test_engine_that_rejects_a_weight_version_is_reported_and_other_engines_are_updated(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str]
-) -> None:
+    publisher, control, engines
+):
     """An engine with another model, or of another run, must not keep the other engines from getting the weights."""
     await publisher.publish(publication(9, engines[1:]))
     report = await publisher.publish(publication(5, engines, membership=2))
@@ -188,17 +170,15 @@ async def test_engine_that_rejects_a_weight_version_is_reported_and_other_engine
 
 
 async def test_broadcast_of_weights_that_every_engine_rejects_raises_an_error_with_the_reasons(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str]
-) -> None:
+    publisher, control, engines
+):
     await publisher.publish(publication(9, engines))
     with pytest.raises(UpdateError, match=r"reached no engine: .*refused: .*must come after 1\.9"):
         await publisher.publish(publication(5, engines))
     assert [await serving(control, url) for url in engines] == [(1, 9), (1, 9)]
 
 
-async def test_unreachable_engine_is_reported_and_other_engines_are_updated(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str]
-) -> None:
+async def test_unreachable_engine_is_reported_and_other_engines_are_updated(publisher, control, engines):
     gone = "http://127.0.0.1:9"
     report = await publisher.publish(publication(1, [gone, *engines]))
     assert set(report.pauses_s) == set(engines)
@@ -207,8 +187,8 @@ async def test_unreachable_engine_is_reported_and_other_engines_are_updated(
 
 
 async def test_publications_with_an_unreachable_engine_leave_no_pending_joins_at_other_engines(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str]
-) -> None:
+    publisher, control, engines
+):
     """There are 20 publications. If each left a pending join, an engine would reject the 17th join."""
     for version in range(1, 21):
         report = await publisher.publish(publication(version, ["http://127.0.0.1:9", *engines], membership=version))
@@ -218,8 +198,8 @@ async def test_publications_with_an_unreachable_engine_leave_no_pending_joins_at
 
 
 async def test_engine_that_rejects_a_join_because_of_pending_joins_is_reported_as_blameless(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str]
-) -> None:
+    publisher, control, engines
+):
     control.overloaded = {engines[1]}
     report = await publisher.publish(publication(1, ["http://127.0.0.1:9", *engines]))
     assert set(report.pauses_s) == {engines[0]}
@@ -231,18 +211,16 @@ async def test_engine_that_rejects_a_join_because_of_pending_joins_is_reported_a
     assert (await publisher.publish(publication(2, engines, membership=3))).blameless == frozenset()
 
 
-async def test_publication_fails_with_an_error_that_names_each_engine_if_all_are_unreachable(
-    publisher: BroadcastPublisher,
-) -> None:
+async def test_publication_fails_with_an_error_that_names_each_engine_if_all_are_unreachable(publisher):
     urls = ["http://127.0.0.1:9", "http://127.0.0.1:7"]
     with pytest.raises(UpdateError, match=r"weights 1\.1 reached no engine: .*:9 .*:7 "):
         await publisher.publish(publication(1, urls))
 
 
 async def test_broadcast_fails_if_the_trainer_gathers_parameters_that_differ_from_the_announced_layout(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str]
-) -> None:
-    def wrong() -> Iterator[tuple[str, Any]]:
+    publisher, control, engines
+):
+    def wrong():
         yield "table.weight", np.zeros((32, 32), np.float32)
         yield "table.other", np.zeros(32, np.float32)
 
@@ -252,9 +230,7 @@ async def test_broadcast_fails_if_the_trainer_gathers_parameters_that_differ_fro
     assert (await publisher.publish(publication(1, engines))).failed == {}
 
 
-async def test_engines_keep_generating_tokens_during_a_slow_broadcast(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str]
-) -> None:
+async def test_engines_keep_generating_tokens_during_a_slow_broadcast(publisher, control, engines):
     sending, release = threading.Event(), threading.Event()
     update = asyncio.create_task(
         publisher.publish(publication(1, engines, weights=_halting(sending, release), on_update=OnUpdate.DRAIN))
@@ -269,8 +245,8 @@ async def test_engines_keep_generating_tokens_during_a_slow_broadcast(
 
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
 async def test_other_engines_get_the_weights_if_an_engine_is_killed_or_suspended_during_a_broadcast(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str], death: signal.Signals
-) -> None:
+    publisher, control, engines, death
+):
     """The other engines form a new weight group, through which they get the weights."""
     timeout_s = 21.0
     with as_process("tests.fakes.scripted_engine") as (victim, process):
@@ -298,8 +274,8 @@ async def test_other_engines_get_the_weights_if_an_engine_is_killed_or_suspended
 
 @pytest.mark.parametrize("phase", [UpdatePhase.PREPARE, UpdatePhase.COMMIT])
 async def test_other_engines_get_the_weights_without_waiting_for_an_engine_that_freezes(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str], monkeypatch: pytest.MonkeyPatch, phase: str
-) -> None:
+    publisher, control, engines, monkeypatch, phase
+):
     monkeypatch.setattr(grace, "_LONGEST_FLOOR_S", 0.2)
     await publisher.publish(publication(1, engines))
     control.frozen_at[engines[0]] = phase
@@ -311,9 +287,7 @@ async def test_other_engines_get_the_weights_without_waiting_for_an_engine_that_
     assert await serving(control, engines[1]) == (1, 2)
 
 
-async def test_engine_restarted_during_a_broadcast_gets_the_weights(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str]
-) -> None:
+async def test_engine_restarted_during_a_broadcast_gets_the_weights(publisher, control, engines):
     """The restarted engine answers at the same URL after the broadcast has failed, so that no engine seems lost."""
     with as_process("tests.fakes.scripted_engine") as (victim, process), in_thread(application()) as again:
         warm = await publisher.publish(publication(1, [victim, *engines], timeout_s=PATIENCE_S))
@@ -331,12 +305,10 @@ async def test_engine_restarted_during_a_broadcast_gets_the_weights(
         assert [await serving(control, url) for url in (again, *engines)] == [(1, 2)] * (1 + len(engines))
 
 
-def _halting(
-    sending: threading.Event, release: threading.Event, *, bucket: int = 1
-) -> Callable[[], Iterator[tuple[str, Any]]]:
+def _halting(sending, release, *, bucket=1):
     """Return weights that pause, when read first, before the given bucket (counted from 0) until `release` is set."""
 
-    def source() -> Iterator[tuple[str, Any]]:
+    def source():
         for row, item in enumerate(weights(2)()):
             if row == bucket and not sending.is_set():
                 sending.set()
@@ -347,8 +319,8 @@ def _halting(
 
 
 async def test_rendezvous_of_the_weight_group_moves_to_an_address_that_all_engines_reach(
-    publisher: BroadcastPublisher, control: Recording, engines: list[str], outward: str
-) -> None:
+    publisher, control, engines, outward
+):
     """The engines stay the same; only the address at which the trainer reaches one of them changes."""
     await publisher.publish(publication(1, engines))
     assert {join.rendezvous_host for join in control.joins} == {"127.0.0.1"}
@@ -362,7 +334,7 @@ async def test_rendezvous_of_the_weight_group_moves_to_an_address_that_all_engin
     assert {join.rendezvous_host for join in control.joins} == {"127.0.0.1"}
 
 
-async def test_host_of_the_weight_groups_rendezvous_is_configurable(control: Recording, engines: list[str]) -> None:
+async def test_host_of_the_weight_groups_rendezvous_is_configurable(control, engines):
     publisher = BroadcastPublisher(control, host="localhost")
     assert (await publisher.publish(publication(1, engines))).failed == {}
     assert {join.rendezvous_host for join in control.joins} == {"localhost"}
@@ -372,13 +344,11 @@ async def test_host_of_the_weight_groups_rendezvous_is_configurable(control: Rec
         await nowhere.publish(publication(2, engines))
 
 
-async def test_publisher_leaves_its_weight_group_without_blocking_the_event_loop(
-    publisher: BroadcastPublisher, engines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_publisher_leaves_its_weight_group_without_blocking_the_event_loop(publisher, engines, monkeypatch):
     assert (await publisher.publish(publication(1, engines))).failed == {}
     may_leave, close = threading.Event(), Collective.close
 
-    def slow(collective: Collective) -> None:
+    def slow(collective):
         assert may_leave.wait(SOON_S)
         close(collective)
 

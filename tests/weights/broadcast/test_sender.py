@@ -1,10 +1,6 @@
 """The sender of weights reads each parameter once, from any array library, and compares it with the layout."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,29 +32,29 @@ EXPECTED = xxhash.xxh3_128(b"".join(array.tobytes() for array in ARRAYS.values()
 class _DLPack:
     """An array of another library than numpy and torch, which can only be read through DLPack."""
 
-    def __init__(self, array: np.ndarray) -> None:
+    def __init__(self, array):
         self._tensor = torch.from_numpy(array)
         self.shape, self.dtype = array.shape, array.dtype
 
-    def __dlpack__(self, **options: Any) -> Any:
+    def __dlpack__(self, **options):
         return self._tensor.__dlpack__(**options)
 
-    def __dlpack_device__(self) -> Any:
+    def __dlpack_device__(self):
         return self._tensor.__dlpack_device__()
 
 
-def _send(items: list[tuple[str, Any]], *, layout: WeightLayout = LAYOUT, bucket_bytes: int = 10) -> str:
-    def source() -> Iterator[tuple[str, Any]]:
+def _send(items, *, layout=LAYOUT, bucket_bytes=10):
+    def source():
         yield from items
 
     return WeightSender(layout, source, bucket_bytes).send(None, deadline=time.monotonic() + PATIENCE_S)
 
 
-def _fortran(array: np.ndarray) -> np.ndarray:
+def _fortran(array):
     return array.copy(order="F")
 
 
-def _read_only(array: np.ndarray) -> np.ndarray:
+def _read_only(array):
     frozen = array.copy()
     frozen.flags.writeable = False
     return frozen
@@ -70,18 +66,18 @@ def _read_only(array: np.ndarray) -> np.ndarray:
     ids=["numpy", "torch", "dlpack", "read_only", "fortran"],
 )
 @pytest.mark.parametrize("bucket_bytes", [1, 70, 10**6])
-def test_sent_weights_have_the_same_bytes_from_every_array_library(kind: Any, bucket_bytes: int) -> None:
+def test_sent_weights_have_the_same_bytes_from_every_array_library(kind, bucket_bytes):
     assert _send([(name, kind(array)) for name, array in ARRAYS.items()], bucket_bytes=bucket_bytes) == EXPECTED
 
 
-def test_bfloat16_weights_are_sent_as_their_bytes_without_conversion() -> None:
+def test_bfloat16_weights_are_sent_as_their_bytes_without_conversion():
     layout = WeightLayout(parameters=(ParameterSpec(name="w", shape=(6,), dtype=DType.BFLOAT16),))
     tensor = torch.linspace(-1, 1, 6, dtype=torch.bfloat16)
     raw = tensor.view(torch.int16).numpy().tobytes()
     assert _send([("w", tensor)], layout=layout) == xxhash.xxh3_128(raw).hexdigest()
 
 
-def test_non_contiguous_parameter_that_requires_grad_can_be_sent() -> None:
+def test_non_contiguous_parameter_that_requires_grad_can_be_sent():
     layout = WeightLayout(parameters=(ParameterSpec(name="w", shape=(2, 3), dtype=DType.FLOAT32),))
     tensor = torch.arange(6.0).reshape(3, 2).t().requires_grad_()
     raw = tensor.detach().contiguous().numpy().tobytes()
@@ -98,21 +94,19 @@ def test_non_contiguous_parameter_that_requires_grad_can_be_sent() -> None:
         ([*ARRAYS.items(), ("d", ARRAYS["c"])], "gathered 'd' after the last"),
     ],
 )
-def test_sender_rejects_parameters_that_differ_from_the_announced_layout(
-    items: list[tuple[str, Any]], sentence: str
-) -> None:
+def test_sender_rejects_parameters_that_differ_from_the_announced_layout(items, sentence):
     with pytest.raises(UpdateError, match=sentence):
         _send(items)
 
 
-def test_sending_weights_to_a_rank_that_stays_silent_fails_after_the_silence_timeout() -> None:
+def test_sending_weights_to_a_rank_that_stays_silent_fails_after_the_silence_timeout():
     rendezvous = Rendezvous("127.0.0.1")
     join = lambda rank: Collective.join(  # noqa: E731
         host="127.0.0.1", port=rendezvous.port, group="g", generation=1, rank=rank, world_size=2, timeout_s=PATIENCE_S
     )
     root, leaf = (
         future.result(PATIENCE_S) for future in [in_background(f"{rank}", lambda r=rank: join(r)) for rank in (0, 1)]
-    )  # type: ignore[misc]
+    )
     sender, began = WeightSender(LAYOUT, lambda: iter(ARRAYS.items()), 16), time.monotonic()
     with pytest.raises(DeadlineError, match=r"bucket \d of 2 \(parameter"):
         sender.send(root, deadline=began + PATIENCE_S, silence_s=0.3)

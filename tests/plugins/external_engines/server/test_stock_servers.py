@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,14 +29,13 @@ from inference_contract.schemas import ChatCompletionRequest, EngineState, Finis
 from pipelinerl.component import missing_packages
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Capacity
-from pipelinerl.engines.batching.sequence import Sequence
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.torch_shared_bytes import SharedBytes
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import AddressError, ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.plugins.external_engines.core_loop import CoreLoop, CoreModel, EngineCore
+from pipelinerl.plugins.external_engines.core_loop import CoreLoop, CoreModel
 from pipelinerl.plugins.external_engines.server.server_core import ServerCore, ServerHttp
 from pipelinerl.plugins.external_engines.server.sglang_api import SglangServerApi
 from pipelinerl.plugins.external_engines.vllm.server_api import VllmServerApi
@@ -95,7 +93,7 @@ class Stock:
     model: Any
     server: Any = None
 
-    def options(self, **changes: Any) -> EngineOptions:
+    def options(self, **changes):
         named = {
             "model_path": self.folder,
             "model_id": "m",
@@ -105,15 +103,15 @@ class Stock:
             "pull": WeightPuller(token="secret"),
             "server": self.url,
         }
-        return EngineOptions(**{**named, **changes})  # type: ignore[arg-type]
+        return EngineOptions(**{**named, **changes})
 
     @contextmanager
-    def engine(self, **changes: Any) -> Iterator[str]:
+    def engine(self, **changes):
         built = load("engine", ENGINES, self.kind)(self.options(**changes))
         with in_thread(create_app(built, token="secret"), starts_in_s=60.0) as url:
             yield url
 
-    async def starts(self, **changes: Any) -> None:
+    async def starts(self, **changes):
         engine = load("engine", ENGINES, self.kind)(self.options(**changes))
         try:
             await engine.start()
@@ -121,7 +119,7 @@ class Stock:
             await engine.close()
 
 
-def _written(folder: Path) -> Any:
+def _written(folder):
     """Save a random decoder with an untied output layer; its weights can be set so that one token is certain."""
     tokenizer = char_tokenizer()
     shape = DecoderShape(hidden=64, layers=1, heads=2, intermediate=32, vocab=len(tokenizer), max_positions=CONTEXT)
@@ -134,7 +132,7 @@ def _written(folder: Path) -> Any:
 
 
 @contextmanager
-def _sglang(folder: Path, **facts: Any) -> Iterator[Stock]:
+def _sglang(folder, **facts):
     model = _written(folder)
     server = sglang_server.SglangServer(model, context_length=facts.pop("context_length", CONTEXT))
     server.info |= facts
@@ -143,14 +141,14 @@ def _sglang(folder: Path, **facts: Any) -> Iterator[Stock]:
 
 
 @pytest.fixture(scope="module")
-def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
+def sglang(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, _sglang(tmp_path_factory.mktemp("sglang")) as stock:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         yield stock
 
 
 @pytest.fixture(scope="module")
-def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
+def vllm_server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
     model = _written(folder)
     with stock_vllm.serving(folder, folder / "log", *stock_vllm.AS_DOCUMENTED, context_length=CONTEXT) as url:
@@ -158,15 +156,13 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
 
 
 @pytest.fixture(params=["sglang", pytest.param("vllm_server", marks=vllm)])
-def stock(request: pytest.FixtureRequest) -> Stock:
-    server: Stock = request.getfixturevalue(request.param)
+def stock(request):
+    server = request.getfixturevalue(request.param)
     return server
 
 
 @pytest.mark.parametrize("only", [OF_WEIGHTS, pytest.param(None, marks=pytest.mark.slow)], ids=["weights", "whole kit"])
-def test_adapter_of_a_stock_server_fails_only_the_listed_conformance_checks(
-    stock: Stock, only: Items[str] | None
-) -> None:
+def test_adapter_of_a_stock_server_fails_only_the_listed_conformance_checks(stock, only):
     with stock.engine() as url:
         results = run(url, token="secret", only=only, timeout_s=PATIENCE_S)
     short = {
@@ -178,7 +174,7 @@ def test_adapter_of_a_stock_server_fails_only_the_listed_conformance_checks(
     assert all(SHORT_OF[stock.kind][name] in reason for name, reason in short.items()), short
 
 
-def test_stock_server_computes_as_transformers_after_updates_and_across_them(stock: Stock) -> None:
+def test_stock_server_computes_as_transformers_after_updates_and_across_them(stock):
     only = [check.__name__ for check in reference_checks.UPDATE_CHECKS]
     with stock.engine() as url:
         expected = Expected(model=stock.folder, temperature=0.7)
@@ -186,18 +182,18 @@ def test_stock_server_computes_as_transformers_after_updates_and_across_them(sto
     assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}
 
 
-def random_decoder_like(model: Any) -> Any:
+def random_decoder_like(model):
     """Return a second random model with the configuration of `model`, because the server uses `model` itself."""
     return type(model)(model.config).eval()
 
 
-def test_version_spans_of_a_stock_server_name_the_weights_that_sampled_each_token(stock: Stock) -> None:
+def test_version_spans_of_a_stock_server_name_the_weights_that_sampled_each_token(stock):
     """Each version's weights can sample only one token, so each token reveals its version."""
     with stock.engine() as url, opened(url) as session:
         layout, model = trainer_of(session).layout, random_decoder_like(stock.model)
         token_of = {publish(session, certain_of(model, layout, 10)): 10}
 
-        def ask(seed: int) -> httpx.Response:
+        def ask(seed):
             return session.completed(n=4, seed=seed, max_tokens=80, prompt_token_ids=PROMPT)
 
         with Load(session, ask) as pending:
@@ -211,7 +207,7 @@ def test_version_spans_of_a_stock_server_name_the_weights_that_sampled_each_toke
         assert switches >= 6, f"samples were switched {switches} times: too few to show anything"
 
 
-def test_request_for_more_samples_than_slots_plus_queue_is_rejected(stock: Stock) -> None:
+def test_request_for_more_samples_than_slots_plus_queue_is_rejected(stock):
     with stock.engine(max_waiting=4) as url, opened(url) as session:
         error = refused(session.completed(n=21, max_tokens=1), 400)
         assert error["param"] == "n" and "n must be at most 20" in error["message"]
@@ -219,7 +215,7 @@ def test_request_for_more_samples_than_slots_plus_queue_is_rejected(stock: Stock
 
 
 @pytest.mark.parametrize("on_update", ["drain", "recompute_kv"])
-def test_weight_update_in_drain_or_recompute_kv_mode_aborts_no_sample(stock: Stock, on_update: str) -> None:
+def test_weight_update_in_drain_or_recompute_kv_mode_aborts_no_sample(stock, on_update):
     with stock.engine() as url, opened(url) as session:
         layout = trainer_of(session).layout
         publish(session, weights(layout, 1))
@@ -230,7 +226,7 @@ def test_weight_update_in_drain_or_recompute_kv_mode_aborts_no_sample(stock: Sto
             assert choice.finish_reason is not FinishReason.ABORT
 
 
-def test_sample_aborted_by_the_stock_server_returns_its_tokens_as_aborted(stock: Stock) -> None:
+def test_sample_aborted_by_the_stock_server_returns_its_tokens_as_aborted(stock):
     """The server has already streamed all tokens when it aborts the sample, so its last event contains no token."""
     stops = {
         "vllm_server": [("/pause?mode=abort", None), ("/resume", None)],
@@ -252,7 +248,7 @@ def test_sample_aborted_by_the_stock_server_returns_its_tokens_as_aborted(stock:
 
 # The thread of the engine ends with an exception in this test.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_engine_stops_when_another_client_loads_weights_into_its_server(stock: Stock) -> None:
+def test_engine_stops_when_another_client_loads_weights_into_its_server(stock):
     with stock.engine() as url, opened(url) as session:
         session.chat()
         body = {"new_version": "theirs"} | ({"abort_all_requests": False} if stock.kind == "sglang_server" else {})
@@ -274,9 +270,7 @@ class TestRefusals:
         ],
     )
     @pytest.mark.parametrize("kind", ["sglang_server", "vllm_server"])
-    def test_adapter_rejects_engine_options_that_a_stock_server_cannot_apply(
-        self, kind: str, options: dict[str, Any], says: str, tmp_path: Path
-    ) -> None:
+    def test_adapter_rejects_engine_options_that_a_stock_server_cannot_apply(self, kind, options, says, tmp_path):
         with pytest.raises(ModelError, match=says):
             load("engine", ENGINES, kind)(Stock(kind, "http://127.0.0.1:9", tmp_path, None).options(**options))
 
@@ -299,14 +293,12 @@ class TestRefusals:
         ],
     )
     async def test_sglang_server_whose_settings_differ_from_the_engine_options_is_rejected(
-        self, facts: dict[str, Any], options: dict[str, Any], says: str, tmp_path: Path
-    ) -> None:
+        self, facts, options, says, tmp_path
+    ):
         with _sglang(tmp_path, **facts) as stock, pytest.raises(ModelError, match=says):
             await stock.starts(**options)
 
-    async def test_sglang_server_that_reports_log_probs_before_the_temperature_is_rejected(
-        self, tmp_path: Path
-    ) -> None:
+    async def test_sglang_server_that_reports_log_probs_before_the_temperature_is_rejected(self, tmp_path):
         with _sglang(tmp_path) as stock:
             stock.server.reports_original = True
             with pytest.raises(ModelError, match=r"before the temperature.*without SGLANG_RETURN_ORIGINAL_LOGPROB"):
@@ -323,21 +315,19 @@ class TestRefusals:
         ],
     )
     @pytest.mark.parametrize("vllm_server", [pytest.param(None, marks=vllm)], indirect=True)
-    async def test_vllm_server_with_wrong_flags_is_rejected(
-        self, section: str, facts: dict[str, Any], says: str, vllm_server: Stock
-    ) -> None:
+    async def test_vllm_server_with_wrong_flags_is_rejected(self, section, facts, says, vllm_server):
         front = stock_vllm.saying(vllm_server.url, section, facts)
         with in_thread(front) as url, pytest.raises(ModelError, match=says):
             await vllm_server.starts(server=url)
 
     @pytest.mark.parametrize("vllm_server", [pytest.param(None, marks=vllm)], indirect=True)
-    async def test_adapter_resumes_a_vllm_server_that_was_left_paused(self, vllm_server: Stock) -> None:
+    async def test_adapter_resumes_a_vllm_server_that_was_left_paused(self, vllm_server):
         """An adapter killed during an update leaves its server paused, and a paused server answers no requests."""
         httpx.post(f"{vllm_server.url}/pause?mode=keep", trust_env=False).raise_for_status()
         await vllm_server.starts()
 
     @pytest.mark.parametrize("vllm_server", [pytest.param(None, marks=vllm)], indirect=True)
-    def test_adapter_can_update_a_vllm_server_that_was_left_in_an_open_weight_update(self, vllm_server: Stock) -> None:
+    def test_adapter_can_update_a_vllm_server_that_was_left_in_an_open_weight_update(self, vllm_server):
         for order in ("/pause?mode=keep", "/start_weight_update"):
             httpx.post(vllm_server.url + order, trust_env=False).raise_for_status()
         with vllm_server.engine() as url, opened(url) as session:
@@ -356,8 +346,8 @@ class TestRefusals:
         ],
     )
     async def test_vllm_server_of_a_later_version_than_the_tested_one_is_accepted_with_a_warning(
-        self, version: str, says: str, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+        self, version, says, warns, tmp_path, caplog
+    ):
         """The server has no other routes, so the check that follows the version's fails."""
         app = FastAPI()
         app.get("/version")(lambda: {"version": version})
@@ -367,13 +357,13 @@ class TestRefusals:
         assert ("not run with this version" in caplog.text) is warns
 
     @pytest.mark.parametrize("version", ["0.5.19", "0.5.21", "0.5.23.post1"])
-    def test_adapter_updates_a_sglang_server_of_every_supported_version(self, version: str, tmp_path: Path) -> None:
+    def test_adapter_updates_a_sglang_server_of_every_supported_version(self, version, tmp_path):
         with _sglang(tmp_path, version=version) as stock, stock.engine() as url, opened(url) as session:
             for tag in (1, 2):
                 publish(session, weights(trainer_of(session).layout, tag))
             assert not stock.server.session_open
 
-    def test_adapter_can_update_a_sglang_server_that_was_left_in_an_open_weight_update(self, sglang: Stock) -> None:
+    def test_adapter_can_update_a_sglang_server_that_was_left_in_an_open_weight_update(self, sglang):
         """An adapter killed during an update leaves its server paused in an open session."""
         for path, body in (("/pause_generation", {"mode": "in_place"}), ("/begin_weight_update", {})):
             httpx.post(sglang.url + path, json=body).raise_for_status()
@@ -382,12 +372,12 @@ class TestRefusals:
             httpx.post(sglang.url + "/begin_weight_update", json={}).raise_for_status()  # as a failed update leaves it
             publish(session, weights(trainer_of(session).layout, 8))
 
-    async def test_engine_start_fails_if_its_server_is_unreachable(self, sglang: Stock) -> None:
+    async def test_engine_start_fails_if_its_server_is_unreachable(self, sglang):
         with pytest.raises(AddressError, match=r"127\.0\.0\.1:9.*is http://127\.0\.0\.1:9 running"):
             await sglang.starts(server="http://127.0.0.1:9")
 
 
-def test_fake_sglang_server_rejects_invalid_requests(sglang: Stock) -> None:
+def test_fake_sglang_server_rejects_invalid_requests(sglang):
     with httpx.Client(base_url=sglang.url) as http:
         order = {"rid": "r", "input_ids": [7], "stream": True, "sampling_params": {"max_new_tokens": 2}}
         assert http.post("/generate", json=order | {"no_such_field": 1}).status_code == 422
@@ -408,7 +398,7 @@ def test_fake_sglang_server_rejects_invalid_requests(sglang: Stock) -> None:
 
 
 @pytest.mark.parametrize("new_api", [SglangServerApi, VllmServerApi])
-async def test_request_to_a_stock_server_states_every_parameter_of_the_distribution(new_api: Any) -> None:
+async def test_request_to_a_stock_server_states_every_parameter_of_the_distribution(new_api):
     """A server may have defaults of its own, such as the model's generation_config."""
     request = sample_request([7], token_limit=8, temperature=0.7, streams=True)
     request.add_sequence(0)
@@ -423,9 +413,9 @@ async def test_request_to_a_stock_server_states_every_parameter_of_the_distribut
     assert all(sampling[name] in (0, -1) for name in unbounded)
 
 
-def test_sampling_preferences_of_a_sglang_server_do_not_apply_to_requests_of_the_adapter(sglang: Stock) -> None:
+def test_sampling_preferences_of_a_sglang_server_do_not_apply_to_requests_of_the_adapter(sglang):
     with sglang.engine() as url, opened(url) as session:
-        fields: dict[str, Any] = {"n": 8, "seed": 3, "max_tokens": 12}
+        fields = {"n": 8, "seed": 3, "max_tokens": 12}
         usual = [choice.token_ids for choice in session.chat(**fields).choices]
         sglang.server.info["preferred_sampling_params"] = {"top_p": 0.1, "top_k": 2, "min_p": 0.5}
         try:
@@ -434,7 +424,7 @@ def test_sampling_preferences_of_a_sglang_server_do_not_apply_to_requests_of_the
             sglang.server.info["preferred_sampling_params"] = None
 
 
-def test_prefixes_that_an_earlier_run_cached_on_a_stock_server_are_not_reused(sglang: Stock) -> None:
+def test_prefixes_that_an_earlier_run_cached_on_a_stock_server_are_not_reused(sglang):
     """Versions of another run have the same names, and the server's cache outlives the run."""
     salts = []
     for _ in range(2):
@@ -445,7 +435,7 @@ def test_prefixes_that_an_earlier_run_cached_on_a_stock_server_are_not_reused(sg
     assert salts[0] and salts[1] and salts[0].isdisjoint(salts[1])
 
 
-def test_policy_logprobs_of_an_sglang_server_equal_transformers_while_top_k_and_top_p_truncate(sglang: Stock) -> None:
+def test_policy_logprobs_of_an_sglang_server_equal_transformers_while_top_k_and_top_p_truncate(sglang):
     with sglang.engine() as url, opened(url) as session:
         layout = trainer_of(session).layout
         data = weights(layout, 1)
@@ -466,10 +456,10 @@ def test_policy_logprobs_of_an_sglang_server_equal_transformers_while_top_k_and_
             assert "policy_logprobs=true" in error["message"]
 
 
-async def test_sglang_server_ends_samples_at_their_stop_tokens(sglang: Stock) -> None:
+async def test_sglang_server_ends_samples_at_their_stop_tokens(sglang):
     """If the adapter sent `ignore_eos`, a sample would not end at its stop token but at its token limit."""
 
-    def sequence(stop_ids: frozenset[int]) -> Sequence:
+    def sequence(stop_ids):
         request = sample_request([7], token_limit=8, temperature=0.0, streams=True, stop_ids=stop_ids)
         request.add_sequence(0)
         return request.sequences[0]
@@ -489,14 +479,14 @@ async def test_sglang_server_ends_samples_at_their_stop_tokens(sglang: Stock) ->
 
 # The thread of the engine ends with an exception in this test.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_engine_stops_when_its_server_fails_health_checks(tmp_path: Path) -> None:
+async def test_engine_stops_when_its_server_fails_health_checks(tmp_path):
     """A sample may take any time while the server passes health checks; if the server hangs, its requests fail."""
     silence_s = 3.0
 
-    def loop(deliver: Any) -> CoreLoop:
+    def loop(deliver):
         return CoreLoop(start_core=start_core, capacity=Capacity(4, 4), deliver=deliver)
 
-    async def start_core() -> tuple[EngineCore, CoreModel]:
+    async def start_core():
         http = ServerHttp(stock.url)
         api = SglangServerApi(http, LAYOUT, nothing)
         core = ServerCore(api, http, serving=(0, 0), silence_s=silence_s, ask_every_s=silence_s / 10)
@@ -557,7 +547,7 @@ asyncio.run(main())
 """
 
 
-def test_adapter_raises_the_file_descriptor_limit_for_concurrent_streams() -> None:
+def test_adapter_raises_the_file_descriptor_limit_for_concurrent_streams():
     """The script runs in a separate process, which begins with a low soft limit on file descriptors."""
     command = [sys.executable, "-c", CROWD, str(PATIENCE_S)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -75,7 +73,7 @@ class Served:
     model: Any
 
 
-def _served(folder: Path, *, tied: bool, devices: int = 1) -> Iterator[Served]:
+def _served(folder, *, tied, devices=1):
     tokenizer = char_tokenizer()
     shape = DecoderShape(hidden=64, layers=2, heads=2, intermediate=48, vocab=len(tokenizer), max_positions=CONTEXT)
     model = random_decoder(shape)
@@ -98,29 +96,28 @@ def _served(folder: Path, *, tied: bool, devices: int = 1) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def tied(tmp_path_factory):
     yield from _served(tmp_path_factory.mktemp("tied"), tied=True)
 
 
 @pytest.fixture(scope="module")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def untied(tmp_path_factory):
     yield from _served(tmp_path_factory.mktemp("untied"), tied=False)
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def shared(tmp_path_factory):
     """An engine of two tensor-parallel workers."""
     yield from _served(tmp_path_factory.mktemp("shared"), tied=True, devices=2)
 
 
 @pytest.fixture(params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
-def served(request: pytest.FixtureRequest) -> Served:
-    engine: Served = request.getfixturevalue(request.param)
-    return engine
+def served(request):
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
-def session(served: Served) -> Iterator[Session]:
+def session(served):
     with opened(served.url) as session:
         yield session
 
@@ -129,7 +126,7 @@ def session(served: Served) -> Iterator[Session]:
 
 
 @pytest.mark.parametrize("version", ["", "0.31.2", "0.33.0", "1.0"])
-def test_unsupported_vllm_version_is_rejected(version: str) -> None:
+def test_unsupported_vllm_version_is_rejected(version):
     with pytest.raises(ModelError, match=r"0\.32\.x, installed is .*; install"):
         check_version(version)
     check_version("0.32.0")
@@ -144,9 +141,7 @@ def test_unsupported_vllm_version_is_rejected(version: str) -> None:
         ({"kernels": Kernels.BATCH_INVARIANT}, r"no batch-invariant kernels; .*leave out model\.kernels"),
     ],
 )
-def test_vllm_engine_rejects_unsupported_options_before_it_starts(
-    options: dict[str, Any], says: str, tmp_path: Path
-) -> None:
+def test_vllm_engine_rejects_unsupported_options_before_it_starts(options, says, tmp_path):
     with pytest.raises(ModelError, match=says):
         from_options(
             EngineOptions(model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, **options)
@@ -163,9 +158,7 @@ def test_vllm_engine_rejects_unsupported_options_before_it_starts(
         ("scheduling_policy", "is set by the engine, which samples by priority"),
     ],
 )
-def test_vllm_options_that_other_engine_settings_determine_are_rejected_by_name(
-    name: str, says: str, tmp_path: Path
-) -> None:
+def test_vllm_options_that_other_engine_settings_determine_are_rejected_by_name(name, says, tmp_path):
     options = EngineOptions(
         model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, options={name: 1}
     )
@@ -183,13 +176,13 @@ def test_vllm_options_that_other_engine_settings_determine_are_rejected_by_name(
     ],
 )
 def test_gpu_memory_share_of_vllm_shrinks_by_a_second_copy_of_the_weights_if_the_copy_fits(
-    chosen: float | None, weight_bytes: int, share: float, copies: bool
-) -> None:
+    chosen, weight_bytes, share, copies
+):
     assert share_without_copy(chosen, 80, weight_bytes, default=0.92) == (pytest.approx(share), copies)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_mixture_of_experts_model_is_rejected_if_vllm_repacks_its_expert_weights(experts: int, tmp_path: Path) -> None:
+def test_mixture_of_experts_model_is_rejected_if_vllm_repacks_its_expert_weights(experts, tmp_path):
     config = {"num_hidden_layers": 2, "num_experts": experts, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="cannot load new ones") if experts else nullcontext():
@@ -202,7 +195,7 @@ def test_mixture_of_experts_model_is_rejected_if_vllm_repacks_its_expert_weights
 @pytest.mark.parametrize(
     ("temperature", "refused"), [(0.0, False), (0.0099, True), (0.01, False), (2.0, False), (2.01, True)]
 )
-def test_temperatures_outside_the_range_that_vllm_supports_are_rejected(temperature: float, refused: bool) -> None:
+def test_temperatures_outside_the_range_that_vllm_supports_are_rejected(temperature, refused):
     request = Request(
         request_id="r",
         prompt_token_ids=[1],
@@ -235,9 +228,7 @@ class TestOptions:
             ),
         ],
     )
-    def test_vllm_options_that_are_unknown_or_reserved_are_rejected(
-        self, chosen: dict[str, Any], says: str, tmp_path: Path
-    ) -> None:
+    def test_vllm_options_that_are_unknown_or_reserved_are_rejected(self, chosen, says, tmp_path):
         with pytest.raises(ModelError, match=says):
             from_options(
                 EngineOptions(
@@ -245,7 +236,7 @@ class TestOptions:
                 )
             )
 
-    async def test_engine_options_are_passed_to_vllm_and_checked_by_it(self) -> None:
+    async def test_engine_options_are_passed_to_vllm_and_checked_by_it(self):
         from pipelinerl.plugins.external_engines.vllm import core as vllm_core
 
         settings = engine_options(
@@ -271,7 +262,7 @@ class TestReal:
 
     pytestmark = real
 
-    def test_vllm_engine_passes_the_conformance_kit(self, served: Served) -> None:
+    def test_vllm_engine_passes_the_conformance_kit(self, served):
         results = run(served.url, token="secret", timeout_s=PATIENCE_S)
         assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}
 
@@ -280,7 +271,7 @@ class TestReal:
         ["tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("untied", "shared"))],
         indirect=True,
     )
-    def test_vllm_logprobs_equal_transformers_after_every_update(self, served: Served, session: Session) -> None:
+    def test_vllm_logprobs_equal_transformers_after_every_update(self, served, session):
         trainer = trainer_of(session)
         for tag in range(3):
             data = weights(trainer.layout, tag)
@@ -292,9 +283,7 @@ class TestReal:
                     expected = logprobs_of(model, prompt, choice.token_ids or [])
                     assert torch.allclose(torch.tensor(choice.token_logprobs), expected, atol=2e-4)
 
-    def test_logprobs_after_an_update_in_recompute_kv_mode_are_those_of_the_new_weights(
-        self, served: Served, session: Session
-    ) -> None:
+    def test_logprobs_after_an_update_in_recompute_kv_mode_are_those_of_the_new_weights(self, served, session):
         trainer = trainer_of(session)
         publish(session, weights(trainer.layout, 1))
         new = weights(trainer.layout, 2)
@@ -312,10 +301,10 @@ class TestReal:
             expected = logprobs_of(model, PROMPT, tokens)[old:]
             assert torch.allclose(torch.tensor(logprobs[old:]), expected, atol=2e-4)
 
-    def test_short_vllm_request_finishes_while_an_earlier_long_one_runs(self, tied: Served) -> None:
+    def test_short_vllm_request_finishes_while_an_earlier_long_one_runs(self, tied):
         """A request of several samples starts while a longer request runs, and ends before it."""
 
-        def was_first() -> bool:
+        def was_first():
             before = session.generated_tokens()
             long = asking.submit(session.chat, n=4, seed=1, max_tokens=220, prompt_token_ids=PROMPT)
             while session.generated_tokens() == before:
@@ -328,10 +317,10 @@ class TestReal:
         with opened(tied.url) as session, ThreadPoolExecutor(1) as asking:
             assert any(was_first() for _ in range(TRIES))
 
-    def test_vllm_starts_waiting_requests_with_the_lowest_priority_value_first(self, tied: Served) -> None:
+    def test_vllm_starts_waiting_requests_with_the_lowest_priority_value_first(self, tied):
         """Two requests need twice as many slots as there are; an urgent third request ends while the second waits."""
 
-        def was_first() -> bool:
+        def was_first():
             before = session.generated_tokens()
             first = asking.submit(session.chat, n=16, seed=1, max_tokens=100, prompt_token_ids=PROMPT)
             while session.generated_tokens() == before:
@@ -347,7 +336,7 @@ class TestReal:
         with opened(tied.url) as session, ThreadPoolExecutor(2) as asking:
             assert any(was_first() for _ in range(TRIES))
 
-    def test_vllm_answers_more_concurrent_prompts_than_fit_into_one_step(self, tied: Served) -> None:
+    def test_vllm_answers_more_concurrent_prompts_than_fit_into_one_step(self, tied):
         """vLLM on CPU crashes on a seeded sample whose prompt it splits, so prompts must stay whole."""
         with opened(tied.url) as session, ThreadPoolExecutor(64) as asking:
             prompts = [[7 + (row + column) % 40 for column in range(CONTEXT - 8)] for row in range(64)]
@@ -355,9 +344,7 @@ class TestReal:
             for choice in choices_of([answer.result(PATIENCE_S) for answer in pending]):
                 assert len(choice.token_ids or []) == 4
 
-    def test_samples_running_at_an_update_in_drain_mode_finish_with_the_weights_that_began_them(
-        self, session: Session
-    ) -> None:
+    def test_samples_running_at_an_update_in_drain_mode_finish_with_the_weights_that_began_them(self, session):
         trainer = trainer_of(session)
         publish(session, weights(trainer.layout, 1))
         with Load(session, lambda seed: session.completed(n=4, seed=seed, max_tokens=64)) as load:
@@ -367,7 +354,7 @@ class TestReal:
             assert choice.finish_reason is not FinishReason.ABORT
 
     @pytest.mark.slow
-    def test_vllm_version_spans_name_the_weights_that_sampled_each_token(self, untied: Served) -> None:
+    def test_vllm_version_spans_name_the_weights_that_sampled_each_token(self, untied):
         """Each version's weights can sample only one token, so each token reveals its version."""
         with opened(untied.url) as session:
             layout = trainer_of(session).layout
@@ -394,7 +381,7 @@ class TestDeath:
     pytestmark = real
 
     @pytest.mark.slow
-    def test_death_of_vllms_core_fails_every_request_and_stops_the_engine(self, tmp_path: Path) -> None:
+    def test_death_of_vllms_core_fails_every_request_and_stops_the_engine(self, tmp_path):
         with (
             contextmanager(_served)(tmp_path, tied=True) as served,
             ThreadPoolExecutor(1) as asking,
@@ -410,7 +397,7 @@ class TestDeath:
             assert session.health().state is EngineState.STOPPED
 
 
-def _core_of_this_process() -> psutil.Process:
+def _core_of_this_process():
     cores = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
     return max(cores, key=lambda core: core.create_time())
 
@@ -425,9 +412,7 @@ def _core_of_this_process() -> psutil.Process:
         ("model name : flags are not listed", set()),
     ],
 )
-def test_dtype_for_which_the_cpu_has_no_instructions_gives_a_slowness_warning(
-    tmp_path: Path, line: str, slow: set[str]
-) -> None:
+def test_dtype_for_which_the_cpu_has_no_instructions_gives_a_slowness_warning(tmp_path, line, slow):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\n{line}\n\nprocessor : 1\nflags : avx512_bf16 avx512_fp16\n")
     slow_dtypes = {dtype for dtype in ("float32", "bfloat16", "float16") if slow_here(dtype, cpuinfo=cpuinfo)}
@@ -437,5 +422,5 @@ def test_dtype_for_which_the_cpu_has_no_instructions_gives_a_slowness_warning(
         assert warning is not None and "set engine.dtype=float32" in warning
 
 
-def test_unreadable_cpu_flags_give_no_slowness_warning(tmp_path: Path) -> None:
+def test_unreadable_cpu_flags_give_no_slowness_warning(tmp_path):
     assert slow_here("bfloat16", cpuinfo=tmp_path / "nowhere") is None

@@ -1,7 +1,5 @@
 """The copy of staged weights on a worker's device."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -12,7 +10,7 @@ from pipelinerl.plugins.external_engines.vllm.torch_device_copy import DeviceCop
 from tests.patience import PATIENCE_S
 
 
-def test_worker_on_the_cpu_reads_the_shared_memory_without_a_copy() -> None:
+def test_worker_on_the_cpu_reads_the_shared_memory_without_a_copy():
     with SharedBytes(16) as shared:
         copy = DeviceCopy(shared.tensor, torch.device("cpu"))
         assert copy.advance(1)
@@ -22,28 +20,26 @@ def test_worker_on_the_cpu_reads_the_shared_memory_without_a_copy() -> None:
 class _Cuda:
     """Stands in for CUDA's runtime: a failed call leaves an error, which the next kernel launch raises and clears."""
 
-    def __init__(self, result: int) -> None:
+    def __init__(self, result):
         self.result = result
         self.error = 0
 
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+    def cudaHostRegister(self, address, num_bytes, flags):
         self.error = self.result
         return self.result
 
-    def cudaHostUnregister(self, address: int) -> int:
+    def cudaHostUnregister(self, address):
         self.error = self.result
         return self.result
 
-    def launch(self, *_: object, **__: object) -> None:
+    def launch(self, *_, **__):
         error, self.error = self.error, 0
         if error:
             raise RuntimeError("CUDA error: invalid argument")
 
 
 @pytest.mark.parametrize("result", [0, 1])
-def test_memory_that_cuda_does_not_pin_leaves_no_error_for_the_next_kernel(
-    result: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_cuda_does_not_pin_leaves_no_error_for_the_next_kernel(result, monkeypatch):
     cuda = _Cuda(result)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch, "ones", cuda.launch)
@@ -55,7 +51,7 @@ def test_memory_that_cuda_does_not_pin_leaves_no_error_for_the_next_kernel(
 
 
 @pytest.mark.gpu
-def test_memory_pinned_or_unpinned_twice_leaves_no_error_for_the_next_kernel_on_a_gpu() -> None:
+def test_memory_pinned_or_unpinned_twice_leaves_no_error_for_the_next_kernel_on_a_gpu():
     with SharedBytes(2**20) as shared:
         assert pin(shared.tensor)
         assert not pin(shared.tensor)
@@ -66,7 +62,7 @@ def test_memory_pinned_or_unpinned_twice_leaves_no_error_for_the_next_kernel_on_
 
 
 @pytest.mark.gpu
-def test_closed_copy_leaves_its_memory_of_the_gpu_to_the_next() -> None:
+def test_closed_copy_leaves_its_memory_of_the_gpu_to_the_next():
     """A stock server that gets a new adapter makes a new copy."""
     device = torch.device("cuda")
     with SharedBytes(2**28) as shared:
@@ -81,7 +77,7 @@ def test_closed_copy_leaves_its_memory_of_the_gpu_to_the_next() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("allowed", [True, False])
-def test_each_commit_on_a_gpu_reads_the_bytes_that_were_staged_for_it(allowed: bool) -> None:
+def test_each_commit_on_a_gpu_reads_the_bytes_that_were_staged_for_it(allowed):
     """The second commit is cancelled after its copy; the third must not read this copy."""
     device = torch.device("cuda")
     with SharedBytes(2**26) as shared:

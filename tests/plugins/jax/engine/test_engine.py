@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import jax
 import numpy as np
@@ -20,19 +18,16 @@ from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.logit_changes import LogitChange, LogitChanges
-from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState, top_tokens
-from pipelinerl.engines.batching.sequence import TopTokens
+from pipelinerl.engines.batching.model_runner import Prefill, RowState, top_tokens
 from pipelinerl.engines.bigram.engine import sample_rows
-from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch import engine as torch_engine
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import read_config
-from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.jax.decoder import load_weights
 from pipelinerl.plugins.jax.engine import engine as jax_engine
 from pipelinerl.plugins.jax.engine.program import PromptAttention
-from pipelinerl.plugins.jax.engine.runner import Buckets, JaxRunner, JaxWeights, add_to_logits, sample
+from pipelinerl.plugins.jax.engine.runner import Buckets, JaxWeights, add_to_logits, sample
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
@@ -49,12 +44,12 @@ COMPILED: Final[Counter[str]] = Counter()
 jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: COMPILED.update([event]))
 
 
-def _programs() -> int:
+def _programs():
     return COMPILED["/jax/core/compile/backend_compile_duration"]
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_path(tmp_path_factory):
     """A random model with larger weights than at initialisation, so that attention matters."""
     path = tmp_path_factory.mktemp("qwen3")
     tokenizer = char_tokenizer()
@@ -72,36 +67,34 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def options(model_path: Path) -> EngineOptions:
+def options(model_path):
     return engine_options(model_path=model_path, slots=SLOTS, context_length=CONTEXT, device=Device.CPU)
 
 
 @pytest.fixture(scope="module")
-def runner(options: EngineOptions) -> JaxRunner:
+def runner(options):
     """A runner for the tests that do not change its weights; each test fills the rows that it uses."""
     return jax_engine.load_runner(options)
 
 
 @pytest.fixture(scope="module")
-def twin(options: EngineOptions) -> ModelRunner:
+def twin(options):
     """A runner of the torch engine with the same weights."""
     return torch_engine.load_runner(replace(options, threads=1))
 
 
-def _prompt(seed: int, length: int) -> list[int]:
+def _prompt(seed, length):
     return rng.generator(seed, "prompt").integers(0, len(char_tokenizer()), length).tolist()
 
 
-def _state(
-    row: int, prompt: Sequence[int], *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-) -> RowState:
+def _state(row, prompt, *, temperature=1.0, top_k=0, top_p=1.0):
     return RowState(row, prompt[-1], len(prompt) - 1, 100 + row, temperature=temperature, top_k=top_k, top_p=top_p)
 
 
 Steps = list[tuple[list[int], list[float]]]
 
 
-def _script(runner: ModelRunner, *, top_k: int = 5) -> Steps:
+def _script(runner, *, top_k=5):
     """Run a fixed sequence of prefills, decodes, moves and copies of rows; return tokens and log-probs."""
     group, alone, single = _prompt(1, 9), _prompt(2, 30), _prompt(3, 1)
     runner.prefill([Prefill(group[:-1], [0, 1, 2]), Prefill(alone[:-1], [4])])
@@ -117,20 +110,18 @@ def _script(runner: ModelRunner, *, top_k: int = 5) -> Steps:
     return steps + [runner.decode(6) for _ in range(20)]
 
 
-def _agree(ours: Steps, theirs: Steps) -> None:
+def _agree(ours, theirs):
     assert [token_ids for token_ids, _ in ours] == [token_ids for token_ids, _ in theirs]
     for (_, logprobs), (_, expected) in zip(ours, theirs, strict=True):
         assert logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_jax_engine_samples_the_same_tokens_as_the_torch_engine(runner: JaxRunner, twin: ModelRunner) -> None:
+def test_jax_engine_samples_the_same_tokens_as_the_torch_engine(runner, twin):
     """The calls in `_script` cover both compiled lengths, greedy rows and truncated sampling."""
     _agree(_script(runner), _script(twin))
 
 
-def test_jax_engine_samples_from_layers_with_windows_as_the_torch_engine(
-    options: EngineOptions, tmp_path: Path
-) -> None:
+def test_jax_engine_samples_from_layers_with_windows_as_the_torch_engine(options, tmp_path):
     config = zoo.config_of("gemma3_text")
     config.vocab_size = len(char_tokenizer())
     with torch.random.fork_rng(devices=[]):
@@ -142,7 +133,7 @@ def test_jax_engine_samples_from_layers_with_windows_as_the_torch_engine(
     _agree(_script(jax_engine.assembled(options)), _script(torch_engine.load_runner(replace(options, threads=1))))
 
 
-def test_jax_engine_samples_the_same_tokens_if_steps_start_early(options: EngineOptions, runner: JaxRunner) -> None:
+def test_jax_engine_samples_the_same_tokens_if_steps_start_early(options, runner):
     """Each step that may start early does: before rows move, are copied, join, or leave."""
     early = jax_engine.assembled(options, starts_early=True)
     early.early_step.allowed = True
@@ -150,21 +141,21 @@ def test_jax_engine_samples_the_same_tokens_if_steps_start_early(options: Engine
     assert early.early_step.started
 
 
-def test_jax_engine_updates_its_kv_cache_in_place(runner: JaxRunner) -> None:
+def test_jax_engine_updates_its_kv_cache_in_place(runner):
     """Prefill, decode, move and copy write into the memory of the cache, and none allocates a second cache."""
     lies = [slots.unsafe_buffer_pointer() for slots in runner._cache]
     _script(runner)
     assert [slots.unsafe_buffer_pointer() for slots in runner._cache] == lies
 
 
-def test_jax_engine_gives_bit_identical_results_for_repeated_calls(runner: JaxRunner) -> None:
+def test_jax_engine_gives_bit_identical_results_for_repeated_calls(runner):
     assert _script(runner) == _script(runner)
 
 
-def test_jax_engine_prefills_many_prompts_of_different_lengths(runner: JaxRunner, twin: ModelRunner) -> None:
+def test_jax_engine_prefills_many_prompts_of_different_lengths(runner, twin):
     """The prompts do not fit into one forward pass, so some are padded, and some wait for the next pass."""
     prompts = [_prompt(20 + row, length) for row, length in enumerate((2, 128, 129, 140, 64, 5, 90, 17))]
-    steps: list[Steps] = []
+    steps = []
     for each in (runner, twin):
         each.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts)])
         each.place([_state(row, prompt) for row, prompt in enumerate(prompts)])
@@ -172,9 +163,9 @@ def test_jax_engine_prefills_many_prompts_of_different_lengths(runner: JaxRunner
     _agree(*steps)
 
 
-def test_jax_engine_samples_up_to_the_last_token_of_the_context(runner: JaxRunner, twin: ModelRunner) -> None:
+def test_jax_engine_samples_up_to_the_last_token_of_the_context(runner, twin):
     prompt = _prompt(5, CONTEXT - 3)
-    steps: list[Steps] = []
+    steps = []
     for each in (runner, twin):
         each.prefill([Prefill(prompt[:-1], [0])])
         each.place([_state(0, prompt)])
@@ -182,7 +173,7 @@ def test_jax_engine_samples_up_to_the_last_token_of_the_context(runner: JaxRunne
     _agree(*steps)
 
 
-def test_jax_engine_compiles_nothing_after_the_start(runner: JaxRunner) -> None:
+def test_jax_engine_compiles_nothing_after_the_start(runner):
     """No length or row count needs a new program. Rare programs, such as for top-k, are compiled at first use."""
     random = rng.generator(0, "ragged")
     before = _programs()
@@ -198,10 +189,10 @@ def test_jax_engine_compiles_nothing_after_the_start(runner: JaxRunner) -> None:
     assert _programs() == before
 
 
-def test_jax_engine_divides_attention_heads_over_devices(options: EngineOptions, twin: ModelRunner) -> None:
+def test_jax_engine_divides_attention_heads_over_devices(options, twin):
     divided = jax_engine.assembled(replace(options, devices=2))
     prompt = _prompt(1, 9)
-    steps: list[Steps] = []
+    steps = []
     for each in (divided, twin):
         each.prefill([Prefill(prompt[:-1], [0, 1])])
         each.place([_state(0, prompt), _state(1, prompt, temperature=0.0)])
@@ -209,7 +200,7 @@ def test_jax_engine_divides_attention_heads_over_devices(options: EngineOptions,
     _agree(*steps)
 
 
-def test_number_of_programs_that_the_jax_engine_compiles_is_bounded() -> None:
+def test_number_of_programs_that_the_jax_engine_compiles_is_bounded():
     buckets = Buckets.of(rows=256, context=4096, prefill_tokens=1024)
     assert buckets.rows == (16, 32, 64, 128, 256)
     assert buckets.lengths == (128, 256, 512, 1024, 2048, 4096)
@@ -222,7 +213,7 @@ def test_number_of_programs_that_the_jax_engine_compiles_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("changed_rows", [0, 1, 3])
-def test_logit_bias_and_penalties_are_added_only_to_the_logits_of_their_own_rows(changed_rows: int) -> None:
+def test_logit_bias_and_penalties_are_added_only_to_the_logits_of_their_own_rows(changed_rows):
     changes = LogitChanges()
     for row in range(changed_rows):
         changes.place(row, LogitChange({0: 1.5, row: -2.0}, 0.5, 0.25), [4, 4])
@@ -235,7 +226,7 @@ def test_logit_bias_and_penalties_are_added_only_to_the_logits_of_their_own_rows
 
 
 @pytest.mark.parametrize("vocab", [50, 2100])
-def test_jax_sampler_agrees_with_the_numpy_sampler(vocab: int) -> None:
+def test_jax_sampler_agrees_with_the_numpy_sampler(vocab):
     random = rng.generator(vocab, "jax sampling")
     rows = 64
     logits = np.float32(random.standard_normal((rows, vocab)) * 3)
@@ -268,7 +259,7 @@ def test_jax_sampler_agrees_with_the_numpy_sampler(vocab: int) -> None:
             policy_logprobs=np.array([state.policy_logprobs for state in states]),
             num_top=3,
         )
-        top: dict[int, TopTokens] = {}
+        top = {}
         expected = sample_rows(np.asarray(logits, np.float64), states, noise, top)
         assert token_ids.tolist() == expected[0]
         assert logprobs.tolist() == pytest.approx(expected[1], abs=2e-5)
@@ -279,7 +270,7 @@ def test_jax_sampler_agrees_with_the_numpy_sampler(vocab: int) -> None:
     assert not jax.config.read("jax_enable_x64")
 
 
-def test_jax_sampler_returns_no_positive_logprobs_at_low_temperatures() -> None:
+def test_jax_sampler_returns_no_positive_logprobs_at_low_temperatures():
     """Divided by a temperature of 1e-5, logits exceed 1e5, where fp32 values are about 0.01 apart."""
     logits = rng.generator(1, "cold").standard_normal((64, 50)).astype(np.float32)
     logprobs = sample(
@@ -295,16 +286,14 @@ def test_jax_sampler_returns_no_positive_logprobs_at_low_temperatures() -> None:
 
 @pytest.mark.parametrize("vocab", [50, 2100])
 @pytest.mark.parametrize("wrong", [{0: np.nan}, {3: np.inf}, {"all": np.nan}, {"all": -np.inf}])
-def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled(
-    vocab: int, wrong: dict[Any, float]
-) -> None:
+def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled(vocab, wrong):
     random = rng.generator(vocab, "not finite")
     logits = np.float32(random.standard_normal((4, vocab)))
     spoiled = logits.copy()
     for at, value in wrong.items():
         spoiled[1:3, slice(None) if at == "all" else at] = value
     for truncates, of_policy in ((False, False), (True, False), (True, True)):
-        options: dict[str, Any] = {
+        options = {
             "policy_logprobs": np.full(4, of_policy),
             "temperature": np.array([1.0, 1.0, 0.0, 0.7], np.float32),
             "top_k": np.full(4, 5 * truncates, np.int32),
@@ -322,15 +311,15 @@ def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
-def _bytes(model: torch.nn.Module) -> np.ndarray:
+def _bytes(model):
     return torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()]).numpy()
 
 
-def test_weight_layout_of_the_jax_engine_equals_that_of_the_torch_engine(runner: JaxRunner, twin: ModelRunner) -> None:
+def test_weight_layout_of_the_jax_engine_equals_that_of_the_torch_engine(runner, twin):
     assert runner.layout == twin.layout
 
 
-def test_staged_bfloat16_weights_are_served_bit_for_bit(model_path: Path) -> None:
+def test_staged_bfloat16_weights_are_served_bit_for_bit(model_path):
     config, here = read_config(model_path), SingleDeviceSharding(jax.devices("cpu")[0])
     loaded = load_weights(model_path, config, place=lambda _: here, dtype=jax.numpy.bfloat16)
     weights = JaxWeights(config, loaded, place=lambda _: here)
@@ -350,12 +339,10 @@ def test_staged_bfloat16_weights_are_served_bit_for_bit(model_path: Path) -> Non
 
 
 @pytest.fixture
-async def gate_and_engine(
-    options: EngineOptions, endless: ChatTokenizer
-) -> AsyncIterator[tuple[GatedRunner, BatchingEngine]]:
-    gates: list[GatedRunner] = []
+async def gate_and_engine(options, endless):
+    gates = []
 
-    def load() -> GatedRunner:
+    def load():
         gates.append(GatedRunner(jax_engine.load_runner(options)))
         return gates[0]
 
@@ -367,9 +354,7 @@ async def gate_and_engine(
 
 
 @pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
-async def test_jax_engine_updates_weights_during_decoding(
-    gate_and_engine: tuple[GatedRunner, BatchingEngine], model_path: Path, on_update: OnUpdate
-) -> None:
+async def test_jax_engine_updates_weights_during_decoding(gate_and_engine, model_path, on_update):
     """The update compiles no new program."""
     before_any = _programs()
     await samples_across_an_update(*gate_and_engine, model_path, on_update, factor=1.2, tolerance=1e-4, as_bytes=_bytes)
@@ -378,8 +363,8 @@ async def test_jax_engine_updates_weights_during_decoding(
 
 @pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_next_request(
-    options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
-) -> None:
+    options, model_path, endless, tmp_path, slots
+):
     """The NaN must not stay in the KV cache of the row that the next request uses, with one row or with several."""
     untied(model_path, tmp_path)
     own_head = replace(options, model_path=tmp_path, slots=slots)
@@ -393,7 +378,7 @@ async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_ne
 # --- platforms and refusals ----------------------------------------------------------------------------------------
 
 
-def test_tpu_attention_kernel_agrees_with_plain_attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tpu_attention_kernel_agrees_with_plain_attention_in_the_interpreter(monkeypatch):
     interpret(monkeypatch)
     random = rng.generator(0, "attention")
     query, key, value = (
@@ -406,7 +391,7 @@ def test_tpu_attention_kernel_agrees_with_plain_attention_in_the_interpreter(mon
     assert PromptAttention.on("cpu", devices=1) is PromptAttention.PLAIN
 
 
-def test_jax_engine_rejects_unsupported_models_and_options(options: EngineOptions, tmp_path: Path) -> None:
+def test_jax_engine_rejects_unsupported_models_and_options(options, tmp_path):
     with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
         jax_engine.load_runner(replace(options, context_length=CONTEXT + 1))
     needed = 2 * 2 * SLOTS * CONTEXT * 2 * 8 * 4

@@ -4,8 +4,6 @@ Rank 0 runs `tests.fakes.jax_rank0`, and rank 1 runs `pipelinerl trainer-rank`. 
 connects them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -14,10 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,14 +59,14 @@ ENVIRONMENT = {
 }
 
 
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
+def tcp_pair():
     with socket.create_server(("127.0.0.1", 0)) as server:
         theirs = socket.create_connection(server.getsockname(), timeout=PATIENCE_S)
         return server.accept()[0], theirs
 
 
 @contextmanager
-def pair(model: Path, directory: Path, *what: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
+def pair(model, directory, *what):
     """Start rank 0, which performs the jobs `what` in sequence, and rank 1; yield both processes."""
     (port,) = free_ports(1)
     rank0 = [sys.executable, "-m", "tests.fakes.jax_rank0", str(model), str(port), str(directory), *what]
@@ -91,17 +87,17 @@ def pair(model: Path, directory: Path, *what: str) -> Iterator[tuple[subprocess.
             rank.communicate(timeout=PATIENCE_S)
 
 
-def ended(rank: subprocess.Popen[str], timeout_s: float) -> tuple[int, str]:
+def ended(rank, timeout_s):
     output, _ = rank.communicate(timeout=timeout_s)
     return rank.returncode, output
 
 
-def until_ready(rank0: subprocess.Popen[str]) -> None:
+def until_ready(rank0):
     assert rank0.stdout is not None
     assert any(line == "ready\n" for line in rank0.stdout), "rank 0 ended before both ranks had made a forward pass"
 
 
-def words_after(how: signal.Signals, model: Path, directory: Path, *what: str) -> str:
+def words_after(how, model, directory, *what):
     """Send the signal `how` to rank 1 once rank 0 is ready; return the rest of rank 0's output."""
     with pair(model, directory, *what) as (rank0, rank1):
         until_ready(rank0)
@@ -110,7 +106,7 @@ def words_after(how: signal.Signals, model: Path, directory: Path, *what: str) -
     return output
 
 
-def both_succeed(model: Path, directory: Path, what: str) -> Path:
+def both_succeed(model, directory, what):
     with pair(model, directory, what) as (rank0, rank1):
         status, output = ended(rank0, PATIENCE_S)
         assert status == 0, output
@@ -120,18 +116,18 @@ def both_succeed(model: Path, directory: Path, what: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def until_killed(model_path, tmp_path_factory) -> tuple[Path, str]:
+def until_killed(model_path, tmp_path_factory):
     """Return the directory of `jax_rank0.results`, and rank 0's output after rank 1 was killed."""
     directory = tmp_path_factory.mktemp("two")
     return directory, words_after(signal.SIGKILL, model_path("qwen3"), directory, "results", "wait")
 
 
 @pytest.fixture(scope="module")
-def two_processes(until_killed) -> Path:
+def two_processes(until_killed):
     return until_killed[0]
 
 
-def close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], tolerance: float) -> None:
+def close(ours, theirs, tolerance):
     assert ours.keys() == theirs.keys()
     for name, right in theirs.items():
         np.testing.assert_allclose(ours[name], right, rtol=tolerance, atol=tolerance, err_msg=name)
@@ -219,12 +215,12 @@ def test_gather_runs_between_the_micro_batches_of_a_backward_call(model_path, mi
     spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options=options)
     trainer, commands = JaxTrainer(), []
 
-    def received() -> int:
+    def received():
         message = decode(rank1.receive())
         commands.append(type(message.command))
         return message.number
 
-    def answer(number: int) -> None:
+    def answer(number):
         rank1.send(encode(RankAnswer(number)))
 
     with ThreadPoolExecutor(2) as threads:
@@ -274,9 +270,9 @@ def test_rank_0_still_waits_for_other_ranks_after_it_has_rejected_a_rank(fields,
     for name, path in paths.items():
         path.write_text(json.dumps({"token": name}))
     common = {"coordinator": f"127.0.0.1:{free_ports(1)[0]}", "processes": 3, "timeout_s": 5, "silence_s": 1}
-    messages: list[str] = []
+    messages = []
 
-    def wait_for_ranks() -> None:
+    def wait_for_ranks():
         try:
             lead(Distributed(**common, token_file=str(paths["secret"])), join)
         except SpecError as error:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
@@ -22,10 +20,10 @@ from tests.patience import PATIENCE_S
 from tests.plugins.watch.page.browser import MISSING, a_browser, opened
 from tests.plugins.watch.page.hostile_run import HOSTILE, hostile_run, long_silent
 from tests.plugins.watch.page.steered_run import steered_run
-from tests.plugins.watch.run_files import ServedPage, keep, loaded, of_episode, served_page, write, written_run
+from tests.plugins.watch.run_files import keep, loaded, of_episode, served_page, write, written_run
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    pass
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -92,12 +90,12 @@ DRAWN: Final = """(canvas) => {
 }"""
 
 
-def run_question(run: int = 0) -> tuple[str, dict[str, str]]:
+def run_question(run=0):
     """Return path and query of the request with which the page asks for a run's state."""
     return "/api/run", {"run": str(run)}
 
 
-def now_question(facts: Mapping[str, Any], rows: Mapping[str, Any] | None = None) -> tuple[str, dict[str, str]]:
+def now_question(facts, rows=None):
     """Return path and query of the Now screen's next request once it has the run's state `facts` and the `rows`."""
     domains = [f"domain/{name}/{figure}" for name in facts["domains"][:8] for figure in ("accuracy", "reward")]
     known = set(facts["metrics"])
@@ -109,13 +107,13 @@ def now_question(facts: Mapping[str, Any], rows: Mapping[str, Any] | None = None
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     with a_browser() as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
+def server(tmp_path_factory):
     """Serve a killed run as number 0 and a hostile run as number 1."""
     folder = tmp_path_factory.mktemp("browser")
     killed = long_silent(written_run(folder / "killed", steps=STEPS, end=False))
@@ -126,7 +124,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
 
 
 @contextmanager
-def troubled(browser: Browser, server: ServedPage) -> Iterator[Page]:
+def troubled(browser, server):
     """Yield a logged-in page for tests that cause errors on purpose: what it writes to its console is not checked."""
     context = browser.new_context()
     context.set_default_timeout(PATIENCE_S * 1e3)
@@ -137,13 +135,13 @@ def troubled(browser: Browser, server: ServedPage) -> Iterator[Page]:
         context.close()
 
 
-def go(page: Page, url: str, screen: str) -> None:
+def go(page, url, screen):
     """Open a screen by its permanent link and wait for its content."""
     page.goto(f"{url}/#/{screen}")
     shown(page, screen.split("/")[0].split("?")[0])
 
 
-def shown(page: Page, screen: str) -> None:
+def shown(page, screen):
     """Wait for content that only this screen shows, and that it shows only once it has data."""
     from playwright.sync_api import TimeoutError as NotShown
 
@@ -165,19 +163,19 @@ def shown(page: Page, screen: str) -> None:
         raise AssertionError(f"{screen} did not come; it shows\n{main.inner_text()}\nand has sent {calls}") from error
 
 
-def group_of(server: ServedPage, run: int = 0, **query: Any) -> str:
+def group_of(server, run=0, **query):
     """Return the permanent id of a group that has tokens."""
     samples = server.get("/api/samples", run=run, kind="any", **query)["samples"]
     return str(next(each["group"] for each in samples if each["has_tokens"]))
 
 
-def every_screen(server: ServedPage) -> list[str]:
+def every_screen(server):
     group = group_of(server)
     colours = ("version", "delta", "advantage", "entropy", "mask")
     return [*SCREENS, f"group/{group}", *(f"tokens/{group}/0?by={each}" for each in colours)]
 
 
-def test_every_screen_of_the_live_page_shows_the_data_of_a_killed_run(browser: Browser, server: ServedPage) -> None:
+def test_every_screen_of_the_live_page_shows_the_data_of_a_killed_run(browser, server):
     from playwright.sync_api import expect
 
     with opened(browser, server.url) as page:
@@ -194,9 +192,7 @@ def test_every_screen_of_the_live_page_shows_the_data_of_a_killed_run(browser: B
         expect(page.get_by_role("region", name="Changes of knobs")).to_contain_text("cli")
 
 
-def test_samples_screen_filters_and_sorts_samples_and_its_links_stay_valid(
-    browser: Browser, server: ServedPage
-) -> None:
+def test_samples_screen_filters_and_sorts_samples_and_its_links_stay_valid(browser, server):
     from playwright.sync_api import expect
 
     with opened(browser, server.url) as page:
@@ -228,9 +224,7 @@ def test_samples_screen_filters_and_sorts_samples_and_its_links_stay_valid(
         expect(page.locator("main")).to_contain_text("Entropy was not measured here")
 
 
-def test_episode_is_shown_as_a_tree_of_turns_and_its_environment_metrics_are_shown(
-    browser: Browser, tmp_path: Path
-) -> None:
+def test_episode_is_shown_as_a_tree_of_turns_and_its_environment_metrics_are_shown(browser, tmp_path):
     from playwright.sync_api import expect
 
     run = written_run(tmp_path / "run", steps=3)
@@ -259,9 +253,7 @@ def test_episode_is_shown_as_a_tree_of_turns_and_its_environment_metrics_are_sho
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 3840)])
-def test_screens_are_not_wider_than_the_window_and_their_texts_have_enough_contrast(
-    browser: Browser, server: ServedPage, scheme: Any, width: int
-) -> None:
+def test_screens_are_not_wider_than_the_window_and_their_texts_have_enough_contrast(browser, server, scheme, width):
     with opened(browser, server.url, color_scheme=scheme, viewport={"width": width, "height": 900}) as page:
         for screen in every_screen(server):
             go(page, server.url, screen)
@@ -274,7 +266,7 @@ def test_screens_are_not_wider_than_the_window_and_their_texts_have_enough_contr
         assert page.evaluate(CONTRASTS)["low"] == []
 
 
-def tab_to(page: Page, reached: str) -> None:
+def tab_to(page, reached):
     """Press Tab until `reached` holds for the focused element; every element on the way must show its focus."""
     for _ in range(150):
         page.keyboard.press("Tab")
@@ -284,7 +276,7 @@ def tab_to(page: Page, reached: str) -> None:
     raise AssertionError(f"no Tab leads to {reached}")
 
 
-def test_every_screen_is_reachable_by_keyboard(browser: Browser, server: ServedPage) -> None:
+def test_every_screen_is_reachable_by_keyboard(browser, server):
     from playwright.sync_api import expect
 
     with opened(browser, server.url) as page:
@@ -316,7 +308,7 @@ def test_every_screen_is_reachable_by_keyboard(browser: Browser, server: ServedP
         expect(page.get_by_role("heading", name=re.compile("^In this window"))).not_to_have_text(span)
 
 
-def test_mouse_wheel_zooms_into_the_timeline(browser: Browser, server: ServedPage) -> None:
+def test_mouse_wheel_zooms_into_the_timeline(browser, server):
     from playwright.sync_api import expect
 
     with opened(browser, server.url) as page:
@@ -330,11 +322,11 @@ def test_mouse_wheel_zooms_into_the_timeline(browser: Browser, server: ServedPag
         expect(heading).to_have_text(whole)
 
 
-def test_page_requests_only_new_data_and_nothing_while_hidden(browser: Browser, tmp_path: Path) -> None:
+def test_page_requests_only_new_data_and_nothing_while_hidden(browser, tmp_path):
     run_dir = written_run(tmp_path / "live", steps=40, end=False)
     last = next(event for event in reversed(events(40)) if event["kind"] == "step")
 
-    def gradient(value: str) -> Any:
+    def gradient(value):
         return page.get_by_role("img", name=re.compile(f"^Gradient norm over step; newest: grad norm {value}"))
 
     with served_page(run_dir) as server, EventLog(run_dir / "events.jsonl") as log:
@@ -343,7 +335,7 @@ def test_page_requests_only_new_data_and_nothing_while_hidden(browser: Browser, 
         with opened(browser, server.url) as page:
             shown(page, "now")
             page.locator("[data-heard=open]").wait_for()
-            requests: list[Any] = []
+            requests = []
             page.on("request", lambda sent: requests.append(question_of(sent.url)))
             write(log, last | {"step": 41, "grad_norm": 9.5})
             gradient("9.5").wait_for()
@@ -368,13 +360,13 @@ def test_page_requests_only_new_data_and_nothing_while_hidden(browser: Browser, 
             assert requests[hidden_at][0] == "/api/stream"
 
 
-def question_of(url: str) -> tuple[str, dict[str, str]]:
+def question_of(url):
     """Return the path of a URL, and its query parameters."""
     parts = urlsplit(url)
     return parts.path, dict(parse_qsl(parts.query))
 
 
-def test_change_of_the_pages_address_while_the_page_starts_is_not_missed(browser: Browser, server: ServedPage) -> None:
+def test_change_of_the_pages_address_while_the_page_starts_is_not_missed(browser, server):
     """The address changes after the page is first drawn, before the page has subscribed to changes of its address."""
     with opened(browser, server.url) as page:
         page.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/timeline'; })")
@@ -382,7 +374,7 @@ def test_change_of_the_pages_address_while_the_page_starts_is_not_missed(browser
         shown(page, "timeline")
 
 
-def test_page_shows_that_its_event_stream_is_lost_and_reconnects(browser: Browser, server: ServedPage) -> None:
+def test_page_shows_that_its_event_stream_is_lost_and_reconnects(browser, server):
     with troubled(browser, server) as page:
         page.route("**/api/stream*", lambda route: route.abort())
         page.goto(server.url)
@@ -391,7 +383,7 @@ def test_page_shows_that_its_event_stream_is_lost_and_reconnects(browser: Browse
         page.locator("[data-heard=open]").wait_for()
 
 
-def test_page_retries_a_failed_request_while_the_event_stream_is_open(browser: Browser, server: ServedPage) -> None:
+def test_page_retries_a_failed_request_while_the_event_stream_is_open(browser, server):
     """The retry must not wait for an event: the stream is open during the retry, but sends nothing."""
     with troubled(browser, server) as page:
         page.route("**/api/samples*", lambda route: route.abort())
@@ -403,9 +395,7 @@ def test_page_retries_a_failed_request_while_the_event_stream_is_open(browser: B
         page.get_by_role("alert").wait_for(state="detached")
 
 
-def test_page_notices_that_the_server_finished_loading_before_the_event_stream_opened(
-    browser: Browser, server: ServedPage
-) -> None:
+def test_page_notices_that_the_server_finished_loading_before_the_event_stream_opened(browser, server):
     """The first response says that files are still being read; by the time the stream opens, they have been read."""
     early = server.get("/api/run") | {"loading": {"events": 0.5, "samples": 0.25}}
     with troubled(browser, server) as page:
@@ -415,9 +405,7 @@ def test_page_notices_that_the_server_finished_loading_before_the_event_stream_o
         page.get_by_text("The run's files are being read").wait_for(state="detached")
 
 
-def test_page_without_its_login_cookie_tells_the_user_to_open_the_link_that_contains_the_key(
-    browser: Browser, server: ServedPage
-) -> None:
+def test_page_without_its_login_cookie_tells_the_user_to_open_the_link_that_contains_the_key(browser, server):
     with troubled(browser, server) as page:
         page.goto(server.url)
         shown(page, "now")
@@ -426,7 +414,7 @@ def test_page_without_its_login_cookie_tells_the_user_to_open_the_link_that_cont
         page.get_by_role("alert").filter(has_text="open the link that").first.wait_for()
 
 
-def test_page_opened_by_an_expired_link_lets_the_user_enter_a_newer_link(browser: Browser, server: ServedPage) -> None:
+def test_page_opened_by_an_expired_link_lets_the_user_enter_a_newer_link(browser, server):
     used = server.keys[-1]
     server.http.get(f"/?key={used}")
     context = browser.new_context()
@@ -443,7 +431,7 @@ def test_page_opened_by_an_expired_link_lets_the_user_enter_a_newer_link(browser
         context.close()
 
 
-def test_charts_can_be_smoothed_and_show_the_value_at_the_pointer(browser: Browser, server: ServedPage) -> None:
+def test_charts_can_be_smoothed_and_show_the_value_at_the_pointer(browser, server):
     from playwright.sync_api import expect
 
     with opened(browser, server.url) as page:
@@ -467,7 +455,7 @@ def test_charts_can_be_smoothed_and_show_the_value_at_the_pointer(browser: Brows
         expect(figure.locator(".choice")).to_be_hidden()
 
 
-def test_hostile_texts_are_displayed_by_the_live_page_and_never_executed(browser: Browser, server: ServedPage) -> None:
+def test_hostile_texts_are_displayed_by_the_live_page_and_never_executed(browser, server):
     from playwright.sync_api import expect
 
     assert len(HOSTILE) == len(set(HOSTILE)) == 200
@@ -489,13 +477,13 @@ def test_hostile_texts_are_displayed_by_the_live_page_and_never_executed(browser
         assert drawn.all_text_contents() == [text.translate(str.maketrans(plain)) for text in HOSTILE]
 
 
-def go_on(page: Page, screen: str) -> None:
+def go_on(page, screen):
     """Open a screen without loading a new document, so that effects of hostile text persist."""
     page.evaluate("(hash) => { location.hash = hash; }", f"#/{screen}")
     shown(page, screen.split("/")[0].split("?")[0])
 
 
-def test_slider_changes_the_staleness_bound_k_of_a_live_controller(browser: Browser, tmp_path: Path) -> None:
+def test_slider_changes_the_staleness_bound_k_of_a_live_controller(browser, tmp_path):
     from playwright.sync_api import expect
 
     with steered_run(tmp_path / "run") as run:
@@ -512,7 +500,7 @@ def test_slider_changes_the_staleness_bound_k_of_a_live_controller(browser: Brow
         expect(slider).to_have_attribute("aria-valuetext", "6 versions")
 
 
-def k_is_moved_to_6(page: Page, server: ServedPage) -> None:
+def k_is_moved_to_6(page, server):
     """Move k from 4 to 6 on the steering screen, then return to the first screen."""
     from playwright.sync_api import expect
 
@@ -535,7 +523,7 @@ def k_is_moved_to_6(page: Page, server: ServedPage) -> None:
 
 
 @pytest.mark.slow  # the test above covers this without the run's other processes
-def test_slider_changes_the_staleness_bound_k_of_a_live_run(browser: Browser, tmp_path: Path) -> None:
+def test_slider_changes_the_staleness_bound_k_of_a_live_run(browser, tmp_path):
     from playwright.sync_api import expect
 
     directory = tmp_path / "runs" / "live"
@@ -555,7 +543,7 @@ def test_slider_changes_the_staleness_bound_k_of_a_live_run(browser: Browser, tm
 
 
 @pytest.mark.slow  # starts four processes in sequence; the faster test_steering covers the requests to the server
-def test_engines_can_be_added_swapped_drained_and_removed_in_a_live_run(browser: Browser, tmp_path: Path) -> None:
+def test_engines_can_be_added_swapped_drained_and_removed_in_a_live_run(browser, tmp_path):
     from playwright.sync_api import expect
 
     directory = tmp_path / "runs" / "fleet"
@@ -596,9 +584,9 @@ def test_engines_can_be_added_swapped_drained_and_removed_in_a_live_run(browser:
             assert kinds.count("engine_joined") == 3 and kinds.count("engine_lost") == 3, run.story()
 
 
-def moved_to(events: list[dict[str, Any]], k: int) -> bool:
+def moved_to(events, k):
     return any(event["changes"].get("k") == k for event in events)
 
 
-def newest(steps: Callable[[], list[int]]) -> int:
+def newest(steps):
     return max(steps())

@@ -1,10 +1,6 @@
 """The live page's own JavaScript renderer and templates, tested in a real browser."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,7 +8,7 @@ from tests.plugins.watch.page.browser import MISSING, a_browser, opened
 from tests.plugins.watch.run_files import served_page, written_run
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    pass
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -30,17 +26,17 @@ SETUP = """async (body) => {
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    run_dir: Path = written_run(tmp_path_factory.mktemp("renderer") / "run", steps=1)
+def page(tmp_path_factory):
+    run_dir = written_run(tmp_path_factory.mktemp("renderer") / "run", steps=1)
     with a_browser() as browser, served_page(run_dir) as server, opened(browser, server.url, bypass_csp=True) as one:
         yield one
 
 
-def run(page: Page, body: str) -> Any:
+def run(page, body):
     return page.evaluate(SETUP, body)
 
 
-def test_html_template_is_rendered_to_elements_texts_and_attributes(page: Page) -> None:
+def test_html_template_is_rendered_to_elements_texts_and_attributes(page):
     drawn = run(
         page,
         """
@@ -53,14 +49,14 @@ def test_html_template_is_rendered_to_elements_texts_and_attributes(page: Page) 
     assert drawn == '<p class="a b" title="t" id="x" hidden="">one 2 <b>three</b>four</p>'
 
 
-def test_template_value_is_never_parsed_as_markup(page: Page) -> None:
+def test_template_value_is_never_parsed_as_markup(page):
     drawn = run(
         page, "render(html`<p title=${'<b>'}>${'<b>x</b>'}</p>`, place); return place.firstChild.children.length;"
     )
     assert drawn == 0
 
 
-def test_elements_with_a_key_keep_their_dom_nodes_and_state_when_they_are_reordered(page: Page) -> None:
+def test_elements_with_a_key_keep_their_dom_nodes_and_state_when_they_are_reordered(page):
     drawn = run(
         page,
         """
@@ -82,7 +78,7 @@ def test_elements_with_a_key_keep_their_dom_nodes_and_state_when_they_are_reorde
     assert drawn == ["firstcbdlast", True]
 
 
-def test_component_whose_elements_were_hidden_shows_them_again_at_the_same_position(page: Page) -> None:
+def test_component_whose_elements_were_hidden_shows_them_again_at_the_same_position(page):
     drawn = run(
         page,
         """
@@ -97,7 +93,7 @@ def test_component_whose_elements_were_hidden_shows_them_again_at_the_same_posit
     assert drawn == ["1ib2", "12", "1ib2"]
 
 
-def test_effects_of_a_component_run_when_their_inputs_change_and_are_cleaned_up(page: Page) -> None:
+def test_effects_of_a_component_run_when_their_inputs_change_and_are_cleaned_up(page):
     drawn = run(
         page,
         """
@@ -116,7 +112,7 @@ def test_effects_of_a_component_run_when_their_inputs_change_and_are_cleaned_up(
     assert drawn == ["on a", "off a", "on b", "off b"]
 
 
-def test_several_state_changes_in_a_row_cause_one_redraw(page: Page) -> None:
+def test_several_state_changes_in_a_row_cause_one_redraw(page):
     drawn = run(
         page,
         """
@@ -131,7 +127,7 @@ def test_several_state_changes_in_a_row_cause_one_redraw(page: Page) -> None:
     assert drawn == ["2", 2]
 
 
-def test_redraw_keeps_the_text_that_a_user_typed_and_updates_a_select_element_to_its_new_value(page: Page) -> None:
+def test_redraw_keeps_the_text_that_a_user_typed_and_updates_a_select_element_to_its_new_value(page):
     drawn = run(
         page,
         """
@@ -154,6 +150,6 @@ def test_redraw_keeps_the_text_that_a_user_typed_and_updates_a_select_element_to
     assert drawn == ["half a wo", "b"]
 
 
-def test_malformed_template_raises_an_error_with_its_position(page: Page) -> None:
+def test_malformed_template_raises_an_error_with_its_position(page):
     message = run(page, 'try { html`<p class="a ${1}">x</p>`; } catch (error) { return error.message; }')
     assert message.startswith("cannot parse the template from here on")

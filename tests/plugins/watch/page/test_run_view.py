@@ -1,9 +1,6 @@
 """The live page's view of a run drops steps undone by a resume, has bounded memory and accepts malformed events."""
 
-from __future__ import annotations
-
 from collections import deque
-from typing import Any
 
 import pytest
 
@@ -12,14 +9,14 @@ from pipelinerl.plugins.watch.page.run_view import MOST_RECENT, RunView
 from tests.observability.synthetic import events
 
 
-def view(*taken: dict[str, Any]) -> RunView:
+def view(*taken):
     made = RunView()
     for event in taken:
         made.take(event)
     return made
 
 
-def test_when_a_run_resumes_its_view_drops_the_finished_state_and_the_steps_that_are_repeated() -> None:
+def test_when_a_run_resumes_its_view_drops_the_finished_state_and_the_steps_that_are_repeated():
     made = view(*events(30))
     assert made.state == "finished" and made.step == 30
     assert not made.take({"kind": "run_started", "elapsed_s": 1.0, "run": "tiny", "knobs": {"k": 2}})
@@ -30,7 +27,7 @@ def test_when_a_run_resumes_its_view_drops_the_finished_state_and_the_steps_that
     assert made.state == "failed"
 
 
-def test_run_view_shows_an_alarm_until_it_is_cleared_and_the_last_value_of_each_changed_knob() -> None:
+def test_run_view_shows_an_alarm_until_it_is_cleared_and_the_last_value_of_each_changed_knob():
     alarm = {"kind": "alarm", "alarm": "stale", "domain": "a", "step": 3, "what": "too old"}
     change = {"kind": "knobs", "changes": {"k": 8}, "who": "ann", "step": 4}
     made = view(alarm, change)
@@ -40,7 +37,7 @@ def test_run_view_shows_an_alarm_until_it_is_cleared_and_the_last_value_of_each_
     assert overview(made, window=5)["alarms"] == []
 
 
-def test_drained_engine_is_shown_as_left_and_not_as_lost() -> None:
+def test_drained_engine_is_shown_as_left_and_not_as_lost():
     lost = {"kind": "engine_lost", "url": "http://a:1", "reason": "drained"}
     made = view({"kind": "engine_joined", "url": "http://a:1"}, lost | {"planned": True})
     assert made.engines["http://a:1"]["state"] == "left"
@@ -50,7 +47,7 @@ def test_drained_engine_is_shown_as_left_and_not_as_lost() -> None:
     assert made.engines["http://a:1"]["state"] == "lost" and incident["what"] == "http://a:1: drained"
 
 
-def test_chart_marks_after_a_number_are_those_still_kept_or_all_if_the_run_has_fewer() -> None:
+def test_chart_marks_after_a_number_are_those_still_kept_or_all_if_the_run_has_fewer():
     made = RunView(marks=deque(maxlen=3))
     for version in range(5):
         made.take({"kind": "checkpoint", "model_version": version, "path": "x"})
@@ -58,7 +55,7 @@ def test_chart_marks_after_a_number_are_those_still_kept_or_all_if_the_run_has_f
     assert received == {0: [2, 3, 4], 1: [2, 3, 4], 3: [3, 4], 5: [], 9: [2, 3, 4]} and made.mark_count == 5
 
 
-def test_live_page_counts_stale_groups_by_cause() -> None:
+def test_live_page_counts_stale_groups_by_cause():
     step = {"kind": "step", "step": 1, "by_domain": {"a": {"groups": 6.0, "stale_groups": 3.0, "rollouts": 48.0}}}
     outdated = {"kind": "group_outdated", "order_id": "prompt-1"}
     stale = overview(view(outdated, step, outdated, step | {"step": 2}), window=1)["stale"]
@@ -66,7 +63,7 @@ def test_live_page_counts_stale_groups_by_cause() -> None:
     assert [each["groups"] for each in stale["by_cause"]] == [2.0, 1.0]
 
 
-def test_confidence_interval_of_a_metric_weights_steps_by_their_number_of_rollouts() -> None:
+def test_confidence_interval_of_a_metric_weights_steps_by_their_number_of_rollouts():
     steps = [{"reward": value, "rollouts": 10.0} for value in (0.0, 1.0)] + [{"reward": 0.5, "rollouts": 0}, {}]
     interval = estimate(steps, "reward")
     assert interval is not None and interval["mean"] == 0.5
@@ -78,8 +75,8 @@ def test_confidence_interval_of_a_metric_weights_steps_by_their_number_of_rollou
     assert estimate([], "reward") is None
 
 
-def test_run_view_accepts_malformed_events_in_bounded_memory() -> None:
-    odd: list[Any] = [None, "x" * 100_000, -1, 10**400, [], {}, {"a": {"b": None}}, True]
+def test_run_view_accepts_malformed_events_in_bounded_memory():
+    odd = [None, "x" * 100_000, -1, 10**400, [], {}, {"a": {"b": None}}, True]
     kinds = ("step", "publish", "run_started", "knobs", "evaluation", "engines", "alarm", "engine_joined",
              "engine_lost", "run_finished", "group_outdated", "unheard of")  # fmt: skip
     names = ("step", "elapsed_s", "time", "url", "reason", "changes", "knobs", "alarm", "domain", "name", "by_domain",

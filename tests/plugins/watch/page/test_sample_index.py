@@ -1,30 +1,26 @@
 """The index of the sample log filters, sorts and pages samples while the log grows, rotates and repeats steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
-from pipelinerl.observability.samples.record import SampleGroup
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.plugins.watch.page.sample_index import SampleFilter, SampleIndex
 from tests.observability.samples.groups import answer, group
 from tests.patience import PATIENCE_S
 
 
-def kept(run_dir: Path, *groups: SampleGroup, max_bytes: int = 2**24) -> None:
+def kept(run_dir, *groups, max_bytes=2**24):
     log = SampleLog(run_dir / "samples", "training", max_bytes=max_bytes)
     log.put(lambda: groups)
     log.close(timeout_s=PATIENCE_S)
 
 
-def read(index: SampleIndex) -> SampleIndex:
+def read(index):
     while index.read() or index.unread_bytes:
         pass
     return index
 
 
-def steps(index: SampleIndex, wanted: SampleFilter) -> list[int]:
+def steps(index, wanted):
     numbers = []
     for place in index.choose(wanted).places:
         held = index.group(place.name)
@@ -33,7 +29,7 @@ def steps(index: SampleIndex, wanted: SampleFilter) -> list[int]:
     return numbers
 
 
-def test_sample_index_lists_the_newest_samples_first_and_counts_a_repeated_step_once(tmp_path: Path) -> None:
+def test_sample_index_lists_the_newest_samples_first_and_counts_a_repeated_step_once(tmp_path):
     kept(tmp_path, *(group(step) for step in range(1, 6)))
     index = read(SampleIndex(tmp_path))
     assert steps(index, SampleFilter(limit=3)) == [5, 4, 3] and index.count == 5
@@ -46,7 +42,7 @@ def test_sample_index_lists_the_newest_samples_first_and_counts_a_repeated_step_
     assert indexed == copied and indexed is not None and indexed.answers[0].text == "again", "a group keeps its name"
 
 
-def test_samples_dropped_from_the_log_disappear_from_the_index(tmp_path: Path) -> None:
+def test_samples_dropped_from_the_log_disappear_from_the_index(tmp_path):
     long = tuple(answer("x" * 4000) for _ in range(4))
     kept(tmp_path, *(group(step, *long) for step in range(1, 30)), max_bytes=2**20)
     index = read(SampleIndex(tmp_path))
@@ -59,7 +55,7 @@ def test_samples_dropped_from_the_log_disappear_from_the_index(tmp_path: Path) -
     assert index.share == 1.0
 
 
-def test_samples_without_a_value_are_sorted_last_and_paging_returns_every_sample(tmp_path: Path) -> None:
+def test_samples_without_a_value_are_sorted_last_and_paging_returns_every_sample(tmp_path):
     rewards = [0.5, None, 0.25, 1.0, None, 0.5]
     kept(tmp_path, *(group(step, answer(reward=reward)) for step, reward in enumerate(rewards, start=1)))
     index = read(SampleIndex(tmp_path))
@@ -74,7 +70,7 @@ def test_samples_without_a_value_are_sorted_last_and_paging_returns_every_sample
         assert seen[0] == first and sorted(seen) == [1, 2, 3, 4, 5, 6] and set(seen[-2:]) == {2, 5}
 
 
-def test_full_page_that_ends_with_the_last_sample_is_the_last_page(tmp_path: Path) -> None:
+def test_full_page_that_ends_with_the_last_sample_is_the_last_page(tmp_path):
     kept(tmp_path, *(group(step) for step in range(1, 5)))
     index = read(SampleIndex(tmp_path))
     first = index.choose(SampleFilter(limit=2))
@@ -82,14 +78,14 @@ def test_full_page_that_ends_with_the_last_sample_is_the_last_page(tmp_path: Pat
     assert first.after is not None and len(last.places) == 2 and last.after is None
 
 
-def test_sample_index_over_its_limit_keeps_only_the_newest_samples(tmp_path: Path) -> None:
+def test_sample_index_over_its_limit_keeps_only_the_newest_samples(tmp_path):
     kept(tmp_path, *(group(step) for step in range(1, 26)))
     index = read(SampleIndex(tmp_path, most=10))
     assert index.count == 10 and index.left_out == 15
     assert sorted(steps(index, SampleFilter())) == list(range(16, 26))
 
 
-def test_sample_index_reads_an_incomplete_line_once_it_is_complete(tmp_path: Path) -> None:
+def test_sample_index_reads_an_incomplete_line_once_it_is_complete(tmp_path):
     kept(tmp_path, group(1), group(2))
     (path,) = (tmp_path / "samples").iterdir()
     whole = path.read_bytes()
@@ -101,7 +97,7 @@ def test_sample_index_reads_an_incomplete_line_once_it_is_complete(tmp_path: Pat
     assert index.count == len(group(1).answers) * 2 and steps(index, SampleFilter(limit=9))[-1] == 1
 
 
-def test_sample_index_ignores_malformed_and_incomplete_lines(tmp_path: Path) -> None:
+def test_sample_index_ignores_malformed_and_incomplete_lines(tmp_path):
     kept(tmp_path, group(1))
     (path,) = (tmp_path / "samples").iterdir()
     with path.open("ab") as file:

@@ -1,16 +1,12 @@
 """Traces of finished, live, killed and resumed runs follow the rules of Chrome's trace format."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections import Counter, defaultdict
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
-from pipelinerl.observability.events import Event
 from pipelinerl.plugins.watch.timeline.chrome_trace import ChromeTrace, write_trace
 from tests.observability.synthetic import events as synthetic
 from tests.plugins.watch.timeline.events_of_a_run import A, B, event, run, stages, step
@@ -28,7 +24,7 @@ RUNS = {
 }
 
 
-def _trace(events: list[Event]) -> list[dict[str, Any]]:
+def _trace(events):
     file = io.StringIO()
     count = write_trace(ChromeTrace(), events, file, run="tiny")
     whole = json.loads(file.getvalue())
@@ -36,8 +32,8 @@ def _trace(events: list[Event]) -> list[dict[str, Any]]:
     return list(whole["traceEvents"])
 
 
-def _spans(trace: list[dict[str, Any]]) -> dict[Track, list[tuple[int, int, str]]]:
-    tracks: dict[Track, list[tuple[int, int, str]]] = defaultdict(list)
+def _spans(trace):
+    tracks = defaultdict(list)
     for each in trace:
         if each["ph"] == "X":
             tracks[each["pid"], each["tid"]].append((each["ts"], each["ts"] + each["dur"], each["name"]))
@@ -45,7 +41,7 @@ def _spans(trace: list[dict[str, Any]]) -> dict[Track, list[tuple[int, int, str]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_trace_follows_the_rules_of_chromes_trace_format(name: str) -> None:
+def test_trace_follows_the_rules_of_chromes_trace_format(name):
     trace = _trace(RUNS[name])
     named = {(each["pid"], each["tid"]) for each in trace if each["name"] == "thread_name"}
     processes = Counter(each["pid"] for each in trace if each["name"] == "process_name")
@@ -55,7 +51,7 @@ def test_trace_follows_the_rules_of_chromes_trace_format(name: str) -> None:
     for each in spans.values():
         assert all(end > start >= 0 for start, end, _ in each)
         assert all(before[1] <= after[0] for before, after in pairwise(each)), "file order is time order, too"
-    flows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    flows = defaultdict(list)
     for each in trace:
         assert each["ph"] in "XMistf" and isinstance(each["pid"], int) and isinstance(each["tid"], int)
         assert each["ph"] == "M" or isinstance(each["ts"], int)
@@ -69,7 +65,7 @@ def test_trace_follows_the_rules_of_chromes_trace_format(name: str) -> None:
         assert points[-1]["bp"] == "e"
 
 
-def _flows(trace: list[dict[str, Any]], name: str) -> list[list[str]]:
+def _flows(trace, name):
     """Return, for each flow (chain of arrows) of that name, the names of the spans that it connects."""
     spans, flows = _spans(trace), defaultdict(list)
     for each in trace:
@@ -79,18 +75,18 @@ def _flows(trace: list[dict[str, Any]], name: str) -> list[list[str]]:
     return list(flows.values())
 
 
-def test_trace_connects_sampling_verification_and_waiting_of_a_group_by_arrows_with_its_training_step() -> None:
+def test_trace_connects_sampling_verification_and_waiting_of_a_group_by_arrows_with_its_training_step():
     assert _flows(_trace(run(3)), "order 4") == [["sampling", "verification", "waiting for its step", "step 2"]]
 
 
-def test_trace_connects_a_training_step_by_arrows_with_its_weight_publication_and_both_engines() -> None:
+def test_trace_connects_a_training_step_by_arrows_with_its_weight_publication_and_both_engines():
     trace = _trace(run(3))
     assert sorted(_flows(trace, "v2")) == [["publish 2", "v2"], ["publish 2", "v2"], ["step 2", "publish 2"]]
     names = {each["args"]["name"] for each in trace if each["name"] == "process_name"}
     assert names == {"run", "trainer", "publication", "evaluation", "checkpoint", "groups", A, B}
 
 
-def test_trace_draws_at_most_32_overlapping_groups_in_separate_rows_and_counts_those_left_out() -> None:
+def test_trace_draws_at_most_32_overlapping_groups_in_separate_rows_and_counts_those_left_out():
     many = step(1, 10.0) | {"orders": list(range(40)), "stages": [stages(order, 9.0) for order in range(40)]}
     trace = ChromeTrace()
     made = list(trace.events([*run(0, ended=False), many]))
@@ -98,7 +94,7 @@ def test_trace_draws_at_most_32_overlapping_groups_in_separate_rows_and_counts_t
     assert sum(each["ph"] == "X" and each["name"] == "sampling" for each in made) == 32
 
 
-def test_hostile_event_text_is_unchanged_in_the_trace() -> None:
+def test_hostile_event_text_is_unchanged_in_the_trace():
     hostile = '"}]}</script>\u202e\x1b[31m{0.__class__}'
     (mark,) = (
         each for each in _trace([event("engine_lost", 1.0, url="u", reason=hostile)]) if each["ph"] == "i"

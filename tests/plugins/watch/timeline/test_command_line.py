@@ -1,13 +1,8 @@
 """`pipelinerl trace` writes a complete file for any run, or fails with one sentence."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tracemalloc
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +12,7 @@ from pipelinerl.plugins.watch.timeline.command_line import trace_run
 from tests.plugins.watch.timeline.events_of_a_run import publish, run, step
 
 
-def _leave(run_dir: Path, events: Iterable[dict[str, Any]], *, torn: str = "") -> Path:
+def _leave(run_dir, events, *, torn=""):
     run_dir.mkdir(exist_ok=True)
     with (run_dir / "events.jsonl").open("w") as file:
         file.writelines(json.dumps(each) + "\n" for each in events)
@@ -25,7 +20,7 @@ def _leave(run_dir: Path, events: Iterable[dict[str, Any]], *, torn: str = "") -
     return run_dir
 
 
-def test_trace_of_a_crashed_run_with_an_incomplete_log_is_written(tmp_path: Path) -> None:
+def test_trace_of_a_crashed_run_with_an_incomplete_log_is_written(tmp_path):
     made = _leave(tmp_path / "run", run(5, ended=False), torn='{"time":1,"kind":"st')
     message = trace_run(made, None)
     trace = json.loads(gzip.decompress((made / "trace.json.gz").read_bytes()))
@@ -34,17 +29,17 @@ def test_trace_of_a_crashed_run_with_an_incomplete_log_is_written(tmp_path: Path
     assert [path.name for path in made.iterdir() if path.suffix == ".part"] == []
 
 
-def test_trace_file_without_gz_in_its_name_is_plain_json(tmp_path: Path) -> None:
+def test_trace_file_without_gz_in_its_name_is_plain_json(tmp_path):
     made = _leave(tmp_path / "run", run(2))
     trace_run(made, tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text())["otherData"] == {"run": "run"}
 
 
-def test_memory_for_a_trace_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_a_trace_does_not_grow_with_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(spans, "_ORDERS", 64)  # lowered, because this short run stays below the real limit
     monkeypatch.setattr(chrome_trace, "_STEPS", 64)
 
-    def peak(steps: int) -> int:
+    def peak(steps):
         events = (each for number in range(1, steps + 1) for each in (step(number, number), publish(number, number)))
         made = _leave(tmp_path / f"run-{steps}", events)
         tracemalloc.start()
@@ -57,7 +52,7 @@ def test_memory_for_a_trace_does_not_grow_with_the_run(tmp_path: Path, monkeypat
     assert peak(1_000) < peak(500) + 200_000
 
 
-def test_trace_of_an_unreadable_run_is_rejected_in_one_sentence(tmp_path: Path) -> None:
+def test_trace_of_an_unreadable_run_is_rejected_in_one_sentence(tmp_path):
     with pytest.raises(UserError, match="is not a run: it has no events"):
         trace_run(tmp_path, None)
     made = _leave(tmp_path / "run", run(1))

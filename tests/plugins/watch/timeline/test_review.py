@@ -1,41 +1,38 @@
 """The review of a run's log-prob mismatch metrics matches manual values, and each rule advises when it should."""
 
-from __future__ import annotations
-
 import re
 import tomllib
-from typing import Any
 
 import pytest
 
 from pipelinerl.numerics.causes import Cause
 from pipelinerl.objective.presets import resolve
 from pipelinerl.observability.run_history import tell
-from pipelinerl.plugins.watch.timeline.review import FIGURES, Advice, Review, advise, review
+from pipelinerl.plugins.watch.timeline.review import FIGURES, advise, review
 
 QUIET = dict.fromkeys(FIGURES, 0.0) | {"ess": 1.0}
 
 
-def step(number: int, ages: dict[str, float] | None = None, ess: float = 1.0, **causes: Any) -> dict[str, Any]:
+def step(number, ages=None, ess=1.0, **causes):
     """Return a step event; `causes` maps each mismatch cause to its metrics; metrics that are not given are 0."""
-    event: dict[str, Any] = {"kind": "step", "step": number, "ess": ess, **(ages or {})}
+    event = {"kind": "step", "step": number, "ess": ess, **(ages or {})}
     for cause, figures in causes.items():
         event[f"mismatch_{cause}_share"] = 1 / len(causes)
         event |= {f"mismatch_{cause}_{name}": value for name, value in (QUIET | figures).items()}
     return event
 
 
-def reviewed(*steps: dict[str, Any]) -> Review:
+def reviewed(*steps):
     result = review(tell([{"kind": "run_started", "run": "r"}, *steps]))
     assert result is not None
     return result
 
 
-def advice_on(**step_fields: Any) -> list[Advice]:
+def advice_on(**step_fields):
     return advise(reviewed(*(step(number, **step_fields) for number in range(1, 4))))
 
 
-def test_review_reports_start_middle_end_and_worst_step_of_a_logprob_mismatch_metric() -> None:
+def test_review_reports_start_middle_end_and_worst_step_of_a_logprob_mismatch_metric():
     values = [float(value) for value in range(1, 21)]
     values[13] = 99.0
     result = reviewed(*(step(n, numerics={"p95": v, "ess": 1 / v}) for n, v in enumerate(values, start=1)))
@@ -45,12 +42,12 @@ def test_review_reports_start_middle_end_and_worst_step_of_a_logprob_mismatch_me
     assert result.steps == 20 and result.current.keys() == {Cause.NUMERICS} and result.old == {}
 
 
-def test_share_of_a_mismatch_cause_is_averaged_over_all_steps() -> None:
+def test_share_of_a_mismatch_cause_is_averaged_over_all_steps():
     result = reviewed(step(1, numerics={}), step(2, numerics={}, staleness={}), step(3, staleness={}))
     assert {cause: each.share for cause, each in result.current.items()} == {Cause.NUMERICS: 0.5, Cause.STALENESS: 0.5}
 
 
-def test_review_weights_the_clipped_share_of_each_token_age_by_the_number_of_its_tokens() -> None:
+def test_review_weights_the_clipped_share_of_each_token_age_by_the_number_of_its_tokens():
     result = reviewed(
         step(1, {"age_1_share": 0.5, "age_1_clipped": 0.2, "age_3_4_share": 0.5, "age_3_4_clipped": 1.0}, numerics={}),
         step(2, {"age_1_share": 1.0, "age_1_clipped": 0.5}, numerics={}),
@@ -60,12 +57,12 @@ def test_review_weights_the_clipped_share_of_each_token_age_by_the_number_of_its
     assert result.ages["3_4"] == pytest.approx({"share": 0.25, "clipped": 1.0})
 
 
-def test_run_without_mismatch_metrics_has_no_review() -> None:
+def test_run_without_mismatch_metrics_has_no_review():
     assert review(tell([])) is None
     assert review(tell([{"kind": "step", "step": 1, "reward": 0.5}])) is None
 
 
-def test_run_with_mismatch_within_bounds_gets_no_advice() -> None:
+def test_run_with_mismatch_within_bounds_gets_no_advice():
     assert advice_on(numerics={"p95": 0.009}, staleness={"p95": 0.18}, cache={"p95": 0.1}, ess=0.9) == []
 
 
@@ -89,47 +86,45 @@ def test_run_with_mismatch_within_bounds_gets_no_advice() -> None:
         ),
     ],
 )
-def test_each_mismatch_finding_gets_only_the_advice_for_that_finding(
-    fields: dict[str, Any], finding: str, do: str
-) -> None:
+def test_each_mismatch_finding_gets_only_the_advice_for_that_finding(fields, finding, do):
     (only,) = advice_on(**fields)
     assert finding in only.finding and do in only.do and only.because
 
 
-def test_single_step_that_looks_truncated_gets_no_advice_on_truncation() -> None:
+def test_single_step_that_looks_truncated_gets_no_advice_on_truncation():
     steps = [step(1, truncation={"mean": 0.04}), *(step(number, numerics={}) for number in (2, 3))]
     assert advise(reviewed(*steps)) == []
 
 
 @pytest.mark.parametrize(("shares", "behind"), [([0.0, 0.0, 0.0, 4.0], 3.0), ([1.02, 0.97, 1.0, 1.01], 0.01)])
-def test_review_sums_the_updates_that_were_lost_to_rounding_over_steps(shares: list[float], behind: float) -> None:
+def test_review_sums_the_updates_that_were_lost_to_rounding_over_steps(shares, behind):
     result = reviewed(*(step(n, numerics={}) | {"sent_share": share} for n, share in enumerate(shares, start=1)))
     assert result.rounding is not None and result.rounding.behind == pytest.approx(behind)
 
 
-def test_updates_lost_to_rounding_get_advice_on_dithered_rounding_instead_of_head_precision() -> None:
+def test_updates_lost_to_rounding_get_advice_on_dithered_rounding_instead_of_head_precision():
     steps = [step(n, numerics={"p95": 1.0, "k1": -1.0, "k3": 1.0}) | {"sent_share": 0.0} for n in range(1, 6)]
     (only,) = advise(reviewed(*steps))
     assert "updates are lost to rounding: at step 5 engines lacked 5.0 steps" in only.finding
     assert "head_precision" not in only.do and 'weights.rounding = "dithered"' in only.do
 
 
-def test_negative_k1_estimate_of_the_kl_is_a_finding_only_if_it_exceeds_the_noise() -> None:
-    def findings(k1: float) -> list[str]:
+def test_negative_k1_estimate_of_the_kl_is_a_finding_only_if_it_exceeds_the_noise():
+    def findings(k1):
         return [advice.finding for advice in advice_on(numerics={"p95": 0.05, "k1": k1, "k3": 0.01})]
 
     assert any("K1" in finding for finding in findings(-0.02))
     assert not any("K1" in finding for finding in findings(-0.001))
 
 
-def test_advice_is_ordered_by_importance() -> None:
+def test_advice_is_ordered_by_importance():
     heavy, light = {"p95": 0.3, "mean": 0.1}, {"p95": 0.3, "mean": 0.01}
     assert "older" in advice_on(numerics=light, staleness=heavy)[0].finding
     assert "own version" in advice_on(numerics=heavy, staleness=light)[0].finding
 
 
 @pytest.mark.parametrize("grad1", [{"kind": "clipped_ratio", "over": "old"}, "logprob"])
-def test_objectives_that_the_mismatch_review_suggests_are_valid(grad1: object) -> None:
+def test_objectives_that_the_mismatch_review_suggests_are_valid(grad1):
     """The objective that an advice suggests is written in recipe syntax, so the test can put it into a recipe."""
     (numerics,) = advice_on(numerics={"contradictions": 0.01})
     (staleness,) = advice_on(staleness={"p95": 0.2})

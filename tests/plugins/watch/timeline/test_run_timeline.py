@@ -1,9 +1,6 @@
 """A run's timeline can be requested for any time window at any resolution, however long the run is."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,7 @@ from tests.plugins.watch.timeline.events_of_a_run import STEP_S, A, B, event, pu
 STEPS = 5_000
 
 
-def _timeline(events: list[dict[str, Any]]) -> RunTimeline:
+def _timeline(events):
     timeline = RunTimeline()
     for each in events:
         timeline.feed(each)
@@ -22,17 +19,17 @@ def _timeline(events: list[dict[str, Any]]) -> RunTimeline:
 
 
 @pytest.fixture(scope="module")
-def long_run() -> RunTimeline:
+def long_run():
     return _timeline(run(STEPS))
 
 
-def _track(window: dict[str, Any], lane: str, kind: str) -> dict[str, Any]:
+def _track(window, lane, kind):
     (row,) = (each for each in window["lanes"] if each["lane"] == lane)
     (track,) = (each for each in row["tracks"] if each["kind"] == kind)
     return dict(track)
 
 
-def test_timeline_lists_the_rows_of_engines_before_all_other_rows() -> None:
+def test_timeline_lists_the_rows_of_engines_before_all_other_rows():
     window = _timeline(run()).window()
     assert [(each["kind"], each["lane"]) for each in window["lanes"]] == [
         ("engine", A), ("engine", B), ("trainer", "trainer"), ("publication", "publication"),
@@ -40,18 +37,18 @@ def test_timeline_lists_the_rows_of_engines_before_all_other_rows() -> None:
     ]  # fmt: skip
 
 
-def test_timeline_window_at_fine_resolution_has_every_span_unchanged() -> None:
+def test_timeline_window_at_fine_resolution_has_every_span_unchanged():
     steps = _track(_timeline(run(6)).window(9.0, 12.0, points=3000), "trainer", "step")
     assert steps["start"] == [9.5, 10.5, 11.5] and steps["end"] == [10.0, 11.0, 12.0]
     assert steps["value"] == [1, 2, 3] and steps["count"] == [1, 1, 1] and steps["busy"] == [0.5, 0.5, 0.5]
 
 
-def test_timeline_window_includes_spans_that_overlap_it() -> None:
+def test_timeline_window_includes_spans_that_overlap_it():
     steps = _track(_timeline(run(6)).window(9.75, 11.75, points=3000), "trainer", "step")
     assert steps["value"] == [1, 2, 3]
 
 
-def test_timeline_window_at_coarse_resolution_keeps_the_number_and_total_time_of_spans(long_run: RunTimeline) -> None:
+def test_timeline_window_at_coarse_resolution_keeps_the_number_and_total_time_of_spans(long_run):
     steps = _track(long_run.window(points=500), "trainer", "step")
     assert sum(steps["count"]) == STEPS
     assert sum(steps["busy"]) == pytest.approx(STEPS * STEP_S)
@@ -60,7 +57,7 @@ def test_timeline_window_at_coarse_resolution_keeps_the_number_and_total_time_of
     assert all(a <= b for a, b in zip(steps["end"][:-1], steps["start"][1:], strict=True))
 
 
-def test_long_span_of_the_timeline_is_not_merged_with_short_spans() -> None:
+def test_long_span_of_the_timeline_is_not_merged_with_short_spans():
     track = Track()
     for number in range(100):
         track.add(Span("l", "t", number * 0.01, number * 0.01 + 0.005, number))
@@ -71,7 +68,7 @@ def test_long_span_of_the_timeline_is_not_merged_with_short_spans() -> None:
     assert drawn["note"][1] == "long" and drawn["start"][1:] == [1.0, 9.0]
 
 
-def test_merged_spans_of_the_timeline_have_the_value_of_the_longest_span() -> None:
+def test_merged_spans_of_the_timeline_have_the_value_of_the_longest_span():
     track = Track()
     for number, length in enumerate((0.01, 0.3, 0.02)):
         track.add(Span("l", "t", number * 0.32, number * 0.32 + length, number, f"note {number}"))
@@ -80,7 +77,7 @@ def test_merged_spans_of_the_timeline_have_the_value_of_the_longest_span() -> No
     assert drawn["busy"] == [pytest.approx(0.33)]
 
 
-def test_timeline_draws_spans_that_have_not_ended_up_to_the_present_time() -> None:
+def test_timeline_draws_spans_that_have_not_ended_up_to_the_present_time():
     timeline = _timeline([*run(2, ended=False), event("evaluation_began", 12.0, model_version=2)])
     timeline.feed(step(3, 20.0))
     serves = _track(timeline.window(), A, "serves")
@@ -93,7 +90,7 @@ def test_timeline_draws_spans_that_have_not_ended_up_to_the_present_time() -> No
     assert _track(timeline.window(0.0, 5.0), "evaluation", "evaluation")["value"] == [0]
 
 
-def test_timeline_window_with_too_many_groups_shows_every_nth_group(long_run: RunTimeline) -> None:
+def test_timeline_window_with_too_many_groups_shows_every_nth_group(long_run):
     few = long_run.window(100.0, 103.0)["groups"]
     assert few["total"] == len(few["order"]) and 3 <= few["total"] <= 6
     assert all(claimed <= 103.0 for claimed in few["claimed"]) and all(at >= 100.0 for at in few["trained"])
@@ -104,17 +101,17 @@ def test_timeline_window_with_too_many_groups_shows_every_nth_group(long_run: Ru
     assert few["spans"][0] == ((0, 4), (1, 2)) and set(few["engine"]) == {A}
 
 
-def test_timeline_window_contains_only_event_marks_between_its_start_and_end() -> None:
+def test_timeline_window_contains_only_event_marks_between_its_start_and_end():
     window = _timeline(run(6)).window(15.5, 20.0)
     assert [mark[1] for mark in window["marks"]] == ["knobs", "run_finished"]
 
 
-def test_timeline_of_a_run_without_events_has_empty_rows() -> None:
+def test_timeline_of_a_run_without_events_has_empty_rows():
     window = RunTimeline().window()
     assert [lane["kind"] for lane in window["lanes"]] == ["trainer", "publication", "evaluation", "checkpoint"]
     assert all(track["start"] == [] for lane in window["lanes"] for track in lane["tracks"])
 
 
-def test_timeline_window_is_json_of_bounded_size(long_run: RunTimeline) -> None:
+def test_timeline_window_is_json_of_bounded_size(long_run):
     text = json.dumps(long_run.window(points=1500), allow_nan=False)
     assert len(text) < 2_000_000

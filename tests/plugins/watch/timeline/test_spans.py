@@ -1,53 +1,49 @@
 """The spans of a timeline (such as a publication, a wait, an engine's absence) are derived from the run's events."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
 
-from pipelinerl.observability.events import Event
 from pipelinerl.plugins.watch.timeline.spans import RunMark, Span, SpanReader, TracedGroup
 from tests.observability.synthetic import events as synthetic
 from tests.plugins.watch.timeline.events_of_a_run import A, B, event, publish, run, stages, step
 
 
-def _drawn(events: Iterable[Event]) -> tuple[SpanReader, list[Span | RunMark | TracedGroup]]:
+def _drawn(events):
     reader = SpanReader()
     return reader, [drawn for each in events for drawn in reader.read(each)]
 
 
-def _spans(events: Iterable[Event], lane: str, track: str) -> list[Span]:
+def _spans(events, lane, track):
     return [d for d in _drawn(events)[1] if isinstance(d, Span) and (d.lane, d.track) == (lane, track)]
 
 
-def test_timeline_shows_that_an_engine_serves_a_version_until_the_next_version_is_published() -> None:
+def test_timeline_shows_that_an_engine_serves_a_version_until_the_next_version_is_published():
     served = _spans(run(3), A, "serves")
     assert [(span.value, span.start) for span in served] == [(-1, 1.0), (0, 4.0), (1, 10.1), (2, 11.1), (3, 12.1)]
     assert [span.end for span in served] == [4.0, 10.1, 11.1, 12.1, 13.0], "the last ends with the run"
 
 
-def test_suspect_engine_is_shown_to_serve_only_until_it_stops_answering_and_from_its_return_on() -> None:
+def test_suspect_engine_is_shown_to_serve_only_until_it_stops_answering_and_from_its_return_on():
     away = [event("engine_suspect", 20.0, url=A), event("engine_back", 30.0, url=A), event("run_finished", 40.0)]
     served = _spans([*(each for each in run(3) if each["kind"] != "run_finished"), *away], A, "serves")
     assert [(span.value, span.start, span.end) for span in served[-2:]] == [(3, 12.1, 20.0), (3, 30.0, 40.0)]
 
 
-def test_pause_in_the_timeline_has_the_duration_measured_by_the_engine() -> None:
+def test_pause_in_the_timeline_has_the_duration_measured_by_the_engine():
     assert [(s.value, pytest.approx(s.end - s.start)) for s in _spans(run(2), B, "pause")] == [
         (0, 0.001), (1, 0.001), (2, 0.001),
     ]  # fmt: skip
 
 
-def test_weight_publication_event_without_engine_names_counts_for_all_serving_engines() -> None:
+def test_weight_publication_event_without_engine_names_counts_for_all_serving_engines():
     events = run(3)
     for each in events:
         each.pop("pauses_s", None)
     assert _spans(events, A, "serves") == _spans(run(3), A, "serves")
 
 
-def test_steps_and_waits_in_the_timeline_have_the_durations_measured_by_the_trainer() -> None:
+def test_steps_and_waits_in_the_timeline_have_the_durations_measured_by_the_trainer():
     assert _spans(run(2), "trainer", "step") == [
         Span("trainer", "step", 9.5, 10.0, 1), Span("trainer", "step", 10.5, 11.0, 2)
     ]  # fmt: skip
@@ -55,19 +51,19 @@ def test_steps_and_waits_in_the_timeline_have_the_durations_measured_by_the_trai
     assert [(s.start, s.end) for s in _spans(run(1), "trainer", "publish_wait")] == [(9.9375, 10.0)]
 
 
-def test_checkpoint_lasts_in_the_timeline_from_its_step_until_it_is_durable() -> None:
+def test_checkpoint_lasts_in_the_timeline_from_its_step_until_it_is_durable():
     assert _spans(run(4), "checkpoint", "checkpoint") == [Span("checkpoint", "checkpoint", 13.0, 13.3, 4)]
     (stall,) = _spans(run(4), "checkpoint", "stall")
     assert (stall.start, stall.end) == (13.0, pytest.approx(13.05))
 
 
-def _wait(*before: Event, wait_s: float = 4.0, step_stages: tuple[Event, ...] = ()) -> str:
+def _wait(*before, wait_s=4.0, step_stages=()):
     last = event("step", 20.0, step=1, model_version=1, orders=[7], stages=list(step_stages), step_s=1.0, wait_s=wait_s)
     (waited,) = _spans([*before, last], "trainer", "wait")
     return waited.note
 
 
-def test_timeline_attributes_each_wait_of_the_trainer_to_its_cause() -> None:
+def test_timeline_attributes_each_wait_of_the_trainer_to_its_cause():
     began = event("evaluation_began", 15.0, model_version=0)
     assert _wait() == "sampling"
     assert _wait(began) == "evaluation", "the evaluation is still in progress"
@@ -78,10 +74,10 @@ def test_timeline_attributes_each_wait_of_the_trainer_to_its_cause() -> None:
     assert _wait(joined, served, lost) == "engines"
     assert _wait(joined, served, lost, event("engine_joined", 18.5, url=A)) == "engines"
     verified = [7, *(1.76e9 + at for at in (10.0, 15.5, 18.9)), A, []]
-    assert _wait(step_stages=(verified,)) == "verification"  # type: ignore[arg-type]
+    assert _wait(step_stages=(verified,)) == "verification"
 
 
-def test_lost_engine_is_shown_as_away_until_it_rejoins() -> None:
+def test_lost_engine_is_shown_as_away_until_it_rejoins():
     events = [
         *run(1, ended=False),
         event("engine_lost", 12.0, url=A, reason="died"),
@@ -91,12 +87,12 @@ def test_lost_engine_is_shown_as_away_until_it_rejoins() -> None:
     assert _spans(events, A, "serves")[-1].end == 12.0
 
 
-def test_drained_engine_is_not_shown_as_away() -> None:
+def test_drained_engine_is_not_shown_as_away():
     events = [*run(1, ended=False), event("engine_lost", 12.0, url=A, reason="drained", planned=True)]
     assert _spans(events, A, "away") == [] and _spans(events, A, "serves")[-1].end == 12.0
 
 
-def test_spans_that_were_open_when_a_run_died_end_at_the_last_event_before_its_resume() -> None:
+def test_spans_that_were_open_when_a_run_died_end_at_the_last_event_before_its_resume():
     events = [*run(1, ended=False), event("evaluation_began", 11.0, model_version=1), event("run_started", 11.5)]
     assert _spans(events, A, "serves")[-1].end == 11.0
     assert _spans(events, "evaluation", "evaluation")[-1] == Span("evaluation", "evaluation", 4.5, 8.5, 0, "held_out")
@@ -104,7 +100,7 @@ def test_spans_that_were_open_when_a_run_died_end_at_the_last_event_before_its_r
     assert list(reader.open()) == []
 
 
-def test_group_is_drawn_at_its_training_step_even_if_another_steps_event_contains_its_stage_times() -> None:
+def test_group_is_drawn_at_its_training_step_even_if_another_steps_event_contains_its_stage_times():
     late = step(1, 10.0) | {"stages": []}
     late_step = step(2, 11.0) | {"stages": [stages(2, 9.0), stages(99, 9.0)]}
     groups = [d for d in _drawn([late, late_step])[1] if isinstance(d, TracedGroup)]
@@ -118,17 +114,17 @@ def test_group_is_drawn_at_its_training_step_even_if_another_steps_event_contain
     assert [(group.order, group.step) for group in groups] == [(2, 2)]
 
 
-def test_stage_times_from_an_actor_whose_clock_is_ahead_are_clamped_to_the_start_of_the_step() -> None:
+def test_stage_times_from_an_actor_whose_clock_is_ahead_are_clamped_to_the_start_of_the_step():
     groups = [d for d in _drawn([step(1, 10.0) | {"stages": [stages(2, 60.0)]}])[1] if isinstance(d, TracedGroup)]
     (group,) = groups
     assert group.claimed <= group.sampled <= group.verified <= group.trained == 9.5
 
 
-def test_malformed_group_stages_are_ignored() -> None:
+def test_malformed_group_stages_are_ignored():
     assert not [d for d in _drawn([step(1, 10.0) | {"stages": [[2, 3.0], "x"]}])[1] if isinstance(d, TracedGroup)]
 
 
-def test_timeline_marks_for_events_describe_the_event_in_words() -> None:
+def test_timeline_marks_for_events_describe_the_event_in_words():
     marks = [drawn for drawn in _drawn(run(2))[1] if isinstance(drawn, RunMark)]
     assert RunMark(11.6, "knobs", "k = 4 by ann") in marks
     assert RunMark(12.0, "run_finished", "all steps are done") in marks
@@ -138,8 +134,8 @@ def test_timeline_marks_for_events_describe_the_event_in_words() -> None:
 @pytest.mark.parametrize(
     "events", [run(40), synthetic(80), run(20, ended=False) + run(20)], ids=["run", "without groups", "resumed"]
 )
-def test_spans_in_the_same_track_of_the_timeline_are_in_order_and_never_overlap(events: list[Event]) -> None:
-    tracks: dict[tuple[str, str], list[Span]] = {}
+def test_spans_in_the_same_track_of_the_timeline_are_in_order_and_never_overlap(events):
+    tracks = {}
     reader, drawn = _drawn(events)
     for span in [*(each for each in drawn if isinstance(each, Span)), *reader.open()]:
         tracks.setdefault((span.lane, span.track), []).append(span)

@@ -1,7 +1,5 @@
 """The text that `pipelinerl top` draws: metrics that fit the width, with labels and without control characters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec
@@ -54,7 +52,7 @@ SNAPSHOT = RunSnapshot(
 
 
 @pytest.mark.parametrize("width", [40, 44, 61, 80, 200])
-def test_drawn_lines_fit_the_width_and_show_all_metrics_of_the_run(width: int) -> None:
+def test_drawn_lines_fit_the_width_and_show_all_metrics_of_the_run(width):
     output = figures(SNAPSHOT, width).plain
     rows = output.splitlines()
     long_lines = ("prompts", "alarm", "waits for", "  ")  # beginnings of lines that may be wrapped
@@ -65,25 +63,25 @@ def test_drawn_lines_fit_the_width_and_show_all_metrics_of_the_run(width: int) -
         assert wanted in output, wanted
 
 
-def test_control_characters_in_names_from_a_run_are_escaped() -> None:
+def test_control_characters_in_names_from_a_run_are_escaped():
     output = figures(SNAPSHOT, 80)
     assert "\x1b" not in output.plain and "\u202e" not in output.plain and "\\x1b[2J\\u202e" in output.plain
     assert "[red]" in output.plain, "markup is text"
 
 
-def test_top_shows_how_many_events_of_the_log_could_not_be_read() -> None:
+def test_top_shows_how_many_events_of_the_log_could_not_be_read():
     assert "1,200 events of the log could not be read" in figures(replace(SNAPSHOT, unread=1200), 80).plain
     assert "could not be read" not in figures(SNAPSHOT, 80).plain
 
 
-def test_top_omits_metrics_that_a_run_does_not_have_yet() -> None:
+def test_top_omits_metrics_that_a_run_does_not_have_yet():
     bare = RunSnapshot(status=RunStatus(run="new"), state="starting", knobs={}, ledger=None)
     output = figures(bare, 40).plain
     assert "new starting" in output and "step 0" in output and "reward    –" in output
     assert "prompts" not in output and "engine " not in output and "time of" not in output
 
 
-def test_domains_and_engines_that_exceed_the_display_limit_are_shown_as_a_count() -> None:
+def test_domains_and_engines_that_exceed_the_display_limit_are_shown_as_a_count():
     engines = tuple(EngineStatus(url=f"http://h:{n}", state="healthy") for n in range(40))
     last = LastStepStatus(by_domain={f"d{n}": {"reward": 0.0} for n in range(15)})
     status = msgspec.structs.replace(STATUS, fleet=FleetStatus(engines=engines), last_step=last)
@@ -91,6 +89,6 @@ def test_domains_and_engines_that_exceed_the_display_limit_are_shown_as_a_count(
     assert "and 28 more" in output and "and 3 more" in output
 
 
-def test_displayed_knob_value_can_be_entered_again_without_loss_of_precision() -> None:
+def test_displayed_knob_value_can_be_entered_again_without_loss_of_precision():
     assert [knob_value(value) for value in (4, 4.0, 1e-6, float("inf"), "inf")] == ["4", "4", "1e-06", "inf", "inf"]
     assert knob_value(0.000123456789) == "0.000123456789", "no digit is lost"

@@ -1,7 +1,5 @@
 """Tests of `pipelinerl top` with a live controller, with only the files of a run, and on a real terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -9,11 +7,9 @@ import pty
 import subprocess
 import sys
 import termios
-from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -22,19 +18,19 @@ from pipelinerl.errors import UserError
 from pipelinerl.plugins.watch.command_line import top
 from pipelinerl.plugins.watch.top.run_follower import RunFollower, source_of
 from pipelinerl.system.http_service import listen, serve_until, url_of
-from tests.controller.service.test_service import Running, running
+from tests.controller.service.test_service import running
 from tests.controller.world import ENGINE
 from tests.patience import PATIENCE_S
 from tests.plugins.watch.run_files import written_run
 
 if TYPE_CHECKING:
-    from textual.pilot import Pilot
+    pass
 
 pytestmark = pytest.mark.skipif(find_spec("textual") is None, reason="pipelinerl top is not tried: textual is not here")
 
 
 @contextmanager
-def followed(run: Path | str) -> Iterator[RunFollower]:
+def followed(run):
     follower = RunFollower(source_of(str(run)))
     try:
         yield follower
@@ -43,7 +39,7 @@ def followed(run: Path | str) -> Iterator[RunFollower]:
 
 
 @asynccontextmanager
-async def shown(run: Path | str, size: tuple[int, int] = (80, 24)) -> AsyncIterator[Pilot[None]]:
+async def shown(run, size=(80, 24)):
     """Yield the screen of a run once it shows the metrics of that run."""
     from pipelinerl.plugins.watch.top.textual_app import TopApp
 
@@ -54,19 +50,19 @@ async def shown(run: Path | str, size: tuple[int, int] = (80, 24)) -> AsyncItera
             yield pilot
 
 
-async def until(pilot: Pilot[None], reached: Callable[[], bool]) -> None:
+async def until(pilot, reached):
     async with asyncio.timeout(PATIENCE_S):
         while not reached():
             await pilot.pause(0.02)
 
 
-def text(pilot: Pilot[None], selector: str) -> str:
+def text(pilot, selector):
     from textual.widgets import Static
 
     return str(pilot.app.query_one(selector, Static).render())
 
 
-def values(pilot: Pilot[None]) -> dict[str, str]:
+def values(pilot):
     from textual.widgets import Static
 
     from pipelinerl.plugins.watch.top.textual_app import KnobRow
@@ -75,7 +71,7 @@ def values(pilot: Pilot[None]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def a_controller(tmp_path: Path) -> AsyncIterator[tuple[Path, Running, Callable[[], None]]]:
+async def a_controller(tmp_path):
     """Yield a run's directory, its live controller, and a function that stops the controller."""
     run_dir = written_run(tmp_path / "run", steps=3, end=False)
     (tmp_path / "controller").mkdir()
@@ -95,7 +91,7 @@ async def a_controller(tmp_path: Path) -> AsyncIterator[tuple[Path, Running, Cal
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 24)])
-async def test_knob_can_be_edited_in_top_and_an_invalid_value_shows_an_error(tmp_path: Path, size: Any) -> None:
+async def test_knob_can_be_edited_in_top_and_an_invalid_value_shows_an_error(tmp_path, size):
     async with a_controller(tmp_path) as (run_dir, run, _), shown(run_dir, size) as pilot:
         assert "live" in text(pilot, "#figures-text") and ENGINE.removeprefix("http://") in text(pilot, "#figures-text")
         knobs = run.controller.state.knobs
@@ -114,7 +110,7 @@ async def test_knob_can_be_edited_in_top_and_an_invalid_value_shows_an_error(tmp
         assert pilot.app.is_running, "a letter typed into a field is not a command"
 
 
-async def test_top_shows_a_finished_run_from_its_files_and_allows_no_changes(tmp_path: Path) -> None:
+async def test_top_shows_a_finished_run_from_its_files_and_allows_no_changes(tmp_path):
     run_dir = written_run(tmp_path / "run", steps=12)
     async with shown(run_dir, (40, 24)) as pilot:
         output = text(pilot, "#figures-text")
@@ -127,9 +123,7 @@ async def test_top_shows_a_finished_run_from_its_files_and_allows_no_changes(tmp
         assert not any(field.display for field in pilot.app.query(Input))
 
 
-async def test_top_reports_a_silent_controller_and_keeps_showing_its_last_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_top_reports_a_silent_controller_and_keeps_showing_its_last_metrics(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPELINERL_TOKEN", "secret")
     async with a_controller(tmp_path) as (run_dir, _, end):
         address = json.loads((run_dir / "controller.json").read_text())["url"]
@@ -142,7 +136,7 @@ async def test_top_reports_a_silent_controller_and_keeps_showing_its_last_metric
             assert pilot.app.query_one("#message").has_class("refused")
 
 
-def test_leaving_top_with_q_restores_the_terminal(tmp_path: Path) -> None:
+def test_leaving_top_with_q_restores_the_terminal(tmp_path):
     run_dir = written_run(tmp_path / "run", steps=3)
     ours, theirs = pty.openpty()
     try:
@@ -163,7 +157,7 @@ def test_leaving_top_with_q_restores_the_terminal(tmp_path: Path) -> None:
     assert b"Traceback" not in output and b"\x1b[?1003h" not in output, "the terminal keeps the mouse"
 
 
-def read_until(terminal: int, wanted: bytes | None) -> bytes:
+def read_until(terminal, wanted):
     """Read from the terminal until it has written `wanted`, or until the program has closed its side."""
     output = b""
     while wanted is None or wanted not in output:
@@ -175,7 +169,7 @@ def read_until(terminal: int, wanted: bytes | None) -> bytes:
     return output
 
 
-def test_top_without_a_terminal_or_a_run_is_rejected_in_one_sentence(tmp_path: Path) -> None:
+def test_top_without_a_terminal_or_a_run_is_rejected_in_one_sentence(tmp_path):
     with pytest.raises(UserError, match="try pipelinerl status"):
         top(str(written_run(tmp_path / "run", steps=3)))
     with pytest.raises(UserError, match="is not a run"):

@@ -1,17 +1,12 @@
 """AdamW with bf16 moments or with its state on the host, compared with torch's AdamW."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW
 
 from pipelinerl.trainers.torch.optimizer import adamw as module
 from pipelinerl.trainers.torch.optimizer.adamw import (
-    ParameterOptimizer,
     PiecewiseAdamW,
     adamw,
     restored_state,
@@ -31,12 +26,12 @@ HOST = OptimizerOptions(place=StatePlace.HOST)
 BF16 = OptimizerOptions(moments=MomentDType.BF16)
 
 
-def parameters() -> list[nn.Parameter]:
+def parameters():
     draw = torch.Generator().manual_seed(1)
     return [nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((13, 7), (29,), (3, 5))]
 
 
-def stepped(optimizer: ParameterOptimizer, trained: list[nn.Parameter], steps: range) -> list[Tensor]:
+def stepped(optimizer, trained, steps):
     """Take the steps; return the parameters after each step. The last parameter never has a gradient."""
     snapshots = []
     for step in steps:
@@ -52,17 +47,17 @@ def stepped(optimizer: ParameterOptimizer, trained: list[nn.Parameter], steps: r
     return snapshots
 
 
-def test_optimizer_with_default_options_is_torchs_adamw() -> None:
+def test_optimizer_with_default_options_is_torchs_adamw():
     assert isinstance(adamw(parameters(), SPEC, OptimizerOptions(), seed=0), AdamW)
     assert optimizer_of({}) == OptimizerOptions()
 
 
 @pytest.mark.parametrize("options", [OptimizerOptions(), HOST], ids=["torch", "host"])
-def test_optimizer_without_parameters_takes_steps(options: OptimizerOptions) -> None:
+def test_optimizer_without_parameters_takes_steps(options):
     adamw([], SPEC, options, seed=0).step()
 
 
-def test_20_adamw_steps_with_state_on_the_host_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_20_adamw_steps_with_state_on_the_host_match_torch(monkeypatch):
     monkeypatch.setattr(module, "_PIECE", 16)  # pieces that do not divide the parameters evenly
     theirs, ours = parameters(), parameters()
     expected = stepped(adamw(theirs, SPEC, OptimizerOptions(), seed=0), theirs, range(20))
@@ -73,7 +68,7 @@ def test_20_adamw_steps_with_state_on_the_host_match_torch(monkeypatch: pytest.M
     assert [int(its["step"]) for its in optimizer.state.values()] == [20, 20], "what has no gradient is left alone"
 
 
-def test_stochastic_rounding_picks_a_bf16_neighbour_and_keeps_the_mean() -> None:
+def test_stochastic_rounding_picks_a_bf16_neighbour_and_keeps_the_mean():
     draw = torch.Generator().manual_seed(0)
     values = torch.tensor([1.0, -1.0, 1.001, -1.001, 3.1e-5, 0.0, 1.9921875])
     lower = (values.view(torch.int32) & ~0xFFFF).view(torch.float32)
@@ -89,7 +84,7 @@ def test_stochastic_rounding_picks_a_bf16_neighbour_and_keeps_the_mean() -> None
     assert (error <= 4 * (upper - lower).abs().double() / 20_000**0.5 / 2).all()
 
 
-def test_bf16_second_moment_decays_at_the_right_rate() -> None:
+def test_bf16_second_moment_decays_at_the_right_rate():
     """With a decay of 0.999 per step, rounding to nearest would never change the moment."""
     spec, trained = OptimizerSpec(betas=(0.9, 0.999)), [nn.Parameter(torch.zeros(64, 64))]
     optimizer = adamw(trained, spec, BF16, seed=0)
@@ -109,7 +104,7 @@ def test_bf16_second_moment_decays_at_the_right_rate() -> None:
 @pytest.mark.parametrize(
     "options", [HOST, BF16, OptimizerOptions(moments=MomentDType.BF16, place=StatePlace.HOST)], ids=str
 )
-def test_restored_optimizer_state_continues_bit_for_bit(options: OptimizerOptions) -> None:
+def test_restored_optimizer_state_continues_bit_for_bit(options):
     whole, parted = parameters(), parameters()
     expected = stepped(adamw(whole, SPEC, options, seed=3), whole, range(8))[-1]
     first = adamw(parted, SPEC, options, seed=3)
@@ -120,7 +115,7 @@ def test_restored_optimizer_state_continues_bit_for_bit(options: OptimizerOption
     assert torch.equal(stepped(second, parted, range(5, 8))[-1], expected)
 
 
-def test_optimizer_state_converts_between_fp32_and_bf16() -> None:
+def test_optimizer_state_converts_between_fp32_and_bf16():
     (parameter, *_), moments = parameters(), {"step": torch.tensor(3.0)}
     moments |= {name: torch.rand(13, 7) for name in ("exp_avg", "exp_avg_sq")}
     small = restored_state(moments, parameter, BF16)
@@ -129,7 +124,7 @@ def test_optimizer_state_converts_between_fp32_and_bf16() -> None:
     assert torch.equal(again["exp_avg_sq"], moments["exp_avg_sq"].bfloat16().float())
 
 
-def test_stochastic_rounding_is_identical_on_processes_that_hold_the_same_rows() -> None:
+def test_stochastic_rounding_is_identical_on_processes_that_hold_the_same_rows():
     results = []
     for shard in (0, 0, 1):
         trained = parameters()
@@ -146,7 +141,7 @@ def test_stochastic_rounding_is_identical_on_processes_that_hold_the_same_rows()
         ("host", "options.optimizer must be a table, got 'host'"),
     ],
 )
-def test_invalid_optimizer_options_are_rejected_by_name(given: Any, sentence: str) -> None:
+def test_invalid_optimizer_options_are_rejected_by_name(given, sentence):
     with pytest.raises(SpecError) as refused:
         optimizer_of({"optimizer": given})
     assert str(refused.value) == sentence

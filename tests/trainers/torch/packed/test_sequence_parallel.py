@@ -1,7 +1,5 @@
 """Division of a micro-batch among several processes; `test_mesh.py` computes the parts in real processes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -157,8 +157,7 @@ def vllm_server(tmp_path_factory):
 
 @pytest.fixture(params=["sglang", pytest.param("vllm_server", marks=vllm)])
 def stock(request):
-    server = request.getfixturevalue(request.param)
-    return server
+    return request.getfixturevalue(request.param)
 
 
 @pytest.mark.parametrize("only", [OF_WEIGHTS, pytest.param(None, marks=pytest.mark.slow)], ids=["weights", "whole kit"])

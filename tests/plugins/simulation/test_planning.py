@@ -181,7 +181,8 @@ def test_settings_of_a_simulation_are_derived_from_the_sections_of_the_recipe() 
     config = load("tiny", [*changes, "training.epochs=2", "actor.count=2"])
     config_setting = setting_of(config, lengths=FixedLengths(5), prompt_tokens=7)
     expected: dict[str, Any] = {
-        "bounds": StalenessBounds(1, 2),  # the recipe's own j and k override those of the preset
+        "bounds": StalenessBounds(16, 32),
+        "auto_j": False,
         "engines": 3,
         "on_update": "drain",
         "mini_batches": 4,
@@ -193,6 +194,18 @@ def test_settings_of_a_simulation_are_derived_from_the_sections_of_the_recipe() 
         "groups_in_flight": 192,  # for each of two actors: 4 · 3 engines · 256 slots / 8 samples / 2
     }
     assert {name: getattr(config_setting, name) for name in expected} == expected
+
+
+def test_simulation_predicts_the_lag_that_a_run_chooses(table: str) -> None:
+    result = simulate(
+        "tiny", "--hardware", table, "--sweep", "staleness.mode=on_policy,auto", "--steps", "40", "--json"
+    )
+    on_policy, auto = (trial["prediction"] for trial in json.loads(result.output)["trials"])
+    assert on_policy["staleness_mean"] == 1 and on_policy["learning"] == 1
+    assert auto["ahead"] >= 2 and auto["learning"] < 1 and auto["step_s"] < on_policy["step_s"]
+    config = load("tiny", ["staleness.mode=auto", "objective=ppo_recomputed"])
+    unpriced = setting_of(config, lengths=FixedLengths(5), prompt_tokens=7)
+    assert unpriced.bounds == StalenessBounds(1, 1), "nothing in this objective corrects for lag"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
     if mean is not None and most is not None:
         rows.append(("staleness", staleness_words(mean, most)))
     if lag := history.steps and history.steps[-1].get("lag"):
-        rows.append(("held at the end", str(lag)))
+        rows.append(("lag at the end", str(lag)))
     pause, longest = history.median(history.publications, "pause_s"), history.max_of(history.publications, "pause_s")
     if pause is not None and longest is not None:
         updates = f"{len(history.publications):,} weight updates"

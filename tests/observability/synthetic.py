@@ -38,7 +38,7 @@ def events(steps: int = 300) -> list[dict[str, Any]]:
             staleness_mean=2 + 0.4 * float(noise.normal()), staleness_max=4 + int(noise.integers(0, 3)),
             step_s=0.8 + wait, wait_s=wait, clip_fraction=0.02 + 0.01 * float(noise.random()),
             ess=0.95 - 0.02 * float(noise.random()), mismatch_numerics_p95=2e-6,
-            mismatch_staleness_p95=9e-3)  # fmt: skip
+            mismatch_staleness_p95=9e-3, lag="lag 2.0: it costs 3%")  # fmt: skip
         pause = 0.0011 + 0.0004 * abs(float(noise.normal())) + (0.004 if step % 97 == 0 else 0)
         add("publish", at + 0.05, model_version=step, send_s=0.02, total_s=0.031, pause_s=pause, engines=1, failed={})
         add(

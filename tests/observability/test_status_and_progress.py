@@ -58,6 +58,7 @@ STATUS = RunStatus(
     actors=(ActorStatus(name="actor-0", groups_in_flight=32),),
     ledger=LedgerStatus(issued=2000, trained=1900, filtered=30, stale=12, failed=1, in_flight=57),
     knobs={"staleness.k": 8},
+    lag="lag 2.3: it costs 3%",
     waiting_for="3 more groups for step 121",
     elapsed_s=222.0,
     eta_s=318.4,
@@ -127,7 +128,7 @@ def test_status_block_shows_the_main_metrics_at_any_width(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(render(STATUS, width=width, rewards=[0.1, 0.5, 0.7]))
     shown = console.export_text()
-    assert all(text in shown for text in HEADLINES if width > 50 or text != "5 min 18 s"), shown
+    assert all(text in shown for text in (*HEADLINES, STATUS.lag) if width > 50 or text != "5 min 18 s"), shown
     assert max(map(len, shown.splitlines())) <= width
 
 

@@ -80,7 +80,15 @@ def test_report_contains_charts_events_and_recipe(tmp_path: Path) -> None:
     assert files.picture.stat().st_size > 20_000
     page = Page(files.html.read_text())
     text = " ".join(page.text)
-    for part in ("all steps taken", "300", "staleness.k = 16", "engine lost", "checkpoints/step-300", 'name = "tiny"'):
+    for part in (
+        "all steps taken",
+        "300",
+        "staleness.k = 16",
+        "lag 2.0: it costs 3%",
+        "engine lost",
+        "checkpoints/step-300",
+        'name = "tiny"',
+    ):
         assert part in text, part
     assert sum(tag == "svg" for tag, _ in page.seen) >= 12
     assert "decision" not in text, "the number of a decision is left out"

@@ -359,10 +359,9 @@ class Controller:
 
     def lag_sentence(self) -> str:
         """Return a sentence for users on the lag that the run holds, and why; empty before the first steps."""
-        knobs = self.state.knobs
         if self._takes_turns:
             return f"lag 1, {UNPRICED}"
-        return self.state.lag.why(k=knobs.k, j=knobs.j, is_priced=self.settings.lag_loss is not None)
+        return self.state.lag.why(j=self.state.knobs.j, is_priced=self.settings.lag_loss is not None)
 
     @property
     def _takes_turns(self) -> bool:

@@ -133,7 +133,7 @@ class LagRule(msgspec.Struct, kw_only=True):
         if (self.steps, self.j) != before:
             self.rest, self.seen = math.ceil((0.25 if self.is_cold else 0.8) * self.steps), []
 
-    def why(self, *, k: float, j: int | None, is_priced: bool = True) -> str:
+    def why(self, *, j: int | None, is_priced: bool = True) -> str:
         """Return a sentence for users: the lag, what it gains and costs, and why j is what it is; "" if not known yet.
 
         `j` is the user's, None if the rule chooses it. Without lag, the trainer waits for all answers of each step.
@@ -144,7 +144,7 @@ class LagRule(msgspec.Struct, kw_only=True):
         usual, lag = self.usual, self.usual.age - 1
         alone = usual.sampling or lag
         gain = max(0.0, alone / (1 + alone) - usual.waited / (1 + usual.waited))
-        bound = f", and k = {k:g} allows no more" if self.is_bound else ""
+        bound = ", and k or groups_in_flight allows no more" if self.is_bound else ""
         every = self.j * usual.held
         reason = f"a publication holds the trainer for {every:.0%} of a step" if j is None else "set by the user"
         cost = f"it costs {self.cost * lag:.0%} of what a step teaches" if is_priced else "nothing shows what it costs"

@@ -103,12 +103,12 @@ def test_restored_rule_continues_as_if_it_had_never_stopped() -> None:
 
 def test_sentence_says_what_lag_gains_and_costs_and_why_j_is_what_it_is() -> None:
     rule = begun(steps=3.0, cost=0.03)
-    assert rule.why(k=8, j=None) == "", "nothing is known yet"
+    assert rule.why(j=None) == "", "nothing is known yet"
     noted(rule, waited=0.25, held=0.02, age=3.0, sampling=1.0)
-    assert rule.why(k=8, j=None) == (
+    assert rule.why(j=None) == (
         "lag 3.0: the trainer would wait 30% more without it, and it costs 6% of what a step teaches; j = 1: a "
         "publication holds the trainer for 2% of a step"
     )
     noted(rule, waited=1.0, age=3.0, most=3.0, steps=2)
-    assert ", and k = 8 allows no more; j = 4: set by the user" in rule.why(k=8, j=4)
-    assert "and nothing shows what it costs" in rule.why(k=8, j=4, is_priced=False)
+    assert "and k or groups_in_flight allows no more; j = 4: set by the user" in rule.why(j=4)
+    assert "and nothing shows what it costs" in rule.why(j=4, is_priced=False)

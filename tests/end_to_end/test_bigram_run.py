@@ -258,7 +258,7 @@ async def test_ppo_run_with_critic_warm_up_and_kl_control_learns(tmp_path: Path,
 
 async def test_old_logprobs_from_the_sampling_weights_equal_the_engines_logprobs(tmp_path: Path, model: Path) -> None:
     """A bigram model has no KV cache to go stale, so log-probs differ only by rounding, also across weight updates."""
-    learning = {"objective": "decoupled_ppo", "training": {"old_logprobs": "sampling_weights"}}
+    learning = {"objective": "decoupled_ppo", "training": {"old_logprobs": "sampling_weights"}, "staleness": {"k": 8}}
     options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
         events = await run(tmp_path, model, url, controller=new_controller(), stream=MemoryStream(), learning=learning)

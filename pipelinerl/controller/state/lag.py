@@ -90,7 +90,7 @@ class LagRule(msgspec.Struct, kw_only=True):
     seen: list[StepFigures] = []
     """The observed steps since the last change or the last four steps without one."""
     is_cold: bool = True
-    """True until four steps in a row gave no reason to grow. A new run grows after each step, and rests for A/4."""
+    """True until four steps in a row gave no reason to grow. Until then the rule rests for A/2 after a change."""
     any_trained: bool = False
     """True once the current trainer has taken a step."""
     usual: StepFigures | None = None
@@ -131,7 +131,8 @@ class LagRule(msgspec.Struct, kw_only=True):
         self.is_bound = wanted > most
         self.j = max(1, min(self.j, most_j))
         if (self.steps, self.j) != before:
-            self.rest, self.seen = math.ceil((0.25 if self.is_cold else 0.8) * self.steps), []
+            # Orders in flight before a change are trained within as many steps as the larger A.
+            self.rest, self.seen = math.ceil((0.5 if self.is_cold else 0.8) * max(self.steps, before[0])), []
 
     def why(self, *, j: int | None, is_priced: bool = True) -> str:
         """Return a sentence for users: the lag, what it gains and costs, and why j is what it is; "" if not known yet.
@@ -158,7 +159,7 @@ class LagRule(msgspec.Struct, kw_only=True):
         wait = sum(min(each.waited, 2.0) for each in self.seen) / number
         if queued > 0.75:
             self.steps -= min(0.5, queued - 0.5)
-        elif wait > price and queued <= 0.25 and number >= (1 if self.is_cold else _STEPS_TO_GROW):
+        elif wait > price and queued <= 0.25 and number >= _STEPS_TO_GROW:
             self.too_few = self.steps
             self.steps = 1 + (self.steps - 1) * (1 + min(1.0, wait - price))
         elif number >= _STEPS_TO_SHRINK:

@@ -30,12 +30,18 @@ def test_lag_grows_while_the_trainer_waits_and_rests_until_the_change_can_show()
     assert noted(rule, waited=9.0, steps=9, most=3.75) == 3.75, "never more than may be in flight"
 
 
-def test_lag_of_a_new_run_grows_after_each_step_until_four_steps_give_no_reason() -> None:
+def test_rule_rests_less_until_four_steps_of_a_new_run_give_no_reason_to_grow() -> None:
     rule = LagRule(any_trained=True)
-    assert noted(rule, waited=0.53) == pytest.approx(2.5)
-    assert noted(rule, waited=0.53, steps=2) > 3
+    assert noted(rule, waited=0.53, steps=2) == pytest.approx(2.5)
+    assert rule.rest == 2
     noted(rule, steps=6)
     assert not rule.is_cold
+
+
+def test_rule_rests_until_what_was_in_flight_before_it_shrank_is_trained() -> None:
+    rule = begun(steps=10.0)
+    assert noted(rule, left_over=6.0, steps=4) == 4
+    assert noted(rule, left_over=6.0, steps=8) == 4, "these groups were ordered before"
 
 
 def test_lag_does_not_shrink_back_to_what_made_the_trainer_wait() -> None:

@@ -167,6 +167,7 @@ def training_loop(
         ledger=ConsumedLedger.from_record(restored.ledger) if restored else ConsumedLedger(),
         lineage=Lineage(0, restored.model_version if restored else 0, epochs),
         solved=SolvedProblems(restored.solved if restored else None),
+        doubted=[(url, epoch, version) for url, epoch, version in restored.doubted] if restored else (),
         no_signal=settings.no_signal,
         teaches=teacher(objective, step.rules),
         signal=signal_of(objective, step.rules.losses),

@@ -371,6 +371,7 @@ class TrainingLoop:
             baselines=dict(self._objective.baselines),
             solved=batcher.solved.pending,
             epochs=[[epoch, began_at] for epoch, began_at in batcher.lineage.epochs],
+            doubted=sorted(map(list, batcher.doubted)),
         )
         layout, parts = policy.weight_layout(), self._step.parts()
 

@@ -95,14 +95,14 @@ class Publishing:
         self._timeout_s = timeout_s
         self._under_way: asyncio.Task[None] | None = None
         self._proven: dict[str, int] = {}
-        self._disproved: set[tuple[str, int]] = set()
+        self._disproved: set[tuple[str, int, int]] = set()
         self._newest: PublishReport | None = None
         self._membership = 0
 
-    async def disproved(self, accumulated: Accumulated, version: int) -> set[tuple[str, int]]:
+    async def disproved(self, accumulated: Accumulated, version: int) -> set[tuple[str, int, int]]:
         """Test what `version`, the weights before a step, sampled for it; return all that is newly disproved.
 
-        The result has pairs of an engine's base URL and a version that it sampled with a fault.
+        The result has an engine's base URL, with the epoch and the version that it sampled with a fault.
         """
         failures = await self._in_worker(lambda: self._proofs.failed_rollouts(accumulated, version))
         if failures and self._newest is not None:
@@ -207,7 +207,7 @@ class Publishing:
         for url, reason in failures.items():
             log.error("%s samples with other weights than version %d: %s", url, report.version, reason)
             first = min(self._proven.get(url, report.version - 1) + 1, report.version)
-            self._disproved |= {(url, version) for version in range(first, report.version + 1)}
+            self._disproved |= {(url, report.epoch, version) for version in range(first, report.version + 1)}
         await self._link.report(
             CanaryChecked(
                 epoch=report.epoch,

@@ -263,6 +263,7 @@ async def test_groups_that_an_engine_sampled_with_wrong_weights_do_not_train_and
         await made.roll_out(2, engines=(ENGINE,))
         assert (await made.wait_for(OrdersEnded, 2)).again == [2], "later groups of these weights are sampled again"
         await made.roll_out(3, engines=("http://engine-1",))
+        assert made.loop._batcher.doubted == {(ENGINE, 1, 0)}
         again = [replace(group(index), group_id=f"again-{index}") for index in (2,)]
         await made.stream.append(ROLLOUTS + "a", [encode_group(each) for each in again], first_id=9)
         assert (await made.wait_for(StepDone)).orders == [2, 3], "healthy engines sampled them"

@@ -34,6 +34,7 @@ class TrainingState:
         baselines: average rewards by role, if advantages use them (`RoleBaseline`).
         epochs: [epoch, version at which it began] of each trainer whose steps led to these weights; this trainer is
             last. Empty in older checkpoints.
+        doubted: [base URL, epoch, version] of what engines sampled with a fault (`Batcher.doubted`).
         solved: reports of groups with only correct answers that the controller has not acknowledged (`SolvedProblems`).
     """
 
@@ -45,6 +46,7 @@ class TrainingState:
     kl_coefficient: float | None = None
     baselines: dict[str, float] = field(default_factory=dict)
     epochs: list[list[int]] = field(default_factory=list)
+    doubted: list[list[Any]] = field(default_factory=list)
     solved: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
 
     @property
@@ -116,7 +118,7 @@ class Manifest:
     def _record(self) -> dict[str, Any]:
         """Return the manifest's content after a JSON round trip, which turns integer keys into strings."""
         state = asdict(self.state)
-        for name in ("epochs", "solved", "baselines"):
+        for name in ("epochs", "doubted", "solved", "baselines"):
             if not state[name]:
                 # Leave out unset new fields, so that older manifests, which lack these fields, keep their digest.
                 del state[name]

@@ -62,6 +62,7 @@ class Batcher:
         ended: Callable[[Sequence[RolloutGroup], GroupOutcome, str], None] = lambda groups, outcome, why: None,
         scope: StalenessScope = StalenessScope.GROUP,
         solved: SolvedProblems | None = None,
+        doubted: Iterable[tuple[str, int, int]] = (),
     ) -> None:
         """Create an empty batcher.
 
@@ -89,7 +90,8 @@ class Batcher:
         self.no_signal: dict[str, NoSignalGroups] = {}
         """Counts, by domain, of groups without a gradient or excluded by the filter, since the last other group."""
         self._abandoned: list[int] = []
-        self._doubted: set[tuple[str, int]] = set()
+        self.doubted = set(doubted)
+        """What engines sampled with a fault: base URL, epoch and version. A checkpoint keeps it."""
         self._sampled_again: set[int] = set()
 
     @property
@@ -130,23 +132,26 @@ class Batcher:
         open_ = [index for index in indices if not self.ledger.has(index) and index not in self._waiting]
         self.ledger.settle(open_, outcome)
 
-    def doubt(self, sampled: Collection[tuple[str, int]]) -> None:
-        """Abandon, once each, all groups with tokens that an engine (base URL) sampled at a version that it fails.
+    def doubt(self, sampled: Collection[tuple[str, int, int]]) -> None:
+        """Abandon, once each, all groups with tokens that an engine sampled with a fault (base URL, epoch, version).
 
         A group that does not name its engines is abandoned for its versions. What is sampled again comes from healthy
         engines, and is accepted.
         """
-        self._doubted.update(sampled)
+        self.doubted.update(sampled)
         for index in [index for index, group in self._waiting.items() if self.is_doubtful(group)]:
             del self._waiting[index]
             self._abandon_doubtful(index)
 
     def is_doubtful(self, group: RolloutGroup) -> bool:
         """Return whether an engine with wrong weights may have sampled the group."""
-        if not self._doubted or group.index in self._sampled_again:
+        if not self.doubted or group.index in self._sampled_again:
             return False
-        versions = versions_of(group)
-        return any(version in versions and url in (group.engines or (url,)) for url, version in self._doubted)
+        versions, epochs = versions_of(group), {rollout.epoch for rollout in group.rollouts}
+        return any(
+            version in versions and epoch in epochs and url in (group.engines or (url,))
+            for url, epoch, version in self.doubted
+        )
 
     def _abandon_doubtful(self, index: int) -> None:
         self._sampled_again.add(index)

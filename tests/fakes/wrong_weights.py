@@ -20,13 +20,10 @@ from typing import Any, Final
 import torch
 from pytest import MonkeyPatch
 
-from inference_contract.conformance.faults import WEIGHT_FAULTS, Fault as Spoil, Sent
+from inference_contract.conformance.faults import WEIGHT_FAULTS, Sent
 from inference_contract.conformance.reference import Weights, packed, unpacked
-from inference_contract.engine import Engine
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch import engine as torch_engine, runner as torch_runner
 from pipelinerl.engines.torch.blocks import BlockTable
 from pipelinerl.engines.torch.decoder import LlamaForward
@@ -51,12 +48,12 @@ class Fault:
 # --- weights -----------------------------------------------------------------------------------------------------
 
 
-def inject_weights(spoil: Spoil, patch: MonkeyPatch, *, when: Window = lambda _: True) -> None:
+def inject_weights(spoil, patch, *, when=lambda _: True):
     """Make every engine of this process spoil the weights of an update after their digest was compared."""
     finish = BatchingEngine.finish_staging
     received: dict[int, list[Weights]] = {}
 
-    def spoiled(engine: BatchingEngine) -> None:
+    def spoiled(engine):
         staging: Any = engine.staging()
         staging = staging if isinstance(staging, torch.Tensor) else torch.from_numpy(staging)
         due = unpacked(staging, engine.layout)
@@ -69,16 +66,16 @@ def inject_weights(spoil: Spoil, patch: MonkeyPatch, *, when: Window = lambda _:
     patch.setattr(BatchingEngine, "finish_staging", spoiled)
 
 
-def _from_the_first_update(change: Callable[[Any], None]) -> Callable[[MonkeyPatch], None]:
+def _from_the_first_update(change):
     """Return a fault that changes the torch engine's runner once, just before its first update.
 
     Not earlier, because an engine compares itself with transformers when it starts.
     """
 
-    def inject(patch: MonkeyPatch) -> None:
+    def inject(patch):
         swap, changed = TorchRunner.swap, set[int]()
 
-        def swapped(self: TorchRunner) -> None:
+        def swapped(self):
             if id(self) not in changed:
                 changed.add(id(self))
                 with torch.no_grad():
@@ -90,24 +87,24 @@ def _from_the_first_update(change: Callable[[Any], None]) -> Callable[[MonkeyPat
     return inject
 
 
-def _untie(runner: Any) -> None:
+def _untie(runner):
     head = runner._model.lm_head.weight.detach().clone()
     runner._forward._head = lambda hidden: torch.nn.functional.linear(hidden, head)
 
 
-def _other_buffer(runner: Any) -> None:
+def _other_buffer(runner):
     runner._forward._sin.mul_(1.01)
 
 
-def _coarser_arithmetic(runner: Any) -> None:
+def _coarser_arithmetic(runner):
     norm = runner._forward._rms_norm
     runner._forward._rms_norm = lambda *given: norm(*given).to(torch.bfloat16).float()
 
 
-def _stale_scales(patch: MonkeyPatch) -> None:
+def _stale_scales(patch):
     finish = QuantizedWeights.finish_staging
 
-    def without_scales(self: QuantizedWeights) -> None:
+    def without_scales(self):
         finish(self)
         for scale in self._scales.values():
             self._spare[scale].copy_(self._served[scale])
@@ -115,10 +112,10 @@ def _stale_scales(patch: MonkeyPatch) -> None:
     patch.setattr(QuantizedWeights, "finish_staging", without_scales)
 
 
-def _changes_in_service(patch: MonkeyPatch) -> None:
+def _changes_in_service(patch):
     prefill = TorchRunner.prefill
 
-    def changing(self: TorchRunner, prefills: Any) -> None:
+    def changing(self, prefills):
         for parameter in self._model.parameters():
             parameter.data = parameter.data * 1.01
         prefill(self, prefills)
@@ -129,31 +126,31 @@ def _changes_in_service(patch: MonkeyPatch) -> None:
 # --- updates, labels, caches, positions --------------------------------------------------------------------------
 
 
-def _label_without_load(patch: MonkeyPatch) -> None:
+def _label_without_load(patch):
     patch.setattr(TorchRunner, "swap", lambda self: self._table.forget())
 
 
-def _load_without_label(patch: MonkeyPatch) -> None:
+def _load_without_label(patch):
     commit = BatchingEngine.commit
 
-    async def mislabelled(self: BatchingEngine, *, version: int, epoch: int, on_update: OnUpdate) -> float:
+    async def mislabelled(self, *, version, epoch, on_update):
         return await commit(self, version=version - 1, epoch=epoch, on_update=on_update)
 
     patch.setattr(BatchingEngine, "commit", mislabelled)
 
 
-def _half_a_step_late(patch: MonkeyPatch) -> None:
+def _half_a_step_late(patch):
     swap, decode = TorchWeights.swap, TorchRunner.decode
     late: dict[str, Any] = {}
 
-    def half(self: TorchWeights) -> None:
+    def half(self):
         old = {name: parameter.data for name, parameter in self._parameters.items()}
         swap(self)
         for name in list(self._parameters)[len(old) // 2 :]:
             late[name] = (self._parameters[name], self._parameters[name].data)
             self._parameters[name].data = old[name]
 
-    def then_whole(self: TorchRunner, num_rows: int) -> Any:
+    def then_whole(self, num_rows):
         try:
             return decode(self, num_rows)
         finally:
@@ -165,28 +162,28 @@ def _half_a_step_late(patch: MonkeyPatch) -> None:
     patch.setattr(TorchRunner, "decode", then_whole)
 
 
-def _keeps_kv(patch: MonkeyPatch) -> None:
+def _keeps_kv(patch):
     commit = BatchingEngine.commit
 
-    async def kept(self: BatchingEngine, *, version: int, epoch: int, on_update: OnUpdate) -> float:
+    async def kept(self, *, version, epoch, on_update):
         return await commit(self, version=version, epoch=epoch, on_update=OnUpdate.CONTINUE)
 
     patch.setattr(BatchingEngine, "commit", kept)
 
 
-def _old_prefixes(patch: MonkeyPatch) -> None:
+def _old_prefixes(patch):
     patch.setattr(BlockTable, "forget", lambda self: None)
 
 
-def _positions_after_an_update(patch: MonkeyPatch) -> None:
+def _positions_after_an_update(patch):
     swap, fill = TorchRunner.swap, LlamaForward.fill
     off = [0]
 
-    def swapped(self: TorchRunner) -> None:
+    def swapped(self):
         swap(self)
         off[0] = 1
 
-    def shifted(self: LlamaForward, token_ids: Any, positions: Any, *rest: Any) -> Any:
+    def shifted(self, token_ids, positions, *rest):
         positions = positions + off[0]
         off[0] = 0
         return fill(self, token_ids, positions, *rest)
@@ -198,13 +195,13 @@ def _positions_after_an_update(patch: MonkeyPatch) -> None:
 # --- sampling and log-probs --------------------------------------------------------------------------------------
 
 
-def _asked(**fields: Any) -> Callable[[MonkeyPatch], None]:
+def _asked(**fields):
     """Return a fault that samples with other parameters than the request's, as a server's own defaults would."""
 
-    def inject(patch: MonkeyPatch) -> None:
+    def inject(patch):
         complete = BatchingEngine.complete
 
-        async def otherwise(self: BatchingEngine, request: ChatCompletionRequest) -> ChatCompletion:
+        async def otherwise(self, request):
             return await complete(self, request.model_copy(update=fields))
 
         patch.setattr(BatchingEngine, "complete", otherwise)
@@ -212,13 +209,13 @@ def _asked(**fields: Any) -> Callable[[MonkeyPatch], None]:
     return inject
 
 
-def _reported(change: Callable[[list[float]], list[float]]) -> Callable[[MonkeyPatch], None]:
+def _reported(change):
     """Return a fault that reports changed log-probs."""
 
-    def inject(patch: MonkeyPatch) -> None:
+    def inject(patch):
         complete = BatchingEngine.complete
 
-        async def otherwise(self: BatchingEngine, request: ChatCompletionRequest) -> ChatCompletion:
+        async def otherwise(self, request):
             answer = await complete(self, request)
             choices = [
                 choice.model_copy(update={"token_logprobs": change(choice.token_logprobs)})
@@ -233,10 +230,10 @@ def _reported(change: Callable[[list[float]], list[float]]) -> Callable[[MonkeyP
     return inject
 
 
-def _before_temperature(patch: MonkeyPatch) -> None:
+def _before_temperature(patch):
     sample = torch_runner.sample
 
-    def raw(logits: Any, **named: Any) -> Any:
+    def raw(logits, **named):
         drawn = sample(logits, **named)
         drawn.logprobs.copy_(torch.log_softmax(logits.float(), -1).gather(1, drawn.token_ids[:, None])[:, 0])
         return drawn
@@ -247,11 +244,11 @@ def _before_temperature(patch: MonkeyPatch) -> None:
 # --- text --------------------------------------------------------------------------------------------------------
 
 
-def _nothing(_: MonkeyPatch) -> None:
+def _nothing(_):
     """Leave this process as it is: the fault lies in the engine's directory."""
 
 
-def _other_tokenizer(directory: Path) -> None:
+def _other_tokenizer(directory):
     path = directory / "tokenizer.json"
     table = json.loads(path.read_text())
     vocab = table["model"]["vocab"]
@@ -260,7 +257,7 @@ def _other_tokenizer(directory: Path) -> None:
     path.write_text(json.dumps(table))
 
 
-def _template(change: Callable[[str], str], directory: Path) -> None:
+def _template(change, directory):
     path = directory / "tokenizer_config.json"
     table = json.loads(path.read_text())
     table["chat_template"] = change(table["chat_template"])
@@ -314,7 +311,7 @@ IN_RUNS: Final = {
 }
 
 
-def from_options(options: EngineOptions) -> Engine:
+def from_options(options):
     """Return the torch engine, with the fault of the environment in engine-1."""
     if "engine-1" in sys.argv:
         first, last = map(int, os.environ["WRONG_UPDATES"].split())

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from inference_contract.conformance import CheckOutcome, CheckResult, reference_checks, run
+from inference_contract.conformance import CheckOutcome, reference_checks, run
 from inference_contract.conformance.faults import sent_to
 from inference_contract.conformance.session import Expected, Session
 from pipelinerl.engines.http.server import create_app
@@ -21,7 +19,7 @@ from pipelinerl.engines.torch import engine as torch_engine
 from pipelinerl.enums import WeightFormat
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from tests.fakes.served import in_thread
-from tests.fakes.wrong_weights import FAULTS, Fault
+from tests.fakes.wrong_weights import FAULTS
 from tests.patience import PATIENCE_S
 from trainer_contract.types import WeightDType
 
@@ -43,7 +41,7 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     directory, tokenizer = tmp_path_factory.mktemp("model"), char_tokenizer()
     shape = DecoderShape(hidden=32, layers=2, heads=2, intermediate=48, vocab=len(tokenizer), max_positions=CONTEXT)
     random_decoder(shape).save_pretrained(directory)
@@ -52,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mixture(tmp_path_factory):
     directory, tokenizer = tmp_path_factory.mktemp("mixture"), char_tokenizer()
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
@@ -66,7 +64,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def served(directory: Path, precision: str) -> Iterator[str]:
+def served(directory, precision):
     """Serve a directory by the torch engine in this precision; yield its URL."""
     is_native = precision in tuple(WeightDType)
     options = EngineOptions(
@@ -82,7 +80,7 @@ def served(directory: Path, precision: str) -> Iterator[str]:
         yield url
 
 
-def checked(model: Path, directory: Path, precision: str, only: list[str]) -> list[CheckResult]:
+def checked(model, directory, precision, only):
     """Return the kit's results for the torch engine of `directory`, which should serve `model`."""
     with served(directory, precision) as url:
         expected = Expected(model=model, precision=precision, temperature=0.7)
@@ -92,12 +90,12 @@ def checked(model: Path, directory: Path, precision: str, only: list[str]) -> li
 @pytest.mark.parametrize(
     "precision", ["float32", *(pytest.param(p, marks=pytest.mark.slow) for p in ("bfloat16", "int8"))]
 )
-def test_correct_engine_computes_as_the_reference(model: Path, precision: str) -> None:
+def test_correct_engine_computes_as_the_reference(model, precision):
     results = checked(model, model, precision, CHECKS)
     assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}
 
 
-def test_faults_are_sent_to_a_correct_engine_and_compared_with_the_reference(model: Path) -> None:
+def test_faults_are_sent_to_a_correct_engine_and_compared_with_the_reference(model):
     with served(model, "float32") as url, Session(url, token=None, timeout_s=PATIENCE_S, host=LOOPBACK) as session:
         session.expected = Expected(model=model)
         none, stale = islice(sent_to(session), 2)
@@ -106,9 +104,7 @@ def test_faults_are_sent_to_a_correct_engine_and_compared_with_the_reference(mod
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_fault_fails_its_check_against_the_reference(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_fault_fails_its_check_against_the_reference(model, tmp_path, monkeypatch, name):
     result = _of_fault(FAULTS[name], model, tmp_path, monkeypatch, "float32")
     assert result.outcome is CheckOutcome.FAILED, result.reason
     assert name not in CAUSES or CAUSES[name] in result.reason
@@ -125,7 +121,7 @@ CAUSES = {
 }
 
 
-def _of_fault(fault: Fault, model: Path, copy: Path, patch: pytest.MonkeyPatch, precision: str) -> CheckResult:
+def _of_fault(fault, model, copy, patch, precision):
     shutil.copytree(model, copy, dirs_exist_ok=True)
     if fault.edits_directory is not None:
         fault.edits_directory(copy)
@@ -144,9 +140,7 @@ HIDDEN = {
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_fault_is_caught_at_every_precision(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, precision: str
-) -> None:
+def test_every_fault_is_caught_at_every_precision(request, tmp_path, monkeypatch, name, precision):
     model = request.getfixturevalue("mixture" if name in OF_MIXTURES else "model")
     result = _of_fault(FAULTS[name], model, tmp_path, monkeypatch, precision)
     print(f"\n{precision:9} {result.outcome.value:12} {name}: {result.reason}")

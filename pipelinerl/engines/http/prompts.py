@@ -41,10 +41,13 @@ class PromptCheck:
         async with self._turn:
             is_due = not self._answers[url] % _EVERY
             difference = await asyncio.to_thread(self._difference, request, prompt) if is_due else None
-            if difference is not None and self._day != (today := time.strftime("%F")):
+            if difference is None:
+                self._answers[url] += 1
+            elif self._day != (today := time.strftime("%F")):
                 # A template may state the date, which has changed since the engine rendered the prompt.
                 self._day, difference = today, None
-            self._answers[url] = 0 if difference else self._answers[url] + 1
+            else:
+                self._answers[url] = 0
         if difference is not None:
             raise InvalidRequest(
                 f"the engine at {url} renders prompts otherwise than {self._model}: {difference}; serve the tokenizer "

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -14,10 +16,12 @@ import typer
 
 from pipelinerl import registry
 from pipelinerl.component import imported
-from pipelinerl.config.recipe import MODELS
+from pipelinerl.config.recipe import MODELS, load
+from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import AddressError, ModelError, UserError
 from pipelinerl.plugins.conformance import CHECKOUT
 from pipelinerl.system import http_client
+from pipelinerl.system.machine import free_ports
 from trainer_contract.types import TrainerSpec
 
 if TYPE_CHECKING:
@@ -32,6 +36,8 @@ _Precision = Annotated[
 ]
 #: Longest wait in seconds for an answer or an update while faults are sent.
 _FAULT_S: Final = 60.0
+#: Longest time in seconds that an engine of a recipe takes to load its model.
+_START_S: Final = 600.0
 
 conformance_app = typer.Typer(help="Check an engine or a trainer against its contract.", no_args_is_help=True)
 
@@ -58,8 +64,8 @@ def conformance_engine(
 
 @conformance_app.command("faults")
 def conformance_faults(
-    url: Annotated[str, typer.Argument(help="Base URL of the engine, such as http://127.0.0.1:8001.")],
-    model: Annotated[Path, typer.Option(help="Directory of the model that the engine serves.")],
+    target: Annotated[str, typer.Argument(help="Base URL of an engine, or a recipe, whose engine is started.")],
+    model: Annotated[Path | None, typer.Option(help="Directory of the model that the engine at a URL serves.")] = None,
     token_file: _TokenFile = None,
     precision: _Precision = None,
 ) -> None:
@@ -68,15 +74,52 @@ def conformance_faults(
     from inference_contract.conformance.session import Expected, NotOffered, Session
     from pipelinerl.roles.process import read_token
 
+    if "://" not in target:
+        config = load(target)
+        quantised = None if config.engine.weights is WeightFormat.NATIVE else config.engine.weights.value
+        model, precision = config.model.resolved, precision or quantised
+    elif model is None:
+        raise UserError("the model of an engine at a URL must be given; add --model DIR")
     expected = Expected(model=_directory(model), precision=precision)
     token = read_token(token_file)
-    _reachable(url)
+    with ExitStack() as stack:
+        url = target.rstrip("/") if "://" in target else stack.enter_context(_engine_of(target))
+        _reachable(url)
+        session = Session(url, token=token, timeout_s=_FAULT_S, host="127.0.0.1", expected=expected)
+        try:
+            for trial in sent_to(stack.enter_context(session)):
+                typer.echo(str(trial))
+        except (NotOffered, AssertionError) as error:
+            raise UserError(
+                f"faults cannot be sent to {url}: {error}; run `pipelinerl conformance engine` first"
+            ) from None
+
+
+@contextmanager
+def _engine_of(recipe: str) -> Iterator[str]:
+    """Start an engine of the recipe without a run; yield its URL, and stop the engine at the end of the block."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    words = ["engine", "--recipe", recipe, "--controller-url=", "--no-token", "--port", str(port)]
+    engine = subprocess.Popen([sys.executable, "-m", "pipelinerl", *words])
     try:
-        with Session(url.rstrip("/"), token=token, timeout_s=_FAULT_S, host="127.0.0.1", expected=expected) as session:
-            for line in sent_to(session):
-                typer.echo(str(line))
-    except (NotOffered, AssertionError) as error:
-        raise UserError(f"faults cannot be sent to {url}: {error}; run `pipelinerl conformance engine` first") from None
+        deadline = time.monotonic() + _START_S
+        while not _answers(url):
+            if engine.poll() is not None or time.monotonic() > deadline:
+                raise UserError(f"the engine of {recipe} has not started; see its message above")
+            time.sleep(0.2)
+        yield url
+    finally:
+        engine.terminate()
+        engine.wait(_FAULT_S)
+
+
+def _answers(url: str) -> bool:
+    try:
+        _reachable(url)
+    except AddressError:
+        return False
+    return True
 
 
 @conformance_app.command("trainer")

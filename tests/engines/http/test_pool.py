@@ -453,3 +453,13 @@ async def test_engine_that_renders_prompts_otherwise_than_the_run_is_not_used_an
         InvalidRequest, match=r"a renders prompts otherwise .*: token 0 must be 2 \('<\|user\|>'\), got 1"
     ):
         await pool.complete(question)
+
+
+async def test_prompt_that_states_yesterdays_date_is_tolerated_once(tmp_path):
+    char_tokenizer().save_pretrained(tmp_path, save_jinja_files=False)
+    question = ChatCompletionRequest(messages=[ChatMessage(role="user", content="x")], max_tokens=5)
+    check = PromptCheck(tmp_path)
+    check._day = "yesterday"
+    await check("a", question, [1])
+    with pytest.raises(InvalidRequest, match="token 0 must be 2"):
+        await check("a", question, [1])

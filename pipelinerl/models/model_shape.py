@@ -196,10 +196,10 @@ def _cache_sizes(
     modules: dict[str, dict[str, tuple[int, ...]]] = {}
     shared = layers - int(text.get("num_kv_shared_layers") or 0)  # later layers read the keys of earlier ones
     for name, shape in parameters.items():
-        place, module = _IN_LAYER.match(name), name.removesuffix(".weight").rpartition(".")
+        place, (module, _, part) = _IN_LAYER.match(name), name.removesuffix(".weight").rpartition(".")
         is_text = not name.startswith(("model.vis", "vis", "audio"))
         if place is not None and int(place[1]) < layers and is_text and not name.endswith(".bias"):
-            modules.setdefault(module[0], {})[module[2]] = shape
+            modules.setdefault(module, {})[part] = shape
     windows = _windows(text, layers)
     token = in_window = convolutions = recurrent = 0
     for module, own in modules.items():

@@ -418,7 +418,7 @@ def _write(source: Path, target: Path, tensors: Mapping[str, PlainTensor]) -> No
             sizes.append(0)
         files[-1].append(name)
         sizes[-1] += tensor.size
-    weight_map = {}
+    weight_map = dict[str, str]()
     for number, names in enumerate(files):
         file = f"model-{number + 1:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
         with foreign_failures(f"the weights in {source} cannot be decoded"):

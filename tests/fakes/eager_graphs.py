@@ -42,7 +42,7 @@ def use_eager_graphs(runner: TorchRunner, patch: pytest.MonkeyPatch) -> None:
     cache.reading = CacheReading.KERNEL
     for tensors in cache._layers.values():  # all blocks at once, and the spare block
         tensors[:] = [tensor.new_zeros((cache.spare + 1, *tensor.shape[1:])) for tensor in tensors]
-    cache._present = cache.spare + 1
+    cache._present[False] = cache.spare + 1
     assert isinstance(runner._forward, LlamaForward) and isinstance(runner._weights, TorchWeights)
     runner._alike = None
     runner._graphs = DecodeGraphs(runner._forward, cache, runner._weights, rows=runner.slots)

@@ -66,8 +66,8 @@ class _Row:
 class WindowSlots:
     """The slots in which layers with a sliding window of `window` tokens keep blocks of `size` tokens.
 
-    `of_block` i64 [blocks] has the slot of each block, -1 if it has none. A row of n blocks needs those from
-    `first(n)` on, and those that its prefill reads.
+    `of_block` i64 [blocks] has the slot of each block, -1 if it has none, -2 if it is to be computed. A row of n blocks
+    needs those from `first(n)` on, and those that its prefill reads.
     """
 
     def __init__(self, *, rows: int, blocks: int, size: int, window: int, slots: int) -> None:
@@ -87,18 +87,27 @@ class WindowSlots:
         """Return the first column that a row of `num_blocks` blocks needs, even if its next token is sampled again."""
         return max(0, (num_blocks - 1) * self._size - self._window) // self._size
 
+    def reach(self, num_tokens: int) -> int:
+        """Return the first column that a token attends to which follows `num_tokens` tokens."""
+        return max(0, num_tokens - self._window + 1) // self._size
+
+    def has(self, blocks: Sequence[int], num_tokens: int) -> bool:
+        """Return whether a token that follows `num_tokens` tokens, in these blocks, finds its window."""
+        return bool((self.of_block[blocks[self.reach(num_tokens) :]] >= 0).all())
+
     def reusable(self, blocks: Sequence[int]) -> int:
         """Return the length of the longest prefix of computed `blocks` whose last window is kept."""
         count = len(blocks)
-        while count and (self.of_block[blocks[self.first(count) : count]] < 0).any():
+        while count and not self.has(blocks[:count], count * self._size):
             count -= 1
         return count
 
-    def lacking(self, blocks: Sequence[int], reused: int) -> int:
-        """Return the number of slots by which too few are free for a new row that reuses its first `reused` blocks."""
-        needed = set(self._of(blocks, reused))
-        kept = sum(block in self._kept for block in needed)
-        return sum(self.of_block[block] < 0 for block in needed) - (self.free - kept)
+    def lacking(self, reused: Sequence[int], num_blocks: int) -> int:
+        """Return by how many slots too few are free for a row of `num_blocks` blocks that reuses its first ones."""
+        first = self.first(num_blocks)
+        needed = {*reused[self.reach(len(reused) * self._size) :], *reused[first:]}
+        fresh = num_blocks - max(first, len(reused))
+        return fresh + sum(map(self._kept.__contains__, needed)) - self.free
 
     def update(self, row: int, blocks: Sequence[int], reused: int = 0) -> None:
         """Keep what `row` needs of its `blocks`, whose first `reused` a prefill is to read; give back the rest."""
@@ -113,10 +122,11 @@ class WindowSlots:
                 self._kept[block] = None
         self._needed[row] = needed
         for block in needed:
-            if self.of_block[block] < 0:
+            if self.of_block[block] == -2:
                 if not self._free:
                     self.give_up(next(iter(self._kept)))
                 self.of_block[block] = heapq.heappop(self._free)
+        self.of_block[[block for block in blocks if self.of_block[block] == -2]] = -1
         used = self.num_slots - self.free
         self._most_in_use = max(self._most_in_use, used)
         while len(self._kept) > self._most_in_use:
@@ -124,7 +134,8 @@ class WindowSlots:
 
     def _of(self, blocks: Sequence[int], reused: int) -> list[int]:
         first = self.first(len(blocks))
-        return [*blocks[self.first(reused) : min(reused, first)], *blocks[first:]]
+        needed = [*blocks[self.reach(reused * self._size) : min(reused, first)], *blocks[first:]]
+        return [block for block in needed if self.of_block[block] != -1]
 
     def give_up(self, block: int) -> None:
         """Free the slot of a block that no row needs, if it has one."""
@@ -234,13 +245,13 @@ class BlockTable:
             return keys
         blocks = [self._entries[key][1] for key in keys]
         count = windows.reusable(blocks)
-        fresh = [-1] * (-(-len(tokens) // self.size) - count)  # all of them lack a slot
-        return keys[:count] if windows.lacking([*blocks[:count], *fresh], count) <= 0 else []
+        total = -(-len(tokens) // self.size)
+        return keys[:count] if windows.lacking(blocks[:count], total) <= 0 else []
 
     def can_fork(self, source: int, num_tokens: int) -> bool:
         """Return whether all layers keep what rows need of the first `num_tokens` tokens of row `source`."""
         blocks = self._rows[source].blocks[: -(-num_tokens // self.size)]
-        return self.windows is None or self.windows.reusable(blocks) == len(blocks)
+        return self.windows is None or self.windows.has(blocks, num_tokens)
 
     def fork(self, source: int, rows: Sequence[int], num_tokens: int) -> Copies:
         """Let the empty rows `rows` share the blocks of the first `num_tokens` tokens of row `source`.
@@ -256,7 +267,7 @@ class BlockTable:
             tails += tail
             self.tokens[row, :num_tokens] = self.tokens[source, :num_tokens]
             self._rows[row].filed = None if own.filed is None else own.filed[:full]
-            self._set(row, own.blocks[:full] + tail)
+            self._set(row, own.blocks[:full] + tail, reused=full)
         return Copies([own.blocks[full]] * len(tails) if tails else [], tails)
 
     def settle(self, rows: Sequence[int]) -> None:
@@ -406,6 +417,8 @@ class BlockTable:
         block = heapq.heappop(self._free) if self._free else self._evict()
         self._uses[block] = 1
         self._count(1)
+        if self.windows is not None:
+            self.windows.of_block[block] = -2
         return block
 
     def _hold(self, block: int) -> None:

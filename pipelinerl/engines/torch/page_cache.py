@@ -156,9 +156,15 @@ class CacheShape:
                 for number, state in (getattr(layer, f"{kind}_states", None) or {}).items():
                     if state is not None:
                         states[kind, index, number] = tuple(state.shape[1:]), state.dtype
-        window = max(windows.values(), default=None)
-        named = {"window": window, "windowed": frozenset(windows)}
-        return cls(pages=pages, states=states, dtype=dtype, latent=latent, size=BLOCK, **named)
+        return cls(
+            pages=pages,
+            states=states,
+            dtype=dtype,
+            latent=latent,
+            size=BLOCK,
+            window=max(windows.values(), default=None),
+            windowed=frozenset(windows),
+        )
 
     @property
     def heads(self) -> set[int]:
@@ -276,7 +282,7 @@ class PageCache:
                 sources=self._to(all_sources[stored]),
                 entries=self._entries(slots[stored], all_offsets[stored]),
                 start=start,
-                before=self._to(windows.of_block[before[:, windows.first(start // size) :]]),
+                before=self._to(windows.of_block[before[:, windows.reach(start) :]]),
                 reading=self.reading,
             )
         self.plan = PrefillPlan(
@@ -373,7 +379,11 @@ class PageCache:
     ) -> DecodeLayout:
         """Return the layout of the blocks that windows reach, of rows with `counts` [K] blocks in `table` [K, n]."""
         self._reserve_slots(windows)
-        start = np.asarray([windows.first(count) for count in counts.tolist()])
+        first = np.asarray([windows.first(count) for count in counts.tolist()])
+        columns = np.arange(table.shape[1])
+        # A row may have begun without the first of these blocks, which no token that it feeds attends to.
+        lost = ((windows.of_block[table] < 0) & (columns >= first[:, None]) & (columns < counts[:, None])).sum(axis=1)
+        start = first + lost
         kept = counts - start
         places = np.arange(int(kept.max()))
         columns = start[:, None] + np.where(places < kept[:, None], places, 0)

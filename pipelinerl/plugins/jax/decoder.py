@@ -52,8 +52,8 @@ Weights = Mapping[str, Array]
 #: More tokens than any sequence has.
 _EVERYTHING: Final = 2**30
 State = TypeVar("State")
-#: Function (query […, H, d], key […, K, d], value […, K, d], layer's state) → (attended […, H, d], new state). In models
-#: with sliding windows, a fifth argument i32 [] says to how many tokens up to its own a query of this layer attends.
+#: Function (query […, H, d], key […, K, d], value […, K, d], layer's state) → (attended […, H, d], new state). In a
+#: model with sliding windows, a fifth argument i32 [] says to how many tokens up to its own a query attends.
 Attend = Callable[..., tuple[Array, Any]]
 Fetch = Callable[[dict[str, Array]], dict[str, Array]]
 

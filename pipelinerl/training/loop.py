@@ -331,8 +331,8 @@ class TrainingLoop:
         await self._checkpointing.finish()
         store = self._checkpointing.store
         target = await self._in_worker(lambda: store.rewind(epoch, version))
-        if target is not None:
-            raise Rewound(f"the run has collapsed and returns from version {self._version} to {target.name}")
+        if target is not None and target < self._version:
+            raise Rewound(f"the run has collapsed and returns from version {self._version} to version {target}")
         log.error("no checkpoint is older than version %d: the run cannot return to version %d", self._version, version)
         self._cannot_rewind = True
 

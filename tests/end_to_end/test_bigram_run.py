@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,15 +26,18 @@ from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
 from pipelinerl.controller.state.knobs import Knobs
+from pipelinerl.controller.state.reward_history import WINDOW, RewardHistory
 from pipelinerl.controller.state.run_state import ControllerSettings, RunState
 from pipelinerl.engines.bigram import engine as bigram_engine
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.enums import NoSignal
+from pipelinerl.enums import NoSignal, OnCollapse
+from pipelinerl.errors import Rewound
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.observability.events import EventLog, read_events
+from pipelinerl.observability.run_history import tell
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.roles.trainer_role import LoopSettings, training_loop
 from pipelinerl.roles.wiring import objective_of
@@ -270,6 +274,45 @@ async def test_old_logprobs_from_the_sampling_weights_equal_the_engines_logprobs
     assert {step["history_versions"] for step in steps} == {1.0, 2.0, 3.0, 4.0}
     kept = sorted((tmp_path / "checkpoints" / f"step-{STEPS:06d}" / "history").iterdir())
     assert [file.stem for file in kept] == [f"version-{version:06d}" for version in range(STEPS - 3, STEPS + 1)]
+
+
+async def test_collapsed_run_continues_from_a_good_checkpoint_and_trains_each_prompt_once(
+    tmp_path: Path, model: Path
+) -> None:
+    """The rewards are those of a good run, but the controller remembers better ones up to version 12.
+
+    It returns to the version of its best evaluation, 10 or 20, which the trainer has passed.
+    """
+    options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
+    controller = new_controller()
+    run_section = controller.settings.run.model_copy(update={"on_collapse": OnCollapse.REWIND})
+    controller.settings = replace(controller.settings, run=run_section)
+
+    async def collapse(service: ControllerService, pool: EnginePool) -> None:
+        while controller.state.version < 22:
+            await asyncio.sleep(0.01)
+        controller.state.watched.rewards = RewardHistory(
+            first=0.5, best=0.9, best_version=12, held=WINDOW, recent=[(29.0, -9.0)] * WINDOW
+        )
+        await asyncio.Event().wait()
+
+    stream = MemoryStream()
+    with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
+        with pytest.raises(Rewound, match=r"to version (10|20)"):
+            await run(tmp_path, model, url, controller=controller, stream=stream, meanwhile=collapse)
+        restored = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model).latest()
+        assert restored is not None and restored[1].model_version in (10, 20)
+        assert controller.state.rewind.to is not None and controller.state.rewind.to >= 12
+        assert controller.state.knobs.learning_rate == RATE / 2
+        resumed = new_controller()
+        resumed.state.resume(restored[1].controller, step=restored[1].model_version)
+        events = await run(tmp_path, model, url, controller=resumed, stream=stream, restored=restored)
+    history = tell(events)
+    assert [step["step"] for step in history.steps] == list(range(1, STEPS + 1))
+    orders = [order for step in history.steps for order in step["orders"]]
+    ledger = resumed.state.account.ledger()
+    assert len(set(orders)) == len(orders) == ledger["trained"] == STEPS * 8
+    assert ledger["issued"] == sum(count for category, count in ledger.items() if category != "issued")
 
 
 async def test_interrupted_run_resumes_from_its_checkpoint_and_trains_each_prompt_once(

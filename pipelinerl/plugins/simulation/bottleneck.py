@@ -276,13 +276,13 @@ def bottleneck(
 ) -> None:
     """Show what a run waited for, and which one change would help most; the run may be live."""
     found = stretches(recorded_events(run_dir))
-    error, changes, refusal = None, list[Change](), ""
+    error, changes, refusal, now_s = None, list[Change](), "", found[-1].step_s
     try:
         part = newest_part(observed(run_dir))
         error, changes = tried(part, actor_s=actor_seconds(run_dir))
+        now_s = measure(part.events).step_s
     except (PipelineError, ValueError) as reason:
         refusal = f"no change was simulated: {reason}"
-    now_s = measure(part.events).step_s if changes else found[-1].step_s
     best = changes[0] if changes and changes[0].step_s < now_s * (1 - _WORTH) else None
     processors = _processors(run_dir, found, recorded_events(run_dir))
     if json:

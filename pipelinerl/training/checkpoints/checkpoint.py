@@ -226,20 +226,20 @@ class CheckpointStore:
                 if replaced.exists() and not final_path.exists():
                     replaced.rename(final_path)
 
-    def rewind(self, epoch: int, version: int) -> Path | None:
-        """Return the newest checkpoint up to `version`, or else the oldest, and rename all newer ones.
+    def rewind(self, epoch: int, version: int) -> int | None:
+        """Rename all checkpoints after the newest one up to `version`, or after the oldest; return that one's version.
 
-        They become rewound-e<epoch>-step-000100, which are never removed. None if nothing is newer. Raises FencedError.
+        They become rewound-e<epoch>-step-000100, which are never removed. None without checkpoints. Raises FencedError.
         """
         with self._fence.held(epoch):
             paths = self.all()
-            target = next((path for path in reversed(paths) if _version(path) <= version), paths[0] if paths else None)
-            newer = [path for path in paths if target is not None and _version(path) > _version(target)]
-            for path in newer:
-                aside = path.rename(self.directory / f"rewound-e{epoch}-{path.name}")
-                log.warning("%s is abandoned, and kept as %s", path.name, aside)
+            good = [_version(path) for path in paths if _version(path) <= version] or [*map(_version, paths[:1])]
+            for path in paths:
+                if _version(path) > good[-1]:
+                    aside = path.rename(self.directory / f"rewound-e{epoch}-{path.name}")
+                    log.warning("%s is abandoned, and kept as %s", path.name, aside)
             sync(self.directory)
-        return target if newer else None
+        return good[-1] if good else None
 
     def oldest_kept_offsets(self, *, good: int | None = None) -> dict[str, str]:
         """Return the stream positions saved in the oldest intact checkpoint from which a run can resume; {} if none.

@@ -428,10 +428,10 @@ def test_checkpoint_accuracy_is_that_of_the_first_evaluation_set_with_missing_an
 def test_rewind_goes_to_the_newest_good_checkpoint_and_keeps_the_newer_ones_aside(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=9, model_directory=model_directory(tmp_path / "model"))
     paths = [save(store, version) for version in (5, 10, 15)]
-    assert store.rewind(1, 12) == paths[1] and latest(store) == state_of(10)
+    assert store.rewind(1, 12) == 10 and latest(store) == state_of(10)
     assert load(store.directory / "rewound-e1-step-000015") == state_of(15)
-    assert store.rewind(1, 3) == paths[0], "without a good one, the oldest"
-    assert store.rewind(1, 3) is None and store.all() == [paths[0]]
+    assert store.rewind(1, 3) == 5, "without a good one, the oldest"
+    assert store.rewind(1, 7) == 5 and store.all() == [paths[0]], "the trainer may be ahead of it"
 
 
 def test_newest_good_checkpoint_and_its_stream_positions_are_kept() -> None:

@@ -292,7 +292,12 @@ async def test_collapsed_run_continues_from_a_good_checkpoint_and_trains_each_pr
         while controller.state.version < 22:
             await asyncio.sleep(0.01)
         controller.state.watched.rewards = RewardHistory(
-            first=0.5, best=0.9, best_version=12, held=WINDOW, recent=[(29.0, -9.0)] * WINDOW
+            first=0.5,
+            best=0.9,
+            best_version=12,
+            held=WINDOW,
+            recent=[(29.0, -9.0)] * WINDOW,
+            differences=[0.01] * 50,
         )
         await asyncio.Event().wait()
 

@@ -117,47 +117,6 @@ def test_gpu_memory_limit_of_a_process_is_its_share_of_the_devices_memory():
     assert place(config_of({}), Devices((VisibleDevice("0"),))).bytes_of("trainer") is None
 
 
-@pytest.mark.parametrize(
-    ("sections", "count", "sentence"),
-    [
-        (
-            {"engine": {"memory_share": 0.6}, "trainer": {"memory_share": 0.6}},
-            1,
-            "engine-0 0.6 and trainer 0.6, more than all",
-        ),
-        (
-            {"engine": {"memory_share": 0.95}},
-            1,
-            "of GPU 0 are engine-0 0.95, which leaves nothing for trainer",
-        ),
-        ({"launch": {"engine_devices": [[0], [1]]}}, 4, "a list for each of the 1 engines, got 2"),
-        (
-            {"launch": {"engine_devices": [[0, 1]]}},
-            4,
-            r"each engine takes 1 different devices according to engine\.devices, got",
-        ),
-        ({"engine": {"devices": 2}, "launch": {"engine_devices": [[1, 1]]}}, 4, r"2 different devices .* got \[1, 1\]"),
-        ({"launch": {"trainer_devices": [0, 1]}}, 4, "the trainer takes 1 different devices according to its mesh"),
-        (
-            {"launch": {"trainer_devices": [4]}},
-            4,
-            "launch.trainer_devices names device 4, and there are 4; devices count",
-        ),
-        (
-            {"launch": {"trainer_devices": [0]}, "trainer": {"device": "cpu"}},
-            4,
-            "trainer_devices: trainer.device is cpu",
-        ),
-        ({"engine": {"type": "bigram", "memory_share": 0.5}}, 4, "and engine.type bigram uses no GPU; remove it"),
-        ({"launch": {"trainer_devices": [0]}}, 0, "launch.trainer_devices require GPUs, and there is none"),
-    ],
-)
-def test_impossible_gpu_placements_are_rejected(sections, count, sentence):
-    with pytest.raises(RecipeError, match=sentence) as refused:
-        place(config_of(sections), gpus(count))
-    assert "\n" not in str(refused.value)
-
-
 def test_processes_get_gpus_by_the_names_in_the_launchers_cuda_visible_devices():
     devices = Devices((VisibleDevice("3"), VisibleDevice("GPU-aa"), VisibleDevice("MIG-bb")), Origin.VARIABLE)
     assert written(config_of({"engine": {"count": 2}}), devices) == [

@@ -278,9 +278,7 @@ async def test_failure_of_all_engines_points_to_the_trainer_and_the_transport(tm
             assert reason.startswith("all 2 checked engines fail, so look first at the trainer, weights.transport")
 
 
-async def test_rollout_groups_whose_requests_the_controller_ended_as_stale_are_dropped(
-    tmp_path,
-):
+async def test_rollout_groups_whose_requests_the_controller_ended_as_stale_are_dropped(tmp_path):
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("reload-e1-0-m1", stale=[0, 3], failed=[4])

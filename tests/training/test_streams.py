@@ -8,7 +8,6 @@ from hypothesis import given, settings, strategies as st
 
 from pipelinerl import registry
 from pipelinerl.config.recipe import MODELS, load
-from pipelinerl.errors import RecipeError
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.streams import CROSS_ENTROPY, DomainLoss, DomainLosses, Loss
 from pipelinerl.rng import generator
@@ -246,31 +245,3 @@ def test_recipe_sets_the_loss_and_the_demonstrations_of_each_domain():
     assert [each.name for each in config.trained_domains] == ["long_words"]
     assert not setting_of(config).group_sizes, "the objective compares no answers of this recipe"
     assert objective_of(load("tiny", ['domains.long_words.loss="ref_kl"', 'reference.path="shipped:tiny_speller"']))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "complaint"),
-    [
-        (['domains.short_words.loss="ce"', 'domains.long_words.loss="ce"'], 'other than "ce" in one domain'),
-        (["imitation.weight=1"], 'imitation: demonstrations are now a domain\'s loss; .* loss = "ce"'),
-        (['reference.path="shipped:tiny_speller"'], 'domain\'s loss = "ref_kl"'),
-        (['domains.short_words.loss="sft"'], "domains.short_words.loss: "),
-        ([*RECIPE, 'domains.short_words.environment="a.py:play"'], "episodes have none"),
-        (['domains.short_words.teacher="/m"'], 'teacher is for loss "ref_kl", and this domain has "rl"'),
-        (
-            ['domains.short_words.loss="ref_kl"', 'domains.short_words.teacher="http://h/path"'],
-            "a model directory or an engine's http://host:port",
-        ),
-        (['reference.path="/m"', 'reference.url="http://127.0.0.1:1"'], "path or url, not both"),
-        (
-            [
-                *('domains.short_words.loss="ref_kl"', 'domains.short_words.teacher="/m"'),
-                'reference.url="http://127.0.0.1:1"',
-            ],
-            "reference: the objective reads no ref_logprobs",
-        ),
-    ],
-)
-def test_recipe_with_contradictory_losses_is_rejected(overrides, complaint):
-    with pytest.raises(RecipeError, match=complaint):
-        objective_of(load("tiny", overrides))

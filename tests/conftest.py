@@ -1,11 +1,8 @@
 """Fixtures and settings for all tests."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
-from collections.abc import Iterator
 from functools import cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -60,7 +57,7 @@ hypothesis.settings.register_profile("busy", suppress_health_check=[hypothesis.H
 hypothesis.settings.load_profile("busy")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Set the session's compilation cache; parallel test processes and their children inherit its location."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         place = mkdtemp(prefix="jax-programs-")
@@ -69,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def closed_sessions() -> Iterator[None]:
+def closed_sessions():
     """Fail a test that leaves an HTTP session open, and name the code that opened the session."""
     yield
     openers = left_open()
@@ -77,7 +74,7 @@ def closed_sessions() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_signals() -> Iterator[None]:
+def own_signals():
     """Restore Python's signal handlers, which a test changes if it runs one of the run's processes within its own."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
@@ -86,7 +83,7 @@ def own_signals() -> Iterator[None]:
 
 
 @pytest.fixture
-def outward() -> str:
+def outward():
     """Return the address at which other hosts reach this machine; the test is skipped if it has only loopback."""
     try:
         return address_towards("198.51.100.7", 80)
@@ -95,7 +92,7 @@ def outward() -> str:
 
 
 @pytest.fixture(autouse=True)
-def own_logging() -> Iterator[None]:
+def own_logging():
     """Restore logging, which a test changes if it runs one of the run's processes within its own process."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level

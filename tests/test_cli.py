@@ -14,11 +14,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from typer.main import get_command
@@ -56,15 +56,13 @@ Command = Callable[..., Done]
 
 
 @pytest.fixture
-def pipelinerl(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Iterator[Command]:
+def pipelinerl(monkeypatch, capsys, tmp_path):
     """Return a function that runs the command line `pipelinerl …` in an empty directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv(TOKEN_VARIABLE, "token")  # otherwise commands such as `actor` would create a token
 
-    def run(*arguments: object) -> Done:
+    def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["pipelinerl", *map(str, arguments)])
         try:
             cli.main()
@@ -78,15 +76,13 @@ def pipelinerl(
     assert list(tmp_path.glob("runs")) == [], "nothing was started"
 
 
-def refusals() -> list[str]:
+def refusals():
     """Return the blocks of the golden file: `$ pipelinerl WORDS`, and the lines that it prints on stderr."""
     return REFUSALS.read_text().strip().split("\n\n")
 
 
 @pytest.mark.parametrize("block", [pytest.param(each, id=each.splitlines()[0][13:]) for each in refusals()])
-def test_user_error_exits_with_status_2_and_the_golden_sentence_on_stderr(
-    pipelinerl: Command, block: str, tmp_path: Path
-) -> None:
+def test_user_error_exits_with_status_2_and_the_golden_sentence_on_stderr(pipelinerl, block, tmp_path):
     command, _, sentence = block.partition("\n")
     done = pipelinerl(*shlex.split(command.removeprefix("$ pipelinerl ")))
     printed = done.err.rstrip("\n").replace(str(ROOT), "CHECKOUT").replace(str(tmp_path), "HERE")
@@ -100,16 +96,16 @@ def test_user_error_exits_with_status_2_and_the_golden_sentence_on_stderr(
     assert printed == sentence
 
 
-def test_names_that_other_libraries_give_to_keys_lead_to_keys_of_a_recipe() -> None:
+def test_names_that_other_libraries_give_to_keys_lead_to_keys_of_a_recipe():
     for name, path in HABITS.items():
-        model: Any = RunConfig
+        model = RunConfig
         for key in path.split("."):
             assert key in model.model_fields, f"{name} leads to {path}, which no recipe has"
             model = model.model_fields[key].annotation
 
 
 @pytest.mark.parametrize("arguments", ["--version", "-h", "run -h", "train -h", "sandbox probe -h", "oubliette run -h"])
-def test_common_options_and_aliases_work(pipelinerl: Command, arguments: str) -> None:
+def test_common_options_and_aliases_work(pipelinerl, arguments):
     done = pipelinerl(*arguments.split())
     assert done.err == "" and done.status == 0 and (version("pipelinerl") in done.out or "Usage" in done.out)
 
@@ -117,9 +113,7 @@ def test_common_options_and_aliases_work(pipelinerl: Command, arguments: str) ->
 @pytest.mark.parametrize(
     ("plugin", "command"), [("replay", "explain"), ("oubliette", "sandbox"), ("trackers", "tracker")]
 )
-def test_command_of_a_missing_plugin_is_not_listed_and_names_the_plugin(
-    pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, plugin: str, command: str
-) -> None:
+def test_command_of_a_missing_plugin_is_not_listed_and_names_the_plugin(pipelinerl, monkeypatch, plugin, command):
     assert f" {command} " in pipelinerl("-h").out
     monkeypatch.setitem(sys.modules, f"pipelinerl.plugins.{plugin}", None)
     assert f" {command} " not in pipelinerl("-h").out
@@ -127,7 +121,7 @@ def test_command_of_a_missing_plugin_is_not_listed_and_names_the_plugin(
     assert done.status == 2 and f"{command} is in the plug-in pipelinerl.plugins.{plugin}, which" in done.err
 
 
-def test_listing_the_commands_imports_none_of_a_plugin(pipelinerl: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_the_commands_imports_none_of_a_plugin(pipelinerl, monkeypatch):
     modules = {each.build.partition(":")[0] for each in registry.COMMANDS.values()}
     for module in modules:
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -135,7 +129,7 @@ def test_listing_the_commands_imports_none_of_a_plugin(pipelinerl: Command, monk
     assert not modules & {*sys.modules}
 
 
-def test_memory_and_disk_are_reported_as_not_predicted_without_their_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_disk_are_reported_as_not_predicted_without_their_plugin(monkeypatch):
     config = load("tiny", ["trainer.micro_batch_tokens=auto"])
     assert {need.part for need in cli._needs(config, {})} == {"memory", "disk"}
     monkeypatch.setitem(sys.modules, "pipelinerl.plugins.memory", None)
@@ -144,9 +138,7 @@ def test_memory_and_disk_are_reported_as_not_predicted_without_their_plugin(monk
     assert settled(config).trainer == config.changed("trainer", precision="fp32").trainer
 
 
-def test_developer_commands_are_listed_in_a_checkout_only(
-    pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_developer_commands_are_listed_in_a_checkout_only(pipelinerl, monkeypatch, tmp_path):
     assert " bench " in pipelinerl("-h").out
     package = tmp_path / "pipelinerl" / "plugins" / "conformance"
     package.mkdir(parents=True)
@@ -154,9 +146,7 @@ def test_developer_commands_are_listed_in_a_checkout_only(
     assert runpy.run_path(str(package / "__init__.py"))["BENCH"].hidden
 
 
-def test_run_with_an_invalid_data_file_is_rejected_before_any_process_starts(
-    pipelinerl: Command, tmp_path: Path
-) -> None:
+def test_run_with_an_invalid_data_file_is_rejected_before_any_process_starts(pipelinerl, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n')
     table = '[[domains]]\nname = "d"\nsource = "files"\nparameters = { path = "rows.jsonl" }\n'
     (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
@@ -168,9 +158,7 @@ def test_run_with_an_invalid_data_file_is_rejected_before_any_process_starts(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my.toml", "rows.jsonl"]
 
 
-def test_run_with_an_agent_that_raises_is_rejected_with_file_and_line_before_any_process_starts(
-    pipelinerl: Command, tmp_path: Path
-) -> None:
+def test_run_with_an_agent_that_raises_is_rejected_with_file_and_line_before_any_process_starts(pipelinerl, tmp_path):
     (tmp_path / "agent.py").write_text("async def rollout(task, client):\n    raise RuntimeError('no such game')\n")
     domain = '[[domains]]\nname = "d"\nsource = "addition"\nenvironment = "agent.py:rollout"\n'
     (tmp_path / "my.toml").write_text(f'base = "tiny"\n{domain}')
@@ -179,9 +167,7 @@ def test_run_with_an_agent_that_raises_is_rejected_with_file_and_line_before_any
     assert "a trial episode failed" in done.err and f"{tmp_path}/agent.py:2: RuntimeError: no such game" in done.err
 
 
-def test_resuming_a_run_with_an_invalid_data_file_is_rejected_with_the_files_name(
-    pipelinerl: Command, tmp_path: Path
-) -> None:
+def test_resuming_a_run_with_an_invalid_data_file_is_rejected_with_the_files_name(pipelinerl, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
     table = '[[domains]]\nname = "d"\nsource = "files"\nparameters = { path = "rows.jsonl" }\n'
     (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
@@ -197,9 +183,7 @@ def test_resuming_a_run_with_an_invalid_data_file_is_rejected_with_the_files_nam
         )
 
 
-def test_operating_system_error_is_reported_in_one_sentence(
-    pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_operating_system_error_is_reported_in_one_sentence(pipelinerl, monkeypatch, tmp_path, capsys):
     """The errors are a full disk, a path that is too long and a removed working directory."""
     with open("/dev/full", "w") as full, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", full)
@@ -218,9 +202,7 @@ def test_operating_system_error_is_reported_in_one_sentence(
     assert (done.status, done.err.count("\n")) == (2, 1) and "the working directory no longer exists" in done.err
 
 
-def test_output_is_escaped_on_a_terminal_that_cannot_encode_its_characters(
-    pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_output_is_escaped_on_a_terminal_that_cannot_encode_its_characters(pipelinerl, monkeypatch, tmp_path):
     with (tmp_path / "out").open("w", encoding="latin-1") as narrow:
         monkeypatch.setattr(sys, "stdout", narrow)
         assert pipelinerl("explain", "gspo").status == 0
@@ -230,14 +212,14 @@ def test_output_is_escaped_on_a_terminal_that_cannot_encode_its_characters(
 @pytest.mark.parametrize(
     "arguments", ["", "zzz", "run tiny --zzz", "knobs", "knobs set x", "status", "engine --port x"]
 )
-def test_wrong_use_of_a_command_gives_exit_status_2_and_shows_the_usage(pipelinerl: Command, arguments: str) -> None:
+def test_wrong_use_of_a_command_gives_exit_status_2_and_shows_the_usage(pipelinerl, arguments):
     done = pipelinerl(*arguments.split())
     assert done.status == 2 and "Usage: pipelinerl" in done.out + done.err
     assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize("role", ["controller", "engine"])
-def test_controller_or_engine_command_reports_which_port_is_already_taken(pipelinerl: Command, role: str) -> None:
+def test_controller_or_engine_command_reports_which_port_is_already_taken(pipelinerl, role):
     """The exit status is 1, so that the supervisor starts the process again, because the port may become free."""
     with listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
@@ -249,7 +231,7 @@ def test_controller_or_engine_command_reports_which_port_is_already_taken(pipeli
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
-def test_stream_server_reports_which_port_is_already_taken(pipelinerl: Command, host: str) -> None:
+def test_stream_server_reports_which_port_is_already_taken(pipelinerl, host):
     """The server always listens on loopback too, so a port that is taken only there is reported as well."""
     with listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
@@ -257,7 +239,7 @@ def test_stream_server_reports_which_port_is_already_taken(pipelinerl: Command, 
     assert done.status == 2 and f"port {port} on 127.0.0.1 is taken" in done.err
 
 
-def test_engine_with_damaged_weights_exits_with_the_reason(pipelinerl: Command, tmp_path: Path) -> None:
+def test_engine_with_damaged_weights_exits_with_the_reason(pipelinerl, tmp_path):
     shutil.copytree(SHIPPED, tmp_path / "model")
     os.truncate(tmp_path / "model" / "model.safetensors", 1000)
     done = pipelinerl("engine", "--model", tmp_path / "model", "--controller-url", "", "--port", 0)
@@ -266,7 +248,7 @@ def test_engine_with_damaged_weights_exits_with_the_reason(pipelinerl: Command, 
     assert "is no safetensors file: " in sentence and "Traceback" not in done.err
 
 
-def test_ctrl_c_during_the_imports_of_the_command_line_ends_it_without_a_traceback() -> None:
+def test_ctrl_c_during_the_imports_of_the_command_line_ends_it_without_a_traceback():
     code = (
         "import os, signal, sys\n"
         "class Interrupting:\n"
@@ -280,13 +262,11 @@ def test_ctrl_c_during_the_imports_of_the_command_line_ends_it_without_a_traceba
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_knobs_are_printed_in_the_form_name_equals_value() -> None:
+def test_knobs_are_printed_in_the_form_name_equals_value():
     assert list(_knob_lines({"k": 3, "domain_weights": {"a": 1.0}})) == ["k = 3", "domain_weights.a = 1.0"]
 
 
-def test_command_knobs_set_accepts_only_arguments_of_the_form_name_equals_value(
-    pipelinerl: Command, tmp_path: Path
-) -> None:
+def test_command_knobs_set_accepts_only_arguments_of_the_form_name_equals_value(pipelinerl, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "controller.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "token": "x"}))
     for wrong in ("k", "=3", " =3"):
@@ -295,7 +275,7 @@ def test_command_knobs_set_accepts_only_arguments_of_the_form_name_equals_value(
     assert "the controller at http://127.0.0.1:1 does not answer" in pipelinerl("knobs", "set", "run", "k=3").err
 
 
-def test_report_can_be_written_for_a_run_that_has_just_started(pipelinerl: Command, tmp_path: Path) -> None:
+def test_report_can_be_written_for_a_run_that_has_just_started(pipelinerl, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events.jsonl").write_text('{"time": 1.0, "kind": "run_started", "run": "tiny"}\n{"torn')
     done = pipelinerl("report", "run")
@@ -305,7 +285,7 @@ def test_report_can_be_written_for_a_run_that_has_just_started(pipelinerl: Comma
     assert "has no readable events.jsonl to report on" in pipelinerl("report", "run").err
 
 
-def test_command_line_can_be_run_as_python_m_pipelinerl_cli() -> None:
+def test_command_line_can_be_run_as_python_m_pipelinerl_cli():
     """The launcher starts processes in this way."""
     command = [sys.executable, "-m", "pipelinerl.cli", "status", "/nope"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -313,7 +293,7 @@ def test_command_line_can_be_run_as_python_m_pipelinerl_cli() -> None:
     assert done.stderr.startswith("pipelinerl: /nope has no live run")
 
 
-def commands(group: Any, path: str = "pipelinerl") -> Iterator[tuple[str, Any]]:
+def commands(group, path="pipelinerl"):
     if not hasattr(group, "commands"):
         yield path, group
         return
@@ -322,8 +302,8 @@ def commands(group: Any, path: str = "pipelinerl") -> Iterator[tuple[str, Any]]:
             yield from commands(command, f"{path} {name}")
 
 
-def test_every_command_and_option_has_a_help_and_an_option_means_the_same_in_all_commands() -> None:
-    helps: dict[str, dict[str, str]] = {}
+def test_every_command_and_option_has_a_help_and_an_option_means_the_same_in_all_commands():
+    helps = {}
     for path, command in commands(get_command(cli.app)):
         assert command.help, path
         for each in command.params:
@@ -336,10 +316,10 @@ def test_every_command_and_option_has_a_help_and_an_option_means_the_same_in_all
 
 
 def test_process_takes_its_redis_url_from_the_argument_or_the_environment_or_the_recipe_in_this_order(
-    pipelinerl: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    pipelinerl, monkeypatch
+):
     """The environment is read because the address may contain a password, and every user can read command lines."""
-    urls: list[str] = []
+    urls = []
     monkeypatch.setattr(process, "run_until_signalled", lambda role, identity: urls.append(identity.redis_url))
     Path("own.toml").write_text('base = "tiny"\nstreams.redis_url = "redis://:a@recipe"\n')
     recipe = ("--recipe", "own.toml")
@@ -351,7 +331,7 @@ def test_process_takes_its_redis_url_from_the_argument_or_the_environment_or_the
     assert urls == [LOCAL_REDIS, "redis://:a@recipe", "redis://:b@environment", "redis://argument"]
 
 
-def test_help_of_the_trainer_command_describes_defaults_that_are_computed() -> None:
+def test_help_of_the_trainer_command_describes_defaults_that_are_computed():
     words = [sys.executable, "-m", "pipelinerl.cli", "trainer", "--help"]
     help_text = subprocess.run(
         words, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "COLUMNS": "200"}

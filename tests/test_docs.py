@@ -1,7 +1,5 @@
 """The documentation: every link resolves, every page is in the site's navigation, every recipe key is described."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -19,17 +17,17 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("exam
 GENERATED = pages()
 
 
-def _without_code(text: str) -> str:
+def _without_code(text):
     return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
 
 
-def _anchors(text: str) -> set[str]:
+def _anchors(text):
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_in_the_documentation_resolve(page: Path) -> None:
+def test_links_in_the_documentation_resolve(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", _without_code(page.read_text())):
         name, _, anchor = target.partition("#")
         if "://" in name:
@@ -42,16 +40,16 @@ def test_links_in_the_documentation_resolve(page: Path) -> None:
             assert anchor in _anchors(path.read_text()), f"{target}: no such heading"
 
 
-def test_navigation_of_the_documentation_site_lists_every_page() -> None:
+def test_navigation_of_the_documentation_site_lists_every_page():
     listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in PAGES if "docs" in page.parts} | GENERATED.keys()
 
 
-def test_recipe_reference_page_has_every_section_of_a_recipe() -> None:
+def test_recipe_reference_page_has_every_section_of_a_recipe():
     sections = {name for name in RunConfig.model_fields if name not in ("base", "objective")}
     documented = set(re.findall(r"^## `\[+(\w+)", GENERATED["reference/recipe.md"], re.MULTILINE))
     assert documented == sections, "a section of the recipe is missing from docs/reference_pages.py's output"
 
 
-def test_command_reference_page_describes_the_run_command_and_its_resume_option() -> None:
+def test_command_reference_page_describes_the_run_command_and_its_resume_option():
     assert "## `pipelinerl run`" in GENERATED["reference/cli.md"] and "--resume" in GENERATED["reference/cli.md"]

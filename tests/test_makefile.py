@@ -1,7 +1,5 @@
 """`make install` chooses torch's build; pip is replaced by a script that logs its arguments and fails on demand."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -30,8 +28,8 @@ esac
     ],
 )
 def test_make_install_prefers_a_cpu_build_of_torch_and_announces_the_size_of_cuda(
-    tmp_path: Path, at_hand: str | None, arguments: tuple[str, ...], last: str, warns: bool
-) -> None:
+    tmp_path, at_hand, arguments, last, warns
+):
     if shutil.which("nvidia-smi"):
         pytest.skip("a machine with an NVIDIA driver gets CUDA without a remedy")
     (tmp_path / "bin").mkdir()

@@ -348,16 +348,14 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "fields"), WIRE, ids=lambda value: type(value).__name__)
-def test_every_control_message_is_encoded_to_the_recorded_bytes(
-    message: ControlMessage, fields: dict[str, Any]
-) -> None:
+def test_every_control_message_is_encoded_to_the_recorded_bytes(message, fields):
     wire = msgspec.msgpack.encode({"kind": type(message).__name__, **fields})
     assert encode(message) == wire
     decode = decode_directive if isinstance(message, Directive) else decode_report
     assert decode(wire) == message
 
 
-def test_every_control_message_class_has_recorded_bytes() -> None:
+def test_every_control_message_class_has_recorded_bytes():
     known = {Directive, *typing.get_args(messages.Report)}
     assert {type(message) for message, _ in WIRE} == known == set(ControlMessage.__subclasses__())
 
@@ -374,6 +372,6 @@ def test_every_control_message_class_has_recorded_bytes() -> None:
         encode(WIRE[0][0])[:-1],
     ],
 )
-def test_bytes_that_are_no_valid_report_of_the_trainer_or_an_actor_are_rejected(payload: bytes) -> None:
+def test_bytes_that_are_no_valid_report_of_the_trainer_or_an_actor_are_rejected(payload):
     with pytest.raises(msgspec.DecodeError):
         decode_report(payload)

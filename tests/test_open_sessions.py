@@ -3,8 +3,6 @@
 Sessions that are closed or whose event loop still runs are not reported.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import aiohttp
@@ -12,18 +10,18 @@ import aiohttp
 from tests.open_sessions import left_open
 
 
-async def leave_open() -> aiohttp.ClientSession:
+async def leave_open():
     session = aiohttp.ClientSession()
     assert left_open() == [], "its loop runs: it may be closed yet"
     return session
 
 
-async def close_it() -> None:
+async def close_it():
     async with aiohttp.ClientSession():
         pass
 
 
-def test_report_of_an_unclosed_http_session_names_the_code_that_opened_it() -> None:
+def test_report_of_an_unclosed_http_session_names_the_code_that_opened_it():
     session = asyncio.run(leave_open())
     asyncio.run(close_it())
     (opener,) = left_open()

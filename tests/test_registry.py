@@ -21,9 +21,7 @@ FURTHER = ("check_options", "look", "check_problem", "reference_answer", "probe"
 
 
 @pytest.mark.parametrize(("components", "name"), [(kind, name) for kind in KINDS for name in kind])
-def test_every_registered_component_that_is_installed_can_be_loaded(
-    components: registry.Components[Any], name: str
-) -> None:
+def test_every_registered_component_that_is_installed_can_be_loaded(components, name):
     component = components[name]
     if not missing_packages(component):
         assert callable(registry.load("engine.type", components, name))
@@ -47,17 +45,17 @@ TABLE: Mapping[str, Component] = {
         ("broken", r"json/__init__.py has no 'no_such_thing'"),
     ],
 )
-def test_unavailable_name_in_the_registry_is_rejected_with_a_remedy(name: str, sentence: str) -> None:
+def test_unavailable_name_in_the_registry_is_rejected_with_a_remedy(name, sentence):
     with pytest.raises(RecipeError, match=sentence):
         registry.load("engine.type", TABLE, name)
 
 
-def test_looking_up_a_component_does_not_import_what_it_builds() -> None:
+def test_looking_up_a_component_does_not_import_what_it_builds():
     table = {"x": Component(build="this.module.does.not:exist")}
     assert registry.find("engine.type", table, "x") is table["x"]
 
 
-def test_entry_points_add_components_of_their_kind_and_replace_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_add_components_of_their_kind_and_replace_none_of_ours(monkeypatch):
     points = metadata_of(
         {"verifier.regex": f"{__name__}:HERE", "verifier.ours": "no.such:thing", "engine.other": "no.such:thing"}
     )
@@ -67,11 +65,11 @@ def test_entry_points_add_components_of_their_kind_and_replace_none_of_ours(monk
     assert components["regex"] is components["ours"] is HERE
 
 
-def metadata_of(points: Mapping[str, str]) -> tuple[Any, ...]:
+def metadata_of(points):
     return tuple(registry.metadata.EntryPoint(name, value, registry.ENTRY_POINTS) for name, value in points.items())
 
 
 @pytest.mark.parametrize("reference", ["", "json", ":x", "json:", "no_such_module:x", "json.no_such:x", "json:no.such"])
-def test_reference_to_a_missing_module_or_attribute_is_rejected(reference: str) -> None:
+def test_reference_to_a_missing_module_or_attribute_is_rejected(reference):
     with pytest.raises(RecipeError, match=r"module:attribute|cannot be imported|has no"):
         imported(reference)

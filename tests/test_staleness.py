@@ -1,7 +1,5 @@
 """The staleness bounds j (when engines load new weights) and k (which rollouts the trainer accepts) of RLAX §3.1."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -11,18 +9,18 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import MODES, StalenessBounds
 
 
-def test_engine_must_load_new_weights_when_its_weights_are_j_versions_old() -> None:
+def test_engine_must_load_new_weights_when_its_weights_are_j_versions_old():
     bounds = StalenessBounds(3, 9)
     assert [bounds.reload_due(current=current, loaded=4) for current in (4, 6, 7, 8)] == [False, False, True, True]
 
 
-def test_rollout_is_accepted_if_its_age_in_versions_is_at_most_the_staleness_bound_k() -> None:
+def test_rollout_is_accepted_if_its_age_in_versions_is_at_most_the_staleness_bound_k():
     bounds = StalenessBounds(1, 2)
     assert [bounds.accepts(producing=10, oldest=oldest) for oldest in (10, 9, 8, 7)] == [True, True, True, False]
     assert StalenessBounds(1, math.inf).accepts(producing=10**9, oldest=0)
 
 
-def test_on_policy_staleness_bounds_allow_requests_for_only_one_step_at_a_time() -> None:
+def test_on_policy_staleness_bounds_allow_requests_for_only_one_step_at_a_time():
     bounds = MODES["on_policy"]
     issued = [bounds.may_issue(current=5, loaded=5, queued=n, per_step=4) for n in range(6)]
     assert issued == [True] * 4 + [False] * 2
@@ -31,8 +29,8 @@ def test_on_policy_staleness_bounds_allow_requests_for_only_one_step_at_a_time()
 
 @given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 9), st.integers(0, 9), st.integers(1, 6))
 def test_rollouts_requested_within_the_staleness_bounds_are_accepted_at_the_step_that_trains_them(
-    j: int, slack: int, current: int, age: int, step: int
-) -> None:
+    j, slack, current, age, step
+):
     """Every rollout that `may_issue` allows is not too old at the first step that has room for it."""
     bounds, loaded = StalenessBounds(j, j + slack), max(0, current - age)
     queued = 0
@@ -43,9 +41,7 @@ def test_rollouts_requested_within_the_staleness_bounds_are_accepted_at_the_step
 
 
 @given(st.integers(0, 20), st.integers(8, 30), st.lists(st.integers(1, 8), min_size=400, max_size=400))
-def test_groups_of_any_size_requested_within_the_staleness_bounds_are_accepted_at_their_step(
-    slack: int, step: int, sizes: list[int]
-) -> None:
+def test_groups_of_any_size_requested_within_the_staleness_bounds_are_accepted_at_their_step(slack, step, sizes):
     """The controller issues prompts for whole groups, in order, until a step has enough rollouts."""
     bounds, queued, issued = StalenessBounds(1, 1 + slack), 0, 0
     while issued < len(sizes) and bounds.may_issue(current=0, loaded=0, queued=queued, per_step=step):
@@ -69,6 +65,6 @@ def test_groups_of_any_size_requested_within_the_staleness_bounds_are_accepted_a
         (1, -math.inf, "staleness.k must be at least j = 1, got -inf"),
     ],
 )
-def test_impossible_staleness_bounds_are_rejected(j: int, k: float, sentence: str) -> None:
+def test_impossible_staleness_bounds_are_rejected(j, k, sentence):
     with pytest.raises(RecipeError, match=sentence):
         StalenessBounds(j, k)

@@ -1,7 +1,5 @@
 """Model versions, numbers of tokens and outcomes of rollouts and groups."""
 
-from __future__ import annotations
-
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -10,7 +8,7 @@ from pipelinerl.types import Outcome
 from tests.fakes.rollouts import group, rollout
 
 
-def test_oldest_and_newest_version_of_a_rollout_are_over_the_tokens_of_all_turns() -> None:
+def test_oldest_and_newest_version_of_a_rollout_are_over_the_tokens_of_all_turns():
     first = rollout(spans=[(3, 1), (5, 1)]).turns[0]
     second = rollout(spans=[(4, 1), (7, 1)]).turns[0]
     both = replace(rollout(), turns=(first, second))
@@ -18,15 +16,15 @@ def test_oldest_and_newest_version_of_a_rollout_are_over_the_tokens_of_all_turns
     assert (both.num_sampled_tokens, both.num_tokens) == (4, 8)
 
 
-def test_oldest_version_of_a_group_is_that_of_its_oldest_rollout() -> None:
+def test_oldest_version_of_a_group_is_that_of_its_oldest_rollout():
     mixed = replace(group(0), rollouts=(rollout(version=9, epoch=2), rollout(version=4, epoch=3, sampled=(1, 2, 3))))
     assert (mixed.oldest_version, mixed.epoch, mixed.num_tokens) == (4, 2, 4 + 5)
 
 
-def test_outcomes_correct_partial_and_wrong_are_judgements_and_all_others_are_not() -> None:
+def test_outcomes_correct_partial_and_wrong_are_judgements_and_all_others_are_not():
     assert [outcome for outcome in Outcome if outcome.is_judgement] == [Outcome.CORRECT, Outcome.PARTIAL, Outcome.WRONG]
 
 
-def test_rollout_groups_are_immutable() -> None:
+def test_rollout_groups_are_immutable():
     with pytest.raises(FrozenInstanceError):
-        group(0).index = 1  # type: ignore[misc]
+        group(0).index = 1

@@ -1,13 +1,11 @@
 """Tests of the limiter of groups in flight: acquire and release slots, and change the limit while tasks wait."""
 
-from __future__ import annotations
-
 import asyncio
 
 from pipelinerl.actor.actor import GroupLimiter
 
 
-async def test_group_limiter_lets_a_task_take_all_free_slots_and_makes_the_next_task_wait() -> None:
+async def test_group_limiter_lets_a_task_take_all_free_slots_and_makes_the_next_task_wait():
     room = GroupLimiter(3)
     assert await room.take(1) == 1 and await room.take() == 2
     waiting = asyncio.create_task(room.take())
@@ -17,7 +15,7 @@ async def test_group_limiter_lets_a_task_take_all_free_slots_and_makes_the_next_
     assert await waiting == 2
 
 
-async def test_raised_group_limit_wakes_waiting_tasks_and_lowered_limit_takes_effect_as_groups_end() -> None:
+async def test_raised_group_limit_wakes_waiting_tasks_and_lowered_limit_takes_effect_as_groups_end():
     room = GroupLimiter(1)
     assert await room.take() == 1
     waiting = asyncio.create_task(room.take())

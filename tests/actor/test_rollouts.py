@@ -1,11 +1,7 @@
 """Tests that the rollout writer appends each group once; of actors with the same name, only the newest can append."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import pytest
 
@@ -15,7 +11,7 @@ from pipelinerl.messages import ROLLOUTS
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.records import decode_group, encode_group
 from pipelinerl.streams.redis_stream import open_stream
-from pipelinerl.streams.stream import START, Stream
+from pipelinerl.streams.stream import START
 from tests.actor.test_actor import DEADLINE_S, NAME, ScriptedSampler, Watched, none_of, order, until, working
 from tests.fakes.rollouts import group
 
@@ -23,7 +19,7 @@ ANOTHER = "another actor is called actor-0; give each a --name of its own"
 
 
 @pytest.fixture(params=["memory", "redis"])
-async def stream(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stream]:
+async def stream(request, tmp_path):
     if request.param == "memory":
         yield await open_stream("memory://", namespace="test")
         return
@@ -33,7 +29,7 @@ async def stream(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         await opened.close()
 
 
-async def indices(stream: Stream) -> list[int]:
+async def indices(stream):
     entries = await stream.read({ROLLOUTS + NAME: START}, count=100, block_s=0)
     return [decode_group(entry.payload).index for entry in entries]
 
@@ -45,21 +41,21 @@ class Forgetful:
     With `trims`, older entries are trimmed between the two appends, as the trainer may do.
     """
 
-    def __init__(self, behind: Stream, *, trims: bool = False) -> None:
+    def __init__(self, behind, *, trims=False):
         self._behind = behind
         self._trims = trims
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._behind, name)
 
-    async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int) -> int:
+    async def append(self, stream, payloads, *, first_id):
         await self._behind.append(stream, payloads, first_id=first_id)
         if self._trims:
             await self._behind.trim(stream, before=f"{first_id + len(payloads) - 1}-0")
         return await self._behind.append(stream, payloads, first_id=first_id)
 
 
-async def test_restarted_rollout_writer_appends_after_the_earlier_groups(stream: Stream) -> None:
+async def test_restarted_rollout_writer_appends_after_the_earlier_groups(stream):
     first = await RolloutWriter.begin(stream, actor=NAME)
     await first.append([encode_group(group(1)), encode_group(group(2))])
     await first.append([encode_group(group(3))])
@@ -69,9 +65,7 @@ async def test_restarted_rollout_writer_appends_after_the_earlier_groups(stream:
 
 
 @pytest.mark.parametrize(("trims", "kept"), [(False, [1, 2, 3]), (True, [3])])
-async def test_append_repeated_after_a_lost_reply_is_not_mistaken_for_another_actors_append(
-    stream: Stream, trims: bool, kept: list[int]
-) -> None:
+async def test_append_repeated_after_a_lost_reply_is_not_mistaken_for_another_actors_append(stream, trims, kept):
     """A writer repeats an append whose reply was lost, even after the trainer has trimmed some of its groups."""
     partition = await RolloutWriter.begin(Forgetful(stream, trims=trims), actor=NAME)
     await partition.append([encode_group(group(1)), encode_group(group(2))])
@@ -79,7 +73,7 @@ async def test_append_repeated_after_a_lost_reply_is_not_mistaken_for_another_ac
     assert await indices(stream) == kept
 
 
-async def test_replaced_actor_cannot_append_once_its_replacement_has_appended_a_group(stream: Stream) -> None:
+async def test_replaced_actor_cannot_append_once_its_replacement_has_appended_a_group(stream):
     """A suspended actor that resumes can append groups only until its replacement has appended one."""
     earlier = await RolloutWriter.begin(stream, actor=NAME)
     later = await RolloutWriter.begin(stream, actor=NAME)
@@ -91,7 +85,7 @@ async def test_replaced_actor_cannot_append_once_its_replacement_has_appended_a_
     assert await indices(stream) == [1, 2, 4]
 
 
-async def test_replaced_actor_cannot_append_even_if_its_replacements_entries_were_trimmed(stream: Stream) -> None:
+async def test_replaced_actor_cannot_append_even_if_its_replacements_entries_were_trimmed(stream):
     earlier = await RolloutWriter.begin(stream, actor=NAME)
     later = await RolloutWriter.begin(stream, actor=NAME)
     await later.append([encode_group(group(2))])
@@ -100,7 +94,7 @@ async def test_replaced_actor_cannot_append_even_if_its_replacements_entries_wer
         await earlier.append([encode_group(group(3))])
 
 
-async def test_second_actor_cannot_append_under_an_entry_number_that_the_first_has_used(stream: Stream) -> None:
+async def test_second_actor_cannot_append_under_an_entry_number_that_the_first_has_used(stream):
     """Both actors may begin at the same entry number if the clock of the second one is behind."""
     first, second = (RolloutWriter(stream, actor=NAME, number=7) for _ in range(2))
     await first.append([encode_group(group(1))])
@@ -108,13 +102,13 @@ async def test_second_actor_cannot_append_under_an_entry_number_that_the_first_h
         await second.append([encode_group(group(2))])
 
 
-async def test_replaced_actor_does_not_acknowledge_a_prompt_order_whose_group_it_could_not_append() -> None:
+async def test_replaced_actor_does_not_acknowledge_a_prompt_order_whose_group_it_could_not_append():
     """An acknowledged order whose group was not appended would be lost."""
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(order(1))
 
-    async def request_sent() -> bool:
+    async def request_sent():
         return len(sampler.requests) == 1
 
     async with working(watched, sampler) as task:

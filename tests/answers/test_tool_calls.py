@@ -1,19 +1,16 @@
 """Calls are parsed as templates write them in each format; drafts in thinking, and all that is no call, stay text."""
 
-from __future__ import annotations
-
 import json
 import time
 from functools import cache
-from typing import Any
 
 import pytest
 
 from inference_contract.tools import FunctionDefinition, ToolDefinition
 from pipelinerl import rng
 from pipelinerl.answers.thinking import openings_in
-from pipelinerl.answers.tool_calls import FORMATS, CallFormat, ParsedAnswer, num_unparsed, parsed
-from tests.fakes.call_templates import ALL_TEMPLATES, TOOLS, WrittenAnswer, answers
+from pipelinerl.answers.tool_calls import FORMATS, ParsedAnswer, num_unparsed, parsed
+from tests.fakes.call_templates import ALL_TEMPLATES, TOOLS, answers
 
 SUM = ToolDefinition(
     type="function",
@@ -37,24 +34,24 @@ HALF = {"unit": "\ud83d"}
 CALL = '<tool_call>{"name": "sum", "arguments": {"a": 1}}</tool_call>'
 
 
-def parse(text: str, form: CallFormat, key: bytes = b"k", opened_by: str = "") -> ParsedAnswer:
+def parse(text, form, key=b"k", opened_by=""):
     return parsed(text, form, [SUM], key=key, opened_by=opened_by)
 
 
-def calls_of(answer: ParsedAnswer) -> list[tuple[str, Any]]:
+def calls_of(answer):
     return [(call.function.name, json.loads(call.function.arguments)) for call in answer.calls]
 
 
 openings_of = cache(lambda name: openings_in(ALL_TEMPLATES[name].source))
 
 
-def read(answer: WrittenAnswer, name: str, text: str | None = None) -> ParsedAnswer:
+def read(answer, name, text=None):
     written = answer.text if text is None else text
     openings = openings_of(name)
     return parsed(written, BY_NAME[name], TOOLS, key=b"", opened_by=answer.opened_by, openings=openings)
 
 
-def check_round_trip(name: str, count: int) -> None:
+def check_round_trip(name, count):
     """Fail unless each random answer parses to what was written, and each cut one to a beginning of its calls."""
     cuts = rng.generator(1, name)
     for answer in answers(name, rng.generator(0, name), count):
@@ -66,18 +63,18 @@ def check_round_trip(name: str, count: int) -> None:
         assert got == answer.calls[: len(got)], cut
 
 
-def test_every_format_has_a_template() -> None:
+def test_every_format_has_a_template():
     assert ALL_TEMPLATES.keys() == BY_NAME.keys()
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_random_calls_are_parsed_as_the_template_writes_them(name: str) -> None:
+def test_random_calls_are_parsed_as_the_template_writes_them(name):
     check_round_trip(name, 200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BY_NAME)
-def test_many_random_calls_are_parsed_as_the_template_writes_them(name: str) -> None:
+def test_many_random_calls_are_parsed_as_the_template_writes_them(name):
     check_round_trip(name, 2000)
 
 
@@ -135,7 +132,7 @@ def test_many_random_calls_are_parsed_as_the_template_writes_them(name: str) -> 
         ),
     ],
 )  # fmt: skip
-def test_variants_that_models_write_are_parsed(form: str, text: str, content: str, arguments: list[object]) -> None:
+def test_variants_that_models_write_are_parsed(form, text, content, arguments):
     answer = parse(text, BY_NAME[form])
     assert answer.content == content
     assert calls_of(answer) == [("sum", each) for each in arguments]
@@ -165,14 +162,14 @@ def test_variants_that_models_write_are_parsed(form: str, text: str, content: st
         ("Llama 3", '{"name": "sum", "parameters": {}} and more'),
     ],
 )
-def test_text_that_is_not_a_valid_tool_call_stays_text(form: str, text: str) -> None:
+def test_text_that_is_not_a_valid_tool_call_stays_text(form, text):
     assert parse(text, BY_NAME[form]) == ParsedAnswer(text)
 
 
 @pytest.mark.parametrize(
     "marks", ["<think> </think>", "<seed:think> </seed:think>", "[THINK] [/THINK]", "◁think▷ ◁/think▷"]
 )
-def test_call_drafted_in_thinking_is_no_call_and_the_answer_is_kept(marks: str) -> None:
+def test_call_drafted_in_thinking_is_no_call_and_the_answer_is_kept(marks):
     opening, closing = marks.split()
     rest = f"I could run {CALL} but I know.{closing}\\boxed{{4}}"
     assert parse(opening + rest, HERMES) == ParsedAnswer(opening + rest)
@@ -181,26 +178,26 @@ def test_call_drafted_in_thinking_is_no_call_and_the_answer_is_kept(marks: str) 
     assert calls_of(parse(f"{rest}{CALL}", HERMES)) == [("sum", {"a": 1})]
 
 
-def test_answer_whose_thinking_is_open_has_no_calls() -> None:
+def test_answer_whose_thinking_is_open_has_no_calls():
     assert parse(f"<think>{CALL}", HERMES).calls == ()
     assert parse(CALL, HERMES, opened_by="<think>") == ParsedAnswer(CALL)
     assert parse('{"name": "sum", "parameters": {}}', LLAMA, opened_by="<think>").calls == ()
 
 
-def test_llama_call_may_follow_thinking_and_contain_its_markers() -> None:
+def test_llama_call_may_follow_thinking_and_contain_its_markers():
     answer = parse(
         '<think>{"name": "sum", "parameters": {}}</think>\n{"name": "sum", "parameters": {"unit": "</think>"}}', LLAMA
     )
     assert calls_of(answer) == [("sum", {"unit": "</think>"})] and answer.content.endswith("</think>")
 
 
-def test_unparsed_calls_are_counted_outside_thinking_once_each() -> None:
+def test_unparsed_calls_are_counted_outside_thinking_once_each():
     text = "<think><tool_call></think> <tool_call><function=f> [TOOL_CALLS] <|tool_call_begin|> <|python_tag|>"
     assert num_unparsed(text) == 4
     assert num_unparsed('{"name": "f", ') == 1 and num_unparsed("{} <function> a [call]") == 0
 
 
-def test_call_that_is_cut_off_is_counted_as_unparsed() -> None:
+def test_call_that_is_cut_off_is_counted_as_unparsed():
     for name in BY_NAME:
         written = next(each for each in answers(name, rng.generator(5), 99) if each.calls and not each.opened_by)
         text = written.text[len(written.content) :] if written.text.startswith(written.content) else written.text
@@ -211,7 +208,7 @@ def test_call_that_is_cut_off_is_counted_as_unparsed() -> None:
     "piece",
     ["<tool_call>", "<function=f><parameter=a>", " ", "<think>", "</think>", "a ", "[TOOL_CALLS][", "<|channel|>a "],
 )
-def test_answer_that_repeats_a_piece_is_parsed_in_linear_time(piece: str) -> None:
+def test_answer_that_repeats_a_piece_is_parsed_in_linear_time(piece):
     began = time.process_time()
     for form in FORMATS:
         parse(piece * 5000, form)

@@ -1,7 +1,5 @@
 """Tests that the command of `count.py` counts correctly, and runs as documented."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -20,14 +18,14 @@ TREE = (
 )
 
 
-def test_architecture_counts_of_a_small_source_tree_are_correct() -> None:
+def test_architecture_counts_of_a_small_source_tree_are_correct():
     assert list(short_with_one_importer(TREE)) == [("launch/a.py", 2, "launch/b.py")]
     assert list(declarations(TREE, "slots")) == ["launch/a.py:2", "launch/c.py:2"]
     assert list(http_users(TREE)) == [("httpx", "launch/b.py", 2)]
     assert classes_twice(TREE) == {"A": ["launch/a.py:1", "launch/b.py:3"]}
 
 
-def test_architecture_count_command_prints_a_heading_for_each_count() -> None:
+def test_architecture_count_command_prints_a_heading_for_each_count():
     command = [sys.executable, "-m", "tests.architecture.count", "max_waiting"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert answer.returncode == 0, answer.stderr
@@ -42,7 +40,7 @@ def test_architecture_count_command_prints_a_heading_for_each_count() -> None:
         assert heading in answer.stdout
 
 
-def test_one_engine_request_runs_handler_decoding_and_sampling_code_of_at_most_17_files() -> None:
+def test_one_engine_request_runs_handler_decoding_and_sampling_code_of_at_most_17_files():
     """The trace covers both threads, and omits files used only to start or update an engine."""
     files = files_of_a_request()
     assert {

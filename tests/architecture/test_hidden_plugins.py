@@ -3,13 +3,9 @@
 A plug-in is left out in a copy of the package, made of links, that child interpreters import instead of this one.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +18,7 @@ IMPORT_ALL = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_
 ALONE = ("pipelinerl.__main__",)
 
 
-def without(plugins: Iterable[str], folder: Path) -> dict[str, str]:
+def without(plugins, folder):
     """Link the package without these plug-ins into `folder`; return the environment of interpreters that use it."""
     copy = folder / "pipelinerl"
     for path in PACKAGE.iterdir():
@@ -36,18 +32,18 @@ def without(plugins: Iterable[str], folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "400"}
 
 
-def ran(environment: dict[str, str], *arguments: str) -> tuple[int, str]:
+def ran(environment, *arguments):
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, cwd="/")
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def bare(tmp_path_factory):
     """Return the environment of interpreters without any plug-in that can be left out."""
     return without(PLUGINS, tmp_path_factory.mktemp("bare"))
 
 
-def test_every_module_of_the_core_imports_without_plugins(bare: dict[str, str]) -> None:
+def test_every_module_of_the_core_imports_without_plugins(bare):
     names = [
         module.name
         for module in project()
@@ -57,7 +53,7 @@ def test_every_module_of_the_core_imports_without_plugins(bare: dict[str, str]) 
     assert status == 0, text
 
 
-def test_help_and_check_of_the_tiny_recipe_work_without_plugins(bare: dict[str, str]) -> None:
+def test_help_and_check_of_the_tiny_recipe_work_without_plugins(bare):
     assert (status := ran(bare, "-m", "pipelinerl", "--help"))[0] == 0, status
     assert (status := ran(bare, "-m", "pipelinerl", "check", "tiny"))[0] == 0, status
 
@@ -91,7 +87,7 @@ for change in sys.argv[1:]:
 """
 
 
-def test_recipe_that_names_a_missing_plugin_says_which_one_and_how_to_get_it(bare: dict[str, str]) -> None:
+def test_recipe_that_names_a_missing_plugin_says_which_one_and_how_to_get_it(bare):
     status, text = ran(bare, "-c", REFUSE_EACH, *NAMED.values())
     assert status == 0, text
     for (plugin, part), sentence in zip(NAMED, text.splitlines(), strict=True):
@@ -103,13 +99,13 @@ def test_recipe_that_names_a_missing_plugin_says_which_one_and_how_to_get_it(bar
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_core_works_without_this_plugin(plugin: str, tmp_path: Path) -> None:
+def test_core_works_without_this_plugin(plugin, tmp_path):
     status, text = ran(without([plugin], tmp_path), "-m", "pipelinerl", "check", "tiny")
     assert status == 0, text
 
 
 @pytest.mark.slow
-def test_tiny_trains_without_plugins(bare: dict[str, str], tmp_path: Path) -> None:
+def test_tiny_trains_without_plugins(bare, tmp_path):
     quick = (f"run.directory={tmp_path}", "run.steps=3", "training.rollouts_per_step=32", "evaluation.problems=4")
     status, text = ran(bare, "-m", "pipelinerl", "run", "tiny", *quick)
     assert status == 0, text

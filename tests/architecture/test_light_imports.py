@@ -1,7 +1,5 @@
 """Contracts, configuration, registry, objective and launcher import no heavy library (tested in new interpreters)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -21,7 +19,7 @@ print(json.dumps(sorted(set(heavy) & set(sys.modules))))
 """
 
 
-def _loaded(modules: list[str], watched: frozenset[str]) -> list[str]:
+def _loaded(modules, watched):
     """Return the names in `watched` that a new interpreter has loaded after it imported `modules`."""
     command = [sys.executable, "-c", _SCRIPT, json.dumps([modules, sorted(watched)])]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -29,7 +27,7 @@ def _loaded(modules: list[str], watched: frozenset[str]) -> list[str]:
     return list(json.loads(answer.stdout))
 
 
-def _modules(*rooms: str) -> list[str]:
+def _modules(*rooms):
     names = [module.name for module in project() if "conformance" not in module.path]
     return [name for name in names if room_of(name) in rooms]
 
@@ -49,10 +47,10 @@ def _modules(*rooms: str) -> list[str]:
     ],
     ids=["inference_contract", "trainer_contract", "config_registry", "objective", "launch"],
 )
-def test_light_modules_import_no_heavy_library(modules: list[str]) -> None:
+def test_light_modules_import_no_heavy_library(modules):
     assert modules
     assert _loaded(modules, HEAVY) == []
 
 
-def test_heavy_library_loaded_by_an_import_is_detected() -> None:
+def test_heavy_library_loaded_by_an_import_is_detected():
     assert _loaded(["inference_contract.schemas"], frozenset({"pydantic", "torch"})) == ["pydantic"]

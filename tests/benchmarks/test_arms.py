@@ -1,28 +1,23 @@
 """Tests of training benchmarks that compare several arms (variants): metrics of a run, tables, and resumed records."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks import arms
 from benchmarks.arms import Column, FinishedRun, Job, figures_of, measured, table
 from pipelinerl.config.recipe import load
-from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import tell
 
 JOB = Job("a", 0, "tiny", ())
 
 
-def finished(events: list[Event], *, accuracy: float = 0.5) -> FinishedRun:
+def finished(events, *, accuracy=0.5):
     return FinishedRun(config=load("tiny"), history=tell(events), completed=True, accuracy=accuracy)
 
 
-def events_of(steps: int) -> list[Event]:
-    events: list[Event] = [{"kind": "run_started", "time": 0.0, "elapsed_s": 0.0}]
+def events_of(steps):
+    events = [{"kind": "run_started", "time": 0.0, "elapsed_s": 0.0}]
     for step in range(1, steps + 1):
         figures = {"reward": 0.1 * step, "ess": 0.9, "staleness_mean": 2.0, "rollouts": 8, "sampled_tokens": 90}
         timing = {"wait_s": 0.5, "step_s": 0.5, "stale_tokens": 10 * step}
@@ -30,7 +25,7 @@ def events_of(steps: int) -> list[Event]:
     return events
 
 
-def test_benchmark_metrics_are_computed_from_the_events_of_training_steps() -> None:
+def test_benchmark_metrics_are_computed_from_the_events_of_training_steps():
     row = figures_of(JOB, finished(events_of(4)))
     assert (row["accuracy"], row["age"], row["ess"]) == (0.5, 2.0, pytest.approx(0.9))
     assert (row["reward"], row["area"]) == (pytest.approx(0.4), pytest.approx(0.25))
@@ -42,14 +37,14 @@ def test_benchmark_metrics_are_computed_from_the_events_of_training_steps() -> N
     assert row["by_seconds"][0] == pytest.approx((0.0, 0.0, 1.0, 2.0))
 
 
-def test_error_names_the_metric_that_a_benchmark_needs_and_the_step_events_lack() -> None:
+def test_error_names_the_metric_that_a_benchmark_needs_and_the_step_events_lack():
     events = [{key: value for key, value in event.items() if key != "stale_tokens"} for event in events_of(2)]
     with pytest.raises(ValueError, match="to report stale_tokens"):
         figures_of(JOB, finished(events))
 
 
-def test_benchmark_table_has_a_row_per_compared_variant_and_marks_incomplete_runs() -> None:
-    def row(arm: str, value: float | None, completed: bool = True) -> dict[str, Any]:
+def test_benchmark_table_has_a_row_per_compared_variant_and_marks_incomplete_runs():
+    def row(arm, value, completed=True):
         return {"arm": arm, "value": value, "completed": completed}
 
     runs = [
@@ -70,13 +65,13 @@ def test_benchmark_table_has_a_row_per_compared_variant_and_marks_incomplete_run
     ]
 
 
-def test_recorded_benchmark_runs_are_not_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_recorded_benchmark_runs_are_not_repeated(monkeypatch, tmp_path):
     path, trained = tmp_path / "b.json", list[str]()
 
-    def record(name: str, payload: dict[str, Any], *, quick: bool) -> None:
+    def record(name, payload, *, quick):
         path.write_text(json.dumps(payload))
 
-    def train(job: Job, *, judged: bool) -> FinishedRun:
+    def train(job, *, judged):
         trained.append(f"{job.arm}{job.seed}{job.changes}")
         return finished([])
 
@@ -85,7 +80,7 @@ def test_recorded_benchmark_runs_are_not_repeated(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(arms, "train", train)
     jobs = [Job("a", 0, "tiny", ("x=1",)), Job("a", 1, "tiny", ("x=1",))]
 
-    def values(*jobs: Job) -> list[Any]:  # without repeats, which a busy machine would cause
+    def values(*jobs):  # without repeats, which a busy machine would cause
         return [
             row["value"]
             for row in measured("b", jobs, lambda job, run: {"value": job.seed}, quick=False, repeats=False)
@@ -100,16 +95,16 @@ def test_recorded_benchmark_runs_are_not_repeated(monkeypatch: pytest.MonkeyPatc
 
 
 def test_benchmark_run_disturbed_by_other_processes_is_repeated_once_and_the_less_disturbed_run_is_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     path, trained = tmp_path / "b.json", list[str]()
     others = iter((0.9, 0.5, 0.0))
 
     class Meter:
-        def figures(self) -> dict[str, float]:
+        def figures(self):
             return {"load": 1.0, "others": next(others)}
 
-    def train(job: Job, *, judged: bool) -> FinishedRun:
+    def train(job, *, judged):
         trained.append(f"{job.arm}{job.seed}")
         return finished([])
 

@@ -1,10 +1,7 @@
 """Tests of benchmarks that start an engine; they measure too briefly for meaningful results."""
 
-from __future__ import annotations
-
 import asyncio
 import os
-from pathlib import Path
 
 import pytest
 
@@ -18,12 +15,12 @@ SHAPE = DecoderShape(hidden=16, layers=1, heads=2, intermediate=16, vocab=64, ma
 
 
 @pytest.mark.slow
-def test_engine_process_of_a_benchmark_is_kept_busy_and_stops_when_its_with_block_exits(tmp_path: Path) -> None:
+def test_engine_process_of_a_benchmark_is_kept_busy_and_stops_when_its_with_block_exits(tmp_path):
     random_decoder(SHAPE).save_pretrained(tmp_path)
     core = min(os.sched_getaffinity(0))
     order = EngineOrder(folder=tmp_path, slots=2, context=64, load=Load(samples=2, tokens=8), core=core)
 
-    async def two_readings(url: str) -> list[dict[str, float]]:
+    async def two_readings(url):
         async with EngineClient(state_timeout_s=PATIENCE_S) as client:
             first = second = await client.metrics(url)
             async with asyncio.timeout(PATIENCE_S):
@@ -43,9 +40,7 @@ def test_engine_process_of_a_benchmark_is_kept_busy_and_stops_when_its_with_bloc
 
 
 @pytest.mark.slow
-def test_benchmark_raises_an_error_if_its_engine_cannot_start(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_benchmark_raises_an_error_if_its_engine_cannot_start(tmp_path, capfd):
     with (
         pytest.raises(RuntimeError, match="ended before it was ready"),
         served(EngineOrder(folder=tmp_path / "nothing", slots=2, context=64)),
@@ -56,7 +51,7 @@ def test_benchmark_raises_an_error_if_its_engine_cannot_start(
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_engine_busy_benchmark_measures_an_engine_alone_and_during_training_and_publishing() -> None:
+def test_engine_busy_benchmark_measures_an_engine_alone_and_during_training_and_publishing():
     payload = engine_busy.measure(rounds=1, window_s=0.3)
     assert set(payload["tokens_per_s"]["medians"]) == {"alone", "training", "publishing"}
     assert payload["rounds_per_window"]["training"] >= 1

@@ -1,7 +1,5 @@
 """`gpu_check` on a machine without a GPU: it refuses to check, but its rehearsal on the CPU (`--device cpu`) runs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ SMALL = replace(QUICK, answer=16, parity_sequences=2, trained_tokens=128, rounds
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_gpu_check_without_cuda_checks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_check_without_cuda_checks_nothing(capsys):
     assert gpu_check.main([]) == gpu_check.NO_DEVICE == 3
     out, err = capsys.readouterr()
     assert err.strip() == "no CUDA device: nothing was checked"
@@ -31,14 +29,14 @@ def test_gpu_check_without_cuda_checks_nothing(capsys: pytest.CaptureFixture[str
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     save_model(SMALL, path)
     return path
 
 
 @pytest.mark.parametrize("part", ["correctness", "parity"])
-def test_gpu_check_rehearsal_finds_equal_logprobs_in_engine_transformers_and_trainer(part: str, folder: Path) -> None:
+def test_gpu_check_rehearsal_finds_equal_logprobs_in_engine_transformers_and_trainer(part, folder):
     rows, result = gpu_check.attempt(part, folder, SMALL, CPU)
     assert not [row.name for row in rows if row.name.endswith("failed")]
     assert result["fp32_max"] < 1e-4
@@ -48,39 +46,37 @@ def test_gpu_check_rehearsal_finds_equal_logprobs_in_engine_transformers_and_tra
     ("part", "figure"),
     [("decode", "of_roofline"), ("trainer", "mfu"), ("ragged", "mean_apart"), ("staging", "peak_share")],
 )
-def test_gpu_check_rehearsal_measures_speeds_and_memory_of_plausible_magnitude(
-    part: str, figure: str, folder: Path
-) -> None:
+def test_gpu_check_rehearsal_measures_speeds_and_memory_of_plausible_magnitude(part, figure, folder):
     rows, result = gpu_check.attempt(part, folder, SMALL, CPU)
     assert not [row.name for row in rows if row.name.endswith("failed")]
     assert 0 < result[figure] < 10, "only the order of magnitude is certain on a busy CPU"
 
 
-def test_gpu_check_rehearsal_reuses_prompt_prefixes_from_the_kv_cache(folder: Path) -> None:
+def test_gpu_check_rehearsal_reuses_prompt_prefixes_from_the_kv_cache(folder):
     _, result = gpu_check.attempt("continued", folder, SMALL, CPU)
     assert result["fp32_max"] < 1e-4 and result["found"] >= 0.8
 
 
 @pytest.mark.slow
-def test_gpu_check_rehearsal_computes_gradients_of_a_large_vocabulary(folder: Path) -> None:
+def test_gpu_check_rehearsal_computes_gradients_of_a_large_vocabulary(folder):
     """The trainer computes the output layer in pieces, because all logits together exceed its memory limit."""
     _, result = gpu_check.attempt("vocabulary", folder, replace(SMALL, head_vocab=2**18), CPU)
     assert result["errors"][1] <= 0.003
 
 
 @pytest.mark.slow
-def test_gpu_check_rehearsal_detects_that_a_rank_was_killed_during_a_broadcast(folder: Path) -> None:
+def test_gpu_check_rehearsal_detects_that_a_rank_was_killed_during_a_broadcast(folder):
     _, result = gpu_check.attempt("killed", folder, SMALL, CPU)
     assert result["error"] != "none" and result["works_again"]
 
 
 @pytest.mark.slow
-def test_gpu_check_rehearsal_finds_equal_losses_and_logprobs_of_jax_and_torch(folder: Path) -> None:
+def test_gpu_check_rehearsal_finds_equal_losses_and_logprobs_of_jax_and_torch(folder):
     _, result = gpu_check.attempt("jax", folder, SMALL, CPU)
     assert result["loss_apart"] < 1e-3 and result["logprob_apart"] < 1e-4
 
 
-def test_gpu_check_finds_that_the_varlen_kernel_and_attention_in_padded_buckets_agree() -> None:
+def test_gpu_check_finds_that_the_varlen_kernel_and_attention_in_padded_buckets_agree():
     """The kernel is a verified fake in fp32, because the real check needs CUDA."""
     scale = replace(SMALL, segment=24)
     layers = {each.name: each for each in attention_layers(varlen_attention, scale, CPU, torch.float32)}
@@ -92,22 +88,20 @@ def test_gpu_check_finds_that_the_varlen_kernel_and_attention_in_padded_buckets_
 
 
 @pytest.mark.slow
-def test_gpu_check_measures_the_speed_of_the_attention_kernels() -> None:
+def test_gpu_check_measures_the_speed_of_the_attention_kernels():
     for layer in attention_layers(varlen_attention, SMALL, CPU, torch.float32):
         assert layer.timed(2).ratio("buckets", "varlen").median > 0
 
 
 @pytest.mark.slow
-def test_gpu_check_rehearsal_on_a_cpu_checks_optimizer_state_kept_in_host_memory(folder: Path) -> None:
+def test_gpu_check_rehearsal_on_a_cpu_checks_optimizer_state_kept_in_host_memory(folder):
     rows, result = gpu_check.attempt("state", folder, SMALL, CPU)
     assert all(row.met is not False for row in rows) and len(rows) == 6
     assert result["host"]["apart"] <= 1e-6
 
 
 @pytest.mark.slow
-def test_gpu_check_rehearsal_runs_to_the_end_and_records_each_part(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpu_check_rehearsal_runs_to_the_end_and_records_each_part(tmp_path, capsys):
     assert gpu_check.main(["--device", "cpu", "--quick", "--results", str(tmp_path)]) == 0
     checks = json.loads((tmp_path / "gpu_check.json").read_text())["checks"]
     assert list(checks) == list(gpu_check.CHECKS)
@@ -116,10 +110,8 @@ def test_gpu_check_rehearsal_runs_to_the_end_and_records_each_part(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, AttributeError, ImportError, AssertionError])
-def test_gpu_check_part_that_raises_an_error_is_recorded_as_failed(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object) -> None:
+def test_gpu_check_part_that_raises_an_error_is_recorded_as_failed(error, monkeypatch):
+    def broken(*_):
         raise error("no kernel image is available\nlong story")
 
     monkeypatch.setattr(gpu_check, "CHECKS", {"decode": broken})
@@ -129,20 +121,16 @@ def test_gpu_check_part_that_raises_an_error_is_recorded_as_failed(
     assert "long story" in result["failed"]
 
 
-def test_hanging_gpu_check_part_is_killed_and_the_next_one_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_gpu_check_part_is_killed_and_the_next_one_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "LIMIT_S", 0.01)
-    seen: list[list[str]] = []
+    seen = []
     rows, results = gpu_check.check(CPU, SMALL, ["decode", "mesh"], lambda parts: seen.append(list(parts)))
     assert [row.name for row in rows] == ["decode failed", "mesh failed"]
     assert "no result after 0.01 s" in results["decode"]["failed"]
     assert seen == [["decode"], ["decode", "mesh"]], "the record is written after each part"
 
 
-def test_rerun_of_one_gpu_check_part_keeps_the_results_of_other_parts_with_the_same_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rerun_of_one_gpu_check_part_keeps_the_results_of_other_parts_with_the_same_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "apart", lambda part, *_: ([Row(part, 1.0)], {"figure": part}))
     monkeypatch.setattr(gpu_check, "save_model", lambda *_: None)
     for part in ("decode", "memory"):
@@ -153,7 +141,7 @@ def test_rerun_of_one_gpu_check_part_keeps_the_results_of_other_parts_with_the_s
     assert list(json.loads((tmp_path / "gpu_check.json").read_text())["checks"]) == ["decode"]
 
 
-def test_step_flops_of_a_known_shape_match_a_hand_computed_number() -> None:
+def test_step_flops_of_a_known_shape_match_a_hand_computed_number():
     """The model has one layer of width 4 with one head, a feed-forward width of 8, and a vocabulary of 10."""
     shape = DecoderShape(hidden=4, layers=1, heads=1, intermediate=8, vocab=10)
     batch = random_batch(replace(SMALL, shape=shape, trained_tokens=64, segment=16))

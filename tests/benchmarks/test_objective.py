@@ -1,13 +1,11 @@
 """All variants that the objective benchmark compares compute the same gradient."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.objective import PROMPT, SAMPLED, arms, micro_batch
 
 
-def test_compared_variants_of_the_objective_benchmark_have_equal_gradients() -> None:
+def test_compared_variants_of_the_objective_benchmark_have_equal_gradients():
     works = arms(4 * (PROMPT + SAMPLED))
     gradient = works["slots"]()
     torch.testing.assert_close(works["minimum"](), gradient, rtol=1e-5, atol=1e-9)

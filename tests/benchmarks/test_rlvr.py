@@ -1,18 +1,16 @@
 """The benchmark `rlvr` reports a rise only if the reward intervals of first and last steps do not overlap."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.rlvr import RECIPE, WINDOW, curves, rows
 from pipelinerl.config.recipe import load
 
 
-def step(number: int, **rewards: float) -> dict[str, object]:
+def step(number, **rewards):
     return {"kind": "step", "step": number, "by_domain": {name: {"reward": each} for name, each in rewards.items()}}
 
 
-def straight(first: float, last: float, *, spread: float = 0.0) -> dict[str, object]:
+def straight(first, last, *, spread=0.0):
     """Return the curves of a reward that moves linearly from `first` to `last`; every other step adds `spread`."""
     count = 4 * WINDOW
     rewards = [first + (last - first) * place / (count - 1) + spread * (place % 2) for place in range(count)]
@@ -21,7 +19,7 @@ def straight(first: float, last: float, *, spread: float = 0.0) -> dict[str, obj
     return curves(steps, held_out, "sums")
 
 
-def test_rising_reward_is_reported_as_risen() -> None:
+def test_rising_reward_is_reported_as_risen():
     result = straight(0.2, 0.8)
     assert result["rises"] is True
     assert result["first"]["median"] < 0.4 < 0.6 < result["last"]["median"]
@@ -29,23 +27,23 @@ def test_rising_reward_is_reported_as_risen() -> None:
 
 
 @pytest.mark.parametrize(("first", "last", "spread"), [(0.5, 0.5, 0.0), (0.6, 0.5, 0.0), (0.5, 0.55, 0.4)])
-def test_flat_falling_or_noisy_reward_is_not_reported_as_risen(first: float, last: float, spread: float) -> None:
+def test_flat_falling_or_noisy_reward_is_not_reported_as_risen(first, last, spread):
     assert straight(first, last, spread=spread)["rises"] is False
 
 
-def test_reward_curve_of_a_domain_skips_steps_without_rollouts_of_that_domain() -> None:
+def test_reward_curve_of_a_domain_skips_steps_without_rollouts_of_that_domain():
     steps = [step(place, sums=0.1) if place % 2 else step(place, others=0.9) for place in range(1, 21)]
     held_out = [{"by_domain": {"sums": {"accuracy": 0.0}}}]
     assert curves(steps, held_out, "sums")["rewards"] == [0.1] * 10
 
 
-def test_rlvr_benchmark_table_has_a_row_per_seed_and_domain() -> None:
+def test_rlvr_benchmark_table_has_a_row_per_seed_and_domain():
     runs = [{"seed": seed, "domains": {"sums": straight(0.2, 0.8)}} for seed in range(3)]
     runs[1]["domains"] = {"sums": straight(0.6, 0.5)}
     assert [row.met for row in rows(runs)] == [True, False, True]
 
 
-def test_rlvr_recipe_has_three_domains_with_distinct_verifiers() -> None:
+def test_rlvr_recipe_has_three_domains_with_distinct_verifiers():
     config = load(RECIPE)
     assert len({domain.verifier for domain in config.trained_domains}) == len(config.trained_domains) == 3
     assert config.run.steps >= 2 * WINDOW

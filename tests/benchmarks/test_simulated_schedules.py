@@ -1,11 +1,9 @@
 """Tests of the benchmark that simulates schedules on published hardware: throughput and staleness of each."""
 
-from __future__ import annotations
-
 from benchmarks.simulated_schedules import GENERATIONS, arms
 
 
-def test_simulated_schedules_have_the_expected_policy_lag_and_order_of_throughput() -> None:
+def test_simulated_schedules_have_the_expected_policy_lag_and_order_of_throughput():
     results = {each.arm: each for each in arms(8, steps=6)}
     conventional = [results[f"conventional G = {generation}"] for generation in GENERATIONS]
     assert [each.lag for each in conventional] == [(generation + 1) / 2 for generation in GENERATIONS]

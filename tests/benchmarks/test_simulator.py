@@ -1,34 +1,30 @@
 """The simulator benchmark compares runs that differ only in their schedule, and its slowed-down recipe loads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks.paced import ENGINE, TRAINER, paced_recipe
 from benchmarks.simulator import ARMS, changes_of
 from inference_contract.weights import OnUpdate
-from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.config.recipe import load
 from pipelinerl.plugins.simulation.from_recipe import setting_of
 from pipelinerl.plugins.simulation.hardware import Hardware
-from pipelinerl.plugins.simulation.prediction import Prediction
 from pipelinerl.plugins.simulation.setting import HeavyTailedLengths, SimulatedSetting
 from pipelinerl.plugins.simulation.simulator import simulate
 from pipelinerl.staleness import StalenessBounds
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recipe(tmp_path_factory):
     return paced_recipe(tmp_path_factory.mktemp("paced"))
 
 
-def config_of(recipe: Path, arm: str) -> RunConfig:
+def config_of(recipe, arm):
     return load(recipe, changes_of(arm, steps=40))
 
 
-def test_runs_of_the_simulator_benchmark_differ_only_in_their_schedule(recipe: Path) -> None:
+def test_runs_of_the_simulator_benchmark_differ_only_in_their_schedule(recipe):
     plain = load(recipe)
     for arm in ARMS:
         config = config_of(recipe, arm)
@@ -38,8 +34,8 @@ def test_runs_of_the_simulator_benchmark_differ_only_in_their_schedule(recipe: P
         assert config.training.rollouts_per_step == 64 * config.training.mini_batches
 
 
-def test_simulator_ranks_schedules_by_speed_and_staleness_as_expected(recipe: Path) -> None:
-    predictions: dict[str, Prediction] = {}
+def test_simulator_ranks_schedules_by_speed_and_staleness_as_expected(recipe):
+    predictions = {}
     for arm in ARMS:
         lengths = HeavyTailedLengths(12.0, 0.8, 48)
         setting = setting_of(config_of(recipe, arm), lengths=lengths, prompt_tokens=9, steps=40)
@@ -54,7 +50,7 @@ def test_simulator_ranks_schedules_by_speed_and_staleness_as_expected(recipe: Pa
     assert predictions["conventional G = 2"].tokens_per_s > first.tokens_per_s
 
 
-def tokens_per_s(engines: int) -> float:
+def tokens_per_s(engines):
     """Return the simulated throughput of a run whose actors, trainer and step size grow with the number of engines."""
     setting = SimulatedSetting(
         steps=5,
@@ -74,5 +70,5 @@ def tokens_per_s(engines: int) -> float:
     return simulate(setting, Hardware(engine=ENGINE, trainer=trainer)).tokens_per_s
 
 
-def test_simulated_throughput_is_proportional_to_the_number_of_engines() -> None:
+def test_simulated_throughput_is_proportional_to_the_number_of_engines():
     assert 7.0 < tokens_per_s(128) / tokens_per_s(16) < 9.0

@@ -1,9 +1,5 @@
 """Tests of the benchmark of runs that differ in staleness bounds (engine j, trainer k) and importance weights."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -17,9 +13,7 @@ ADVANTAGES = np.array([1.0, 1.0, -1.0])
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_each_staleness_benchmark_run_uses_reinforce_with_the_importance_weight_in_its_name(
-    arm: str,
-) -> None:
+def test_each_staleness_benchmark_run_uses_reinforce_with_the_importance_weight_in_its_name(arm):
     config = load(RECIPE, ARMS[arm])
     assert arm.startswith(f"({config.staleness.j}, {config.staleness.k:g})")
     columns = {
@@ -35,7 +29,7 @@ def test_each_staleness_benchmark_run_uses_reinforce_with_the_importance_weight_
     assert gradient.tolist() == pytest.approx((-weight * ADVANTAGES).tolist())
 
 
-def test_runs_of_the_staleness_benchmark_differ_only_in_staleness_bounds_and_objective() -> None:
+def test_runs_of_the_staleness_benchmark_differ_only_in_staleness_bounds_and_objective():
     recipe = load(RECIPE)
     same = [
         config.model_copy(update={"staleness": recipe.staleness, "objective": recipe.objective})
@@ -44,7 +38,7 @@ def test_runs_of_the_staleness_benchmark_differ_only_in_staleness_bounds_and_obj
     assert all(config == recipe for config in same)
 
 
-def test_staleness_plot_is_written_as_png(tmp_path: Path) -> None:
+def test_staleness_plot_is_written_as_png(tmp_path):
     curve = ((0.0, 1.0), (0.2, 0.4))
     runs = [{"arm": arm, "by_samples": curve, "by_seconds": curve, "ess_by_step": curve} for arm in ARMS]
     assert plot(runs, tmp_path / "staleness.png").read_bytes().startswith(b"\x89PNG")

@@ -1,21 +1,16 @@
 """The TIS benchmark compares the objectives of Yao et al. 2025; its metrics come from step events."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from benchmarks.arms import FinishedRun, Job
 from benchmarks.tis import ARMS, RECIPE, figures, plot
-from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.config.recipe import load
 from pipelinerl.enums import WeightFormat
 from pipelinerl.numerics import causes
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.statistics import statistics
 from pipelinerl.objective.tokens import Tokens
-from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import tell
 
 EPSILON_LOW, EPSILON_HIGH = 0.2, 0.28
@@ -32,7 +27,7 @@ TOKENS = [
 ]
 
 
-def _columns() -> dict[str, object]:
+def _columns():
     data = np.array(TOKENS)
     size = len(TOKENS)
     return {
@@ -46,7 +41,7 @@ def _columns() -> dict[str, object]:
     }
 
 
-def _expected(name: str) -> list[float]:
+def _expected(name):
     """Return d loss / d log π of each token as in Yao et al. 2025: −w · A · r, or 0 where PPO clips the ratio r."""
     gradients = []
     for current, old, behavior, advantage in TOKENS:
@@ -59,18 +54,18 @@ def _expected(name: str) -> list[float]:
     return gradients
 
 
-def _config(arm: str) -> RunConfig:
+def _config(arm):
     return load(RECIPE, ARMS[arm])
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_each_run_of_the_tis_benchmark_has_the_gradient_of_the_published_objective(arm: str) -> None:
+def test_each_run_of_the_tis_benchmark_has_the_gradient_of_the_published_objective(arm):
     objective = resolve(_config(arm).objective)
     gradient = objective.prediction_gradient(np.array(TOKENS)[:, 0], _columns())
     assert gradient.tolist() == pytest.approx(_expected(arm.split()[-1]))
 
 
-def test_runs_of_the_tis_benchmark_differ_only_in_objective_and_weight_format() -> None:
+def test_runs_of_the_tis_benchmark_differ_only_in_objective_and_weight_format():
     reference, native, *others = (_config(arm) for arm in ARMS)
     assert reference.model_dump() == load(RECIPE).model_dump()
     assert {other.engine.weights for other in others} == {WeightFormat.INT8}
@@ -81,7 +76,7 @@ def test_runs_of_the_tis_benchmark_differ_only_in_objective_and_weight_format() 
         assert same == reference
 
 
-def _events(steps: int) -> list[Event]:
+def _events(steps):
     objective = resolve(_config(list(ARMS)[-1]).objective)
     reported = statistics(objective, Tokens.of(np.array(TOKENS)[:, 0], _columns()))
     current, old, behavior, _ = np.array(TOKENS, np.float32).T
@@ -95,7 +90,7 @@ def _events(steps: int) -> list[Event]:
         responses=np.arange(size),
     )
     reported |= causes.figures(sampled, held_version=3, cuts={})
-    events: list[Event] = [{"kind": "run_started", "time": 0.0, "elapsed_s": 0.0}]
+    events = [{"kind": "run_started", "time": 0.0, "elapsed_s": 0.0}]
     for step in range(1, steps + 1):
         scaled = {"logprob_difference_mean": 0.1 * step, "ess": 1.0 - 0.1 * step}
         events.append({"kind": "step", "time": 0.0, "elapsed_s": step, "step": step, **reported, **scaled})
@@ -105,14 +100,14 @@ def _events(steps: int) -> list[Event]:
     return events
 
 
-def _finished(events: list[Event]) -> FinishedRun:
+def _finished(events):
     return FinishedRun(config=load(RECIPE), history=tell(events), completed=True, accuracy=0.5)
 
 
 JOB = Job("native PPO", 0, RECIPE, ())
 
 
-def test_metrics_of_the_tis_benchmark_are_computed_from_step_events() -> None:
+def test_metrics_of_the_tis_benchmark_are_computed_from_step_events():
     row = figures(JOB, _finished(_events(4)))
     assert row["accuracy"] == 0.5
     assert row["curves"]["accuracy"][1][-1] == pytest.approx(0.4)
@@ -123,13 +118,13 @@ def test_metrics_of_the_tis_benchmark_are_computed_from_step_events() -> None:
     assert row["clipped"] == pytest.approx(2 / 7, abs=1e-6), "exp(0.6) up, exp(-0.6) down"
 
 
-def test_error_names_the_metric_that_the_tis_benchmark_needs_and_the_step_events_lack() -> None:
+def test_error_names_the_metric_that_the_tis_benchmark_needs_and_the_step_events_lack():
     events = [{key: value for key, value in event.items() if key != "ess"} for event in _events(2)]
     with pytest.raises(ValueError, match="to report ess"):
         figures(JOB, _finished(events))
 
 
-def test_tis_plot_is_written_as_png(tmp_path: Path) -> None:
+def test_tis_plot_is_written_as_png(tmp_path):
     row = figures(JOB, _finished(_events(4)))
     runs = [{**row, "arm": name} for name in ARMS for _ in range(2)]
     assert plot(runs, tmp_path / "docs" / "tis.png").read_bytes().startswith(b"\x89PNG")

@@ -1,7 +1,5 @@
 """Benchmark runs with TRL use the recipe's problems, rewards and updates; only the slow test runs TRL itself."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess
@@ -27,15 +25,13 @@ FIGURES = (Path(__file__).parents[2] / "docs/reference/figures.md").read_text()
 @pytest.mark.parametrize(
     ("benchmark", "recipe", "overrides"), [("trl", TINY.recipe, []), ("trl_smollm2", SMOLLM2.recipe, ["run.steps=30"])]
 )
-def test_figures_mark_exactly_the_records_of_another_recipe_than_the_one_that_ships(
-    benchmark: str, recipe: str, overrides: list[str]
-) -> None:
+def test_figures_mark_exactly_the_records_of_another_recipe_than_the_one_that_ships(benchmark, recipe, overrides):
     (row,) = (line for line in FIGURES.splitlines() if f"`python -m benchmarks {benchmark}`" in line)
     changed = changed_keys(read_record(benchmark)["recipe"], recipe, overrides)
     assert ("(an earlier version of the recipe)" in row) is bool(changed), changed
 
 
-def test_recorded_seeds_are_kept_only_if_the_recipe_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_seeds_are_kept_only_if_the_recipe_is_the_same(monkeypatch):
     monkeypatch.setattr("benchmarks.trl.read_record", lambda name: {})
     assert recorded("trl", TINY.recipe) == {}, "without a record, the seeds begin one"
     table = to_table(load(TINY.recipe))
@@ -49,14 +45,14 @@ def test_recorded_seeds_are_kept_only_if_the_recipe_is_the_same(monkeypatch: pyt
         recorded("trl", TINY.recipe)
 
 
-def test_rewards_in_trl_benchmark_runs_come_from_the_verifiers_of_the_recipe() -> None:
+def test_rewards_in_trl_benchmark_runs_come_from_the_verifiers_of_the_recipe():
     config = load(TINY.recipe)
     problem = training_problems(config).problem(3)
     with judge_of(config) as judge:
         assert judge([problem, problem], [problem.ground_truth, problem.ground_truth + "x"]) == [1.0, 0.0]
 
 
-def test_trl_arguments_are_derived_from_the_recipe() -> None:
+def test_trl_arguments_are_derived_from_the_recipe():
     config = load(TINY.recipe, ["optimizer.grad_clip=0.5", "sampling.max_tokens=10"])
     given = grpo_arguments(config, steps=7, folder="f")
     assert given["loss_type"] == "dr_grpo"
@@ -66,19 +62,19 @@ def test_trl_arguments_are_derived_from_the_recipe() -> None:
     assert given["scale_rewards"] == "none"
 
 
-def test_trl_clip_bounds_are_derived_from_the_recipe() -> None:
+def test_trl_clip_bounds_are_derived_from_the_recipe():
     grad1 = '{ kind = "clipped_ratio", epsilon_low = 0.1, epsilon_high = 0.3 }'
     given = grpo_arguments(load(TINY.recipe, [f"objective.grad1={grad1}"]), steps=7, folder="f")
     assert (given["epsilon"], given["epsilon_high"]) == (0.1, 0.3)
     assert "epsilon" not in grpo_arguments(load(TINY.recipe, ["objective.grad1=logprob"]), steps=7, folder="f")
 
 
-def test_objective_that_trl_cannot_express_is_rejected() -> None:
+def test_objective_that_trl_cannot_express_is_rejected():
     with pytest.raises(ValueError, match="that TRL can express"):
         grpo_arguments(load(TINY.recipe, ["objective=grpo"]), steps=7, folder="f")
 
 
-def test_benchmark_clock_excludes_paused_time() -> None:
+def test_benchmark_clock_excludes_paused_time():
     times = iter([10.0, 11.0, 14.0, 20.0])
     clock = Clock(now=lambda: next(times))
     clock.start()  # the clock shows 10 s
@@ -86,13 +82,13 @@ def test_benchmark_clock_excludes_paused_time() -> None:
     assert clock.seconds() == 7.0  # from 10 s to 20 s, less a pause of 3 s
 
 
-def test_answers_in_trl_benchmark_runs_end_at_the_first_end_token() -> None:
+def test_answers_in_trl_benchmark_runs_end_at_the_first_end_token():
     assert until_end([7, 8, 4, 9], ends=[4]) == [7, 8]
     assert until_end([7, 8], ends=[4]) == [7, 8]
     assert until_end([4], ends=[4]) == []
 
 
-def test_greedy_accuracy_of_the_shipped_model_leaves_room_to_learn() -> None:
+def test_greedy_accuracy_of_the_shipped_model_leaves_room_to_learn():
     config = load(TINY.recipe, ["evaluation.problems=128"])
     path = config.model.resolved
     with judge_of(config) as judge:
@@ -102,7 +98,7 @@ def test_greedy_accuracy_of_the_shipped_model_leaves_room_to_learn() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is installed by `make bench`")
-def test_trl_benchmark_run_trains_and_reports_its_accuracy_curve(tmp_path: Path) -> None:
+def test_trl_benchmark_run_trains_and_reports_its_accuracy_curve(tmp_path):
     changes = ["evaluation.interval_steps=1", "evaluation.problems=32", "training.rollouts_per_step=64"]
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps(to_table(load(TINY.recipe, changes))))
@@ -120,7 +116,7 @@ def test_trl_benchmark_run_trains_and_reports_its_accuracy_curve(tmp_path: Path)
     assert result["ends"][1] > result["ends"][0] > 0 and result["points"][1][1] > 0
 
 
-def test_smollm2_recipe_can_be_translated_to_trl_arguments() -> None:
+def test_smollm2_recipe_can_be_translated_to_trl_arguments():
     config = load(SMOLLM2.recipe)
     given = grpo_arguments(config, steps=7, folder="f")
     assert (given["scale_rewards"], given["num_generations"], given["max_completion_length"]) == ("group", 8, 40)
@@ -131,6 +127,6 @@ def test_smollm2_recipe_can_be_translated_to_trl_arguments() -> None:
         assert judge([problem] * 3, [problem.ground_truth, wrong, "no"]) == [1.0, 0.3, 0.0]
 
 
-def test_accuracy_gain_is_measured_over_the_first_half_hour_only() -> None:
+def test_accuracy_gain_is_measured_over_the_first_half_hour_only():
     curve = [(0, 0.0, 0.5), (5, 900.0, 0.75), (10, 1801.0, 1.0)]
     assert gain(Arm(curve, [], load=0.0)) == 0.25

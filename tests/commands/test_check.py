@@ -1,15 +1,11 @@
 """`pipelinerl check` rejects what would stop a run later, and accepts the shipped recipes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +16,7 @@ from pipelinerl.cli import app
 from pipelinerl.commands.check import findings, refuse
 from pipelinerl.component import missing_packages
 from pipelinerl.config.learning import CurationSection
-from pipelinerl.config.recipe import MODELS, RECIPES, RunConfig, load, parse, to_table
+from pipelinerl.config.recipe import MODELS, RECIPES, load, parse, to_table
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -34,13 +30,13 @@ SHIPPED = MODELS / "tiny_speller"
 QUICK = ("evaluation.problems=4",)
 
 
-def with_domain(**domain: object) -> RunConfig:
+def with_domain(**domain):
     """Return the shipped recipe with one domain and room for long prompts."""
     table = to_table(load("tiny", [*QUICK, "engine.context_length=64"]))
     return parse(table | {"domains": [{"name": "d", **domain}]})
 
 
-def test_check_warns_that_slow_domains_of_a_mixture_lose_groups_to_staleness() -> None:
+def test_check_warns_that_slow_domains_of_a_mixture_lose_groups_to_staleness():
     two = [{"name": name, "source": "addition"} for name in ("quick", "slow")]
     mixed = to_table(load("tiny", [*QUICK, "engine.context_length=64"])) | {"domains": two}
     assert 'keep such groups with staleness.overdue = "wait"' in dict(findings(parse(mixed)))["staleness"]
@@ -49,7 +45,7 @@ def test_check_warns_that_slow_domains_of_a_mixture_lose_groups_to_staleness() -
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-def test_check_accepts_every_shipped_recipe(recipe: Path) -> None:
+def test_check_accepts_every_shipped_recipe(recipe):
     config = load(recipe)
     if missing_packages(ENGINES[config.engine.type]):
         with pytest.raises(RecipeError, match=r"needs .*, which is not installed"):
@@ -85,16 +81,14 @@ def test_check_accepts_every_shipped_recipe(recipe: Path) -> None:
         (["sampling.top_p=0.9", "elastic.types.vllm.max=1"], "elastic.types 'vllm'"),
     ],
 )
-def test_truncated_training_samples_need_engines_that_report_the_policys_logprobs(
-    overrides: list[str], key: str
-) -> None:
+def test_truncated_training_samples_need_engines_that_report_the_policys_logprobs(overrides, key):
     with pytest.raises(RecipeError, match=rf"from before this truncation, .*{key} cannot; use .*sglang_server.* torch"):
         check_truncation(load("tiny", overrides))
     check_truncation(load("tiny", overrides[1:]))
     check_truncation(load("tiny", ["sampling.top_p=0.9", "sampling.top_k=20", "elastic.types.torch.max=2"]))
 
 
-def test_check_shows_the_file_of_a_user_reward_and_its_verdicts_on_trial_answers(tmp_path: Path) -> None:
+def test_check_shows_the_file_of_a_user_reward_and_its_verdicts_on_trial_answers(tmp_path):
     (tmp_path / "r.py").write_text("def short(completion):\n    return -len(completion) / 10\n")
     rewards = [{"function": f"{tmp_path}/r.py:short", "weight": 0.5}, {"function": "math_answer", "weight": 1.0}]
     results = list(findings(with_domain(source="addition", parameters={"max_digits": 1}, rewards=rewards)))
@@ -107,12 +101,12 @@ def test_check_shows_the_file_of_a_user_reward_and_its_verdicts_on_trial_answers
     )
 
 
-def test_check_describes_a_mesh() -> None:
+def test_check_describes_a_mesh():
     finding = dict(findings(load("tiny", [*QUICK, "trainer.options.mesh={dp_shard=2,cp=2}"])))["mesh"]
     assert finding == "4 processes, a copy of the model over 4; 2 micro-batches at once, each computed by 2 processes"
 
 
-def test_check_rejects_a_user_reward_that_raises_an_error(tmp_path: Path) -> None:
+def test_check_rejects_a_user_reward_that_raises_an_error(tmp_path):
     (tmp_path / "r.py").write_text("def score(problem, text):\n    return problem.metadata['level']\n")
     with pytest.raises(RecipeError, match=r"domains.d.verifier cannot judge its problems: .*r.py:2: KeyError: 'level'"):
         list(findings(with_domain(source="addition", verifier=f"{tmp_path}/r.py:score")))
@@ -125,7 +119,7 @@ def test_check_rejects_a_user_reward_that_raises_an_error(tmp_path: Path) -> Non
         ("return sum(correct) > 4 or 'hard'", "4 of 8 right: filters it: hard, in "),
     ],
 )
-def test_check_tries_a_user_filter_on_a_synthetic_group(body: str, sentence: str, tmp_path: Path) -> None:
+def test_check_tries_a_user_filter_on_a_synthetic_group(body, sentence, tmp_path):
     (tmp_path / "mine.py").write_text(f"def keep(lengths, correct):\n    {body}\n")
     config = with_domain(source="addition", parameters={"max_digits": 1})
     config = config.model_copy(update={"curation": CurationSection(filter=f"{tmp_path}/mine.py:keep")})
@@ -142,7 +136,7 @@ def test_check_tries_a_user_filter_on_a_synthetic_group(body: str, sentence: str
         ("keep", "curation.filter must be path.py:function or package.module:function, got 'keep'"),
     ],
 )
-def test_check_rejects_a_failing_or_invalid_user_filter(filter: str, sentence: str, tmp_path: Path) -> None:
+def test_check_rejects_a_failing_or_invalid_user_filter(filter, sentence, tmp_path):
     (tmp_path / "mine.py").write_text(
         "def keep(metadata):\n    return metadata['size'] > 3\n\ndef weather(weather):\n    return True\n"
     )
@@ -153,7 +147,7 @@ def test_check_rejects_a_failing_or_invalid_user_filter(filter: str, sentence: s
 
 
 @pytest.mark.parametrize("key", ["engine.type", "trainer.type"])
-def test_check_accepts_any_options_of_an_engine_or_trainer_written_by_the_user(key: str, tmp_path: Path) -> None:
+def test_check_accepts_any_options_of_an_engine_or_trainer_written_by_the_user(key, tmp_path):
     (tmp_path / "mine.py").write_text("def make(*_): ...\n")
     section = key.partition(".")[0]
     refuse(load("tiny", [f"{key}={tmp_path}/mine.py:make", f"{section}.options.zzz=1"]))
@@ -161,7 +155,7 @@ def test_check_accepts_any_options_of_an_engine_or_trainer_written_by_the_user(k
         refuse(load("tiny", [f"{key}={tmp_path}/mine.py:other"]))
 
 
-def test_check_rejects_invalid_engine_options_by_name() -> None:
+def test_check_rejects_invalid_engine_options_by_name():
     own = load("tiny", ["engine.type=vllm", "engine.options.max_model_len=16"])
     with pytest.raises(
         RecipeError, match=r"engine\.options\.max_model_len is set by engine\.context_length; leave it out"
@@ -170,7 +164,7 @@ def test_check_rejects_invalid_engine_options_by_name() -> None:
     check_engine_options(load("tiny", ["engine.type=vllm", "engine.options.block_size=16"]))
 
 
-def test_check_of_a_gpu_recipe_fails_here_and_passes_for_another_machine() -> None:
+def test_check_of_a_gpu_recipe_fails_here_and_passes_for_another_machine():
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     overrides = ["trainer.device=cuda", "weights.backend=nccl"]
@@ -182,7 +176,7 @@ def test_check_of_a_gpu_recipe_fails_here_and_passes_for_another_machine() -> No
     assert there.exit_code == 0 and "the recipe can run" in there.output
 
 
-def test_check_shows_the_size_of_the_weight_history() -> None:
+def test_check_shows_the_size_of_the_weight_history():
     overrides = [*QUICK, "objective=decoupled_ppo", "training.old_logprobs=sampling_weights", "staleness.j=4"]
     finding = dict(findings(load("tiny", [*overrides, "staleness.k=10"])))["old log-probs"]
     each = sum(file.stat().st_size for file in SHIPPED.glob("*.safetensors")) / 2**20
@@ -202,11 +196,11 @@ def test_check_shows_the_size_of_the_weight_history() -> None:
         ["objective=ppo", "critic.schedule=cosine", "critic.rate_warmup_steps=2", "critic.final_fraction=0.1"],
     ],
 )
-def test_check_accepts_valid_trainer_settings(overrides: list[str]) -> None:
+def test_check_accepts_valid_trainer_settings(overrides):
     refuse(load("tiny", overrides))
 
 
-def test_check_before_a_run_imports_neither_torch_nor_transformers() -> None:
+def test_check_before_a_run_imports_neither_torch_nor_transformers():
     """`pipelinerl run` calls `refuse` in the launcher's process, which must use little memory while the run lasts."""
     script = (
         "import sys; from pipelinerl.config.recipe import load; from pipelinerl.commands.check import refuse; "
@@ -218,23 +212,23 @@ def test_check_before_a_run_imports_neither_torch_nor_transformers() -> None:
     assert (answer.stdout, answer.returncode) == ("[]\n", 0), answer.stderr
 
 
-def without(name: str) -> Callable[[Path], None]:
+def without(name):
     return lambda path: (path / name).unlink()
 
 
-def rewritten(name: str, content: bytes) -> Callable[[Path], None]:
-    def rewrite(path: Path) -> None:
+def rewritten(name, content):
+    def rewrite(path):
         (path / name).write_bytes(content)
 
     return rewrite
 
 
-def wider(path: Path) -> None:
+def wider(path):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 10}))
 
 
-def not_a_number(path: Path) -> None:
+def not_a_number(path):
     weights = load_file(path / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -260,9 +254,7 @@ def not_a_number(path: Path) -> None:
         (wider, "weights do not fit config.json: 6 absent or of another shape, first model.layers.0.mlp"),
     ],
 )
-def test_check_rejects_an_incomplete_or_damaged_model_directory(
-    tmp_path: Path, damage: Callable[[Path], None], sentence: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_check_rejects_an_incomplete_or_damaged_model_directory(tmp_path, damage, sentence, capfd):
     path = tmp_path / "model"
     shutil.copytree(SHIPPED, path)
     damage(path)
@@ -272,7 +264,7 @@ def test_check_rejects_an_incomplete_or_damaged_model_directory(
     assert capfd.readouterr().err == "", "only the error is printed"
 
 
-def test_check_rejects_a_model_without_a_chat_template(tmp_path: Path) -> None:
+def test_check_rejects_a_model_without_a_chat_template(tmp_path):
     """The commands `run` and `check` print the same message."""
     path = shutil.copytree(SHIPPED, tmp_path / "model")
     named = json.loads((path / "tokenizer_config.json").read_text())
@@ -288,7 +280,7 @@ def test_check_rejects_a_model_without_a_chat_template(tmp_path: Path) -> None:
     refuse(config)
 
 
-def test_check_warns_of_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
+def test_check_warns_of_a_tokenizer_with_more_tokens_than_the_model(tmp_path):
     """The usual cause is a padding token added to the tokenizer alone; only prompts with that token fail."""
     path = shutil.copytree(SHIPPED, tmp_path / "model")
     tokens = json.loads((path / "tokenizer.json").read_text())
@@ -301,7 +293,7 @@ def test_check_warns_of_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Pa
     assert len(warnings) == 1 and f"the tokenizer of {path} has " in warnings[0] and "refused by engines" in warnings[0]
 
 
-def test_check_rejects_an_engine_or_trainer_that_does_not_fit_the_model_type(tmp_path: Path) -> None:
+def test_check_rejects_an_engine_or_trainer_that_does_not_fit_the_model_type(tmp_path):
     path = tmp_path / "model"
     shutil.copytree(SHIPPED, path)
     (path / "model.safetensors").unlink()
@@ -315,7 +307,7 @@ def test_check_rejects_an_engine_or_trainer_that_does_not_fit_the_model_type(tmp
             list(findings(load("tiny", [*QUICK, f"{part}.type=bigram"])))
 
 
-def test_check_rejects_a_context_in_which_rotary_angles_depend_on_the_texts_length(tmp_path: Path) -> None:
+def test_check_rejects_a_context_in_which_rotary_angles_depend_on_the_texts_length(tmp_path):
     path = tmp_path / "model"
     shutil.copytree(SHIPPED, path)
     config = json.loads((path / "config.json").read_text())
@@ -352,14 +344,12 @@ def test_check_rejects_a_context_in_which_rotary_angles_depend_on_the_texts_leng
         ),
     ],
 )
-def test_check_rejects_unknown_or_incompatible_problem_sources_and_verifiers(
-    domain: dict[str, object], sentence: str
-) -> None:
+def test_check_rejects_unknown_or_incompatible_problem_sources_and_verifiers(domain, sentence):
     with pytest.raises(RecipeError, match=sentence):
         list(findings(with_domain(**domain)))
 
 
-def test_check_shows_the_prompt_of_each_domain_as_the_model_sees_it() -> None:
+def test_check_shows_the_prompt_of_each_domain_as_the_model_sees_it():
     config = with_domain(
         source="reasoning_gym:spell_backward",
         verifier="reasoning_gym",
@@ -376,7 +366,7 @@ def test_check_shows_the_prompt_of_each_domain_as_the_model_sees_it() -> None:
     assert "<|system|>be brief<|end|><|user|>ab<|end|><|assistant|>ba<|end|><|user|>" in shown
 
 
-def test_path_of_a_users_source_file_is_relative_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_of_a_users_source_file_is_relative_to_the_recipe(tmp_path, monkeypatch):
     (tmp_path / "where").mkdir()
     (tmp_path / "where" / "mine.py").write_text(
         "def sums(most):\n"
@@ -401,14 +391,14 @@ def test_path_of_a_users_source_file_is_relative_to_the_recipe(tmp_path: Path, m
         refuse(load("where/mine.toml"))
 
 
-def file_of(path: Path, *, long: int, of: int = 400) -> dict[str, object]:
+def file_of(path, *, long, of=400):
     """Write a data file with `of` problems, `long` of which have long prompts; return its domain."""
     texts = [f"{i}" * (18 if i < 100 + long else 1) for i in range(100, 100 + of)]
     path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts))
     return {"source": "files", "parameters": {"path": str(path), "prompt_field": "prompt"}}
 
 
-def test_check_warns_of_a_few_prompts_that_exceed_the_context_and_rejects_many_such_prompts(tmp_path: Path) -> None:
+def test_check_warns_of_a_few_prompts_that_exceed_the_context_and_rejects_many_such_prompts(tmp_path):
     few = with_domain(**file_of(tmp_path / "few.jsonl", long=16))
     warnings = [text for part, text in findings(few) if part == "warning"]
     assert warnings and re.match(
@@ -423,7 +413,7 @@ def test_check_warns_of_a_few_prompts_that_exceed_the_context_and_rejects_many_s
     assert not [text for part, text in findings(roomy) if part == "warning" and text.startswith("training")]
 
 
-def test_check_rejects_more_evaluation_problems_than_the_data_holds(tmp_path: Path) -> None:
+def test_check_rejects_more_evaluation_problems_than_the_data_holds(tmp_path):
     file = tmp_path / "problems.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in (*range(100), 7)))
     table = to_table(with_domain(source="files", parameters={"path": str(file)}))
@@ -440,7 +430,7 @@ def test_check_rejects_more_evaluation_problems_than_the_data_holds(tmp_path: Pa
     assert dict(findings(parse(table | {"evaluation": {"problems": 0}})))["held out"] == "no problems"
 
 
-def of_two_sizes(size: int) -> RunConfig:
+def of_two_sizes(size):
     """Return the shipped recipe with groups of 8, and a second domain with groups of `size`."""
     config = load("tiny", QUICK)
     first = config.domains[0]
@@ -455,21 +445,19 @@ def of_two_sizes(size: int) -> RunConfig:
         (1, "grpo", r"objective\.adv\.baseline mean needs groups, and domains\.second\.group_size is 1"),
     ],
 )
-def test_check_rejects_objective_settings_without_effect_in_some_domain(
-    size: int, objective: str, sentence: str
-) -> None:
+def test_check_rejects_objective_settings_without_effect_in_some_domain(size, objective, sentence):
     with pytest.raises(RecipeError, match=sentence):
         refuse(of_two_sizes(size).model_copy(update={"objective": objective}))
 
 
-def test_check_shows_rollouts_per_step_and_group_sizes() -> None:
+def test_check_shows_rollouts_per_step_and_group_sizes():
     (one,) = [finding for part, finding in findings(of_two_sizes(8)) if part == "step"]
     assert one == "256 rollouts, 32 groups of 8"
     (several,) = [finding for part, finding in findings(of_two_sizes(20)) if part == "step"]
     assert several == "256 to 272 rollouts, about 18 whole groups: of 8 from short_words, of 20 from second"
 
 
-def test_check_rejects_subtracting_the_group_mean_from_rewards_in_groups_of_one() -> None:
+def test_check_rejects_subtracting_the_group_mean_from_rewards_in_groups_of_one():
     config = with_domain(
         source="reasoning_gym:spell_backward", verifier="reasoning_gym", reward={"mean": "group"}, parameters={}
     )
@@ -481,7 +469,7 @@ def test_check_rejects_subtracting_the_group_mean_from_rewards_in_groups_of_one(
 
 
 @pytest.mark.parametrize(("reward", "refused"), [({"scale": 2.0}, True), ({"overlong_tokens": 8}, False)])
-def test_check_rejects_reward_rescaling_if_credit_is_assigned_per_turn(reward: dict[str, float], refused: bool) -> None:
+def test_check_rejects_reward_rescaling_if_credit_is_assigned_per_turn(reward, refused):
     config = with_domain(
         source="reasoning_gym:spell_backward", verifier="reasoning_gym", reward=reward, parameters={}
     ).model_copy(update={"objective": {"preset": "grpo", "adv": {"credit": "turns"}}})
@@ -492,7 +480,7 @@ def test_check_rejects_reward_rescaling_if_credit_is_assigned_per_turn(reward: d
         refuse(config)
 
 
-def objective_lines(*overrides: str) -> tuple[list[str], list[str]]:
+def objective_lines(*overrides):
     """Return the findings of `check` about the objective, and its warnings."""
     results = list(findings(load("tiny", [*QUICK, *overrides])))
     return [text for part, text in results if part == "objective"], [
@@ -500,7 +488,7 @@ def objective_lines(*overrides: str) -> tuple[list[str], list[str]]:
     ]
 
 
-def test_check_shows_the_resolved_objective_and_its_differences_from_the_preset() -> None:
+def test_check_shows_the_resolved_objective_and_its_differences_from_the_preset():
     (first, *slots), warnings = objective_lines()
     assert first == "pipelinerl, changed in is_weight, adv, grad1; needs nothing beyond the rollouts"
     assert [line.split(" = ")[0] for line in slots] == ["agg", "is_weight", "adv", "grad1", "grad2"]

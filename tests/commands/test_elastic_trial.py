@@ -1,9 +1,5 @@
 """`pipelinerl engines elastic` shows the scaling decisions that a rule would have made in a recorded run."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from typer.testing import CliRunner
 
@@ -16,7 +12,7 @@ URL = "http://127.0.0.1:1"
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory):
     """Return a run of two minutes with one busy engine, for which the trainer waits half of the first minute only."""
     directory = tmp_path_factory.mktemp("run")
     save(load("tiny", ["elastic.types.torch.max=2"]), directory / "recipe.toml")
@@ -31,7 +27,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def printed_by(run_dir: Path, *overrides: str) -> list[str]:
+def printed_by(run_dir, *overrides):
     result = CliRunner().invoke(app, ["engines", "elastic", str(run_dir), *overrides])
     if isinstance(result.exception, UserError):
         raise result.exception
@@ -39,7 +35,7 @@ def printed_by(run_dir: Path, *overrides: str) -> list[str]:
     return result.output.splitlines()
 
 
-def test_elastic_trial_on_a_recorded_run_prints_each_scaling_decision_with_time_and_reason(run_dir: Path) -> None:
+def test_elastic_trial_on_a_recorded_run_prints_each_scaling_decision_with_time_and_reason(run_dir):
     *decided, note = printed_by(run_dir)
     assert [line.partition(":")[0].split() for line in decided] == [
         ["33", "s", "step", "33", "1", "→", "2", "engines"],
@@ -49,12 +45,12 @@ def test_elastic_trial_on_a_recorded_run_prints_each_scaling_decision_with_time_
     assert "only the first decision is reliable" in note
 
 
-def test_elastic_trial_on_a_recorded_run_applies_command_line_overrides(run_dir: Path) -> None:
+def test_elastic_trial_on_a_recorded_run_applies_command_line_overrides(run_dir):
     assert printed_by(run_dir, "elastic.waiting=0.6", "elastic.content=0.001", "elastic.types.torch.min=1")[:-1] != []
     (nothing,) = printed_by(run_dir, "elastic.waiting=0.6", "elastic.patience=9")
     assert nothing == "no decision in 242 events: no 9 intervals of 10 s in a row agree"
 
 
-def test_elastic_trial_rejects_a_directory_that_is_no_run(tmp_path: Path) -> None:
+def test_elastic_trial_rejects_a_directory_that_is_no_run(tmp_path):
     with pytest.raises(UserError, match="so it is not a run"):
         printed_by(tmp_path)

@@ -1,27 +1,24 @@
 """Tests of `[[domains]]` tables: prompts, sampling, and files relative to the recipe."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipelinerl.config.layers import overridden
-from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
+from pipelinerl.config.recipe import load, parse, save, to_table
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message
 
 SHOTS = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 
 
-def with_domain(**domain: Any) -> RunConfig:
+def with_domain(**domain):
     return parse(to_table(load("tiny")) | {"domains": [{"name": "d", "source": "addition", **domain}]})
 
 
-def test_domain_overrides_the_prompt_and_sampling_settings_of_the_run() -> None:
+def test_domain_overrides_the_prompt_and_sampling_settings_of_the_run():
     (domain,) = with_domain(
         system_prompt="s",
         prompt_template="Say {prompt}",
@@ -57,12 +54,12 @@ def test_domain_overrides_the_prompt_and_sampling_settings_of_the_run() -> None:
         ({"chat_template_kwargs": {"a": [1]}}, r"domains\.d\.chat_template_kwargs\.a"),
     ],
 )
-def test_invalid_domain_is_rejected(domain: dict[str, Any], sentence: str) -> None:
+def test_invalid_domain_is_rejected(domain, sentence):
     with pytest.raises(RecipeError, match=sentence):
         with_domain(**domain)
 
 
-def written(folder: Path) -> Path:
+def written(folder):
     """Write a recipe together with its data, few-shot examples and base."""
     (folder / "data").mkdir(parents=True)
     rows = "".join(json.dumps({"prompt": f"q{i}", "answer": "a"}) + "\n" for i in range(20))
@@ -77,9 +74,7 @@ def written(folder: Path) -> Path:
     return folder / "deeper" / "mine.toml"
 
 
-def test_domain_files_are_relative_to_the_recipe_that_names_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_domain_files_are_relative_to_the_recipe_that_names_them(tmp_path, monkeypatch):
     recipe = written(tmp_path / "where")
     monkeypatch.chdir(tmp_path)
     config = load(recipe.relative_to(tmp_path))
@@ -96,7 +91,7 @@ def test_domain_files_are_relative_to_the_recipe_that_names_them(
     ("text", "sentence"),
     [(None, "domains.d.few_shot: .*shots.json cannot be read"), ("{", "is not JSON"), ("{}", "must hold a list")],
 )
-def test_error_names_an_unreadable_few_shot_file(text: str | None, sentence: str, tmp_path: Path) -> None:
+def test_error_names_an_unreadable_few_shot_file(text, sentence, tmp_path):
     recipe = written(tmp_path)
     shots = tmp_path / "data" / "shots.json"
     shots.unlink() if text is None else shots.write_text(text)
@@ -104,7 +99,7 @@ def test_error_names_an_unreadable_few_shot_file(text: str | None, sentence: str
         load(recipe)
 
 
-def sized(sizes: dict[str, int | None], *overrides: str) -> RunConfig:
+def sized(sizes, *overrides):
     """Return the shipped recipe with one domain for each group size in `sizes`."""
     domains = [
         {"name": name, "source": "addition"} | ({} if size is None else {"group_size": size})
@@ -113,7 +108,7 @@ def sized(sizes: dict[str, int | None], *overrides: str) -> RunConfig:
     return parse(overridden(to_table(load("tiny")) | {"domains": domains}, overrides))
 
 
-def test_domain_group_size_overrides_that_of_the_run() -> None:
+def test_domain_group_size_overrides_that_of_the_run():
     config = sized({"own": 4, "other": None}, "sampling.group_size=12", "training.rollouts_per_step=64")
     own, other = config.domains
     assert (config.group_size_of(own), config.group_size_of(other)) == (4, 12)
@@ -136,8 +131,6 @@ def test_domain_group_size_overrides_that_of_the_run() -> None:
         ({"a": 0}, [], "domains.a.group_size: Input should be greater than or equal to 1, got 0"),
     ],
 )
-def test_group_sizes_that_cannot_fill_a_step_are_rejected(
-    sizes: dict[str, int | None], overrides: list[str], sentence: str
-) -> None:
+def test_group_sizes_that_cannot_fill_a_step_are_rejected(sizes, overrides, sentence):
     with pytest.raises(RecipeError, match=re.escape(sentence)):
         sized(sizes, *overrides)

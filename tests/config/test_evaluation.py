@@ -1,15 +1,11 @@
 """Tests of a recipe's evaluation sets, and of the defaults from `[evaluation]`."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipelinerl.config.layers import overridden
-from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
+from pipelinerl.config.recipe import load, parse, save, to_table
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.controller_role import settings_of
 from pipelinerl.roles.problems import held_out_problems, training_problems
@@ -22,12 +18,12 @@ DOMAINS = [
 ]
 
 
-def recipe(*sets: dict[str, Any], overrides: tuple[str, ...] = ()) -> RunConfig:
+def recipe(*sets, overrides=()):
     table = to_table(load("tiny")) | {"domains": DOMAINS, "evaluations": list(sets)}
     return parse(overridden(table, overrides))
 
 
-def test_recipe_without_evaluation_sets_gets_an_evaluation_set_named_after_its_split() -> None:
+def test_recipe_without_evaluation_sets_gets_an_evaluation_set_named_after_its_split():
     (only,) = recipe(
         overrides=("evaluation.problems=7", "evaluation.samples=2", "evaluation.temperature=1")
     ).evaluation_sets
@@ -36,7 +32,7 @@ def test_recipe_without_evaluation_sets_gets_an_evaluation_set_named_after_its_s
     assert (only.name, only.split, only.interval_steps) == ("validation", "validation", None)
 
 
-def test_evaluation_set_can_override_each_setting_of_the_evaluation_section_separately() -> None:
+def test_evaluation_set_can_override_each_setting_of_the_evaluation_section_separately():
     config = recipe(
         {"name": "quick", "problems": 8},
         {
@@ -60,7 +56,7 @@ def test_evaluation_set_can_override_each_setting_of_the_evaluation_section_sepa
     ]
 
 
-def test_domain_with_zero_weight_is_evaluated_but_not_trained_on() -> None:
+def test_domain_with_zero_weight_is_evaluated_but_not_trained_on():
     config = recipe(
         {"name": "main"}, {"name": "bench", "domains": ["benchmark"]}, {"name": "both", "domains": ["b", "benchmark"]}
     )
@@ -73,7 +69,7 @@ def test_domain_with_zero_weight_is_evaluated_but_not_trained_on() -> None:
     assert 29 <= drawn["both"].count("b") <= 31, "3 to 1: in its sets a domain without weight has that of 1"
 
 
-def test_problems_of_an_evaluation_set_do_not_depend_on_other_sets() -> None:
+def test_problems_of_an_evaluation_set_do_not_depend_on_other_sets():
     alone = held_out_problems(recipe({"name": "main", "domains": ["b"]}))["main"]
     joint = held_out_problems(recipe({"name": "x", "split": "validation"}, {"name": "main", "domains": ["b"]}))["main"]
     assert [alone.problem(index) for index in range(9)] == [joint.problem(index) for index in range(9)]
@@ -93,18 +89,18 @@ def test_problems_of_an_evaluation_set_do_not_depend_on_other_sets() -> None:
         ([{"name": "a b"}], "evaluations.0.name: String should match pattern"),
     ],
 )
-def test_invalid_evaluation_sets_are_rejected(sets: list[dict[str, Any]], sentence: str) -> None:
+def test_invalid_evaluation_sets_are_rejected(sets, sentence):
     with pytest.raises(RecipeError, match=re.escape(sentence)):
         recipe(*sets)
 
 
-def test_at_least_one_domain_must_be_trained_on() -> None:
+def test_at_least_one_domain_must_be_trained_on():
     table = to_table(load("tiny"))
     with pytest.raises(RecipeError, match="domains: must give at least one domain a weight above 0"):
         parse(table | {"domains": [DOMAINS[2]]})
 
 
-def test_evaluation_sets_are_unchanged_after_the_recipe_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_evaluation_sets_are_unchanged_after_the_recipe_is_saved_and_loaded(tmp_path):
     config = recipe({"name": "main"}, {"name": "hard", "domains": ["benchmark"], "samples": 2, "temperature": 0.5})
     save(config, tmp_path / "saved.toml")
     assert load(tmp_path / "saved.toml").evaluation_sets == config.evaluation_sets

@@ -1,13 +1,9 @@
 """Tests of recipe layers (base, recipe, overrides): a new preset or kind discards the settings of lower layers."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from pipelinerl.config.layers import merged, overridden, resolved_beside
-from pipelinerl.config.recipe import RunConfig, load, save
+from pipelinerl.config.recipe import load, save
 from pipelinerl.enums import Overdue
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.catalogue import PRESETS
@@ -17,12 +13,12 @@ from pipelinerl.staleness import StalenessBounds
 BASE = {"preset": "pipelinerl", "is_weight": "one", "grad1": {"kind": "clipped_ratio", "epsilon_high": 0.28}}
 
 
-def objective(*overrides: str) -> object:
+def objective(*overrides):
     return overridden({"objective": BASE, "run": {"name": "x"}}, overrides)["objective"]
 
 
 @pytest.mark.parametrize("override", ["objective.preset=ppo_tis", "objective=ppo_tis", 'objective={preset="ppo_tis"}'])
-def test_override_that_names_an_objective_preset_discards_the_base_recipes_objective_settings(override: str) -> None:
+def test_override_that_names_an_objective_preset_discards_the_base_recipes_objective_settings(override):
     """If the objective settings of `tiny` were kept, the preset ppo_tis would run without TIS."""
     assert objective(override) == {"preset": "ppo_tis"}
     assert resolve(load("tiny", [override]).objective) == PRESETS["ppo_tis"].objective
@@ -37,24 +33,22 @@ def test_override_that_names_an_objective_preset_discards_the_base_recipes_objec
         ("objective=ppo_tis", "objective.is_weight.high=4.0"),
     ],
 )
-def test_preset_and_overrides_of_single_objective_settings_may_be_given_in_any_order(
-    overrides: tuple[str, ...],
-) -> None:
+def test_preset_and_overrides_of_single_objective_settings_may_be_given_in_any_order(overrides):
     assert objective(*overrides) == {"preset": "ppo_tis", "is_weight": {"high": 4.0}}
 
 
-def test_override_of_a_single_objective_setting_keeps_the_other_objective_settings_of_the_base_recipe() -> None:
-    assert objective("objective.grad1.over=old") == BASE | {"grad1": {**BASE["grad1"], "over": "old"}}  # type: ignore[dict-item]
+def test_override_of_a_single_objective_setting_keeps_the_other_objective_settings_of_the_base_recipe():
+    assert objective("objective.grad1.over=old") == BASE | {"grad1": {**BASE["grad1"], "over": "old"}}
     assert objective("objective.is_weight.high=3.0") == BASE | {"is_weight": {"kind": "one", "high": 3.0}}
 
 
-def test_override_of_the_kind_of_an_objective_term_replaces_all_settings_of_that_term() -> None:
+def test_override_of_the_kind_of_an_objective_term_replaces_all_settings_of_that_term():
     """The base recipe's term is a clipped ratio; its setting `epsilon_high` does not exist for other kinds of terms."""
     assert objective("objective.grad1.kind=sequence_ratio") == BASE | {"grad1": {"kind": "sequence_ratio"}}
     assert objective("objective.grad1=logprob") == BASE | {"grad1": {"kind": "logprob"}}
 
 
-def test_derived_recipe_is_merged_into_its_base_by_the_same_rules_as_overrides(tmp_path: Path) -> None:
+def test_derived_recipe_is_merged_into_its_base_by_the_same_rules_as_overrides(tmp_path):
     recipe = tmp_path / "mine.toml"
     recipe.write_text('base = "tiny"\n[objective]\npreset = "ppo_tis"\n')
     assert resolve(load(recipe).objective) == PRESETS["ppo_tis"].objective
@@ -68,7 +62,7 @@ def test_derived_recipe_is_merged_into_its_base_by_the_same_rules_as_overrides(t
     assert load(recipe).objective == tiny | {"grad1": {**tiny["grad1"], "over": "old"}}
 
 
-def test_single_objective_setting_can_be_overridden_if_the_base_recipe_only_names_a_preset() -> None:
+def test_single_objective_setting_can_be_overridden_if_the_base_recipe_only_names_a_preset():
     assert merged({"objective": "grpo"}, {"objective": {"adv": {"scale": "none"}}}) == {
         "objective": {"preset": "grpo", "adv": {"scale": "none"}}
     }
@@ -77,7 +71,7 @@ def test_single_objective_setting_can_be_overridden_if_the_base_recipe_only_name
     }
 
 
-def test_tables_are_merged_key_by_key_and_input_layers_stay_unchanged() -> None:
+def test_tables_are_merged_key_by_key_and_input_layers_stay_unchanged():
     below = {"run": {"name": "x", "steps": 3}, "engine": {"slots": 1}}
     assert merged(below, {"run": {"steps": 4}}) == {"run": {"name": "x", "steps": 4}, "engine": {"slots": 1}}
     assert overridden(below, ["run.steps=5", "run.seed=1"])["run"] == {"name": "x", "steps": 5, "seed": 1}
@@ -86,7 +80,7 @@ def test_tables_are_merged_key_by_key_and_input_layers_stay_unchanged() -> None:
         overridden(below, ["run.name.x=1"])
 
 
-def test_override_selects_a_domain_by_its_name() -> None:
+def test_override_selects_a_domain_by_its_name():
     below = {"domains": [{"name": "a"}, {"name": "b", "parameters": {"path": "x"}}]}
     changed = overridden(below, ["domains.b.parameters.path=y", "domains.a.weight=0.5"])
     assert changed == {"domains": [{"name": "a", "weight": 0.5}, {"name": "b", "parameters": {"path": "y"}}]}
@@ -96,13 +90,13 @@ def test_override_selects_a_domain_by_its_name() -> None:
 DOMAIN = '[[domains]]\nname = "d"\nsource = "{source}"\nverifier = "{verifier}"\n'
 
 
-def write(path: Path, text: str) -> Path:
+def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 
 
-def test_path_is_relative_to_the_recipe_file_that_contains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_is_relative_to_the_recipe_file_that_contains_it(tmp_path, monkeypatch):
     domain = DOMAIN.format(source="../data.py:rows", verifier="rewards.py:score")
     write(tmp_path / "bases" / "base.toml", f'base = "tiny"\n{domain}[trainer]\ntype = "mine.py:Trainer"\n')
     recipe = write(tmp_path / "run.toml", 'base = "bases/base.toml"\n[engine]\ntype = "engines/mine.py:open"\n')
@@ -115,7 +109,7 @@ def test_path_is_relative_to_the_recipe_file_that_contains_it(tmp_path: Path, mo
     assert load(recipe).engine.type == f"{tmp_path}/engines/mine.py:open"
 
 
-def test_path_of_a_user_engine_type_in_the_elastic_section_is_relative_to_the_recipe(tmp_path: Path) -> None:
+def test_path_of_a_user_engine_type_in_the_elastic_section_is_relative_to_the_recipe(tmp_path):
     limits = '[elastic.types."mine.py:open"]\nmax = 3\n[elastic.types.torch]\nmax = 2\n'
     config = load(write(tmp_path / "run.toml", f'base = "tiny"\n[engine]\ntype = "mine.py:open"\n{limits}'))
     assert list(config.elastic.types) == [config.engine.type, "torch"] == [f"{tmp_path}/mine.py:open", "torch"]
@@ -123,7 +117,7 @@ def test_path_of_a_user_engine_type_in_the_elastic_section_is_relative_to_the_re
     assert load(tmp_path / "elsewhere.toml") == config
 
 
-def test_saved_recipe_loads_equal_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_recipe_loads_equal_from_another_directory(tmp_path, monkeypatch):
     rewards = 'rewards = [{ function = "r.py:form", weight = 0.2 }, { function = "math_answer" }]'
     recipe = write(
         tmp_path / "run.toml",
@@ -133,13 +127,13 @@ def test_saved_recipe_loads_equal_from_another_directory(tmp_path: Path, monkeyp
     (tmp_path / "runs").mkdir()
     save(config, tmp_path / "runs" / "one.toml")
     monkeypatch.chdir("/")
-    again: RunConfig = load(tmp_path / "runs" / "one.toml")
+    again = load(tmp_path / "runs" / "one.toml")
     assert again == config
     assert [part.function for part in again.domains[0].rewards] == [f"{tmp_path}/r.py:form", "math_answer"]
     assert [part.shown_as for part in again.domains[0].rewards] == ["form", "math_answer"]
 
 
-def test_resolving_relative_paths_keeps_recipe_values_that_only_look_like_relative_paths(tmp_path: Path) -> None:
+def test_resolving_relative_paths_keeps_recipe_values_that_only_look_like_relative_paths(tmp_path):
     table = {
         "engine": {"type": "torch", "options": {"function": "x.py:y"}},
         "domains": [{"name": "x.py:y", "source": "reasoning_gym:chain_sum", "parameters": {"source": "x.py:y"}}],
@@ -149,16 +143,14 @@ def test_resolving_relative_paths_keeps_recipe_values_that_only_look_like_relati
         assert resolved_beside(other, tmp_path) == other
 
 
-def test_data_path_on_the_command_line_is_relative_to_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_path_on_the_command_line_is_relative_to_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     block = '[{ name = "d", source = "files", parameters = { path = "mine/*.jsonl" } }]'
     config = load("tiny", [f"domains={block}"])
     assert config.domains[0].parameters == {"path": f"{tmp_path}/mine/*.jsonl"}
 
 
-def test_file_in_a_domain_command_is_relative_to_the_recipe(tmp_path: Path) -> None:
+def test_file_in_a_domain_command_is_relative_to_the_recipe(tmp_path):
     domain = 'command = ["python3", "cli.py", "{task}", "--quiet"]\n'
     recipe = write(tmp_path / "run.toml", DOMAIN.format(source="addition", verifier="math_answer") + domain)
     write(tmp_path / "cli.py", "")
@@ -166,7 +158,7 @@ def test_file_in_a_domain_command_is_relative_to_the_recipe(tmp_path: Path) -> N
     assert made == ("python3", f"{tmp_path}/cli.py", "{task}", "--quiet")
 
 
-def test_staleness_mode_replaces_j_and_k_of_lower_layers_only(tmp_path: Path) -> None:
+def test_staleness_mode_replaces_j_and_k_of_lower_layers_only(tmp_path):
     assert load("tiny").staleness.k == 2
     assert load("tiny", ["staleness.mode=on_policy"]).staleness.bounds == StalenessBounds(1, 1)
     auto = load("tiny", ["staleness.k=8", "staleness.mode=auto", "staleness.overdue=wait"]).staleness

@@ -1,9 +1,6 @@
 """Tests that commands and the controller reject a run directory of another layout version."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -21,7 +18,7 @@ from pipelinerl.roles.resumed_run import directory_of
 
 
 @pytest.fixture
-def older(tmp_path: Path) -> Path:
+def older(tmp_path):
     """Return the directory of a live run of layout 1; only later layouts have a file with the layout version."""
     save(load("tiny"), tmp_path / "recipe.toml")
     (tmp_path / "events.jsonl").write_text('{"kind": "run_started", "elapsed_s": 1.0}\n')
@@ -29,7 +26,7 @@ def older(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_resuming_changing_knobs_and_replaying_are_rejected_for_a_run_directory_of_an_older_layout(older: Path) -> None:
+def test_resuming_changing_knobs_and_replaying_are_rejected_for_a_run_directory_of_an_older_layout(older):
     sentence = rf"^the run in {older} must be of layout {LAYOUT}, got layout 1: it was begun by another version"
     for ask in (open_run, controller_of, lambda path: directory_of(str(path))):
         with pytest.raises(UserError, match=sentence):
@@ -38,7 +35,7 @@ def test_resuming_changing_knobs_and_replaying_are_rejected_for_a_run_directory_
         show(older, step=1, objective=None, console=Console())
 
 
-async def test_controller_rejects_a_run_of_an_older_layout(older: Path) -> None:
+async def test_controller_rejects_a_run_of_an_older_layout(older):
     identity = Identity(
         config=load("tiny"), run_dir=older, name="controller", redis_url="", controller_url="", token=None
     )
@@ -46,13 +43,13 @@ async def test_controller_rejects_a_run_of_an_older_layout(older: Path) -> None:
         await controller_role.run(identity, start=Start.AFRESH)
 
 
-def test_run_of_a_later_layout_is_rejected(older: Path) -> None:
+def test_run_of_a_later_layout_is_rejected(older):
     (older / "layout").write_text("99\n")
     with pytest.raises(UserError, match="got layout 99"):
         check_layout(older)
 
 
-def test_new_run_has_the_current_layout_and_an_empty_directory_is_accepted(tmp_path: Path) -> None:
+def test_new_run_has_the_current_layout_and_an_empty_directory_is_accepted(tmp_path):
     check_layout(tmp_path)
     made = create(load("tiny", [f"run.directory={tmp_path}"]))
     assert open_run(made.path).path == made.path

@@ -1,7 +1,5 @@
 """Tests of recipes: bases, overrides, error messages, and that a saved recipe reads back equal."""
 
-from __future__ import annotations
-
 import math
 import stat
 from pathlib import Path
@@ -10,7 +8,7 @@ import pytest
 
 from inference_contract.weights import OnUpdate
 from pipelinerl.config import recipe as config
-from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
+from pipelinerl.config.recipe import load, parse, save, to_table
 from pipelinerl.enums import StalenessScope
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.reward import NormalizationScope, RewardShaping
@@ -20,14 +18,14 @@ from trainer_contract.types import Precision
 MINIMAL = {"model": {"path": "m"}, "domains": [{"name": "d", "source": "addition"}]}
 
 
-def test_override_that_is_not_utf_8_is_rejected() -> None:
+def test_override_that_is_not_utf_8_is_rejected():
     with pytest.raises(
         RecipeError, match=r"^model.path: contains bytes that are not UTF-8, got 'a\\udcff'; rename that"
     ):
         load("tiny", ["model.path=a\udcff"])
 
 
-def test_launcher_starts_parameter_servers_if_weights_are_pulled_and_the_recipe_names_no_server_urls() -> None:
+def test_launcher_starts_parameter_servers_if_weights_are_pulled_and_the_recipe_names_no_server_urls():
     assert config.load("tiny").servers_to_start == 0
     pulled = ["weights.transport=pull", "parameter_server.replicas=3"]
     assert config.load("tiny", pulled).servers_to_start == 3
@@ -35,24 +33,24 @@ def test_launcher_starts_parameter_servers_if_weights_are_pulled_and_the_recipe_
     assert config.load("tiny", [*pulled, 'parameter_server.urls=["http://a:1"]']).servers_to_start == 0
 
 
-def test_error_omits_the_password_of_a_redis_address() -> None:
+def test_error_omits_the_password_of_a_redis_address():
     with pytest.raises(RecipeError, match="must begin with redis://") as refused:
         config.parse({"streams": {"redis_url": "http://:s3cret@host"}})
     assert "s3cret" not in str(refused.value)
 
 
-def test_domain_names_must_be_unique() -> None:
+def test_domain_names_must_be_unique():
     domain = {"name": "d", "source": "addition"}
     with pytest.raises(RecipeError, match="domains: must be one or more domains with unique names, got d, d"):
         parse({**MINIMAL, "domains": [domain, domain]})
 
 
-def test_recipe_without_required_sections_is_rejected() -> None:
+def test_recipe_without_required_sections_is_rejected():
     with pytest.raises(RecipeError, match="model: must be given\ndomains: must be given"):
         parse({})
 
 
-def test_derived_recipe_overrides_single_keys_of_its_base(tmp_path: Path) -> None:
+def test_derived_recipe_overrides_single_keys_of_its_base(tmp_path):
     (tmp_path / "first.toml").write_text('base = "tiny"\n[run]\nsteps = 5\n[staleness]\nk = 7\n')
     (tmp_path / "second.toml").write_text('base = "first.toml"\n[staleness]\nk = inf\n')
     resolved, tiny = load(tmp_path / "second.toml", ["run.seed=3", "model.path=some where"]), load("tiny")
@@ -73,14 +71,14 @@ def test_derived_recipe_overrides_single_keys_of_its_base(tmp_path: Path) -> Non
         ({}, "is neither a file nor a shipped recipe"),
     ],
 )
-def test_files_that_are_not_recipes_are_rejected(tmp_path: Path, files: dict[str, str], sentence: str) -> None:
+def test_files_that_are_not_recipes_are_rejected(tmp_path, files, sentence):
     for name, text in files.items():
         (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(RecipeError, match=sentence):
         load(tmp_path / "a.toml")
 
 
-def test_override_strings_and_lists_become_typed_values() -> None:
+def test_override_strings_and_lists_become_typed_values():
     resolved = load("tiny", ["trainer.precision=bf16", "engine.on_update=abort", 'sampling.stop=["a", "b"]'])
     assert resolved.trainer.precision is Precision.BF16
     assert resolved.engine.on_update is OnUpdate.ABORT
@@ -89,7 +87,7 @@ def test_override_strings_and_lists_become_typed_values() -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted(config.RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-def test_shipped_recipe_is_equal_after_save_and_load(recipe: Path, tmp_path: Path) -> None:
+def test_shipped_recipe_is_equal_after_save_and_load(recipe, tmp_path):
     resolved = load(recipe, ["staleness.k=inf"])
     written = tmp_path / "resolved.toml"
     save(resolved, written)
@@ -100,7 +98,7 @@ def test_shipped_recipe_is_equal_after_save_and_load(recipe: Path, tmp_path: Pat
     assert again.model_copy(update={"staleness": None}) == resolved.model_copy(update={"staleness": None})
 
 
-def test_reward_shaping_settings_are_validated_and_unchanged_after_save_and_load() -> None:
+def test_reward_shaping_settings_are_validated_and_unchanged_after_save_and_load():
     domain = {"name": "d", "source": "addition", "reward": {"mean": "group", "high": 5.0, "low": -math.inf}}
     resolved = parse({**MINIMAL, "domains": [domain]})
     assert resolved.domains[0].reward is not None
@@ -110,14 +108,14 @@ def test_reward_shaping_settings_are_validated_and_unchanged_after_save_and_load
         parse({**MINIMAL, "domains": [{**domain, "reward": {"low": 2.0, "high": 1.0}}]})
 
 
-def test_recipe_values_cannot_be_assigned_and_the_run_directory_ends_with_the_run_name() -> None:
-    resolved: RunConfig = parse({**MINIMAL, "run": {"name": "x", "directory": "/somewhere"}})
+def test_recipe_values_cannot_be_assigned_and_the_run_directory_ends_with_the_run_name():
+    resolved = parse({**MINIMAL, "run": {"name": "x", "directory": "/somewhere"}})
     assert resolved.run_directory == Path("/somewhere/x")
     with pytest.raises(ValueError, match="frozen"):
-        resolved.run.steps = 3  # type: ignore[misc]
+        resolved.run.steps = 3
 
 
-def test_staleness_scope_is_unchanged_after_save_and_load() -> None:
+def test_staleness_scope_is_unchanged_after_save_and_load():
     config = load("tiny", ["staleness.scope=rollout"])
     assert config.staleness.scope is StalenessScope.ROLLOUT
     assert parse(to_table(config)).staleness.scope is StalenessScope.ROLLOUT
@@ -132,7 +130,7 @@ def test_staleness_scope_is_unchanged_after_save_and_load() -> None:
         ({"type": "jax", "options": {"mesh": {"fsdp": 2}}}, 1),
     ],
 )
-def test_launcher_starts_one_process_per_rank_of_a_torch_mesh(trainer: dict[str, object], processes: int) -> None:
+def test_launcher_starts_one_process_per_rank_of_a_torch_mesh(trainer, processes):
     config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "trainer": trainer})
     assert config.trainer_processes == processes
     alone = config.in_one_process

@@ -1,9 +1,5 @@
 """Tests of verifier settings in a recipe, and of their validation."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from pydantic import ValidationError
 
@@ -17,7 +13,7 @@ from pipelinerl.roles.verification import open_verifier
 URL = "http://127.0.0.1:9000"
 
 
-def refused(**domain: Any) -> str:
+def refused(**domain):
     table = to_table(load("tiny"))
     with pytest.raises(RecipeError) as raised:
         config = parse(table | {"domains": [{"name": "d", "source": "addition", **domain}]})
@@ -25,16 +21,16 @@ def refused(**domain: Any) -> str:
     return str(raised.value)
 
 
-def test_judge_among_rewards_needs_a_judge_section() -> None:
+def test_judge_among_rewards_needs_a_judge_section():
     assert "domains.d.judge must be given for judge" in refused(rewards=[{"function": "judge"}])
 
 
 @pytest.mark.parametrize("url", [f"{URL}", f"{URL}/", f"{URL}/v1", f"{URL}/v1/"])
-def test_judge_url_may_end_with_v1_or_a_slash(url: str) -> None:
+def test_judge_url_may_end_with_v1_or_a_slash(url):
     assert JudgeSection(url=url).url == URL
 
 
-def test_judge_key_is_absent_from_repr_and_saved_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_key_is_absent_from_repr_and_saved_recipe(monkeypatch):
     monkeypatch.setenv("A_KEY", "secret-7")
     section = JudgeSection(url=URL, key_variable="A_KEY")
     domain = DomainSection(name="d", source="addition", verifier="judge", judge=section)
@@ -44,7 +40,7 @@ def test_judge_key_is_absent_from_repr_and_saved_recipe(monkeypatch: pytest.Monk
     assert to_table(config)["domains"][0]["judge"]["key_variable"] == "A_KEY"
 
 
-def test_programming_languages_in_the_oubliette_section_must_be_known() -> None:
+def test_programming_languages_in_the_oubliette_section_must_be_known():
     assert OublietteSection(language="cpp").accepted_languages == ("cpp",)
     assert OublietteSection(language="cpp", languages=("python", "cpp")).accepted_languages == ("python", "cpp")
     with pytest.raises(ValidationError, match=r"language must be one of python, .* got 'cobol'"):
@@ -62,7 +58,5 @@ def test_programming_languages_in_the_oubliette_section_must_be_known() -> None:
         (["verification.judged_in=actors"], False),
     ],
 )
-def test_answers_are_judged_by_verifier_services_if_the_recipe_starts_or_chooses_such_services(
-    changes: list[str], uses_services: bool
-) -> None:
+def test_answers_are_judged_by_verifier_services_if_the_recipe_starts_or_chooses_such_services(changes, uses_services):
     assert load("tiny", changes).verification.uses_services is uses_services

@@ -1,9 +1,6 @@
 """A mixture of domains keeps quotas exactly within each step; its problems depend only on index and arguments."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Mapping
 
 import pytest
 
@@ -14,24 +11,22 @@ from pipelinerl.types import Problem, Quota
 class Numbered:
     """A source whose problems consist only of their index."""
 
-    def problem(self, index: int) -> Problem:
+    def problem(self, index):
         return Problem(problem_id=str(index), domain="", messages=(), ground_truth="")
 
 
-def mixture(weights: Mapping[str, float], *, seed: int = 0) -> Mixture:
+def mixture(weights, *, seed=0):
     return Mixture([Domain(name=name, weight=weight, source=Numbered()) for name, weight in weights.items()], seed=seed)
 
 
-def names(made: Mixture, count: int, quota: Quota, weights: Mapping[str, float] | None = None) -> list[str]:
+def names(made, count, quota, weights=None):
     return [made.domain(index, weights, quota).name for index in range(count)]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 @pytest.mark.parametrize("size", [1, 3, 8, 32, 250])
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 2.0), (0.7, 0.25, 0.05), (1.0, 2.0, 3.0)])
-def test_domain_shares_are_kept_over_thousands_of_problems_and_within_each_step(
-    weights: tuple[float, ...], size: int, seed: int
-) -> None:
+def test_domain_shares_are_kept_over_thousands_of_problems_and_within_each_step(weights, size, seed):
     """Each domain's share is within 1 % over each 1,000 problems, and off by less than one problem in each step."""
     by_name = dict(zip("abc", weights, strict=True))
     drawn = names(mixture(by_name, seed=seed), 10_000, Quota(0, size))
@@ -49,7 +44,7 @@ def test_domain_shares_are_kept_over_thousands_of_problems_and_within_each_step(
             )
 
 
-def test_order_of_domains_within_a_step_is_shuffled_by_seed() -> None:
+def test_order_of_domains_within_a_step_is_shuffled_by_seed():
     equal = {"a": 1.0, "b": 1.0}
     drawn = names(mixture(equal), 4000, Quota(0, 8))
     assert drawn == names(mixture(equal), 4000, Quota(0, 8))
@@ -60,7 +55,7 @@ def test_order_of_domains_within_a_step_is_shuffled_by_seed() -> None:
     assert 180 < firsts["a"] < 320, "each domain must be first in about half of the steps"
 
 
-def test_domain_weights_given_with_a_request_apply_and_zero_weight_disables_a_domain() -> None:
+def test_domain_weights_given_with_a_request_apply_and_zero_weight_disables_a_domain():
     made, quota = mixture({"a": 1.0, "b": 1.0, "c": 1.0}), Quota(40, 4)
     assert Counter(made.domain(i, {"a": 3.0, "b": 0.0, "c": 1.0}, quota).name for i in range(40, 80)) == {
         "a": 30,
@@ -71,5 +66,5 @@ def test_domain_weights_given_with_a_request_apply_and_zero_weight_disables_a_do
         assert off not in {made.domain(i, weights, quota).name for i in range(40, 3000)}
 
 
-def test_problem_comes_from_the_source_of_its_domain() -> None:
+def test_problem_comes_from_the_source_of_its_domain():
     assert mixture({"a": 1.0}).problem(12).problem_id == "12"

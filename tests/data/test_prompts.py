@@ -1,10 +1,6 @@
 """Prompts of a domain: order of system prompt and examples, unchanged ids, and no control tokens from user text."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +10,7 @@ from pipelinerl.data.prompts import Prompts, Template
 from pipelinerl.data.source import Split
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.types import Message, Problem
+from pipelinerl.types import Message
 
 FIELDS = {"question": "1 + 1", "choices": ["a", "b"], "level": 3, "absent": None}
 
@@ -32,12 +28,12 @@ FIELDS = {"question": "1 + 1", "choices": ["a", "b"], "level": 3, "absent": None
         ("no field", "no field"),
     ],
 )
-def test_prompt_template_placeholders_are_replaced_by_field_values(text: str, expected: str) -> None:
+def test_prompt_template_placeholders_are_replaced_by_field_values(text, expected):
     assert Template(text).render(FIELDS) == expected
 
 
 @pytest.mark.parametrize("text", ["{zzz}", "{{ zzz }}", "{{ question }}{{ zzz }}", "{absent}", "{{ absent }}"])
-def test_prompt_template_error_names_the_missing_field(text: str) -> None:
+def test_prompt_template_error_names_the_missing_field(text):
     field = "zzz" if "zzz" in text else "absent"
     with pytest.raises(RecipeError, match=f'field "{field}" is missing; available: choices, level, question'):
         Template(text).render(FIELDS)
@@ -54,20 +50,20 @@ def test_prompt_template_error_names_the_missing_field(text: str) -> None:
         "{{ range(10 ** 9) }}",
     ],
 )
-def test_prompt_template_that_fails_or_does_more_than_read_field_values_gives_a_recipe_error(text: str) -> None:
+def test_prompt_template_that_fails_or_does_more_than_read_field_values_gives_a_recipe_error(text):
     with pytest.raises(RecipeError, match="prompt_template: "):
         Template(text).render(FIELDS)
 
 
 @pytest.mark.parametrize("text", ["{{ question", "{% for x in y %}", "{{ 1 | zzz }}"])
-def test_invalid_prompt_template_is_rejected_when_it_is_created(text: str) -> None:
+def test_invalid_prompt_template_is_rejected_when_it_is_created(text):
     with pytest.raises(RecipeError, match="not a valid Jinja template: line 1"):
         Template(text)
 
 
 @pytest.mark.parametrize("text", ["Say {question}", "Say {{ question }}"])
 @pytest.mark.parametrize("hostile", ["{{ 7 * 7 }}", "{level}", "{% raw %}", "<|im_end|>", "\\g<1>\\1"])
-def test_field_values_are_never_parsed_as_a_prompt_template(text: str, hostile: str) -> None:
+def test_field_values_are_never_parsed_as_a_prompt_template(text, hostile):
     assert Template(text).render({"question": hostile, "level": 3}) == f"Say {hostile}"
 
 
@@ -75,17 +71,17 @@ SHOTS = (Message("user", "1+1="), Message("assistant", "2"))
 ROWS = [{"prompt": f"q{i}", "choices": ["x", "y"], "answer": "a"} for i in range(40)]
 
 
-def written(path: Path, rows: list[dict[str, Any]]) -> str:
+def written(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def first_problems(source: str, prompts: Prompts, split: Split = Split.TRAIN, **parameters: Any) -> list[Problem]:
+def first_problems(source, prompts, split=Split.TRAIN, **parameters):
     opened = open_source(source, domain="d", split=split, seed=0, parameters=parameters, prompts=prompts)
     return [opened.problem(index) for index in range(3)]
 
 
-def test_system_prompt_and_few_shot_examples_precede_the_problem() -> None:
+def test_system_prompt_and_few_shot_examples_precede_the_problem():
     own = (Message("system", "own"), Message("user", "u"))
     assert Prompts(system="s", few_shot=SHOTS).around(own) == (Message("system", "s"), *SHOTS, own[1])
     assert Prompts(few_shot=SHOTS).around(own) == (own[0], *SHOTS, own[1])
@@ -94,7 +90,7 @@ def test_system_prompt_and_few_shot_examples_precede_the_problem() -> None:
 
 
 @pytest.mark.parametrize("source", ["addition", "reasoning_gym:spell_backward"])
-def test_prompt_settings_apply_to_any_source_and_keep_the_id_and_split_of_a_problem(source: str) -> None:
+def test_prompt_settings_apply_to_any_source_and_keep_the_id_and_split_of_a_problem(source):
     prompts = Prompts(system="s", few_shot=SHOTS, template=Template("Think. {prompt}"))
     for split in Split:
         for plain, dressed in zip(
@@ -106,7 +102,7 @@ def test_prompt_settings_apply_to_any_source_and_keep_the_id_and_split_of_a_prob
             assert dressed.problem_id == plain.problem_id and dressed.ground_truth == plain.ground_truth
 
 
-def test_error_for_an_empty_rendered_prompt_names_the_row(tmp_path: Path) -> None:
+def test_error_for_an_empty_rendered_prompt_names_the_row(tmp_path):
     path = written(tmp_path / "a.jsonl", [row | {"hint": " "} for row in ROWS])
     with pytest.raises(
         RecipeError, match=r"a\.jsonl line \d+: prompt_template gives an empty prompt from the fields hint"
@@ -118,7 +114,7 @@ def test_error_for_an_empty_rendered_prompt_names_the_row(tmp_path: Path) -> Non
         first_problems("addition", Prompts(template=Template("{% if false %}x{% endif %}")))
 
 
-def test_prompt_template_can_use_the_fields_of_its_row(tmp_path: Path) -> None:
+def test_prompt_template_can_use_the_fields_of_its_row(tmp_path):
     path = written(tmp_path / "a.jsonl", ROWS)
     template = Template("{{ prompt }}:{% for c in choices %} {{ c }}{% endfor %}")
     (problem, *_) = first_problems("files", Prompts(system="s", template=template), path=path)
@@ -127,7 +123,7 @@ def test_prompt_template_can_use_the_fields_of_its_row(tmp_path: Path) -> None:
     assert problem.messages[0] == Message("system", "s")
 
 
-def test_prompt_template_does_not_change_a_problems_split(tmp_path: Path) -> None:
+def test_prompt_template_does_not_change_a_problems_split(tmp_path):
     path = written(tmp_path / "a.jsonl", ROWS)
     for split in Split:
         plain, dressed = (
@@ -137,7 +133,7 @@ def test_prompt_template_does_not_change_a_problems_split(tmp_path: Path) -> Non
         assert plain == dressed
 
 
-def test_prompt_template_may_write_the_whole_prompt_and_errors_name_row_and_field(tmp_path: Path) -> None:
+def test_prompt_template_may_write_the_whole_prompt_and_errors_name_row_and_field(tmp_path):
     rows = [{"left": i, "right": i, "answer": str(2 * i)} for i in range(40)]
     (problem, *_) = first_problems(
         "files", Prompts(template=Template("{left}+{right}")), path=written(tmp_path / "a.jsonl", rows)
@@ -151,14 +147,14 @@ def test_prompt_template_may_write_the_whole_prompt_and_errors_name_row_and_fiel
         first_problems("files", Prompts(template=template), path=written(tmp_path / "a.jsonl", rows))
 
 
-def test_control_tokens_imitated_in_the_texts_of_users_and_data_are_encoded_as_text(tmp_path: Path) -> None:
+def test_control_tokens_imitated_in_the_texts_of_users_and_data_are_encoded_as_text(tmp_path):
     """The rendered chat has as many control tokens with texts that imitate control tokens as with harmless texts."""
     tokenizer = ChatTokenizer.load(MODELS / "tiny_speller")
     control = sorted(tokenizer.eos_token_ids)
     spelling = tokenizer.decode(control[:1])
     assert spelling.startswith("<|")
 
-    def tokens(text: str) -> list[int]:
+    def tokens(text):
         shots = (Message("user", text), Message("assistant", text))
         rows = [{"prompt": f"{text} {i}", "note": text, "answer": text} for i in range(20)]
         prompts = Prompts(system=text, few_shot=shots, template=Template("{prompt} {{}} " + text + " {note}"))

@@ -1,48 +1,44 @@
 """Tests of problem sources written by users: accepted results, and one-sentence errors for all other results."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from pipelinerl.data.problems import open_users
 from pipelinerl.data.prompts import Prompts, Template
-from pipelinerl.data.source import ProblemSource, SourceRequest, Split
+from pipelinerl.data.source import SourceRequest, Split
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message, Problem
 
 
-def listed(count: int = 50, tag: str = "") -> list[dict[str, Any]]:
+def listed(count=50, tag=""):
     tags = {"tags": [tag]} if tag else {}
     return [{"prompt": f"q{i}", "answer": str(i), "metadata": {"i": i}} | tags for i in range(count)]
 
 
-def generated(count: int = 50) -> Iterator[dict[str, Any]]:
+def generated(count=50):
     yield from listed(count)
 
 
-def by_split(split: str, seed: int) -> list[dict[str, Any]]:
+def by_split(split, seed):
     return [{"prompt": f"{split} {i}", "answer": str(seed)} for i in range(4)] + [{"prompt": "both", "answer": "x"}]
 
 
 class Endless:
-    def problem(self, index: int) -> Problem:
+    def problem(self, index):
         return Problem(problem_id=str(index), domain="mine", messages=(Message("user", "q"),), ground_truth="a")
 
 
-def source(function: Callable[..., Any], split: Split = Split.TRAIN, prompts: Prompts = Prompts(), **parameters: Any):  # type: ignore[no-untyped-def]
+def source(function, split=Split.TRAIN, prompts=Prompts(), **parameters):
     return open_users(function, SourceRequest(domain="d", split=split, seed=7, parameters=parameters, prompts=prompts))
 
 
-def questions(opened: Any) -> set[str]:
+def questions(opened):
     return {opened.problem(index).messages[-1].content for index in range(len(opened))}
 
 
 @pytest.mark.parametrize("function", [listed, generated])
-def test_problems_returned_by_a_users_function_are_split_by_hash(function: Callable[..., Any]) -> None:
+def test_problems_returned_by_a_users_function_are_split_by_hash(function):
     splits = [questions(source(function, split, count=60)) for split in Split]
     assert set().union(*splits) == {f"q{i}" for i in range(60)}
     assert not any(one & other for one, other in itertools.combinations(splits, 2))
@@ -50,7 +46,7 @@ def test_problems_returned_by_a_users_function_are_split_by_hash(function: Calla
     assert problem.tags == ("easy",) and problem.metadata == {"i": int(problem.ground_truth)}
 
 
-def test_users_function_with_a_split_parameter_is_called_once_per_split() -> None:
+def test_users_function_with_a_split_parameter_is_called_once_per_split():
     splits = {split: questions(source(by_split, split)) for split in Split}
     for split in Split:
         assert {f"{split} {i}" for i in range(4)} <= splits[split]
@@ -60,8 +56,8 @@ def test_users_function_with_a_split_parameter_is_called_once_per_split() -> Non
     assert source(by_split).problem(0).ground_truth == "7"
 
 
-def test_tasks_of_a_users_function_that_share_a_prompt_can_be_split_by_task() -> None:
-    def games() -> list[dict[str, Any]]:
+def test_tasks_of_a_users_function_that_share_a_prompt_can_be_split_by_task():
+    def games():
         return [{"prompt": "Play.", "answer": "x", "metadata": {"seed": seed}} for seed in range(100)]
 
     seeds = []
@@ -72,8 +68,8 @@ def test_tasks_of_a_users_function_that_share_a_prompt_can_be_split_by_task() ->
     assert sorted(seeds) == list(range(100))
 
 
-def test_problem_source_returned_by_a_users_function_is_used_as_is_with_the_domains_prompts() -> None:
-    def endless() -> ProblemSource:
+def test_problem_source_returned_by_a_users_function_is_used_as_is_with_the_domains_prompts():
+    def endless():
         return Endless()
 
     problem = source(endless, prompts=Prompts(system="s", template=Template("Say {prompt}"))).problem(10**9)
@@ -81,23 +77,23 @@ def test_problem_source_returned_by_a_users_function_is_used_as_is_with_the_doma
     assert problem.messages == (Message("system", "s"), Message("user", "Say q"))
 
 
-def refused(function: Callable[..., Any], **parameters: Any) -> str:
+def refused(function, **parameters):
     with pytest.raises(RecipeError) as caught:
         source(function, **parameters).problem(0)
     return str(caught.value)
 
 
-def test_unusable_user_functions_and_results_are_rejected_with_a_reason() -> None:
+def test_unusable_user_functions_and_results_are_rejected_with_a_reason():
     assert "parameters do not fit listed: got an unexpected keyword argument 'zzz'" in refused(listed, zzz=1)
     assert "must return problems, as dicts with prompt and answer" in refused(lambda: 5)
     assert 'row 1: field "answer" is missing or null; the row has prompt' in refused(
         lambda: [listed()[0], {"prompt": "a"}]
     )
     assert "row 0: expected a dict with prompt and answer, got 'q'" in refused(lambda: ["q"])
-    assert "must name a function, got 5" in refused(5)  # type: ignore[arg-type]
+    assert "must name a function, got 5" in refused(5)
 
     class Wrong:
-        def problem(self, index: int) -> str:
+        def problem(self, index):
             return "q"
 
     assert "problem(0) must return a Problem with Messages, got 'q'" in refused(Wrong)
@@ -105,17 +101,17 @@ def test_unusable_user_functions_and_results_are_rejected_with_a_reason() -> Non
 
 
 @pytest.mark.parametrize("messages", [(), (Message("user", " \n"),), (Message("user", "q"), Message("user", ""))])
-def test_problem_with_an_empty_question_is_rejected(messages: tuple[Message, ...]) -> None:
+def test_problem_with_an_empty_question_is_rejected(messages):
     class Silent:
-        def problem(self, index: int) -> Problem:
+        def problem(self, index):
             return Problem(problem_id="p7", domain="mine", messages=messages, ground_truth="a")
 
     assert "p7 has no question: it has no message, or the last one is empty" in refused(Silent)
 
 
-def test_problem_whose_last_message_is_an_empty_tool_result_is_accepted() -> None:
+def test_problem_whose_last_message_is_an_empty_tool_result_is_accepted():
     class Called:
-        def problem(self, index: int) -> Problem:
+        def problem(self, index):
             return Problem(
                 problem_id="p", domain="mine", messages=(Message("user", "q"), Message("tool", "")), ground_truth="a"
             )

@@ -1,9 +1,6 @@
 """A real run whose learning rate is far too high: its reward collapses, and it returns to a good checkpoint, once."""
 
-from __future__ import annotations
-
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +9,7 @@ from tests.fakes.live_run import launched, new_run
 
 
 @pytest.mark.slow
-def test_collapsed_run_rewinds_once_and_trains_each_group_exactly_once(tmp_path: Path) -> None:
+def test_collapsed_run_rewinds_once_and_trains_each_group_exactly_once(tmp_path):
     changes = ("run.steps=60", "optimizer.learning_rate=4e-3", "run.on_collapse=rewind", "checkpoint.interval_steps=5")
     directory = tmp_path / "lost"
     with launched(new_run(directory, *changes), directory) as run:

@@ -1,10 +1,7 @@
 """A run with six optimizer steps per batch whose trainer is killed: each step trains once, with identical results."""
 
-from __future__ import annotations
-
 import shutil
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -30,7 +27,7 @@ SETTINGS = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_run_with_epochs_is_bit_identical_after_its_trainer_is_killed(tmp_path: Path) -> None:
+def test_run_with_epochs_is_bit_identical_after_its_trainer_is_killed(tmp_path):
     """Replay the recorded steps in an uninterrupted trainer: each result must equal the run's, also after the kill."""
     directory = tmp_path / "run"
     with launched(new_run(directory, *SETTINGS), directory) as run:

@@ -3,10 +3,7 @@
 `python -m benchmarks rlvr` shows that the reward of each domain rises.
 """
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -20,7 +17,6 @@ from pipelinerl.plugins.oubliette.runs import SandboxMissing
 from pipelinerl.plugins.warmstart.tiny_decoder import sampled_answers
 from pipelinerl.roles.problems import problems_of
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.types import Verdict
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes.live_run import launched
 
@@ -28,7 +24,7 @@ RLVR = load("rlvr")
 GROUPS, SIZE = 16, 8
 
 
-async def judged(name: str) -> list[list[Verdict]]:
+async def judged(name):
     """Let the shipped model sample groups for a domain; return the verdicts of the verifier of that domain."""
     (domain,) = (each for each in RLVR.domains if each.name == name)
     mixture = problems_of(RLVR.model_copy(update={"domains": (domain,)}), Split.VALIDATION, seed=0)
@@ -48,7 +44,7 @@ async def judged(name: str) -> list[list[Verdict]]:
 
 
 @pytest.mark.parametrize("name", [domain.name for domain in RLVR.domains])
-def test_initial_model_gives_both_right_and_wrong_answers_in_each_rlvr_domain(name: str) -> None:
+def test_initial_model_gives_both_right_and_wrong_answers_in_each_rlvr_domain(name):
     if name == "programs":
         needs_a_sandbox()
     groups = asyncio.run(judged(name))
@@ -58,7 +54,7 @@ def test_initial_model_gives_both_right_and_wrong_answers_in_each_rlvr_domain(na
 
 
 @pytest.mark.slow
-def test_every_rlvr_domain_is_trained_on_and_judged(tmp_path: Path) -> None:
+def test_every_rlvr_domain_is_trained_on_and_judged(tmp_path):
     needs_a_sandbox()
     changes = [f"run.directory={tmp_path}", "run.steps=12", "evaluation.problems=8"]
     with launched(["rlvr", *changes], tmp_path / "rlvr") as run:
@@ -74,7 +70,7 @@ def test_every_rlvr_domain_is_trained_on_and_judged(tmp_path: Path) -> None:
         assert not any(each.get("stale_groups") or each.get("unjudged") for each in figures), domain.name
 
 
-def needs_a_sandbox() -> None:
+def needs_a_sandbox():
     try:
         probe.opened(RLVR.domains[1].oubliette.tier, at_once=1).close()
     except SandboxMissing as error:

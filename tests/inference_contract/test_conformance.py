@@ -1,10 +1,8 @@
 """Tests of the conformance kit for engines: a correct engine passes; each faulty one fails the check for its fault."""
 
-from __future__ import annotations
-
 import pytest
 
-from inference_contract.conformance import CHECKS, CheckOutcome, CheckResult, reference_checks, run, select
+from inference_contract.conformance import CHECKS, CheckOutcome, reference_checks, run, select
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from tests.fakes.scripted_engine import ScriptedEngine, application
@@ -103,11 +101,11 @@ AGAINST_REFERENCE = [
 ]
 
 
-def _not_passed(results: list[CheckResult]) -> dict[str, str]:
+def _not_passed(results):
     return {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED}
 
 
-def test_correct_engine_passes_every_conformance_check_twice_in_a_row() -> None:
+def test_correct_engine_passes_every_conformance_check_twice_in_a_row():
     with in_thread(application(token="secret")) as url:
         for _ in range(2):
             results = run(url, token="secret", timeout_s=PATIENCE_S)
@@ -118,17 +116,17 @@ def test_correct_engine_passes_every_conformance_check_twice_in_a_row() -> None:
 
 
 @pytest.mark.parametrize(("fault", "check"), [*CAUGHT_BY.items(), *ALSO_CAUGHT_BY])
-def test_faulty_engine_fails_the_conformance_check_for_its_fault(fault: Fault, check: str) -> None:
+def test_faulty_engine_fails_the_conformance_check_for_its_fault(fault, check):
     with in_thread(application(fault, token="secret")) as url:
         results = run(url, token="secret", only=[check], timeout_s=3.0)
     assert [result.outcome for result in results] == [CheckOutcome.FAILED], f"{fault} must fail {check}: {results}"
 
 
-def test_every_simulated_engine_fault_has_a_conformance_check() -> None:
+def test_every_simulated_engine_fault_has_a_conformance_check():
     assert set(CAUGHT_BY) == set(Fault) - {Fault.NONE}
 
 
-def test_conformance_check_reports_unsupported_for_an_engine_that_cannot_pull_weights() -> None:
+def test_conformance_check_reports_unsupported_for_an_engine_that_cannot_pull_weights():
     engine = ScriptedEngine()
     app = create_app(engine, token=None)
     with in_thread(app) as url:
@@ -138,24 +136,24 @@ def test_conformance_check_reports_unsupported_for_an_engine_that_cannot_pull_we
     assert "does not offer the transport pull" in result.reason
 
 
-def test_conformance_checks_of_authentication_report_unsupported_for_an_engine_without_a_token() -> None:
+def test_conformance_checks_of_authentication_report_unsupported_for_an_engine_without_a_token():
     with in_thread(application()) as url:
         (result,) = run(url, only=["other_routes_need_the_token"])
     assert result.outcome is CheckOutcome.UNSUPPORTED
     assert "without a token" in result.reason
 
 
-def test_unreachable_engine_fails_its_conformance_checks_with_a_reason() -> None:
+def test_unreachable_engine_fails_its_conformance_checks_with_a_reason():
     (result,) = run("http://127.0.0.1:9", only=["health_is_ready"], timeout_s=1.0)
     assert result.outcome is CheckOutcome.FAILED
     assert "ConnectError" in result.reason
 
 
-def test_every_conformance_check_of_engines_has_a_unique_name_and_a_description() -> None:
+def test_every_conformance_check_of_engines_has_a_unique_name_and_a_description():
     assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
     assert all((check.__doc__ or "").strip().endswith(".") for check in CHECKS)
 
 
-def test_unknown_name_of_a_conformance_check_is_rejected() -> None:
+def test_unknown_name_of_a_conformance_check_is_rejected():
     with pytest.raises(ValueError, match="'no_such_check' is not a check"):
         select(["no_such_check"])

@@ -1,25 +1,23 @@
 """Errors of the inference contract keep their class and message when they are sent over HTTP."""
 
-from __future__ import annotations
-
 import pytest
 
 from inference_contract.errors import ContractError, _tree, from_wire
 
 
 @pytest.mark.parametrize("kind", _tree(ContractError))
-def test_error_sent_over_http_keeps_its_class_and_message(kind: type[ContractError]) -> None:
+def test_error_sent_over_http_keeps_its_class_and_message(kind):
     error = kind("what was expected", param="layout")
     back = from_wire(error.status, error.to_wire())
     assert type(back) is kind
     assert (back.message, back.param) == ("what was expected", "layout")
 
 
-def test_contract_error_codes_are_unique() -> None:
+def test_contract_error_codes_are_unique():
     codes = [kind.code for kind in _tree(ContractError)]
     assert len(set(codes)) == len(codes)
 
 
 @pytest.mark.parametrize("body", [None, "text", {}, {"error": "text"}, {"error": {"code": "of_another_server"}}])
-def test_unknown_error_body_becomes_a_plain_contract_error(body: object) -> None:
+def test_unknown_error_body_becomes_a_plain_contract_error(body):
     assert type(from_wire(502, body)) is ContractError

@@ -1,7 +1,5 @@
 """The conformance kit with a reference model: each fault of the table fails its check, whose report names the cause."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import contextmanager
 from itertools import islice

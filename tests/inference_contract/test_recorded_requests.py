@@ -7,9 +7,8 @@ with and without tools, and for each body the field that the torch engine reject
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import httpx
 import pytest
@@ -30,7 +29,7 @@ CONTEXT: Final = 1024
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def client(tmp_path_factory):
     """Yield a client of a torch engine whose model is named `m`, after the last part of its directory's path."""
     path = tmp_path_factory.mktemp("models") / "m"
     save_tool_model(path, context_length=CONTEXT)
@@ -40,15 +39,13 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_recording_contains_forty_requests_of_three_public_clients() -> None:
+def test_recording_contains_forty_requests_of_three_public_clients():
     assert len(RECORDED) == 40
     assert {each["client"].split()[0] for each in RECORDED} == {"openai", "litellm", "openai-agents"}
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: f"{each['client']}: {each['call']}")
-def test_recorded_request_is_answered_or_its_unsupported_field_is_rejected_by_name(
-    client: httpx.Client, recorded: dict[str, Any]
-) -> None:
+def test_recorded_request_is_answered_or_its_unsupported_field_is_rejected_by_name(client, recorded):
     body = {"max_tokens": 6} | recorded["body"]
     answer = client.post(recorded["route"], json=body)
     if recorded["refused"] is not None:
@@ -71,7 +68,7 @@ def test_recorded_request_is_answered_or_its_unsupported_field_is_rejected_by_na
         assert [choice.index for choice in choices] == list(range(len(prompts) * body.get("n", 1)))
 
 
-def test_tool_descriptions_are_added_to_the_prompt_unless_tool_choice_is_none(client: httpx.Client) -> None:
+def test_tool_descriptions_are_added_to_the_prompt_unless_tool_choice_is_none(client):
     with_tools = next(each["body"] for each in RECORDED if each["call"] == "create(tools=…)")
     bare = {name: value for name, value in with_tools.items() if name != "tools"}
     counts = [

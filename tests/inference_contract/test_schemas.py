@@ -1,7 +1,5 @@
 """The contract's requests are encoded as fixed JSON, and weight layouts are divided into buckets and shards."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -27,7 +25,7 @@ LAYOUT = WeightLayout(
 )
 
 
-def test_broadcast_prepare_request_is_encoded_as_the_golden_json() -> None:
+def test_broadcast_prepare_request_is_encoded_as_the_golden_json():
     request = WeightUpdateRequest(
         phase=UpdatePhase.PREPARE, version=3, epoch=1, group="weights", generation=2, layout=LAYOUT
     )
@@ -39,7 +37,7 @@ def test_broadcast_prepare_request_is_encoded_as_the_golden_json() -> None:
     )
 
 
-def test_pull_prepare_request_is_encoded_as_the_golden_json() -> None:
+def test_pull_prepare_request_is_encoded_as_the_golden_json():
     request = WeightUpdateRequest(
         phase=UpdatePhase.PREPARE,
         version=3,
@@ -57,7 +55,7 @@ def test_pull_prepare_request_is_encoded_as_the_golden_json() -> None:
     )
 
 
-def test_sharded_pull_prepare_request_is_encoded_as_the_golden_json() -> None:
+def test_sharded_pull_prepare_request_is_encoded_as_the_golden_json():
     request = WeightUpdateRequest(
         phase=UpdatePhase.PREPARE,
         version=3,
@@ -76,13 +74,13 @@ def test_sharded_pull_prepare_request_is_encoded_as_the_golden_json() -> None:
     assert LAYOUT.shards(2, 32) == [[(0, 32)], [(32, 36)]]
 
 
-def test_id_and_size_of_a_weight_layout_equal_the_golden_values() -> None:
+def test_id_and_size_of_a_weight_layout_equal_the_golden_values():
     assert LAYOUT.layout_id == "c5a1bf8730e75ed6a4db24815629bb27"
     assert LAYOUT.num_bytes == 36
 
 
 @pytest.mark.parametrize("connections", ["", '"connections":"tree",'], ids=["gloo's own", "tree"])
-def test_process_group_request_is_encoded_as_the_golden_json(connections: str) -> None:
+def test_process_group_request_is_encoded_as_the_golden_json(connections):
     text = (
         '{"group":"weights","backend":"gloo","rendezvous_host":"127.0.0.1","rendezvous_port":4711,"rank":1,'
         f'"world_size":3,"generation":5,{connections}"timeout_s":10.0}}'
@@ -100,17 +98,15 @@ def test_process_group_request_is_encoded_as_the_golden_json(connections: str) -
         ((LAYOUT.parameters[0].model_copy(update={"dtype": DType.INT8}), LAYOUT.parameters[1]), "must have dtype"),
     ],
 )
-def test_difference_between_two_weight_layouts_names_the_first_mismatch(
-    other: tuple[ParameterSpec, ...], sentence: str
-) -> None:
+def test_difference_between_two_weight_layouts_names_the_first_mismatch(other, sentence):
     assert sentence in (LAYOUT.difference(WeightLayout(parameters=other)) or "")
 
 
-def test_weight_layout_does_not_differ_from_its_own_copy() -> None:
+def test_weight_layout_does_not_differ_from_its_own_copy():
     assert LAYOUT.difference(WeightLayout.model_validate_json(LAYOUT.model_dump_json())) is None
 
 
-def _gathered_one_by_one(sizes: list[int], bucket_bytes: int) -> list[tuple[int, int]]:
+def _gathered_one_by_one(sizes, bucket_bytes):
     """Return the buckets of a layout, computed parameter by parameter as the docstring of `buckets` says."""
     ranges, start, end = [], 0, 0
     for size in sizes:
@@ -125,7 +121,7 @@ def _gathered_one_by_one(sizes: list[int], bucket_bytes: int) -> list[tuple[int,
     sizes=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
     bucket_bytes=st.integers(1, 120),
 )
-def test_weight_buckets_cover_all_bytes_once_without_splitting_parameters(sizes: list[int], bucket_bytes: int) -> None:
+def test_weight_buckets_cover_all_bytes_once_without_splitting_parameters(sizes, bucket_bytes):
     layout = WeightLayout(
         parameters=tuple(
             ParameterSpec(name=str(row), shape=(size,), dtype=DType.INT8) for row, size in enumerate(sizes)
@@ -152,9 +148,7 @@ def test_weight_buckets_cover_all_bytes_once_without_splitting_parameters(sizes:
     bucket_bytes=st.integers(1, 60),
     count=st.integers(1, 5),
 )
-def test_weight_shards_are_balanced_and_consist_of_whole_buckets(
-    sizes: list[int], bucket_bytes: int, count: int
-) -> None:
+def test_weight_shards_are_balanced_and_consist_of_whole_buckets(sizes, bucket_bytes, count):
     rows = (ParameterSpec(name=str(row), shape=(size,), dtype=DType.INT8) for row, size in enumerate(sizes))
     layout = WeightLayout(parameters=tuple(rows))
     shards = layout.shards(count, bucket_bytes)
@@ -197,7 +191,7 @@ def test_weight_shards_are_balanced_and_consist_of_whole_buckets(
         {"phase": "abort", "version": 1, "unknown": 2},
     ],
 )
-def test_incomplete_or_invalid_weight_update_is_rejected(fields: dict[str, object]) -> None:
+def test_incomplete_or_invalid_weight_update_is_rejected(fields):
     with pytest.raises(ValidationError):
         WeightUpdateRequest.model_validate(fields)
 
@@ -212,7 +206,7 @@ def test_incomplete_or_invalid_weight_update_is_rejected(fields: dict[str, objec
         ("stop", ["a", ""], "a stop string must not be empty"),
     ],
 )
-def test_unusable_sampling_values_are_rejected_by_name(name: str, value: object, sentence: str) -> None:
+def test_unusable_sampling_values_are_rejected_by_name(name, value, sentence):
     with pytest.raises(ValidationError, match=sentence) as refused:
         ChatCompletionRequest.model_validate({"prompt_token_ids": [1], name: value})
     assert [error["loc"] for error in refused.value.errors()] == [(name,)]
@@ -221,7 +215,7 @@ def test_unusable_sampling_values_are_rejected_by_name(name: str, value: object,
 @pytest.mark.parametrize(
     "changed", [{"logit_bias": {"1": 2.0}}, {"presence_penalty": 1.0}, {"frequency_penalty": -1.0}]
 )
-def test_policy_logprobs_of_changed_logits_are_rejected(changed: dict[str, object]) -> None:
+def test_policy_logprobs_of_changed_logits_are_rejected(changed):
     with pytest.raises(ValidationError, match=f"the policy knows no {next(iter(changed))}; leave") as refused:
         ChatCompletionRequest.model_validate({"prompt_token_ids": [1], "policy_logprobs": True, **changed})
     assert [error["loc"] for error in refused.value.errors()] == [("policy_logprobs",)]
@@ -229,6 +223,6 @@ def test_policy_logprobs_of_changed_logits_are_rejected(changed: dict[str, objec
     assert ChatCompletionRequest.model_validate({"prompt_token_ids": [1], **truncated}).policy_logprobs
 
 
-def test_extreme_valid_sampling_values_are_accepted() -> None:
+def test_extreme_valid_sampling_values_are_accepted():
     for temperature in (0.0, 1e-5, 100.0):
         ChatCompletionRequest(prompt_token_ids=[1], temperature=temperature, top_p=1e-6, top_k=2**31 - 1, stop=[])

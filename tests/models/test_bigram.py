@@ -1,9 +1,6 @@
 """Files of the bigram model can be written and read back; files that hold another model are rejected."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +9,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
 
 
-def test_bigram_model_is_unchanged_after_saving_and_loading(tmp_path: Path) -> None:
+def test_bigram_model_is_unchanged_after_saving_and_loading(tmp_path):
     model = BigramModel.random(7, seed=3, context_length=40)
     model.save(tmp_path)
     loaded = BigramModel.load(tmp_path)
@@ -21,13 +18,13 @@ def test_bigram_model_is_unchanged_after_saving_and_loading(tmp_path: Path) -> N
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "bigram"
 
 
-def test_same_seed_gives_the_same_bigram_model() -> None:
+def test_same_seed_gives_the_same_bigram_model():
     first, again, other = (BigramModel.random(7, seed=seed).logits for seed in (3, 3, 4))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
 
 
-def test_saving_a_bigram_model_keeps_other_files_in_the_directory(tmp_path: Path) -> None:
+def test_saving_a_bigram_model_keeps_other_files_in_the_directory(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     BigramModel.random(3, seed=0).save(tmp_path)
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
@@ -41,12 +38,12 @@ def test_saving_a_bigram_model_keeps_other_files_in_the_directory(tmp_path: Path
         (np.zeros(3, dtype=np.float32), r"\[3\]"),
     ],
 )
-def test_bigram_logits_other_than_a_square_float32_matrix_are_rejected(logits: np.ndarray, problem: str) -> None:
+def test_bigram_logits_other_than_a_square_float32_matrix_are_rejected(logits, problem):
     with pytest.raises(ModelError, match=problem):
         BigramModel(logits=logits)
 
 
-def test_directory_without_a_bigram_model_is_rejected(tmp_path: Path) -> None:
+def test_directory_without_a_bigram_model_is_rejected(tmp_path):
     with pytest.raises(ModelError, match="must be a JSON object"):
         BigramModel.load(tmp_path)
     BigramModel.random(3, seed=0).save(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +49,11 @@ SCALED: dict[str, dict[str, Any]] = {
 PROMPTS = (2, 9, 20, ORIGINAL - 6)
 
 
-def rope(kind: str) -> dict[str, Any]:
+def rope(kind):
     return {"rope_type": kind, "rope_theta": 10_000.0, "factor": 2.0, **SCALED[kind]}
 
 
-def config_of(kind: str) -> Any:
+def config_of(kind):
     if kind == "longrope":
         settings = {name: value for name, value in rope(kind).items() if name != "factor"}
         return hf.Phi3Config(
@@ -64,8 +63,8 @@ def config_of(kind: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    def save(kind: str) -> Path:
+def saved(tmp_path_factory):
+    def save(kind):
         path = tmp_path_factory.mktemp(kind)
         torch.manual_seed(5)
         model = hf.AutoModelForCausalLM.from_config(config_of(kind))
@@ -79,11 +78,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return save
 
 
-def texts_of(lengths: tuple[int, ...]) -> list[list[int]]:
+def texts_of(lengths):
     return [[1 + (7 * row + 5 * i + i * i) % (VOCAB - 1) for i in range(length)] for row, length in enumerate(lengths)]
 
 
-def batch_of(texts: list[list[int]]) -> MicroBatch:
+def batch_of(texts):
     lengths = [len(text) for text in texts]
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     zeros = np.zeros(len(positions), np.float32)
@@ -101,13 +100,13 @@ def batch_of(texts: list[list[int]]) -> MicroBatch:
 
 
 @torch.no_grad()
-def reference(model: Any, text: list[int]) -> list[float]:
+def reference(model, text):
     tokens = torch.tensor(text)
     logprobs = torch.log_softmax(model(input_ids=tokens[None], use_cache=False).logits[0, :-1], dim=-1)
     return [0.0, *logprobs.gather(1, tokens[1:, None])[:, 0].tolist()]
 
 
-def trainer_on(path: Path) -> TorchTrainer:
+def trainer_on(path):
     trainer = TorchTrainer()
     trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU))
     return trainer
@@ -115,9 +114,7 @@ def trainer_on(path: Path) -> TorchTrainer:
 
 @pytest.mark.parametrize("modules", [False, True])
 @pytest.mark.parametrize("kind", [each for each in SCALED if each != "proportional"])
-def test_engine_and_trainer_equal_transformers_on_texts_of_several_lengths(
-    kind: str, modules: bool, saved: Callable[[str], Path]
-) -> None:
+def test_engine_and_trainer_equal_transformers_on_texts_of_several_lengths(kind, modules, saved):
     path = saved(kind)
     context = rotary_limit(config_of(kind).to_dict()) or POSITIONS
     runner = load_runner(engine_options(model_path=path, slots=4, context_length=context, device=Device.CPU))
@@ -134,7 +131,7 @@ def test_engine_and_trainer_equal_transformers_on_texts_of_several_lengths(
                 for row, prompt in enumerate(prompts)
             ]
         )
-        sampled: list[list[float]] = [[] for _ in prompts]
+        sampled = [[] for _ in prompts]
         for _ in range(6):
             for row, (token, logprob) in enumerate(zip(*runner.decode(len(prompts)), strict=True)):
                 texts[row].append(token)
@@ -147,7 +144,7 @@ def test_engine_and_trainer_equal_transformers_on_texts_of_several_lengths(
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_sequences_beyond_the_limit_are_rejected_by_engine_and_trainer(kind: str, saved: Callable[[str], Path]) -> None:
+def test_sequences_beyond_the_limit_are_rejected_by_engine_and_trainer(kind, saved):
     path, limit = saved(kind), {"longrope": ORIGINAL, "dynamic": POSITIONS}[kind]
     with pytest.raises(ModelError, match=f"context_length must be at most .*{limit}.* got {limit + 1}"):
         load_runner(engine_options(model_path=path, slots=1, context_length=limit + 1, device=Device.CPU))
@@ -158,7 +155,7 @@ def test_sequences_beyond_the_limit_are_rejected_by_engine_and_trainer(kind: str
 
 
 @pytest.mark.parametrize("kind", sorted(ROPE_INIT_FUNCTIONS))
-def test_limit_is_the_length_from_which_transformers_angles_depend_on_the_sequence(kind: str) -> None:
+def test_limit_is_the_length_from_which_transformers_angles_depend_on_the_sequence(kind):
     """A type of rotary embedding that is new in transformers fails here until `SCALED` has it."""
     limit = rotary_limit(config_of(kind).to_dict())
     for longest in (ORIGINAL, ORIGINAL + 1, POSITIONS, POSITIONS + 1):
@@ -184,11 +181,11 @@ def test_limit_is_the_length_from_which_transformers_angles_depend_on_the_sequen
         ({}, None),
     ],
 )
-def test_limit_is_read_from_current_and_older_configurations(table: dict[str, Any], limit: int | None) -> None:
+def test_limit_is_read_from_current_and_older_configurations(table, limit):
     assert rotary_limit({"max_position_embeddings": 512, **table}) == limit
 
 
-def test_context_up_to_the_original_length_is_accepted_and_a_longer_one_names_the_reason() -> None:
+def test_context_up_to_the_original_length_is_accepted_and_a_longer_one_names_the_reason():
     config = config_of("longrope")
     assert context_problem(config, Path("phi"), ORIGINAL) is None
     problem = context_problem(config, Path("phi"), ORIGINAL + 1)

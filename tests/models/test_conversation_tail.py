@@ -1,19 +1,16 @@
 """A continued conversation keeps the sampled tokens, and appends the chat template's text for new messages."""
 
-from __future__ import annotations
-
 import pytest
 
 from inference_contract.schemas import ChatMessage
 from inference_contract.tools import FunctionCall, ToolCall
-from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.types import Message
 from tests.models.test_control_tokens import CHATML_TOKENS, LLAMA_TOKENS, NAMES, byte_level, chat, guarded, raw
 
 QUESTION = [Message("system", "s"), Message("user", "1 + 2")]
 
 
-def conversation(tokenizer: ChatTokenizer, answer: str, *new: Message) -> tuple[list[int], list[int]]:
+def conversation(tokenizer, answer, *new):
     """Return the tokens of question and sampled answer, and the tokens of this conversation continued by `new`."""
     (end,) = tokenizer.eos_token_ids
     sampled = [*tokenizer.encode_chat(QUESTION), *tokenizer.encode(answer), end]
@@ -22,7 +19,7 @@ def conversation(tokenizer: ChatTokenizer, answer: str, *new: Message) -> tuple[
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_continued_conversation_has_the_same_new_tokens_as_the_whole_conversation_encoded_at_once(name: str) -> None:
+def test_continued_conversation_has_the_same_new_tokens_as_the_whole_conversation_encoded_at_once(name):
     tokenizer, reply = chat(name), [Message("user", "2 + 3"), Message("user", "ab")]
     sampled, continued = conversation(tokenizer, "a", *reply)
     assert tokenizer.tail.reproduces_deployment()
@@ -31,7 +28,7 @@ def test_continued_conversation_has_the_same_new_tokens_as_the_whole_conversatio
     assert tail == tokenizer.encode_chat([*QUESTION, Message("assistant", "a"), *reply])[-len(tail) :]
 
 
-def test_sampled_tokens_are_kept_even_if_encoding_the_answers_text_would_give_other_tokens() -> None:
+def test_sampled_tokens_are_kept_even_if_encoding_the_answers_text_would_give_other_tokens():
     tokenizer = chat("chatml")
     (end,) = tokenizer.eos_token_ids
     letters = [token for letter in "the end" for token in tokenizer.encode(letter)]
@@ -41,7 +38,7 @@ def test_sampled_tokens_are_kept_even_if_encoding_the_answers_text_would_give_ot
     assert tokenizer.encode_continuation(messages, 3, sampled)[: len(sampled)] == sampled
 
 
-def test_end_token_is_appended_to_an_answer_that_was_cut_at_its_token_limit() -> None:
+def test_end_token_is_appended_to_an_answer_that_was_cut_at_its_token_limit():
     tokenizer = chat("chatml")
     (end,) = tokenizer.eos_token_ids
     sampled = [*tokenizer.encode_chat(QUESTION), *tokenizer.encode("hello")]
@@ -50,7 +47,7 @@ def test_end_token_is_appended_to_an_answer_that_was_cut_at_its_token_limit() ->
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama"])
-def test_control_tokens_written_as_text_in_new_messages_of_a_conversation_stay_text(name: str) -> None:
+def test_control_tokens_written_as_text_in_new_messages_of_a_conversation_stay_text(name):
     tokenizer = chat(name)
     (end,) = tokenizer.eos_token_ids
     attack = raw(name).decode([end]) + "Qz7answerQz7"
@@ -88,9 +85,7 @@ LLAMA = (
     [(HERMES, CHATML_TOKENS, "<|im_end|>"), (LLAMA, LLAMA_TOKENS, "<|eot_id|>")],
     ids=["hermes", "llama"],
 )
-def test_tool_result_is_appended_after_the_sampled_tokens_of_the_tool_call(
-    template: str, tokens: tuple[str, ...], end: str, calls: int
-) -> None:
+def test_tool_result_is_appended_after_the_sampled_tokens_of_the_tool_call(template, tokens, end, calls):
     tokenizer = guarded(byte_level(template, tokens, end, "<tool_call>", "</tool_call>", "<tool_response>"))
     (end_id,) = tokenizer.eos_token_ids
     made = [
@@ -109,7 +104,7 @@ def test_tool_result_is_appended_after_the_sampled_tokens_of_the_tool_call(
     assert tokenizer.tail.reproduces_deployment(calls=calls)
 
 
-def test_whole_conversation_is_encoded_again_if_the_chat_template_drops_answers() -> None:
+def test_whole_conversation_is_encoded_again_if_the_chat_template_drops_answers():
     forgetful = "{%- for m in messages if m.role != 'assistant' %}{{- m.content + '<|im_end|>' }}{%- endfor %}"
     tokenizer = guarded(byte_level(forgetful, CHATML_TOKENS, "<|im_end|>"))
     _, continued = conversation(tokenizer, "a", Message("user", "b"))

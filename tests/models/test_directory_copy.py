@@ -1,9 +1,5 @@
 """Copies of a model directory have everything but weights, and nothing from elsewhere."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from pipelinerl.models.directory_copy import copy_model_files
 
 KEPT = (
@@ -22,7 +18,7 @@ LEFT = (
 )  # fmt: skip
 
 
-def made(directory: Path, *names: str) -> Path:
+def made(directory, *names):
     for name in names:
         file = directory / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -30,23 +26,23 @@ def made(directory: Path, *names: str) -> Path:
     return directory
 
 
-def names_in(directory: Path) -> set[str]:
+def names_in(directory):
     return {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()}
 
 
-def copied(model: Path, target: Path) -> set[str]:
+def copied(model, target):
     target.mkdir()
     copy_model_files(model, target)
     assert not any(each.is_symlink() for each in target.rglob("*"))
     return names_in(target)
 
 
-def test_copy_has_configuration_tokenizer_templates_code_and_licence_but_no_weights(tmp_path: Path) -> None:
+def test_copy_has_configuration_tokenizer_templates_code_and_licence_but_no_weights(tmp_path):
     assert copied(made(tmp_path / "model", *KEPT, *LEFT), tmp_path / "copy") == set(KEPT)
     assert (tmp_path / "copy" / "merges.txt").read_text() == "merges.txt"
 
 
-def test_links_of_a_hugging_face_cache_are_followed(tmp_path: Path) -> None:
+def test_links_of_a_hugging_face_cache_are_followed(tmp_path):
     made(tmp_path / "hub" / "blobs", "abc")
     snapshot = made(tmp_path / "hub" / "snapshots" / "main", "config.json")
     (snapshot / "README.md").symlink_to("../../blobs/abc")
@@ -56,7 +52,7 @@ def test_links_of_a_hugging_face_cache_are_followed(tmp_path: Path) -> None:
     assert (tmp_path / "copy" / "README.md").read_text() == "abc"
 
 
-def test_links_to_other_files_of_the_machine_are_not_copied(tmp_path: Path) -> None:
+def test_links_to_other_files_of_the_machine_are_not_copied(tmp_path):
     made(tmp_path, "secret.txt", "private/key.jinja", "shared/tokenizer.json", "blobs/token")
     model = made(tmp_path / "model", "config.json", "LICENSE.txt")
     (model / "README.md").symlink_to(tmp_path / "secret.txt")

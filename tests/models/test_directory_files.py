@@ -1,11 +1,7 @@
 """Model weights with a NaN or an infinite value are rejected, in every dtype and by all code that reads weights."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +18,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_nan_and_infinity_in_weights_are_detected_and_finite_values_of_every_exponent_are_accepted(
-    dtype: torch.dtype,
-) -> None:
+def test_nan_and_infinity_in_weights_are_detected_and_finite_values_of_every_exponent_are_accepted(dtype):
     """Try all values of 16-bit dtypes; in longer dtypes, all values of the upper 16 bits, with the last bit 0 and 1."""
     width = torch.empty(0, dtype=dtype).element_size()
     upper = np.arange(2**16, dtype=f"u{width}") << 8 * width - 16
@@ -37,7 +31,7 @@ def test_nan_and_infinity_in_weights_are_detected_and_finite_values_of_every_exp
             refuse_not_finite(Path("m"), "w", np.array([words[0], each]), name)
 
 
-def spoilt(path: Path, value: float, dtype: torch.dtype) -> Path:
+def spoilt(path, value, dtype):
     """Return a copy of the shipped model with `value` as the last value of one parameter."""
     shutil.copytree(MODELS / "tiny_speller", path)
     weights = {name: values.to(dtype) for name, values in load_file(path / "model.safetensors").items()}
@@ -46,13 +40,13 @@ def spoilt(path: Path, value: float, dtype: torch.dtype) -> Path:
     return path
 
 
-def read_one_by_one(path: Path) -> Any:
+def read_one_by_one(path):
     reader = WeightReader.of(path, load_structure(path))
     assert reader is not None
     return reader.rows(UP, slice(0, 10**6))
 
 
-def read_by_jax(path: Path) -> Any:
+def read_by_jax(path):
     from jax.sharding import SingleDeviceSharding
 
     from pipelinerl.models.decoder_config import read_config
@@ -68,16 +62,14 @@ def read_by_jax(path: Path) -> Any:
 @pytest.mark.parametrize(
     ("value", "dtype"), [(float("nan"), torch.bfloat16), (-float("inf"), torch.float16), (float("inf"), torch.float32)]
 )
-def test_every_way_to_read_weights_names_the_parameter_that_contains_nan_or_infinity(
-    tmp_path: Path, read: Callable[[Path], Any], value: float, dtype: torch.dtype
-) -> None:
+def test_every_way_to_read_weights_names_the_parameter_that_contains_nan_or_infinity(tmp_path, read, value, dtype):
     path = spoilt(tmp_path / "model", value, dtype)
     with pytest.raises(ModelError, match=f"{path}: the parameter {UP} holds NaN or infinite values") as refused:
         read(path)
     assert "\n" not in str(refused.value)
 
 
-def test_large_model_is_checked_for_nan_only_in_part_and_the_unchecked_bytes_are_counted(tmp_path: Path) -> None:
+def test_large_model_is_checked_for_nan_only_in_part_and_the_unchecked_bytes_are_counted(tmp_path):
     path = spoilt(tmp_path / "model", float("nan"), torch.float32)
     size = sum(each.numel() * 4 for each in load_file(path / "model.safetensors").values())
     assert check_values(path, most_bytes=0) == size

@@ -1,11 +1,8 @@
 """The plain tokenizer, which does not import transformers, equals transformers' or leaves a directory to it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 from shutil import copytree
 
 import pytest
@@ -15,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from pipelinerl.config.sections import MODELS
 from pipelinerl.errors import ModelError
 from pipelinerl.models.control_tokens import Chat
-from pipelinerl.models.tokenizer import ChatTokenizer, PlainTokenizer, read_plain
+from pipelinerl.models.tokenizer import ChatTokenizer, read_plain
 from pipelinerl.plugins.warmstart.tiny_decoder import CHAT_TEMPLATE, char_tokenizer, word_tokenizer
 from pipelinerl.types import Message
 
@@ -23,20 +20,20 @@ TEXTS = ["", "cat", " a  b\n", "1+2=3", "héllo <|end|> wörld", "日本語 👩
 LOOKS = "{{ unk_token }}{% if documents is none %}{{ [messages, tools] | tojson(indent=1) }}{% endif %}\n x"
 
 
-def taken(path: Path) -> PlainTokenizer | None:
+def taken(path):
     return read_plain(path, lambda: PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True))
 
 
-def both(path: Path) -> tuple[ChatTokenizer, ChatTokenizer]:
+def both(path):
     """Return two tokenizers of the same directory: this project's and transformers'."""
     plain = taken(path)
     assert plain is not None
     return ChatTokenizer(plain, {4}), ChatTokenizer(plain.whole, {4})
 
 
-def answers(tokenizer: ChatTokenizer, turns: list[Message]) -> list[list[int] | str]:
+def answers(tokenizer, turns):
     """Encode the whole chat, and the first message's text; return the tokens of each, or its error message."""
-    results: list[list[int] | str] = []
+    results = []
     for encode in (lambda: tokenizer.encode_chat(turns), lambda: tokenizer.encode(turns[0].content)):
         try:
             results.append(encode())
@@ -46,7 +43,7 @@ def answers(tokenizer: ChatTokenizer, turns: list[Message]) -> list[list[int] | 
 
 
 @pytest.fixture(scope="module", params=["tiny_rlvr", "tiny_speller", "words", "characters"])
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(request, tmp_path_factory):
     if (MODELS / request.param).is_dir():
         return MODELS / request.param
     made = word_tokenizer(TEXTS * 3, vocab=300) if request.param == "words" else char_tokenizer(phrases=("cat",))
@@ -55,11 +52,11 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def rewrite(path: Path, **changes: object) -> None:
+def rewrite(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_plain_tokenizer_gives_the_same_ids_texts_and_errors_as_transformers(path: Path) -> None:
+def test_plain_tokenizer_gives_the_same_ids_texts_and_errors_as_transformers(path):
     ours, theirs = both(path)
     assert (ours.vocab_size, ours._tokenizer.chat_template) == (theirs.vocab_size, theirs._tokenizer.chat_template)
     for name in ("eos_token_id", "unk_token_id", "name_or_path"):
@@ -67,7 +64,7 @@ def test_plain_tokenizer_gives_the_same_ids_texts_and_errors_as_transformers(pat
 
     @settings(max_examples=25, database=None)
     @given(st.lists(st.text() | st.sampled_from(TEXTS), min_size=1, max_size=3), st.randoms(use_true_random=False))
-    def same(contents: list[str], random) -> None:
+    def same(contents, random):
         turns = [Message(random.choice(["system", "user", "assistant"]), content) for content in contents]
         drawn = [random.randrange(theirs.vocab_size) for _ in range(9)]
         assert ours.decode(drawn) == theirs.decode(drawn)
@@ -77,9 +74,7 @@ def test_plain_tokenizer_gives_the_same_ids_texts_and_errors_as_transformers(pat
 
 
 @pytest.mark.parametrize("template", [LOOKS, "{% generation %}a{% endgeneration %}", "{{ dict(a=1) }}", "{{ 1 / 0 }}"])
-def test_chat_template_has_the_same_functions_and_variables_as_in_transformers(
-    path: Path, template: str, tmp_path: Path
-) -> None:
+def test_chat_template_has_the_same_functions_and_variables_as_in_transformers(path, template, tmp_path):
     copied = copytree(path, tmp_path / "model")
     (copied / "chat_template.jinja").write_text(template)
     turns = [{"role": "user", "content": "é<a>'"}]
@@ -93,7 +88,7 @@ def test_chat_template_has_the_same_functions_and_variables_as_in_transformers(
         assert results[0] == results[1] and results[0]
 
 
-def test_plain_tokenizer_leaves_template_variables_and_saving_to_transformers(path: Path, tmp_path: Path) -> None:
+def test_plain_tokenizer_leaves_template_variables_and_saving_to_transformers(path, tmp_path):
     ours, theirs = both(path)
     turns = [Message("user", "a")]
     assert ours.encode_chat(turns, {"thinking": True}) == theirs.encode_chat(turns, {"thinking": True})
@@ -119,9 +114,7 @@ def test_plain_tokenizer_leaves_template_variables_and_saving_to_transformers(pa
         ("added_tokens.json", {}),
     ],
 )
-def test_plain_tokenizer_leaves_directories_with_unsupported_settings_to_transformers(
-    file: str, changes: dict[str, object], tmp_path: Path
-) -> None:
+def test_plain_tokenizer_leaves_directories_with_unsupported_settings_to_transformers(file, changes, tmp_path):
     copied = copytree(MODELS / "tiny_rlvr", tmp_path / "model")
     assert taken(copied) is not None
     (copied / file).exists() or (copied / file).write_text("{}")
@@ -129,7 +122,7 @@ def test_plain_tokenizer_leaves_directories_with_unsupported_settings_to_transfo
     assert taken(copied) is None
 
 
-def test_plain_tokenizer_imports_neither_transformers_nor_torch() -> None:
+def test_plain_tokenizer_imports_neither_transformers_nor_torch():
     code = (
         "import sys; from pathlib import Path; from pipelinerl.types import Message\n"
         "from pipelinerl.models.tokenizer import ChatTokenizer\n"

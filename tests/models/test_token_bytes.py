@@ -1,19 +1,15 @@
 """The bytes of a text's tokens, joined, are the text's bytes, whatever part of a character a token holds."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.tool_model import tool_tokenizer
 from tests.models.test_control_tokens import CHATML, chat, guarded, with_template
 
 TEXT = "The café <think> costs 3 €, 日本 😀\n\ttoo"
 
 
-def byte_fallback() -> PreTrainedTokenizerFast:
+def byte_fallback():
     """Return a tokenizer like Llama 2's: pieces of SentencePiece, and a token for each byte of all other characters."""
     pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁cehostT,3", "▁c"]
     backend = Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, [("▁", "c")], byte_fallback=True))
@@ -30,31 +26,31 @@ def byte_fallback() -> PreTrainedTokenizerFast:
     [guarded(tool_tokenizer()), chat("chatml"), guarded(byte_fallback())],
     ids=["tool", "chatml", "fallback"],
 )
-def test_joined_bytes_of_tokens_are_the_bytes_of_the_text(tokenizer: ChatTokenizer) -> None:
+def test_joined_bytes_of_tokens_are_the_bytes_of_the_text(tokenizer):
     ids = tokenizer.encode(TEXT)
     spelled = [tokenizer.bytes_of(token_id) for token_id in ids]
     assert b"".join(spelled) == TEXT.encode()
     assert not all(_is_text(each) for each in spelled), "no token holds part of a character"
 
 
-def test_token_of_sentencepiece_keeps_its_leading_space() -> None:
+def test_token_of_sentencepiece_keeps_its_leading_space():
     tokenizer = guarded(byte_fallback())
     assert [tokenizer.bytes_of(token_id) for token_id in tokenizer.encode("e c")] == [b"e", b" c"]
 
 
-def test_control_token_has_the_bytes_of_its_name() -> None:
+def test_control_token_has_the_bytes_of_its_name():
     tokenizer = chat("chatml")
     (end,) = tokenizer.eos_token_ids
     assert tokenizer.bytes_of(end) == b"<|im_end|>"
 
 
-def test_token_of_another_decoder_has_the_bytes_of_its_text() -> None:
+def test_token_of_another_decoder_has_the_bytes_of_its_text():
     tokenizer = chat("tiny")
     for token_id in range(tokenizer.vocab_size):
         assert tokenizer.bytes_of(token_id).decode() == tokenizer.decode([token_id])
 
 
-def _is_text(spelled: bytes) -> bool:
+def _is_text(spelled):
     try:
         spelled.decode()
     except UnicodeDecodeError:

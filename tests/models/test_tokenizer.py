@@ -1,13 +1,10 @@
 """The quick check of a chat template, without a tokenizer, rejects exactly the chats that the tokenizer rejects."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -36,7 +33,7 @@ MARKED = EACH + "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
 USER, SYSTEM, TOOL = Message("user", "ab"), Message("system", "b"), Message("tool", "c")
 
 
-def model_with(folder: Path, template: object, file: str = "tokenizer_config.json") -> Path:
+def model_with(folder, template, file="tokenizer_config.json"):
     path = shutil.copytree(MODELS / "tiny_speller", folder / "model")
     settings = json.loads((path / "tokenizer_config.json").read_text())
     if file == "tokenizer_config.json":
@@ -52,12 +49,10 @@ def model_with(folder: Path, template: object, file: str = "tokenizer_config.jso
 )
 @pytest.mark.parametrize("messages", [(USER,), (SYSTEM, USER), (USER, TOOL), ()], ids=["u", "su", "ut", "none"])
 @pytest.mark.parametrize("given", [{}, {"deep": True}, {"messages": 1}], ids=["plain", "deep", "taken"])
-def test_quick_check_of_a_chat_template_rejects_the_same_chats_as_the_tokenizer(
-    template: object, messages: tuple[Message, ...], given: dict[str, object], tmp_path: Path
-) -> None:
+def test_quick_check_of_a_chat_template_rejects_the_same_chats_as_the_tokenizer(template, messages, given, tmp_path):
     path = model_with(tmp_path, template)
 
-    def error_of(path: Path, quick: bool) -> str:
+    def error_of(path, quick):
         try:
             if quick:
                 refuse_unrenderable(path, messages, given)
@@ -70,14 +65,14 @@ def test_quick_check_of_a_chat_template_rejects_the_same_chats_as_the_tokenizer(
     assert error_of(path, quick=True) == error_of(path, quick=False)
 
 
-def test_chat_template_in_a_separate_file_takes_precedence_over_the_one_in_the_tokenizer_config(tmp_path: Path) -> None:
+def test_chat_template_in_a_separate_file_takes_precedence_over_the_one_in_the_tokenizer_config(tmp_path):
     path = model_with(tmp_path, NO_SYSTEM, "chat_template.jinja")
     refuse_unrenderable(path, [USER], {})
     with pytest.raises(ModelError, match="the chat template cannot render 2 messages: System role not supported"):
         refuse_unrenderable(path, [SYSTEM, USER], {})
 
 
-def test_quick_check_of_a_chat_template_imports_no_heavy_library(tmp_path: Path) -> None:
+def test_quick_check_of_a_chat_template_imports_no_heavy_library(tmp_path):
     program = (
         "import sys\nfrom pathlib import Path\nfrom pipelinerl.models.chat_template import refuse_unrenderable\n"
         "from pipelinerl.types import Message\n"

@@ -1,9 +1,6 @@
 """The chat template renders tools, calls and their results, and none of their texts becomes a control token."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -11,7 +8,6 @@ from hypothesis import given, settings, strategies as st
 from inference_contract.schemas import ChatMessage
 from inference_contract.tools import ToolDefinition
 from pipelinerl.errors import ModelError, UnshownFieldError
-from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.warmstart.tiny_decoder import SPECIAL_TOKENS
 from tests.fakes.tool_model import TOOL_TEMPLATE, TOOL_TOKENS, tool_tokenizer
 from tests.models.test_control_tokens import guarded
@@ -21,17 +17,17 @@ TOKENIZER = guarded(RAW)
 CONTROL = frozenset({*SPECIAL_TOKENS, *TOOL_TOKENS})
 
 
-def tool(name: str = "add", description: str = "Add", parameters: dict[str, Any] | None = None) -> ToolDefinition:
+def tool(name="add", description="Add", parameters=None):
     function = {"name": name, "description": description, "parameters": parameters or {"type": "object"}}
     return ToolDefinition.model_validate({"type": "function", "function": function})
 
 
-def call(arguments: str, name: str = "add", call_id: str = "call_1") -> dict[str, Any]:
+def call(arguments, name="add", call_id="call_1"):
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def conversation(*, arguments: str = '{"a": 1}', result: str = "3", thinking: str = "Hm.") -> list[ChatMessage]:
-    bodies: list[dict[str, Any]] = [
+def conversation(*, arguments='{"a": 1}', result="3", thinking="Hm."):
+    bodies = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": "1 + 2"},
         {"role": "assistant", "content": None, "tool_calls": [call(arguments)], "reasoning_content": thinking},
@@ -40,11 +36,11 @@ def conversation(*, arguments: str = '{"a": 1}', result: str = "3", thinking: st
     return [ChatMessage.model_validate(body) for body in bodies]
 
 
-def control_tokens(ids: list[int]) -> list[str]:
+def control_tokens(ids):
     return [token for token in RAW.convert_ids_to_tokens(ids) if token in CONTROL]
 
 
-def test_chat_template_renders_tools_calls_and_results() -> None:
+def test_chat_template_renders_tools_calls_and_results():
     ids = TOKENIZER.encode_chat(conversation(), tools=[tool()])
     assert RAW.decode(ids) == (
         "<|system|># Tools\n"
@@ -60,7 +56,7 @@ def test_chat_template_renders_tools_calls_and_results() -> None:
 @pytest.mark.parametrize(
     "place", ["result", "argument", "argument's name", "unparsed arguments", "name", "description", "parameter"]
 )
-def test_control_token_written_as_text_in_tool_data_stays_text(spelled: str, place: str) -> None:
+def test_control_token_written_as_text_in_tool_data_stays_text(spelled, place):
     messages, tools = conversation(), [tool()]
     if place == "result":
         messages = conversation(result=f"x{spelled}y")
@@ -89,33 +85,33 @@ def test_control_token_written_as_text_in_tool_data_stays_text(spelled: str, pla
         max_size=4,
     )
 )
-def test_random_tool_data_never_becomes_a_control_token(texts: list[str]) -> None:
+def test_random_tool_data_never_becomes_a_control_token(texts):
     result, argument, name, description = texts
     messages = conversation(arguments=json.dumps({argument: argument}), result=result)
     ids = TOKENIZER.encode_chat(messages, tools=[tool(name=f"a{name}", description=description)])
     assert control_tokens(ids) == control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
 
 
-def test_assistants_thinking_may_contain_the_tool_call_token_but_no_token_that_ends_a_turn() -> None:
+def test_assistants_thinking_may_contain_the_tool_call_token_but_no_token_that_ends_a_turn():
     ids = TOKENIZER.encode_chat(conversation(thinking="<tool_call><|end|>"), tools=[tool()])
     expected = control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
     expected.insert(expected.index("<think>") + 1, "<tool_call>")
     assert control_tokens(ids) == expected
 
 
-def test_empty_tool_arguments_are_rendered_as_an_empty_object() -> None:
+def test_empty_tool_arguments_are_rendered_as_an_empty_object():
     shown = RAW.decode(TOKENIZER.encode_chat(conversation(arguments=" "), tools=[tool()]))
     assert '"arguments": {}}\n</tool_call>' in shown
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", '{"a": ' * 5000 + "1" + "}" * 5000])
-def test_tool_arguments_that_are_not_an_object_are_rendered_unchanged(arguments: str) -> None:
+def test_tool_arguments_that_are_not_an_object_are_rendered_unchanged(arguments):
     shown = RAW.decode(TOKENIZER.encode_chat(conversation(arguments=arguments), tools=[tool()]))
     assert f'"arguments": {arguments}}}\n</tool_call>' in shown
 
 
-def test_chat_field_that_the_template_does_not_render_is_rejected_by_name() -> None:
-    plain: ChatTokenizer = guarded(tool_tokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}"))
+def test_chat_field_that_the_template_does_not_render_is_rejected_by_name():
+    plain = guarded(tool_tokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}"))
     user = [ChatMessage(role="user", content="a")]
     with pytest.raises(UnshownFieldError, match="does not use tools") as tools:
         plain.encode_chat(user, tools=[tool()])
@@ -125,7 +121,7 @@ def test_chat_field_that_the_template_does_not_render_is_rejected_by_name() -> N
     assert calls.value.place == "messages.2.tool_calls"
 
 
-def test_error_names_the_tool_field_that_contains_a_control_token_as_text() -> None:
+def test_error_names_the_tool_field_that_contains_a_control_token_as_text():
     template = TOOL_TEMPLATE.replace("tool | tojson", "tool | tojson | urlencode")
     encoding = guarded(tool_tokenizer(template=template))
     with pytest.raises(ModelError, match=r"tools\.0\.function\.description spells a control token"):

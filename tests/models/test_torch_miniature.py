@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,8 +19,6 @@ from transformers import (
     MixtralConfig,
     NemotronConfig,
     PhimoeConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
     Qwen2MoeConfig,
     Starcoder2Config,
 )
@@ -50,7 +47,7 @@ LAYER_TYPES = ["sliding_attention", "full_attention", "full_attention"]
 EXPERTS: dict[str, Any] = {**SIZES, "num_experts_per_tok": 2}
 
 
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+def skeleton(config):
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -66,7 +63,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     ],
     ids=lambda config: config.model_type,
 )
-def test_shrunk_configuration_keeps_each_kind_of_layer_and_the_widths_of_attention(config: PreTrainedConfig) -> None:
+def test_shrunk_configuration_keeps_each_kind_of_layer_and_the_widths_of_attention(config):
     small = shrunk(config)
     kinds, kept = getattr(config, "layer_types", None), getattr(small, "layer_types", None)
     assert 2 <= small.num_hidden_layers <= 8
@@ -76,7 +73,7 @@ def test_shrunk_configuration_keeps_each_kind_of_layer_and_the_widths_of_attenti
     assert small.vocab_size <= 256 < config.vocab_size and (getattr(small, "sliding_window", None) or 0) <= 4
 
 
-def test_miniature_is_the_same_each_time_and_leaves_torchs_random_state_alone() -> None:
+def test_miniature_is_the_same_each_time_and_leaves_torchs_random_state_alone():
     state = torch.get_rng_state()
     one, other = (miniature(skeleton(LlamaConfig(**SIZES))) for _ in range(2))
     assert one is not None and other is not None and torch.equal(torch.get_rng_state(), state)
@@ -97,13 +94,13 @@ def test_miniature_is_the_same_each_time_and_leaves_torchs_random_state_alone() 
     ],
     ids=lambda config: config.model_type,
 )
-def test_trainer_and_engine_compute_supported_models_as_transformers_does(config: PreTrainedConfig) -> None:
+def test_trainer_and_engine_compute_supported_models_as_transformers_does(config):
     model = skeleton(config)
     assert packed_model.choose_rows(model) == packed_model.choose_rows(model.base_model) == (IMPLEMENTATION, True)
     assert engine.refuse_different(model)
 
 
-def test_model_that_the_engine_would_compute_otherwise_is_rejected_with_the_reason() -> None:
+def test_model_that_the_engine_would_compute_otherwise_is_rejected_with_the_reason():
     for _ in range(2):  # the second sentence is the first one, kept
         with pytest.raises(
             ModelError, match="the model changes its attention mask, which this engine does not support"
@@ -116,7 +113,7 @@ def test_model_that_the_engine_would_compute_otherwise_is_rejected_with_the_reas
     [PhimoeConfig(**EXPERTS, num_local_experts=4, sliding_window=16), NemotronConfig(**HEADS)],
     ids=lambda config: config.model_type,
 )
-def test_engine_serves_models_whose_masks_or_layers_differ_from_llamas(config: PreTrainedConfig) -> None:
+def test_engine_serves_models_whose_masks_or_layers_differ_from_llamas(config):
     assert engine.refuse_different(skeleton(config))
 
 
@@ -132,23 +129,19 @@ def test_engine_serves_models_whose_masks_or_layers_differ_from_llamas(config: P
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_trainer_packs_only_models_that_it_then_computes_as_transformers_does(
-    config: PreTrainedConfig, attention: str | None
-) -> None:
+def test_trainer_packs_only_models_that_it_then_computes_as_transformers_does(config, attention):
     assert packed_model.choose_rows(skeleton(config)) == (attention, True)
 
 
-def test_trainer_rejects_a_model_that_neither_rows_compute_as_transformers_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_trainer_rejects_a_model_that_neither_rows_compute_as_transformers_does(monkeypatch):
     monkeypatch.setattr(torch_miniature, "_TOLERANCE", -1.0)
     with pytest.raises(ModelError, match="the torch trainer with own attention computes Starcoder2ForCausalLM otherw"):
         packed_model.choose_rows(skeleton(Starcoder2Config(**SIZES)))
 
 
-def test_model_is_compared_with_the_right_tokens_and_within_rounding() -> None:
-    def off_by(error: float) -> Callable[[PreTrainedModel], list[Computed]]:
-        def compute(model: PreTrainedModel) -> list[Computed]:
+def test_model_is_compared_with_the_right_tokens_and_within_rounding():
+    def off_by(error):
+        def compute(model):
             return [Computed(text, reference(model, text)[-3:] + error) for text in texts_of(model)]
 
         return compute
@@ -161,7 +154,7 @@ def test_model_is_compared_with_the_right_tokens_and_within_rounding() -> None:
         refuse_different(model, "broken", lambda model: [Computed((), torch.zeros(1 // 0))])
 
 
-def test_configuration_whose_miniature_does_not_run_or_is_too_large_is_not_tried() -> None:
+def test_configuration_whose_miniature_does_not_run_or_is_too_large_is_not_tried():
     wide = LlamaConfig(**SIZES | {"hidden_size": 1 << 16, "num_attention_heads": 1 << 9})
     assert miniature(skeleton(wide)) is None
     assert packed_model.choose_rows(skeleton(wide)) == (IMPLEMENTATION, False)

@@ -1,13 +1,7 @@
 """Replaying the experts that a router chose, for each supported model family: outputs and the router's gradient."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModel
 
 from pipelinerl.models import torch_routers
@@ -18,7 +12,7 @@ TOKENS = 6
 
 
 @pytest.fixture(params=sorted(REPLAYED))
-def model(request: pytest.FixtureRequest) -> Any:
+def model(request):
     torch.manual_seed(5)
     made = AutoModel.from_config(mixture_config(request.param, 16)).eval()
     with torch.no_grad():
@@ -28,14 +22,13 @@ def model(request: pytest.FixtureRequest) -> Any:
     return made
 
 
-def hidden_of(model: Any) -> Tensor:
+def hidden_of(model):
     tokens = torch.arange(TOKENS)[None] % 16
-    output: Tensor = model(input_ids=tokens, use_cache=False).last_hidden_state[0]
-    return output
+    return model(input_ids=tokens, use_cache=False).last_hidden_state[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_replaying_a_routers_own_choice_of_experts_gives_bit_identical_outputs(model: Any, dtype: torch.dtype) -> None:
+def test_replaying_a_routers_own_choice_of_experts_gives_bit_identical_outputs(model, dtype):
     assert torch_routers.shape_of(model) == ROUTING
     log = torch_routers.TorchRouteLog(model.to(dtype), ROUTING)
     log.is_on = True
@@ -53,7 +46,7 @@ def test_replaying_a_routers_own_choice_of_experts_gives_bit_identical_outputs(m
         assert torch.equal(hidden_of(model), own)
 
 
-def test_router_gets_a_gradient_when_its_choice_of_experts_is_replayed(model: Any) -> None:
+def test_router_gets_a_gradient_when_its_choice_of_experts_is_replayed(model):
     """The weights of the replayed experts are computed from the router's logits, so the router gets a gradient."""
     replay = torch_routers.ReplayedRouters(model)
     replay.tell(torch.tensor([[[0, 3], [2, 1]]] * TOKENS))
@@ -62,7 +55,7 @@ def test_router_gets_a_gradient_when_its_choice_of_experts_is_replayed(model: An
         assert router.weight.grad.abs().max() > 0
 
 
-def test_parameter_shapes_read_from_a_directory_equal_those_of_the_loaded_model(model: Any, tmp_path: Path) -> None:
+def test_parameter_shapes_read_from_a_directory_equal_those_of_the_loaded_model(model, tmp_path):
     """In files, each expert has matrices of its own; in a loaded model, a layer has all experts in two parameters."""
     model.save_pretrained(tmp_path)
     read_shapes = read_shape(tmp_path).parameters
@@ -74,5 +67,5 @@ def test_parameter_shapes_read_from_a_directory_equal_those_of_the_loaded_model(
     assert read_shape(tmp_path).largest == max(parameter.numel() for parameter in model.parameters())
 
 
-def test_model_without_supported_routers_has_no_routing_shape() -> None:
+def test_model_without_supported_routers_has_no_routing_shape():
     assert torch_routers.shape_of(torch.nn.Linear(2, 2)) is None

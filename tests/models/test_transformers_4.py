@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pytest
@@ -28,13 +28,13 @@ FAMILIES: Final = Path(__file__).parents[1] / "families"
 OF_VERSION: Final = frozenset({"bamba", "gemma2", "olmo3", "vaultgemma", "zamba2"})
 
 
-def output_of(script: str, *arguments: Path) -> str:
+def output_of(script, *arguments):
     assert PYTHON is not None
     command = [PYTHON, str(FAMILIES / script), *map(str, arguments)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=500).stdout
 
 
-def checkpoint_of(model: Path, target: Path) -> Path | None:
+def checkpoint_of(model, target):
     """Write a checkpoint of the model with other weights; return None if the product refuses the model."""
     try:
         named = {name: each.detach() * 1.125 for name, each in load_model(model).named_parameters()}
@@ -47,14 +47,14 @@ def checkpoint_of(model: Path, target: Path) -> Path | None:
     return target
 
 
-def distance(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+def distance(ours, theirs):
     return float(np.abs(np.subtract(ours["logprobs"], theirs["logprobs"])).max())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(PYTHON is None, reason="PIPELINERL_TRANSFORMERS_4_PYTHON does not name an interpreter")
-def test_transformers_4_loads_checkpoints_of_its_own_models(tmp_path: Path) -> None:
+def test_transformers_4_loads_checkpoints_of_its_own_models(tmp_path):
     output_of("zoo.py", tmp_path)
     pairs = {
         model: saved

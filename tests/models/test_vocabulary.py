@@ -1,12 +1,7 @@
 """A model's vocabulary is compared with the policy's by size and by the text of each token id."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +13,7 @@ from pipelinerl.models.vocabulary import Vocabulary, refuse_other_vocabulary
 POLICY = MODELS / "tiny_speller"
 
 
-def changed(folder: Path, name: str, change: Callable[[dict[str, Any]], object]) -> Path:
+def changed(folder, name, change):
     """Copy the policy to `folder`, and change the JSON object in one of its files."""
     path = shutil.copytree(POLICY, folder / "other")
     table = json.loads((path / name).read_text())
@@ -27,19 +22,19 @@ def changed(folder: Path, name: str, change: Callable[[dict[str, Any]], object])
     return path
 
 
-def swap_tokens(table: dict[str, Any]) -> None:
+def swap_tokens(table):
     vocab, added = table["model"]["vocab"], {token["content"] for token in table["added_tokens"]}
     one, other = [token for token in vocab if token not in added][:2]
     vocab[one], vocab[other] = vocab[other], vocab[one]
 
 
-def rename_added(table: dict[str, Any]) -> None:
+def rename_added(table):
     last = table["added_tokens"][-1]
     table["model"]["vocab"].pop(last["content"], None)
     last["content"] = "<|other|>"
 
 
-def test_model_with_the_same_or_more_tokens_is_accepted(tmp_path: Path) -> None:
+def test_model_with_the_same_or_more_tokens_is_accepted(tmp_path):
     more = changed(tmp_path, "config.json", lambda table: table.update(vocab_size=table["vocab_size"] + 64))
     assert refuse_other_vocabulary(POLICY, more) == refuse_other_vocabulary(POLICY, POLICY) == ""
 
@@ -61,8 +56,8 @@ def test_model_with_the_same_or_more_tokens_is_accepted(tmp_path: Path) -> None:
     ],
 )
 def test_model_with_fewer_or_other_tokens_is_rejected_by_check_and_at_the_start_of_a_run(
-    name: str, change: Callable[[dict[str, Any]], object], sentence: str, tmp_path: Path
-) -> None:
+    name, change, sentence, tmp_path
+):
     other = changed(tmp_path, name, change)
     with pytest.raises(ModelError, match=sentence):
         refuse_other_vocabulary(POLICY, other)
@@ -76,7 +71,7 @@ def test_model_with_fewer_or_other_tokens_is_rejected_by_check_and_at_the_start_
             refuse(load("tiny", overrides))
 
 
-def test_added_token_with_another_text_is_a_warning(tmp_path: Path) -> None:
+def test_added_token_with_another_text_is_a_warning(tmp_path):
     other = changed(tmp_path, "tokenizer.json", rename_added)
     overrides = ["objective=grpo_kl", f"reference.path={other}", "evaluation.problems=4"]
     warnings = [text for part, text in findings(load("tiny", overrides)) if part == "warning"]
@@ -86,7 +81,7 @@ def test_added_token_with_another_text_is_a_warning(tmp_path: Path) -> None:
     )
 
 
-def test_vocabulary_is_read_from_both_layouts_of_tokenizer_files(tmp_path: Path) -> None:
+def test_vocabulary_is_read_from_both_layouts_of_tokenizer_files(tmp_path):
     added = [{"id": 2, "content": "<s>"}]
     for vocab in ({"a": 0, "b": 1}, [["a", -1.5], ["b", -2.5]]):
         (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": vocab}}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from transformers import (
 )
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.checkpoint import Part, load_model, load_structure
+from pipelinerl.models.checkpoint import load_model, load_structure
 from pipelinerl.models.weight_reader import WeightReader
 
 SIZES: dict[str, Any] = {
@@ -53,7 +52,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def saved(path: Path, config: PreTrainedConfig, **options: Any) -> Path:
+def saved(path, config, **options):
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(path, **options)
     return path
@@ -62,7 +61,7 @@ def saved(path: Path, config: PreTrainedConfig, **options: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "part"), [*((name, "causal_lm") for name in CONFIGS), ("llama", "trunk"), ("gpt2", "trunk")]
 )
-def test_parameters_read_one_by_one_equal_those_of_a_loaded_model(name: str, part: Part, tmp_path: Path) -> None:
+def test_parameters_read_one_by_one_equal_those_of_a_loaded_model(name, part, tmp_path):
     path = saved(tmp_path, CONFIGS[name](), max_shard_size="20KB")
     assert len(list(path.glob("*.safetensors"))) > 1
     whole, random = load_model(path, part=part), torch.get_rng_state()
@@ -85,7 +84,7 @@ def test_parameters_read_one_by_one_equal_those_of_a_loaded_model(name: str, par
         assert torch.equal(buffer, buffers[key]) and buffer.dtype == buffers[key].dtype, key
 
 
-def test_parameters_cannot_be_read_one_by_one_if_both_of_two_tied_parameters_are_stored(tmp_path: Path) -> None:
+def test_parameters_cannot_be_read_one_by_one_if_both_of_two_tied_parameters_are_stored(tmp_path):
     path = saved(tmp_path, CONFIGS["qwen2"]())
     file = path / "model.safetensors"
     tensors = load_file(file)
@@ -97,7 +96,7 @@ def test_parameters_cannot_be_read_one_by_one_if_both_of_two_tied_parameters_are
     assert torch.equal(reader.whole("model.embed_tokens.weight"), tensors["model.embed_tokens.weight"])
 
 
-def test_error_for_a_missing_weight_file_names_the_file(tmp_path: Path) -> None:
+def test_error_for_a_missing_weight_file_names_the_file(tmp_path):
     path = saved(tmp_path, CONFIGS["qwen2"]())
     reader = WeightReader.of(path, load_structure(path))
     assert reader is not None

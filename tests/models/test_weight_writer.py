@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_model, weight_files
@@ -30,21 +27,21 @@ ALL: Final = [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in s
 
 
 @pytest.fixture(scope="session")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def family(tmp_path_factory):
     """Map a family's name to the directory of its tiny model."""
     root = tmp_path_factory.mktemp("families")
 
-    def made(name: str) -> Path:
+    def made(name):
         return root / name if (root / name).exists() else zoo.save(root / name, name)
 
     return made
 
 
-def stored(path: Path) -> dict[str, Tensor]:
+def stored(path):
     return {name: tensor for file in weight_files(path) for name, tensor in load_file(file).items()}
 
 
-def written(model: Path, target: Path, *, dtype: str = "float32", add: float = 0.0) -> Path:
+def written(model, target, *, dtype="float32", add=0.0):
     """Write a model with `add` added to each parameter, as a trainer that sends `dtype` would; return the directory."""
     named = dict(load_model(model).named_parameters())
     sent = {name: (each.detach() + add).to(getattr(torch, dtype)) for name, each in named.items()}
@@ -55,14 +52,14 @@ def written(model: Path, target: Path, *, dtype: str = "float32", add: float = 0
     return target
 
 
-def resaved(model: Path, target: Path, tensors: dict[str, Tensor]) -> Path:
+def resaved(model, target, tensors):
     target.mkdir()
     shutil.copyfile(model / "config.json", target / "config.json")
     save_file(tensors, target / "model.safetensors")
     return target
 
 
-def alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+def alike(ours, theirs):
     """Return whether two files have the same names, shapes, dtypes and values."""
     return ours.keys() == theirs.keys() and all(
         ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in theirs
@@ -70,7 +67,7 @@ def alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_weights_of_each_family_are_written_as_they_were_stored(name: str, family: Any, tmp_path: Path) -> None:
+def test_weights_of_each_family_are_written_as_they_were_stored(name, family, tmp_path):
     model = family(name)
     assert alike(stored(written(model, tmp_path / "same")), stored(model))
     moved = written(model, tmp_path / "moved", add=0.25)
@@ -84,7 +81,7 @@ def test_weights_of_each_family_are_written_as_they_were_stored(name: str, famil
         assert torch.equal(each, dict(before.named_buffers())[key]), key
 
 
-def test_tensors_in_other_dtypes_than_the_models_keep_theirs(family: Any, tmp_path: Path) -> None:
+def test_tensors_in_other_dtypes_than_the_models_keep_theirs(family, tmp_path):
     tensors = stored(family("glm4_moe"))
     mixed = {
         name: each if name.endswith(("e_score_correction_bias", "norm.weight")) else each.bfloat16()
@@ -102,7 +99,7 @@ def test_tensors_in_other_dtypes_than_the_models_keep_theirs(family: Any, tmp_pa
     assert torch.equal(wide["lm_head.weight"], mixed["lm_head.weight"].float())
 
 
-def test_tied_weights_that_are_stored_twice_are_both_written(family: Any, tmp_path: Path) -> None:
+def test_tied_weights_that_are_stored_twice_are_both_written(family, tmp_path):
     tensors = stored(family("llama_tied"))
     twice = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     model = resaved(family("llama_tied"), tmp_path / "twice", twice)
@@ -112,14 +109,14 @@ def test_tied_weights_that_are_stored_twice_are_both_written(family: Any, tmp_pa
     assert torch.equal(new["model.embed_tokens.weight"], new["lm_head.weight"])
 
 
-def test_weights_that_are_stored_twice_with_different_values_stay_different(family: Any, tmp_path: Path) -> None:
+def test_weights_that_are_stored_twice_with_different_values_stay_different(family, tmp_path):
     tensors = stored(family("llama_tied"))
     untied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 2}
     model = resaved(family("llama_tied"), tmp_path / "untied", untied)
     assert alike(stored(written(model, tmp_path / "new")), untied)
 
 
-def test_tensors_that_transformers_does_not_load_are_copied(family: Any, tmp_path: Path) -> None:
+def test_tensors_that_transformers_does_not_load_are_copied(family, tmp_path):
     further = {
         "model.layers.3.eh_proj.weight": torch.randn(4, 8).bfloat16(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(4),
@@ -133,21 +130,21 @@ def test_tensors_that_transformers_does_not_load_are_copied(family: Any, tmp_pat
     assert all(new[name].dtype == each.dtype for name, each in further.items())
 
 
-def test_experts_that_are_stored_in_one_tensor_stay_so(family: Any, tmp_path: Path) -> None:
+def test_experts_that_are_stored_in_one_tensor_stay_so(family, tmp_path):
     fused = dict(load_model(family("qwen3_moe")).named_parameters())
     assert "model.layers.0.mlp.experts.gate_up_proj" in fused
     model = resaved(family("qwen3_moe"), tmp_path / "fused", {name: each.detach() for name, each in fused.items()})
     assert alike(stored(written(model, tmp_path / "new")), stored(model))
 
 
-def test_trunk_without_a_head_is_written_without_its_prefix(family: Any, tmp_path: Path) -> None:
+def test_trunk_without_a_head_is_written_without_its_prefix(family, tmp_path):
     tensors = {name.removeprefix("transformer."): each for name, each in stored(family("gpt2")).items()}
     assert "h.0.ln_1.weight" in tensors
     model = resaved(family("gpt2"), tmp_path / "trunk", tensors)
     assert alike(stored(written(model, tmp_path / "new")), tensors)
 
 
-def test_parameter_that_the_directory_cannot_hold_is_refused_before_training(family: Any) -> None:
+def test_parameter_that_the_directory_cannot_hold_is_refused_before_training(family):
     with pytest.raises(ModelError, match=r"1 of the trainer's parameters .* first model\.own; save the model again"):
         WeightWriter.of(family("llama_tied"), [ParameterInfo("model.own", (3,), "float32")])
 
@@ -155,7 +152,7 @@ def test_parameter_that_the_directory_cannot_hold_is_refused_before_training(fam
 @pytest.mark.parametrize(
     ("trainer", "name"), [(TorchTrainer, "apertus"), (JaxTrainer, "llama_tied"), (JaxTrainer, "qwen3")]
 )
-def test_trainers_weights_are_written_as_they_were_stored(trainer: Any, name: str, family: Any, tmp_path: Path) -> None:
+def test_trainers_weights_are_written_as_they_were_stored(trainer, name, family, tmp_path):
     model, worker = family(name), trainer()
     worker.init_worker(TrainerSpec(model_path=model, device=Device.CPU))
     writer = WeightWriter.of(model, worker.weight_layout())
@@ -164,8 +161,8 @@ def test_trainers_weights_are_written_as_they_were_stored(trainer: Any, name: st
     assert alike(load_file(tmp_path / "new.safetensors"), stored(model))
 
 
-def test_weights_are_written_under_their_own_names_from_any_iterable(tmp_path: Path) -> None:
-    def weights() -> Iterator[tuple[str, Tensor]]:
+def test_weights_are_written_under_their_own_names_from_any_iterable(tmp_path):
+    def weights():
         yield "a", torch.ones(2, 3, dtype=torch.bfloat16)
 
     write_weights(tmp_path / "a.safetensors", [ParameterInfo("a", (2, 3), "bfloat16")], weights())

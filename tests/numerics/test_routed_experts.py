@@ -1,9 +1,5 @@
 """Indices of routed experts, as arrays and in the format in which they are sent."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -13,7 +9,7 @@ from pipelinerl.numerics.routed_experts import of_context, off_the_wire, on_the_
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, ">u2"])
-def test_expert_indices_are_unchanged_after_encoding_as_json_and_decoding(dtype: Any) -> None:
+def test_expert_indices_are_unchanged_after_encoding_as_json_and_decoding(dtype):
     routed = np.arange(3 * 2 * 4).reshape(3, 2, 4).astype(dtype) * 9
     sent = RoutedExperts.model_validate_json(on_the_wire(routed).model_dump_json())
     np.testing.assert_array_equal(off_the_wire(sent), routed)
@@ -33,13 +29,13 @@ def test_expert_indices_are_unchanged_after_encoding_as_json_and_decoding(dtype:
         ({"shape": [2**31 - 1, 2**31 - 1, 2**31 - 1]}, "data must be"),
     ],
 )
-def test_routed_experts_data_that_does_not_fit_its_shape_is_rejected(changes: dict[str, Any], message: str) -> None:
+def test_routed_experts_data_that_does_not_fit_its_shape_is_rejected(changes, message):
     good = {"dtype": "uint8", "shape": [2, 1, 2], "data": "AAAAAA=="}
     RoutedExperts.model_validate(good)
     with pytest.raises(ValidationError, match=message):
         RoutedExperts.model_validate({**good, **changes})
 
 
-def test_first_context_token_gets_expert_indices_of_zero_because_no_routing_is_recorded_for_it() -> None:
+def test_first_context_token_gets_expert_indices_of_zero_because_no_routing_is_recorded_for_it():
     routed = np.arange(2 * 2 * 3, dtype=np.uint8).reshape(2, 2, 3)
     np.testing.assert_array_equal(of_context(on_the_wire(routed)), np.concatenate((routed[:1] * 0, routed)))

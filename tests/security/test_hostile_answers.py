@@ -1,11 +1,7 @@
 """Answers that try to break, stall or deceive a verifier get a verdict in time; a verifier's failure is not a score."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +11,7 @@ from pipelinerl.data.problems import Split, open_source
 from pipelinerl.messages import EvaluationDone, encode
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem
-from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer
+from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.patience import PATIENCE_S
 
 GROUP = 8
@@ -28,24 +24,24 @@ PROBLEM = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),)
 
 
 @asynccontextmanager
-async def judging(**keys: object) -> AsyncIterator[GroupVerifier]:
+async def judging(**keys):
     section = {"name": "d", "source": "addition", "verifier_timeout_s": DEADLINE_S} | keys
-    verifier = open_verifier(DomainSection(**section))  # type: ignore[arg-type]
+    verifier = open_verifier(DomainSection(**section))
     try:
         yield verifier
     finally:
         await verifier.close()
 
 
-async def judged(verifier: GroupVerifier, problem: Problem, texts: Sequence[str]) -> list[Judgement]:
+async def judged(verifier, problem, texts):
     """Judge the texts as answers to the problem, in groups of `GROUP`, one group after another."""
-    judgements: list[Judgement] = []
+    judgements = []
     for begin in range(0, len(texts), GROUP):
         judgements += await verifier.judge(problem, [SampledAnswer(text) for text in texts[begin : begin + GROUP]])
     return judgements
 
 
-def assert_no_failure_is_a_zero(judgements: Sequence[Judgement]) -> None:
+def assert_no_failure_is_a_zero(judgements):
     """Assert that verifier failures have reward 0, that no verdict is correct, and that each fits into a report."""
     for verdict, _ in judgements:
         assert verdict.outcome.is_judgement or verdict.reward == 0.0
@@ -58,7 +54,7 @@ def assert_no_failure_is_a_zero(judgements: Sequence[Judgement]) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_math_verifier_judges_hostile_answers_or_reports_that_it_failed(count: int) -> None:
+async def test_math_verifier_judges_hostile_answers_or_reports_that_it_failed(count):
     texts = hostile_texts(count)
     async with judging() as verifier:
         await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")])
@@ -76,7 +72,7 @@ async def test_math_verifier_judges_hostile_answers_or_reports_that_it_failed(co
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_reasoning_gym_verifier_judges_hostile_answers_as_wrong(count: int) -> None:
+async def test_reasoning_gym_verifier_judges_hostile_answers_as_wrong(count):
     source = open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0)
     async with judging(verifier="reasoning_gym", verifier_timeout_s=PATIENCE_S) as verifier:
         judgements = await judged(verifier, source.problem(0), [f"\x7f{text}" for text in hostile_texts(count)])
@@ -85,9 +81,7 @@ async def test_reasoning_gym_verifier_judges_hostile_answers_as_wrong(count: int
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_failure_of_a_users_reward_function_affects_only_the_answer_on_which_it_failed(
-    count: int, tmp_path: Path
-) -> None:
+async def test_failure_of_a_users_reward_function_affects_only_the_answer_on_which_it_failed(count, tmp_path):
     file = tmp_path / "r.py"
     file.write_text(
         "def score(completion, answer):\n"
@@ -105,7 +99,7 @@ async def test_failure_of_a_users_reward_function_affects_only_the_answer_on_whi
     assert outcomes.count(Outcome.WRONG) == count * 17 // 20
 
 
-async def test_group_of_answers_is_verified_while_another_groups_hostile_answers_stall_the_verifier() -> None:
+async def test_group_of_answers_is_verified_while_another_groups_hostile_answers_stall_the_verifier():
     other = Problem(problem_id="d:2", domain="d", messages=PROBLEM.messages, ground_truth="x+2")
     async with judging(verifier_timeout_s=PATIENCE_S) as verifier:
         await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")] * GROUP)

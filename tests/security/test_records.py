@@ -1,11 +1,6 @@
 """Hostile stream entries, written with the Redis password, are moved to the dead-letter stream and crash no process."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
@@ -32,7 +27,7 @@ from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import Kind, _seal, decode_group, decode_order, encode_group
 from pipelinerl.streams.stream import DEAD_LETTERS
 from pipelinerl.training.rollouts.rollout_reader import RolloutReader
-from tests.controller.service.test_service import Probe, Running, running, step
+from tests.controller.service.test_service import Probe, running, step
 from tests.controller.world import ENGINE, controller
 from tests.fakes.rollouts import group
 
@@ -44,19 +39,19 @@ DEEP = b"\x81\xa4kind" + b"\x91" * 100_000
 
 
 @pytest.fixture
-async def run(tmp_path: Path) -> AsyncIterator[Running]:
+async def run(tmp_path):
     async with running(tmp_path) as made:
         yield made
 
 
 @pytest.mark.parametrize("payload", [NO_TEXT, DEEP, b"", b"\xc1", b"\x00" * 100])
-def test_bytes_that_are_not_a_message_raise_a_decode_error(payload: bytes) -> None:
+def test_bytes_that_are_not_a_message_raise_a_decode_error(payload):
     for decode in (decode_report, decode_directive):
         with pytest.raises(msgspec.DecodeError):
             decode(payload)
 
 
-def test_prompt_record_whose_header_is_invalid_utf8_or_incomplete_raises_a_record_error() -> None:
+def test_prompt_record_whose_header_is_invalid_utf8_or_incomplete_raises_a_record_error():
     record = _seal(Kind.ORDER, {"order_id": "aaaa"})
     header = msgspec.msgpack.encode({"order_id": "aaaa"}).replace(b"aaaa", b"\xff" * 4)
     with pytest.raises(RecordError):
@@ -67,17 +62,17 @@ def test_prompt_record_whose_header_is_invalid_utf8_or_incomplete_raises_a_recor
         decode_group(_sealed(Kind.GROUP, b"\x91" * 100_000))
 
 
-def _sealed(kind: Kind, header: bytes) -> bytes:
+def _sealed(kind, header):
     return _seal(kind, msgspec.Raw(header))
 
 
 @pytest.mark.parametrize("index", [-1, 2**53, 2**62])
-def test_rollout_group_with_an_impossible_index_raises_a_record_error(index: int) -> None:
+def test_rollout_group_with_an_impossible_index_raises_a_record_error(index):
     with pytest.raises(RecordError, match="index"):
         decode_group(encode_group(dataclasses.replace(group(1), index=index)))
 
 
-def test_rollout_group_with_impossible_model_versions_raises_a_record_error() -> None:
+def test_rollout_group_with_impossible_model_versions_raises_a_record_error():
     whole = group(1)
     for change in ({"model_version": -1}, {"model_version": 2**60}):
         turn = whole.rollouts[0].turns[0]
@@ -87,21 +82,21 @@ def test_rollout_group_with_impossible_model_versions_raises_a_record_error() ->
             decode_group(encode_group(dataclasses.replace(whole, rollouts=(rollout, *whole.rollouts[1:]))))
 
 
-async def test_trainer_skips_a_rollout_group_whose_index_is_far_above_any_requested_group() -> None:
+async def test_trainer_skips_a_rollout_group_whose_index_is_far_above_any_requested_group():
     stream = MemoryStream()
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)
     await reader.start()
     await stream.append(DIRECTIVES, [NO_TEXT, DEEP])
     far = dataclasses.replace(group(1), index=7 + MOST_AHEAD)
     await stream.append("rollouts:a", [encode_group(far), encode_group(group(3)), _sealed(Kind.GROUP, b"\xa1\xff")])
-    groups: list[Any] = []
+    groups = []
     for _ in range(3):
         groups += (await reader.read(block_s=0.1)).groups
     assert [each.index for each in groups] == [3]
     assert await stream.length(DEAD_LETTERS) == 4
 
 
-async def test_hostile_reports_do_not_crash_the_controller(run: Running) -> None:
+async def test_hostile_reports_do_not_crash_the_controller(run):
     await run.start()
     forged = [
         OrdersEnded(epoch=1, model_version=0, consumed=ConsumedReport(trained=1, beyond=[2**62])),
@@ -113,7 +108,7 @@ async def test_hostile_reports_do_not_crash_the_controller(run: Running) -> None
     assert run.stream_length(DEAD_LETTERS) == 4
 
 
-async def test_controller_restarts_even_if_the_prompt_stream_contains_unreadable_records(tmp_path: Path) -> None:
+async def test_controller_restarts_even_if_the_prompt_stream_contains_unreadable_records(tmp_path):
     before, stream = controller(), MemoryStream()
     before.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     await (await Journal.begin(stream)).snapshot(before.state)
@@ -129,7 +124,7 @@ async def test_controller_restarts_even_if_the_prompt_stream_contains_unreadable
 
 
 @pytest.mark.parametrize("entry", [NO_TEXT, DEEP, b"", b"nothing"])
-async def test_controller_ignores_its_whole_journal_if_one_entry_is_unreadable(entry: bytes) -> None:
+async def test_controller_ignores_its_whole_journal_if_one_entry_is_unreadable(entry):
     stream = MemoryStream()
     journal = await Journal.begin(stream)
     await journal.snapshot(controller().state)
@@ -141,7 +136,7 @@ async def test_controller_ignores_its_whole_journal_if_one_entry_is_unreadable(e
     "body",
     [b'{"j": 1' + b"0" * 30 + b"}", b'{"j": 1' + b"0" * 30 + b', "mode": "rlax"}', b'{"k": 1' + b"0" * 400 + b"}"],
 )
-async def test_knob_is_not_changed_if_its_new_value_cannot_be_written_to_the_journal(run: Running, body: bytes) -> None:
+async def test_knob_is_not_changed_if_its_new_value_cannot_be_written_to_the_journal(run, body):
     before = run.controller.state.knobs
     transport = httpx.ASGITransport(create_api(run.service, token=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -150,7 +145,7 @@ async def test_knob_is_not_changed_if_its_new_value_cannot_be_written_to_the_jou
     assert run.controller.state.knob_log == []
 
 
-async def test_knob_change_with_an_overlong_author_name_is_rejected(run: Running) -> None:
+async def test_knob_change_with_an_overlong_author_name_is_rejected(run):
     """The limit exists because the author is stored in the journal, in every snapshot and in the event log."""
     transport = httpx.ASGITransport(create_api(run.service, token=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -158,7 +153,7 @@ async def test_knob_change_with_an_overlong_author_name_is_rejected(run: Running
     assert refused.status_code == 422 and run.controller.state.knob_log == []
 
 
-async def test_engine_name_with_a_lone_surrogate_is_rejected(run: Running) -> None:
+async def test_engine_name_with_a_lone_surrogate_is_rejected(run):
     """JSON can contain a lone surrogate such as "\\ud800", which cannot be encoded as UTF-8."""
     transport = httpx.ASGITransport(create_api(run.service, token=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:

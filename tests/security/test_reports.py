@@ -1,12 +1,8 @@
 """Impossible reports to the controller go to the dead-letter stream; they neither change its state nor crash it."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import AsyncIterator
-from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, get_args, get_origin
 
 import msgspec
 import pytest
@@ -19,7 +15,6 @@ from pipelinerl.errors import LedgerError
 from pipelinerl.messages import (
     REPORTS,
     ConsumedReport,
-    ControlMessage,
     EvaluationDone,
     GroupFailed,
     OrdersEnded,
@@ -32,7 +27,7 @@ from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import DEAD_LETTERS, START
 from pipelinerl.training.rollouts.rollout_reader import RolloutReader
-from tests.controller.service.test_service import Running, running, step
+from tests.controller.service.test_service import running, step
 from tests.controller.world import ENGINE
 from tests.fakes.rollouts import group
 
@@ -41,12 +36,12 @@ _TEXTS = ("", "x", "e1-step-1", "prompt-000001", "eval-0-1-000000", ENGINE, "x" 
 
 
 @pytest.fixture
-async def run(tmp_path: Path) -> AsyncIterator[Running]:
+async def run(tmp_path):
     async with running(tmp_path) as made:
         yield made
 
 
-def account(**fields: Any) -> OrdersEnded:
+def account(**fields):
     return OrdersEnded(epoch=1, model_version=0, consumed=ConsumedReport(**fields))
 
 
@@ -67,9 +62,7 @@ def account(**fields: Any) -> OrdersEnded:
     ],
     ids=lambda forged: str(forged)[:40],
 )
-async def test_report_with_impossible_counts_epochs_or_versions_goes_only_to_the_dead_letter_stream(
-    run: Running, forged: ControlMessage
-) -> None:
+async def test_report_with_impossible_counts_epochs_or_versions_goes_only_to_the_dead_letter_stream(run, forged):
     await run.start()
     await run.tell(step(1))
     before = msgspec.msgpack.encode(run.controller.state.account)
@@ -84,13 +77,13 @@ async def test_report_with_impossible_counts_epochs_or_versions_goes_only_to_the
     assert forged not in [one.report for one in given if isinstance(one, ReportReceived)]
 
 
-async def test_evaluation_results_with_forged_problem_numbers_or_counts_are_rejected(tmp_path: Path) -> None:
+async def test_evaluation_results_with_forged_problem_numbers_or_counts_are_rejected(tmp_path):
     async with running(tmp_path, evaluation_problems=3) as run:
         await run.start()
         evaluation = run.controller.state.evaluations.current
         assert evaluation is not None and evaluation.next_index == 3
         order = f"eval-{evaluation.model_version}-{evaluation.number}-000000"
-        done: dict[str, Any] = {"order_id": order, "oldest_version": 0, "newest_version": 0, "num_tokens": 1}
+        done = {"order_id": order, "oldest_version": 0, "newest_version": 0, "num_tokens": 1}
         forged = [EvaluationDone(index=index, correct=1, judged=1, **done) for index in (7, 8, 9)]
         forged += [EvaluationDone(index=0, correct=n, judged=judged, **done) for n, judged in ((5, 1), (9, 9))]
         await run.tell(*forged, GroupFailed(order_id=order, index=2**40, purpose="evaluation", reason="x"))
@@ -98,26 +91,26 @@ async def test_evaluation_results_with_forged_problem_numbers_or_counts_are_reje
         assert run.controller.state.evaluations.current is evaluation and evaluation.answers == {}
 
 
-async def test_controller_decision_that_raises_an_error_is_rolled_back(run: Running) -> None:
+async def test_controller_decision_that_raises_an_error_is_rolled_back(run):
     """The report goes to the dead-letter stream, and state changes made before the failure are undone."""
     await run.start()
     decide = run.controller.decide
 
-    def stumbling(given: Any) -> Any:
+    def stumbling(given):
         if isinstance(given, ReportReceived) and getattr(given.report, "model_version", 0) == 1:
             run.controller.state.version = 77
             raise LedgerError("the account does not balance")
         return decide(given)
 
-    run.controller.decide = stumbling  # type: ignore[method-assign]
+    run.controller.decide = stumbling
     await run.tell(step(1))
     assert run.controller.state.version == 0 and run.stream_length(DEAD_LETTERS) == 1
-    run.controller.decide = decide  # type: ignore[method-assign]
+    run.controller.decide = decide
     await run.tell(step(1))
     assert run.controller.state.version == 1
 
 
-def _hostile(draw: random.Random, kind: Any) -> Any:
+def _hostile(draw, kind):
     if get_origin(kind) is Annotated:  # the bounds, which hostile values ignore
         kind = kind.__origin__
     if kind is int:
@@ -144,7 +137,7 @@ def _hostile(draw: random.Random, kind: Any) -> Any:
     return draw.choice(list(kind))  # `kind` is an enumeration
 
 
-def _message(draw: random.Random, kind: Any) -> Any:
+def _message(draw, kind):
     fields = msgspec.structs.fields(kind)
     drawn = {field.name: _hostile(draw, field.type) for field in fields}
     if "epoch" in drawn and draw.random() < 0.7:
@@ -155,7 +148,7 @@ def _message(draw: random.Random, kind: Any) -> Any:
     return kind(**drawn)
 
 
-async def test_no_hostile_report_makes_the_controller_fail(run: Running) -> None:
+async def test_no_hostile_report_makes_the_controller_fail(run):
     """The controller rejects or processes each of 2000 reports whose fields are as hostile as their types allow."""
     await run.start()
     await run.tell(step(1))
@@ -177,7 +170,7 @@ async def test_no_hostile_report_makes_the_controller_fail(run: Running) -> None
     assert min(refused, decided) > 300, (refused, decided)
 
 
-async def test_trainer_reports_the_request_for_an_unreadable_rollout_group_as_failed() -> None:
+async def test_trainer_reports_the_request_for_an_unreadable_rollout_group_as_failed():
     """Otherwise the group would count as in flight until the run has no other group left to train on."""
     stream = MemoryStream()
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)
@@ -186,10 +179,10 @@ async def test_trainer_reports_the_request_for_an_unreadable_rollout_group_as_fa
     damaged[-20] ^= 1
     ended, cut = encode_group(group(3)), encode_group(group(11))[:40]
     await stream.append("rollouts:a", [bytes(damaged), ended[:-20] + b"x" + ended[-19:], cut, encode_group(group(8))])
-    groups: list[Any] = []
+    groups = []
     for _ in range(3):
         groups += (await reader.read(block_s=0.1)).groups
     assert [each.index for each in groups] == [8]
     reports = [decode_report(entry.payload) for entry in await stream.read({REPORTS: START}, count=10, block_s=0)]
     assert [(type(report), report.index) for report in reports if isinstance(report, GroupFailed)] == [(GroupFailed, 9)]
-    assert len(reports) == 1 and "cannot be read" in reports[0].reason  # type: ignore[union-attr]
+    assert len(reports) == 1 and "cannot be read" in reports[0].reason

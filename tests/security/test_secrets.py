@@ -1,7 +1,5 @@
 """Passwords and tokens are written only to files that only their owner may read, and appear in no output."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
+from pipelinerl.config.recipe import load, parse, save, to_table
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.logs import configure
@@ -34,13 +32,13 @@ URLS = [
 ]
 
 
-def with_streams(url: str) -> RunConfig:
+def with_streams(url):
     """Return a shipped recipe with `url`, which may contain a password, as its Redis URL."""
     return parse(to_table(load("tiny")) | {"streams": {"redis_url": url}})
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_html_report_omits_the_redis_password(url: str, tmp_path: Path) -> None:
+def test_html_report_omits_the_redis_password(url, tmp_path):
     save(with_streams(url), tmp_path / "recipe.toml")
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("run_started", elapsed_s=0.0, run="tiny", knobs={})
@@ -50,9 +48,7 @@ def test_html_report_omits_the_redis_password(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_printed_recipe_hides_the_redis_password_and_only_the_owner_can_read_the_saved_recipe(
-    url: str, tmp_path: Path
-) -> None:
+def test_printed_recipe_hides_the_redis_password_and_only_the_owner_can_read_the_saved_recipe(url, tmp_path):
     config = with_streams(url)
     identity = Identity(
         config=config, run_dir=tmp_path, name="a", redis_url=url, controller_url="http://c", token="hunter2-token"
@@ -66,7 +62,7 @@ def test_printed_recipe_hides_the_redis_password_and_only_the_owner_can_read_the
     assert kept is not None and kept.get_secret_value() == url
 
 
-def test_error_for_an_invalid_redis_url_omits_its_password() -> None:
+def test_error_for_an_invalid_redis_url_omits_its_password():
     for wrong in (f"http://:{PASSWORD}@host", [f"redis://:{PASSWORD}@host"], {"url": f"redis://:{PASSWORD}@host"}):
         with pytest.raises(RecipeError) as refused:
             parse({"streams": {"redis_url": wrong}})
@@ -74,13 +70,13 @@ def test_error_for_an_invalid_redis_url_omits_its_password() -> None:
 
 
 @pytest.mark.parametrize("url", [f"http://u:{PASSWORD}@h", f"redis://127.0.0.1:port/0?password={PASSWORD}"])
-async def test_error_for_an_invalid_or_unreachable_redis_server_omits_its_password(url: str) -> None:
+async def test_error_for_an_invalid_or_unreachable_redis_server_omits_its_password(url):
     with pytest.raises(UserError) as refused:
         await open_stream(url, namespace="x")
     assert PASSWORD not in str(refused.value)
 
 
-def test_log_lines_omit_the_redis_password() -> None:
+def test_log_lines_omit_the_redis_password():
     before, output = logging.getLogger().handlers[:], io.StringIO()
     try:
         configure(run="r", role="x", stream=output)
@@ -97,9 +93,7 @@ def test_log_lines_omit_the_redis_password() -> None:
 # --- tokens and arguments ---------------------------------------------------------------------------------------------
 
 
-def test_concurrent_processes_started_without_an_auth_token_all_use_the_same_new_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_processes_started_without_an_auth_token_all_use_the_same_new_token(tmp_path, monkeypatch):
     """If they had no token, a server on loopback would answer every program of every user of the machine."""
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with ThreadPoolExecutor(8) as pool:
@@ -111,9 +105,7 @@ def test_concurrent_processes_started_without_an_auth_token_all_use_the_same_new
     assert token_of(None, tmp_path / "run") == "given"
 
 
-def test_process_that_cannot_write_its_auth_token_file_starts_only_with_the_option_no_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_that_cannot_write_its_auth_token_file_starts_only_with_the_option_no_token(tmp_path, monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--no-token"):
@@ -123,7 +115,7 @@ def test_process_that_cannot_write_its_auth_token_file_starts_only_with_the_opti
 
 
 @pytest.mark.parametrize("spelled", [["--redis-url", URLS[0]], [f"--redis-url={URLS[0]}"]])
-def test_redis_password_in_command_line_arguments_is_moved_to_the_environment(spelled: list[str]) -> None:
+def test_redis_password_in_command_line_arguments_is_moved_to_the_environment(spelled):
     moved = without_password(["python", "-m", "x", "actor", *spelled, "--name", "a"], {"HOME": "/"})
     assert moved == (
         ["python", "-m", "x", "actor", "--name", "a"],
@@ -136,7 +128,7 @@ def test_redis_password_in_command_line_arguments_is_moved_to_the_environment(sp
 @pytest.mark.parametrize(
     "override", ["streams.redis_url={}", 'streams.redis_url = "{}"', 'engine.servers=["{}"]', "{}"]
 )
-def test_password_in_a_command_line_override_is_rejected(override: str, url: str) -> None:
+def test_password_in_a_command_line_override_is_rejected(override, url):
     """Command lines are visible in the process list. Overrides are the values of --set and the words `key=value`."""
     with pytest.raises(RecipeError) as refused:
         load("tiny", [override.format(url)])
@@ -147,7 +139,7 @@ def test_password_in_a_command_line_override_is_rejected(override: str, url: str
         )
 
 
-def test_operating_systems_process_list_omits_the_redis_password(tmp_path: Path) -> None:
+def test_operating_systems_process_list_omits_the_redis_password(tmp_path):
     """The process restarts itself without the password in its arguments, so the kernel no longer lists it."""
     command = [sys.executable, "-m", "pipelinerl.cli", "actor", "--run-dir", str(tmp_path)]
     role = subprocess.Popen([*command, "--redis-url", f"redis://:{PASSWORD}@127.0.0.1:9/0"], stderr=subprocess.DEVNULL)
@@ -164,7 +156,7 @@ def test_operating_systems_process_list_omits_the_redis_password(tmp_path: Path)
         role.wait()
 
 
-def test_processes_of_a_run_import_no_library_from_the_current_directory(tmp_path: Path) -> None:
+def test_processes_of_a_run_import_no_library_from_the_current_directory(tmp_path):
     """They hold the run's token; a user may stand in a folder with a `redis.py` of any origin."""
     for name in ("redis", "torch", "uvloop", "msgspec", "numpy", "typer", "pydantic", "httpx", "json"):
         (tmp_path / f"{name}.py").write_text("open('executed', 'w').close()")
@@ -178,7 +170,7 @@ def test_processes_of_a_run_import_no_library_from_the_current_directory(tmp_pat
     assert used.stdout == "1.0\n" and not (tmp_path / "executed").exists(), used.stderr
 
 
-def test_every_command_that_starts_a_python_module_ignores_the_current_directory() -> None:
+def test_every_command_that_starts_a_python_module_ignores_the_current_directory():
     commands = [
         f"{path}: {found}"
         for folder in ("pipelinerl", "launch")

@@ -1,10 +1,6 @@
 """Micro-batches built from rollout groups: their metrics, and rollouts that do not change the step if left out."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,24 +9,23 @@ from pipelinerl import rng
 from pipelinerl.enums import Truncated
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.adv import GroupRelative
-from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import PRESETS, resolve
 from pipelinerl.objective.reward import RewardShaping, Scored
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.batch import BatchRules
 from pipelinerl.training.packing import WeightedRollout, pack
 from pipelinerl.training.rollouts.admission import teacher
-from pipelinerl.types import Outcome, RewardPart, Rollout, RolloutGroup
+from pipelinerl.types import Outcome, RewardPart
 from tests.fakes.batches import batch_of
 from tests.fakes.rollouts import group, rollout
-from trainer_contract.types import MicroBatch, OptimizerSpec, TrainerSpec
+from trainer_contract.types import OptimizerSpec, TrainerSpec
 
 VOCAB = 7
 
 
-def ragged(index: int, rewards: Sequence[float], outcomes: Sequence[Outcome | None] | None = None) -> RolloutGroup:
+def ragged(index, rewards, outcomes=None):
     draw = rng.generator(index, "batch")
-    rollouts: list[Rollout] = []
+    rollouts = []
     for number, reward in enumerate(rewards):
         sampled = draw.integers(0, VOCAB, int(draw.integers(1, 6))).tolist()
         rollouts.append(
@@ -53,7 +48,7 @@ GROUPS = [
 ]
 
 
-def step(path: Path, micro_batches: list[MicroBatch], objective: PolicyObjective) -> tuple[float, np.ndarray, float]:
+def step(path, micro_batches, objective):
     """Take one optimizer step on the micro-batches; return the loss, the new weights, and the gradient's norm."""
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=path, optimizer=OptimizerSpec(grad_clip=0.0)))
@@ -68,13 +63,13 @@ def step(path: Path, micro_batches: list[MicroBatch], objective: PolicyObjective
     return loss, table, stats.grad_norm
 
 
-def _is_lean(name: str) -> bool:
+def _is_lean(name):
     objective = resolve(name)
     return objective.adv == GroupRelative() and objective.zero_advantage_is_idle
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     BigramModel.random(VOCAB, seed=4).save(tmp_path)
     return tmp_path
 
@@ -83,9 +78,7 @@ def model(tmp_path: Path) -> Path:
     "name",
     [name for name in PRESETS if resolve(name).adv == GroupRelative() and resolve(name).zero_advantage_is_idle],
 )
-def test_leaving_out_rollouts_without_gradient_changes_neither_the_loss_nor_the_updated_weights(
-    name: str, model: Path
-) -> None:
+def test_leaving_out_rollouts_without_gradient_changes_neither_the_loss_nor_the_updated_weights(name, model):
     objective = resolve(name)
     lean = batch_of(GROUPS, objective)
     assert lean.stats["idle_fraction"] == 1 - 5 / 12
@@ -116,7 +109,7 @@ def test_leaving_out_rollouts_without_gradient_changes_neither_the_loss_nor_the_
     np.testing.assert_allclose(table, whole_table, rtol=0, atol=1e-6)
 
 
-def test_objective_with_a_kl_penalty_trains_on_rollouts_whose_advantage_is_zero() -> None:
+def test_objective_with_a_kl_penalty_trains_on_rollouts_whose_advantage_is_zero():
     """A KL penalty has a gradient for tokens whose advantage is zero too."""
     penalised = resolve({"preset": "grpo", "grad2": "kl"})
     assert not penalised.zero_advantage_is_idle
@@ -124,7 +117,7 @@ def test_objective_with_a_kl_penalty_trains_on_rollouts_whose_advantage_is_zero(
     assert batch.stats["idle_fraction"] == pytest.approx(1 - 11 / 12), "all but the one that was not judged"
 
 
-def test_batch_metrics_match_precomputed_values() -> None:
+def test_batch_metrics_match_precomputed_values():
     groups = [
         replace(
             group(0),
@@ -156,7 +149,7 @@ def test_batch_metrics_match_precomputed_values() -> None:
     }
 
 
-def test_rewards_are_shaped_with_the_settings_of_the_domain_of_their_group() -> None:
+def test_rewards_are_shaped_with_the_settings_of_the_domain_of_their_group():
     groups = [replace(ragged(0, [0.0, 1.0]), domain="a"), replace(ragged(1, [0.0, 1.0]), domain="b")]
     shaping = {"b": RewardShaping(scale=2.0, high=0.5), "elsewhere": RewardShaping(scale=9.0)}
     batch = batch_of(groups, shaping=shaping)
@@ -167,7 +160,7 @@ def test_rewards_are_shaped_with_the_settings_of_the_domain_of_their_group() -> 
     assert batch.scored.rewards.tolist() == [0.0, 1.0, 0.0, 0.5]
 
 
-def with_parts(index: int, *parts: tuple[float, float]) -> RolloutGroup:
+def with_parts(index, *parts):
     """Return a group whose verdicts have the reward parts `right` and `short`, and the reward 2·right − short."""
     made = ragged(index, [2 * right - short for right, short in parts])
     rollouts = [
@@ -177,7 +170,7 @@ def with_parts(index: int, *parts: tuple[float, float]) -> RolloutGroup:
     return replace(made, rollouts=tuple(rollouts))
 
 
-def test_gdpo_advantages_weight_the_reward_parts_as_the_domains_recipe_says() -> None:
+def test_gdpo_advantages_weight_the_reward_parts_as_the_domains_recipe_says():
     group_of_equals = with_parts(0, (1.0, 1.0), (0.0, -1.0))
     shaping = {"test": RewardShaping(part_weights=(("right", 2.0), ("short", -1.0)))}
     batch = batch_of([group_of_equals], "gdpo", shaping=shaping)
@@ -195,18 +188,18 @@ def test_gdpo_advantages_weight_the_reward_parts_as_the_domains_recipe_says() ->
     assert not plain.packed[0].micro_batch.advantages.any(), "without weights the reward is one part"
 
 
-def test_batch_without_any_nonzero_advantage_still_packs_one_rollout() -> None:
+def test_batch_without_any_nonzero_advantage_still_packs_one_rollout():
     levelled = {"test": RewardShaping(high=0.0)}
     batch = batch_of(GROUPS[:1], shaping=levelled)
     (packed,) = batch.packed
     assert packed.members == [0] and not packed.micro_batch.advantages.any()
 
 
-def cut_off(reward: float, tokens: int = 2) -> Rollout:
+def cut_off(reward, tokens=2):
     return replace(rollout(reward=reward, sampled=[3] * tokens), finish_reason="length")
 
 
-def test_truncated_rollout_in_mask_mode_does_not_train_but_counts_in_the_groups_mean_reward() -> None:
+def test_truncated_rollout_in_mask_mode_does_not_train_but_counts_in_the_groups_mean_reward():
     groups = [replace(group(0), rollouts=(rollout(reward=1.0), rollout(reward=0.0), cut_off(0.0), cut_off(0.0)))]
     objective = resolve({"preset": "pipelinerl", "adv": {"scale": "none"}})
     trained, masked = (batch_of(groups, objective, truncated=how) for how in (Truncated.TRAIN, Truncated.MASK))
@@ -229,13 +222,13 @@ def test_truncated_rollout_in_mask_mode_does_not_train_but_counts_in_the_groups_
     assert masked.stats["truncated"] == trained.stats["truncated"] == 0.5, "what is masked is counted all the same"
 
 
-def test_truncated_rollout_in_mask_mode_is_excluded_by_objectives_that_use_a_critic() -> None:
+def test_truncated_rollout_in_mask_mode_is_excluded_by_objectives_that_use_a_critic():
     groups = [replace(group(0), rollouts=(rollout(reward=1.0), rollout(reward=0.0), cut_off(0.0)))]
     batch = batch_of(groups, "ppo", truncated=Truncated.MASK)
     assert batch.scored.valid.tolist() == [True, True, False]
 
 
-def test_batch_of_only_truncated_rollouts_in_mask_mode_has_token_weights_of_zero() -> None:
+def test_batch_of_only_truncated_rollouts_in_mask_mode_has_token_weights_of_zero():
     groups = [replace(group(0), rollouts=(cut_off(1.0), cut_off(0.0)))]
     batch = batch_of(groups, truncated=Truncated.MASK)
     (micro_batch,) = batch.micro_batches
@@ -252,9 +245,7 @@ def test_batch_of_only_truncated_rollouts_in_mask_mode_has_token_weights_of_zero
         ((rollout(reward=0.0), cut_off(0.0)), Truncated.MASK, False),
     ],
 )
-def test_group_trains_only_if_an_unmasked_rollout_has_a_nonzero_advantage(
-    rollouts: tuple[Rollout, ...], truncated: Truncated, teaches: bool
-) -> None:
+def test_group_trains_only_if_an_unmasked_rollout_has_a_nonzero_advantage(rollouts, truncated, teaches):
     assert (
         teacher(resolve("grpo"), BatchRules(token_budget=1, truncated=truncated))(replace(group(0), rollouts=rollouts))
         is teaches

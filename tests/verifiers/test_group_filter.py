@@ -1,16 +1,13 @@
 """Users' functions as filters of rollout groups: arguments, results and failures; if it fails, the group is dropped."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipelinerl.errors import RecipeError
-from pipelinerl.types import Message, Outcome, Problem, Verdict
+from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers.group_filter import GroupFilter, refusal_of
 from pipelinerl.verifiers.verifier import SampledAnswer, correct, failed, wrong
 from tests.patience import PATIENCE_S
@@ -28,7 +25,7 @@ ANSWERS = [SampledAnswer("right", (5, 6)), SampledAnswer("no", (7, 8, 9), "lengt
 VERDICTS = [correct("right"), wrong("no"), failed("no idea")]
 
 
-async def verdict_of(function: str, *, deadline_s: float = PATIENCE_S, **metadata: Any) -> Verdict:
+async def verdict_of(function, *, deadline_s=PATIENCE_S, **metadata):
     judge = GroupFilter(f"{FILTERS}:{function}", deadline_s=deadline_s, workers=1)
     try:
         problem = replace(PROBLEM, metadata=metadata or PROBLEM.metadata)
@@ -38,12 +35,12 @@ async def verdict_of(function: str, *, deadline_s: float = PATIENCE_S, **metadat
 
 
 @pytest.mark.parametrize("function", ["asks_for_all", "everything"])
-async def test_group_filter_gets_each_argument_by_the_name_of_its_parameter(function: str) -> None:
+async def test_group_filter_gets_each_argument_by_the_name_of_its_parameter(function):
     verdict = await verdict_of(function)
     assert (verdict.outcome, refusal_of(verdict)) == (Outcome.CORRECT, ""), verdict.reason
 
 
-async def test_text_returned_by_a_group_filter_is_the_rejection_reason_and_false_gives_the_filters_name() -> None:
+async def test_text_returned_by_a_group_filter_is_the_rejection_reason_and_false_gives_the_filters_name():
     assert refusal_of(await verdict_of("lengths_alone")) == "one of 3 tokens"
     assert refusal_of(await verdict_of("whatever", do="false")) == "whatever"
     assert refusal_of(await verdict_of("whatever", do="numpy")) == ""
@@ -60,14 +57,14 @@ async def test_text_returned_by_a_group_filter_is_the_rejection_reason_and_false
         ("die", "ended with status 1 before"),
     ],
 )
-async def test_group_is_dropped_if_its_filter_fails_or_returns_an_invalid_value(what: str, sentence: str) -> None:
+async def test_group_is_dropped_if_its_filter_fails_or_returns_an_invalid_value(what, sentence):
     verdict = await verdict_of("whatever", do=what)
     assert verdict.outcome is Outcome.VERIFIER_ERROR
     assert re.search(sentence, verdict.reason), verdict.reason
     assert refusal_of(verdict) == "curation.filter failed: verifier_error"
 
 
-async def test_group_filter_that_hangs_is_killed_at_its_deadline() -> None:
+async def test_group_filter_that_hangs_is_killed_at_its_deadline():
     verdict = await verdict_of("whatever", do="hang", deadline_s=0.2)
     assert verdict.outcome is Outcome.TIMEOUT and refusal_of(verdict) == "curation.filter failed: timeout"
 
@@ -80,6 +77,6 @@ async def test_group_filter_that_hangs_is_killed_at_its_deadline() -> None:
         ("nothing", "has no 'nothing'; it has "),
     ],
 )
-def test_function_that_cannot_be_a_group_filter_is_rejected_when_it_is_loaded(function: str, sentence: str) -> None:
+def test_function_that_cannot_be_a_group_filter_is_rejected_when_it_is_loaded(function, sentence):
     with pytest.raises(RecipeError, match=rf"^curation\.filter: .*{sentence}"):
         GroupFilter(f"{FILTERS}:{function}", deadline_s=1.0)

@@ -1,11 +1,8 @@
 """Users' reward functions: every accepted form, and every kind of failure; a failure never counts as reward 0."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +24,7 @@ PROBLEM = Problem(
 )
 
 
-async def verdicts(function: str, *texts: str, **keys: Any) -> list[Verdict]:
+async def verdicts(function, *texts, **keys):
     """Judge the texts as one group, with this function of `rewards.py` as the verifier; return the verdicts."""
     verifier = open_verifier(
         DomainSection(name="d", source="addition", verifier=f"{REWARDS}:{function}", **{"verifier_workers": 1} | keys)
@@ -40,20 +37,20 @@ async def verdicts(function: str, *texts: str, **keys: Any) -> list[Verdict]:
     return [judgement.verdict for judgement in judged]
 
 
-def in_short(results: list[Verdict]) -> list[tuple[str, float]]:
+def in_short(results):
     return [(verdict.outcome.value, verdict.reward) for verdict in results]
 
 
-async def test_reward_function_with_two_unknown_parameter_names_gets_problem_and_text_by_position() -> None:
+async def test_reward_function_with_two_unknown_parameter_names_gets_problem_and_text_by_position():
     assert in_short(await verdicts("by_place", "right", "no")) == [("correct", 1.0), ("wrong", 0.0)]
 
 
-async def test_reward_function_gets_each_argument_by_the_name_of_its_parameter() -> None:
+async def test_reward_function_gets_each_argument_by_the_name_of_its_parameter():
     assert in_short(await verdicts("by_name", "right", "no")) == [("partial", 0.5), ("wrong", 0.0)]
     assert in_short(await verdicts("by_name", "right", correct_at=0.5)) == [("correct", 0.5)]
 
 
-async def test_group_reward_function_gets_a_list_of_answers_and_must_return_one_reward_for_each() -> None:
+async def test_group_reward_function_gets_a_list_of_answers_and_must_return_one_reward_for_each():
     assert [verdict.reward for verdict in await verdicts("of_a_group", "a", "abc", "ab")] == [0.0, 2.0, 1.0]
     results = await verdicts("too_few", "a", "b")
     assert [verdict.outcome for verdict in results] == [Outcome.VERIFIER_ERROR] * 2
@@ -61,7 +58,7 @@ async def test_group_reward_function_gets_a_list_of_answers_and_must_return_one_
     assert results[0].reason.endswith(expected) and f"{REWARDS}:" in results[0].reason
 
 
-async def test_reward_function_parameters_get_the_data_columns_of_the_same_name_as_in_trl() -> None:
+async def test_reward_function_parameters_get_the_data_columns_of_the_same_name_as_in_trl():
     assert in_short(await verdicts("by_column", "right", "no")) == [("correct", 1.0), ("wrong", 0.0)]
     assert [verdict.reward for verdict in await verdicts("of_a_group_by_column", "a", "abc")] == [0.0, 1.0]
     (missing,) = await verdicts("by_missing_column", "right")
@@ -69,14 +66,14 @@ async def test_reward_function_parameters_get_the_data_columns_of_the_same_name_
     assert "takes solution, and the problem's metadata has level; name the columns" in missing.reason
 
 
-async def test_answer_that_crashes_a_reward_function_is_wrong_if_the_function_accepts_the_ground_truth() -> None:
+async def test_answer_that_crashes_a_reward_function_is_wrong_if_the_function_accepts_the_ground_truth():
     results = await verdicts("strict", "", "right", "offline", "\ud800")
     assert [verdict.outcome.value for verdict in results] == ["wrong", "correct", "verifier_error", "wrong"]
     assert "IndexError" in results[0].reason and "ConnectionError" in results[2].reason
     assert in_short(await verdicts("flaky", "no")) == [("verifier_error", 0.0)]
 
 
-async def test_async_reward_function_runs_concurrently_and_is_cancelled_at_its_deadline() -> None:
+async def test_async_reward_function_runs_concurrently_and_is_cancelled_at_its_deadline():
     began = time.monotonic()
     results = await verdicts("asynchronous", "hang", "raise", "fine", verifier_timeout_s=1.5)
     assert in_short(results) == [("timeout", 0.0), ("verifier_error", 0.0), ("correct", 1.0)]
@@ -85,7 +82,7 @@ async def test_async_reward_function_runs_concurrently_and_is_cancelled_at_its_d
     assert [verdict.reward for verdict in await verdicts("asynchronous_group", "ab", "a")] == [2.0, 1.0]
 
 
-async def test_invalid_value_returned_by_a_reward_function_gives_a_verifier_error_that_shows_the_value() -> None:
+async def test_invalid_value_returned_by_a_reward_function_gives_a_verifier_error_that_shows_the_value():
     texts = ["nan", "inf", "huge", "none", "text", "array", "bad verdict"]
     results = await verdicts("whatever", *texts)
     assert [verdict.outcome for verdict in results] == [Outcome.VERIFIER_ERROR] * len(texts)
@@ -94,13 +91,13 @@ async def test_invalid_value_returned_by_a_reward_function_gives_a_verifier_erro
     assert shown[4] == "str '0.5'" and shown[5].startswith("ndarray") and shown[6].endswith("it is nan")
 
 
-async def test_reward_function_may_return_a_bool_a_number_or_a_verdict() -> None:
+async def test_reward_function_may_return_a_bool_a_number_or_a_verdict():
     results = await verdicts("whatever", "true", "one", "float32", "bool_", "verdict", "")
     assert [verdict.reward for verdict in results] == [1.0, 1.0, 0.25, 1.0, 0.125, 0.0]
     assert results[4] == Verdict(outcome=Outcome.WRONG, reward=0.125, reason="so", answer="a")
 
 
-async def test_failure_of_a_reward_function_affects_only_its_own_answer() -> None:
+async def test_failure_of_a_reward_function_affects_only_its_own_answer():
     results = await verdicts("whatever", "raise", "one", "exit", "die", "print", "memory", "one")
     error, right = "verifier_error", "correct"
     assert [v.outcome.value for v in results] == [error, right, error, error, right, error, right]
@@ -110,7 +107,7 @@ async def test_failure_of_a_reward_function_affects_only_its_own_answer() -> Non
     assert "MemoryError" in results[5].reason
 
 
-async def test_end_of_a_reward_functions_process_is_reported_with_its_cause() -> None:
+async def test_end_of_a_reward_functions_process_is_reported_with_its_cause():
     causes = {
         "exit": "SystemExit: 7",
         "own": "OwnError: mine",
@@ -129,9 +126,7 @@ async def test_end_of_a_reward_functions_process_is_reported_with_its_cause() ->
         assert cause in verdict.reason
 
 
-async def test_child_in_a_session_of_its_own_ends_with_the_reward_function_that_started_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_child_in_a_session_of_its_own_ends_with_the_reward_function_that_started_it(tmp_path, monkeypatch):
     monkeypatch.setenv("CHILD_FILE", str(tmp_path / "pid"))
     assert in_short(await verdicts("ends", "session", verifier_timeout_s=1.0)) == [("timeout", 0.0)]
     child = int((tmp_path / "pid").read_text())
@@ -139,7 +134,7 @@ async def test_child_in_a_session_of_its_own_ends_with_the_reward_function_that_
 
 
 @pytest.mark.parametrize("how", ["hang", "spin"])
-async def test_reward_function_that_hangs_times_out_without_delaying_other_answers(how: str) -> None:
+async def test_reward_function_that_hangs_times_out_without_delaying_other_answers(how):
     began = time.monotonic()
     results = await verdicts("whatever", how, how, "one", verifier_timeout_s=1.0)
     assert in_short(results) == [("timeout", 0.0), ("timeout", 0.0), ("correct", 1.0)]
@@ -147,28 +142,26 @@ async def test_reward_function_that_hangs_times_out_without_delaying_other_answe
     assert time.monotonic() - began < PATIENCE_S
 
 
-async def test_child_processes_of_a_killed_reward_function_are_killed_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_child_processes_of_a_killed_reward_function_are_killed_too(tmp_path, monkeypatch):
     monkeypatch.setenv("CHILD_FILE", str(tmp_path / "pid"))
     assert in_short(await verdicts("whatever", "child", verifier_timeout_s=1.0)) == [("timeout", 0.0)]
     child = int((tmp_path / "pid").read_text())
     wait_until(lambda: not is_running(child), "the child has ended")
 
 
-async def test_users_class_can_be_a_verifier_and_its_exceptions_give_verifier_errors() -> None:
+async def test_users_class_can_be_a_verifier_and_its_exceptions_give_verifier_errors():
     results = await verdicts("Judge", "right", "raise", "hang", "", verifier_timeout_s=1.5)
     assert [v.outcome.value for v in results] == ["correct", "verifier_error", "timeout", "verifier_error"]
     assert results[0].reward == 2.0 and "ValueError: not for me" in results[1].reason
     assert results[3].reason.endswith("Judge: verify must return a Verdict, it returned None")
 
 
-async def test_reward_function_with_an_unknown_parameter_is_rejected() -> None:
+async def test_reward_function_with_an_unknown_parameter_is_rejected():
     with pytest.raises(RecipeError, match=r"d.verifier: .*rewards.py:asks_too_much: .*; got weather"):
         await verdicts("asks_too_much", "a")
 
 
-async def test_worker_process_whose_reward_module_starts_threads_is_not_forked(tmp_path: Path) -> None:
+async def test_worker_process_whose_reward_module_starts_threads_is_not_forked(tmp_path):
     file = tmp_path / "threaded.py"
     file.write_text(
         "import threading, time, os\n"
@@ -200,9 +193,7 @@ async def test_worker_process_whose_reward_module_starts_threads_is_not_forked(t
         ("score = 3", r"r.py:score must be a function or a class, got int"),
     ],
 )
-async def test_reward_function_that_cannot_be_loaded_is_reported_in_one_sentence(
-    tmp_path: Path, text: str, sentence: str
-) -> None:
+async def test_reward_function_that_cannot_be_loaded_is_reported_in_one_sentence(tmp_path, text, sentence):
     file = tmp_path / "r.py"
     file.write_text(text)
     with pytest.raises(RecipeError, match=sentence) as raised:
@@ -210,7 +201,7 @@ async def test_reward_function_that_cannot_be_loaded_is_reported_in_one_sentence
     assert "\n" not in str(raised.value)
 
 
-async def test_opening_the_verifier_of_a_domain_starts_no_thread() -> None:
+async def test_opening_the_verifier_of_a_domain_starts_no_thread():
     before = set(os.listdir("/proc/self/task"))
     verifier = open_verifier(DomainSection(name="d", source="addition"))
     assert set(os.listdir("/proc/self/task")) == before

@@ -1,11 +1,7 @@
 """A weighted sum of rewards: the sum, the reward of each part, and parts that fail."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import pytest
 from pydantic import ValidationError
@@ -18,7 +14,7 @@ from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, WeightedPart
 PROBLEM = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="42")
 
 
-def given(reward: float, **fields: Any) -> Verdict:
+def given(reward, **fields):
     return Verdict(outcome=Outcome.WRONG, reward=reward, **fields)
 
 
@@ -26,24 +22,24 @@ def given(reward: float, **fields: Any) -> Verdict:
 class Says:
     """A fake verifier that gives every answer the same verdict."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict):
         self._verdict = verdict
         self.closed = False
 
-    async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
+    async def judge(self, problem, answers):
         return [Judgement(self._verdict, 0.5)] * len(answers)
 
-    async def close(self) -> None:
+    async def close(self):
         self.closed = True
 
 
-async def summed(*verdicts: Verdict, weights: Sequence[float], correct_at: float = 1.0) -> Judgement:
+async def summed(*verdicts, weights, correct_at=1.0):
     parts = [WeightedPart(f"p{i}", weights[i], Says(verdict)) for i, verdict in enumerate(verdicts)]
     (judgement,) = await WeightedSum(parts, correct_at=correct_at).judge(PROBLEM, [SampledAnswer("a")])
     return judgement
 
 
-async def test_weighted_sum_of_rewards_reports_the_sum_and_the_unweighted_reward_of_each_part() -> None:
+async def test_weighted_sum_of_rewards_reports_the_sum_and_the_unweighted_reward_of_each_part():
     verdict, seconds = await summed(given(0.5, reason="so"), given(2.0, answer="x"), weights=(0.2, 0.25))
     assert verdict == Verdict(
         outcome=Outcome.PARTIAL,
@@ -55,7 +51,7 @@ async def test_weighted_sum_of_rewards_reports_the_sum_and_the_unweighted_reward
     assert seconds == 1.0
 
 
-async def test_answer_whose_reward_misses_the_threshold_correct_at_only_by_rounding_is_correct() -> None:
+async def test_answer_whose_reward_misses_the_threshold_correct_at_only_by_rounding_is_correct():
     three = [given(1.0)] * 3
     assert sum((0.7, 0.2, 0.1)) < 1.0
     assert (await summed(*three, weights=(0.7, 0.2, 0.1))).verdict.outcome is Outcome.CORRECT
@@ -64,12 +60,12 @@ async def test_answer_whose_reward_misses_the_threshold_correct_at_only_by_round
 
 
 @pytest.mark.parametrize("verdict", [failed("broke"), timed_out(3.0)])
-async def test_answer_gets_no_reward_if_one_part_of_the_reward_fails_to_judge_it(verdict: Verdict) -> None:
+async def test_answer_gets_no_reward_if_one_part_of_the_reward_fails_to_judge_it(verdict):
     combined = (await summed(given(1.0), verdict, weights=(1.0, 1.0))).verdict
     assert (combined.outcome, combined.reward, combined.reason) == (verdict.outcome, 0.0, f"p1: {verdict.reason}")
 
 
-async def test_recipe_can_combine_reward_functions_and_verifiers(tmp_path: Path) -> None:
+async def test_recipe_can_combine_reward_functions_and_verifiers(tmp_path):
     (tmp_path / "r.py").write_text("def short(completion): return len(completion) < 20\n")
     rewards = [{"function": f"{tmp_path}/r.py:short", "weight": 0.5}, {"function": "math_answer", "name": "math"}]
     verifier = open_verifier(DomainSection.model_validate_json(_json(rewards)))
@@ -98,10 +94,10 @@ async def test_recipe_can_combine_reward_functions_and_verifiers(tmp_path: Path)
         ({"rewards": [{"function": "a.py:f", "weight": 0.0}]}, "rewards.weight must not be 0, as it is for f"),
     ],
 )
-def test_invalid_settings_of_a_domains_verifiers_are_rejected(fields: dict[str, Any], sentence: str) -> None:
+def test_invalid_settings_of_a_domains_verifiers_are_rejected(fields, sentence):
     with pytest.raises(ValidationError, match=sentence):
         DomainSection.model_validate({"name": "d", "source": "addition", **fields}, strict=False)
 
 
-def _json(rewards: list[dict[str, Any]]) -> str:
+def _json(rewards):
     return json.dumps({"name": "d", "source": "addition", "rewards": rewards})

@@ -1,7 +1,5 @@
 """The pool of verifier worker processes: deadlines, priorities, dying workers, and cleanup after the actor's death."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -12,7 +10,7 @@ import time
 import tracemalloc
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,10 +26,10 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are tied a
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[MakePool]:
-    made: list[WorkerPool] = []
+async def pool():
+    made = []
 
-    def make(workers: int = 2, deadline_s: float = PATIENCE_S, argument: str = "") -> WorkerPool:
+    def make(workers=2, deadline_s=PATIENCE_S, argument=""):
         made.append(WorkerPool(SLEEPER, argument, workers=workers, deadline_s=deadline_s))
         return made[-1]
 
@@ -40,7 +38,7 @@ async def pool() -> AsyncIterator[MakePool]:
         await each.close()
 
 
-async def test_second_verifier_worker_starts_only_while_the_first_is_busy(pool: MakePool) -> None:
+async def test_second_verifier_worker_starts_only_while_the_first_is_busy(pool):
     one = pool()
     alone = [(await one.ask("who"))[0] for _ in range(3)]
     assert len(set(alone)) == 1
@@ -48,7 +46,7 @@ async def test_second_verifier_worker_starts_only_while_the_first_is_busy(pool: 
     assert len({pid for pid, _ in both}) == 2 and alone[0] in {pid for pid, _ in both}
 
 
-async def test_worker_that_was_started_in_advance_handles_the_first_request(pool: MakePool) -> None:
+async def test_worker_that_was_started_in_advance_handles_the_first_request(pool):
     started, busy = pool(), pool()
     await started.start()
     (worker,) = started._idle
@@ -57,21 +55,21 @@ async def test_worker_that_was_started_in_advance_handles_the_first_request(pool
     assert len({answer[0] for answer in answers[1:]}) <= 2 and len(busy._forkers) == 1
 
 
-async def test_error_at_the_start_of_a_verifier_worker_is_raised_by_the_first_request(pool: MakePool) -> None:
+async def test_error_at_the_start_of_a_verifier_worker_is_raised_by_the_first_request(pool):
     one = pool(argument="broken")
     await one.start()
     with pytest.raises(WorkerLost):
         await one.ask("who")
 
 
-async def test_requests_of_any_size_to_verifier_workers_get_their_own_answers(pool: MakePool) -> None:
+async def test_requests_of_any_size_to_verifier_workers_get_their_own_answers(pool):
     sizes = [0, 1, 70_000, 10**6, 3]
     one = pool()
     assert [len(answer) for answer in await asyncio.gather(*(one.ask(["long", size]) for size in sizes))] == sizes
     assert await one.ask(["x" * 10**6, "\ud800\x00\u202e"]) is not None
 
 
-async def test_worker_requests_are_encoded_only_when_they_are_sent(pool: MakePool) -> None:
+async def test_worker_requests_are_encoded_only_when_they_are_sent(pool):
     """If all waiting requests were encoded, a thousand answers to a problem of megabytes would need gigabytes."""
     one, large = pool(workers=2), "x" * 2**20
     await one.start()
@@ -84,7 +82,7 @@ async def test_worker_requests_are_encoded_only_when_they_are_sent(pool: MakePoo
     assert most < 32 * 2**20
 
 
-async def test_hanging_request_does_not_delay_the_next_request_and_is_killed_at_its_deadline(pool: MakePool) -> None:
+async def test_hanging_request_does_not_delay_the_next_request_and_is_killed_at_its_deadline(pool):
     one = pool(workers=1)
     await one.ask("who")
     hanging = asyncio.create_task(one.ask(["spin", 600]))
@@ -98,21 +96,21 @@ async def test_hanging_request_does_not_delay_the_next_request_and_is_killed_at_
     assert 1.5 <= time.monotonic() - began < PATIENCE_S
 
 
-async def test_worker_of_a_slow_request_gets_a_low_priority(pool: MakePool) -> None:
+async def test_worker_of_a_slow_request_gets_a_low_priority(pool):
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     assert (await one.ask("who"))[1] == own
     assert (await one.ask(["spin", 0.3]))[1] == max(own, 10)
     assert (await one.ask("who"))[1] == own
 
 
-async def test_worker_of_a_request_of_usual_duration_keeps_its_priority(pool: MakePool) -> None:
+async def test_worker_of_a_request_of_usual_duration_keeps_its_priority(pool):
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     results = [await one.ask(["spin", 0.15]) for _ in range(4)]
     assert [priority for _, priority in results][1:] == [own] * 3
 
 
 @linux
-async def test_request_whose_worker_gets_no_cpu_does_not_count_as_slow(pool: MakePool) -> None:
+async def test_request_whose_worker_gets_no_cpu_does_not_count_as_slow(pool):
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     pid, _ = await one.ask("who")
     os.kill(pid, signal.SIGSTOP)
@@ -122,9 +120,7 @@ async def test_request_whose_worker_gets_no_cpu_does_not_count_as_slow(pool: Mak
     assert await request == [pid, own]
 
 
-async def test_many_hanging_requests_time_out_without_blocking_other_requests(
-    pool: MakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_hanging_requests_time_out_without_blocking_other_requests(pool, monkeypatch):
     monkeypatch.setattr(worker_pool, "_LEAST_SLOW_S", 0.1)
     one = pool(workers=2)
     await one.ask("who")
@@ -141,14 +137,12 @@ async def test_many_hanging_requests_time_out_without_blocking_other_requests(
     assert all(isinstance(each, TimeoutError) for each in results)
 
 
-async def test_worker_pool_prefers_requests_of_groups_that_had_no_slow_requests(
-    pool: MakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_worker_pool_prefers_requests_of_groups_that_had_no_slow_requests(pool, monkeypatch):
     monkeypatch.setattr(worker_pool, "_LEAST_SLOW_S", 0.3)
     one = pool(workers=1)
-    order: list[str] = []
+    order = []
 
-    async def ask(group: str, seconds: float) -> None:
+    async def ask(group, seconds):
         await one.ask(["sleep", seconds], group=group)
         order.append(group)
 
@@ -159,7 +153,7 @@ async def test_worker_pool_prefers_requests_of_groups_that_had_no_slow_requests(
     assert order == ["slow", "busy", "other", "slow"]
 
 
-async def test_request_of_a_worker_that_dies_fails_and_the_worker_is_replaced(pool: MakePool) -> None:
+async def test_request_of_a_worker_that_dies_fails_and_the_worker_is_replaced(pool):
     one = pool()
     with pytest.raises(WorkerLost, match="ended with status 1 before"):
         await one.ask("die")
@@ -174,10 +168,10 @@ async def test_request_of_a_worker_that_dies_fails_and_the_worker_is_replaced(po
 
 @linux
 @pytest.mark.parametrize("argument", ["", "threads"])
-async def test_dead_verifier_workers_leave_no_open_file_descriptor(pool: MakePool, argument: str) -> None:
+async def test_dead_verifier_workers_leave_no_open_file_descriptor(pool, argument):
     one = pool(argument=argument)
 
-    async def dies() -> int:
+    async def dies():
         with pytest.raises(WorkerLost, match="ended with status 1 before"):
             await one.ask("die")
         await one.ask("who")
@@ -188,7 +182,7 @@ async def test_dead_verifier_workers_leave_no_open_file_descriptor(pool: MakePoo
 
 
 @linux
-async def test_cancelled_start_of_a_verifier_worker_leaves_no_open_socket(pool: MakePool) -> None:
+async def test_cancelled_start_of_a_verifier_worker_leaves_no_open_socket(pool):
     """The start is cancelled at several points; pytest would report an open socket as a warning in a later test."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
@@ -202,7 +196,7 @@ async def test_cancelled_start_of_a_verifier_worker_leaves_no_open_socket(pool: 
     assert [str(warning.message) for warning in caught] == []
 
 
-async def test_workers_answer_to_a_cancelled_request_is_not_given_to_the_next_request(pool: MakePool) -> None:
+async def test_workers_answer_to_a_cancelled_request_is_not_given_to_the_next_request(pool):
     one = pool(workers=1)
     await one.ask("who")
     given_up = asyncio.create_task(one.ask(["sleep", 0.2]))
@@ -214,7 +208,7 @@ async def test_workers_answer_to_a_cancelled_request_is_not_given_to_the_next_re
     assert await one.ask(["long", 3]) == "xxx"
 
 
-async def test_every_request_fails_if_the_worker_function_cannot_be_loaded(pool: MakePool) -> None:
+async def test_every_request_fails_if_the_worker_function_cannot_be_loaded(pool):
     one = pool(argument="broken")
     for _ in range(2):
         with pytest.raises(WorkerLost, match="did not start"):
@@ -225,7 +219,7 @@ async def test_every_request_fails_if_the_worker_function_cannot_be_loaded(pool:
     await missing.close()
 
 
-def test_default_number_of_verifier_workers_is_at_least_two() -> None:
+def test_default_number_of_verifier_workers_is_at_least_two():
     assert default_workers() >= 2
 
 
@@ -243,7 +237,7 @@ asyncio.run(main())
 
 
 @linux
-def test_verifier_workers_end_when_their_actor_process_is_killed() -> None:
+def test_verifier_workers_end_when_their_actor_process_is_killed():
     actor = subprocess.Popen([sys.executable, "-c", ACTOR, SLEEPER], stdout=subprocess.PIPE, text=True)
     assert actor.stdout is not None
     pids = [int(word) for word in actor.stdout.readline().split()]
@@ -255,12 +249,10 @@ def test_verifier_workers_end_when_their_actor_process_is_killed() -> None:
     wait_until(lambda: not any(map(is_running, pids)), "all workers have ended")
 
 
-async def waiting(
-    places: FairSemaphore, groups: list[str], entered: asyncio.Queue[tuple[str, bool]]
-) -> list[asyncio.Task[None]]:
+async def waiting(places, groups, entered):
     """Start a task per group that waits for a slot, then puts (group, whether it was out of turn) into `entered`."""
 
-    async def enter(group: str) -> None:
+    async def enter(group):
         entered.put_nowait((group, await places.take(group)))
 
     tasks = [asyncio.create_task(enter(group)) for group in groups]
@@ -269,7 +261,7 @@ async def waiting(
     return tasks
 
 
-async def test_groups_with_slow_requests_get_a_quarter_of_the_worker_time_if_all_workers_are_busy() -> None:
+async def test_groups_with_slow_requests_get_a_quarter_of_the_worker_time_if_all_workers_are_busy():
     places, entered, held = FairSemaphore(2, Counter({"slow": 5})), asyncio.Queue[tuple[str, bool]](), Counter[str]()
     assert places.take_now() and places.take_now()
     tasks = await waiting(places, ["slow"] * 60 + [f"other {number}" for number in range(600)], entered)
@@ -286,7 +278,7 @@ async def test_groups_with_slow_requests_get_a_quarter_of_the_worker_time_if_all
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_every_fourth_free_worker_slot_is_given_to_a_group_with_slow_requests() -> None:
+async def test_every_fourth_free_worker_slot_is_given_to_a_group_with_slow_requests():
     places, entered = FairSemaphore(4, Counter({"slow": 1})), asyncio.Queue[tuple[str, bool]]()
     assert all(places.take_now() for _ in range(4))
     tasks = await waiting(places, ["slow"] * 4 + ["other"] * 8, entered)
@@ -301,7 +293,7 @@ async def test_every_fourth_free_worker_slot_is_given_to_a_group_with_slow_reque
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_worker_slot_given_to_a_request_that_is_then_cancelled_is_freed() -> None:
+async def test_worker_slot_given_to_a_request_that_is_then_cancelled_is_freed():
     places, entered = FairSemaphore(1, Counter({"slow": 9})), asyncio.Queue[tuple[str, bool]]()
     assert places.take_now()
     (task,) = await waiting(places, ["slow"], entered)

@@ -1,14 +1,11 @@
 """Bad data, and messages that the chat template rejects, are reported before any process starts."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
 from pipelinerl.commands.findings.problems import FIRST, refuse_problems
-from pipelinerl.config.recipe import RunConfig, load, parse, to_table
+from pipelinerl.config.recipe import load, parse, to_table
 from pipelinerl.errors import RecipeError
 from tests.models.test_tokenizer import NO_SYSTEM, model_with
 
@@ -16,7 +13,7 @@ GOOD = [{"prompt": f"say {number}", "answer": str(number)} for number in range(9
 WORDS = {"instruction_id_list": ["punctuation:no_coma"]}
 
 
-def config_of(tmp_path: Path, *rows: dict[str, object], model: Path | None = None, **domain: object) -> RunConfig:
+def config_of(tmp_path, *rows, model=None, **domain):
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in [*GOOD, *rows]))
     own = {"name": "d", "source": "files", "parameters": {"path": str(tmp_path / "rows.jsonl")}, **domain}
     overrides = [] if model is None else [f"model.path={model}"]
@@ -45,9 +42,7 @@ def config_of(tmp_path: Path, *rows: dict[str, object], model: Path | None = Non
         ({"prompt": "a", "answer": "b"}, {"verifier": "oubliette"}, "has no tests: its metadata must have one of"),
     ],
 )
-def test_error_names_the_invalid_row_of_a_data_file_and_what_is_wrong_with_it(
-    row: dict[str, object], domain: dict[str, object], sentence: str, tmp_path: Path
-) -> None:
+def test_error_names_the_invalid_row_of_a_data_file_and_what_is_wrong_with_it(row, domain, sentence, tmp_path):
     tests = {"metadata": {"tests": [{"input": "", "output": ""}]}} if "verifier" in domain else {}
     config = config_of(tmp_path, row, **domain)
     if tests:
@@ -61,7 +56,7 @@ def test_error_names_the_invalid_row_of_a_data_file_and_what_is_wrong_with_it(
     refuse_problems(config, FIRST)
 
 
-def test_error_names_the_data_row_with_an_unknown_instruction(tmp_path: Path) -> None:
+def test_error_names_the_data_row_with_an_unknown_instruction(tmp_path):
     config = config_of(tmp_path, verifier="instruction_following")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b", "metadata": WORDS}))
     with pytest.raises(RecipeError, match=r"rows\.jsonl line 1: there is no instruction 'punctuation:no_coma'"):
@@ -75,9 +70,7 @@ def test_error_names_the_data_row_with_an_unknown_instruction(tmp_path: Path) ->
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "of system, user, assistant, user"),
     ],
 )
-def test_error_names_the_domain_whose_messages_the_chat_template_rejects(
-    few_shot: list[dict[str, str]], sentence: str, tmp_path: Path
-) -> None:
+def test_error_names_the_domain_whose_messages_the_chat_template_rejects(few_shot, sentence, tmp_path):
     model = model_with(tmp_path, NO_SYSTEM)
     refuse_problems(config_of(tmp_path, model=model), FIRST)
     config = config_of(tmp_path, model=model, system_prompt="be brief", few_shot=few_shot)
@@ -87,7 +80,7 @@ def test_error_names_the_domain_whose_messages_the_chat_template_rejects(
     assert message.startswith("domains.d: ") and sentence in message and message.endswith(f"(the template of {model})")
 
 
-def test_error_about_an_invalid_row_of_a_user_data_source_names_the_users_function(tmp_path: Path) -> None:
+def test_error_about_an_invalid_row_of_a_user_data_source_names_the_users_function(tmp_path):
     code = "def rows():\n    return [{'prompt': f'q{i}', 'answer': '' if i == 7 else str(i)} for i in range(9)]\n"
     (tmp_path / "mine.py").write_text(code)
     config = config_of(tmp_path, source=f"{tmp_path}/mine.py:rows", parameters={})

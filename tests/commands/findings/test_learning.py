@@ -1,7 +1,5 @@
 """Tests of what `check` and `explain` print about batches of several optimizer steps, and about recorded steps."""
 
-from __future__ import annotations
-
 from io import StringIO
 
 import pytest
@@ -10,7 +8,6 @@ from rich.console import Console
 from pipelinerl.commands.findings.learning import mini_batch_finding
 from pipelinerl.config.recipe import load
 from pipelinerl.objective.contradictions import doubts
-from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.plugins.replay.explain import show, update_table
 from pipelinerl.plugins.replay.repetition import RecordedStep
@@ -37,35 +34,35 @@ SEVERAL = ("training.epochs=2", "training.mini_batches=4")
         ),
     ],
 )
-def test_check_shows_the_number_of_optimizer_steps_per_batch(changes: tuple[str, ...], text: str | None) -> None:
+def test_check_shows_the_number_of_optimizer_steps_per_batch(changes, text):
     assert mini_batch_finding(load("tiny", changes)) == text
 
 
-def test_explain_shows_the_number_of_mini_batches_per_epoch() -> None:
+def test_explain_shows_the_number_of_mini_batches_per_epoch():
     console = Console(file=StringIO(), width=300)
     show("tiny", SEVERAL, [], console)
     assert "a batch: epochs: 2, mini-batches in each: 4" in console.file.getvalue()
 
 
-def test_learning_rate_schedule_counts_optimizer_steps() -> None:
+def test_learning_rate_schedule_counts_optimizer_steps():
     config = load("tiny", [*SEVERAL, "run.seed=7"])
     assert loop_settings(config).schedule.steps == 8 * 1000
     mini_batching = batch_rules_of(config, width=1).mini_batching
     assert (mini_batching.updates, mini_batching.seed) == (8, 7)
 
 
-def messages_of(objective: str | PolicyObjective, *changes: str) -> list[str]:
+def messages_of(objective, *changes):
     config = load("tiny", changes)
     return list(doubts(resolve(objective) if isinstance(objective, str) else objective, setting_of(config)))
 
 
-def test_check_warns_of_ppo_clipping_that_has_no_effect_with_one_optimizer_step_per_batch() -> None:
+def test_check_warns_of_ppo_clipping_that_has_no_effect_with_one_optimizer_step_per_batch():
     (alone,) = messages_of("ppo_recomputed")
     assert alone.startswith("grad1 clips π_θ/π_old, which is always 1 here") and "training.epochs" in alone
     assert messages_of("ppo_recomputed", *SEVERAL) == []
 
 
-def test_check_warns_if_a_batch_has_several_optimizer_steps_and_the_objective_has_no_policy_ratio() -> None:
+def test_check_warns_if_a_batch_has_several_optimizer_steps_and_the_objective_has_no_policy_ratio():
     plain = resolve({"preset": "pipelinerl", "is_weight": "one"})
     assert messages_of(plain) == []
     (several,) = messages_of(plain, *SEVERAL)
@@ -73,11 +70,11 @@ def test_check_warns_if_a_batch_has_several_optimizer_steps_and_the_objective_ha
     assert messages_of("pipelinerl", *SEVERAL) == []
 
 
-def test_setting_for_old_logprobs_is_accepted_if_only_the_target_kl_uses_them() -> None:
+def test_setting_for_old_logprobs_is_accepted_if_only_the_target_kl_uses_them():
     objective_of(load("tiny", [*SEVERAL, "training.target_kl=0.1", "training.old_logprobs=behavior"]))
 
 
-def test_explain_shows_the_optimizer_steps_of_a_recorded_step_as_a_table() -> None:
+def test_explain_shows_the_optimizer_steps_of_a_recorded_step_as_a_table():
     step = RecordedStep(version=3, lineage=Lineage(1, 0), orders=(), figures={"learning_rate": 0.1})
     assert update_table(step) is None and step.learning_rates == [0.1]
     updates = [{"epoch": 1.0, "mini_batch": n, "loss": 0.5, "learning_rate": 0.1 * n} for n in (1.0, 2.0)]

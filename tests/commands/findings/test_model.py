@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipelinerl.commands.check import refuse
 from pipelinerl.commands.findings.model import component_findings, expert_findings
-from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.config.recipe import load
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.trainer_role import canary_of, loop_settings
 from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES
@@ -29,20 +27,18 @@ REPLAYED = "trainer.routing_replay=rollout"
 
 
 @pytest.fixture
-def mixture(tmp_path: Path) -> Path:
+def mixture(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
     for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors"):
         (tmp_path / name).touch()
     return tmp_path
 
 
-def recipe(path: Path | None, overrides: Sequence[str]) -> RunConfig:
+def recipe(path, overrides):
     return load("tiny", [*([] if path is None else [f"model.path={path}"]), *overrides])
 
 
-def test_check_shows_the_bytes_per_token_of_routing_replay_and_the_trainer_gets_the_expert_counts(
-    mixture: Path,
-) -> None:
+def test_check_shows_the_bytes_per_token_of_routing_replay_and_the_trainer_gets_the_expert_counts(mixture):
     config = recipe(mixture, [REPLAYED])
     refuse(config)
     (finding,) = expert_findings(config)
@@ -54,7 +50,7 @@ def test_check_shows_the_bytes_per_token_of_routing_replay_and_the_trainer_gets_
     assert loop_settings(recipe(mixture, [])).routing is None
 
 
-def test_check_warns_if_the_trainers_routers_choose_experts_independently_of_the_engine(mixture: Path) -> None:
+def test_check_warns_if_the_trainers_routers_choose_experts_independently_of_the_engine(mixture):
     (part, text), (kind, warned) = expert_findings(recipe(mixture, []))
     assert (part, kind) == ("experts", "warning")
     assert text.endswith("the trainer's routers choose independently") and '"rollout" replays' in warned
@@ -70,19 +66,17 @@ def test_check_warns_if_the_trainers_routers_choose_experts_independently_of_the
         ([REPLAYED, "trainer.type=jax"], r"needs trainer\.type torch, got 'jax'"),
     ],
 )
-def test_mixture_of_experts_is_rejected_for_an_engine_or_trainer_that_cannot_compute_experts(
-    overrides: list[str], text: str, mixture: Path
-) -> None:
+def test_mixture_of_experts_is_rejected_for_an_engine_or_trainer_that_cannot_compute_experts(overrides, text, mixture):
     with pytest.raises(RecipeError, match=text):
         refuse(recipe(mixture, overrides))
 
 
-def test_routing_replay_is_rejected_for_a_model_without_experts() -> None:
+def test_routing_replay_is_rejected_for_a_model_without_experts():
     with pytest.raises(RecipeError, match=r'routing_replay = "rollout": the model in .* has no experts'):
         refuse(recipe(None, [REPLAYED]))
 
 
-def test_canary_tolerance_is_larger_if_the_trainer_does_not_replay_the_routing_of_the_engine(mixture: Path) -> None:
+def test_canary_tolerance_is_larger_if_the_trainer_does_not_replay_the_routing_of_the_engine(mixture):
     """With routing replay, the trainer computes the canary with the engine's experts, so a small tolerance suffices."""
     exact = ["engine.dtype=float32", "weights.dtype=float32"]
     replayed, apart = canary_of(recipe(mixture, [*exact, REPLAYED])), canary_of(recipe(mixture, exact))
@@ -91,7 +85,7 @@ def test_canary_tolerance_is_larger_if_the_trainer_does_not_replay_the_routing_o
     assert canary_of(recipe(mixture, [])).tolerance == TOLERANCES["bfloat16"]
 
 
-def test_check_shows_what_engine_and_trainer_find_and_names_the_section_of_an_error() -> None:
+def test_check_shows_what_engine_and_trainer_find_and_names_the_section_of_an_error():
     ((part, text),) = component_findings(recipe(None, ["trainer.device=cpu"]), {})
     assert part == "attention" and text.startswith("buckets of segments of similar length (the device is cpu, and")
     with pytest.raises(RecipeError, match=r'^trainer\.options\.attention = "varlen" is not possible'):

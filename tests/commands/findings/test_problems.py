@@ -1,26 +1,23 @@
 """`pipelinerl check` checks the instructions of every problem before a run."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
 from pipelinerl.commands.findings.problems import verifier_findings
-from pipelinerl.config.recipe import RunConfig, load, parse, to_table
+from pipelinerl.config.recipe import load, parse, to_table
 from pipelinerl.errors import RecipeError
 
 NO_COMMA = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
 
 
-def config_of(**domain: object) -> RunConfig:
+def config_of(**domain):
     table = to_table(load("tiny", ["evaluation.problems=4"]))
     return parse(table | {"domains": [{"name": "d", "verifier": "instruction_following", **domain}]})
 
 
-def of_rows(folder: Path, *last: dict[str, object]) -> RunConfig:
-    rows: list[dict[str, object]] = [{"key": n, "prompt": f"say {n}", **NO_COMMA} for n in range(300)]
+def of_rows(folder, *last):
+    rows = [{"key": n, "prompt": f"say {n}", **NO_COMMA} for n in range(300)]
     rows += [{"key": 300, "prompt": "x", **each} for each in last]
     path = folder / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
@@ -28,7 +25,7 @@ def of_rows(folder: Path, *last: dict[str, object]) -> RunConfig:
     return config_of(source="files", parameters={"path": str(path), **fields})
 
 
-def test_check_counts_the_instructions_in_a_file_with_the_layout_of_the_public_data_sets(tmp_path: Path) -> None:
+def test_check_counts_the_instructions_in_a_file_with_the_layout_of_the_public_data_sets(tmp_path):
     config = of_rows(tmp_path)
     ((part, text),) = verifier_findings(config, config.domains[0])
     assert part == "instructions" and text.endswith("problems, punctuation:no_comma 100%")
@@ -42,9 +39,7 @@ def test_check_counts_the_instructions_in_a_file_with_the_layout_of_the_public_d
         ({}, "the problem names no instructions"),
     ],
 )
-def test_check_names_the_wrong_instruction_of_one_row_among_hundreds(
-    tmp_path: Path, row: dict[str, object], sentence: str
-) -> None:
+def test_check_names_the_wrong_instruction_of_one_row_among_hundreds(tmp_path, row, sentence):
     config = of_rows(tmp_path, row)
     refused = []
     for seed in range(8):  # with other seeds, the row is in other splits
@@ -56,7 +51,7 @@ def test_check_names_the_wrong_instruction_of_one_row_among_hundreds(
     assert len(refused) == 8 and all(sentence in text for text in refused)
 
 
-def test_check_counts_instructions_only_in_domains_with_the_instruction_verifier() -> None:
+def test_check_counts_instructions_only_in_domains_with_the_instruction_verifier():
     config = config_of(source="instructions", parameters={"kinds": ["punctuation:no_comma", "startend:quotation"]})
     ((_, text),) = verifier_findings(config, config.domains[0])
     assert "of 260 problems" in text and "startend:quotation" in text

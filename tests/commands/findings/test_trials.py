@@ -1,11 +1,7 @@
 """Tests of the trials of verifiers in `pipelinerl check`."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,20 +14,18 @@ from tests.fakes.scripted_judge import scripted_judge
 from tests.fakes.served import in_thread
 
 
-async def trials(**domain: Any) -> list[tuple[str, str]]:
+async def trials(**domain):
     config = parse(to_table(load("tiny")) | {"domains": [{"name": "d", "source": "instructions"} | domain]})
     return await verifier_tried(config.domains[0], training_problems(config))
 
 
-async def trial(**domain: Any) -> str:
+async def trial(**domain):
     ((kind, text),) = await trials(**domain)
     assert kind == "verifier"
     return text.removeprefix("domains.d: ")
 
 
-async def test_check_warns_of_a_reward_function_that_returns_none_for_a_wrong_or_an_empty_answer(
-    tmp_path: Path,
-) -> None:
+async def test_check_warns_of_a_reward_function_that_returns_none_for_a_wrong_or_an_empty_answer(tmp_path):
     (tmp_path / "r.py").write_text(
         "def forgets(completion, answer):\n    if completion == answer:\n        return 1.0\n"
         "def half(completion, answer):\n    if not completion:\n        return 0.0\n    if completion == answer:\n"
@@ -39,7 +33,7 @@ async def test_check_warns_of_a_reward_function_that_returns_none_for_a_wrong_or
         "def whole(completion, answer):\n    return float(completion == answer)\n"
     )
 
-    async def warnings_for(name: str) -> list[str]:
+    async def warnings_for(name):
         found = await trials(source="addition", verifier=f"{tmp_path}/r.py:{name}")
         return [text for kind, text in found if kind == "warning"]
 
@@ -52,7 +46,7 @@ async def test_check_warns_of_a_reward_function_that_returns_none_for_a_wrong_or
     assert await warnings_for("whole") == []
 
 
-async def test_check_asks_a_judge_for_one_vote_and_shows_its_reply() -> None:
+async def test_check_asks_a_judge_for_one_vote_and_shows_its_reply():
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
         report = await trial(verifier="judge", judge={"url": url, "votes": 3, "temperature": 1.0})
@@ -61,20 +55,20 @@ async def test_check_asks_a_judge_for_one_vote_and_shows_its_reply() -> None:
     assert report.endswith("score 2: so it seems")
 
 
-async def test_check_rejects_a_judge_whose_reply_has_no_score() -> None:
+async def test_check_rejects_a_judge_whose_reply_has_no_score():
     fake = OpenAIFake(lambda body: "I like it")
     sentence = "domains.d.verifier cannot judge: the judge's reply has no score: 'I like it'"
     with in_thread(fake.app) as url, pytest.raises(RecipeError, match=re.escape(sentence)):
         await trial(verifier="judge", judge={"url": url})
 
 
-async def test_check_tries_the_instruction_verifier_without_a_reference_answer() -> None:
+async def test_check_tries_the_instruction_verifier_without_a_reference_answer():
     report = await trial(verifier="instruction_following")
     assert report.startswith("of the reference answer correct, reward 1")
     assert "of an empty answer wrong, reward 0" in report
 
 
-async def test_check_judges_a_math_reference_as_a_model_would_write_it_in_a_box(tmp_path: Path) -> None:
+async def test_check_judges_a_math_reference_as_a_model_would_write_it_in_a_box(tmp_path):
     # Without the box, a text of this length is no answer.
     truth = "all positive integers that are divisible by six or by seven"
     rows = [{"prompt": f"{n}?", "answer": truth} for n in range(40)]
@@ -84,7 +78,7 @@ async def test_check_judges_a_math_reference_as_a_model_would_write_it_in_a_box(
     assert "of an empty answer wrong, reward 0" in report
 
 
-def test_check_warns_of_misleading_names_of_positional_verifier_arguments(tmp_path: Path) -> None:
+def test_check_warns_of_misleading_names_of_positional_verifier_arguments(tmp_path):
     """A verifier's positional arguments are problem and answer, so one named `label` would not get the ground truth."""
     (tmp_path / "r.py").write_text(
         "def by_place(response, label): return 1.0\n"
@@ -92,7 +86,7 @@ def test_check_warns_of_misleading_names_of_positional_verifier_arguments(tmp_pa
         "def by_name(completion, answer): return 1.0\n"
     )
 
-    def warnings_for(name: str) -> list[str]:
+    def warnings_for(name):
         domains = [{"name": "d", "source": "addition", "verifier": f"{tmp_path}/r.py:{name}"}]
         return list(called_by_place(parse(to_table(load("tiny")) | {"domains": domains}).domains[0]))
 

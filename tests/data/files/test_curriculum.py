@@ -3,12 +3,8 @@
 Its order depends only on the seed and the data.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +22,7 @@ ROWS = [
 ]
 
 
-def written(folder: Path, suffix: str = ".jsonl", rows: list[dict[str, Any]] = ROWS) -> Path:
+def written(folder, suffix=".jsonl", rows=ROWS):
     path = folder / f"rated{suffix}"
     if suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
@@ -35,21 +31,21 @@ def written(folder: Path, suffix: str = ".jsonl", rows: list[dict[str, Any]] = R
     return path
 
 
-def opened(path: Path, of: Split = Split.TRAIN, seed: int = 0, **parameters: Any) -> RowSource:
+def opened(path, of=Split.TRAIN, seed=0, **parameters):
     source = open_source("files", domain="d", split=of, seed=seed, parameters={"path": str(path), **parameters})
     assert isinstance(source, RowSource)
     return source
 
 
-def rates(source: RowSource, first: int, count: int) -> list[float]:
+def rates(source, first, count):
     return [source.problem(index).metadata["pass_rate"] for index in range(first, first + count)]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize(("order", "sign"), [("easy_first", -1), ("hard_first", 1)])
 def test_curriculum_with_band_width_zero_sorts_the_first_epoch_by_difficulty_and_shuffles_later_epochs(
-    tmp_path: Path, order: str, sign: int, suffix: str
-) -> None:
+    tmp_path, order, sign, suffix
+):
     source = opened(written(tmp_path, suffix), order=order, order_band=0)
     sweep, epoch = rates(source, 0, len(source)), rates(source, len(source), len(source))
     assert sweep == sorted(sweep, key=lambda rate: sign * rate)
@@ -58,7 +54,7 @@ def test_curriculum_with_band_width_zero_sorts_the_first_epoch_by_difficulty_and
     assert epoch == rates(plain, 0, len(plain)), "later epochs must be those of a run without a curriculum"
 
 
-def test_curriculum_band_moves_from_easy_to_hard_and_covers_every_problem() -> None:
+def test_curriculum_band_moves_from_easy_to_hard_and_covers_every_problem():
     known = np.random.default_rng(0).random(1000)
     place_of = np.argsort(np.argsort(-known)) / 1000
     for band, over in ((0.1, 1000), (0.3, 2500), (0.2, 400)):
@@ -70,7 +66,7 @@ def test_curriculum_band_moves_from_easy_to_hard_and_covers_every_problem() -> N
         assert set(counts.values()) <= {over // 1000, over // 1000 + 1} and sum(counts.values()) == over
 
 
-def test_curriculum_order_depends_on_the_seed_and_shuffles_equally_difficult_problems(tmp_path: Path) -> None:
+def test_curriculum_order_depends_on_the_seed_and_shuffles_equally_difficult_problems(tmp_path):
     path = written(tmp_path)
     first, again, other = (opened(path, seed=seed, order="easy_first") for seed in (1, 1, 2))
     ids = [[source.problem(index).problem_id for index in range(3 * len(first))] for source in (first, again, other)]
@@ -80,14 +76,14 @@ def test_curriculum_order_depends_on_the_seed_and_shuffles_equally_difficult_pro
     assert sorted(sweep.tolist()) == list(range(50)) != sweep.tolist()
 
 
-def test_held_out_split_ignores_the_curriculum_and_needs_no_pass_rates(tmp_path: Path) -> None:
+def test_held_out_split_ignores_the_curriculum_and_needs_no_pass_rates(tmp_path):
     path = written(tmp_path)
     with_it, without = opened(path, Split.HELD_OUT, order="easy_first"), opened(path, Split.HELD_OUT)
     problems = [[source.problem(index) for index in range(len(source))] for source in (with_it, without)]
     assert problems[0] == problems[1]
 
 
-def test_problems_are_ordered_by_the_pass_rate_in_the_field_named_by_rate_field(tmp_path: Path) -> None:
+def test_problems_are_ordered_by_the_pass_rate_in_the_field_named_by_rate_field(tmp_path):
     rows = [{"prompt": row["prompt"], "answer": row["answer"], "solved": row["metadata"]["pass_rate"]} for row in ROWS]
     for suffix in (".jsonl", ".parquet"):
         path = written(tmp_path, suffix, rows)
@@ -106,6 +102,6 @@ def test_problems_are_ordered_by_the_pass_rate_in_the_field_named_by_rate_field(
         ({"order": "easy_first", "rate_field": "answer"}, r"rated.jsonl line 1: field 'answer' must be a pass rate"),
     ],
 )
-def test_invalid_curriculum_parameters_are_rejected(tmp_path: Path, parameters: dict[str, Any], sentence: str) -> None:
+def test_invalid_curriculum_parameters_are_rejected(tmp_path, parameters, sentence):
     with pytest.raises(RecipeError, match=sentence):
         opened(written(tmp_path), **parameters)

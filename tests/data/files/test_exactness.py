@@ -8,9 +8,7 @@ import gzip
 import io
 import json
 import math
-from collections.abc import Callable
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,13 +22,12 @@ from pipelinerl.data.files.values import MOST_DEPTH, decode, plain
 from pipelinerl.data.problems import open_source
 from pipelinerl.data.source import Split
 from pipelinerl.errors import RecipeError
-from pipelinerl.types import Problem
 from tests.data.files.test_source import saved_to_disk
 
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def problems_of(path: Path, **parameters: Any) -> list[Problem]:
+def problems_of(path, **parameters):
     """Return all problems of a file, in the order of their prompts. Raises `RecipeError` for a refused row."""
     found = []
     for split in Split:
@@ -40,16 +37,16 @@ def problems_of(path: Path, **parameters: Any) -> list[Problem]:
             if "is empty" not in str(error):
                 raise
         else:
-            found += [source.problem(index) for index in range(len(source))]  # type: ignore[arg-type]
+            found += [source.problem(index) for index in range(len(source))]
     return sorted(found, key=lambda problem: problem.messages[0].content)
 
 
-def one(path: Path, **parameters: Any) -> Problem:
+def one(path, **parameters):
     (problem,) = problems_of(path, **parameters)
     return problem
 
 
-def written(path: Path, text: str) -> Path:
+def written(path, text):
     path.write_bytes(text.encode())
     return path
 
@@ -69,7 +66,7 @@ VALUES = st.recursive(
 )
 
 
-def spelled(value: Any) -> str:
+def spelled(value):
     """Spell a value in JSON, with all digits of its numbers."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{json.dumps(name)}:{spelled(item)}" for name, item in value.items()) + "}"
@@ -78,7 +75,7 @@ def spelled(value: Any) -> str:
     return str(value) if isinstance(value, Decimal) else json.dumps(value)
 
 
-def same(came: Any, went: Any) -> bool:
+def same(came, went):
     """Return whether a value that came out of a row equals the one that went in, number by number."""
     if isinstance(went, dict):
         return isinstance(came, dict) and came.keys() == went.keys() and all(same(came[k], went[k]) for k in went)
@@ -95,7 +92,7 @@ def same(came: Any, went: Any) -> bool:
 @example(answer=2**64, metadata={"x": [2**64 - 1, -(2**63), -(2**63) - 1]})
 @example(answer=0.1 + 0.2, metadata={"x": [-0.0, 5e-324, Decimal("1e400"), Decimal("3.14159265358979323846")]})
 @example(answer="\0\r\n\ufeff\u2028\U0001f600", metadata={"": {"": None}})
-def test_json_values_reach_the_problem_unchanged(answer: Any, metadata: dict[str, Any], tmp_path: Path) -> None:
+def test_json_values_reach_the_problem_unchanged(answer, metadata, tmp_path):
     row = '{"prompt":"a","answer":' + spelled(answer) + ',"metadata":' + spelled(metadata) + "}"
     lines = written(tmp_path / "a.jsonl", "\ufeff\r\n" + row.replace("\n", " ") + "\r\n\r\n")
     problem = one(lines)
@@ -126,9 +123,7 @@ def test_json_values_reach_the_problem_unchanged(answer: Any, metadata: dict[str
     ],
 )
 @pytest.mark.parametrize("field", ["answer", "metadata"])
-def test_json_row_with_an_inexact_value_is_refused_with_its_place(
-    value: str, reason: str, field: str, tmp_path: Path
-) -> None:
+def test_json_row_with_an_inexact_value_is_refused_with_its_place(value, reason, field, tmp_path):
     given = {"answer": "1", "metadata": "{}"} | {field: value if field == "answer" else f'{{"x": {value}}}'}
     row = f'{{"prompt": "a", "answer": {given["answer"]}, "metadata": {given["metadata"]}}}'
     for name, text, place in (
@@ -144,7 +139,7 @@ def test_json_row_with_an_inexact_value_is_refused_with_its_place(
 @pytest.mark.parametrize(
     "content", [b'{"prompt": "\xff", "answer": 1}', b"\xff\xfe{\x00}\x00", b'["\xc3\xa9' + b"\xc3\xa9" * 60]
 )
-def test_file_that_is_no_utf_8_or_no_object_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_file_that_is_no_utf_8_or_no_object_is_refused(content, tmp_path):
     for name in ("a.jsonl", "a.json", *(["a.csv"] if b"\xff" in content else [])):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(RecipeError, match=rf"{name} "):
@@ -152,14 +147,12 @@ def test_file_that_is_no_utf_8_or_no_object_is_refused(content: bytes, tmp_path:
 
 
 @pytest.mark.parametrize("text", ["[1]]", "[,]", "[{}", "[{} {}]", "[{},]"])
-def test_damaged_json_array_is_refused(text: str, tmp_path: Path) -> None:
+def test_damaged_json_array_is_refused(text, tmp_path):
     with pytest.raises(RecipeError, match=r"a\.json "):
         problems_of(written(tmp_path / "a.json", text))
 
 
-def test_file_of_newlines_is_empty_and_a_bomb_of_them_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_of_newlines_is_empty_and_a_bomb_of_them_is_refused(tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match="is empty"):
         one_split(written(tmp_path / "a.jsonl", "\n\r\n \n" * 2**20))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" * 2**21))
@@ -168,7 +161,7 @@ def test_file_of_newlines_is_empty_and_a_bomb_of_them_is_refused(
         one_split(tmp_path / "a.jsonl.gz")
 
 
-def one_split(path: Path, **parameters: Any) -> None:
+def one_split(path, **parameters):
     open_source("files", domain="d", split=Split.TRAIN, seed=0, parameters={"path": str(path), **parameters})
 
 
@@ -178,14 +171,14 @@ def one_split(path: Path, **parameters: Any) -> None:
 @FEW
 @given(answer=TEXTS, level=TEXTS)
 @example(answer="0.10", level='"\r\n,\0\n')
-def test_csv_cells_reach_the_problem_unchanged(answer: str, level: str, tmp_path: Path) -> None:
+def test_csv_cells_reach_the_problem_unchanged(answer, level, tmp_path):
     text = io.StringIO(newline="")
     csv.writer(text, quoting=csv.QUOTE_ALL).writerows([["prompt", "answer", "level"], ["a", answer, level]])
     problem = one(written(tmp_path / "a.csv", "\ufeff" + text.getvalue()), metadata_fields=["level"])
     assert (problem.ground_truth, problem.metadata) == (answer, {"level": level})
 
 
-def test_csv_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+def test_csv_with_two_columns_of_one_name_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"a\.csv has several columns 'answer'"):
         problems_of(written(tmp_path / "a.csv", "prompt,answer,answer\na,1,2\n"))
 
@@ -193,12 +186,12 @@ def test_csv_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
 # --- Arrow -----------------------------------------------------------------------------------------------------------
 
 
-def as_parquet(folder: Path, table: pa.Table) -> Path:
+def as_parquet(folder, table):
     pq.write_table(table, folder / "a.parquet")
     return folder / "a.parquet"
 
 
-def as_arrow(folder: Path, table: pa.Table) -> Path:
+def as_arrow(folder, table):
     with pa.OSFile(str(folder / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
     return folder / "a.arrow"
@@ -226,9 +219,7 @@ ARROW: list[tuple[pa.Array, Any]] = [
 
 @pytest.mark.parametrize("write", [as_parquet, as_arrow])
 @pytest.mark.parametrize(("column", "value"), ARROW, ids=lambda each: str(getattr(each, "type", "")))
-def test_arrow_values_reach_the_problem_unchanged(
-    column: pa.Array, value: Any, write: Callable[[Path, pa.Table], Path], tmp_path: Path
-) -> None:
+def test_arrow_values_reach_the_problem_unchanged(column, value, write, tmp_path):
     table = pa.table({"prompt": ["a"], "answer": column, "x": column})
     problem = one(write(tmp_path, table), metadata_fields=["x"])
     assert problem.metadata == {"x": value} and type(problem.metadata["x"]) is type(value)
@@ -254,9 +245,7 @@ def test_arrow_values_reach_the_problem_unchanged(
     ],
 )
 @pytest.mark.parametrize("field", ["answer", "x"])
-def test_arrow_value_without_an_exact_form_is_refused_with_its_row(
-    column: pa.Array, reason: str, field: str, write: Callable[[Path, pa.Table], Path], tmp_path: Path
-) -> None:
+def test_arrow_value_without_an_exact_form_is_refused_with_its_row(column, reason, field, write, tmp_path):
     columns = {"prompt": pa.array(["a", "b"]), "answer": pa.array(["1", "2"]), "x": pa.array(["1", "2"])}
     if field == "answer":
         column = column[1:]
@@ -276,28 +265,26 @@ def test_arrow_value_without_an_exact_form_is_refused_with_its_row(
     ],
 )
 @pytest.mark.parametrize("write", [as_parquet, as_arrow])
-def test_arrow_row_that_is_not_finite_is_refused_before_the_run_wherever_it_is(
-    value: dict[str, Any], write: Callable[[Path, pa.Table], Path], tmp_path: Path
-) -> None:
+def test_arrow_row_that_is_not_finite_is_refused_before_the_run_wherever_it_is(value, write, tmp_path):
     filled = [{"prompt": f"p{n}", "answer": "1", **(value if n == 70 else {})} for n in range(100)]
     path = write(tmp_path, pa.Table.from_pylist([*filled[70:71], *filled]).slice(1))
     with pytest.raises(RecipeError, match=r"a\.\w+ row 70: field '\w+' holds (nan|-?inf)"):
         one_split(path, **({"metadata_fields": ["x"]} if "x" in value else {}))
 
 
-def test_long_fraction_may_be_a_pass_rate_of_a_curriculum(tmp_path: Path) -> None:
+def test_long_fraction_may_be_a_pass_rate_of_a_curriculum(tmp_path):
     rows = "".join(f'{{"prompt": "p{n}", "answer": "1", "r": 0.{n}3333333333333333333333}}\n' for n in range(10))
     path = written(tmp_path / "a.jsonl", rows)
     one_split(path, order="easy_first", rate_field="r")
 
 
-def test_arrow_file_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+def test_arrow_file_with_two_columns_of_one_name_is_refused(tmp_path):
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["1"]), pa.array(["2"])], ["prompt", "answer", "answer"])
     with pytest.raises(RecipeError, match=r"a\.arrow has several columns 'answer'"):
         problems_of(as_arrow(tmp_path, table))
 
 
-def test_python_values_of_a_users_rows_are_converted_or_refused() -> None:
+def test_python_values_of_a_users_rows_are_converted_or_refused():
     import numpy as np
 
     assert plain({"a": (np.int64(3), np.array([0.5]))}, "f") == {"a": [3, [0.5]]}
@@ -332,7 +319,7 @@ def test_python_values_of_a_users_rows_are_converted_or_refused() -> None:
         ("README.md", "- configs\n"),
     ],
 )
-def test_damaged_or_hostile_description_of_a_folder_is_refused(name: str, text: str, tmp_path: Path) -> None:
+def test_damaged_or_hostile_description_of_a_folder_is_refused(name, text, tmp_path):
     folder = saved_to_disk(tmp_path / "set")
     (folder / "state.json").unlink()
     (folder / name).write_text(f"---\n{text}---\n" if name == "README.md" else text)

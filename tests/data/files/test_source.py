@@ -41,40 +41,40 @@ configs:
 """
 
 
-def opened(path: Path | list[str], of: Split = Split.TRAIN, **parameters: Any) -> RowSource:
+def opened(path, of=Split.TRAIN, **parameters):
     given = parameters | {"path": path if isinstance(path, list) else str(path)}
     source = open_source("files", domain="d", split=of, seed=0, parameters=given)
     assert isinstance(source, RowSource)
     return source
 
 
-def problems(source: RowSource) -> list[Problem]:
+def problems(source):
     return [source.problem(index) for index in range(len(source))]
 
 
-def questions(source: RowSource) -> set[str]:
+def questions(source):
     return {problem.messages[-1].content for problem in problems(source)}
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------
 
 
-def jsonl(path: Path, rows: Rows = ROWS) -> Path:
+def jsonl(path, rows=ROWS):
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return path
 
 
-def json_array(path: Path, rows: Rows = ROWS) -> Path:
+def json_array(path, rows=ROWS):
     path.write_text(json.dumps(rows, indent=1))
     return path
 
 
-def gzipped(path: Path, rows: Rows = ROWS) -> Path:
+def gzipped(path, rows=ROWS):
     path.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode()))
     return path
 
 
-def comma_separated(path: Path, rows: Rows = ROWS) -> Path:
+def comma_separated(path, rows=ROWS):
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
@@ -83,20 +83,20 @@ def comma_separated(path: Path, rows: Rows = ROWS) -> Path:
     return path
 
 
-def parquet(path: Path, rows: Rows = ROWS) -> Path:
+def parquet(path, rows=ROWS):
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
     return path
 
 
-def arrow_stream(path: Path, rows: Rows = ROWS) -> Path:
+def arrow_stream(path, rows=ROWS):
     table = pa.Table.from_pylist(rows)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=7)
     return path
 
 
-def saved_to_disk(folder: Path, rows: Rows = ROWS) -> Path:
+def saved_to_disk(folder, rows=ROWS):
     """Write the layout of `datasets.Dataset.save_to_disk`, version 4, in two files."""
     folder.mkdir(parents=True)
     names = [f"data-0000{number}-of-00002.arrow" for number in range(2)]
@@ -122,7 +122,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_data_file_format_gives_the_same_problems(name: str, tmp_path: Path) -> None:
+def test_every_data_file_format_gives_the_same_problems(name, tmp_path):
     expected = {split: problems(opened(jsonl(tmp_path / "twin.jsonl"), split)) for split in Split}
     path = WRITERS[name](tmp_path / name)
     actual = {split: problems(opened(path, split)) for split in Split}
@@ -131,7 +131,7 @@ def test_every_data_file_format_gives_the_same_problems(name: str, tmp_path: Pat
     assert actual[Split.TRAIN][0].ground_truth.isdigit()
 
 
-def test_several_files_and_globs_form_one_data_set(tmp_path: Path) -> None:
+def test_several_files_and_globs_form_one_data_set(tmp_path):
     jsonl(tmp_path / "a.jsonl", ROWS[:20])
     parquet(tmp_path / "b.parquet", ROWS[20:])
     named = opened([str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet")])
@@ -142,13 +142,13 @@ def test_several_files_and_globs_form_one_data_set(tmp_path: Path) -> None:
 # --- splits ----------------------------------------------------------------------------------------------------------
 
 
-def by_split(path: Path, **parameters: Any) -> dict[Split, set[str]]:
+def by_split(path, **parameters):
     splits = {split: questions(opened(path, split, **parameters)) for split in Split}
     assert not any(one & other for one, other in itertools.combinations(splits.values(), 2))
     return splits
 
 
-def hub_folder(folder: Path) -> Path:
+def hub_folder(folder):
     parquet(folder / "main" / "train-00000-of-00002.parquet", ROWS[:20])
     parquet(folder / "main" / "train-00001-of-00002.parquet", ROWS[20:40])
     parquet(folder / "main" / "test-00000-of-00001.parquet", ROWS[35:50])
@@ -158,14 +158,14 @@ def hub_folder(folder: Path) -> Path:
     return folder
 
 
-def dataset_dict(folder: Path) -> Path:
+def dataset_dict(folder):
     saved_to_disk(folder / "train", ROWS[:40])
     saved_to_disk(folder / "test", ROWS[35:50])
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     return folder
 
 
-def plain_folder(folder: Path) -> Path:
+def plain_folder(folder):
     parquet(folder / "data" / "train-00000-of-00001.parquet", ROWS[:40])
     jsonl(folder / "data" / "test.jsonl", ROWS[35:50])
     (folder / "README.md").write_text("# Nothing is said here\n")
@@ -176,15 +176,15 @@ def plain_folder(folder: Path) -> Path:
     ("made", "parameters"), [(hub_folder, {"config": "main"}), (dataset_dict, {}), (plain_folder, {})]
 )
 def test_data_splits_in_the_files_are_used_and_missing_ones_are_taken_from_training_rows_by_hash(
-    made: Callable[[Path], Path], parameters: dict[str, str], tmp_path: Path
-) -> None:
+    made, parameters, tmp_path
+):
     splits = by_split(made(tmp_path / "set"), **parameters)
     assert splits[Split.HELD_OUT] == {row["prompt"] for row in ROWS[35:50]}
     assert splits[Split.TRAIN] | splits[Split.VALIDATION] == {row["prompt"] for row in ROWS[:35]}
     assert 0 < len(splits[Split.VALIDATION]) < 12
 
 
-def test_names_of_data_splits_are_configurable_and_an_explicit_held_out_path_takes_precedence(tmp_path: Path) -> None:
+def test_names_of_data_splits_are_configurable_and_an_explicit_held_out_path_takes_precedence(tmp_path):
     folder = tmp_path / "set"
     for name, rows in (("train_sft", ROWS[:30]), ("test_sft", ROWS[30:40]), ("train_prefs", ROWS[40:])):
         saved_to_disk(folder / name, rows)
@@ -203,7 +203,7 @@ def test_names_of_data_splits_are_configurable_and_an_explicit_held_out_path_tak
     assert splits[Split.HELD_OUT] == {row["prompt"] for row in ROWS[3:5]}
 
 
-def test_recipe_must_name_one_of_several_configurations_of_a_hub_data_set_without_a_default(tmp_path: Path) -> None:
+def test_recipe_must_name_one_of_several_configurations_of_a_hub_data_set_without_a_default(tmp_path):
     folder = hub_folder(tmp_path / "set")
     with pytest.raises(RecipeError, match="has several configurations; name one as config: main, hard"):
         opened(folder)
@@ -217,12 +217,12 @@ def test_recipe_must_name_one_of_several_configurations_of_a_hub_data_set_withou
         opened(folder, config="main")
 
 
-def test_duplicate_data_rows_become_one_problem(tmp_path: Path) -> None:
+def test_duplicate_data_rows_become_one_problem(tmp_path):
     source = opened(jsonl(tmp_path / "a.jsonl", [*ROWS, *ROWS[:30]]))
     assert len(questions(source)) == len(source) == len(opened(jsonl(tmp_path / "b.jsonl")))
 
 
-def game(count: int, *, first: int = 0, prompt: str = "Play the game.") -> Rows:
+def game(count, *, first=0, prompt="Play the game."):
     """Return rows of tasks that share their prompt and answer."""
     numbers = range(first, first + count)
     return [{"prompt": prompt, "answer": "x", "uid": f"u{n}", "metadata": {"seed": n}} for n in numbers]
@@ -230,9 +230,7 @@ def game(count: int, *, first: int = 0, prompt: str = "Play the game.") -> Rows:
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
 @pytest.mark.parametrize("parameters", [{}, {"id_field": "uid", "metadata_fields": []}])
-def test_tasks_that_share_a_prompt_are_different_problems(
-    write: Callable[[Path, Rows], Path], parameters: dict[str, Any], tmp_path: Path
-) -> None:
+def test_tasks_that_share_a_prompt_are_different_problems(write, parameters, tmp_path):
     held_out = jsonl(tmp_path / "held.jsonl", game(2, prompt="Another game."))
     path = write(tmp_path / ("a.jsonl" if write is jsonl else "a.parquet"), [*game(300), *game(3)])
     files = {"held_out_path": str(held_out), "validation_path": str(held_out), **parameters}
@@ -243,14 +241,14 @@ def test_tasks_that_share_a_prompt_are_different_problems(
     assert problems(again) == problems(source)
 
 
-def test_rows_with_one_prompt_and_several_answers_are_different_problems(tmp_path: Path) -> None:
+def test_rows_with_one_prompt_and_several_answers_are_different_problems(tmp_path):
     rows = [{"prompt": row["prompt"], "answer": f"{row['answer']}.{n}"} for n in range(3) for row in ROWS]
     splits = {split: opened(jsonl(tmp_path / "a.jsonl", rows), split) for split in Split}
     assert sum(map(len, splits.values())) == 180
     by_split(tmp_path / "a.jsonl")
 
 
-def test_training_row_with_the_prompt_of_a_held_out_row_is_dropped_and_counted(tmp_path: Path) -> None:
+def test_training_row_with_the_prompt_of_a_held_out_row_is_dropped_and_counted(tmp_path):
     train, held_out = jsonl(tmp_path / "a.jsonl", ROWS), jsonl(tmp_path / "b.jsonl", [{**ROWS[3], "answer": "other"}])
     source = opened(train, held_out_path=str(held_out), validation_path=str(held_out))
     assert ROWS[3]["prompt"] not in questions(source)
@@ -262,7 +260,7 @@ def test_training_row_with_the_prompt_of_a_held_out_row_is_dropped_and_counted(t
     )
 
 
-def test_tasks_are_separated_instead_of_prompts_if_the_recipe_says_so(tmp_path: Path) -> None:
+def test_tasks_are_separated_instead_of_prompts_if_the_recipe_says_so(tmp_path):
     train, held_out = jsonl(tmp_path / "a.jsonl", game(300)), parquet(tmp_path / "b.parquet", game(20, first=290))
     with pytest.raises(
         RecipeError, match=r'is empty \(300 rows read: 0 train .*\); .*or set split_by = "task" if rows'
@@ -286,7 +284,7 @@ def test_tasks_are_separated_instead_of_prompts_if_the_recipe_says_so(tmp_path: 
 # --- columns ---------------------------------------------------------------------------------------------------------
 
 
-def only(path: Path, **parameters: Any) -> Problem:
+def only(path, **parameters):
     """Return the only problem of a file with one row, whatever its split."""
     for split in Split:
         try:
@@ -307,9 +305,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize(("name", "write"), [("a.parquet", parquet), ("a.jsonl", jsonl)])
-def test_data_fields_are_mapped_and_a_dot_selects_a_field_of_a_struct(
-    name: str, write: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_data_fields_are_mapped_and_a_dot_selects_a_field_of_a_struct(name, write, tmp_path):
     problem = only(
         write(tmp_path / name, [NESTED]),
         messages_field="chat",
@@ -328,13 +324,13 @@ def test_data_fields_are_mapped_and_a_dot_selects_a_field_of_a_struct(
     )
 
 
-def test_prompt_field_may_contain_messages(tmp_path: Path) -> None:
+def test_prompt_field_may_contain_messages(tmp_path):
     problem = only(jsonl(tmp_path / "a.jsonl", [{"prompt": NESTED["chat"], "answer": ["a", 1]}]))
     assert problem.messages == (Message("system", "s"), Message("user", "u"))
     assert problem.ground_truth == '["a",1]'
 
 
-def test_null_fields_that_arrow_adds_to_structs_are_removed_from_the_data(tmp_path: Path) -> None:
+def test_null_fields_that_arrow_adds_to_structs_are_removed_from_the_data(tmp_path):
     rows = [
         {"prompt": "a", "answer": "1", "metadata": {"tests": [{"stdin": "x"}, {"argv": ["y"]}]}},
         {"prompt": "b", "answer": "2", "metadata": {"level": 2}},
@@ -348,7 +344,7 @@ def test_null_fields_that_arrow_adds_to_structs_are_removed_from_the_data(tmp_pa
 
 
 @pytest.mark.parametrize("write", [parquet, arrow_stream])
-def test_missing_column_error_lists_all_columns(write: Callable[[Path, Rows], Path], tmp_path: Path) -> None:
+def test_missing_column_error_lists_all_columns(write, tmp_path):
     rows = [{"question": f"{n} + 1", "solution": str(n + 1), "level": 1, "answer": None} for n in range(40)]
     path = write(tmp_path / ("a.parquet" if write is parquet else "a.arrow"), rows)
     with pytest.raises(
@@ -361,7 +357,7 @@ def test_missing_column_error_lists_all_columns(write: Callable[[Path, Rows], Pa
         opened(path, answer_field="solution")
 
 
-def _all(path: Path, split: Split) -> list[Problem]:
+def _all(path, split):
     try:
         return problems(opened(path, split))
     except RecipeError:
@@ -399,15 +395,7 @@ def _all(path: Path, split: Split) -> list[Problem]:
         ("a.json", json_array, "a.json row 2"),
     ],
 )
-def test_invalid_field_error_names_row_and_field(
-    name: str,
-    write: Callable[..., Path],
-    place: str,
-    row: dict[str, Any],
-    parameters: dict[str, str],
-    sentence: str,
-    tmp_path: Path,
-) -> None:
+def test_invalid_field_error_names_row_and_field(name, write, place, row, parameters, sentence, tmp_path):
     messages = [{"role": "user", "content": "fine"}]
     good = {"prompt": None, "messages": messages, "answer": "1", "key": "k"}
     path = write(tmp_path / name, [good, {**good, "messages": None, "prompt": "more"}, {**dict.fromkeys(good), **row}])
@@ -433,7 +421,7 @@ def test_invalid_field_error_names_row_and_field(
         ("a.jsonl", "\n\n", "the train split of its files is empty"),
     ],
 )
-def test_damaged_file_error_names_the_file(name: str, text: str, sentence: str, tmp_path: Path) -> None:
+def test_damaged_file_error_names_the_file(name, text, sentence, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(RecipeError, match=sentence):
         opened(tmp_path / name)
@@ -451,23 +439,21 @@ def test_damaged_file_error_names_the_file(name: str, text: str, sentence: str, 
         ({}, "parameters.path must be the path of a file or folder, got None"),
     ],
 )
-def test_invalid_parameter_error_names_the_parameter(
-    parameters: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_parameter_error_names_the_parameter(parameters, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jsonl(tmp_path / "a.jsonl")
     with pytest.raises(RecipeError, match=sentence):
         open_source("files", domain="d", split=Split.TRAIN, seed=0, parameters=parameters)
 
 
-def test_digest_of_a_data_row_is_the_same_on_the_fast_path_as_after_mapping_its_fields() -> None:
+def test_digest_of_a_data_row_is_the_same_on_the_fast_path_as_after_mapping_its_fields():
     columns = FieldMap(prompt_field="prompt")
     indexed = index_of(RowSequence(ROWS, "rows"), columns)
     assert columns.plain_prompt
     assert [digest.tobytes() for digest in indexed.digests] == [digest_of(columns.text(row)) for row in ROWS]
 
 
-def test_changed_data_file_is_read_again(tmp_path: Path) -> None:
+def test_changed_data_file_is_read_again(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", ROWS[:30])
     before = len(opened(path))
     jsonl(path)

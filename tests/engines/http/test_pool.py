@@ -1,13 +1,8 @@
 """The engine pool completes requests even if engines are full, slow, gone, or between two weight versions."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -15,7 +10,6 @@ from hypothesis import given, strategies as st
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, NotFinite, Overloaded
 from inference_contract.schemas import (
     ChatCompletion,
-    ChatCompletionChunk,
     ChatCompletionRequest,
     ChatMessage,
     EngineState,
@@ -40,9 +34,7 @@ from tests.patience import PATIENCE_S, SOON_S
 URLS = ("a", "b", "c", "d")
 
 
-def slow(
-    tokens: Counter[str], serving: set[str], avoided: set[str], speeds: Mapping[str, float], more: int = 0
-) -> str | None:
+def slow(tokens, serving, avoided, speeds, more=0):
     """Return the engine that is done first by a plain scan of all engines: the reference for the real choice."""
     key = lambda url: ((tokens[url] + more) / speeds.get(url, 1.0), url)  # noqa: E731
     return min(serving - avoided, key=key, default=None)
@@ -59,11 +51,9 @@ def slow(
         max_size=200,
     )
 )
-def test_indexed_choice_of_the_engine_that_is_done_first_equals_that_of_a_full_scan(
-    history: list[tuple[str, str | set[str], int]],
-) -> None:
+def test_indexed_choice_of_the_engine_that_is_done_first_equals_that_of_a_full_scan(history):
     load, tokens, serving, speeds = LeastBusy(), Counter[str](), set[str](), dict[str, float]()
-    added: list[tuple[str, int]] = []
+    added = []
     for what, of, number in history:
         if isinstance(of, set):
             if what == "serve":
@@ -85,7 +75,7 @@ def test_indexed_choice_of_the_engine_that_is_done_first_equals_that_of_a_full_s
 
 
 @pytest.mark.parametrize("speeds", [{}, {"b": 0.5}, {"b": 0.5, "c": 0.1}, {"a": 4.0}])
-def test_work_follows_speed_so_that_all_engines_are_done_at_nearly_the_same_time(speeds: dict[str, float]) -> None:
+def test_work_follows_speed_so_that_all_engines_are_done_at_nearly_the_same_time(speeds):
     load, rows = LeastBusy(), Counter[str]()
     load.serve(URLS, speeds)
     for _ in range(60):
@@ -97,10 +87,10 @@ def test_work_follows_speed_so_that_all_engines_are_done_at_nearly_the_same_time
     assert 60 / sum(speeds.get(url, 1.0) for url in URLS) / done_after >= 0.9
 
 
-def test_equally_busy_engines_are_picked_in_order_of_name_or_in_an_order_that_differs_by_actor() -> None:
+def test_equally_busy_engines_are_picked_in_order_of_name_or_in_an_order_that_differs_by_actor():
     urls = [f"http://10.0.0.{number}" for number in range(100)]
 
-    def in_order(ties: str) -> list[str]:
+    def in_order(ties):
         load, order = LeastBusy(ties), []
         load.serve(urls)
         while (url := load.pick(order.__contains__)) is not None:
@@ -114,11 +104,11 @@ def test_equally_busy_engines_are_picked_in_order_of_name_or_in_an_order_that_di
     assert len({*first[:25], *second[:25]}) > 30, "two actors do not begin with the same engines"
 
 
-def test_picking_the_least_busy_engine_does_not_scan_all_engines() -> None:
+def test_picking_the_least_busy_engine_does_not_scan_all_engines():
     load, looked = LeastBusy(), Counter[str]()
     load.serve(f"{number:04}" for number in range(1000))
 
-    def busy(url: str) -> bool:
+    def busy(url):
         looked[url] += 1
         return False
 
@@ -141,18 +131,18 @@ ANSWER = ChatCompletion(
 )
 
 
-def ask(**fields: Any) -> ChatCompletionRequest:
+def ask(**fields):
     return ChatCompletionRequest(prompt_token_ids=[1, 2, 3], seed=4, **({"max_tokens": 5} | fields))
 
 
 class Script:
     """An engine client whose engines answer, wait or raise as scripted."""
 
-    def __init__(self, **engines: Callable[[], Any]) -> None:
+    def __init__(self, **engines):
         self._engines = engines
-        self.calls: list[tuple[str, int | None]] = []
+        self.calls = []
 
-    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+    async def chat(self, url, request):
         self.calls.append((url, request.seed))
         outcome = self._engines[url]()
         if isinstance(outcome, Exception):
@@ -165,20 +155,20 @@ class Script:
             return outcome
         return ANSWER
 
-    async def health(self, url: str) -> Health:
+    async def health(self, url):
         return Health(state=EngineState.READY, model_version=0, epoch=0)
 
-    async def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
+    async def stream(self, url, request):
         raise AssertionError("it does not offer to go on with an answer")
         yield  # makes this function an async generator
 
 
-def test_cost_of_a_request_counts_its_prompt_once_and_the_tokens_of_every_sample() -> None:
+def test_cost_of_a_request_counts_its_prompt_once_and_the_tokens_of_every_sample():
     assert cost(ask(n=4)) == 3 + 4 * 5
     assert cost(ChatCompletionRequest(messages=[ChatMessage(role="user", content="x" * 40)], max_tokens=1)) == 11
 
 
-async def test_requests_go_to_the_engine_with_the_fewest_outstanding_tokens() -> None:
+async def test_requests_go_to_the_engine_with_the_fewest_outstanding_tokens():
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: may_end), ["a", "b"])
     answers = [asyncio.create_task(pool.complete(ask(n=n))) for n in (8, 1, 1, 1)]
@@ -189,7 +179,7 @@ async def test_requests_go_to_the_engine_with_the_fewest_outstanding_tokens() ->
     assert pool.outstanding == {"a": 0, "b": 0}
 
 
-async def test_later_turns_prefer_the_engine_of_earlier_turns_unless_it_is_much_busier() -> None:
+async def test_later_turns_prefer_the_engine_of_earlier_turns_unless_it_is_much_busier():
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: may_end), ["a", "b"])
     large = ask(n=1, max_tokens=NEAR_TOKENS)
@@ -204,7 +194,7 @@ async def test_later_turns_prefer_the_engine_of_earlier_turns_unless_it_is_much_
 @pytest.mark.parametrize(
     "error", [Overloaded("full"), Dirty("half"), EngineStopped("closing"), EngineUnreachable("gone")]
 )
-async def test_request_keeps_its_seed_when_it_moves_from_a_failing_engine_to_another(error: Exception) -> None:
+async def test_request_keeps_its_seed_when_it_moves_from_a_failing_engine_to_another(error):
     client = Script(a=lambda: error, b=lambda: None)
     pool = EnginePool(client, ["a", "b"])
     assert (await pool.complete(ask())).url == "b"
@@ -214,7 +204,7 @@ async def test_request_keeps_its_seed_when_it_moves_from_a_failing_engine_to_ano
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), NotFinite("a fault")])
-async def test_request_rejected_by_one_engine_is_sent_to_another_engine(error: ContractError) -> None:
+async def test_request_rejected_by_one_engine_is_sent_to_another_engine(error):
     client = Script(a=lambda: error, b=lambda: None)
     pool = EnginePool(client, ["a", "b"])
     assert [(await pool.complete(ask())).url for _ in range(2)] == ["b", "b"]
@@ -222,7 +212,7 @@ async def test_request_rejected_by_one_engine_is_sent_to_another_engine(error: C
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), NotFinite("a fault")])
-async def test_request_rejected_by_every_engine_raises_promptly(error: ContractError) -> None:
+async def test_request_rejected_by_every_engine_raises_promptly(error):
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: error)
     with pytest.raises(type(error), match=f"^b: {error}$") as raised:
         await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask()), SOON_S)
@@ -230,8 +220,8 @@ async def test_request_rejected_by_every_engine_raises_promptly(error: ContractE
     assert client.calls == [("a", 4), ("b", 4)]
 
 
-async def test_error_of_unknown_kind_counts_as_a_rejection_after_three_attempts() -> None:
-    outcomes: list[Any] = [ContractError("a fault"), ContractError("a fault"), None]
+async def test_error_of_unknown_kind_counts_as_a_rejection_after_three_attempts():
+    outcomes = [ContractError("a fault"), ContractError("a fault"), None]
     client = Script(a=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
     client = Script(a=lambda: ContractError("a fault"))
@@ -240,14 +230,14 @@ async def test_error_of_unknown_kind_counts_as_a_rejection_after_three_attempts(
     assert len(client.calls) == 3
 
 
-async def test_request_is_retried_on_a_full_engine_but_not_on_an_engine_that_rejected_it() -> None:
-    outcomes: list[Any] = [Overloaded("full"), Overloaded("full"), None]
+async def test_request_is_retried_on_a_full_engine_but_not_on_an_engine_that_rejected_it():
+    outcomes = [Overloaded("full"), Overloaded("full"), None]
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a", "b"]).complete(ask())).url == "b"
     assert [url for url, _ in client.calls] == ["a", "b", "b", "b"]
 
 
-async def test_request_fails_only_when_every_serving_engine_has_rejected_it() -> None:
+async def test_request_fails_only_when_every_serving_engine_has_rejected_it():
     pool = EnginePool(Script(a=lambda: InvalidRequest("too long"), b=lambda: Dirty("half received")), ["a", "b"])
     pending = asyncio.create_task(pool.complete(ask()))
     await asyncio.sleep(0.01)
@@ -259,12 +249,10 @@ async def test_request_fails_only_when_every_serving_engine_has_rejected_it() ->
         await asyncio.wait_for(pending, SOON_S)
 
 
-async def test_prompt_too_long_for_one_engine_is_answered_by_an_engine_with_a_longer_context(
-    tokenizer: ChatTokenizer,
-) -> None:
+async def test_prompt_too_long_for_one_engine_is_answered_by_an_engine_with_a_longer_context(tokenizer):
     """Use two real engines with different context lengths."""
 
-    def built(context_length: int) -> BatchingEngine:
+    def built(context_length):
         model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=context_length)
         return BatchingEngine(engine_options(), load=lambda: BigramRunner(model, rows=2), tokenizer=tokenizer)
 
@@ -281,15 +269,13 @@ async def test_prompt_too_long_for_one_engine_is_answered_by_an_engine_with_a_lo
 
 
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]], ids=["plain", "tools"])
-async def test_text_of_an_answer_is_reported_while_a_real_engine_samples_it(
-    tools: list[Any] | None, tokenizer: ChatTokenizer
-) -> None:
+async def test_text_of_an_answer_is_reported_while_a_real_engine_samples_it(tools, tokenizer):
     model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=64)
     engine = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, rows=2), tokenizer=tokenizer)
     request = ChatCompletionRequest(
         prompt_token_ids=[7] * 4, seed=4, max_tokens=16, return_token_ids=True, tools=tools, ignore_eos=True
     )
-    texts: list[str] = []
+    texts = []
     with in_thread(create_app(engine, token=None)) as url:
         async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
             pool = EnginePool(client, [url])
@@ -300,13 +286,13 @@ async def test_text_of_an_answer_is_reported_while_a_real_engine_samples_it(
     assert len(set(texts)) > 8
 
 
-async def test_deadline_error_names_the_engines_and_the_last_failure() -> None:
+async def test_deadline_error_names_the_engines_and_the_last_failure():
     pool = EnginePool(Script(a=lambda: Dirty("half received")), ["a"], deadline_s=0.15, suspect_s=0.02)
     with pytest.raises(DeadlineError, match=r"within 0\.15 s \(engines: a\); last: a: half received"):
         await pool.complete(ask())
 
 
-async def test_engine_that_misses_a_deadline_is_avoided_for_a_while() -> None:
+async def test_engine_that_misses_a_deadline_is_avoided_for_a_while():
     client = Script(a=lambda: 30.0, b=lambda: None)
     pool = EnginePool(client, ["a", "b"], deadline_s=0.1, suspect_s=60.0)
     with pytest.raises(DeadlineError, match="a had not answered after"):
@@ -319,7 +305,7 @@ async def test_engine_that_misses_a_deadline_is_avoided_for_a_while() -> None:
     assert (await running).url == "b" and not pool._suspect_until
 
 
-async def test_waiting_request_uses_an_engine_as_soon_as_it_joins() -> None:
+async def test_waiting_request_uses_an_engine_as_soon_as_it_joins():
     pool = EnginePool(Script(late=lambda: None), deadline_s=PATIENCE_S)
     waiting = asyncio.create_task(pool.complete(ask()))
     await asyncio.sleep(0.02)
@@ -327,7 +313,7 @@ async def test_waiting_request_uses_an_engine_as_soon_as_it_joins() -> None:
     assert (await waiting).url == "late"
 
 
-async def test_draining_engine_finishes_its_request() -> None:
+async def test_draining_engine_finishes_its_request():
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: None), ["a"])
     running = asyncio.create_task(pool.complete(ask()))
@@ -337,7 +323,7 @@ async def test_draining_engine_finishes_its_request() -> None:
     assert (await running).url == "a" and pool.outstanding == {"b": 0}
 
 
-async def test_requests_still_running_on_an_engine_count_as_load_when_that_engine_serves_again() -> None:
+async def test_requests_still_running_on_an_engine_count_as_load_when_that_engine_serves_again():
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: None), ["a"])
     old = asyncio.create_task(pool.complete(ask(n=8)))
@@ -350,7 +336,7 @@ async def test_requests_still_running_on_an_engine_count_as_load_when_that_engin
     assert (await old).url == "a" and pool.outstanding == {"a": 0, "b": 0}
 
 
-async def test_request_of_a_removed_engine_moves_to_another_engine_and_keeps_its_seed() -> None:
+async def test_request_of_a_removed_engine_moves_to_another_engine_and_keeps_its_seed():
     client, begun = Script(a=lambda: 30.0, b=lambda: None), []
     pool = EnginePool(client, ["a"])
     running = asyncio.create_task(pool.complete(ask(), begun=lambda: begun.append(len(client.calls))))
@@ -362,7 +348,7 @@ async def test_request_of_a_removed_engine_moves_to_another_engine_and_keeps_its
     assert pool.outstanding == {"b": 0}
 
 
-async def test_request_moved_to_another_engine_frees_its_slots_on_the_first_engine() -> None:
+async def test_request_moved_to_another_engine_frees_its_slots_on_the_first_engine():
     slow = ScriptedEngine(step_s=0.5)
     with in_thread(create_app(slow, token=None)) as leaves, in_thread(application()) as stays:
         async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
@@ -376,7 +362,7 @@ async def test_request_moved_to_another_engine_frees_its_slots_on_the_first_engi
                 await asyncio.sleep(0.005)
 
 
-async def test_no_request_is_lost_when_an_engine_is_killed() -> None:
+async def test_no_request_is_lost_when_an_engine_is_killed():
     """Kill one of two real engines with requests in flight; every answer equals that of an undisturbed engine."""
     requests = [ask(n=4, max_tokens=150, return_token_ids=True).model_copy(update={"seed": seed}) for seed in range(8)]
     # The engine is so slow that no answer is complete before the kill.
@@ -393,13 +379,13 @@ async def test_no_request_is_lost_when_an_engine_is_killed() -> None:
     assert {answer.url for answer in answers} == {stays}
 
 
-async def test_answer_of_an_engine_that_restarted_with_initial_weights_is_rejected() -> None:
+async def test_answer_of_an_engine_that_restarted_with_initial_weights_is_rejected():
     pool = EnginePool(Script(a=lambda: None), ["a"], deadline_s=0.2, suspect_s=0.05, min_epoch=1)
     with pytest.raises(DeadlineError, match="it serves weights of epoch 0, not those of this run"):
         await pool.complete(ask())
 
 
-async def test_other_requests_avoid_an_engine_while_it_answers_requests_that_name_it() -> None:
+async def test_other_requests_avoid_an_engine_while_it_answers_requests_that_name_it():
     may_end = asyncio.Event()
     client = Script(a=lambda: may_end, b=lambda: 0.0)
     pool = EnginePool(client, ["a", "b"])
@@ -413,15 +399,15 @@ async def test_other_requests_avoid_an_engine_while_it_answers_requests_that_nam
     assert (await pool.complete(ask())).url == "a", "no unfinished request names it any more"
 
 
-async def test_request_rejected_by_the_engine_that_it_names_is_not_sent_to_another_engine() -> None:
+async def test_request_rejected_by_the_engine_that_it_names_is_not_sent_to_another_engine():
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: None)
     with pytest.raises(InvalidRequest, match="a: too long"):
         await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask(), engine="a"), SOON_S)
     assert client.calls == [("a", 4)]
 
 
-async def test_request_that_names_an_engine_runs_while_that_engine_drains_and_fails_when_it_is_removed() -> None:
-    outcomes: list[Any] = [Overloaded("full"), None]
+async def test_request_that_names_an_engine_runs_while_that_engine_drains_and_fails_when_it_is_removed():
+    outcomes = [Overloaded("full"), None]
     pool = EnginePool(Script(a=lambda: outcomes.pop(0), b=lambda: None))
     waiting = asyncio.create_task(pool.complete(ask(), engine="a"))
     await asyncio.sleep(0)
@@ -435,9 +421,7 @@ async def test_request_that_names_an_engine_runs_while_that_engine_drains_and_fa
         await running
 
 
-async def test_engine_that_renders_prompts_otherwise_than_the_run_is_not_used_and_the_error_names_the_token(
-    tmp_path: Path,
-) -> None:
+async def test_engine_that_renders_prompts_otherwise_than_the_run_is_not_used_and_the_error_names_the_token(tmp_path):
     char_tokenizer().save_pretrained(tmp_path, save_jinja_files=False)
     question = ChatCompletionRequest(messages=[ChatMessage(role="user", content="x")], max_tokens=5)
     right = ChatTokenizer.load(tmp_path).encode_request(question)

@@ -1,7 +1,5 @@
 """Tests that batch rows with equal tokens (duplicates) are computed once until their tokens differ."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from pipelinerl.engines.torch.blocks import AlikeRows
@@ -9,7 +7,7 @@ from pipelinerl.engines.torch.blocks import AlikeRows
 ROWS = 8
 
 
-def test_batch_rows_with_equal_tokens_are_computed_separately_if_merging_would_save_too_few_rows() -> None:
+def test_batch_rows_with_equal_tokens_are_computed_separately_if_merging_would_save_too_few_rows():
     alike = AlikeRows(ROWS)
     alike.begin(range(2))
     assert alike.step(np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)) is not None
@@ -18,7 +16,7 @@ def test_batch_rows_with_equal_tokens_are_computed_separately_if_merging_would_s
     assert alike.step(np.zeros(2 * ROWS, np.int64), np.zeros(2 * ROWS, np.int64)) is None
 
 
-def test_batch_rows_with_equal_tokens_are_computed_as_one_row_until_their_tokens_differ() -> None:
+def test_batch_rows_with_equal_tokens_are_computed_as_one_row_until_their_tokens_differ():
     alike = AlikeRows(ROWS)
     alike.begin([1, 3, 5])
     alike.begin([0, 2])
@@ -35,7 +33,7 @@ def test_batch_rows_with_equal_tokens_are_computed_as_one_row_until_their_tokens
     assert [computed.first[of] for of in computed.of_row] == [0, 1, 0, 3, 4, 1], "who has parted stays apart"
 
 
-def test_batch_rows_computed_as_one_row_have_equal_tokens_after_any_sequence_of_events() -> None:
+def test_batch_rows_computed_as_one_row_have_equal_tokens_after_any_sequence_of_events():
     """Rows begin, step, end and move at random; the test keeps the tokens of each row to check the duplicates."""
     random = np.random.default_rng(0)
     alike, held, count = AlikeRows(ROWS), [()] * ROWS, 0

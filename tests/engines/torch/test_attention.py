@@ -1,13 +1,8 @@
 """A prefill's attention equals plain products in fp64, with a window, a soft cap, and queries that attend in blocks."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor
 
 from pipelinerl.engines.torch import attention
 from pipelinerl.engines.torch.attention import attend_prefill
@@ -20,7 +15,7 @@ from trainer_contract.types import Device
 SCALE = 0.3
 
 
-def _drawn(cached: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _drawn(cached, dtype):
     """Return queries of 19 tokens that follow `cached` ones, keys and values; of two prompts, with 4 and 2 heads."""
     draw = torch.Generator().manual_seed(0)
     return tuple(
@@ -29,7 +24,7 @@ def _drawn(cached: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None) -> Tensor:
+def _plain(query, key, value, window, softcap):
     query, key, value = query.double(), *(each.double().repeat_interleave(2, dim=1) for each in (key, value))
     scores = query @ key.transpose(2, 3) * SCALE
     if softcap is not None:
@@ -45,9 +40,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, window: int | None, softca
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("cached", [0, 32])
-def test_prefill_attention_equals_plain_products(
-    cached: int, window: int | None, softcap: float | None, device: str, dtype: torch.dtype
-) -> None:
+def test_prefill_attention_equals_plain_products(cached, window, softcap, device, dtype):
     drawn = _drawn(cached, dtype)
     moved = (each.to(device) for each in drawn)
     out = attend_prefill(*moved, CacheReading.GATHERED, window, SCALE, softcap)
@@ -58,15 +51,15 @@ def test_prefill_attention_equals_plain_products(
 @pytest.mark.parametrize("queries", [1, 4, 7])
 @pytest.mark.parametrize(("window", "softcap"), [(7, None), (None, 2.0), (7, 2.0)])
 def test_queries_whose_scores_exceed_the_bound_attend_in_blocks_with_equal_results(
-    window: int | None, softcap: float | None, queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    window, softcap, queries, monkeypatch
+):
     query, key, value = _drawn(32, torch.float32)
     at_once = attend_prefill(query, key, value, CacheReading.GATHERED, window, SCALE, softcap)
     monkeypatch.setattr(attention, "PREFILL_SCORES", queries * 2 * 4 * key.shape[2])
-    computed: list[int] = []
+    computed = []
     masked = torch.Tensor.masked_fill_
 
-    def recorded(scores: Tensor, *args: object) -> Tensor:
+    def recorded(scores, *args):
         computed.append(scores.numel())
         return masked(scores, *args)
 
@@ -76,9 +69,7 @@ def test_queries_whose_scores_exceed_the_bound_attend_in_blocks_with_equal_resul
     assert len(computed) == -(-19 // queries) and max(computed) <= attention.PREFILL_SCORES
 
 
-def test_engine_keeps_torch_from_building_a_cudnn_plan_for_each_new_prompt_shape(
-    tmp_path: Path,
-) -> None:
+def test_engine_keeps_torch_from_building_a_cudnn_plan_for_each_new_prompt_shape(tmp_path):
     sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, intermediate_size=16)).save_pretrained(tmp_path)
     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -95,13 +86,11 @@ def test_engine_keeps_torch_from_building_a_cudnn_plan_for_each_new_prompt_shape
         (torch.float32, 64, False),
     ],
 )
-def test_flash_attention_is_used_for_half_precision_and_heads_of_supported_width(
-    dtype: torch.dtype, width: int, fits: bool
-) -> None:
+def test_flash_attention_is_used_for_half_precision_and_heads_of_supported_width(dtype, width, fits):
     assert torch_attention.fits_flash(torch.empty(1, 2, 3, width, dtype=dtype)) is fits
 
 
-def test_flash_attention_is_used_if_autocast_rounds_queries_to_half_precision() -> None:
+def test_flash_attention_is_used_if_autocast_rounds_queries_to_half_precision():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch_attention.fits_flash(torch.empty(1, 2, 3, 64))
 
@@ -109,9 +98,7 @@ def test_flash_attention_is_used_if_autocast_rounds_queries_to_half_precision() 
 @pytest.mark.parametrize(
     ("dtype", "masked", "heads"), [(torch.bfloat16, False, 2), (torch.bfloat16, True, 4), (torch.float32, False, 4)]
 )
-def test_key_heads_are_repeated_for_gpu_kernels_that_cannot_share_them(
-    dtype: torch.dtype, masked: bool, heads: int
-) -> None:
+def test_key_heads_are_repeated_for_gpu_kernels_that_cannot_share_them(dtype, masked, heads):
     query, key, value = _drawn(0, dtype)
     keys, values = torch_attention.heads_for_kernel(query, key, value, masked=masked)
     assert keys.shape[1] == values.shape[1] == heads

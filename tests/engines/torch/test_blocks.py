@@ -1,10 +1,7 @@
 """Tests of the block table of the paged KV cache: rows share the blocks of common prefixes, and no block leaks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from pipelinerl.engines.torch.blocks import BlockTable, tokens_of
 
@@ -12,18 +9,18 @@ SIZE, ROWS, CONTEXT = 4, 4, 16
 COMMON = list(range(2 * SIZE + 3))
 
 
-def table(blocks: int = ROWS * CONTEXT // SIZE, *, keeps_few: bool = False) -> BlockTable:
+def table(blocks=ROWS * CONTEXT // SIZE, *, keeps_few=False):
     return BlockTable(rows=ROWS, context=CONTEXT, blocks=blocks, size=SIZE, keeps_few=keeps_few)
 
 
-def test_sequences_with_the_same_prompt_share_its_full_cache_blocks() -> None:
+def test_sequences_with_the_same_prompt_share_its_full_cache_blocks():
     blocks = table()
     assert blocks.begin([0, 1, 2], tokens_of(COMMON)) == 0
     assert blocks.in_use == 2 + 3, "two shared blocks, and the last one of each row"
     assert (blocks.table[:3, :2] == blocks.table[0, :2]).all() and len(set(blocks.table[:3, 2])) == 3
 
 
-def test_prompt_reuses_full_cache_blocks_of_an_ended_sequence_including_its_sampled_tokens() -> None:
+def test_prompt_reuses_full_cache_blocks_of_an_ended_sequence_including_its_sampled_tokens():
     blocks = table()
     blocks.begin([0], tokens_of(COMMON[:6]))
     for position, token in enumerate(COMMON[6:], start=6):
@@ -35,7 +32,7 @@ def test_prompt_reuses_full_cache_blocks_of_an_ended_sequence_including_its_samp
     assert blocks.reused_tokens == 2 * SIZE
 
 
-def test_cache_blocks_computed_by_older_weights_are_not_reused() -> None:
+def test_cache_blocks_computed_by_older_weights_are_not_reused():
     blocks = table()
     blocks.begin([0], tokens_of(COMMON))
     blocks.forget()
@@ -45,7 +42,7 @@ def test_cache_blocks_computed_by_older_weights_are_not_reused() -> None:
     assert blocks.begin([2], tokens_of(COMMON)) == 2 * SIZE, "row 1 was computed by the new weights"
 
 
-def test_least_recently_used_prefix_is_evicted_first() -> None:
+def test_least_recently_used_prefix_is_evicted_first():
     blocks, other = table(6), [100 + token for token in COMMON]
     for prompt in (COMMON, other, COMMON):
         blocks.begin([0], tokens_of(prompt))
@@ -54,7 +51,7 @@ def test_least_recently_used_prefix_is_evicted_first() -> None:
     assert len(blocks.find(tokens_of(COMMON))) == 2 and not blocks.find(tokens_of(other))
 
 
-def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_full_length_rows_would() -> None:
+def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_full_length_rows_would():
     """Sequence lengths are those of `python -m benchmarks engine`. A full row has the whole context length."""
     random, rows, context, size = np.random.default_rng(0), 8, 320, 32
     blocks = BlockTable(rows=100, context=context, blocks=rows * context // size, size=size, keeps_few=False)
@@ -68,7 +65,7 @@ def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_full_len
     assert held >= 4 * rows
 
 
-def test_request_for_more_cache_blocks_than_are_free_returns_false_instead_of_raising() -> None:
+def test_request_for_more_cache_blocks_than_are_free_returns_false_instead_of_raising():
     blocks = table(5)
     blocks.begin([0], tokens_of(COMMON[:7]))
     blocks.begin([1], tokens_of([50, 51, 52, 53, 54, 55, 56]))
@@ -78,14 +75,14 @@ def test_request_for_more_cache_blocks_than_are_free_returns_false_instead_of_ra
 
 
 @pytest.mark.parametrize("keeps_few", [False, True])
-def test_block_table_agrees_with_a_simple_reference_after_random_operations(keeps_few: bool) -> None:
+def test_block_table_agrees_with_a_simple_reference_after_random_operations(keeps_few):
     """Each block of a row, shared or not, holds the tokens of that row in order, and no row has a free block."""
     random = np.random.default_rng(0)
     blocks, stored = table(14, keeps_few=keeps_few), np.full((14, SIZE), -1)
-    rows: dict[int, list[int]] = {}
+    rows = {}
     stems = [random.integers(0, 9, 3 * SIZE).tolist() for _ in range(3)]
 
-    def write(row: int, start: int) -> None:
+    def write(row, start):
         for position in range(start, len(rows[row])):
             stored[blocks.table[row, position // SIZE], position % SIZE] = rows[row][position]
 
@@ -116,11 +113,11 @@ def test_block_table_agrees_with_a_simple_reference_after_random_operations(keep
         assert blocks.in_use + blocks.free == blocks.num_blocks
 
 
-def _positions(rows: dict[int, list[int]]) -> NDArray[np.int64]:
+def _positions(rows):
     return np.array([len(rows.get(row, [])) if row in rows else -1 for row in range(ROWS)])
 
 
-def test_blocks_in_doubt_are_cleared_only_if_no_other_row_reads_them() -> None:
+def test_blocks_in_doubt_are_cleared_only_if_no_other_row_reads_them():
     blocks = table()
     blocks.begin([0, 1], tokens_of(COMMON))
     blocks.begin([2], tokens_of([*COMMON[: 2 * SIZE], 99]))

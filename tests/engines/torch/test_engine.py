@@ -1,18 +1,15 @@
 """The torch engine as a whole: settings, chat, groups, and an update during decoding."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from inference_contract.errors import NotFinite
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, EngineMetrics
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.options import EngineOptions
@@ -31,7 +28,7 @@ CONTEXT = 128
 
 
 @pytest.fixture(scope="session")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("qwen2")
     tokenizer = char_tokenizer()
     shape = DecoderShape(
@@ -43,11 +40,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def options(model_path: Path) -> EngineOptions:
+def options(model_path):
     return engine_options(model_path=model_path, slots=8, context_length=CONTEXT, device=Device.CPU, threads=1)
 
 
-async def test_torch_engine_answers_chats_and_reports_its_model_card_and_metrics(model_path: Path) -> None:
+async def test_torch_engine_answers_chats_and_reports_its_model_card_and_metrics(model_path):
     engine = from_options(
         EngineOptions(
             model_path=model_path, model_id="m", slots=4, max_waiting=8, context_length=64, device=Device.CPU, threads=1
@@ -69,18 +66,16 @@ async def test_torch_engine_answers_chats_and_reports_its_model_card_and_metrics
     assert metrics.prompt_tokens_total == len(answer.prompt_token_ids)
 
 
-def _bytes(model: torch.nn.Module) -> torch.Tensor:
+def _bytes(model):
     return torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
 
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
-async def test_torch_engine_updates_weights_during_decoding(
-    options: EngineOptions, endless: ChatTokenizer, model_path: Path, on_update: OnUpdate, early: bool
-) -> None:
-    gates: list[GatedRunner] = []
+async def test_torch_engine_updates_weights_during_decoding(options, endless, model_path, on_update, early):
+    gates = []
 
-    def load() -> GatedRunner:
+    def load():
         gates.append(GatedRunner(load_runner(options, starts_early=early)))
         return gates[0]
 
@@ -95,8 +90,8 @@ async def test_torch_engine_updates_weights_during_decoding(
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("slots", [1, 2])
 async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_next_request(
-    options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int, early: bool
-) -> None:
+    options, model_path, endless, tmp_path, slots, early
+):
     """The NaN must not stay in the KV cache of the row that the next request uses, with one row or with several."""
     untied(model_path, tmp_path)
     own_head = replace(options, model_path=tmp_path, slots=slots)
@@ -108,9 +103,7 @@ async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_ne
 
 
 @pytest.mark.parametrize("early", [False, True])
-async def test_engine_with_nonfinite_weights_recovers_with_the_next_update(
-    options: EngineOptions, endless: ChatTokenizer, early: bool
-) -> None:
+async def test_engine_with_nonfinite_weights_recovers_with_the_next_update(options, endless, early):
     """While the weights are NaN, the KV cache of every row is corrupted; the next update must repair it."""
     few = replace(options, slots=2)
     engine = BatchingEngine(few, load=lambda: load_runner(few, starts_early=early), tokenizer=endless)
@@ -129,7 +122,7 @@ async def test_engine_with_nonfinite_weights_recovers_with_the_next_update(
     await engine.close()
 
 
-def test_kv_cache_holds_at_least_one_sequence_and_at_most_its_budget(options: EngineOptions) -> None:
+def test_kv_cache_holds_at_least_one_sequence_and_at_most_its_budget(options):
     whole = load_runner(options).cache_bytes
     assert whole == 2 * 2 * 8 * 2 * CONTEXT * 8 * 4
     one = whole // options.slots
@@ -142,8 +135,8 @@ def test_kv_cache_holds_at_least_one_sequence_and_at_most_its_budget(options: En
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("on_update", OnUpdate)
 async def test_engine_that_preempts_samples_for_lack_of_cache_samples_the_same_tokens(
-    options: EngineOptions, endless: ChatTokenizer, model_path: Path, on_update: OnUpdate, early: bool
-) -> None:
+    options, endless, model_path, on_update, early
+):
     """The cache of eight rows holds only two full contexts, so samples are preempted and continued.
 
     With `early`, the engine also starts each step that it can before it has the tokens of the step before it.
@@ -156,7 +149,7 @@ async def test_engine_that_preempts_samples_for_lack_of_cache_samples_the_same_t
         for place, length in enumerate((100, 90, 80, 8, 70, 8))
     ]
 
-    async def answers(cache_bytes: int | None, *, early: bool = False) -> tuple[list[Choice], EngineMetrics]:
+    async def answers(cache_bytes, *, early=False):
         load = partial(load_runner, options, cache_bytes=cache_bytes, starts_early=early)
         engine = BatchingEngine(options, load=load, tokenizer=endless)
         await engine.start()
@@ -181,13 +174,13 @@ async def test_engine_that_preempts_samples_for_lack_of_cache_samples_the_same_t
         assert sum(count for _, count in other.version_spans or []) == len(others)
 
 
-def test_gpu_memory_share_has_no_effect_on_cpu(options: EngineOptions) -> None:
+def test_gpu_memory_share_has_no_effect_on_cpu(options):
     """The launcher sets a share for each visible GPU; torch without CUDA ignores it."""
     load_runner(replace(options, device=Device.CPU, memory_share=1e-9))
 
 
 @pytest.mark.gpu
-def test_kv_cache_that_exceeds_the_gpu_memory_share_is_rejected(options: EngineOptions) -> None:
+def test_kv_cache_that_exceeds_the_gpu_memory_share_is_rejected(options):
     """The last line of the test restores the process's memory limit for other tests."""
     on_gpu = replace(options, device=Device.CUDA)
     load_runner(replace(on_gpu, memory_share=0.5))
@@ -196,14 +189,12 @@ def test_kv_cache_that_exceeds_the_gpu_memory_share_is_rejected(options: EngineO
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_context_length_that_exceeds_that_of_the_model_is_rejected(options: EngineOptions) -> None:
+def test_context_length_that_exceeds_that_of_the_model_is_rejected(options):
     with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
         load_runner(replace(options, context_length=CONTEXT + 1))
 
 
-def test_batch_invariant_kernels_are_rejected_if_engine_and_trainer_would_round_differently(
-    options: EngineOptions, tmp_path: Path
-) -> None:
+def test_batch_invariant_kernels_are_rejected_if_engine_and_trainer_would_round_differently(options, tmp_path):
     invariant = replace(options, kernels=Kernels.BATCH_INVARIANT)
     with pytest.raises(ModelError, match="batch-invariant kernels serves native weights only"):
         from_options(replace(invariant, weights=WeightFormat.INT8))

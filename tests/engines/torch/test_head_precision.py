@@ -1,9 +1,5 @@
 """Tests of the fp32 output layer of the engine: with and without transformers' modules, tied or not, after a swap."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -12,7 +8,6 @@ from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.engines.torch.forward import ModuleForward
-from pipelinerl.engines.torch.runner import TorchRunner
 from tests.fakes.engine_options import engine_options
 from trainer_contract.types import Device, HeadPrecision, WeightDType
 
@@ -29,7 +24,7 @@ SIZES = {
 
 
 @pytest.fixture(params=["qwen3", "llama"])
-def model_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def model_path(request, tmp_path):
     """The shipped Qwen3 model with a tied output layer, or a random Llama with an untied one."""
     if request.param == "qwen3":
         return MODELS / "tiny_speller"
@@ -39,7 +34,7 @@ def model_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def runner(path: Path, dtype: WeightDType, head: HeadPrecision, *, modules: bool = False) -> TorchRunner:
+def runner(path, dtype, head, *, modules=False):
     made = load_runner(
         engine_options(
             model_path=path,
@@ -56,7 +51,7 @@ def runner(path: Path, dtype: WeightDType, head: HeadPrecision, *, modules: bool
     return made
 
 
-def logits_after_prompt(engine: TorchRunner) -> torch.Tensor:
+def logits_after_prompt(engine):
     engine.prefill([Prefill(PROMPT[:-1], [0])])
     engine.place([RowState(0, PROMPT[-1], len(PROMPT) - 1, 0, temperature=1.0, top_p=1.0, top_k=0)])
     plan = engine._cache.plan_decode(engine._rows.positions[:1])
@@ -65,7 +60,7 @@ def logits_after_prompt(engine: TorchRunner) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("modules", [False, True])
-def test_fp32_output_layer_does_not_round_logits_to_the_dtype_of_the_model(model_path: Path, modules: bool) -> None:
+def test_fp32_output_layer_does_not_round_logits_to_the_dtype_of_the_model(model_path, modules):
     rounded, exact = (
         logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, head, modules=modules)) for head in HeadPrecision
     )
@@ -74,7 +69,7 @@ def test_fp32_output_layer_does_not_round_logits_to_the_dtype_of_the_model(model
     torch.testing.assert_close(exact, rounded.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_forward_pass_without_torch_modules_rounds_less_than_that_of_transformers_modules(model_path: Path) -> None:
+def test_forward_pass_without_torch_modules_rounds_less_than_that_of_transformers_modules(model_path):
     full = logits_after_prompt(runner(model_path, WeightDType.FLOAT32, HeadPrecision.MODEL, modules=True))
     straight, by_modules = (
         logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, HeadPrecision.FP32, modules=modules))
@@ -83,7 +78,7 @@ def test_forward_pass_without_torch_modules_rounds_less_than_that_of_transformer
     assert (straight - full).abs().mean() < (by_modules - full).abs().mean()
 
 
-def test_weight_swap_updates_the_fp32_output_layer() -> None:
+def test_weight_swap_updates_the_fp32_output_layer():
     engine = runner(MODELS / "tiny_speller", WeightDType.BFLOAT16, HeadPrecision.FP32)
     engine.staging().zero_()
     engine.finish_staging()

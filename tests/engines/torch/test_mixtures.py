@@ -1,11 +1,6 @@
 """The torch engine on mixtures of experts: it serves them, and reports the experts of each token."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +10,11 @@ from transformers import AutoModelForCausalLM
 from inference_contract.conformance import CheckOutcome, run
 from inference_contract.errors import InvalidRequest
 from inference_contract.routed_experts import RoutedExperts
-from inference_contract.schemas import AnswerPrefix, ChatCompletion, ChatCompletionRequest, StreamOptions
+from inference_contract.schemas import AnswerPrefix, ChatCompletionRequest, StreamOptions
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.server import create_app
-from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options, load_runner
-from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.routed_experts import off_the_wire
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from tests.fakes.engine_options import engine_options
@@ -37,19 +30,17 @@ OF_EXPERTS = ["routed_experts_are_returned_or_refused", "update_is_served"]
 
 
 @pytest.fixture(scope="session")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mixture(tmp_path_factory):
     return save_mixture(tmp_path_factory.mktemp("qwen3_moe"))
 
 
 @pytest.fixture
-def options(mixture: Path) -> EngineOptions:
+def options(mixture):
     return engine_options(model_path=mixture, slots=4, context_length=CONTEXT, device=Device.CPU, threads=1)
 
 
 @pytest.fixture
-async def gate_and_engine(
-    options: EngineOptions, endless: ChatTokenizer
-) -> AsyncIterator[tuple[GatedRunner, BatchingEngine]]:
+async def gate_and_engine(options, endless):
     gate = GatedRunner(load_runner(options))
     engine = BatchingEngine(options, load=lambda: gate, tokenizer=endless)
     await engine.start()
@@ -59,22 +50,22 @@ async def gate_and_engine(
 
 
 @pytest.fixture
-async def engine(gate_and_engine: tuple[GatedRunner, BatchingEngine]) -> BatchingEngine:
+async def engine(gate_and_engine):
     gate_and_engine[0].open()
     return gate_and_engine[1]
 
 
-def request_with(**fields: Any) -> ChatCompletionRequest:
+def request_with(**fields):
     known = {"prompt_token_ids": PROMPT, "n": 3, "max_tokens": 9, "seed": 5, "return_token_ids": True}
     return ChatCompletionRequest(**{**known, "return_routed_experts": True, **fields})
 
 
-def reported(routed: RoutedExperts | None) -> Any:
+def reported(routed):
     assert routed is not None
     return off_the_wire(routed)
 
 
-def chosen_by(path: Path, token_ids: list[int]) -> Any:
+def chosen_by(path, token_ids):
     """Return the experts [tokens, layers, top_k] that transformers' own model chooses in one forward pass."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
@@ -82,7 +73,7 @@ def chosen_by(path: Path, token_ids: list[int]) -> Any:
     return torch.stack([each.topk(ROUTING.top_k, dim=-1).indices for each in logits], dim=1).numpy()
 
 
-async def test_reported_experts_equal_those_that_transformers_chooses(engine: BatchingEngine, mixture: Path) -> None:
+async def test_reported_experts_equal_those_that_transformers_chooses(engine, mixture):
     """The request has more samples than the engine has rows, and a second request does not ask for routing."""
     quiet = engine.complete(request_with(n=1, return_routed_experts=False))
     answer, silent = await engine.complete(request_with(n=6)), await quiet
@@ -93,7 +84,7 @@ async def test_reported_experts_equal_those_that_transformers_chooses(engine: Ba
         np.testing.assert_array_equal(rows, chosen_by(mixture, tokens)[:-1])
 
 
-async def test_answer_to_a_prompt_of_one_token_reports_no_prompt_experts(engine: BatchingEngine, mixture: Path) -> None:
+async def test_answer_to_a_prompt_of_one_token_reports_no_prompt_experts(engine, mixture):
     answer = await engine.complete(request_with(prompt_token_ids=[7], n=1))
     assert reported(answer.prompt_routed_experts).shape == (0, ROUTING.layers, ROUTING.top_k)
     (choice,) = answer.choices
@@ -103,9 +94,7 @@ async def test_answer_to_a_prompt_of_one_token_reports_no_prompt_experts(engine:
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 0.001])
-async def test_stream_reports_the_same_experts_as_the_unstreamed_answer(
-    engine: BatchingEngine, interval_s: float
-) -> None:
+async def test_stream_reports_the_same_experts_as_the_unstreamed_answer(engine, interval_s):
     whole = await engine.complete(request_with())
     stream = engine.stream(request_with(stream=True, stream_options=StreamOptions(interval_s=interval_s)))
     chunks = [chunk async for chunk in stream]
@@ -117,7 +106,7 @@ async def test_stream_reports_the_same_experts_as_the_unstreamed_answer(
         )
 
 
-async def test_continued_answer_reports_only_the_experts_of_its_new_tokens(engine: BatchingEngine) -> None:
+async def test_continued_answer_reports_only_the_experts_of_its_new_tokens(engine):
     whole = await engine.complete(request_with(n=1))
     (choice,) = whole.choices
     prefix = AnswerPrefix(index=0, token_ids=(choice.token_ids or [])[:4])
@@ -126,9 +115,7 @@ async def test_continued_answer_reports_only_the_experts_of_its_new_tokens(engin
     np.testing.assert_array_equal(reported(rest.choices[0].routed_experts), reported(choice.routed_experts)[4:])
 
 
-async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(
-    gate_and_engine: tuple[GatedRunner, BatchingEngine], mixture: Path
-) -> None:
+async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(gate_and_engine, mixture):
     """The log-prob of a token depends on the experts that sampled it, so an update must not replace these experts."""
     gate, engine = gate_and_engine
     running = asyncio.create_task(engine.complete(request_with(n=1)))
@@ -142,7 +129,7 @@ async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(
     await asyncio.sleep(0)  # the engine receives the commit
     gate.open()
     await swapped
-    answer: ChatCompletion = await running
+    answer = await running
     (choice,) = answer.choices
     (_, before), _ = choice.version_spans or []
     tokens = PROMPT + (choice.token_ids or [])
@@ -154,7 +141,7 @@ async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(
     assert not np.array_equal(np.sort(rows[before:]), np.sort(old[before:]))
 
 
-async def test_engine_of_a_model_without_experts_rejects_requests_for_routed_experts(tmp_path: Path) -> None:
+async def test_engine_of_a_model_without_experts_rejects_requests_for_routed_experts(tmp_path):
     tokenizer = char_tokenizer()
     shape = DecoderShape(hidden=16, layers=1, heads=2, intermediate=16, vocab=len(tokenizer))
     random_decoder(shape).save_pretrained(tmp_path)
@@ -167,7 +154,7 @@ async def test_engine_of_a_model_without_experts_rejects_requests_for_routed_exp
     await engine.close()
 
 
-def test_engine_of_a_mixture_model_passes_the_conformance_checks_that_concern_experts(options: EngineOptions) -> None:
+def test_engine_of_a_mixture_model_passes_the_conformance_checks_that_concern_experts(options):
     with in_thread(create_app(from_options(options), token=None)) as url:
         results = run(url, only=OF_EXPERTS, timeout_s=PATIENCE_S)
     assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}

@@ -1,10 +1,7 @@
 """The kernels of paged attention give the same results as their definitions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton", reason="triton exists for Linux alone")
 from pipelinerl.engines.torch.paged_attention import attend_blocks, rotate_and_store
@@ -18,15 +15,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     [(3, 4, 2, 8, 32, 5), (2, 14, 2, 64, 32, 9), (5, 8, 8, 80, 16, 3), (2, 16, 1, 128, 64, 4), (1, 8, 2, 256, 32, 6)],
 )
 def test_paged_attention_kernel_equals_attention_by_definition(
-    rows: int,
-    q_heads: int,
-    heads: int,
-    width: int,
-    size: int,
-    blocks: int,
-    window: int | None,
-    softcap: float | None,
-) -> None:
+    rows, q_heads, heads, width, size, blocks, window, softcap
+):
     """Rows have one token, whole blocks, or any length. The dtype is fp32, and on a GPU also bf16."""
     draw = torch.Generator().manual_seed(rows)
     keys, values = (torch.randn(rows * blocks + 3, heads, size, width, generator=draw) for _ in range(2))
@@ -47,8 +37,8 @@ def test_paged_attention_kernel_equals_attention_by_definition(
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("rows", "q_heads", "heads", "width"), [(3, 4, 2, 8), (2, 14, 2, 64), (5, 8, 8, 80)])
 def test_kernel_applies_rotary_embeddings_and_stores_keys_and_values_in_their_cache_blocks(
-    rows: int, q_heads: int, heads: int, width: int, normed: bool
-) -> None:
+    rows, q_heads, heads, width, normed
+):
     """Nothing else in the cache changes. Queries, keys and values are parts of one product, in fp32 or bf16."""
     size, blocks = 16, 3
     for dtype, within in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
@@ -76,23 +66,14 @@ def test_kernel_applies_rotary_embeddings_and_stores_keys_and_values_in_their_ca
         assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
 
 
-def _rotated(x: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x, norm, cos, sin):
     x, half = x.float(), x.shape[-1] // 2
     if norm is not None:
         x = x * (x.square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt() * norm.float()
     return x * cos + torch.cat((x[..., half:], x[..., :half]), dim=-1) * sin
 
 
-def _attended(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    positions: Tensor,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
+def _attended(query, keys, values, table, positions, window, scale, softcap):
     results = []
     for row, own in enumerate(table):
         length = int(positions[row]) + 1

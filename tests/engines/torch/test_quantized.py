@@ -1,15 +1,10 @@
 """Quantised (integer) linear layers give the results of a slow reference, which multiplies rounded floats."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import linear
 
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
@@ -28,7 +23,7 @@ PROMPTS = [[7, 8, 9], [11, 3], [40, 41, 42, 43, 44]]
 QUANTIZED = [WeightFormat.INT8, WeightFormat.INT4]
 
 
-def _save(path: Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+def _save(path, *, seed, dtype=torch.float32):
     """Save a random model with larger weights than at initialisation, so that its layers matter."""
     model = random_decoder(SHAPE, seed=seed)
     with torch.no_grad():
@@ -40,22 +35,16 @@ def _save(path: Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
 
 
 @pytest.fixture(scope="session")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     return _save(tmp_path_factory.mktemp("quantized") / "a", seed=1)
 
 
 @pytest.fixture(scope="session")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other(tmp_path_factory):
     return _save(tmp_path_factory.mktemp("quantized") / "b", seed=2)
 
 
-def _runner(
-    path: Path,
-    weights: WeightFormat,
-    *,
-    modules: bool = False,
-    dtype: WeightDType = WeightDType.FLOAT32,
-) -> TorchRunner:
+def _runner(path, weights, *, modules=False, dtype=WeightDType.FLOAT32):
     model = load_for_decoding(path, dtype=dtype, device=torch.device("cpu"))
     runner = TorchRunner(model, engine_options(slots=4, context_length=CONTEXT, weights=weights))
     if modules:
@@ -63,7 +52,7 @@ def _runner(
     return runner
 
 
-def _start(runner: TorchRunner) -> None:
+def _start(runner):
     runner.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(PROMPTS)])
     runner.place(
         [
@@ -73,14 +62,14 @@ def _start(runner: TorchRunner) -> None:
     )
 
 
-def _sampled(runner: TorchRunner) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _sampled(runner):
     """Start all prompts in new rows; return their sampled tokens and log-probs [STEPS, rows]."""
     _start(runner)
     steps = [runner.decode(len(PROMPTS)) for _ in range(STEPS)]
     return np.array([tokens for tokens, _ in steps]), np.array([logprobs for _, logprobs in steps])
 
 
-def _rescored(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _rescored(model, tokens):
     """Return the log-probs [STEPS, rows] that a transformers model gives to `tokens`, from one forward pass per row."""
     columns = []
     for prompt, sampled in zip(PROMPTS, tokens.T.tolist(), strict=True):
@@ -90,34 +79,34 @@ def _rescored(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.stack(columns, axis=1)
 
 
-def _rounded(x: Tensor, levels: int) -> Tensor:
+def _rounded(x, levels):
     """Return `x` in float64, rounded to the values that quantisation can represent: the reference for `quantize`."""
     steps = x.double().abs().amax(-1, keepdim=True) / levels
     return (x.double() / steps).round() * steps
 
 
-def _rounding_model(path: Path, weights: WeightFormat) -> Any:
+def _rounding_model(path, weights):
     """Return transformers' model with linear layers, except the output layer, that multiply rounded floats."""
-    model: Any = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    model = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     levels = {WeightFormat.INT8: 127, WeightFormat.INT4: 7}[weights]
     for module in model.model.modules():
         if isinstance(module, nn.Linear):
             weight = _rounded(module.weight.detach(), levels)
             bias = None if module.bias is None else module.bias.detach().double()
 
-            def forward(x: Tensor, weight: Tensor = weight, bias: Tensor | None = bias) -> Tensor:
+            def forward(x, weight=weight, bias=bias):
                 return linear(_rounded(x, 127), weight, bias).float()
 
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward = forward
     return model
 
 
-def _stage(runner: TorchRunner, path: Path) -> None:
+def _stage(runner, path):
     sent = hf.AutoModelForCausalLM.from_pretrained(path)
     runner.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in sent.parameters()])
 
 
-def test_quantized_values_and_step_sizes_match_precomputed_values() -> None:
+def test_quantized_values_and_step_sizes_match_precomputed_values():
     values, steps = quantize(torch.tensor([[1.0, -4.0, 2.0], [0.0, 0.0, 0.0], [0.5, 127.0, -63.4]]), 127)
     # Values halfway between two integers round to the even one.
     assert values.tolist() == [[32, -127, 64], [0, 0, 0], [0, 127, -63]]
@@ -127,19 +116,19 @@ def test_quantized_values_and_step_sizes_match_precomputed_values() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_quantized_layer_gives_nonfinite_output_for_a_row_with_nan_or_infinity(bad: float) -> None:
+def test_quantized_layer_gives_nonfinite_output_for_a_row_with_nan_or_infinity(bad):
     layer = QuantizedLinear(*_layer(torch.eye(2)))
     y = layer(torch.tensor([[1.0, bad], [1.0, 2.0]]))
     assert not torch.isfinite(y[0]).any()
     assert torch.isfinite(y[1]).all()
 
 
-def _layer(weight: Tensor) -> tuple[Tensor, Tensor, None]:
+def _layer(weight):
     values, step = quantize(weight, 127)
     return values, step[:, 0], None
 
 
-def test_quantized_layer_computes_each_row_independently_of_the_batch() -> None:
+def test_quantized_layer_computes_each_row_independently_of_the_batch():
     generator = torch.Generator().manual_seed(0)
     layer = QuantizedLinear(*_layer(torch.randn(48, 32, generator=generator)))
     x = torch.randn(5, 7, 32, generator=generator)
@@ -150,7 +139,7 @@ def test_quantized_layer_computes_each_row_independently_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize("weights", QUANTIZED)
-def test_logprobs_of_quantized_decoding_are_those_of_the_rounded_model(path: Path, weights: WeightFormat) -> None:
+def test_logprobs_of_quantized_decoding_are_those_of_the_rounded_model(path, weights):
     """The engine may round a value to a neighbouring step; this changes few log-probs, by less than quantisation."""
     tokens, logprobs = _sampled(_runner(path, weights))
     native = _rescored(hf.AutoModelForCausalLM.from_pretrained(path), tokens)
@@ -163,13 +152,13 @@ def test_logprobs_of_quantized_decoding_are_those_of_the_rounded_model(path: Pat
 
 
 @pytest.mark.parametrize("weights", QUANTIZED)
-def test_both_forward_implementations_of_a_quantized_model_agree(path: Path, weights: WeightFormat) -> None:
+def test_both_forward_implementations_of_a_quantized_model_agree(path, weights):
     straight, by_modules = (_sampled(_runner(path, weights, modules=modules)) for modules in (False, True))
     assert np.array_equal(straight[0], by_modules[0])
     assert np.median(np.abs(straight[1] - by_modules[1])) < 2e-5
 
 
-def test_quantized_bfloat16_model_stays_close_to_full_precision(tmp_path: Path) -> None:
+def test_quantized_bfloat16_model_stays_close_to_full_precision(tmp_path):
     path = _save(tmp_path / "half", seed=1, dtype=torch.bfloat16)
     tokens, logprobs = _sampled(_runner(path, WeightFormat.INT8, dtype="bfloat16"))
     reference = _rescored(hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tokens)
@@ -177,9 +166,7 @@ def test_quantized_bfloat16_model_stays_close_to_full_precision(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("weights", QUANTIZED)
-def test_quantized_model_after_an_update_equals_loading_the_new_model(
-    path: Path, other: Path, weights: WeightFormat
-) -> None:
+def test_quantized_model_after_an_update_equals_loading_the_new_model(path, other, weights):
     """Results equal those of the loaded model bit for bit, change only at the swap, and revert with the old weights."""
     runner = _runner(path, weights)
     before, after = _sampled(_runner(path, weights)), _sampled(_runner(other, weights))
@@ -194,13 +181,13 @@ def test_quantized_model_after_an_update_equals_loading_the_new_model(
         assert np.array_equal(logprobs, then[1])
 
 
-def test_quantized_engine_receives_weights_in_the_models_own_layout(path: Path) -> None:
+def test_quantized_engine_receives_weights_in_the_models_own_layout(path):
     native, quantized = _runner(path, WeightFormat.NATIVE), _runner(path, WeightFormat.INT8)
     assert quantized.layout == native.layout
     assert quantized.staging().shape == native.staging().shape == (native.layout.num_bytes,)
 
 
-def test_swapping_quantized_weights_exchanges_buffers_without_copying(path: Path, other: Path) -> None:
+def test_swapping_quantized_weights_exchanges_buffers_without_copying(path, other):
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     runner = TorchRunner(model, engine_options(slots=1, context_length=8, weights=WeightFormat.INT8))
     _stage(runner, other)
@@ -215,7 +202,7 @@ def test_swapping_quantized_weights_exchanges_buffers_without_copying(path: Path
     assert [parameter.data_ptr() for parameter in model.parameters()] == served
 
 
-def test_int8_linear_weights_take_a_quarter_of_the_memory_of_float32_weights(path: Path) -> None:
+def test_int8_linear_weights_take_a_quarter_of_the_memory_of_float32_weights(path):
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape[0] != VOCAB)
     rest = sum(parameter.numel() for parameter in model.parameters()) - linears
@@ -225,15 +212,15 @@ def test_int8_linear_weights_take_a_quarter_of_the_memory_of_float32_weights(pat
     assert served == linears + 4 * (rest + scales)
 
 
-def test_quantization_rejects_models_without_linear_layers(tmp_path: Path) -> None:
+def test_quantization_rejects_models_without_linear_layers(tmp_path):
     config = hf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=CONTEXT)
     hf.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"no torch\.nn\.Linear besides its head"):
         _runner(tmp_path, WeightFormat.INT8)
 
 
-def test_quantization_rejects_linear_layers_that_share_weights(path: Path) -> None:
-    model: Any = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
+def test_quantization_rejects_linear_layers_that_share_weights(path):
+    model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight share their weights"):
         TorchRunner(model, engine_options(slots=1, context_length=8, weights=WeightFormat.INT8))

@@ -5,11 +5,9 @@ Each architecture is tested with transformers' modules, and some also with the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -65,7 +63,7 @@ STRAIGHT = {"qwen2_tied", "qwen2_untied", "qwen2_window", "qwen3", "llama", "lla
 
 
 @pytest.fixture(scope="session")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def directories(tmp_path_factory):
     """Random models with larger weights than at initialisation, so that attention matters."""
     root = tmp_path_factory.mktemp("models")
     for index, (name, build) in enumerate(ARCHITECTURES.items()):
@@ -80,15 +78,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in ARCHITECTURES}
 
 
-def _runner(
-    path: Path,
-    *,
-    modules: bool = False,
-    device: str = "cpu",
-    early: bool = False,
-    slots: int = 8,
-    context: int = CONTEXT,
-) -> TorchRunner:
+def _runner(path, *, modules=False, device="cpu", early=False, slots=8, context=CONTEXT):
     """Return a runner.
 
     With `modules`, it uses transformers' modules although the faster forward may fit the model. With `early`, it starts
@@ -111,33 +101,33 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
-    def state(self, row: int) -> RowState:
+    def state(self, row):
         position = len(self.prompt) - 1
         return RowState(
             row, self.prompt[-1], position, self.noise_key, temperature=self.temperature, top_p=1.0, top_k=0
         )
 
 
-def _start(runner: TorchRunner, rows: Sequence[Row], at: int = 0) -> None:
+def _start(runner, rows, at=0):
     places = list(enumerate(rows, start=at))
     runner.prefill([Prefill(row.prompt[:-1], [index]) for index, row in places if len(row.prompt) > 1])
     runner.place([row.state(index) for index, row in places])
 
 
-def _decode(runner: TorchRunner, rows: Sequence[Row], steps: int) -> None:
+def _decode(runner, rows, steps):
     for _ in range(steps):
         for row, token_id, logprob in zip(rows, *runner.decode(len(rows)), strict=True):
             row.token_ids.append(token_id)
             row.logprobs.append(logprob)
 
 
-def _inverse_cdf(logp: torch.Tensor, noise_key: int, position: int) -> int:
+def _inverse_cdf(logp, noise_key, position):
     noise = rng.uniform(np.array([noise_key], dtype=np.uint64), np.array([position]))[0]
     cumulative = np.cumsum(logp.exp().numpy())
     return int(np.searchsorted(cumulative, noise * cumulative[-1], side="right"))
 
 
-def _reference(model: hf.PreTrainedModel, row: Row) -> tuple[list[int], list[float]]:
+def _reference(model, row):
     """Sample the tokens of the row again, with one full forward pass per token; return tokens and log-probs."""
     tokens, logprobs = list(row.prompt), []
     for position in range(len(row.token_ids)):
@@ -150,7 +140,7 @@ def _reference(model: hf.PreTrainedModel, row: Row) -> tuple[list[int], list[flo
     return tokens[len(row.prompt) :], logprobs
 
 
-def _agree(path: Path, rows: Sequence[Row], within: float = 1e-5) -> None:
+def _agree(path, rows, within=1e-5):
     model = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     for row in rows:
         token_ids, logprobs = _reference(model, row)
@@ -158,13 +148,13 @@ def _agree(path: Path, rows: Sequence[Row], within: float = 1e-5) -> None:
         assert row.logprobs == pytest.approx(logprobs, abs=within)
 
 
-def _prompt(seed: int, length: int) -> list[int]:
+def _prompt(seed, length):
     return rng.generator(seed, "prompt").integers(0, VOCAB, length).tolist()
 
 
 @pytest.mark.parametrize("modules", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_batched_decoding_equals_full_recomputation(directories: dict[str, Path], name: str, modules: bool) -> None:
+def test_batched_decoding_equals_full_recomputation(directories, name, modules):
     runner = _runner(directories[name], modules=modules)
     rows = [Row(_prompt(i, length), noise_key=100 + i) for i, length in enumerate((1, 9, 4, 40))]
     rows.append(Row(_prompt(9, 6), temperature=0.0))
@@ -175,14 +165,12 @@ def test_batched_decoding_equals_full_recomputation(directories: dict[str, Path]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_forward_pass_without_torch_modules_is_chosen_only_for_supported_architectures(
-    directories: dict[str, Path], name: str
-) -> None:
+def test_forward_pass_without_torch_modules_is_chosen_only_for_supported_architectures(directories, name):
     expected = LlamaForward if name in STRAIGHT else ModuleForward
     assert isinstance(_runner(directories[name])._forward, expected)
 
 
-def test_forward_pass_without_torch_modules_does_not_fit_unknown_rotary_embeddings() -> None:
+def test_forward_pass_without_torch_modules_does_not_fit_unknown_rotary_embeddings():
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32, **factors}
     assert not LlamaForward.fits(hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, rope_parameters=rope)))
@@ -190,13 +178,13 @@ def test_forward_pass_without_torch_modules_does_not_fit_unknown_rotary_embeddin
 
 @pytest.mark.parametrize(("name", "products"), [("llama", 4), ("qwen3", 4), ("qwen2_untied", 6)])
 def test_projections_of_one_input_without_biases_are_fused_on_a_gpu_even_after_a_weight_swap(
-    directories: dict[str, Path], name: str, products: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    directories, name, products, monkeypatch
+):
     runner, calls = _runner(directories[name]), []
     assert isinstance(runner._forward, LlamaForward)
     runner._forward._joins = True  # as on a GPU
 
-    def counted(*arguments: torch.Tensor) -> torch.Tensor:
+    def counted(*arguments):
         calls.append(arguments)
         return torch.nn.functional.linear(*arguments)
 
@@ -213,9 +201,7 @@ def test_projections_of_one_input_without_biases_are_fused_on_a_gpu_even_after_a
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_weight_layout_of_the_engine_lists_the_named_parameters_of_the_model_in_order(
-    directories: dict[str, Path], name: str
-) -> None:
+def test_weight_layout_of_the_engine_lists_the_named_parameters_of_the_model_in_order(directories, name):
     model = hf.AutoModelForCausalLM.from_pretrained(directories[name])
     expected = [(parameter, tuple(value.shape)) for parameter, value in model.named_parameters()]
     layout = _runner(directories[name]).layout
@@ -223,7 +209,7 @@ def test_weight_layout_of_the_engine_lists_the_named_parameters_of_the_model_in_
     assert any("lm_head" in spec.name for spec in layout.parameters) == (name not in TIED)
 
 
-def test_rows_prefilled_together_sample_the_same_tokens_as_alone(directories: dict[str, Path]) -> None:
+def test_rows_prefilled_together_sample_the_same_tokens_as_alone(directories):
     path = directories["qwen2_tied"]
     runner = _runner(path)
     groups = [_prompt(1, 9), _prompt(2, 5)]
@@ -234,7 +220,7 @@ def test_rows_prefilled_together_sample_the_same_tokens_as_alone(directories: di
     _agree(path, rows)
 
 
-def _computed(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[int, ...]]:
+def _computed(runner, prefills):
     """Run prefills; return (number of prompts, tokens per prompt) for each forward pass that they needed."""
     forward, shapes = runner._forward, []
 
@@ -253,7 +239,7 @@ def _computed(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[in
 
 @pytest.mark.parametrize("modules", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_prompt_reuses_the_kv_cache_of_a_shared_prefix(directories: dict[str, Path], name: str, modules: bool) -> None:
+def test_prompt_reuses_the_kv_cache_of_a_shared_prefix(directories, name, modules):
     """Prompts share 70 tokens: the first is computed whole, and the others from token 64 on, in one forward pass."""
     runner, common = _runner(directories[name], modules=modules), _prompt(0, 70)
     rows = [Row(common + _prompt(i, 3 + i), noise_key=i) for i in range(1, 5)]
@@ -273,7 +259,7 @@ def test_prompt_reuses_the_kv_cache_of_a_shared_prefix(directories: dict[str, Pa
     _agree(directories[name], kept)
 
 
-def test_kv_cache_of_earlier_weights_is_not_reused(directories: dict[str, Path]) -> None:
+def test_kv_cache_of_earlier_weights_is_not_reused(directories):
     runner, prompt = _runner(directories["llama"]), _prompt(0, 70)
     assert _computed(runner, [Prefill(prompt, [0])]) == [(1, 70)]
     assert _computed(runner, [Prefill(prompt, [1])]) == [(1, 6)]
@@ -283,9 +269,7 @@ def test_kv_cache_of_earlier_weights_is_not_reused(directories: dict[str, Path])
 
 @pytest.mark.parametrize("modules", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_batch_rows_with_equal_tokens_are_computed_only_once_until_they_diverge(
-    directories: dict[str, Path], name: str, modules: bool
-) -> None:
+def test_batch_rows_with_equal_tokens_are_computed_only_once_until_they_diverge(directories, name, modules):
     """At low temperatures, the rows of two groups sample equal tokens for a while; one group's prompt is not cached."""
     runner = _runner(directories[name], modules=modules)
     one, other = _prompt(1, 9), _prompt(2, 1)
@@ -317,8 +301,8 @@ def test_batch_rows_with_equal_tokens_are_computed_only_once_until_they_diverge(
     ],
 )
 def test_sampled_tokens_do_not_depend_on_whether_equal_rows_are_computed_once(
-    directories: dict[str, Path], reading: CacheReading, batches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    directories, reading, batches, monkeypatch
+):
     """Groups begin, diverge, end, move and swap weights at random, with short blocks, so that the cache often grows."""
     monkeypatch.setattr("pipelinerl.engines.torch.page_cache.BLOCK", 2)
     random = np.random.default_rng(batches)
@@ -369,7 +353,7 @@ def test_sampled_tokens_do_not_depend_on_whether_equal_rows_are_computed_once(
     assert sum(fed) < 0.8 * decoded and one._cache._present[False] > present
 
 
-def _fed(runner: TorchRunner) -> list[int]:
+def _fed(runner):
     """Return a list to which each later decode step appends the number of rows that the model computes."""
     forward, counts = runner._forward, []
 
@@ -384,7 +368,7 @@ def _fed(runner: TorchRunner) -> list[int]:
     return counts
 
 
-def test_prefill_accepts_rows_in_any_order_and_with_gaps(directories: dict[str, Path]) -> None:
+def test_prefill_accepts_rows_in_any_order_and_with_gaps(directories):
     path = directories["llama"]
     runner = _runner(path)
     rows = [Row(_prompt(i, 3 + i), noise_key=i) for i in range(5)]
@@ -396,9 +380,7 @@ def test_prefill_accepts_rows_in_any_order_and_with_gaps(directories: dict[str, 
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_sampled_tokens_are_unchanged_if_rows_join_leave_or_move_in_the_batch(
-    directories: dict[str, Path], early: bool
-) -> None:
+def test_sampled_tokens_are_unchanged_if_rows_join_leave_or_move_in_the_batch(directories, early):
     """Rows of unequal length join and leave while the cache grows."""
     path = directories["qwen3"]
     runner = _runner(path, early=early)
@@ -415,9 +397,7 @@ def test_sampled_tokens_are_unchanged_if_rows_join_leave_or_move_in_the_batch(
     _agree(path, [*first, *late])
 
 
-def test_step_that_started_early_is_used_for_rows_that_stay_and_discarded_when_rows_join(
-    directories: dict[str, Path],
-) -> None:
+def test_step_that_started_early_is_used_for_rows_that_stay_and_discarded_when_rows_join(directories):
     """Six rows decode; two end, so the last two move; then two join; then the weights are swapped and swapped back."""
     path = directories["llama"]
     runner = _runner(path, early=True)
@@ -445,7 +425,7 @@ def test_step_that_started_early_is_used_for_rows_that_stay_and_discarded_when_r
     _agree(path, [*rows, *late])
 
 
-def test_no_step_starts_early_beyond_the_context(directories: dict[str, Path]) -> None:
+def test_no_step_starts_early_beyond_the_context(directories):
     runner = _runner(directories["llama"], early=True)
     row = Row(_prompt(1, CONTEXT - 3), noise_key=1)
     _start(runner, [row])
@@ -455,7 +435,7 @@ def test_no_step_starts_early_beyond_the_context(directories: dict[str, Path]) -
     _agree(directories["llama"], [row])
 
 
-def test_no_step_starts_early_without_free_blocks_for_all_rows(directories: dict[str, Path]) -> None:
+def test_no_step_starts_early_without_free_blocks_for_all_rows(directories):
     """The cache has three blocks of 32 tokens; each of two rows needs a second block for position 32."""
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     block = _runner(directories["llama"])._block_bytes
@@ -470,7 +450,7 @@ def test_no_step_starts_early_without_free_blocks_for_all_rows(directories: dict
     _agree(directories["llama"], rows)
 
 
-def test_step_with_truncated_sampling_does_not_start_early(directories: dict[str, Path]) -> None:
+def test_step_with_truncated_sampling_does_not_start_early(directories):
     runner = _runner(directories["llama"], early=True)
     row = Row(_prompt(1, 5), noise_key=1)
     _start(runner, [row])
@@ -480,9 +460,7 @@ def test_step_with_truncated_sampling_does_not_start_early(directories: dict[str
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
-def test_one_long_row_among_short_rows_samples_the_same_tokens_as_alone(
-    directories: dict[str, Path], name: str
-) -> None:
+def test_one_long_row_among_short_rows_samples_the_same_tokens_as_alone(directories, name):
     path = directories[name]
     runner = _runner(path)
     rows = [Row(_prompt(i, 88 if i == 2 else 3), noise_key=i) for i in range(8)]
@@ -492,7 +470,7 @@ def test_one_long_row_among_short_rows_samples_the_same_tokens_as_alone(
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2_softcap"])
-def test_next_turn_of_a_conversation_computes_only_its_new_tokens(directories: dict[str, Path], name: str) -> None:
+def test_next_turn_of_a_conversation_computes_only_its_new_tokens(directories, name):
     """The number of tokens that a turn computes does not grow with the conversation."""
     path = directories[name]
     runner, conversation, computed = _runner(path), _prompt(0, 20), []
@@ -508,9 +486,7 @@ def test_next_turn_of_a_conversation_computes_only_its_new_tokens(directories: d
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
-def test_every_method_of_reading_the_paged_kv_cache_gives_the_same_tokens(
-    directories: dict[str, Path], name: str
-) -> None:
+def test_every_method_of_reading_the_paged_kv_cache_gives_the_same_tokens(directories, name):
     """Rows share cache blocks, fit into one block, or have scattered blocks. On a CPU, triton interprets the kernel."""
     for reading in READINGS:
         runner = _runner(directories[name])
@@ -530,9 +506,7 @@ def test_every_method_of_reading_the_paged_kv_cache_gives_the_same_tokens(
 @pytest.mark.gpu
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_gpu_decoding_equals_recomputation_while_rows_join_and_leave(
-    directories: dict[str, Path], name: str, early: bool
-) -> None:
+def test_gpu_decoding_equals_recomputation_while_rows_join_and_leave(directories, name, early):
     runner = _runner(directories[name], device="cuda", early=early)
     assert (runner._graphs is not None) == (name in STRAIGHT)
     _join_and_leave(runner, directories[name], steps=(10, 3, 30, 5, 5), within=1e-4)
@@ -547,9 +521,7 @@ def test_gpu_decoding_equals_recomputation_while_rows_join_and_leave(
         pytest.param(False, (6, 3, 4, 5, 5), marks=pytest.mark.slow),
     ],
 )
-def test_decoding_with_cuda_graphs_equals_recomputation_while_rows_join_and_leave(
-    tmp_path: Path, early: bool, steps: Sequence[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_with_cuda_graphs_equals_recomputation_while_rows_join_and_leave(tmp_path, early, steps, monkeypatch):
     """On a CPU, a graph is replaced by a function that computes the step again, and triton interprets the kernels."""
     small = _BASE | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     with torch.random.fork_rng(devices=[]):
@@ -566,7 +538,7 @@ def test_decoding_with_cuda_graphs_equals_recomputation_while_rows_join_and_leav
     assert set(runner._graphs._graphs) == captured, "a capture would wait for an update that is arriving"
 
 
-def _join_and_leave(runner: TorchRunner, path: Path, *, steps: Sequence[int], within: float) -> None:
+def _join_and_leave(runner, path, *, steps, within):
     """Let rows of several lengths join, leave and move, with two weight swaps in between; one row uses top-k.
 
     `steps` are the numbers of steps from the start, after each swap, after one row has left, and after one has joined.
@@ -597,9 +569,7 @@ def _join_and_leave(runner: TorchRunner, path: Path, *, steps: Sequence[int], wi
 )
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen3"])
 @pytest.mark.filterwarnings("ignore")  # ignore warnings of torch's own compiler
-def test_compiled_forward_pass_decodes_the_same_tokens_as_full_recomputation(
-    directories: dict[str, Path], name: str, device: str
-) -> None:
+def test_compiled_forward_pass_decodes_the_same_tokens_as_full_recomputation(directories, name, device):
     runner = _runner(directories[name], device=device)
     assert isinstance(runner._forward, LlamaForward)
     runner._forward.compile()
@@ -609,20 +579,18 @@ def test_compiled_forward_pass_decodes_the_same_tokens_as_full_recomputation(
     _agree(directories[name], rows, within=1e-5 if device == "cpu" else 1e-4)
 
 
-def _bytes_of(path: Path, runner: TorchRunner) -> torch.Tensor:
+def _bytes_of(path, runner):
     weights = dict(load_for_decoding(path, dtype=WeightDType.FLOAT32, device=runner._device).named_parameters())
     parts = [weights[spec.name].detach().contiguous().view(-1).view(torch.uint8) for spec in runner.layout.parameters]
     return torch.cat(parts)
 
 
-def _next(row: Row, index: int) -> RowState:
+def _next(row, index):
     position = len(row.prompt) + len(row.token_ids) - 1
     return replace(row.state(index), token_id=row.token_ids[-1], position=position, num_sampled=len(row.token_ids))
 
 
-def test_sample_that_starts_late_decodes_from_a_copy_of_the_prompt_cache_of_a_running_row(
-    directories: dict[str, Path],
-) -> None:
+def test_sample_that_starts_late_decodes_from_a_copy_of_the_prompt_cache_of_a_running_row(directories):
     path = directories["qwen2_tied"]
     runner = _runner(path)
     rows = [Row(_prompt(1, 9), noise_key=1)]
@@ -636,7 +604,7 @@ def test_sample_that_starts_late_decodes_from_a_copy_of_the_prompt_cache_of_a_ru
     _agree(path, rows)
 
 
-def test_sampled_tokens_are_independent_of_the_batch(directories: dict[str, Path]) -> None:
+def test_sampled_tokens_are_independent_of_the_batch(directories):
     alone, crowd = [Row(_prompt(3, 6), noise_key=5)], [Row(_prompt(i, 2 + i), noise_key=i) for i in range(7)]
     runner = _runner(directories["llama"])
     _start(runner, alone)
@@ -648,9 +616,7 @@ def test_sampled_tokens_are_independent_of_the_batch(directories: dict[str, Path
 
 
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen2_untied", "gpt2"])
-def test_prefill_after_a_weight_swap_rebuilds_the_cache_with_the_new_weights(
-    directories: dict[str, Path], name: str
-) -> None:
+def test_prefill_after_a_weight_swap_rebuilds_the_cache_with_the_new_weights(directories, name):
     """After a prefill, log-probs are those of the new weights; without a prefill, the old cache still affects them."""
     runner = _runner(directories[name])
     row = Row(_prompt(3, 6), noise_key=5)
@@ -680,9 +646,7 @@ def test_prefill_after_a_weight_swap_rebuilds_the_cache_with_the_new_weights(
     assert after["kept"].logprobs != pytest.approx(logprobs, abs=1e-3)
 
 
-def test_weight_swap_exchanges_buffers_without_copying_and_a_second_swap_reverts_it(
-    directories: dict[str, Path],
-) -> None:
+def test_weight_swap_exchanges_buffers_without_copying_and_a_second_swap_reverts_it(directories):
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     runner = TorchRunner(model, engine_options(slots=1, context_length=8))
     parameters = list(model.parameters())
@@ -696,7 +660,7 @@ def test_weight_swap_exchanges_buffers_without_copying_and_a_second_swap_reverts
     assert runner.staging().data_ptr() == staging.data_ptr()
 
 
-def test_weights_of_mixed_dtypes_are_served_from_one_buffer(directories: dict[str, Path]) -> None:
+def test_weights_of_mixed_dtypes_are_served_from_one_buffer(directories):
     """A half-precision parameter of odd size misaligns the parameter after it in the buffer."""
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     shape = ModuleForward(model).cache_shape()
@@ -710,9 +674,7 @@ def test_weights_of_mixed_dtypes_are_served_from_one_buffer(directories: dict[st
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_logprobs_stay_close_to_transformers(
-    directories: dict[str, Path], dtype: Literal["bfloat16", "float16"]
-) -> None:
+def test_half_precision_logprobs_stay_close_to_transformers(directories, dtype):
     model = load_for_decoding(directories["llama"], dtype=dtype, device=torch.device("cpu"))
     runner = TorchRunner(model, engine_options(slots=2, context_length=CONTEXT))
     rows = [Row(_prompt(i, 5 + i), noise_key=i) for i in range(2)]

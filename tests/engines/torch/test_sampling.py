@@ -1,9 +1,5 @@
 """The vectorised sampler agrees with the bigram engine's NumPy sampler, and with the exact distribution."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -15,14 +11,7 @@ from pipelinerl.engines.bigram.engine import sample_rows
 from pipelinerl.engines.torch.sampling import add_to_logits, sample, sample_whole
 
 
-def _both(
-    logits: np.ndarray,
-    temperature: list[float],
-    top_k: list[int],
-    top_p: list[float],
-    noise: np.ndarray,
-    min_p: list[float] | None = None,
-) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
+def _both(logits, temperature, top_k, top_p, noise, min_p=None):
     rows = len(temperature)
     policy = [row % 8 < 4 for row in range(rows)]
     states = [
@@ -53,7 +42,7 @@ def _both(
 
 @pytest.mark.parametrize("vocab", [2, 50, 1024, 1025, 5000])
 @pytest.mark.parametrize("kind", ["plain", "warm", "greedy", "top_k", "top_p", "both", "mixed"])
-def test_torch_sampler_agrees_with_the_numpy_sampler(vocab: int, kind: str) -> None:
+def test_torch_sampler_agrees_with_the_numpy_sampler(vocab, kind):
     random = rng.generator(vocab, kind)
     rows = 64
     logits = np.float32(random.standard_normal((rows, vocab)) * 3).astype(np.float64)
@@ -74,7 +63,7 @@ def test_torch_sampler_agrees_with_the_numpy_sampler(vocab: int, kind: str) -> N
 
 
 @pytest.mark.parametrize("vocab", [2, 1025])
-def test_torch_sampler_agrees_with_the_numpy_sampler_on_min_p(vocab: int) -> None:
+def test_torch_sampler_agrees_with_the_numpy_sampler_on_min_p(vocab):
     random = rng.generator(vocab, "min_p")
     logits = np.float32(random.standard_normal((48, vocab)) * 3).astype(np.float64)
     rows = range(48)
@@ -90,7 +79,7 @@ def test_torch_sampler_agrees_with_the_numpy_sampler_on_min_p(vocab: int) -> Non
     assert ours[1] == pytest.approx(plain[1], abs=2e-5)
 
 
-def test_top_logprobs_are_those_of_the_truncated_distribution() -> None:
+def test_top_logprobs_are_those_of_the_truncated_distribution():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 0.0, 4.0]])
     drawn = sample(
         logits,
@@ -107,7 +96,7 @@ def test_top_logprobs_are_those_of_the_truncated_distribution() -> None:
     assert drawn.logprobs.tolist() == [drawn.top_logprobs[0, 1].item(), drawn.top_logprobs[1, 0].item()]
 
 
-def test_logit_bias_and_penalties_are_added_to_their_rows_exactly_once() -> None:
+def test_logit_bias_and_penalties_are_added_to_their_rows_exactly_once():
     changes = LogitChanges()
     changes.place(1, LogitChange({2: 10.0, 0: -1.0}, 0.5, 0.25), [0, 0, 3])
     changed = add_to_logits(torch.zeros(2, 4, dtype=torch.bfloat16), changes)
@@ -115,7 +104,7 @@ def test_logit_bias_and_penalties_are_added_to_their_rows_exactly_once() -> None
 
 
 @pytest.mark.parametrize("vocab", [8, 3000])
-def test_sampler_never_draws_a_token_of_probability_zero_at_the_smallest_or_largest_noise(vocab: int) -> None:
+def test_sampler_never_draws_a_token_of_probability_zero_at_the_smallest_or_largest_noise(vocab):
     """Noise 0 draws the first token with non-zero probability, and the largest noise below 1 draws the last one."""
     logits = torch.full((2, vocab), -torch.inf)
     logits[:, 3] = logits[:, vocab - 2] = 0.0
@@ -131,7 +120,7 @@ def test_sampler_never_draws_a_token_of_probability_zero_at_the_smallest_or_larg
 
 
 @pytest.mark.parametrize("vocab", [6, 2100])
-def test_sampled_frequencies_match_the_reported_probabilities(vocab: int) -> None:
+def test_sampled_frequencies_match_the_reported_probabilities(vocab):
     draws = 4_000
     logits = torch.full((1, vocab), -20.0)
     likely = [0, vocab // 2, vocab - 1]
@@ -149,7 +138,7 @@ def test_sampled_frequencies_match_the_reported_probabilities(vocab: int) -> Non
         assert chosen.float().mean().item() == pytest.approx(logprobs[chosen][0].exp().item(), abs=2e-3)
 
 
-def test_sampler_draws_each_row_independently_of_the_other_rows() -> None:
+def test_sampler_draws_each_row_independently_of_the_other_rows():
     random = rng.generator(0, "rows")
     logits = torch.from_numpy(random.standard_normal((5, 40))).float()
     noise = torch.from_numpy(random.random(5))
@@ -168,8 +157,8 @@ def test_sampler_draws_each_row_independently_of_the_other_rows() -> None:
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.9)]
 )
 def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled(
-    vocab: int, wrong: dict[Any, float], temperature: float, top_k: int, top_p: float
-) -> None:
+    vocab, wrong, temperature, top_k, top_p
+):
     random = rng.generator(vocab, "not finite")
     logits = torch.from_numpy(random.standard_normal((3, vocab))).float()
     spoiled = logits.clone()
@@ -191,7 +180,7 @@ def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled
 
 
 @pytest.mark.parametrize("vocab", [50, 5000])
-def test_sampler_with_all_parameters_on_the_device_draws_the_same_tokens_as_with_host_parameters(vocab: int) -> None:
+def test_sampler_with_all_parameters_on_the_device_draws_the_same_tokens_as_with_host_parameters(vocab):
     """Some rows are greedy (temperature 0), and one row has NaN logits, which must not affect the other rows."""
     random = rng.generator(vocab, "whole")
     logits = torch.from_numpy(np.float32(random.standard_normal((64, vocab)) * 3))

@@ -1,9 +1,5 @@
 """Scoring returns the log-probs with which a row would sample the given tokens under the current weights."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -17,7 +13,7 @@ from trainer_contract.types import WeightDType
 PROMPT = [5, 9, 3, 17]
 
 
-def sampled(runner: Any, temperature: float) -> tuple[list[int], list[float]]:
+def sampled(runner, temperature):
     runner.prefill([Prefill(PROMPT[:-1], [0])])
     runner.place([RowState(0, PROMPT[-1], 3, noise_key=7, temperature=temperature, top_p=1.0, top_k=0)])
     steps = [runner.decode(1) for _ in range(12)]
@@ -27,9 +23,7 @@ def sampled(runner: Any, temperature: float) -> tuple[list[int], list[float]]:
 
 @pytest.mark.parametrize("weights", [WeightFormat.NATIVE, WeightFormat.INT8])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_scored_tokens_have_the_logprobs_with_which_they_were_sampled(
-    weights: WeightFormat, temperature: float
-) -> None:
+def test_scored_tokens_have_the_logprobs_with_which_they_were_sampled(weights, temperature):
     options = engine_options(model_path=MODELS / "tiny_speller", dtype=WeightDType.FLOAT32, weights=weights)
     runner = load_runner(options)
     tokens, logprobs = sampled(runner, temperature)
@@ -40,7 +34,7 @@ def test_scored_tokens_have_the_logprobs_with_which_they_were_sampled(
     assert sampled(runner, temperature) == (tokens, logprobs), "scoring leaves rows and cache as they are"
 
 
-def test_scored_logprobs_change_with_a_weight_update() -> None:
+def test_scored_logprobs_change_with_a_weight_update():
     runner = load_runner(engine_options(model_path=MODELS / "tiny_speller", dtype=WeightDType.FLOAT32))
     before = runner.scorer(PROMPT, 1.0)
     staging = runner.staging().view(-1)

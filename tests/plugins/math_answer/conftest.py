@@ -1,7 +1,5 @@
 """Fixture of a math verifier; all tests of a file share it, and its event loop, because it takes seconds to start."""
 
-from collections.abc import AsyncIterator
-
 import pytest_asyncio
 
 from pipelinerl.plugins.math_answer.verifier import MathAnswer
@@ -9,7 +7,7 @@ from tests.patience import PATIENCE_S
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def math_answer() -> AsyncIterator[MathAnswer]:
+async def math_answer():
     verifier = MathAnswer(deadline_s=PATIENCE_S)
     yield verifier
     await verifier.close()

@@ -1,7 +1,5 @@
 """Math answers: the table of public forms, exact values, deadlines, and what breaks or deceives the comparison."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import tomllib
@@ -28,11 +26,11 @@ PAIRS = tomllib.loads((Path(__file__).parents[3] / "benchmarks/math_answers.toml
 ENDLESS = r"\sum_{k=1}^{10^{12}} \lfloor \sqrt{k} \rfloor"
 
 
-def problem(ground_truth: str) -> Problem:
+def problem(ground_truth):
     return Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth=ground_truth)
 
 
-def judged(gold: str, answer: str) -> bool:
+def judged(gold, answer):
     try:
         return equal(reference_answer(gold), final_answer(answer), expressions.equal_expressions)
     except expressions.UnreadableReference:
@@ -40,7 +38,7 @@ def judged(gold: str, answer: str) -> bool:
 
 
 @pytest.mark.parametrize("part", PAIRS)
-def test_answers_in_the_forms_of_public_data_sets_are_judged_right(part: str) -> None:
+def test_answers_in_the_forms_of_public_data_sets_are_judged_right(part):
     misjudged = [
         (gold, answer, right)
         for gold, answer, right in PAIRS[part]
@@ -52,7 +50,7 @@ def test_answers_in_the_forms_of_public_data_sets_are_judged_right(part: str) ->
 
 
 @st.composite
-def notations(draw: st.DrawFn) -> tuple[str, Fraction]:
+def notations(draw):
     """Draw a rational number as an answer may write it, and its value."""
     above, below = draw(st.integers(0, 10**9)), draw(st.integers(1, 10**6))
     whole, exponent = divmod(above, below)[0], draw(st.integers(-30, 30))
@@ -77,9 +75,7 @@ def notations(draw: st.DrawFn) -> tuple[str, Fraction]:
 
 
 @given(notations(), notations())
-def test_rational_numbers_in_all_notations_are_read_and_compared_exactly(
-    one: tuple[str, Fraction], other: tuple[str, Fraction]
-) -> None:
+def test_rational_numbers_in_all_notations_are_read_and_compared_exactly(one, other):
     for text, value in (one, other):
         read = number(canonical(text))
         assert read is not None
@@ -88,7 +84,7 @@ def test_rational_numbers_in_all_notations_are_read_and_compared_exactly(
 
 
 @shared_loop
-async def test_answers_judged_in_the_worker_get_the_same_verdict_as_in_the_table(math_answer: MathAnswer) -> None:
+async def test_answers_judged_in_the_worker_get_the_same_verdict_as_in_the_table(math_answer):
     pairs = [
         ("x+1", r"\boxed{1+x}", Outcome.CORRECT),
         ("x+1", r"\boxed{x+2}", Outcome.WRONG),
@@ -104,9 +100,7 @@ async def test_answers_judged_in_the_worker_get_the_same_verdict_as_in_the_table
 
 
 @shared_loop
-async def test_verdicts_on_mathematically_equal_answers_contain_the_same_normalised_answer(
-    math_answer: MathAnswer,
-) -> None:
+async def test_verdicts_on_mathematically_equal_answers_contain_the_same_normalised_answer(math_answer):
     texts = ["\\boxed{0.50}", "\\boxed{\\frac{1}{2}}", "it is \\boxed{1/3}", "", "\\boxed{\\sin 30^\\circ}"]
     verdicts = [await math_answer.verify(problem("1/2"), text) for text in texts]
     assert [v.answer for v in verdicts] == ["1/2", "1/2", "1/3", "", "1/2"]
@@ -115,23 +109,21 @@ async def test_verdicts_on_mathematically_equal_answers_contain_the_same_normali
 @pytest.mark.parametrize(
     "ground_truth", ["48/2 = 24 clips.\n24 + 48 = 72.\n#### 72", r"so it is $\boxed{72}$.", "$72$", "72"]
 )
-def test_reference_answer_in_a_box_is_what_check_judges(ground_truth: str) -> None:
+def test_reference_answer_in_a_box_is_what_check_judges(ground_truth):
     verdict = MathAnswer().at_once(problem(ground_truth), "It is \\boxed{72}.")
     assert verdict is not None
     assert (verdict.outcome, verdict.answer) == (Outcome.CORRECT, "72")
     assert normal_form(final_answer(boxed_reference(problem(ground_truth)))) == "72"
 
 
-async def test_endless_comparison_is_wrong_at_the_deadline_and_does_not_block_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_endless_comparison_is_wrong_at_the_deadline_and_does_not_block_the_event_loop(monkeypatch):
     monkeypatch.setattr(math_answers, "_SHARE_SPENT", 0.001)
     verifier = MathAnswer(deadline_s=1.0)
     try:
         await verifier.start()
         ticks, ticking = 0, True
 
-        async def tick() -> None:
+        async def tick():
             nonlocal ticks
             while ticking:
                 ticks += 1
@@ -153,8 +145,8 @@ async def test_endless_comparison_is_wrong_at_the_deadline_and_does_not_block_th
         await verifier.close()
 
 
-def test_answer_that_crashes_the_math_comparison_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(gold: object, given: object, *_: object) -> bool:
+def test_answer_that_crashes_the_math_comparison_is_wrong(monkeypatch):
+    def fails(gold, given, *_):
         if "41" in str(given):
             raise MemoryError
         return bool(gold == given)
@@ -182,7 +174,7 @@ def test_answer_that_crashes_the_math_comparison_is_wrong(monkeypatch: pytest.Mo
     ],
     ids=["tower", "factorials", "binomial", "brackets", "letters", "digits", "equals", "roots"],
 )
-def test_expression_that_is_too_large_or_malformed_is_wrong_without_an_evaluation(answer: str) -> None:
+def test_expression_that_is_too_large_or_malformed_is_wrong_without_an_evaluation(answer):
     began = time.thread_time()
     assert not judged("42", rf"\boxed{{{answer}}}")
     assert time.thread_time() - began < 2.0
@@ -204,7 +196,7 @@ def test_expression_that_is_too_large_or_malformed_is_wrong_without_an_evaluatio
     ],
     ids=["tags", "newlines", "answers", "stated", "braces", "boxes", "zeros", "dollars", "thoughts", "hashes"],
 )
-def test_parsing_an_answer_of_a_million_characters_is_fast(text: str) -> None:
+def test_parsing_an_answer_of_a_million_characters_is_fast(text):
     began = time.thread_time()
     MathAnswer().at_once(problem("42"), text)
     assert time.thread_time() - began < 2.0
@@ -220,7 +212,7 @@ def test_parsing_an_answer_of_a_million_characters_is_fast(text: str) -> None:
         ("<think>\\boxed{1}</think>So it is 2.", "2"),
     ],
 )
-def test_math_verifier_takes_the_last_statement_in_a_text_as_the_final_answer(text: str, answer: str) -> None:
+def test_math_verifier_takes_the_last_statement_in_a_text_as_the_final_answer(text, answer):
     assert final_answer(text) == answer
 
 
@@ -237,5 +229,5 @@ def test_math_verifier_takes_the_last_statement_in_a_text_as_the_final_answer(te
         ("\\left( 1, \\dfrac12 \\right]", "(1,\\frac{1}{2}]"),
     ],
 )
-def test_normal_form_of_an_answer_keeps_every_character_with_a_meaning(raw: str, normal: str) -> None:
+def test_normal_form_of_an_answer_keeps_every_character_with_a_meaning(raw, normal):
     assert normal_form(raw) == normal

@@ -1,10 +1,6 @@
 """The warm start with several domains trains each until its reward is in a given range, then only rehearses it."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from itertools import chain, repeat
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +9,6 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.warmstart.tiny_decoder import (
     DecoderShape,
-    DomainProgress,
     DomainWarmStartSettings,
     char_tokenizer,
     random_decoder,
@@ -26,18 +21,18 @@ from pipelinerl.types import Message, Problem
 SHAPE = DecoderShape(hidden=16, layers=1, heads=2, intermediate=24, vocab=64)
 
 
-def tokenizer() -> ChatTokenizer:
+def tokenizer():
     raw = char_tokenizer()
     return ChatTokenizer(raw, {raw.eos_token_id})
 
 
-def problem(prompt: str, answer: str = "1") -> Problem:
+def problem(prompt, answer="1"):
     return Problem(
         problem_id=prompt, domain="d", messages=(Message("user", prompt),), ground_truth=answer, metadata={}, tags=()
     )
 
 
-def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSettings:
+def settings(*rewards, **changes):
     """Return warm start settings of two domains; check n measures `rewards[n]`, all later checks `rewards[-1]`."""
     reported = chain(rewards, repeat(rewards[-1]))
     chosen = {"reward": (0.3, 0.6), "tokens": 140, "max_steps": 8, "check_every": 2, "rehearsal": 0.25, **changes}
@@ -50,8 +45,8 @@ def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSe
     )
 
 
-def test_domain_in_its_target_reward_range_gets_fewer_demonstrations_until_its_reward_falls() -> None:
-    checks: list[DomainProgress] = []
+def test_domain_in_its_target_reward_range_gets_fewer_demonstrations_until_its_reward_falls():
+    checks = []
     rewards = [{"a": 0.4, "b": 0.1}, {"a": 0.2, "b": 0.1}, {"a": 0.4, "b": 0.5}]
     model, last = warm_start_domains(settings(*rewards), checks.append)
     whole = checks[0].demonstrations["a"] // 2  # the number of demonstrations of each domain in a step
@@ -71,20 +66,18 @@ def test_domain_in_its_target_reward_range_gets_fewer_demonstrations_until_its_r
         ({"a": 0.4, "b": 0.7}, r"expected rewards of 0\.3 to 0\.6, got a 0\.400, b 0\.700 after 2 steps"),
     ],
 )
-def test_warm_start_fails_if_a_domains_reward_stays_below_or_jumps_above_the_range(
-    rewards: dict[str, float], message: str
-) -> None:
+def test_warm_start_fails_if_a_domains_reward_stays_below_or_jumps_above_the_range(rewards, message):
     with pytest.raises(ModelError, match=message):
         warm_start_domains(settings(rewards))
 
 
-def test_warm_start_with_the_same_settings_gives_the_same_weights() -> None:
+def test_warm_start_with_the_same_settings_gives_the_same_weights():
     (first, _), (again, _) = (warm_start_domains(settings({"a": 0.4, "b": 0.4})) for _ in range(2))
     weights = again.state_dict()
     assert all(torch.equal(weights[name], value) for name, value in first.state_dict().items())
 
 
-def test_answers_sampled_in_the_warm_start_follow_the_models_probabilities_in_any_batch() -> None:
+def test_answers_sampled_in_the_warm_start_follow_the_models_probabilities_in_any_batch():
     model, own = random_decoder(SHAPE, seed=3), tokenizer()
     model.get_input_embeddings().weight.data *= 4  # makes the probabilities of tokens differ
     short, long = problem("7"), problem("12 and 345 and 6789")
@@ -101,7 +94,7 @@ def test_answers_sampled_in_the_warm_start_follow_the_models_probabilities_in_an
             assert share == pytest.approx(float(chances[token]), abs=0.045), (each.problem_id, text)
 
 
-def test_sampling_in_the_warm_start_continues_until_the_end_token_or_max_tokens() -> None:
+def test_sampling_in_the_warm_start_continues_until_the_end_token_or_max_tokens():
     model, own = random_decoder(SHAPE, seed=3), tokenizer()
     model.get_input_embeddings().weight.data *= 1000  # so that sampling always picks the likeliest token
     problems = [problem(text) for text in ("7", "12 and 345", "seven", "what is it?", "+", "nine and ten")]
@@ -118,7 +111,7 @@ def test_sampling_in_the_warm_start_continues_until_the_end_token_or_max_tokens(
         assert answer == own.decode(ids[begun:]), each.problem_id
 
 
-def test_learned_tokenizer_reproduces_every_text_and_splits_digits() -> None:
+def test_learned_tokenizer_reproduces_every_text_and_splits_digits():
     texts = ["Write a program that prints x plus 286.", "```\nx = int(input())\nprint(x + 286)\n```"] * 3
     raw = word_tokenizer(texts, vocab=290)
     own = ChatTokenizer(raw, {raw.eos_token_id})

@@ -1,9 +1,5 @@
 """`pipelinerl compare`: results of runs side by side, and the settings in which they differ."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from typer.testing import CliRunner
 
 from pipelinerl.cli import app
@@ -11,7 +7,7 @@ from pipelinerl.observability.usage import Usage, write_usage
 from tests.plugins.watch.run_files import written_run
 
 
-def test_compare_shows_results_and_only_settings_that_differ(tmp_path: Path) -> None:
+def test_compare_shows_results_and_only_settings_that_differ(tmp_path):
     one = written_run(tmp_path / "one", steps=3)
     two = written_run(tmp_path / "two", steps=4, overrides=["staleness.k=5"])
     result = CliRunner().invoke(app, ["compare", str(one), str(two)], env={"COLUMNS": "300"})
@@ -22,7 +18,7 @@ def test_compare_shows_results_and_only_settings_that_differ(tmp_path: Path) -> 
     assert by_name["staleness.k"][1] == "5" and "sampling.temperature" not in by_name
 
 
-def test_runs_of_a_folder_are_listed_and_compared_with_their_held_out_curves_and_time(tmp_path: Path) -> None:
+def test_runs_of_a_folder_are_listed_and_compared_with_their_held_out_curves_and_time(tmp_path):
     written_run(tmp_path / "one", steps=3)
     written_run(tmp_path / "two", steps=4, end=False)
     write_usage(tmp_path / "one", "engine-0", Usage(60.0, 30.0))
@@ -38,6 +34,6 @@ def test_runs_of_a_folder_are_listed_and_compared_with_their_held_out_curves_and
     assert "holds no runs" in str(empty.exception)
 
 
-def test_compare_of_a_single_run_is_rejected(tmp_path: Path) -> None:
+def test_compare_of_a_single_run_is_rejected(tmp_path):
     result = CliRunner().invoke(app, ["compare", str(tmp_path)])
     assert "compare needs two runs or more" in str(result.exception)

@@ -1,12 +1,7 @@
 """The page's API for finished, crashed, copied and resumed runs: steps, samples and tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +14,6 @@ from pipelinerl.plugins.watch.sample_routes import causes_of, differing_parts
 from pipelinerl.plugins.watch.watched_run import watched_runs
 from tests.observability.synthetic import events
 from tests.plugins.watch.run_files import (
-    ServedPage,
     keep,
     loaded,
     of_evaluation,
@@ -31,7 +25,7 @@ from tests.plugins.watch.run_files import (
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
+def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reading")
     finished = written_run(folder / "one", steps=40)
     keep(finished, [of_evaluation(3)], name="evaluation")
@@ -46,7 +40,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
         yield served
 
 
-def test_page_shows_a_finished_run_and_a_copy_of_a_crashed_run(page: ServedPage) -> None:
+def test_page_shows_a_finished_run_and_a_copy_of_a_crashed_run(page):
     response = page.get("/api/run")
     assert (response["name"], response["state"], response["step"], response["reason"]) == (
         "tiny",
@@ -65,7 +59,7 @@ def test_page_shows_a_finished_run_and_a_copy_of_a_crashed_run(page: ServedPage)
     assert page.http.get("/api/run", params={"run": 2}).status_code == 404
 
 
-def test_page_returns_step_metrics_at_each_step_or_merged_into_fewer_points(page: ServedPage) -> None:
+def test_page_returns_step_metrics_at_each_step_or_merged_into_fewer_points(page):
     whole = page.get("/api/steps", metrics="reward,domain/long_words/reward,none", points=40)
     assert whole["each"] == 1 and whole["x"]["step"] == list(range(1, 41)) and whole["complete"]
     assert list(whole["y"]) == ["reward", "domain/long_words/reward"] and set(whole["y"]["reward"]) == {"mean"}
@@ -81,7 +75,7 @@ def test_page_returns_step_metrics_at_each_step_or_merged_into_fewer_points(page
     assert page.http.get("/api/steps", params={"points": 1}).status_code == 422
 
 
-def test_live_view_returns_confidence_intervals_token_ages_and_the_trainers_causes_of_waiting(page: ServedPage) -> None:
+def test_live_view_returns_confidence_intervals_token_ages_and_the_trainers_causes_of_waiting(page):
     now = page.get("/api/now", window=20)
     easy, hard = sorted(now["domains"], key=lambda each: each["name"], reverse=True)
     assert easy["reward"]["low"] < easy["reward"]["mean"] < easy["reward"]["high"]
@@ -93,7 +87,7 @@ def test_live_view_returns_confidence_intervals_token_ages_and_the_trainers_caus
     assert any(each["kind"] == "engine_lost" for each in now["incidents"])
 
 
-def test_live_view_returns_only_the_steps_and_event_marks_that_the_browser_does_not_have_yet(page: ServedPage) -> None:
+def test_live_view_returns_only_the_steps_and_event_marks_that_the_browser_does_not_have_yet(page):
     names = "reward,domain/long_words/reward"
     whole = page.get("/api/now", metrics=names)["steps"]
     assert whole == page.get("/api/steps", metrics=names) and whole["last"] == 40
@@ -108,7 +102,7 @@ def test_live_view_returns_only_the_steps_and_event_marks_that_the_browser_does_
         assert page.http.get("/api/now", params={"metrics": "reward", **wrong}).status_code == 422, wrong
 
 
-def test_page_sorts_filters_and_paginates_samples(page: ServedPage) -> None:
+def test_page_sorts_filters_and_paginates_samples(page):
     first = page.get("/api/samples", sort="length", limit=30)
     assert first["matched"] == 80 and first["complete"] and first["samples"][0]["length"] == 7
     seen = [(each["group"], each["sample"]) for each in first["samples"]]
@@ -126,7 +120,7 @@ def test_page_sorts_filters_and_paginates_samples(page: ServedPage) -> None:
         assert page.http.get("/api/samples", params=wrong).status_code == 422, wrong
 
 
-def test_page_returns_a_sampled_group_and_its_tokens(page: ServedPage) -> None:
+def test_page_returns_a_sampled_group_and_its_tokens(page):
     row = page.get("/api/samples", sort="step", order="asc", outcome="correct", limit=1)["samples"][0]
     group = page.get(f"/api/samples/{row['group']}")
     assert (group["step"], group["signal"], group["tags"]) == (1, True, ["easy"])
@@ -145,7 +139,7 @@ def test_page_returns_a_sampled_group_and_its_tokens(page: ServedPage) -> None:
         assert page.http.get(f"/api/samples/{gone}").json()["error"]["code"] == "sample_gone"
 
 
-def test_comparison_has_held_out_curves_on_each_axis_and_the_time_used_by_role(page: ServedPage) -> None:
+def test_comparison_has_held_out_curves_on_each_axis_and_the_time_used_by_role(page):
     write_usage(page.runs[0].run_dir, "engine-0", Usage(60.0, 30.0))
     write_usage(page.runs[0].run_dir, "engine-1", Usage(40.0, 0.0))
     by_step = page.get("/api/compare", runs="0", x="step")["runs"][0]
@@ -158,7 +152,7 @@ def test_comparison_has_held_out_curves_on_each_axis_and_the_time_used_by_role(p
     assert by_step["usage"] == {"engine": {"cpu_s": 100.0, "gpu_s": 30.0}} and by_step["step"] == 40
 
 
-def test_recipe_is_listed_by_key_and_says_which_settings_were_made(page: ServedPage) -> None:
+def test_recipe_is_listed_by_key_and_says_which_settings_were_made(page):
     rows = {row["path"]: row for row in page.get("/api/recipe")["rows"]}
     assert rows["domains.long_words.source"] == {
         "path": "domains.long_words.source",
@@ -168,7 +162,7 @@ def test_recipe_is_listed_by_key_and_says_which_settings_were_made(page: ServedP
     assert any(not row["made"] for row in rows.values())
 
 
-def test_incident_of_a_lost_engine_names_its_log_and_a_changed_knob_is_an_incident(tmp_path: Path) -> None:
+def test_incident_of_a_lost_engine_names_its_log_and_a_changed_knob_is_an_incident(tmp_path):
     run_dir = written_run(tmp_path / "run", steps=3, end=False)
     (run_dir / "logs").mkdir()
     (run_dir / "logs" / "engine-3.log").touch()
@@ -185,7 +179,7 @@ def test_incident_of_a_lost_engine_names_its_log_and_a_changed_knob_is_an_incide
     assert (changed["kind"], changed["what"]) == ("knobs", "k = 3, domain_weights.sums = 2.0 by ada")
 
 
-def test_page_compares_runs_over_a_common_x_axis(page: ServedPage) -> None:
+def test_page_compares_runs_over_a_common_x_axis(page):
     response = page.get("/api/compare", runs="0,1", metrics="reward", x="samples", points=10)
     assert [len(run["x"]) for run in response["runs"]] == [10, 10] and response["runs"][0]["x"][-1] == 40 * 256
     assert [len(run["x_of"]["reward"]) for run in response["runs"]] == [10, 10]
@@ -194,14 +188,14 @@ def test_page_compares_runs_over_a_common_x_axis(page: ServedPage) -> None:
     assert page.http.get("/api/compare", params={"runs": "0,x"}).status_code == 422
 
 
-def test_differences_between_recipes_are_listed_by_path_and_name() -> None:
+def test_differences_between_recipes_are_listed_by_path_and_name():
     one = {"a": {"b": 1}, "domains": [{"name": "x", "weight": 1}], "same": [1]}
     two = {"a": {"b": 2}, "domains": [{"name": "x", "weight": 1}, {"name": "y", "weight": 1}], "same": [1]}
     values = {each["path"]: each["values"] for each in differences([one, two], [one, two])}
     assert values == {"a.b": [1, 2], "domains.y.name": [None, "y"], "domains.y.weight": [None, 1]}
 
 
-def test_listed_prompts_are_shortened_to_the_parts_in_which_they_differ() -> None:
+def test_listed_prompts_are_shortened_to_the_parts_in_which_they_differ():
     head, tail = "Answer in JSON.\nSpell this backward: ", "\nThink first."
     texts = [head + word + tail for word in ("stone", "storm", "a cat")]
     assert differing_parts(texts, 200) == ["… stone …", "… storm …", "… a cat …"]
@@ -213,7 +207,7 @@ def test_listed_prompts_are_shortened_to_the_parts_in_which_they_differ() -> Non
     assert differing_parts([], 20) == []
 
 
-def test_settings_at_their_defaults_are_not_listed_as_differences(tmp_path: Path) -> None:
+def test_settings_at_their_defaults_are_not_listed_as_differences(tmp_path):
     one = written_run(tmp_path / "one", steps=1, overrides=["engine.count=2"])
     two = written_run(tmp_path / "two", steps=1, overrides=["staleness.j=2"])
     text = (two / "recipe.toml").read_text()
@@ -226,19 +220,19 @@ def test_settings_at_their_defaults_are_not_listed_as_differences(tmp_path: Path
     assert "run.stall_s" not in values and "domains.other_words.oubliette.tier" not in values, values
 
 
-def test_logprob_mismatch_of_a_token_is_attributed_by_the_weight_versions_that_sampled_its_turn() -> None:
+def test_logprob_mismatch_of_a_token_is_attributed_by_the_weight_versions_that_sampled_its_turn():
     causes = causes_of((3, 4, None, 4, 4, None, 3), held=4)
     assert causes == (
         Cause.STALENESS, Cause.CACHE, None, Cause.NUMERICS, Cause.NUMERICS, None, Cause.STALENESS,
     )  # fmt: skip
 
 
-def test_page_rejects_a_directory_without_a_run(tmp_path: Path) -> None:
+def test_page_rejects_a_directory_without_a_run(tmp_path):
     with pytest.raises(UserError, match="is not a run"):
         watched_runs([tmp_path])
 
 
-def test_malformed_events_do_not_break_the_page(tmp_path: Path) -> None:
+def test_malformed_events_do_not_break_the_page(tmp_path):
     run_dir = written_run(tmp_path / "run", steps=2, end=False)
     odd = [10**30, -1, "<script>alert(1)</script>", None, [], {"x": [1]}]
     names = ("step", "elapsed_s", "url", "changes", "accuracy", "time", "by_domain", "ledger", "knobs", "reason")
@@ -255,7 +249,7 @@ def test_malformed_events_do_not_break_the_page(tmp_path: Path) -> None:
             page.get(path)
 
 
-async def received(lines: Any, *names: str) -> list[dict[str, Any]]:
+async def received(lines, *names):
     """Read the event stream until every event name in `names` has occurred; return the events."""
     events, waited = [], set(names)
     name = ""
@@ -270,9 +264,7 @@ async def received(lines: Any, *names: str) -> list[dict[str, Any]]:
     raise AssertionError(f"the stream has ended before {waited}")
 
 
-async def test_event_stream_sends_new_events_and_after_a_reconnection_the_events_that_the_browser_missed(
-    tmp_path: Path,
-) -> None:
+async def test_event_stream_sends_new_events_and_after_a_reconnection_the_events_that_the_browser_missed(tmp_path):
     import httpx
 
     run_dir = written_run(tmp_path / "run", steps=5, end=False)
@@ -309,7 +301,7 @@ async def test_event_stream_sends_new_events_and_after_a_reconnection_the_events
         assert page.get("/api/steps")["last"] == 6
 
 
-def test_page_returns_the_timeline_for_any_time_window(tmp_path: Path) -> None:
+def test_page_returns_the_timeline_for_any_time_window(tmp_path):
     with served_page(written_run(tmp_path / "run", steps=10)) as page:
         loaded(page)
         whole = page.get("/api/timeline")

@@ -1,9 +1,6 @@
 """`pipelinerl samples` on a run's directory: contents, order, text with control characters, and user errors."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from threading import Timer
 
 import pytest
@@ -12,12 +9,12 @@ from typer.testing import CliRunner
 from pipelinerl.cli import app
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import EventLog
-from pipelinerl.observability.samples.record import SampleGroup, SampleKind, TurnRecord
+from pipelinerl.observability.samples.record import SampleKind, TurnRecord
 from pipelinerl.observability.samples.sample_log import SampleLog
 from tests.observability.samples.groups import HOSTILE, answer, group
 
 
-def a_run(path: Path, *groups: SampleGroup, over: bool = True) -> Path:
+def a_run(path, *groups, over=True):
     log = SampleLog(path / "samples", "training", max_bytes=2**20)
     log.put(lambda: groups)
     log.close()
@@ -28,7 +25,7 @@ def a_run(path: Path, *groups: SampleGroup, over: bool = True) -> Path:
     return path
 
 
-def printed_by(*arguments: str) -> str:
+def printed_by(*arguments):
     result = CliRunner().invoke(app, ["samples", *arguments], env={"COLUMNS": "100"})
     if isinstance(result.exception, UserError):
         raise result.exception
@@ -50,7 +47,7 @@ GROUPS = (
 )
 
 
-def test_samples_command_shows_all_known_facts_of_a_sample(tmp_path: Path) -> None:
+def test_samples_command_shows_all_known_facts_of_a_sample(tmp_path):
     output = printed_by(str(a_run(tmp_path, *GROUPS)), "--step", "2")
     for expected in (
         "step 2 · words · trained · words-2",
@@ -79,16 +76,14 @@ def test_samples_command_shows_all_known_facts_of_a_sample(tmp_path: Path) -> No
         (["--evaluation"], ["fifth"]),
     ],
 )
-def test_options_of_the_samples_command_select_and_order_samples(
-    tmp_path: Path, options: list[str], expected: list[str]
-) -> None:
+def test_options_of_the_samples_command_select_and_order_samples(tmp_path, options, expected):
     run = str(a_run(tmp_path, *GROUPS))
     assert [json.loads(line)["text"] for line in printed_by(run, *options, "--json").splitlines()] == expected
     output = printed_by(run, *options)
     assert sorted(expected, key=output.index) == expected
 
 
-def test_samples_command_shows_an_episode_turn_by_turn_with_its_segments_as_a_tree(tmp_path: Path) -> None:
+def test_samples_command_shows_an_episode_turn_by_turn_with_its_segments_as_a_tree(tmp_path):
     turns = (
         TurnRecord(text="try a", agent="main", length=3, begins="first"),
         TurnRecord(context="no", text="try b", agent="main", length=3, reward=0.5, continues=1),
@@ -116,13 +111,13 @@ def test_samples_command_shows_an_episode_turn_by_turn_with_its_segments_as_a_tr
     assert "all of it" not in output and "answer  single" in output
 
 
-def test_samples_command_shows_a_linear_episode_without_segments(tmp_path: Path) -> None:
+def test_samples_command_shows_a_linear_episode_without_segments(tmp_path):
     turns = (TurnRecord(text="a", length=1, begins="first"), TurnRecord(context="no", text="b", length=1, continues=1))
     output = printed_by(str(a_run(tmp_path, group(1, answer("a no b", turns=turns)))))
     assert "segment" not in output and "   turn 2 · 1 token\n     context no\n     answer  b\n" in output
 
 
-def test_samples_command_escapes_control_characters(tmp_path: Path) -> None:
+def test_samples_command_escapes_control_characters(tmp_path):
     evil = answer(HOSTILE, reason=HOSTILE, finish_reason=HOSTILE, outcome=HOSTILE, parts=((HOSTILE, 1.0),))
     run = str(a_run(tmp_path, group(1, evil, domain=HOSTILE, tags=("[bold]", HOSTILE), prompt=HOSTILE, why=HOSTILE)))
     for output in (printed_by(run), printed_by(run, "--json")):
@@ -130,15 +125,15 @@ def test_samples_command_escapes_control_characters(tmp_path: Path) -> None:
     assert "<script>alert(1)</script>" in printed_by(run) and "[bold]" in printed_by(run)
 
 
-def test_samples_command_shortens_long_answers(tmp_path: Path) -> None:
+def test_samples_command_shortens_long_answers(tmp_path):
     output = printed_by(str(a_run(tmp_path, group(1, answer("x" * 10**6)))))
     assert len(output) < 5000 and "characters left out" in output
 
 
-def test_samples_command_with_the_follow_option_shows_new_samples_and_ends_with_the_run(tmp_path: Path) -> None:
+def test_samples_command_with_the_follow_option_shows_new_samples_and_ends_with_the_run(tmp_path):
     a_run(tmp_path, GROUPS[0], over=False)
 
-    def go_on() -> None:
+    def go_on():
         a_run(tmp_path, GROUPS[1])
 
     timer = Timer(0.8, go_on)
@@ -148,7 +143,7 @@ def test_samples_command_with_the_follow_option_shows_new_samples_and_ends_with_
     assert [json.loads(line)["text"] for line in output.splitlines()] == ["second", "third"]
 
 
-def test_samples_command_reports_user_errors_in_one_sentence(tmp_path: Path) -> None:
+def test_samples_command_reports_user_errors_in_one_sentence(tmp_path):
     with pytest.raises(UserError, match="is not a run: it has neither"):
         printed_by(str(tmp_path / "nowhere"))
     run = str(a_run(tmp_path, *GROUPS))

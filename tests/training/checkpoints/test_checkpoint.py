@@ -1,16 +1,12 @@
 """Checkpoints survive kills, truncation and bit flips are detected, and Hugging Face loads checkpoint directories."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,16 +28,16 @@ class Killed(BaseException):
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
+def store(tmp_path):
     return CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model_directory(tmp_path / "model"))
 
 
-def latest(store: CheckpointStore) -> TrainingState | None:
+def latest(store):
     newest = store.latest()
     return newest[1] if newest else None
 
 
-def test_saved_checkpoint_is_the_latest_and_contains_model_trainer_state_and_manifest(store: CheckpointStore) -> None:
+def test_saved_checkpoint_is_the_latest_and_contains_model_trainer_state_and_manifest(store):
     assert store.latest() is None and store.oldest_kept_offsets() == {}
     path = save(store, 3)
     assert store.latest() == (path, state_of(3))
@@ -51,7 +47,7 @@ def test_saved_checkpoint_is_the_latest_and_contains_model_trainer_state_and_man
     assert BigramModel.load(path).logits.tolist() == np.full((5, 5), 3.0).tolist()
 
 
-def test_checkpoint_survives_a_kill_between_the_two_renames_that_replace_it(store: CheckpointStore) -> None:
+def test_checkpoint_survives_a_kill_between_the_two_renames_that_replace_it(store):
     path = save(store, 4)
     path.rename(path.with_name(f".replaced-{path.name}"))  # the state after the first of a commit's two renames
     newest = store.latest()
@@ -59,7 +55,7 @@ def test_checkpoint_survives_a_kill_between_the_two_renames_that_replace_it(stor
     assert sorted(each.name for each in path.parent.iterdir()) == [path.name]
 
 
-def test_checkpoint_store_keeps_the_newest_checkpoints_by_step_number(store: CheckpointStore) -> None:
+def test_checkpoint_store_keeps_the_newest_checkpoints_by_step_number(store):
     for version in (9, 99, 999_999):
         save(store, version)
     assert [path.name for path in store.all()] == ["step-000099", "step-999999"]
@@ -69,7 +65,7 @@ def test_checkpoint_store_keeps_the_newest_checkpoints_by_step_number(store: Che
     assert [path.name for path in store.all()] == ["step-999999", "step-1000000"]
 
 
-def test_checkpoint_of_a_later_trainer_epoch_replaces_the_checkpoint_of_the_same_step(store: CheckpointStore) -> None:
+def test_checkpoint_of_a_later_trainer_epoch_replaces_the_checkpoint_of_the_same_step(store):
     save(store, 1)
     save(store, 2)
     save(store, 2, epoch=2)
@@ -77,15 +73,15 @@ def test_checkpoint_of_a_later_trainer_epoch_replaces_the_checkpoint_of_the_same
     assert [path.name for path in sorted(store.directory.iterdir())] == ["step-000001", "step-000002"]
 
 
-def operations(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
+def operations(monkeypatch, killed_at):
     """Patch the file operations of a save, so that `Killed` is raised before operation number `killed_at`.
 
     Return the list to which each operation that was done appends its name.
     """
-    done: list[str] = []
+    done = []
 
-    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **rest: Any) -> Any:
+    def counted(name, call):
+        def wrapper(*args, **rest):
             if len(done) == killed_at:
                 raise Killed
             done.append(name)
@@ -102,9 +98,7 @@ def operations(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "step of an abandoned epoch"])
-def test_newest_complete_checkpoint_can_be_loaded_after_a_kill_at_any_point_of_a_save(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, again: bool
-) -> None:
+def test_newest_complete_checkpoint_can_be_loaded_after_a_kill_at_any_point_of_a_save(store, monkeypatch, again):
     old, new = state_of(2), state_of(4, epoch=2)
     for killed_at in range(100):
         save(store, 2)
@@ -134,9 +128,7 @@ def test_newest_complete_checkpoint_can_be_loaded_after_a_kill_at_any_point_of_a
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "removed"])
-def test_damaged_checkpoint_is_reported_and_skipped(
-    store: CheckpointStore, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
+def test_damaged_checkpoint_is_reported_and_skipped(store, caplog, damage):
     """`tests/faults/test_checkpoint_damage.py` flips and cuts every file."""
     save(store, 2)
     file = save(store, 4) / "trainer" / "optimizer"
@@ -151,9 +143,7 @@ def test_damaged_checkpoint_is_reported_and_skipped(
 
 
 @pytest.mark.parametrize("unreadable", [False, True], ids=["all damaged", "directory unreadable"])
-def test_run_whose_checkpoints_are_all_damaged_or_unreadable_is_not_restarted_from_scratch(
-    store: CheckpointStore, unreadable: bool
-) -> None:
+def test_run_whose_checkpoints_are_all_damaged_or_unreadable_is_not_restarted_from_scratch(store, unreadable):
     for version in (2, 4):
         (save(store, version) / "model.safetensors").unlink()
     if unreadable:
@@ -168,7 +158,7 @@ def test_run_whose_checkpoints_are_all_damaged_or_unreadable_is_not_restarted_fr
 
 
 @pytest.mark.parametrize("manifest", ["[]", "3", "{}", '{"format": 1}', '{"format": 3, "state": {}, "files": {}}'])
-def test_checkpoint_with_an_invalid_manifest_is_rejected(store: CheckpointStore, manifest: str) -> None:
+def test_checkpoint_with_an_invalid_manifest_is_rejected(store, manifest):
     path = save(store, 2)
     (path / "manifest.json").write_text(manifest)
     with pytest.raises(CheckpointError, match="choose another checkpoint"):
@@ -176,10 +166,10 @@ def test_checkpoint_with_an_invalid_manifest_is_rejected(store: CheckpointStore,
     assert store.oldest_kept_offsets() == {}
 
 
-def test_full_disk_during_a_save_leaves_existing_checkpoints_intact(store: CheckpointStore) -> None:
+def test_full_disk_during_a_save_leaves_existing_checkpoints_intact(store):
     save(store, 2)
 
-    def full(_: Path) -> None:
+    def full(_):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
@@ -188,14 +178,12 @@ def test_full_disk_during_a_save_leaves_existing_checkpoints_intact(store: Check
     assert latest(store) is not None and save(store, 4).name == "step-000004"
 
 
-def test_checkpoint_commit_that_fails_after_the_rename_can_be_retried(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_commit_that_fails_after_the_rename_can_be_retried(store, monkeypatch):
     save(store, 2)
     save(store, 4)
     captured, sync = capture(store, state_of(4, epoch=2)), checkpoint.sync
 
-    def broken(path: Path) -> None:
+    def broken(path):
         if path == store.directory:
             raise OSError(5, "Input/output error")
         sync(path)
@@ -210,10 +198,8 @@ def test_checkpoint_commit_that_fails_after_the_rename_can_be_retried(
     assert [path.name for path in sorted(store.directory.iterdir())] == ["step-000002", "step-000004"]
 
 
-def test_failed_removal_of_an_old_checkpoint_is_logged_and_retried(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def busy(path: Path, ignore_errors: bool = False) -> None:
+def test_failed_removal_of_an_old_checkpoint_is_logged_and_retried(store, monkeypatch, caplog):
+    def busy(path, ignore_errors=False):
         raise OSError(39, "Directory not empty", str(path))
 
     for version in (1, 2):
@@ -228,14 +214,14 @@ def test_failed_removal_of_an_old_checkpoint_is_logged_and_retried(
     assert not list(store.directory.glob(".*")), "it is tried again"
 
 
-def test_stream_offsets_of_a_checkpoint_are_read_without_reading_its_weights(store: CheckpointStore) -> None:
+def test_stream_offsets_of_a_checkpoint_are_read_without_reading_its_weights(store):
     """Only the manifest is read, because weights may have many gigabytes."""
     path = save(store, 2)
     (path / "model.safetensors").unlink()
     assert store.oldest_kept_offsets() == state_of(2).offsets
 
 
-def test_transformers_loads_a_checkpoint_directory(tmp_path: Path) -> None:
+def test_transformers_loads_a_checkpoint_directory(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -261,16 +247,14 @@ def test_transformers_loads_a_checkpoint_directory(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def stores(tmp_path: Path) -> tuple[CheckpointStore, CheckpointStore]:
+def stores(tmp_path):
     """Return two checkpoint stores on the same directory: of an earlier trainer, and of the one that replaces it."""
     model = model_directory(tmp_path / "model")
     first, second = (CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=model) for _ in range(2))
     return first, second
 
 
-def test_trainer_that_was_replaced_cannot_commit_a_checkpoint_that_it_captured_earlier(
-    stores: tuple[CheckpointStore, CheckpointStore],
-) -> None:
+def test_trainer_that_was_replaced_cannot_commit_a_checkpoint_that_it_captured_earlier(stores):
     first, second = stores
     first.claim(1)
     kept = first.commit(capture(first, state_of(1, epoch=1)))
@@ -286,9 +270,7 @@ def test_trainer_that_was_replaced_cannot_commit_a_checkpoint_that_it_captured_e
     assert newest is not None and (newest[1].epoch, newest[1].model_version) == (2, 2)
 
 
-def test_unfinished_checkpoints_of_two_trainers_have_separate_directories(
-    stores: tuple[CheckpointStore, CheckpointStore],
-) -> None:
+def test_unfinished_checkpoints_of_two_trainers_have_separate_directories(stores):
     first, second = stores
     late = capture(first, state_of(2, epoch=1))
     second.claim(2)
@@ -296,13 +278,11 @@ def test_unfinished_checkpoints_of_two_trainers_have_separate_directories(
     assert not late.directory.exists(), "what the fenced one had begun is cleared away"
 
 
-def test_commit_raises_a_fenced_error_if_a_later_trainer_has_removed_the_unfinished_checkpoint(
-    stores: tuple[CheckpointStore, CheckpointStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_raises_a_fenced_error_if_a_later_trainer_has_removed_the_unfinished_checkpoint(stores, monkeypatch):
     first, second = stores
     late, sync = capture(first, state_of(2, epoch=1)), checkpoint._sync_tree
 
-    def synced(directory: Path) -> None:
+    def synced(directory):
         monkeypatch.setattr(checkpoint, "_sync_tree", sync)
         second.claim(2)
         capture(second, state_of(2, epoch=2))
@@ -313,9 +293,7 @@ def test_commit_raises_a_fenced_error_if_a_later_trainer_has_removed_the_unfinis
         first.commit(late)
 
 
-def test_trainer_cannot_claim_a_checkpoint_store_with_a_newer_checkpoint_than_it_resumed_from(
-    stores: tuple[CheckpointStore, CheckpointStore],
-) -> None:
+def test_trainer_cannot_claim_a_checkpoint_store_with_a_newer_checkpoint_than_it_resumed_from(stores):
     first, second = stores
     first.commit(capture(first, state_of(1, epoch=1)))
     assert second.latest() is not None
@@ -324,9 +302,7 @@ def test_trainer_cannot_claim_a_checkpoint_store_with_a_newer_checkpoint_than_it
         second.claim(2)
 
 
-def test_trainer_that_began_without_a_checkpoint_cannot_claim_a_store_that_has_one_by_now(
-    stores: tuple[CheckpointStore, CheckpointStore],
-) -> None:
+def test_trainer_that_began_without_a_checkpoint_cannot_claim_a_store_that_has_one_by_now(stores):
     first, second = stores
     assert second.latest() is None
     first.commit(capture(first, state_of(1, epoch=1)))
@@ -334,9 +310,7 @@ def test_trainer_that_began_without_a_checkpoint_cannot_claim_a_store_that_has_o
         second.claim(2)
 
 
-def test_damaged_checkpoints_are_renamed_and_do_not_count_as_kept_checkpoints(
-    stores: tuple[CheckpointStore, CheckpointStore], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_checkpoints_are_renamed_and_do_not_count_as_kept_checkpoints(stores, caplog):
     _, second = stores
     first = CheckpointStore(second.directory, keep=3, model_directory=second.directory.with_name("model"))
     for version in (10, 20, 30):
@@ -357,7 +331,7 @@ def test_damaged_checkpoints_are_renamed_and_do_not_count_as_kept_checkpoints(
     assert len(list(second.directory.glob("damaged-*"))) == 2, "nothing removes them silently"
 
 
-def test_checkpoint_store_that_a_later_epoch_claimed_cannot_be_claimed_by_an_earlier_epoch(tmp_path: Path) -> None:
+def test_checkpoint_store_that_a_later_epoch_claimed_cannot_be_claimed_by_an_earlier_epoch(tmp_path):
     fence = CheckpointFence(tmp_path / "checkpoints")
     fence.claim(3)
     fence.claim(3)
@@ -366,14 +340,14 @@ def test_checkpoint_store_that_a_later_epoch_claimed_cannot_be_claimed_by_an_ear
     assert fence.epoch == 3
 
 
-def test_timeout_error_names_the_checkpoint_lock_that_is_never_released(tmp_path: Path) -> None:
+def test_timeout_error_names_the_checkpoint_lock_that_is_never_released(tmp_path):
     with (tmp_path / "checkpoints.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(DeadlineError, match=r"checkpoints\.lock"):
             CheckpointFence(tmp_path / "checkpoints", deadline_s=0.1).claim(1)
 
 
-def test_checkpoint_lock_is_released_when_its_holder_is_killed(tmp_path: Path) -> None:
+def test_checkpoint_lock_is_released_when_its_holder_is_killed(tmp_path):
     program = (
         "import sys, time; from pathlib import Path\n"
         "from pipelinerl.training.checkpoints.checkpoint import CheckpointFence\n"
@@ -392,27 +366,27 @@ def test_checkpoint_lock_is_released_when_its_holder_is_killed(tmp_path: Path) -
     assert fence.epoch == 2
 
 
-def test_newest_checkpoints_are_kept_and_the_stream_is_trimmed_only_up_to_the_oldest_of_them() -> None:
+def test_newest_checkpoints_are_kept_and_the_stream_is_trimmed_only_up_to_the_oldest_of_them():
     retention = Retention(keep=2)
     assert retention.survivors([10, 20, 30, 40], {10: 0.9}) == {30, 40}
     assert retention.resumable([40, 10, 30, 20]) == [30, 40]
     assert retention.resumable([7]) == [7]
 
 
-def test_best_checkpoints_are_kept_but_do_not_limit_how_far_the_stream_is_trimmed() -> None:
+def test_best_checkpoints_are_kept_but_do_not_limit_how_far_the_stream_is_trimmed():
     retention = Retention(keep=1, keep_best=2)
     accuracies = {10: 0.5, 20: 0.7, 30: 0.6, 40: 0.1, 999: 1.0}
     assert retention.survivors([10, 20, 30, 40], accuracies) == {20, 30, 40}
     assert retention.resumable([20, 30, 40]) == [40]
 
 
-def test_later_of_two_equally_accurate_checkpoints_counts_as_best() -> None:
+def test_later_of_two_equally_accurate_checkpoints_counts_as_best():
     retention = Retention(keep=1, keep_best=1)
     assert retention.survivors([10, 20, 30, 40], {10: 0.5, 20: 0.5}) == {20, 40}
     assert retention.survivors([10, 20, 30], {}) == {30}
 
 
-def test_checkpoint_accuracy_is_that_of_the_first_evaluation_set_with_missing_answers_as_wrong() -> None:
+def test_checkpoint_accuracy_is_that_of_the_first_evaluation_set_with_missing_answers_as_wrong():
     results = [
         {"model_version": 10, "accuracy": 0.5, "at_least": 0.5},
         {"model_version": 20, "accuracy": 0.9, "at_least": 0.3, "incomplete": "1 of 3 problems had no answer"},
@@ -425,7 +399,7 @@ def test_checkpoint_accuracy_is_that_of_the_first_evaluation_set_with_missing_an
     assert state.accuracies == {10: 0.5, 20: 0.3}, "the recipe's first set decides"
 
 
-def test_rewind_goes_to_the_newest_good_checkpoint_and_keeps_the_newer_ones_aside(tmp_path: Path) -> None:
+def test_rewind_goes_to_the_newest_good_checkpoint_and_keeps_the_newer_ones_aside(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", keep=9, model_directory=model_directory(tmp_path / "model"))
     paths = [save(store, version) for version in (5, 10, 15)]
     assert store.rewind(1, 12) == 10 and latest(store) == state_of(10)
@@ -434,7 +408,7 @@ def test_rewind_goes_to_the_newest_good_checkpoint_and_keeps_the_newer_ones_asid
     assert store.rewind(1, 7) == 5 and store.all() == [paths[0]], "the trainer may be ahead of it"
 
 
-def test_newest_good_checkpoint_and_its_stream_positions_are_kept() -> None:
+def test_newest_good_checkpoint_and_its_stream_positions_are_kept():
     retention = Retention(keep=1)
     assert retention.survivors([10, 20, 30, 40], {}, good=25) == {20, 40}
     assert retention.resumable([20, 40], good=25) == [20, 40] and retention.resumable([40], good=3) == [40]

@@ -1,14 +1,10 @@
 """`pipelinerl mismatch` on a run's event log: tables, advice, picture, JSON, and errors."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.plugins.watch.timeline.test_causes import HELD, micro_batch, random_rollouts
 from typer.testing import CliRunner
 
 from pipelinerl.cli import app
@@ -16,9 +12,10 @@ from pipelinerl.errors import UserError
 from pipelinerl.numerics.causes import figures, sampled_tokens
 from pipelinerl.observability.events import EventLog
 from pipelinerl.plugins.watch.report import write_report
+from tests.numerics.test_causes import HELD, micro_batch, random_rollouts
 
 
-def a_run(directory: Path, *, steps: int) -> Path:
+def a_run(directory, *, steps):
     """Write a run directory whose step events have the mismatch metrics of random rollouts."""
     with EventLog(directory / "events.jsonl") as log:
         log.write("run_started", elapsed_s=0.0, run="r")
@@ -31,7 +28,7 @@ def a_run(directory: Path, *, steps: int) -> Path:
     return directory
 
 
-def printed_by(*arguments: str) -> str:
+def printed_by(*arguments):
     result = CliRunner().invoke(app, ["mismatch", *arguments], env={"COLUMNS": "160"})
     if isinstance(result.exception, UserError):
         raise result.exception
@@ -39,7 +36,7 @@ def printed_by(*arguments: str) -> str:
     return result.output
 
 
-def test_mismatch_command_prints_logprob_mismatch_tables_and_advice_and_writes_a_picture(tmp_path: Path) -> None:
+def test_mismatch_command_prints_logprob_mismatch_tables_and_advice_and_writes_a_picture(tmp_path):
     output = printed_by(str(a_run(tmp_path, steps=12)))
     for expected in ("current − behavior, 12 steps", "old − behavior", "numerics", "cache", "staleness", "5–8"):
         assert expected in output
@@ -47,19 +44,19 @@ def test_mismatch_command_prints_logprob_mismatch_tables_and_advice_and_writes_a
     assert (tmp_path / "mismatch.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_mismatch_command_prints_its_metrics_as_json(tmp_path: Path) -> None:
+def test_mismatch_command_prints_its_metrics_as_json(tmp_path):
     record = json.loads(printed_by(str(a_run(tmp_path, steps=3)), "--json"))
     assert record["steps"] == 3 and record["current"].keys() == {"numerics", "cache", "staleness"}
     assert record["current"]["staleness"]["figures"]["p95"].keys() >= {"start", "middle", "end", "worst", "worst_step"}
     assert record["advice"][0].keys() == {"finding", "do", "because"}
 
 
-def test_report_page_shows_the_causes_of_logprob_mismatch(tmp_path: Path) -> None:
+def test_report_page_shows_the_causes_of_logprob_mismatch(tmp_path):
     page = write_report(a_run(tmp_path, steps=3)).html.read_text()
     assert "Trainer − sampler, P95" in page and "numerics" in page
 
 
-def test_mismatch_command_rejects_a_run_without_events_or_without_mismatch_metrics(tmp_path: Path) -> None:
+def test_mismatch_command_rejects_a_run_without_events_or_without_mismatch_metrics(tmp_path):
     with pytest.raises(UserError, match=r"no readable events\.jsonl"):
         printed_by(str(tmp_path / "nowhere"))
     (tmp_path / "events.jsonl").touch()

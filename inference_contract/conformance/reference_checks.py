@@ -170,12 +170,14 @@ def update_reaches_every_tensor(session: Session) -> str | None:
 
 def samples_follow_the_distribution(session: Session) -> str | None:
     """Tokens are drawn from the whole distribution at the request's temperature; greedy ones are the likeliest."""
+    import torch
+
     reference = reference_of(session)
     _, due = _two_versions(session, reference)
     version = publish(session, due)
     reference.take(due)
     rows = [each for seed in range(4) for each in answers(session, version, samples=8, seed=seed)]
-    excess, variance = sum(reference.surprises(each) for each in rows if each.temperature)
+    excess, variance = torch.stack([reference.surprises(each) for each in rows if each.temperature]).sum(0)
     scores = (excess / variance.clamp_min(1.0).sqrt()).tolist()
     score = max(scores, key=abs)
     assert abs(score) < _SURPRISE, (
@@ -306,7 +308,7 @@ def _crossing(session: Session, before: Weights, due: Weights, on_update: OnUpda
         trainer.accepted(trainer.update("prepare", version, on_update=on_update), "prepared")
         return old_version, version
 
-    commit = {"digest": digest(new), "on_update": on_update}
+    commit: dict[str, Any] = {"digest": digest(new), "on_update": on_update}
     for update in updates_under_load(session, ask, prepare, lambda _: trainer.broadcast(new), **commit):
         for response in update.answers:
             answer = ChatCompletion.model_validate(succeeded(response))

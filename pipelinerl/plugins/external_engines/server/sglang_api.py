@@ -55,7 +55,7 @@ _NEUTRAL: Final = {
 }
 #: Settings with which a server computes something else than the trainer, or does not load all of an update; each with
 #: the accepted values and the flag to leave out.
-_SILENT: Final = {
+_SILENT: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "quantization": ((None, "unquant"), "--quantization"),
     "torchao_config": ((None, ""), "--torchao-config"),
     "kv_cache_dtype": ((None, "auto"), "--kv-cache-dtype"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -42,7 +42,7 @@ _PROCESSED: Final = "--logprobs-mode processed_logprobs"
 _OFFERED: Final = frozenset({"min_p", "logit_bias", "frequency_penalty", "presence_penalty", "response_format"})
 
 #: Settings with which a server computes something else than the trainer: section, name, accepted values and flag.
-_SILENT: Final[Sequence[tuple[str, str, tuple[object, ...], str]]] = (
+_SILENT: Final[tuple[tuple[str, str, tuple[object, ...], str], ...]] = (
     ("model_config", "quantization", (None,), "--quantization"),
     ("model_config", "logits_processors", (None, []), "--logits-processors"),
     ("cache_config", "cache_dtype", (None, "auto"), "--kv-cache-dtype"),

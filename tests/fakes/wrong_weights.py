@@ -117,7 +117,8 @@ def _changes_in_service(patch):
 
     def changing(self, prefills):
         for parameter in self._model.parameters():
-            parameter.data = parameter.data * 1.01
+            if parameter.is_floating_point():
+                parameter.data = parameter.data * 1.01
         prefill(self, prefills)
 
     patch.setattr(TorchRunner, "prefill", changing)

@@ -103,6 +103,13 @@ def page(records: Records) -> str:
         for use in COLUMNS
         if use not in ("jax", "rows") and cell(its.get(use)) in ("no", "**fault**")
     ]
+    refused = dict[str, list[str]]()
+    for name, its in sorted(families.items()):
+        if (verdict := its.get("jax", "yes")) != "yes":
+            other = "is not supported by the JAX decoder" in verdict
+            reason = "an architecture that the decoder does not have" if other else verdict.partition("config.json ")[2]
+            refused.setdefault(reason, []).append(f"`{name}`")
+    of_jax = [f"| {', '.join(names)} | {reason} |" for reason, names in refused.items()]
     return f"""# Models
 
 `model_type` in a model's `config.json` is its family. `{COMMAND}` writes this table. It tries one tiny
@@ -118,7 +125,8 @@ weights.
 - **LoRA**: adapters take a step; transformers computes the trainer's log-probs from the merged checkpoint.
 - **torch engine**: log-probs of sampled tokens equal transformers', also after an update from the trainer.
 - **bf16**: mean errors of the log-probs of trainer and engine in bf16, as multiples of that of transformers in bf16;
-  up to 1.2 is accepted.
+  up to 1.2 is accepted. In mixtures of experts it varies by ± 0.2 between draws.
+  "–": transformers does not compute the model in bf16, or without error.
 - **JAX trainer**: log-probs equal transformers'.
 - **vLLM**: the tests of `make test-vllm` have run it, on a CPU.
 
@@ -134,11 +142,17 @@ model that does not train has no checkpoint. [Mixtures](../understand/mixtures.m
 | model_type | use | result |
 |---|---|---|
 {chr(10).join(reasons)}
+
+## Refusals of the JAX decoder
+
+| model_type | reason |
+|---|---|
+{chr(10).join(of_jax)}
 """
 
 
 def cell(verdict: str | None) -> str:
     """Return the table's cell for a verdict; None stands for a use that was not tried."""
-    if verdict is None or verdict in ("yes", "packed", "padded") or verdict[0].isdigit():
+    if verdict is None or verdict in ("yes", "packed", "padded", "–") or verdict[0].isdigit():
         return verdict or ""
     return "no" if verdict.startswith("refused") else "**fault**"

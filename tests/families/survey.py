@@ -46,6 +46,7 @@ TOLERANCE: Final = 1e-3
 F32, BF16 = WeightDType.FLOAT32, Precision.BF16
 #: Largest error of log-probs in bf16, as a multiple of transformers' own.
 MOST_IN_BF16: Final = 1.2
+TEXT: Final = list(range(20, 50))
 _LENGTHS: Final = (30, 5, 18, 30, 2)
 
 
@@ -222,31 +223,36 @@ def _check_jax(path: Path, model: Any, rows: list[list[int]]) -> None:
 def _check_bf16(path: Path, model: Any, *, serves: bool) -> str:
     """Return the errors of trainer and engine in bf16, as multiples of that of transformers in bf16.
 
-    An error is the mean distance, over tokens, of log-probs from those of transformers in fp32.
+    An error is the mean distance, over tokens, of log-probs from those of transformers in fp32. Experts that change
+    make it noisy, so a ratio above the limit is the mean of up to four draws. Return "–" if transformers does not compute
+    the model in bf16, or without error.
     """
-    half, spec = loaded(path).to(torch.bfloat16), TrainerSpec(model_path=path, device=Device.CPU, precision=BF16)
-    rows = np.random.default_rng(2).integers(12, zoo.VOCAB - 4, (12, 40)).tolist()
+    half, trainer = loaded(path).to(torch.bfloat16), TorchTrainer()
+    try:
+        if np.array_equal(expected(half, [TEXT]), expected(model, [TEXT])):
+            return "–"
+    except RuntimeError:
+        return "–"
+    trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, precision=BF16))
+    options = EngineOptions(
+        model_path=path, model_id="m", slots=12, max_waiting=8, context_length=64, device=Device.CPU, threads=1,
+        dtype=WeightDType.BFLOAT16,
+    )  # fmt: skip
+    runner = load_runner(options) if serves else None
 
-    def error(values: Any, of: Any, rows: list[list[int]], last: int) -> float:
-        wanted = [expected(of, [row])[-last:] for row in rows]
-        return float(np.abs(np.concatenate(values) - np.concatenate(wanted)).mean())
+    def ratio(values: list[Any], rows: list[list[int]]) -> float:
+        wanted, own = (np.concatenate([expected(each, [row])[-40:] for row in rows]) for each in (model, half))
+        return float(np.abs(np.concatenate(values) - wanted).mean() / np.abs(own - wanted).mean())
 
-    def ratio(values: Any, rows: list[list[int]], last: int) -> float:
-        own = [expected(half, [row])[-last:] for row in rows]
-        return error(values, model, rows, last) / error(own, model, rows, last)
-
-    trainer = TorchTrainer()
-    trainer.init_worker(spec)
-    ratios = [ratio(np.split(trainer.forward([batch_of(rows)])[0], len(rows)), rows, 40)]
-    if serves:
-        options = EngineOptions(
-            model_path=path, model_id="m", slots=12, max_waiting=8, context_length=64, device=Device.CPU, threads=1,
-            dtype=WeightDType.BFLOAT16,
-        )  # fmt: skip
-        answers = _sampled(load_runner(options), [row[:16] for row in rows], count=40)
-        ratios.append(ratio([each for _, each in answers], [row for row, _ in answers], 40))
-    shown = " / ".join(f"{each:.2f}" for each in ratios)
-    if max(ratios) > MOST_IN_BF16:
+    draws = list[list[float]]()
+    while len(draws) < 4 and (not draws or max(np.mean(draws, axis=0)) > MOST_IN_BF16):
+        rows = np.random.default_rng(2 + len(draws)).integers(12, zoo.VOCAB - 4, (12, 40)).tolist()
+        draws.append([ratio(np.split(trainer.forward([batch_of(rows)])[0], len(rows)), rows)])
+        if runner is not None:
+            answers = _sampled(runner, [row[:16] for row in rows], count=40)
+            draws[-1].append(ratio([each for _, each in answers], [row for row, _ in answers]))
+    shown = " / ".join(f"{each:.2f}" for each in np.mean(draws, axis=0))
+    if max(np.mean(draws, axis=0)) > MOST_IN_BF16:
         raise WrongError(f"errors in bf16 are {shown} of transformers'")
     return shown
 

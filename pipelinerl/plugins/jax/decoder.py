@@ -98,7 +98,7 @@ def hidden_states(
         before, after, before_mlp, after_mlp = config.norms
         cos, sin = angles if slides is None else (jnp.where(slides, *pair) for pair in zip(local, angles, strict=True))
         query, key, value = attention_inputs(config, own, normed(own, before, x), cos, sin)
-        reach = () if slides is None else (jnp.where(slides, config.window or _EVERYTHING, _EVERYTHING),)
+        reach = () if slides is None else (jnp.where(slides, config.window or 0, _EVERYTHING),)
         attended, cache = attend(query, key, value, cache, *reach)
         attended = linear(own, "self_attn.o_proj", attended.reshape(*x.shape[:-1], -1))
         x = x + normed(own, after, attended)

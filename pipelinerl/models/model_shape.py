@@ -77,6 +77,11 @@ class CacheSizes(NamedTuple):
     convolutions: int = 0
     recurrent: int = 0
 
+    @property
+    def whole(self) -> CacheSizes:
+        """The sizes for an engine whose layers with a sliding window keep whole sequences."""
+        return self._replace(token=self.token + self.in_window, in_window=0, window=None)
+
     def in_bytes(self, dtype: WeightDType) -> CacheBytes:
         """Return the sizes in bytes with keys and values in `dtype`."""
         states = self.convolutions * BYTES[dtype] + 4 * self.recurrent

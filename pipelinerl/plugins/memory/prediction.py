@@ -177,7 +177,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> EngineMemory | None:
     if section.type not in _ENGINES:
         return None
     return EngineMemory(
-        shape=shape,
+        shape=replace(shape, cache=shape.cache.whole) if section.type == "jax" else shape,
         dtype=dtypes.engine,
         wire=dtypes.wire,
         slots=section.slots,

@@ -132,7 +132,7 @@ async def test_canary_check_passes_an_int8_engine_only_if_its_mean_logprob_devia
 
 
 async def test_brief_check_leaves_the_mean_deviation_of_coarse_weights_to_the_engines_evidence(made: World) -> None:
-    canary = replace(CANARY, tolerance=TOLERANCES["int8"])
+    canary = replace(CANARY, tolerance=TOLERANCES["int8"], tokens=4)
     findings = await check_canary(
         canary, Twisted(made.client, _choices(token_logprobs=[-20.0] * 4)), Grace(), [made.url], published(),
         made.forward, True,

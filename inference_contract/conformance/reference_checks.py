@@ -173,6 +173,8 @@ def samples_follow_the_distribution(session: Session) -> str | None:
     import torch
 
     reference = reference_of(session)
+    import torch
+
     _, due = _two_versions(session, reference)
     version = publish(session, due)
     reference.take(due)

@@ -170,8 +170,6 @@ def update_reaches_every_tensor(session: Session) -> str | None:
 
 def samples_follow_the_distribution(session: Session) -> str | None:
     """Tokens are drawn from the whole distribution at the request's temperature; greedy ones are the likeliest."""
-    import torch
-
     reference = reference_of(session)
     import torch
 

@@ -34,8 +34,8 @@ CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
     "llama": lambda: LlamaConfig(**SIZES),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=5),
-    "gemma3": lambda: Gemma3TextConfig(**SIZES, head_dim=8, query_pre_attn_scalar=12, **WINDOWS),
-    "olmo3": lambda: Olmo3Config(**SIZES, pad_token_id=0, **WINDOWS),
+    "gemma3": lambda: Gemma3TextConfig(**SIZES, head_dim=8, query_pre_attn_scalar=12, pad_token_id=None, **WINDOWS),
+    "olmo3": lambda: Olmo3Config(**SIZES, pad_token_id=None, **WINDOWS),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
     ),

@@ -224,8 +224,8 @@ def _check_bf16(path: Path, model: Any, *, serves: bool) -> str:
     """Return the errors of trainer and engine in bf16, as multiples of that of transformers in bf16.
 
     An error is the mean distance, over tokens, of log-probs from those of transformers in fp32. Experts that change
-    make it noisy, so a ratio above the limit is the mean of up to four draws. Return "–" if transformers does not compute
-    the model in bf16, or without error.
+    make it noisy, so a ratio above the limit is the mean of up to four draws. Return "–" if transformers does not
+    compute the model in bf16, or without error.
     """
     half, trainer = loaded(path).to(torch.bfloat16), TorchTrainer()
     try:

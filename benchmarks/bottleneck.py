@@ -22,10 +22,12 @@ from inference_contract.engine import Engine
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.plugins.simulation.bottleneck import actor_seconds, newest_part, stretches, tried
 from pipelinerl.plugins.simulation.calibration import measure
-from pipelinerl.plugins.simulation.hardware import EngineTimes, TrainerTimes
+from pipelinerl.plugins.simulation.hardware import EngineTimes
 
 #: Seconds that the verifier takes for a group of answers.
 _VERIFY_S: Final = 0.3
+#: Seconds that the slow trainer takes for a token.
+_SLOW_TOKEN_S: Final = 0.002
 _SLOW: Final = EngineTimes(step_s=0.06, row_s=0.001)
 #: A change must help by the predicted share of a step, within this share of a step.
 _WITHIN: Final = 0.15
@@ -37,22 +39,19 @@ def slow_engine(options: EngineOptions) -> Engine:
     return engine(options, _SLOW.decode_s)
 
 
-class FastTrainer(PacedTrainer):
-    """A trainer that never limits a run here."""
-
-    times = TrainerTimes(token_s=0.0003)
-
-
-class SlowTrainer(PacedTrainer):
-    """A trainer that takes longer than the engine."""
-
-    times = TrainerTimes(token_s=0.002)
+def fast_trainer() -> PacedTrainer:
+    """Return a trainer that never limits a run here."""
+    return PacedTrainer(token_s=0.0003)
 
 
-class TwiceAsFast(PacedTrainer):
-    """`SlowTrainer` on hardware that is twice as fast."""
+def slow_trainer() -> PacedTrainer:
+    """Return a trainer that takes longer than the engine."""
+    return PacedTrainer(token_s=_SLOW_TOKEN_S)
 
-    times = TrainerTimes(token_s=SlowTrainer.times.token_s / 2)
+
+def twice_as_fast() -> PacedTrainer:
+    """Return `slow_trainer` on hardware that is twice as fast."""
+    return PacedTrainer(token_s=_SLOW_TOKEN_S / 2)
 
 
 def slow_reward(completions: Sequence[str]) -> list[float]:
@@ -71,7 +70,7 @@ class Case:
     after: tuple[str, ...]
 
 
-_FAST: Final = 'trainer.type="benchmarks.bottleneck:FastTrainer"'
+_FAST: Final = 'trainer.type="benchmarks.bottleneck:fast_trainer"'
 _VERIFIER: Final = (
     'domains=[{name="divisors", source="addition", verifier="benchmarks.bottleneck:slow_reward", verifier_workers=%d}]'
 )
@@ -85,8 +84,8 @@ CASES: Final[Mapping[str, Case]] = {
     "trainer": Case(
         cause="the trainer",
         change="a trainer twice as fast",
-        before=('trainer.type="benchmarks.bottleneck:SlowTrainer"',),
-        after=('trainer.type="benchmarks.bottleneck:TwiceAsFast"',),
+        before=('trainer.type="benchmarks.bottleneck:slow_trainer"',),
+        after=('trainer.type="benchmarks.bottleneck:twice_as_fast"',),
     ),
     "verifier": Case(
         cause="verifiers",

@@ -100,11 +100,10 @@ def engine(options: EngineOptions, decode_s: Callable[[int], float] = ENGINE.dec
 
 
 class PacedTrainer:
-    """A bigram trainer whose backward passes take as long as `times` says."""
+    """A bigram trainer whose backward passes take `token_s` seconds for each token."""
 
-    times = TRAINER
-
-    def __init__(self) -> None:
+    def __init__(self, token_s: float = TRAINER.token_s) -> None:
+        self._token_s = token_s
         self._trainer = BigramTrainer()
 
     def __getattr__(self, name: str) -> Any:
@@ -113,7 +112,7 @@ class PacedTrainer:
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """Compute the gradient, then wait until as much time has passed as a real device would take."""
         tokens = sum(len(each.token_ids) for each in micro_batches)
-        until = time.monotonic() + self.times.token_s * tokens
+        until = time.monotonic() + self._token_s * tokens
         stats = self._trainer.backward(micro_batches, objective)
         _wait(until)
         return stats

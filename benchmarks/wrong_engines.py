@@ -20,7 +20,6 @@ from torch import Tensor
 
 from benchmarks.measure import Row, report
 from inference_contract.schemas import ChatMessage
-from pipelinerl import rng
 from pipelinerl.config.sections import ModelSection
 from pipelinerl.engines.batching.logit_changes import LogitChange
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
@@ -115,7 +114,8 @@ def _row_zeroed(new: Parameters, old: Parameters) -> None:
 
 def _noise(new: Parameters, old: Parameters) -> None:
     matrix = new[_middle(new)]
-    matrix.mul_(1 + 1e-2 * torch.from_numpy(rng.generator(0, "noise").standard_normal(matrix.shape, np.float32)))
+    noise = generator(3, "noise").standard_normal(matrix.shape).astype(np.float32)
+    matrix.mul_(1 + 1e-2 * torch.from_numpy(noise))
 
 
 def _shifted(logprobs: Float32) -> Float32:

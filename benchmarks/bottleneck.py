@@ -1,4 +1,4 @@
-"""Check the advice of `pipelinerl bottleneck`: make the change it names, and compare the prediction with a real run.
+"""Check the advice of `pipelinerl bottleneck`: make the change it names, and compare prediction with run.
 
 Three runs on paced devices (`benchmarks/paced.py`) wait for their engine, their trainer and their verifier. From each
 run's files the command predicts the seconds of a step after each change; then the recommended change is made in a

@@ -1,15 +1,11 @@
 """The schedules benchmark compares runs that differ only in schedule, with equal rollouts and optimizer steps."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from benchmarks import schedules as benchmark
 from benchmarks.arms import FinishedRun, Job
-from benchmarks.schedules import RECIPE, Cell, Schedule, bounds, cells, chosen, figures, ratios, schedules
-from pipelinerl.config.recipe import RunConfig, load
+from benchmarks.schedules import RECIPE, bounds, cells, chosen, figures, ratios, schedules
+from pipelinerl.config.recipe import load
 from pipelinerl.observability.run_history import tell
 from pipelinerl.roles.problems import held_out_problems
 from pipelinerl.roles.wiring import objective_of
@@ -18,12 +14,12 @@ from tests.benchmarks.test_arms import events_of
 CELLS = cells(quick=False, recipe=RECIPE)
 
 
-def config_of(schedule: Schedule, cell: Cell) -> RunConfig:
+def config_of(schedule, cell):
     return load(RECIPE, [*cell.changes, *schedule.changes(cell)])
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_compared_schedules_use_equal_numbers_of_rollouts_and_optimizer_steps(cell: Cell) -> None:
+def test_compared_schedules_use_equal_numbers_of_rollouts_and_optimizer_steps(cell):
     for config in (config_of(schedule, cell) for schedule in schedules()):
         rollouts = load(RECIPE).training.rollouts_per_step
         assert config.run.steps * config.training.rollouts_per_step == rollouts * cell.optimizer_steps
@@ -31,7 +27,7 @@ def test_compared_schedules_use_equal_numbers_of_rollouts_and_optimizer_steps(ce
         assert config.training.rollouts_per_step == rollouts * config.training.mini_batches
 
 
-def test_recipes_of_compared_schedules_differ_only_in_the_settings_of_the_schedule() -> None:
+def test_recipes_of_compared_schedules_differ_only_in_the_settings_of_the_schedule():
     plain = load(RECIPE, list(CELLS[0].changes))
     theirs = ("staleness", "training", "run", "evaluation", "checkpoint")
     for schedule in schedules():
@@ -42,28 +38,28 @@ def test_recipes_of_compared_schedules_differ_only_in_the_settings_of_the_schedu
         assert objective_of(config) == objective_of(plain)
 
 
-def test_schedules_benchmark_covers_fixed_and_heavy_tailed_answer_lengths() -> None:
+def test_schedules_benchmark_covers_fixed_and_heavy_tailed_answer_lengths():
     assert {cell.lengths for cell in CELLS} == {"fixed", "heavy-tailed"}
     assert len({schedule.name for schedule in schedules()}) == 8
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_held_out_split_has_enough_problems_for_the_evaluation(cell: Cell) -> None:
+def test_held_out_split_has_enough_problems_for_the_evaluation(cell):
     config = config_of(schedules()[0], cell)
     wanted = config.evaluation_sets[0]
     source = held_out_problems(config, wanted)[wanted.name]
     assert len({source.problem(index).problem_id for index in range(wanted.problems)}) == wanted.problems
 
 
-def test_seconds_to_a_reward_are_read_from_the_reward_curve() -> None:
+def test_seconds_to_a_reward_are_read_from_the_reward_curve():
     run = FinishedRun(config=load(RECIPE), history=tell(events_of(8)), completed=True, accuracy=0.5)
     row = figures(Job("conventional G = 2", 0, RECIPE, ()), run)
     assert (row["seconds_to_0.6"], row["seconds_to_0.7"]) == (4.0, 5.0), "two steps before it was trained"
     assert row["lag"] == pytest.approx((2.0 - 1) * 2 + 1.5)
 
 
-def test_gain_of_a_schedule_is_bounded_by_the_busier_of_engine_and_trainer() -> None:
-    def row(arm: str, seconds: float, engine_s: float, compute_s: float) -> dict[str, Any]:
+def test_gain_of_a_schedule_is_bounded_by_the_busier_of_engine_and_trainer():
+    def row(arm, seconds, engine_s, compute_s):
         return {"cell": "c", "arm": arm, "seconds": seconds, "engine_s": engine_s, "compute_s": compute_s}
 
     rows = [
@@ -75,7 +71,7 @@ def test_gain_of_a_schedule_is_bounded_by_the_busier_of_engine_and_trainer() -> 
     assert bounds(rows) == {"bounds": {"c": {"in flight": pytest.approx({"ratio": 0.7, "bound": 0.6, "share": 0.75})}}}
 
 
-def test_time_to_a_reward_is_compared_for_each_seed_with_the_fastest_conventional_schedule() -> None:
+def test_time_to_a_reward_is_compared_for_each_seed_with_the_fastest_conventional_schedule():
     times = {"conventional G = 1": (10.0, 30.0), "conventional G = 4": (12.0, 20.0), "drain": (6.0, 5.0)}
     rows = [
         {"cell": "c", "recipe": RECIPE, "arm": arm, "seed": seed, "seconds_to_0.6": seconds, "seconds_to_0.7": None}
@@ -88,10 +84,8 @@ def test_time_to_a_reward_is_compared_for_each_seed_with_the_fastest_conventiona
     assert ratio_rows["c, reward 0.6"]["drain"]["median"] == pytest.approx((0.5 + 0.25) / 2)
 
 
-def test_benchmark_picks_each_schedules_fastest_core_allocation_and_then_its_best_learning_rate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def measure(name: str, jobs: list[Job], *_: object, **__: object) -> list[dict[str, float]]:
+def test_benchmark_picks_each_schedules_fastest_core_allocation_and_then_its_best_learning_rate(monkeypatch):
+    def measure(name, jobs, *_, **__):
         fast, good = "engine.count=2", "learning_rate=0.001"
         assert all(job.seed not in (0, 1, 2) for job in jobs)
         return [{"seconds": float(fast not in job.changes), "area": float(good in job.changes[-1])} for job in jobs]

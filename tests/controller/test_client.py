@@ -1,11 +1,7 @@
 """Tests of both clients of the controller's API, with every call against the real application."""
 
-from __future__ import annotations
-
 import asyncio
 import math
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +10,7 @@ from pipelinerl.controller.routes import ActorAssignment
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.errors import AddressError, RecipeError, TokenRefused
 from pipelinerl.system.http_service import listen, serve_until, url_of
-from tests.controller.service.test_service import Running, running
+from tests.controller.service.test_service import running
 from tests.controller.world import ENGINE
 from tests.patience import PATIENCE_S
 
@@ -22,14 +18,14 @@ TOKEN = "secret"
 
 
 @pytest.fixture
-async def run(tmp_path: Path) -> AsyncIterator[Running]:
+async def run(tmp_path):
     async with running(tmp_path) as made:
         yield made
 
 
 @pytest.fixture
-async def url(run: Running) -> AsyncIterator[str]:
-    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+async def url(run):
+    over = asyncio.get_running_loop().create_future()
     listener = listen("127.0.0.1", 0)
     address = url_of(*listener.getsockname()[:2])
     serving = asyncio.create_task(serve_until(create_api(run.service, token=TOKEN), listener, over=over))
@@ -38,7 +34,7 @@ async def url(run: Running) -> AsyncIterator[str]:
     await asyncio.wait_for(serving, PATIENCE_S)
 
 
-async def test_every_call_of_the_blocking_controller_client_works(run: Running, url: str) -> None:
+async def test_every_call_of_the_blocking_controller_client_works(run, url):
     await run.start()
     with ControllerClient(url, TOKEN, who="ada") as controller:
         fleet = await asyncio.to_thread(controller.engines)
@@ -60,7 +56,7 @@ async def test_every_call_of_the_blocking_controller_client_works(run: Running, 
         assert run.controller.state.stop_reason == "stopped by ada"
 
 
-async def test_every_call_of_the_async_controller_client_works_or_raises_its_error(run: Running, url: str) -> None:
+async def test_every_call_of_the_async_controller_client_works_or_raises_its_error(run, url):
     async with AsyncControllerClient(url, TOKEN) as controller:
         await controller.register_engine(ENGINE, incarnation="1", name="engine-0", type="torch")
         assignment = await controller.assignment()

@@ -3,15 +3,10 @@
 The bigram model must learn to answer "b" from a uniform start; only the streams are in memory.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 
@@ -43,10 +38,8 @@ from pipelinerl.roles.trainer_role import LoopSettings, training_loop
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.streams.memory_stream import MemoryStream
-from pipelinerl.streams.stream import Stream
 from pipelinerl.training.canary_check import TOLERANCES, Canary, check_canary
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
-from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
 from pipelinerl.verifiers.verifier import PerAnswerVerifier
@@ -62,16 +55,16 @@ RATE = 0.3
 class SaysB:
     """A verifier for which only the answer "b" is right."""
 
-    async def verify(self, problem: Problem, text: str) -> Verdict:
+    async def verify(self, problem, text):
         correct = text.strip() == problem.ground_truth
         return Verdict(outcome=Outcome.CORRECT if correct else Outcome.WRONG, reward=float(correct))
 
 
-def problem(index: int) -> Problem:
+def problem(index):
     return Problem(problem_id=str(index), domain="b", messages=(Message("user", "say b"),), ground_truth="b")
 
 
-def new_controller(*, steps: int = STEPS, k: float = 4) -> Controller:
+def new_controller(*, steps=STEPS, k=4):
     settings = ControllerSettings(
         run=RunSection(steps=steps),
         max_groups=256,
@@ -101,11 +94,11 @@ def new_controller(*, steps: int = STEPS, k: float = 4) -> Controller:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     return model_in(tmp_path / "model")
 
 
-def model_in(path: Path, *, alphabet: str = "abcdefghijklmnopqrstuvwxyz ") -> Path:
+def model_in(path, *, alphabet="abcdefghijklmnopqrstuvwxyz "):
     tokenizer = char_tokenizer(alphabet=alphabet)
     BigramModel.random(len(tokenizer), seed=0, scale=0.0).save(path)
     tokenizer.save_pretrained(str(path), save_jinja_files=False)
@@ -113,17 +106,17 @@ def model_in(path: Path, *, alphabet: str = "abcdefghijklmnopqrstuvwxyz ") -> Pa
 
 
 async def run(
-    directory: Path,
-    model: Path,
-    url: str,
+    directory,
+    model,
+    url,
     *,
-    controller: Controller,
-    stream: Stream,
-    restored: tuple[Path, TrainingState] | None = None,
-    learning: Mapping[str, Any] = MappingProxyType({"objective": "pipelinerl"}),
-    until: Callable[[Controller], bool] = lambda controller: False,
-    meanwhile: Callable[[ControllerService, EnginePool], Awaitable[None]] | None = None,
-) -> list[dict[str, object]]:
+    controller,
+    stream,
+    restored=None,
+    learning=MappingProxyType({"objective": "pipelinerl"}),
+    until=lambda controller: False,
+    meanwhile=None,
+):
     """Run to the end, or until `until` returns true; return the events.
 
     Args:
@@ -206,7 +199,7 @@ async def run(
     return read_events(directory / "events.jsonl")
 
 
-async def test_bigram_model_learns_while_weights_are_updated_during_sampling(tmp_path: Path, model: Path) -> None:
+async def test_bigram_model_learns_while_weights_are_updated_during_sampling(tmp_path, model):
     engine = bigram_engine.from_options(
         EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     )
@@ -217,15 +210,15 @@ async def test_bigram_model_learns_while_weights_are_updated_during_sampling(tmp
     evaluations = [event for event in events if event["kind"] == "evaluation"]
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert evaluations[0]["accuracy"] == 0.0 and evaluations[-1]["accuracy"] == 1.0
-    assert steps[-1]["reward"] > 0.8  # type: ignore[operator]
-    assert max(step["staleness_max"] for step in steps) <= 4  # type: ignore[type-var]
+    assert steps[-1]["reward"] > 0.8
+    assert max(step["staleness_max"] for step in steps) <= 4
     assert [event["model_version"] for event in events if event["kind"] == "checkpoint"] == [10, 20, 30]
     ledger = controller.state.account.ledger()
     assert ledger["issued"] == sum(count for category, count in ledger.items() if category != "issued")
     assert events[-1]["kind"] == "run_finished"
 
 
-async def test_ppo_run_with_critic_warm_up_and_kl_control_learns(tmp_path: Path, model: Path) -> None:
+async def test_ppo_run_with_critic_warm_up_and_kl_control_learns(tmp_path, model):
     """During the critic's warm-up, version numbers rise although the policy's weights do not change."""
     learning = {
         "objective": {
@@ -241,7 +234,7 @@ async def test_ppo_run_with_critic_warm_up_and_kl_control_learns(tmp_path: Path,
     controller = new_controller()
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
         events = await run(tmp_path, model, url, controller=controller, stream=MemoryStream(), learning=learning)
-    steps: list[dict[str, Any]] = [event for event in events if event["kind"] == "step"]
+    steps = [event for event in events if event["kind"] == "step"]
     evaluations = [event for event in events if event["kind"] == "evaluation"]
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert evaluations[0]["accuracy"] == 0.0 and evaluations[-1]["accuracy"] == 1.0
@@ -260,13 +253,13 @@ async def test_ppo_run_with_critic_warm_up_and_kl_control_learns(tmp_path: Path,
     assert ledger["trained"] == STEPS * 8
 
 
-async def test_old_logprobs_from_the_sampling_weights_equal_the_engines_logprobs(tmp_path: Path, model: Path) -> None:
+async def test_old_logprobs_from_the_sampling_weights_equal_the_engines_logprobs(tmp_path, model):
     """A bigram model has no KV cache to go stale, so log-probs differ only by rounding, also across weight updates."""
     learning = {"objective": "decoupled_ppo", "training": {"old_logprobs": "sampling_weights"}, "staleness": {"k": 8}}
     options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
         events = await run(tmp_path, model, url, controller=new_controller(), stream=MemoryStream(), learning=learning)
-    steps: list[dict[str, Any]] = [event for event in events if event["kind"] == "step"]
+    steps = [event for event in events if event["kind"] == "step"]
     largest = [value for step in steps for name, value in step.items() if name.startswith("old_mis") and "_max" in name]
     assert max(largest) <= 1e-5
     aged = [step["mismatch_staleness_max"] for step in steps if "mismatch_staleness_max" in step]
@@ -276,9 +269,7 @@ async def test_old_logprobs_from_the_sampling_weights_equal_the_engines_logprobs
     assert [file.stem for file in kept] == [f"version-{version:06d}" for version in range(STEPS - 3, STEPS + 1)]
 
 
-async def test_collapsed_run_continues_from_a_good_checkpoint_and_trains_each_prompt_once(
-    tmp_path: Path, model: Path
-) -> None:
+async def test_collapsed_run_continues_from_a_good_checkpoint_and_trains_each_prompt_once(tmp_path, model):
     """The rewards are those of a good run, but the controller remembers better ones up to version 12.
 
     It returns to the version of its best evaluation, 10 or 20, which the trainer has passed.
@@ -288,7 +279,7 @@ async def test_collapsed_run_continues_from_a_good_checkpoint_and_trains_each_pr
     run_section = controller.settings.run.model_copy(update={"on_collapse": OnCollapse.REWIND})
     controller.settings = replace(controller.settings, run=run_section)
 
-    async def collapse(service: ControllerService, pool: EnginePool) -> None:
+    async def collapse(service, pool):
         while controller.state.version < 22:
             await asyncio.sleep(0.01)
         controller.state.watched.rewards = RewardHistory(
@@ -320,9 +311,7 @@ async def test_collapsed_run_continues_from_a_good_checkpoint_and_trains_each_pr
     assert ledger["issued"] == sum(count for category, count in ledger.items() if category != "issued")
 
 
-async def test_interrupted_run_resumes_from_its_checkpoint_and_trains_each_prompt_once(
-    tmp_path: Path, model: Path
-) -> None:
+async def test_interrupted_run_resumes_from_its_checkpoint_and_trains_each_prompt_once(tmp_path, model):
     """The resumed run starts with an empty stream, new roles and a new engine."""
     options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:

@@ -15,11 +15,11 @@ from tests.families.survey import measured
 MEASURED: Final = ("glm4_moe", "laguna", "gemma2", "lfm2")
 
 
-def test_records_have_every_family_of_the_zoo() -> None:
+def test_records_have_every_family_of_the_zoo():
     assert Records.read().families.keys() == zoo.FAMILIES.keys(), f"run {COMMAND}"
 
 
-def test_page_of_models_and_readme_say_what_the_records_say() -> None:
+def test_page_of_models_and_readme_say_what_the_records_say():
     records = Records.read()
     assert PAGE.read_text() == page(records), f"run {COMMAND}"
     assert sentence(records) in README.read_text(), f"run {COMMAND}"
@@ -29,7 +29,7 @@ def test_page_of_models_and_readme_say_what_the_records_say() -> None:
 @pytest.mark.parametrize(
     "name", [*MEASURED, *(pytest.param(each, marks=pytest.mark.slow) for each in zoo.FAMILIES if each not in MEASURED)]
 )
-def test_record_of_each_family_is_what_the_product_makes_of_it(name: str) -> None:
+def test_record_of_each_family_is_what_the_product_makes_of_it(name):
     found, recorded = (
         {use: "yes" if verdict[0].isdigit() else cell(verdict) for use, verdict in each.items()}
         for each in (measured(name), Records.read().families[name])

@@ -23,13 +23,13 @@ NOISES: dict[str, Noise] = {
 }
 
 
-def tokens(draw: np.random.Generator, count: int, noise: Noise, scale: Floats | float = 1.0) -> tuple[Floats, Floats]:
+def tokens(draw, count, noise, scale=1.0):
     """Return log-probs of an engine, whose noise is multiplied by `scale`, and of the trainer."""
     ours = -draw.exponential(1.0, count)
     return ours + noise(draw, count) * scale * (1.1 - np.exp(ours)), ours
 
 
-def tokens_until_alarm(evidence: EngineEvidence, draw: np.random.Generator, share: float, scale: float) -> int:
+def tokens_until_alarm(evidence, draw, share, scale):
     for version in range(50):
         evidence.begin()
         wrong = np.where(draw.random(20) < share, scale, 1.0)
@@ -38,7 +38,7 @@ def tokens_until_alarm(evidence: EngineEvidence, draw: np.random.Generator, shar
     raise AssertionError("never caught")
 
 
-def healthy(seed: int, noise: Noise, *, versions: int) -> EngineEvidence:
+def healthy(seed, noise, *, versions):
     draw, evidence = np.random.default_rng(seed), EngineEvidence()
     theirs, ours = tokens(draw, 22, noise)
     evidence.anchor(theirs, ours)
@@ -49,14 +49,14 @@ def healthy(seed: int, noise: Noise, *, versions: int) -> EngineEvidence:
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_healthy_engine_is_never_suspected(noise: str) -> None:
+def test_healthy_engine_is_never_suspected(noise):
     for seed in range(20):
         healthy(seed, NOISES[noise], versions=60)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", NOISES)
-def test_no_healthy_engine_of_2500_is_suspected_in_40_versions(noise: str) -> None:
+def test_no_healthy_engine_of_2500_is_suspected_in_40_versions(noise):
     for seed in range(2500):
         healthy(seed, NOISES[noise], versions=40)
 
@@ -64,7 +64,7 @@ def test_no_healthy_engine_of_2500_is_suspected_in_40_versions(noise: str) -> No
 @pytest.mark.parametrize(
     ("share", "scale", "most"), [(1.0, 1000.0, 8), (1.0, 100.0, 10), (1.0, 10.0, 40), (0.25, 1000.0, 80)]
 )
-def test_deviations_beyond_the_baseline_are_caught_after_few_tokens(share: float, scale: float, most: int) -> None:
+def test_deviations_beyond_the_baseline_are_caught_after_few_tokens(share, scale, most):
     needed = [
         tokens_until_alarm(healthy(seed, NOISES["normal"], versions=40), np.random.default_rng(seed), share, scale)
         for seed in range(9)
@@ -72,7 +72,7 @@ def test_deviations_beyond_the_baseline_are_caught_after_few_tokens(share: float
     assert np.median(needed) <= most, needed
 
 
-def test_slow_growth_of_noise_is_followed_and_a_fast_one_is_not() -> None:
+def test_slow_growth_of_noise_is_followed_and_a_fast_one_is_not():
     for growth, is_caught in ((1.005, False), (1.05, True)):
         draw, evidence = np.random.default_rng(0), healthy(0, NOISES["normal"], versions=30)
         alarms = []
@@ -84,7 +84,7 @@ def test_slow_growth_of_noise_is_followed_and_a_fast_one_is_not() -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_log_prob_that_is_not_finite_alarms_at_its_place(wrong: float) -> None:
+def test_log_prob_that_is_not_finite_alarms_at_its_place(wrong):
     evidence = healthy(0, NOISES["normal"], versions=5)
     theirs, ours = tokens(np.random.default_rng(1), 20, NOISES["normal"])
     theirs[7] = wrong
@@ -92,13 +92,13 @@ def test_log_prob_that_is_not_finite_alarms_at_its_place(wrong: float) -> None:
     assert evidence.add(theirs, ours) == 7
 
 
-def test_tokens_of_one_context_count_once() -> None:
+def test_tokens_of_one_context_count_once():
     ours = np.array([-1.0, -0.5, -1.0, -1.00001, -2.0])
     assert distinct(ours).tolist() == [0, 1, 4]
     assert deviations(ours, ours).tolist() == [0.0] * 5
 
 
-def test_evidence_grows_over_versions_and_is_discounted_for_late_starts() -> None:
+def test_evidence_grows_over_versions_and_is_discounted_for_late_starts():
     early, late = EProcess(1), EProcess(1)
     early.begin()
     for _ in range(100):
@@ -109,12 +109,12 @@ def test_evidence_grows_over_versions_and_is_discounted_for_late_starts() -> Non
         assert next(n for n in range(1, 99) if evidence.add(bets) is not None) == needed
 
 
-def test_samples_of_another_temperature_are_caught_and_right_ones_are_not() -> None:
+def test_samples_of_another_temperature_are_caught_and_right_ones_are_not():
     draw, logits = np.random.default_rng(0), np.random.default_rng(1).normal(size=(1500, 20)) * 2
 
-    def at(factor: float) -> Floats:
+    def at(factor):
         scaled = logits / factor
-        result: Floats = scaled - np.logaddexp.reduce(scaled, axis=1, keepdims=True)
+        result = scaled - np.logaddexp.reduce(scaled, axis=1, keepdims=True)
         return result
 
     for factor, is_caught in ((1.0, False), (0.8, True), (1.25, True)):

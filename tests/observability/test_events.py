@@ -1,7 +1,5 @@
 """The event log keeps whole lines, even if its writer is killed or the disk is full."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +19,7 @@ from tests.patience import PATIENCE_S, SOON_S
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_events_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+def test_events_are_read_back_as_they_were_written(tmp_path):
     path = tmp_path / "run" / "events.jsonl"
     with EventLog(path, clock=lambda: 12.3456) as log:
         log.write("step", step=1, reward=0.5)
@@ -31,7 +28,7 @@ def test_events_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     assert read_events(path)[1] == {"time": 12.346, "kind": "knobs", "changes": {"staleness.k": None}, "who": "ü"}
 
 
-def test_non_finite_numbers_in_events_become_null(tmp_path: Path) -> None:
+def test_non_finite_numbers_in_events_become_null(tmp_path):
     with EventLog(tmp_path / "e") as log:
         log.write("step", loss=math.nan, rows=[1.0, -math.inf, (math.nan,)])
     (event,) = read_events(tmp_path / "e")
@@ -39,7 +36,7 @@ def test_non_finite_numbers_in_events_become_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"time":1,"ki', b"x", b"y" * 100_000])
-def test_incomplete_last_line_is_ignored_by_readers_and_removed_by_the_writer(tmp_path: Path, torn: bytes) -> None:
+def test_incomplete_last_line_is_ignored_by_readers_and_removed_by_the_writer(tmp_path, torn):
     path = tmp_path / "e"
     with EventLog(path) as log:
         log.write("step", step=1)
@@ -51,7 +48,7 @@ def test_incomplete_last_line_is_ignored_by_readers_and_removed_by_the_writer(tm
     assert [event["step"] for event in read_events(path)] == [1, 2]
 
 
-def test_event_log_with_only_an_incomplete_line_is_read_as_empty(tmp_path: Path) -> None:
+def test_event_log_with_only_an_incomplete_line_is_read_as_empty(tmp_path):
     path = tmp_path / "e"
     path.write_bytes(b'{"half')
     assert read_events(path) == []
@@ -59,12 +56,12 @@ def test_event_log_with_only_an_incomplete_line_is_read_as_empty(tmp_path: Path)
     assert path.read_bytes() == b""
 
 
-def test_reading_a_missing_event_log_raises(tmp_path: Path) -> None:
+def test_reading_a_missing_event_log_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_events(tmp_path / "none")
 
 
-def test_events_written_before_the_writer_is_killed_are_kept(tmp_path: Path) -> None:
+def test_events_written_before_the_writer_is_killed_are_kept(tmp_path):
     path = tmp_path / "e"
     code = (
         "import os, pathlib, signal, sys\nfrom pipelinerl.observability.events import EventLog\n"
@@ -77,7 +74,7 @@ def test_events_written_before_the_writer_is_killed_are_kept(tmp_path: Path) -> 
     assert [event["step"] for event in read_events(path)] == list(range(50))
 
 
-def test_event_log_can_be_closed_twice_and_then_rejects_writes(tmp_path: Path) -> None:
+def test_event_log_can_be_closed_twice_and_then_rejects_writes(tmp_path):
     log = EventLog(tmp_path / "e")
     log.close()
     log.close()
@@ -85,7 +82,7 @@ def test_event_log_can_be_closed_twice_and_then_rejects_writes(tmp_path: Path) -
         log.write("step")
 
 
-def test_each_event_line_is_appended_in_one_write(tmp_path: Path) -> None:
+def test_each_event_line_is_appended_in_one_write(tmp_path):
     """A concurrent reader sees whole lines only, because the file ends with a newline after every write."""
     path = tmp_path / "e"
     with EventLog(path) as log:
@@ -96,7 +93,7 @@ def test_each_event_line_is_appended_in_one_write(tmp_path: Path) -> None:
     assert os.path.getsize(path) > 100_000
 
 
-def _kept_and_written(place: Path, path: Path) -> None:
+def _kept_and_written(place, path):
     """Check that the first `write` or `close` after space is freed writes all pending records, in order."""
     with EventLog(path) as log:
         log.write("step", step=0)
@@ -121,7 +118,7 @@ def _kept_and_written(place: Path, path: Path) -> None:
     assert [event["step"] for event in read_events(path)] == list(range(800))
 
 
-def _given_up(place: Path, path: Path) -> None:
+def _given_up(place, path):
     log = EventLog(path, timeout_s=0.3)
     small_disk.fill(place)
     log.write("step", step=0, text="x" * 50_000)
@@ -133,9 +130,7 @@ def _given_up(place: Path, path: Path) -> None:
 
 
 @pytest.mark.parametrize("scene", [_kept_and_written, _given_up])
-def test_event_log_on_a_full_disk_writes_its_records_once_there_is_space_or_raises_after_a_timeout(
-    tmp_path: Path, scene: Callable[[Path, Path], None]
-) -> None:
+def test_event_log_on_a_full_disk_writes_its_records_once_there_is_space_or_raises_after_a_timeout(tmp_path, scene):
     if reason := small_disk.why_not(tmp_path):
         pytest.skip(f"no disk of a size of one's own: {reason}")
     code = (
@@ -153,7 +148,7 @@ def test_event_log_on_a_full_disk_writes_its_records_once_there_is_space_or_rais
     assert ended.returncode == 0, ended.stderr
 
 
-def test_event_follower_reads_each_record_once_while_the_log_grows(tmp_path: Path) -> None:
+def test_event_follower_reads_each_record_once_while_the_log_grows(tmp_path):
     path = tmp_path / "events.jsonl"
     follower = EventFollower(path)
     assert follower.new() == [], "a missing log has no events"
@@ -165,7 +160,7 @@ def test_event_follower_reads_each_record_once_while_the_log_grows(tmp_path: Pat
     assert [event["kind"] for event in EventFollower(path, offset=follower.offset).new()] == ["c"]
 
 
-def test_event_follower_reads_a_log_in_pieces_without_splitting_records(tmp_path: Path) -> None:
+def test_event_follower_reads_a_log_in_pieces_without_splitting_records(tmp_path):
     path = tmp_path / "events.jsonl"
     lines = [b'{"kind":"a","x":"%s"}\n' % (b"x" * size) for size in (3, 500, 3, 3)]
     path.write_bytes(b"".join(lines))
@@ -176,7 +171,7 @@ def test_event_follower_reads_a_log_in_pieces_without_splitting_records(tmp_path
     assert len(list(EventFollower(path).all())) == 4
 
 
-def test_readers_skip_and_log_lines_that_are_not_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_readers_skip_and_log_lines_that_are_not_events(tmp_path, caplog):
     """Such lines come from a crash of the machine, from hand edits, or from two writers of an old version."""
     path = tmp_path / "events.jsonl"
     bad = [b"nonsense", b'{"kind":"st', b"[1]", b'{"kind":7}', b"\xff", b"[" * 9999, b'{"time":1}']
@@ -190,7 +185,7 @@ def test_readers_skip_and_log_lines_that_are_not_events(tmp_path: Path, caplog: 
         assert log.count_recent(kind="b") == 1
 
 
-def test_only_one_process_writes_to_an_event_log(tmp_path: Path) -> None:
+def test_only_one_process_writes_to_an_event_log(tmp_path):
     path = tmp_path / "events.jsonl"
     first = EventLog(path)
     first.write("a")

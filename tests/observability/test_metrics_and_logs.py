@@ -1,7 +1,5 @@
 """Metrics are served as Prometheus text, and log records are written as JSON lines."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -13,7 +11,7 @@ from pipelinerl.observability.logs import configure
 from pipelinerl.observability.status import labelled_text, prometheus_text
 
 
-def test_prometheus_text_declares_the_type_of_each_metric_and_escapes_label_values() -> None:
+def test_prometheus_text_declares_the_type_of_each_metric_and_escapes_label_values():
     text = labelled_text(
         {"steps_total": {(): 3}, "pause_s": {(("url", 'a"b\\c\n'), ("name", "x")): 0.5, (): 1}, "none": {}},
         prefix="engine",
@@ -29,11 +27,11 @@ def test_prometheus_text_declares_the_type_of_each_metric_and_escapes_label_valu
 
 
 @pytest.fixture
-def stream() -> io.StringIO:
+def stream():
     return io.StringIO()
 
 
-def test_log_line_contains_run_role_step_and_model_version(stream: io.StringIO) -> None:
+def test_log_line_contains_run_role_step_and_model_version(stream):
     log = configure(run="tiny", role="engine-0", stream=stream)
     logging.getLogger("pipelinerl").info("ready after %d s", 3)
     log.at(step=7, model_version=8)
@@ -49,7 +47,7 @@ def test_log_line_contains_run_role_step_and_model_version(stream: io.StringIO) 
     assert (second["logger"], second["parameter"]) == ("third.party", "w")
 
 
-def test_exceptions_and_warnings_are_logged_as_one_line_each(stream: io.StringIO) -> None:
+def test_exceptions_and_warnings_are_logged_as_one_line_each(stream):
     configure(run="tiny", role="trainer", stream=stream)
     try:
         raise OSError("disk full")
@@ -63,7 +61,7 @@ def test_exceptions_and_warnings_are_logged_as_one_line_each(stream: io.StringIO
     assert warning["logger"] == "py.warnings"
 
 
-def test_second_logging_configuration_replaces_the_first(stream: io.StringIO) -> None:
+def test_second_logging_configuration_replaces_the_first(stream):
     configure(run="a", role="x", stream=stream)
     configure(run="b", role="x", stream=stream)
     logging.getLogger("pipelinerl").info("once")

@@ -1,7 +1,5 @@
 """Dashboard, alert rules and documentation use exactly the metric names that the run's processes serve."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -58,15 +56,15 @@ STATUS = RunStatus(
 )
 
 
-def _controller() -> str:
+def _controller():
     return run_metrics(STATUS, dict.fromkeys(FIGURES, 1.0))
 
 
-def _names(text: str) -> set[str]:
+def _names(text):
     return set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
 
 
-async def _parameter_server(tmp_path: Path) -> str:
+async def _parameter_server(tmp_path):
     transport = httpx.ASGITransport(application("parameter server", tmp_path))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         answer = await http.get("/metrics", headers={"authorization": f"Bearer {TOKEN}"})
@@ -74,11 +72,11 @@ async def _parameter_server(tmp_path: Path) -> str:
     return answer.text
 
 
-def _used(path: Path) -> set[str]:
+def _used(path):
     return set(re.findall(r"\bpipelinerl_[a-z0-9_]+", path.read_text()))
 
 
-async def test_dashboard_and_alerts_use_only_served_metrics(tmp_path: Path) -> None:
+async def test_dashboard_and_alerts_use_only_served_metrics(tmp_path):
     engine = prometheus_text(EngineMetrics().model_dump(), prefix=METRICS_PREFIX)
     answered = _names(_controller()) | _names(engine) | _names(await _parameter_server(tmp_path))
     for path in (DOCS / "grafana" / "dashboard.json", DOCS / "grafana" / "alerts.yaml"):
@@ -86,7 +84,7 @@ async def test_dashboard_and_alerts_use_only_served_metrics(tmp_path: Path) -> N
         assert len(used) >= 10 and used <= answered, sorted(used - answered)
 
 
-def test_dashboard_and_alert_files_are_well_formed() -> None:
+def test_dashboard_and_alert_files_are_well_formed():
     panels = json.loads((DOCS / "grafana" / "dashboard.json").read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) >= 12
     assert all(target["expr"] for panel in panels for target in panel["targets"])
@@ -99,8 +97,8 @@ def test_dashboard_and_alert_files_are_well_formed() -> None:
 @pytest.mark.skipif(
     PROMTOOL is None, reason="Prometheus does not judge rules and queries: promtool (Debian's prometheus) is not here"
 )
-def test_promtool_accepts_alert_rules_dashboard_queries_and_metrics_text(tmp_path: Path) -> None:
-    def judged(*words: str | Path, text: str = "") -> str:
+def test_promtool_accepts_alert_rules_dashboard_queries_and_metrics_text(tmp_path):
+    def judged(*words, text=""):
         command = [str(PROMTOOL), "check", *map(str, words)]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE_S)
         return done.stdout + done.stderr
@@ -119,12 +117,12 @@ def test_promtool_accepts_alert_rules_dashboard_queries_and_metrics_text(tmp_pat
     assert "parsing error" in judged("metrics", text="pipelinerl_steps_total seven")
 
 
-def test_documentation_lists_every_metric_of_the_controller() -> None:
+def test_documentation_lists_every_metric_of_the_controller():
     listed = re.findall(r"^\| `(pipelinerl_\w+)`", (DOCS / "prometheus.md").read_text(), re.MULTILINE)
     assert set(listed) == _names(_controller()) and len(listed) == len(set(listed))
 
 
-def test_prometheus_metrics_of_the_controller_agree_with_the_status_that_it_serves() -> None:
+def test_prometheus_metrics_of_the_controller_agree_with_the_status_that_it_serves():
     text = _controller()
     for line in (
         "pipelinerl_steps_total 7",

@@ -1,23 +1,19 @@
 """Tests of a run's history: its incidents by harm, and rewards by the version that sampled them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from pipelinerl.observability.run_history import Incidents, Series, tell
 
 
-def at(elapsed_s: float, kind: str, **fields: Any) -> dict[str, Any]:
+def at(elapsed_s, kind, **fields):
     return {"kind": kind, "elapsed_s": elapsed_s, **fields}
 
 
-def stale(elapsed_s: float, kind: str = "alarm") -> dict[str, Any]:
+def stale(elapsed_s, kind="alarm"):
     return at(elapsed_s, kind, alarm="stale", domain="d", what="too old")
 
 
-def test_incidents_are_ranked_by_harm_and_alarms_by_duration() -> None:
+def test_incidents_are_ranked_by_harm_and_alarms_by_duration():
     events = [
         at(0, "run_started"),
         at(1, "trainer_ready", epoch=1),
@@ -43,12 +39,12 @@ def test_incidents_are_ranked_by_harm_and_alarms_by_duration() -> None:
     ]
 
 
-def test_trainer_that_left_before_the_next_one_began_is_no_incident() -> None:
+def test_trainer_that_left_before_the_next_one_began_is_no_incident():
     events = [at(1, "trainer_ready"), at(2, "trainer_left"), at(3, "run_started"), at(4, "trainer_ready")]
     assert tell(events).incidents == ()
 
 
-def test_harmful_incident_replaces_the_least_harmful_one_if_there_are_too_many() -> None:
+def test_harmful_incident_replaces_the_least_harmful_one_if_there_are_too_many():
     incidents = Incidents()
     for number in range(600):
         incidents.take(at(number, "engine_slow", url=f"http://{number}"))
@@ -58,7 +54,7 @@ def test_harmful_incident_replaces_the_least_harmful_one_if_there_are_too_many()
     assert len(ranked) == 500 and ranked[0].kind == "engine_lost" and ranked[-1].kind == "engine_slow"
 
 
-def learning(lag: int, *, names_version: bool) -> list[dict[str, Any]]:
+def learning(lag, *, names_version):
     """Return steps of a run whose version v samples answers with a mean reward of v / 10, trained `lag` steps later."""
     steps = []
     for step in range(1, 20):
@@ -70,14 +66,12 @@ def learning(lag: int, *, names_version: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("names_version", [True, False])
 @pytest.mark.parametrize("lag", [1, 3, 8])
-def test_reward_of_a_version_does_not_depend_on_the_lag_of_the_step_that_trained_it(
-    lag: int, names_version: bool
-) -> None:
+def test_reward_of_a_version_does_not_depend_on_the_lag_of_the_step_that_trained_it(lag, names_version):
     rewards = tell(learning(lag, names_version=names_version)).by_sampling_version()
     assert rewards.y == pytest.approx([version / 10 for version in rewards.x]) and rewards.x[-1] == 19 - lag
 
 
-def test_rewards_by_version_are_in_rising_order_of_versions() -> None:
+def test_rewards_by_version_are_in_rising_order_of_versions():
     late = [
         at(1, "step", step=1, reward=0.2, sampled_version=2.0),
         at(2, "step", step=2, reward=0.1, sampled_version=0),

@@ -1,7 +1,5 @@
 """A run's status as JSON, and its display on a terminal and in a pipe."""
 
-from __future__ import annotations
-
 import io
 
 import msgspec
@@ -66,7 +64,7 @@ STATUS = RunStatus(
 HEADLINES = ("120/300", "0.732", "61.4%", "5 min 18 s", "2.3", "1.2 ms", "93%", "3 more groups for step 121")
 
 
-def test_progress_line_shows_the_last_evaluated_version_and_the_running_evaluation() -> None:
+def test_progress_line_shows_the_last_evaluated_version_and_the_running_evaluation():
     text = line(STATUS)
     assert "held-out 61.4% ±4.0%, pass@8 80.0% of v100" in text
     going = "evaluating v110 on http://127.0.0.1:4124: 17/64, 2 answers of other versions discarded"
@@ -76,7 +74,7 @@ def test_progress_line_shows_the_last_evaluated_version_and_the_running_evaluati
     assert going in console.export_text()
 
 
-def test_status_shows_each_further_evaluation_set_with_its_name() -> None:
+def test_status_shows_each_further_evaluation_set_with_its_name():
     other = HeldOutStatus(name="aime", accuracy=0.125, low=0.0, high=0.25, version=90, one_version=True, first=0.0625)
     evaluating = msgspec.structs.replace(STATUS.evaluating, sets=("math", "aime"))
     status = msgspec.structs.replace(STATUS, other_sets=(other,), evaluating=evaluating)
@@ -91,23 +89,23 @@ def test_status_shows_each_further_evaluation_set_with_its_name() -> None:
 
 
 @pytest.mark.parametrize("width", [8, 12, 16, 24, 60])
-def test_status_fits_into_a_narrow_terminal(width: int) -> None:
+def test_status_fits_into_a_narrow_terminal(width):
     console = Console(width=width, file=io.StringIO())
     console.print(render(STATUS, width=width, rewards=[0.1, 0.2, 0.3]))
 
 
-def test_status_shows_healthy_engines_in_green_and_lost_engines_in_red() -> None:
+def test_status_shows_healthy_engines_in_green_and_lost_engines_in_red():
     console = Console(width=120, file=io.StringIO(), record=True, force_terminal=True, color_system="standard")
     console.print(render(STATUS, width=120))
     text = console.export_text(styles=True)
     assert "\x1b[32mhealthy" in text and "\x1b[31mlost" in text
 
 
-def test_run_status_is_unchanged_after_encoding_as_json_and_decoding() -> None:
+def test_run_status_is_unchanged_after_encoding_as_json_and_decoding():
     assert RunStatus.from_json(STATUS.to_json()) == STATUS
 
 
-def test_status_with_unknown_fields_can_be_read() -> None:
+def test_status_with_unknown_fields_can_be_read():
     status = RunStatus.from_json(b'{"run": "x", "phase": "evaluating", "field_of_tomorrow": [1]}')
     assert (status.run, status.phase, status.last_step.reward, status.fleet.engines) == (
         "x",
@@ -118,13 +116,13 @@ def test_status_with_unknown_fields_can_be_read() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"run": 3}', b'{"run": "x", "phase": "dancing"}'])
-def test_invalid_status_is_rejected(data: bytes) -> None:
+def test_invalid_status_is_rejected(data):
     with pytest.raises(ValueError, match="expected a run's status as JSON"):
         RunStatus.from_json(data)
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
-def test_status_block_shows_the_main_metrics_at_any_width(width: int) -> None:
+def test_status_block_shows_the_main_metrics_at_any_width(width):
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(render(STATUS, width=width, rewards=[0.1, 0.5, 0.7]))
     shown = console.export_text()
@@ -132,7 +130,7 @@ def test_status_block_shows_the_main_metrics_at_any_width(width: int) -> None:
     assert max(map(len, shown.splitlines())) <= width
 
 
-def test_status_without_metrics_can_be_rendered() -> None:
+def test_status_without_metrics_can_be_rendered():
     empty = RunStatus(run="x")
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(render(empty, width=100))
@@ -140,14 +138,14 @@ def test_status_without_metrics_can_be_rendered() -> None:
     assert "reward –" in line(empty)
 
 
-def test_reward_is_shown_with_the_share_of_answers_that_it_leaves_out() -> None:
+def test_reward_is_shown_with_the_share_of_answers_that_it_leaves_out():
     share = unjudged_share({"a": {"rollouts": 6.0, "unjudged": 0.5}, "b": {"rollouts": 2.0}, "c": {}})
     status = RunStatus(run="r", last_step=LastStepStatus(reward=1.0, unjudged=share))
     assert "reward 1.000 (37.5% unjudged)" in line(status)
     assert unjudged_share({}) is None and reward_words(0.5, 0.0) == "0.500"
 
 
-def test_terminal_shows_the_status_block_and_restores_the_cursor() -> None:
+def test_terminal_shows_the_status_block_and_restores_the_cursor():
     out = io.StringIO()
     with ProgressDisplay(Console(file=out, force_terminal=True, width=110)) as progress:
         progress.show(STATUS)
@@ -155,7 +153,7 @@ def test_terminal_shows_the_status_block_and_restores_the_cursor() -> None:
     assert out.getvalue().rstrip().endswith("\x1b[?25h")  # the escape sequence that shows the cursor again
 
 
-def test_terminal_cursor_is_restored_after_an_error() -> None:
+def test_terminal_cursor_is_restored_after_an_error():
     out = io.StringIO()
     with (
         pytest.raises(KeyboardInterrupt),
@@ -166,7 +164,7 @@ def test_terminal_cursor_is_restored_after_an_error() -> None:
     assert "\x1b[?25h" in out.getvalue()
 
 
-def test_piped_output_gets_a_status_line_at_intervals_and_when_the_phase_of_the_run_changes() -> None:
+def test_piped_output_gets_a_status_line_at_intervals_and_when_the_phase_of_the_run_changes():
     out, now = io.StringIO(), [0.0]
     with ProgressDisplay(Console(file=out, width=40), line_every_s=5.0, clock=lambda: now[0]) as progress:
         for _ in range(30):
@@ -181,7 +179,7 @@ def test_piped_output_gets_a_status_line_at_intervals_and_when_the_phase_of_the_
     assert "finished" in lines[-1]
 
 
-def test_escape_sequences_in_a_status_have_no_effect_on_a_terminal() -> None:
+def test_escape_sequences_in_a_status_have_no_effect_on_a_terminal():
     state = RunStatus(run="a", alarms=("\x1b[2J gone",), waiting_for="\x1b]0;title\x07")
     assert "\x1b" not in line(state) and "\\x1b[2J gone" in line(state)
     with (console := Console(width=120, file=io.StringIO(), no_color=True)).capture() as captured:
@@ -189,7 +187,7 @@ def test_escape_sequences_in_a_status_have_no_effect_on_a_terminal() -> None:
     assert "\x1b" not in captured.get() and "\\x1b]0;title" in captured.get()
 
 
-def test_sparkline_scales_values_and_averages_them_to_its_width() -> None:
+def test_sparkline_scales_values_and_averages_them_to_its_width():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 1, 1], width=2) == "▁█"
     assert sparkline([5, 5], width=9) == "▁▁"
@@ -199,11 +197,11 @@ def test_sparkline_scales_values_and_averages_them_to_its_width() -> None:
     ("seconds", "text"),
     [(0, "0.0 s"), (4.21, "4.2 s"), (59.4, "59 s"), (185, "3 min 05 s"), (3599.9, "1 h 00 min"), (7810, "2 h 10 min")],
 )
-def test_durations_are_displayed_with_at_most_two_units(seconds: float, text: str) -> None:
+def test_durations_are_displayed_with_at_most_two_units(seconds, text):
     assert format_duration(seconds) == text
 
 
-def test_status_shows_the_metrics_and_alarms_of_each_domain() -> None:
+def test_status_shows_the_metrics_and_alarms_of_each_domain():
     figures = {
         "reward": 0.5,
         "reward.format": 0.25,
@@ -242,7 +240,7 @@ def test_status_shows_the_metrics_and_alarms_of_each_domain() -> None:
     assert RunStatus.from_json(status.to_json()) == status
 
 
-def test_piped_output_gets_a_status_line_when_an_alarm_starts_or_ends() -> None:
+def test_piped_output_gets_a_status_line_when_an_alarm_starts_or_ends():
     out = io.StringIO()
     progress = ProgressDisplay(Console(file=out, width=200), line_every_s=1000.0)
     with progress:
@@ -251,7 +249,7 @@ def test_piped_output_gets_a_status_line_when_an_alarm_starts_or_ends() -> None:
     assert ["ALARM" in each for each in out.getvalue().splitlines()] == [False, True, False]
 
 
-def test_incidents_are_lines_with_their_number_duration_and_cause() -> None:
+def test_incidents_are_lines_with_their_number_duration_and_cause():
     lost = IncidentStatus(kind="engine_lost", what="http://a: no\nanswer", count=2, seconds=41.0, ongoing=True)
     once = IncidentStatus(kind="step_skipped")
     assert incident_lines(RunStatus(run="a", incidents=(lost, once))) == [

@@ -1,17 +1,14 @@
 """The dtypes of weights in the model directory, during transfer and in engines; contradictory dtypes are rejected."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from pipelinerl.commands.check import findings
-from pipelinerl.config.recipe import MODELS, RunConfig, load
+from pipelinerl.config.recipe import MODELS, load
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.checkpoint import check_directory, load_model, model_dtype, weight_files
 from pipelinerl.roles.dtypes import dtypes_of, outlined, settled, with_directories, with_plain_models
@@ -22,7 +19,7 @@ from trainer_contract.types import WeightDType
 SHIPPED = MODELS / "tiny_speller"
 
 
-def directory(path: Path, dtype: torch.dtype, *, config: str | None = None, keep: str = " ") -> Path:
+def directory(path, dtype, *, config=None, keep=" "):
     """Write a copy of the shipped model with its weights in `dtype`; `config` is the dtype that its config.json names.
 
     Parameters whose names contain `keep` keep their dtype. With `config` None, config.json names no dtype.
@@ -37,21 +34,19 @@ def directory(path: Path, dtype: torch.dtype, *, config: str | None = None, keep
     return path
 
 
-def recipe(path: Path, *overrides: str) -> RunConfig:
+def recipe(path, *overrides):
     return load("tiny", [f"model.path={path}", *overrides])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_model_whose_config_has_no_dtype_gets_the_dtype_of_most_of_its_weight_bytes(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_model_whose_config_has_no_dtype_gets_the_dtype_of_most_of_its_weight_bytes(tmp_path, dtype):
     path = directory(tmp_path / "model", dtype, keep="norm")
     assert model_dtype(path).value == str(dtype).removeprefix("torch.")
     loaded = load_model(path, dtype=model_dtype(path).value)
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}, "norms in float32 become what it is, too"
 
 
-def test_model_dtype_is_read_from_configs_in_old_and_nested_formats(tmp_path: Path) -> None:
+def test_model_dtype_is_read_from_configs_in_old_and_nested_formats(tmp_path):
     path = directory(tmp_path / "model", torch.float32)
     for table in ({"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}):
         (path / "config.json").write_text(json.dumps({"model_type": "x"} | table))
@@ -61,7 +56,7 @@ def test_model_dtype_is_read_from_configs_in_old_and_nested_formats(tmp_path: Pa
         model_dtype(path)
 
 
-def test_weight_files_of_a_model_are_those_named_in_its_index(tmp_path: Path) -> None:
+def test_weight_files_of_a_model_are_those_named_in_its_index(tmp_path):
     path = directory(tmp_path / "model", torch.float32)
     (path / "consolidated.safetensors").write_text("the same weights once more, in their maker's format")
     assert weight_files(path) == [path / "model.safetensors"]
@@ -74,16 +69,14 @@ def test_weight_files_of_a_model_are_those_named_in_its_index(tmp_path: Path) ->
         weight_files(path)
 
 
-def test_pickled_weights_are_rejected(tmp_path: Path) -> None:
+def test_pickled_weights_are_rejected(tmp_path):
     path = directory(tmp_path / "model", torch.float32)
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"only in pytorch_model\.bin, a pickle, which may run code and is not loaded"):
         check_directory(path)
 
 
-def test_weights_are_sent_in_the_dtype_of_the_model_directory_unless_engines_compute_in_float32(
-    tmp_path: Path,
-) -> None:
+def test_weights_are_sent_in_the_dtype_of_the_model_directory_unless_engines_compute_in_float32(tmp_path):
     path = directory(tmp_path / "model", torch.bfloat16, config="bfloat16")
     plain = dtypes_of(recipe(path))
     assert {plain.model, plain.wire, plain.engine} == {WeightDType.BFLOAT16}
@@ -112,13 +105,13 @@ def test_weights_are_sent_in_the_dtype_of_the_model_directory_unless_engines_com
         ),
     ],
 )
-def test_contradictory_dtypes_are_rejected(tmp_path: Path, overrides: list[str], sentence: str) -> None:
+def test_contradictory_dtypes_are_rejected(tmp_path, overrides, sentence):
     path = directory(tmp_path / "model", torch.bfloat16, config="bfloat16")
     with pytest.raises(RecipeError, match=sentence):
         dtypes_of(recipe(path, *overrides))
 
 
-def in_fp8(path: Path) -> Path:
+def in_fp8(path):
     """Write a copy of the shipped model whose linear layers are quantised in fp8 with one scale each."""
     directory(path, torch.bfloat16, config="bfloat16")
     stored = dict[str, torch.Tensor]()
@@ -134,9 +127,7 @@ def in_fp8(path: Path) -> Path:
     return path
 
 
-def test_quantised_models_of_a_recipe_are_checked_by_stand_ins_and_run_from_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quantised_models_of_a_recipe_are_checked_by_stand_ins_and_run_from_copies(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = in_fp8(tmp_path / "model")
     config = recipe(source, f"reference.path={source}", "objective.grad2.kind=kl")

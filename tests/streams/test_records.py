@@ -1,11 +1,7 @@
 """Records (binary stream entries) decode to what was encoded, detect flipped bits, and keep their fixed byte format."""
 
-from __future__ import annotations
-
 import struct
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -46,15 +42,15 @@ from tests.fakes.rollouts import group
 from tests.fakes.routing import routed, routed_group
 
 
-def ids(*values: int) -> np.ndarray:
+def ids(*values):
     return np.array(values, dtype=np.int32)
 
 
-def floats(*values: float) -> np.ndarray:
+def floats(*values):
     return np.array(values, dtype=np.float32)
 
 
-def turn(context: np.ndarray, *tokens: int, version: int = 7) -> Turn:
+def turn(context, *tokens, version=7):
     return Turn(
         context_token_ids=context,
         token_ids=ids(*tokens),
@@ -63,7 +59,7 @@ def turn(context: np.ndarray, *tokens: int, version: int = 7) -> Turn:
     )
 
 
-def rollout(*turns: Turn, reward: float = 1.0, outcome: Outcome = Outcome.CORRECT) -> Rollout:
+def rollout(*turns, reward=1.0, outcome=Outcome.CORRECT):
     parts = (RewardPart("format", 1.0), RewardPart("right", reward)) if reward else ()
     verdict = Verdict(outcome=outcome, reward=reward, answer="2" if reward else "", parts=parts)
     return Rollout(turns=turns, verdict=verdict, finish_reason="stop", temperature=1.0, epoch=2)
@@ -180,7 +176,7 @@ GROUP_OF_FORMAT_2 = (
 )
 
 
-def plain(value: Any) -> Any:
+def plain(value):
     """Replace arrays by (dtype, shape, bytes), so that values can be compared: NaN equals NaN, 1 differs from 1.0."""
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())
@@ -202,7 +198,7 @@ INT32 = st.integers(-(2**31), 2**31 - 1)
 
 
 @st.composite
-def any_turn(draw: st.DrawFn, contexts: list[np.ndarray]) -> Turn:
+def any_turn(draw, contexts):
     spans = draw(st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 4)), max_size=4))
     length = sum(count for _, count in spans)
     return Turn(
@@ -217,7 +213,7 @@ def any_turn(draw: st.DrawFn, contexts: list[np.ndarray]) -> Turn:
 
 
 @st.composite
-def any_rollout(draw: st.DrawFn, contexts: list[np.ndarray], verdicts: st.SearchStrategy[Verdict]) -> Rollout:
+def any_rollout(draw, contexts, verdicts):
     turns = tuple(draw(st.lists(any_turn(contexts), max_size=3)))
     parents = st.tuples(*(st.integers(ROOT, number - 1) for number in range(len(turns))))
     return Rollout(
@@ -231,7 +227,7 @@ def any_rollout(draw: st.DrawFn, contexts: list[np.ndarray], verdicts: st.Search
 
 
 @st.composite
-def any_group(draw: st.DrawFn) -> RolloutGroup:
+def any_group(draw):
     drawn = draw(st.lists(st.lists(INT32, max_size=5), min_size=1, max_size=3))
     contexts = [np.array(context, dtype=np.int32) for context in drawn]
     verdicts = st.builds(Verdict, outcome=st.sampled_from(Outcome), reward=FLOATS, reason=st.text(max_size=5))
@@ -247,7 +243,7 @@ def any_group(draw: st.DrawFn) -> RolloutGroup:
 
 @given(any_group())
 @settings(max_examples=150, deadline=None)
-def test_rollout_group_is_unchanged_after_encoding_and_decoding(group: RolloutGroup) -> None:
+def test_rollout_group_is_unchanged_after_encoding_and_decoding(group):
     assert plain(decode_group(encode_group(group))) == plain(group)
 
 
@@ -260,7 +256,7 @@ PLAIN_DATA = st.recursive(
 
 @given(st.text(max_size=10), st.dictionaries(st.text(max_size=5), PLAIN_DATA, max_size=4))
 @settings(max_examples=100, deadline=None)
-def test_message_is_unchanged_after_encoding_and_decoding(kind: str, body: dict[str, Any]) -> None:
+def test_message_is_unchanged_after_encoding_and_decoding(kind, body):
     assert decode_message(encode_message(kind, body)) == (kind, body)
 
 
@@ -291,14 +287,14 @@ def test_message_is_unchanged_after_encoding_and_decoding(kind: str, body: dict[
     )
 )
 @settings(max_examples=100, deadline=None)
-def test_request_to_sample_a_prompt_is_unchanged_after_encoding_and_decoding(order: PromptOrder) -> None:
+def test_request_to_sample_a_prompt_is_unchanged_after_encoding_and_decoding(order):
     decoded = decode_order(encode_order(order))
     assert decoded == order
     assert isinstance(decoded.problem.messages[:1], tuple)
     assert type(decoded.purpose) is Purpose
 
 
-def test_arrays_of_a_decoded_record_are_aligned_and_read_only() -> None:
+def test_arrays_of_a_decoded_record_are_aligned_and_read_only():
     group = decode_group(encode_group(GROUP))
     for each in group.rollouts:
         for part in each.turns:
@@ -307,8 +303,8 @@ def test_arrays_of_a_decoded_record_are_aligned_and_read_only() -> None:
                 assert not array.flags.writeable
 
 
-def test_prompt_shared_by_all_rollouts_is_stored_once_in_a_group_record() -> None:
-    def size(prompts: list[np.ndarray]) -> int:
+def test_prompt_shared_by_all_rollouts_is_stored_once_in_a_group_record():
+    def size(prompts):
         rollouts = tuple(rollout(turn(prompt, 1, 2, 3)) for prompt in prompts)
         return len(encode_group(replace(GROUP, rollouts=rollouts)))
 
@@ -322,7 +318,7 @@ def test_prompt_shared_by_all_rollouts_is_stored_once_in_a_group_record() -> Non
 
 
 @pytest.mark.parametrize("kind", GOLDEN)
-def test_every_flipped_bit_of_a_record_is_detected(kind: str) -> None:
+def test_every_flipped_bit_of_a_record_is_detected(kind):
     record, decode = GOLDEN[kind]
     for place in range(len(record)):
         for bit in range(8):
@@ -333,7 +329,7 @@ def test_every_flipped_bit_of_a_record_is_detected(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", GOLDEN)
-def test_every_truncation_and_extension_of_a_record_is_detected(kind: str) -> None:
+def test_every_truncation_and_extension_of_a_record_is_detected(kind):
     record, decode = GOLDEN[kind]
     for length in range(len(record)):
         with pytest.raises(RecordError):
@@ -342,7 +338,7 @@ def test_every_truncation_and_extension_of_a_record_is_detected(kind: str) -> No
         decode(record + b"\0")
 
 
-def sealed(kind: int, header: Any, columns: bytes = b"", *, version: int = records.FORMAT) -> bytes:
+def sealed(kind, header, columns=b"", *, version=records.FORMAT):
     """Return a record whose digest is correct, although its header and columns may be invalid."""
     packed = msgspec.msgpack.encode(header)
     prefix = struct.pack("<4sBBHII", b"PLRL", version, kind, 0, len(packed), len(columns))
@@ -350,7 +346,7 @@ def sealed(kind: int, header: Any, columns: bytes = b"", *, version: int = recor
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
 
-def test_record_of_another_kind_or_format_is_rejected() -> None:
+def test_record_of_another_kind_or_format_is_rejected():
     with pytest.raises(RecordError, match="expected a group, got an order"):
         decode_group(GOLDEN["order"][0])
     with pytest.raises(RecordError, match="expected a message, got a group"):
@@ -366,17 +362,17 @@ def test_record_of_another_kind_or_format_is_rejected() -> None:
 @pytest.mark.parametrize(
     "header", [None, 5, {}, ["x"], ["x", 1], [1, {}], ["x", {1: 2}]], ids=lambda header: repr(header)
 )
-def test_record_whose_header_lacks_the_structure_of_its_kind_is_rejected(header: Any) -> None:
+def test_record_whose_header_lacks_the_structure_of_its_kind_is_rejected(header):
     with pytest.raises(RecordError, match="header of a record does not fit its kind"):
         decode_message(sealed(Kind.MESSAGE, header))
 
 
-def group_header(**changes: Any) -> list[Any]:
+def group_header(**changes):
     """Return the header of a group with one rollout of one turn with 2 context and 2 sampled tokens.
 
     Each of the three columns of such a group has 8 bytes.
     """
-    header: dict[str, Any] = {
+    header = {
         "group_id": "g",
         "index": 0,
         "domain": "d",
@@ -427,7 +423,7 @@ def group_header(**changes: Any) -> list[Any]:
     ],
     ids=lambda changes: repr(changes),
 )
-def test_inconsistent_group_record_is_rejected(changes: dict[str, Any]) -> None:
+def test_inconsistent_group_record_is_rejected(changes):
     assert decode_group(sealed(Kind.GROUP, group_header(), bytes(24))).num_tokens == 4
     with pytest.raises(RecordError, match=r"is inconsistent|does not fit its kind"):
         decode_group(sealed(Kind.GROUP, group_header(**changes), bytes(24)))
@@ -436,7 +432,7 @@ def test_inconsistent_group_record_is_rejected(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "column", [["x", "O", [2]], ["x", "<f8", [3]], ["x", "nonsense", [2]], ["x", "<i4", [-3]], ["x", "<i4", [2, -1]]]
 )
-def test_group_record_with_a_malformed_extra_column_is_rejected(column: list[Any]) -> None:
+def test_group_record_with_a_malformed_extra_column_is_rejected(column):
     with pytest.raises(RecordError, match=r"column 'x' of group .* is malformed"):
         decode_group(sealed(Kind.GROUP, group_header(columns=[column]), bytes(40)))
 
@@ -455,16 +451,14 @@ def test_group_record_with_a_malformed_extra_column_is_rejected(column: list[Any
         ({"spans": ()}, "spans that sum"),
     ],
 )
-def test_group_with_wrong_dtypes_or_inconsistent_lengths_is_rejected_when_it_is_encoded(
-    changes: dict[str, Any], reason: str
-) -> None:
+def test_group_with_wrong_dtypes_or_inconsistent_lengths_is_rejected_when_it_is_encoded(changes, reason):
     bad = replace(GROUP, rollouts=(rollout(replace(turn(PROMPT, 1, 2), **changes)),))
     with pytest.raises(RecordError, match=reason):
         encode_group(bad)
 
 
 @pytest.mark.parametrize("value", [object(), 2**70, ids(1), {1, object()}])
-def test_message_values_that_are_not_plain_data_are_rejected(value: Any) -> None:
+def test_message_values_that_are_not_plain_data_are_rejected(value):
     with pytest.raises(RecordError, match="plain data"):
         encode_message("m", {"x": value})
 
@@ -472,11 +466,11 @@ def test_message_values_that_are_not_plain_data_are_rejected(value: Any) -> None
 # --- routed experts ---------------------------------------------------------------------------------------------------
 
 
-def turns(of: RolloutGroup) -> list[Turn]:
+def turns(of):
     return [turn for rollout in of.rollouts for turn in rollout.turns]
 
 
-def test_routed_experts_of_each_turn_are_unchanged_after_encoding_and_decoding() -> None:
+def test_routed_experts_of_each_turn_are_unchanged_after_encoding_and_decoding():
     several = Rollout(
         turns=tuple(routed(turn, layers=3, top_k=2, seed=9) for turn in (*turns(group(0)), *turns(group(0)))),
         verdict=group(0).rollouts[0].verdict,
@@ -485,7 +479,7 @@ def test_routed_experts_of_each_turn_are_unchanged_after_encoding_and_decoding()
     )
     given = routed_group(3, layers=3, top_k=2)
     given = replace(given, rollouts=(*given.rollouts, several))
-    firsts: dict[bytes, Any] = {}
+    firsts = {}
     for turn in turns(given):
         firsts.setdefault(turn.context_token_ids.tobytes(), turn.context_routed_experts)
     for before, after in zip(turns(given), turns(decode_group(encode_group(given))), strict=True):
@@ -494,7 +488,7 @@ def test_routed_experts_of_each_turn_are_unchanged_after_encoding_and_decoding()
         assert after.routed_experts is not None and after.routed_experts.dtype == np.uint8
 
 
-def test_routed_experts_of_a_shared_prompt_are_stored_once() -> None:
+def test_routed_experts_of_a_shared_prompt_are_stored_once():
     bare, given = group(3, rewards=(0.0,) * 8), routed_group(3, rewards=(0.0,) * 8, layers=4, top_k=8)
     added = len(encode_group(given)) - len(encode_group(bare))
     tokens = 8 * 2 + 2  # eight answers of 2 tokens, and one shared prompt of 2 tokens
@@ -513,7 +507,7 @@ def test_routed_experts_of_a_shared_prompt_are_stored_once() -> None:
         {"routed_experts": np.zeros((2, 2, 2), np.uint16)},
     ],
 )
-def test_routed_experts_with_a_wrong_shape_are_rejected_when_a_group_is_encoded(changes: Mapping[str, Any]) -> None:
+def test_routed_experts_with_a_wrong_shape_are_rejected_when_a_group_is_encoded(changes):
     given = routed_group(3)
     second = replace(given.rollouts[1], turns=(replace(given.rollouts[1].turns[0], **changes),))
     rollouts = (second, given.rollouts[0])  # of a shared prompt, only the first copy is stored
@@ -532,7 +526,7 @@ def test_routed_experts_with_a_wrong_shape_are_rejected_when_a_group_is_encoded(
         [("routed_experts", "|u1", (2, 4)), ("context_routed_experts", "|u1", (2, 4))],
     ],
 )
-def test_group_record_with_contradictory_columns_of_routed_experts_is_rejected(columns: list[Any]) -> None:
+def test_group_record_with_contradictory_columns_of_routed_experts_is_rejected(columns):
     good = [("routed_experts", "|u1", (2, 2, 2)), ("context_routed_experts", "|u1", (2, 2, 2))]
     decoded = decode_group(sealed(Kind.GROUP, group_header(columns=good), bytes(40)))
     assert [turn.routed_experts.shape for turn in turns(decoded) if turn.routed_experts is not None] == [(2, 2, 2)]
@@ -544,12 +538,12 @@ def test_group_record_with_contradictory_columns_of_routed_experts_is_rejected(c
 
 
 @pytest.mark.parametrize("kind", GOLDEN)
-def test_records_are_encoded_as_the_golden_bytes(kind: str) -> None:
+def test_records_are_encoded_as_the_golden_bytes(kind):
     """Later versions must be able to read records on disk: if these bytes change, the record needs a new `FORMAT`."""
     assert GOLDEN[kind][0].hex() == GOLDEN_BYTES[kind]
 
 
-def test_group_record_written_before_filters_existed_can_be_decoded() -> None:
+def test_group_record_written_before_filters_existed_can_be_decoded():
     before = (
         "504c524c02010000a4000000300000009fad70726f6d70742d3030303132337ba46d617468a2613093a567736d2d3191a76c"
         "6576656c3d33a1329203019291920702919207019295a7636f7272656374cb3ff0000000000000a0a1329292a6666f726d61"
@@ -561,20 +555,20 @@ def test_group_record_written_before_filters_existed_can_be_decoded() -> None:
 
 
 @pytest.mark.parametrize("record", [GROUP_OF_FORMAT_2, GROUP_OF_FORMAT_3, GROUP_OF_FORMAT_4])
-def test_group_records_of_earlier_formats_are_decoded_with_defaults_for_missing_fields(record: str) -> None:
+def test_group_records_of_earlier_formats_are_decoded_with_defaults_for_missing_fields(record):
     assert plain(decode_group(bytes.fromhex(record))) == plain(GROUP)
 
 
-def test_fields_added_since_format_2_add_few_bytes_to_a_single_turn_group() -> None:
+def test_fields_added_since_format_2_add_few_bytes_to_a_single_turn_group():
     """The header only gains three empty lists and two integers, and is padded to a multiple of 8 bytes."""
     assert len(encode_group(GROUP)) - len(bytes.fromhex(GROUP_OF_FORMAT_2)) <= 8
 
 
-def test_reason_why_a_filter_rejected_a_group_is_unchanged_after_encoding_and_decoding() -> None:
+def test_reason_why_a_filter_rejected_a_group_is_unchanged_after_encoding_and_decoding():
     assert decode_group(encode_group(replace(GROUP, refusal="one ran on"))).refusal == "one ran on"
 
 
-def test_golden_bytes_are_decoded_to_the_original_records() -> None:
+def test_golden_bytes_are_decoded_to_the_original_records():
     assert plain(decode_group(bytes.fromhex(GOLDEN_BYTES["group"]))) == plain(GROUP)
     assert plain(decode_group(bytes.fromhex(GOLDEN_BYTES["episode"]))) == plain(EPISODE)
     assert decode_order(bytes.fromhex(GOLDEN_BYTES["order"])) == ORDER

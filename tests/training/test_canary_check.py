@@ -1,18 +1,12 @@
 """A canary check compares an engine's log-probs of a test prompt with the trainer's, and reports any mismatch."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from inference_contract.errors import Overloaded
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, ModelList
+from inference_contract.schemas import ChatMessage, ModelList
 from pipelinerl.engines.bigram import engine as bigram_engine
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.server import create_app
@@ -27,7 +21,7 @@ from pipelinerl.weights.grace import Grace
 from pipelinerl.weights.publisher import PublishReport
 from tests.fakes.served import in_thread
 from trainer_contract.errors import NonFiniteError
-from trainer_contract.types import Float32, MicroBatch, TrainerSpec
+from trainer_contract.types import TrainerSpec
 
 CANARY = Canary(
     messages=(ChatMessage(role="user", content="abc"),),
@@ -37,11 +31,11 @@ CANARY = Canary(
 )
 
 
-def published(*, version: int = 0, epoch: int = 0, digest: str = "") -> PublishReport:
+def published(*, version=0, epoch=0, digest=""):
     return PublishReport(version=version, epoch=epoch, digest=digest, send_s=0.0, total_s=0.0, pauses_s={}, failed={})
 
 
-def model(path: Path, *, seed: int) -> Path:
+def model(path, *, seed):
     tokenizer = char_tokenizer(alphabet="abcdefghijklmnopqrstuvwxyz ")
     BigramModel.random(len(tokenizer), seed=seed).save(path)
     tokenizer.save_pretrained(str(path), save_jinja_files=False)
@@ -51,36 +45,34 @@ def model(path: Path, *, seed: int) -> Path:
 class Twisted:
     """A client of real engines that alters their answers with the function `twist`."""
 
-    def __init__(self, client: EngineClient, twist: Any = lambda completion: completion) -> None:
+    def __init__(self, client, twist=lambda completion: completion):
         self._client = client
         self._twist = twist
 
-    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
-        twisted: ChatCompletion = self._twist(await self._client.chat(url, request))
+    async def chat(self, url, request):
+        twisted = self._twist(await self._client.chat(url, request))
         return twisted
 
-    async def models(self, url: str) -> ModelList:
+    async def models(self, url):
         return await self._client.models(url)
 
 
 class World:
     """A trainer, and an engine served over HTTP whose weights, drawn from a seed, may differ from the trainer's."""
 
-    def __init__(self, url: str, client: EngineClient, trainer: BigramTrainer) -> None:
+    def __init__(self, url, client, trainer):
         self.url, self.client, self.trainer = url, client, trainer
 
-    async def forward(self, batch: MicroBatch) -> Float32:
+    async def forward(self, batch):
         return self.trainer.forward([batch])[0]
 
-    async def findings(
-        self, *, twist: Any = lambda completion: completion, canary: Canary = CANARY, **report: Any
-    ) -> CanaryFindings:
+    async def findings(self, *, twist=lambda completion: completion, canary=CANARY, **report):
         return await check_canary(
             canary, Twisted(self.client, twist), Grace(), [self.url], published(**report), self.forward
         )
 
 
-def served(path: Path, *, seed: int) -> AbstractContextManager[str]:
+def served(path, *, seed):
     """Serve an engine whose weights are drawn from `seed`."""
     engine = bigram_engine.from_options(
         EngineOptions(model_path=model(path, seed=seed), model_id="bigram", slots=8, max_waiting=64, context_length=64)
@@ -89,13 +81,13 @@ def served(path: Path, *, seed: int) -> AbstractContextManager[str]:
 
 
 @pytest.fixture(scope="module")
-def equal_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def equal_engine(tmp_path_factory):
     with served(tmp_path_factory.mktemp("engine"), seed=0) as url:
         yield url
 
 
 @pytest.fixture
-async def made(equal_engine: str, tmp_path: Path) -> AsyncIterator[World]:
+async def made(equal_engine, tmp_path):
     """Return a trainer and an engine with equal weights."""
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=model(tmp_path / "trainer", seed=0)))
@@ -104,8 +96,8 @@ async def made(equal_engine: str, tmp_path: Path) -> AsyncIterator[World]:
 
 
 async def test_canary_check_accepts_an_engine_with_equal_weights_and_reports_the_deviation_of_other_weights(
-    made: World, tmp_path: Path
-) -> None:
+    made, tmp_path
+):
     findings = await made.findings()
     assert findings.worst[made.url] < 1e-5 and not findings.mismatched and not findings.failed
     with served(tmp_path / "other", seed=1) as url:
@@ -116,11 +108,11 @@ async def test_canary_check_accepts_an_engine_with_equal_weights_and_reports_the
 
 @pytest.mark.parametrize(("off", "is_proven"), [(0.25, True), (0.35, False)])
 async def test_canary_check_passes_an_int8_engine_only_if_its_mean_logprob_deviation_is_within_a_limit(
-    made: World, off: float, is_proven: bool
-) -> None:
+    made, off, is_proven
+):
     """The engine's log-probs of all tokens deviate from the trainer's by the same amount, `off`."""
 
-    def twist(completion: ChatCompletion) -> ChatCompletion:
+    def twist(completion):
         choices = [
             choice.model_copy(update={"token_logprobs": [x - off for x in choice.token_logprobs or ()]})
             for choice in completion.choices
@@ -131,7 +123,7 @@ async def test_canary_check_passes_an_int8_engine_only_if_its_mean_logprob_devia
     assert (made.url in (await made.findings(twist=twist, canary=canary)).worst) == is_proven
 
 
-async def test_brief_check_leaves_the_mean_deviation_of_coarse_weights_to_the_engines_evidence(made: World) -> None:
+async def test_brief_check_leaves_the_mean_deviation_of_coarse_weights_to_the_engines_evidence(made):
     canary = replace(CANARY, tolerance=TOLERANCES["int8"], tokens=4)
     findings = await check_canary(
         canary, Twisted(made.client, _choices(token_logprobs=[-20.0] * 4)), Grace(), [made.url], published(),
@@ -141,16 +133,16 @@ async def test_brief_check_leaves_the_mean_deviation_of_coarse_weights_to_the_en
     assert made.url in findings.worst and (compared.theirs == -20).all() and len(compared.rollouts) == 8
 
 
-def _choices(**changes: Any) -> Any:
-    def twist(completion: ChatCompletion) -> ChatCompletion:
-        choices: list[Choice] = [choice.model_copy(update=changes) for choice in completion.choices]
+def _choices(**changes):
+    def twist(completion):
+        choices = [choice.model_copy(update=changes) for choice in completion.choices]
         return completion.model_copy(update={"choices": choices})
 
     return twist
 
 
-def _tokens(token: int) -> Any:
-    def twist(completion: ChatCompletion) -> ChatCompletion:
+def _tokens(token):
+    def twist(completion):
         choices = [
             choice.model_copy(update={"token_ids": [token] * len(choice.token_ids or ())})
             for choice in completion.choices
@@ -177,16 +169,14 @@ def _tokens(token: int) -> Any:
         (lambda completion: completion.model_copy(update={"choices": []}), {}, "at least one choice"),
     ],
 )
-async def test_invalid_answer_to_a_canary_request_counts_as_a_mismatch(
-    made: World, twist: Any, report: dict[str, Any], sentence: str
-) -> None:
+async def test_invalid_answer_to_a_canary_request_counts_as_a_mismatch(made, twist, report, sentence):
     findings = await made.findings(twist=twist, **report)
     assert sentence in findings.mismatched[made.url] and not findings.worst
 
 
-async def test_canary_check_fails_on_nonfinite_logprobs_of_engine_or_trainer(made: World) -> None:
+async def test_canary_check_fails_on_nonfinite_logprobs_of_engine_or_trainer(made):
 
-    def nan(completion: ChatCompletion) -> ChatCompletion:
+    def nan(completion):
         lengths = [len(choice.token_ids or ()) for choice in completion.choices]
         choices = [
             choice.model_copy(update={"token_logprobs": [float("nan")] * length})
@@ -196,7 +186,7 @@ async def test_canary_check_fails_on_nonfinite_logprobs_of_engine_or_trainer(mad
 
     assert "the worst is nan off" in (await made.findings(twist=nan)).mismatched[made.url]
 
-    async def broken(batch: MicroBatch) -> Float32:
+    async def broken(batch):
         raise NonFiniteError("logprobs")
 
     findings = await check_canary(CANARY, made.client, Grace(), [made.url], published(), broken)
@@ -206,17 +196,17 @@ async def test_canary_check_fails_on_nonfinite_logprobs_of_engine_or_trainer(mad
 class Reluctant:
     """A fake client of an engine that rejects requests, hangs or is unreachable, in the given order."""
 
-    def __init__(self, *outcomes: Exception | float) -> None:
+    def __init__(self, *outcomes):
         self.outcomes = list(outcomes)
 
-    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+    async def chat(self, url, request):
         outcome = self.outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
         await asyncio.sleep(outcome)
         raise AssertionError
 
-    async def models(self, url: str) -> ModelList:
+    async def models(self, url):
         return ModelList(data=[])
 
 
@@ -228,24 +218,20 @@ class Reluctant:
         ((9.0,), "the canary had no answer within 0.5 s"),
     ],
 )
-async def test_unanswered_canary_request_counts_as_a_failure_and_not_as_a_mismatch(
-    outcomes: tuple[Exception | float, ...], sentence: str
-) -> None:
+async def test_unanswered_canary_request_counts_as_a_failure_and_not_as_a_mismatch(outcomes, sentence):
     canary = replace(CANARY, deadline_s=0.5)
 
-    async def never(batch: MicroBatch) -> Float32:
+    async def never(batch):
         raise AssertionError
 
     findings = await check_canary(canary, Reluctant(*outcomes), Grace(), ["http://a"], published(), never)
     assert findings == CanaryFindings(failed={"http://a": sentence})
 
 
-async def test_canary_check_reaches_the_context_and_detects_deviations_that_only_long_sequences_have(
-    made: World,
-) -> None:
+async def test_canary_check_reaches_the_context_and_detects_deviations_that_only_long_sequences_have(made):
     lengths = list[int]()
 
-    def twist(completion: ChatCompletion) -> ChatCompletion:
+    def twist(completion):
         lengths.append(len(completion.prompt_token_ids or ()))
         return completion if lengths[-1] < 40 else _choices(token_logprobs=[-9.0] * 4)(completion)
 
@@ -258,12 +244,12 @@ async def test_canary_check_reaches_the_context_and_detects_deviations_that_only
 
 
 @pytest.mark.parametrize("context_length", [2, 20, 35])
-async def test_canary_check_needs_no_long_prompt_in_a_short_context(made: World, context_length: int) -> None:
+async def test_canary_check_needs_no_long_prompt_in_a_short_context(made, context_length):
     findings = await made.findings(canary=replace(CANARY, context_length=context_length))
     assert made.url in findings.worst
 
 
-def test_canary_request_has_a_different_seed_for_every_version() -> None:
+def test_canary_request_has_a_different_seed_for_every_version():
     first, second = CANARY.request(1), CANARY.request(2)
     assert first.seed != second.seed and first.temperature == 1.0 and first.top_p == 1.0 and first.top_k == 0
     assert first.priority < min(Priority.EVALUATION, Priority.TRAINING), "the engine has no work before it is proven"

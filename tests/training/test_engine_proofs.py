@@ -1,10 +1,6 @@
 """Engines are tested by their canary answers and rollouts; a failing engine gets a reason that names its fault."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,24 +15,23 @@ from pipelinerl.training.engine_proofs import EngineProofs
 from pipelinerl.training.packing import alone
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.step import Step
-from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
-from trainer_contract.types import Float32, HostWeights, MicroBatch, TrainerSpec
+from trainer_contract.types import TrainerSpec
 
 URL, OTHER, VOCAB, TOKENS = "http://a", "http://b", 30, 12
 Table = np.ndarray
 
 
-def _distribution(logits: Table, temperature: float) -> Table:
+def _distribution(logits, temperature):
     exact = np.exp(log_softmax(logits.astype(np.float64), np.full(len(logits), temperature)))
-    distribution: Table = exact / exact.sum(axis=1, keepdims=True)
+    distribution = exact / exact.sum(axis=1, keepdims=True)
     return distribution
 
 
 class World:
     """A bigram trainer at a version of random weights, and an engine that samples by tables of its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         BigramModel.random(VOCAB, seed=0).save(path)
         self.trainer = BigramTrainer()
         self.trainer.init_worker(TrainerSpec(model_path=path))
@@ -49,22 +44,20 @@ class World:
         self.publish(0)
         self.proofs.joined(URL, self.answers())
 
-    def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
+    def forward(self, batches):
         return self.forward_at(batches, self.weights(self.version))
 
-    def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
+    def forward_at(self, batches, weights):
         return self.trainer.forward_at(batches, weights)
 
-    def weights(self, version: int) -> Mapping[str, np.ndarray]:
+    def weights(self, version):
         return {"bigram.logits": self.tables[version].reshape(-1).view(np.uint8)}
 
-    def publish(self, version: int) -> None:
+    def publish(self, version):
         self.version = version
         self.proofs.publish(version, lambda: [("bigram.logits", self.tables[version])])
 
-    def answers(
-        self, table: Table | None = None, *, sampled_at: float = 1.0, temperature: float = 1.0, reported: float = 1.0
-    ) -> Compared:
+    def answers(self, table=None, *, sampled_at=1.0, temperature=1.0, reported=1.0):
         table = self.tables[self.version] if table is None else table
         made = []
         for _ in range(8):
@@ -80,7 +73,7 @@ class World:
         (ours,) = self.forward([batch])
         return Compared(tuple(made), batch.behavior_logprobs[batch.loss_mask], ours[batch.loss_mask])
 
-    def fails(self, answers: Callable[[], Compared], *, versions: int) -> str:
+    def fails(self, answers, *, versions):
         """Return the reason of the first failure within so many versions; empty if there is none."""
         for _ in range(versions):
             self.publish(self.version + 1)
@@ -90,11 +83,11 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path):
     return World(tmp_path)
 
 
-def shifted(compared: Compared) -> Compared:
+def shifted(compared):
     return replace(compared, theirs=np.roll(compared.theirs, 1))
 
 
@@ -113,8 +106,8 @@ def shifted(compared: Compared) -> Compared:
     ],
 )
 def test_faulty_engine_fails_with_a_reason_that_names_the_fault_and_a_healthy_one_passes(
-    world: World, fault: Callable[[World], Compared], versions: int, reason: str
-) -> None:
+    world, fault, versions, reason
+):
     assert world.fails(world.answers, versions=5) == ""
     found = world.fails(lambda: fault(world), versions=versions)
     assert reason in found if reason else not found
@@ -122,22 +115,22 @@ def test_faulty_engine_fails_with_a_reason_that_names_the_fault_and_a_healthy_on
         assert "at version 6" in found and "the first wrong token is number" in found
 
 
-def test_failed_engine_is_tested_again_only_after_it_has_joined_again(world: World) -> None:
+def test_failed_engine_is_tested_again_only_after_it_has_joined_again(world):
     assert world.fails(lambda: shifted(world.answers()), versions=1)
     assert "has not proven itself again" in world.fails(world.answers, versions=1)
     world.proofs.joined(URL, world.answers())
     assert world.fails(world.answers, versions=10) == ""
 
 
-def test_rollouts_of_a_step_disprove_the_engine_that_sampled_them_and_no_other(world: World) -> None:
+def test_rollouts_of_a_step_disprove_the_engine_that_sampled_them_and_no_other(world):
     world.proofs.joined(OTHER, world.answers())
     step = Step(rules=BatchRules(token_budget=4096), passes=ForwardPasses(policy=world.trainer))
 
-    def failed(version: int, *, off: float) -> dict[str, str]:
+    def failed(version, *, off):
         """Train on groups of two engines at `version`; the log-probs of one engine are off."""
         world.publish(version)
         world.trainer._worker.table[:] = world.tables[version]
-        groups: list[RolloutGroup] = []
+        groups = []
         for index, url in enumerate((URL, OTHER)):
             rollouts = world.answers().rollouts
             turns = [

@@ -1,12 +1,9 @@
 """The collapse guard, on recorded and on made curves of rewards, and the run's return to a good checkpoint."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.reward_history import WINDOW, RewardHistory
 from pipelinerl.controller.state.run_state import DomainCounts, Rewind, WatchedStep
 from pipelinerl.enums import OnCollapse
-from pipelinerl.messages import Directive, TrainerReady
+from pipelinerl.messages import TrainerReady
 from tests.controller.world import World, controller
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -23,9 +20,9 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 LOST = {("staleness", f"({j}, {k}) plain") for j, k in ((1, 8), (4, 8), (16, 16), (16, 32))}
 
 
-def recorded() -> dict[tuple[str, str, int, str], list[float]]:
+def recorded():
     """Return every recorded curve of training rewards, by benchmark, arm, seed and cell or domain."""
-    curves: dict[tuple[str, str, int, str], list[float]] = {}
+    curves = {}
     for path in sorted(RESULTS.glob("*.json")):
         runs = json.loads(path.read_text()).get("runs", ())
         for number, run in enumerate(each for each in runs if isinstance(each, dict)):
@@ -38,7 +35,7 @@ def recorded() -> dict[tuple[str, str, int, str], list[float]]:
     return curves
 
 
-def collapsed_at(rewards: list[float]) -> int | None:
+def collapsed_at(rewards):
     history = RewardHistory()
     for step, reward in enumerate(rewards):
         history.note(step, reward)
@@ -47,13 +44,13 @@ def collapsed_at(rewards: list[float]) -> int | None:
     return None
 
 
-def test_no_recorded_run_is_called_collapsed_that_kept_a_quarter_of_its_first_reward() -> None:
+def test_no_recorded_run_is_called_collapsed_that_kept_a_quarter_of_its_first_reward():
     curves = recorded()
     called = {place[:2] for place, rewards in curves.items() if collapsed_at(rewards) is not None}
     assert len(curves) > 150 and called == LOST
 
 
-def curve(*means: float, noise: float = 0.05, seed: int = 0) -> list[float]:
+def curve(*means, noise=0.05, seed=0):
     """Return noisy rewards: 40 steps that approach each of the means."""
     draw, rewards, mean = random.Random(seed), list[float](), means[0]
     for target in means:
@@ -65,9 +62,7 @@ def curve(*means: float, noise: float = 0.05, seed: int = 0) -> list[float]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("means", [(0.2, 0.6, 0.3), (0.5, 0.8, 0.7, 0.0), (0.4, 0.02), (-1.0, 0.5, -0.9)])
-def test_run_that_loses_what_it_learned_is_called_collapsed_within_forty_steps(
-    means: tuple[float, ...], seed: int
-) -> None:
+def test_run_that_loses_what_it_learned_is_called_collapsed_within_forty_steps(means, seed):
     at = collapsed_at(curve(*means, seed=seed))
     assert at is not None and at >= 40 * (len(means) - 1) + WINDOW
 
@@ -75,24 +70,24 @@ def test_run_that_loses_what_it_learned_is_called_collapsed_within_forty_steps(
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.1, 0.3])
 @pytest.mark.parametrize("means", [(0.5,) * 10, (0.2, 0.15, 0.3, 0.6), (0.1, 0.9, 0.8, 0.9), (0.0, 0.0, 0.02)])
-def test_noise_and_dips_are_no_collapse(means: tuple[float, ...], noise: float, seed: int) -> None:
+def test_noise_and_dips_are_no_collapse(means, noise, seed):
     assert collapsed_at(curve(*means, noise=noise, seed=seed)) is None
 
 
-def test_short_dip_of_a_run_that_recovers_is_no_collapse() -> None:
+def test_short_dip_of_a_run_that_recovers_is_no_collapse():
     """The rewards of the recorded run of SmolLM2 with seed 1, which lost a quarter for three steps and recovered."""
     dip = [0.45, 0.36, 0.65, 0.77, 0.78, 0.78, 0.96, 0.99, 0.96, 0.99, 0.99, 0.97, 0.96, 0.75, 0.86, 0.88]
     assert collapsed_at([*dip, *[0.95] * 40]) is None
 
 
-def result(version: int, accuracy: float) -> EvaluationResult:
+def result(version, accuracy):
     return EvaluationResult(
         model_version=version, accuracy=accuracy, low=accuracy - 0.05, high=accuracy + 0.05, problems=100, unjudged=0,
         version_min=version, version_max=version, at_least=accuracy,
     )  # fmt: skip
 
 
-def fallen() -> RewardHistory:
+def fallen():
     history = RewardHistory()
     for step, reward in enumerate(curve(0.2, 0.6, 0.2)):
         history.note(step, reward)
@@ -113,14 +108,12 @@ def fallen() -> RewardHistory:
         ([], fallen(), True),
     ],
 )
-def test_held_out_accuracy_goes_before_the_training_reward(
-    accuracies: list[float], rewards: RewardHistory, expected: bool
-) -> None:
+def test_held_out_accuracy_goes_before_the_training_reward(accuracies, rewards, expected):
     results = [result(60 * number, accuracy) for number, accuracy in enumerate(accuracies)]
     assert is_collapsed(rewards, results) is expected
 
 
-def test_evaluation_from_before_the_fall_does_not_contradict_it() -> None:
+def test_evaluation_from_before_the_fall_does_not_contradict_it():
     assert is_collapsed(fallen(), [result(0, 0.3), result(70, 0.7)])
     assert not is_collapsed(fallen(), [result(0, 0.3), result(119, 0.7)])
 
@@ -134,12 +127,12 @@ def test_evaluation_from_before_the_fall_does_not_contradict_it() -> None:
         ({"age": 1.0, "ess": 1.0, "entropy": 1.0}, "the learning rate is too high"),
     ],
 )
-def test_likely_cause_is_named_from_the_figures_at_hand(figures: dict[str, Any], cause: str) -> None:
+def test_likely_cause_is_named_from_the_figures_at_hand(figures, cause):
     steps = [WatchedStep(step=step, **figures) for step in range(10)]
     assert cause in likely_cause(steps, [1.0] * 10)
 
 
-def collapsing(version: int) -> World:
+def collapsing(version):
     """Return a run after step 12 with `on_collapse = "rewind"`, whose best rewards are those of `version`."""
     run = World(controller(steps=99, evaluation_problems=0), random.Random(0))
     settings = run.controller.settings
@@ -154,7 +147,7 @@ def collapsing(version: int) -> World:
     return run
 
 
-def after_next_step(run: World) -> Directive:
+def after_next_step(run):
     version = run.version
     while run.version == version:
         run.act()
@@ -162,7 +155,7 @@ def after_next_step(run: World) -> Directive:
     return run.directive
 
 
-def test_collapsed_run_returns_to_its_good_version_once_with_half_the_learning_rate() -> None:
+def test_collapsed_run_returns_to_its_good_version_once_with_half_the_learning_rate():
     run = collapsing(6)
     directive = after_next_step(run)
     state = run.controller.state
@@ -177,13 +170,13 @@ def test_collapsed_run_returns_to_its_good_version_once_with_half_the_learning_r
     assert "good_version" not in run.directive.controller_state and state.rewind == Rewind(done=True, decided_at=13)
 
 
-def test_run_that_cannot_return_continues() -> None:
+def test_run_that_cannot_return_continues():
     run = collapsing(6)
     assert after_next_step(run).rewind_to == 6
     assert after_next_step(run).rewind_to is None and run.controller.state.rewind.done
 
 
-def test_replacement_trainer_that_did_not_return_is_told_again() -> None:
+def test_replacement_trainer_that_did_not_return_is_told_again():
     run = collapsing(6)
     after_next_step(run)
     run.awaiting = "ready-2"
@@ -191,7 +184,7 @@ def test_replacement_trainer_that_did_not_return_is_told_again() -> None:
     assert run.directive is not None and run.directive.rewind_to == 6
 
 
-def test_changed_domain_weights_begin_a_new_history_of_rewards() -> None:
+def test_changed_domain_weights_begin_a_new_history_of_rewards():
     run = collapsing(6)
     run.controller.patch({"domain_weights.a": 3.0}, who="ada", time=0.0)
     assert run.controller.state.watched.rewards == RewardHistory()

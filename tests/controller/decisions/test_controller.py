@@ -1,11 +1,8 @@
 """Tests of the controller's invariants under random schedules, and of single decisions."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -35,12 +32,12 @@ from tests.controller.world import ENGINE, World, controller, drawn_problem, kno
 FEW_OF_100 = [*range(25), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(25, 100))]
 
 
-def world(seed: int = 0, **changes: Any) -> World:
+def world(seed=0, **changes):
     return World(controller(**changes), random.Random(seed))
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_runs_under_random_schedules_finish_and_keep_all_invariants(seed: int) -> None:
+def test_runs_under_random_schedules_finish_and_keep_all_invariants(seed):
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 4, math.inf]))
     run.begin()
@@ -78,7 +75,7 @@ def test_runs_under_random_schedules_finish_and_keep_all_invariants(seed: int) -
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_mixed_group_sizes_fill_steps_with_whole_groups(seed: int) -> None:
+def test_mixed_group_sizes_fill_steps_with_whole_groups(seed):
     """Groups fail, are filtered and become stale at random; in lockstep, only one step's groups are in flight."""
     rng = random.Random(seed)
     lockstep, large = seed % 3 == 0, rng.choice([3, 4, 7])
@@ -107,7 +104,7 @@ def test_mixed_group_sizes_fill_steps_with_whole_groups(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_run_ends_after_three_nonfinite_steps_in_a_row_and_its_group_counts_add_up(seed: int) -> None:
+def test_run_ends_after_three_nonfinite_steps_in_a_row_and_its_group_counts_add_up(seed):
     run = world(seed)
     run.poison = 0.2 if seed % 2 else 0.7
     run.begin()
@@ -127,7 +124,7 @@ def test_run_ends_after_three_nonfinite_steps_in_a_row_and_its_group_counts_add_
         assert run.skipped == 3, "at 0.7, three in a row come within 20 steps"
 
 
-def test_controller_makes_the_trainer_save_and_stop_after_three_skipped_steps_in_a_row() -> None:
+def test_controller_makes_the_trainer_save_and_stop_after_three_skipped_steps_in_a_row():
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()
@@ -152,7 +149,7 @@ def test_controller_makes_the_trainer_save_and_stop_after_three_skipped_steps_in
     assert run.directive.controller_state is not None
 
 
-def test_run_with_staleness_bounds_j_and_k_of_one_trains_each_step_on_the_latest_version() -> None:
+def test_run_with_staleness_bounds_j_and_k_of_one_trains_each_step_on_the_latest_version():
     """At most the prompts of one step are in flight, and all groups of a step come from one version."""
     run = world(k=1, j=1)
     run.begin()
@@ -166,9 +163,7 @@ def test_run_with_staleness_bounds_j_and_k_of_one_trains_each_step_on_the_latest
 @pytest.mark.parametrize(
     ("oversample", "k", "issued"), [(1.0, 4, 4), (None, 4, 8), (4.0, 4, 8), (1.5, 4, 6), (None, 1, 2), (4.0, 1, 4)]
 )
-def test_controller_requests_extra_groups_for_expected_filtering_by_default_except_in_lockstep(
-    oversample: float | None, k: int, issued: int
-) -> None:
+def test_controller_requests_extra_groups_for_expected_filtering_by_default_except_in_lockstep(oversample, k, issued):
     run = World(controller=controller(evaluation_problems=0, oversample=oversample, k=k), rng=random.Random(0))
     run.controller.state.filtered_share = FilteredShare(trained=1e6, filtered=1e6)
     run.begin()
@@ -177,7 +172,7 @@ def test_controller_requests_extra_groups_for_expected_filtering_by_default_exce
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_run_that_requests_extra_groups_keeps_staleness_bounds_and_trains_no_group_twice(seed: int) -> None:
+def test_run_that_requests_extra_groups_keeps_staleness_bounds_and_trains_no_group_twice(seed):
     run = World(controller=controller(oversample=3.0), rng=random.Random(seed))
     run.begin()
     while run.finished is None:
@@ -193,15 +188,13 @@ def test_run_that_requests_extra_groups_keeps_staleness_bounds_and_trains_no_gro
     ("settings", "k"),
     [({}, 4.0), ({"overdue": Overdue.WAIT}, None), ({"scope": StalenessScope.ROLLOUT}, None)],
 )
-def test_actors_get_no_staleness_limit_if_overdue_groups_may_still_be_trained_on(
-    settings: dict[str, Any], k: float | None
-) -> None:
+def test_actors_get_no_staleness_limit_if_overdue_groups_may_still_be_trained_on(settings, k):
     made = controller(k=4)
     assert assignment_of(made.state, replace(made.settings, **settings)).k == k
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_run_whose_trainer_waits_for_overdue_groups_drops_no_group_and_finishes(seed: int) -> None:
+def test_run_whose_trainer_waits_for_overdue_groups_drops_no_group_and_finishes(seed):
     """Groups fail, are dropped by actors or filtered, and engines are updated at random."""
     noise = random.Random(seed)
     k = noise.choice([1, 2, 3, 5])
@@ -216,7 +209,7 @@ def test_run_whose_trainer_waits_for_overdue_groups_drops_no_group_and_finishes(
     assert all(version - each.oldest_version <= k for version, groups, k in run.trained for each in groups)
 
 
-def test_random_runs_of_the_controller_include_steps_that_wait_for_late_groups() -> None:
+def test_random_runs_of_the_controller_include_steps_that_wait_for_late_groups():
     """Without such waits, the test of runs that wait for overdue groups would prove nothing."""
     waits, lost = 0, 0
     for overdue in (Overdue.WAIT, Overdue.DROP):
@@ -229,7 +222,7 @@ def test_random_runs_of_the_controller_include_steps_that_wait_for_late_groups()
     assert waits > 20 and lost > 20
 
 
-def test_no_prompts_are_issued_before_weights_are_published_and_the_first_evaluation_ends() -> None:
+def test_no_prompts_are_issued_before_weights_are_published_and_the_first_evaluation_ends():
     run = world()
     assert waiting_for(run.controller.state, now=0.0) == "an engine to join"
     run.begin()
@@ -244,17 +237,17 @@ def test_no_prompts_are_issued_before_weights_are_published_and_the_first_evalua
     assert [order.index for order in run.orders] == list(range(4)), "half of k = 4 steps, of two groups each"
 
 
-def test_trainer_that_repeats_a_report_gets_the_same_directive_again() -> None:
+def test_trainer_that_repeats_a_report_gets_the_same_directive_again():
     run = world()
     run.begin()
     again = run.controller.handle(
         TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=run.consumed()), now=0.0
     )
-    assert again == [Send(run.directive)]  # type: ignore[arg-type]
+    assert again == [Send(run.directive)]
     assert run.controller.state.epoch == 1
 
 
-def test_second_trainer_begins_a_new_epoch_and_the_first_trainer_is_ignored() -> None:
+def test_second_trainer_begins_a_new_epoch_and_the_first_trainer_is_ignored():
     run = world()
     run.begin()
     run.awaiting = "ready-2"
@@ -268,7 +261,7 @@ def test_second_trainer_begins_a_new_epoch_and_the_first_trainer_is_ignored() ->
     assert run.controller.state.version == before
 
 
-def test_preempted_trainer_saves_its_state_and_a_new_trainer_continues() -> None:
+def test_preempted_trainer_saves_its_state_and_a_new_trainer_continues():
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()
@@ -289,7 +282,7 @@ def test_preempted_trainer_saves_its_state_and_a_new_trainer_continues() -> None
     assert run.directive is not None and (run.directive.epoch, run.directive.stop) == (2, False)
 
 
-def test_preempted_trainer_is_not_replaced_when_the_run_is_stopping() -> None:
+def test_preempted_trainer_is_not_replaced_when_the_run_is_stopping():
     run = world(evaluation_problems=0)
     run.begin()
     run.apply(run.controller.stop("enough"))
@@ -297,7 +290,7 @@ def test_preempted_trainer_is_not_replaced_when_the_run_is_stopping() -> None:
     assert run.finished == "enough"
 
 
-def test_engine_that_joins_late_gets_weights_between_steps() -> None:
+def test_engine_that_joins_late_gets_weights_between_steps():
     run = world()
     run.begin()
     run.publish()
@@ -310,12 +303,12 @@ def test_engine_that_joins_late_gets_weights_between_steps() -> None:
     assert run.controller.decide(Ticked(now=1.0)) == [], "one publication is under way and is not requested twice"
 
 
-def test_publication_to_a_new_engine_does_not_update_other_engines_before_they_are_due() -> None:
+def test_publication_to_a_new_engine_does_not_update_other_engines_before_they_are_due():
     run = world(evaluation_problems=0, j=3, k=4)
     run.begin()
     run.publish()
     run.give(EngineRegistered(now=0.0, url="http://engine-1"))
-    sent: list[list[str]] = []
+    sent = []
     while run.version < 3:
         if run.publications:
             sent.append(run.publications[-1][1].publish_to)
@@ -328,7 +321,7 @@ def test_publication_to_a_new_engine_does_not_update_other_engines_before_they_a
     assert sent and all(publish_to == ["http://engine-1"] for publish_to in sent)
 
 
-def test_weight_publication_postponed_by_an_evaluation_reaches_all_engines_afterwards() -> None:
+def test_weight_publication_postponed_by_an_evaluation_reaches_all_engines_afterwards():
     run = world(pin=Pin.GATE, evaluation_interval_steps=1, steps=9)
     run.begin()
     while not holds_updates(run.controller.state):
@@ -342,7 +335,7 @@ def test_weight_publication_postponed_by_an_evaluation_reaches_all_engines_after
     assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-1"]
 
 
-def test_knob_changes_are_sent_immediately_to_a_trainer_that_waits_for_rollouts() -> None:
+def test_knob_changes_are_sent_immediately_to_a_trainer_that_waits_for_rollouts():
     """New prompts follow the new knobs immediately; a trainer with the old knobs could wait for too many rollouts."""
     run = world(evaluation_problems=0, j=1, k=1, rollouts_per_step=8)
     run.begin()
@@ -353,7 +346,7 @@ def test_knob_changes_are_sent_immediately_to_a_trainer_that_waits_for_rollouts(
     assert (directive.publish_to, directive.checkpoint, directive.stop) == ([], False, False)
 
 
-def test_knob_changes_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
+def test_knob_changes_are_not_sent_to_an_absent_or_stopping_trainer():
     run = world(evaluation_problems=0)
     change = KnobsPatched(now=0.0, changes={"k": 9}, who="test", time=0.0)
     assert [type(effect) for effect in run.controller.decide(change)] == [Record]
@@ -363,7 +356,7 @@ def test_knob_changes_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
     assert run.directive is not None and run.directive.stop
 
 
-def test_trainer_that_waits_for_rollouts_while_an_evaluation_runs_gets_a_directive_to_keep_waiting() -> None:
+def test_trainer_that_waits_for_rollouts_while_an_evaluation_runs_gets_a_directive_to_keep_waiting():
     run = world()
     run.begin()
     starving = ReportReceived(now=1.0, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0")
@@ -378,7 +371,7 @@ def test_trainer_that_waits_for_rollouts_while_an_evaluation_runs_gets_a_directi
     assert run.controller.decide(starving) == [], "it waits for groups now"
 
 
-def test_groups_in_flight_at_a_departed_actor_are_requested_again() -> None:
+def test_groups_in_flight_at_a_departed_actor_are_requested_again():
     """The last heartbeat of the departed actor reports four groups in flight, which no other actor samples."""
     run = world(evaluation_problems=0)
     run.begin()
@@ -392,7 +385,7 @@ def test_groups_in_flight_at_a_departed_actor_are_requested_again() -> None:
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_groups_lost_by_the_stream_server_are_requested_again_and_trained_only_once(seed: int) -> None:
+def test_groups_lost_by_the_stream_server_are_requested_again_and_trained_only_once(seed):
     """The newest group requests and unread groups are lost at random, although the trainer never reports starvation."""
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 8, math.inf]))
@@ -421,7 +414,7 @@ def test_groups_lost_by_the_stream_server_are_requested_again_and_trained_only_o
     assert set(range(account.cursor)) <= there | ended | {*account.reissue}, "an order is in flight and nowhere"
 
 
-def test_evaluation_problems_lost_by_the_stream_server_are_requested_again() -> None:
+def test_evaluation_problems_lost_by_the_stream_server_are_requested_again():
     run = world()
     run.begin()
     run.publish()
@@ -442,7 +435,7 @@ def test_evaluation_problems_lost_by_the_stream_server_are_requested_again() -> 
     assert run.controller.state.evaluations.results == [result], "the second answer to a question counts nowhere"
 
 
-def test_wait_of_a_replacement_trainer_before_its_first_step_does_not_add_rollouts_in_flight() -> None:
+def test_wait_of_a_replacement_trainer_before_its_first_step_does_not_add_rollouts_in_flight():
     run = World(controller(steps=99, evaluation_problems=0), random.Random(0))
     run.begin()
     while run.version < 2:
@@ -454,7 +447,7 @@ def test_wait_of_a_replacement_trainer_before_its_first_step_does_not_add_rollou
     assert not ahead.any_trained, "its first step waits for engines and actors, as that of the first trainer does"
 
 
-def test_last_evaluation_is_completed_if_the_trainer_restarts_during_it() -> None:
+def test_last_evaluation_is_completed_if_the_trainer_restarts_during_it():
     run = World(controller(steps=2, evaluation_problems=3, pin=Pin.GATE), random.Random(0))
     run.begin()
     while run.controller.state.phase is not RunPhase.FINISHING:
@@ -471,7 +464,7 @@ def test_last_evaluation_is_completed_if_the_trainer_restarts_during_it() -> Non
     assert run.controller.state.evaluations.results[-1].model_version == 2
 
 
-def test_run_begins_without_waiting_for_an_engine_that_an_operator_removed() -> None:
+def test_run_begins_without_waiting_for_an_engine_that_an_operator_removed():
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.controller.settings = replace(run.controller.settings, engines_expected=3)
     for number in range(2):
@@ -490,7 +483,7 @@ def test_run_begins_without_waiting_for_an_engine_that_an_operator_removed() -> 
     assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-2"]
 
 
-def test_resumed_controller_requests_again_exactly_the_groups_that_were_in_flight() -> None:
+def test_resumed_controller_requests_again_exactly_the_groups_that_were_in_flight():
     run = world()
     run.begin()
     while run.version < 7:
@@ -517,7 +510,7 @@ def test_resumed_controller_requests_again_exactly_the_groups_that_were_in_fligh
 
 
 @pytest.mark.parametrize("loss", [None, 1.5])
-def test_auto_is_on_policy_unless_the_objective_corrects_for_lag(loss: float | None) -> None:
+def test_auto_is_on_policy_unless_the_objective_corrects_for_lag(loss):
     run = World(controller(j=None, k=64.0, oversample=None, evaluation_problems=0), random.Random(0))
     run.controller.settings = replace(run.controller.settings, lag_loss=loss)
     run.begin()
@@ -543,14 +536,14 @@ def test_auto_is_on_policy_unless_the_objective_corrects_for_lag(loss: float | N
         ({"temperature": True}, "temperature must be a number"),
     ],
 )
-def test_invalid_knobs_are_rejected_with_one_sentence(change: dict[str, object], sentence: str) -> None:
+def test_invalid_knobs_are_rejected_with_one_sentence(change, sentence):
     run = controller()
     with pytest.raises(RecipeError, match=sentence.replace("(", r"\(")):
         run.patch(change, who="test", time=0.0)
     assert (run.state.knobs, run.state.knob_log) == (knobs(), [])
 
 
-def test_knobs_accept_staleness_modes_and_an_infinite_staleness_bound_k() -> None:
+def test_knobs_accept_staleness_modes_and_an_infinite_staleness_bound_k():
     assert knobs().patched({"mode": "rlax"}) == knobs(j=16, k=32)
     assert knobs().patched({"mode": "auto"}).to_json()["j"] == "auto"
     assert knobs(j=None).patched({"j": 2}).j == 2
@@ -558,7 +551,7 @@ def test_knobs_accept_staleness_modes_and_an_infinite_staleness_bound_k() -> Non
     assert knobs().patched({"k": "inf"}).to_json()["k"] == "inf"
 
 
-def test_lag_does_not_follow_waits_during_an_evaluation() -> None:
+def test_lag_does_not_follow_waits_during_an_evaluation():
     run = world()
     run.begin()
     run.controller.state.lag.any_trained = True
@@ -574,12 +567,12 @@ class CountedOrders(dict[int, SentOrder]):
 
     looked = 0
 
-    def values(self) -> Any:
+    def values(self):
         self.looked += 1
         return super().values()
 
 
-def test_requesting_a_thousand_groups_sums_the_sizes_of_the_groups_in_flight_only_once() -> None:
+def test_requesting_a_thousand_groups_sums_the_sizes_of_the_groups_in_flight_only_once():
     run = world(k=math.inf, room=2000, evaluation_problems=0, groups_in_flight=2000)
     run.controller.state.lag.steps = math.inf
     run.begin()

@@ -1,23 +1,18 @@
 """Tests of automatic scaling: the number of engines follows the work, converges, and stays within its limits."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from pipelinerl.config.sections import ElasticSection
-from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.elastic import Want, next_change, note_change, suggestion
 from pipelinerl.controller.decisions.engine_decisions import to_stop
 from pipelinerl.controller.service.journal import Decision
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs_and_effects import (
-    AnyInput,
     EngineDrainAsked,
     EngineIdle,
     EngineRegistered,
@@ -38,8 +33,8 @@ RULE = ElasticSection(interval_s=2.0, patience=2, settle_s=10.0)
 SHARES = st.floats(0.0, 1.0)
 
 
-def _made(rule: ElasticSection, *, least: int = 1, most: int = 6) -> Controller:
-    limits: dict[str, Any] = {"engines_min": {"bigram": least}, "engines_max": {"bigram": most}}
+def _made(rule, *, least=1, most=6):
+    limits = {"engines_min": {"bigram": least}, "engines_max": {"bigram": most}}
     made = controller(evaluation_problems=0, steps=10_000, **limits)
     made.settings = replace(made.settings, elastic=rule)
     return made
@@ -48,35 +43,35 @@ def _made(rule: ElasticSection, *, least: int = 1, most: int = 6) -> Controller:
 class Site:
     """A run for which `work` engines just suffice: fewer engines delay the trainer, and more are partly idle."""
 
-    def __init__(self, rule: ElasticSection, *, work: float, most: int = 6, least: int = 1) -> None:
+    def __init__(self, rule, *, work, most=6, least=1):
         self.made = _made(rule, least=least, most=most)
         self.work = work
         self.now = 0.0
-        self.inputs: list[AnyInput] = []
-        self.event_records: list[tuple[str, dict[str, Any]]] = []
+        self.inputs = []
+        self.event_records = []
         self.tell(EngineRegistered(now=0.0, url="http://engine-0", incarnation="1", name="engine-0", type="bigram"))
         self._begin()
         self.settle_fleet()
 
     @property
-    def state(self) -> RunState:
+    def state(self):
         return self.made.state
 
     @property
-    def serving(self) -> int:
+    def serving(self):
         return len(self.state.fleet.serving())
 
-    def tell(self, given: AnyInput) -> None:
+    def tell(self, given):
         self.inputs.append(given)
         self.event_records += [(each.kind, each.fields) for each in self.made.decide(given) if isinstance(each, Record)]
 
-    def _report(self, report: Any) -> None:
+    def _report(self, report):
         self.tell(ReportReceived(now=self.now, report=report, entry_id="1-0"))
 
-    def _begin(self) -> None:
+    def _begin(self):
         self._report(TrainerReady(report_id="ready", incarnation="1", model_version=0, consumed=ConsumedReport()))
 
-    def settle_fleet(self) -> None:
+    def settle_fleet(self):
         """Let requested engines join and pass their canary checks, and draining engines become idle and leave."""
         there = {record.name for record in self.state.fleet.records()}
         for request in self.state.engine_requests:
@@ -99,7 +94,7 @@ class Site:
             self._report(Published(**about, pauses_s=pauses, failed={}, send_s=0.0, total_s=0.0))
             self._report(CanaryChecked(**about, worst=dict.fromkeys(joining, 0.0)))
 
-    def second(self, *, stale: float = 0.0) -> None:
+    def second(self, *, stale=0.0):
         """Simulate one second, with one step and one poll."""
         self.now += 1.0
         engines = self.serving
@@ -116,7 +111,7 @@ class Site:
         )
         self.tell(FleetMeasured(now=self.now, occupancy=occupancy))
 
-    def pass_time(self, seconds: int, **figures: float) -> list[int]:
+    def pass_time(self, seconds, **figures):
         """Simulate `seconds` and return the number of engines after each second."""
         counts = []
         for _ in range(seconds):
@@ -125,11 +120,11 @@ class Site:
             counts.append(self.serving)
         return counts
 
-    def scaled(self, kind: str = "engines_scaled") -> list[tuple[int, int]]:
+    def scaled(self, kind="engines_scaled"):
         return [(fields["from"], fields["to"]) for record_kind, fields in self.event_records if record_kind == kind]
 
 
-def _turns(counts: list[int]) -> int:
+def _turns(counts):
     """Count how often the number of engines changes from growing to shrinking or back."""
     moves = [b - a for a, b in zip(counts, counts[1:], strict=False) if a != b]  # noqa: RUF007
     return sum(a * b < 0 for a, b in zip(moves, moves[1:], strict=False))  # noqa: RUF007
@@ -137,7 +132,7 @@ def _turns(counts: list[int]) -> int:
 
 @settings(max_examples=8, deadline=None)
 @given(work=st.floats(0.2, 8.0), most=st.integers(1, 6))
-def test_number_of_engines_follows_the_work_and_converges(work: float, most: int) -> None:
+def test_number_of_engines_follows_the_work_and_converges(work, most):
     site = Site(RULE, work=work, most=most)
     counts = site.pass_time(140)
     assert _turns(counts) == 0 and len(set(counts[-60:])) == 1
@@ -145,7 +140,7 @@ def test_number_of_engines_follows_the_work_and_converges(work: float, most: int
     assert enough * (1 - RULE.waiting) - 1 < counts[-1] <= enough / RULE.busy + 1
 
 
-def test_engines_are_removed_one_by_one_when_work_decreases() -> None:
+def test_engines_are_removed_one_by_one_when_work_decreases():
     site = Site(RULE, work=4.0)
     assert site.pass_time(140)[-1] == 4
     site.work = 0.5
@@ -160,7 +155,7 @@ def test_engines_are_removed_one_by_one_when_work_decreases() -> None:
 
 
 @given(figures=st.builds(Figures, waiting=SHARES, occupancy=SHARES, stale=SHARES), engines=st.integers(1, 64))
-def test_removing_an_engine_never_makes_the_others_too_busy(figures: Figures, engines: int) -> None:
+def test_removing_an_engine_never_makes_the_others_too_busy(figures, engines):
     """The remaining engines take over the work of the removed engine, and their occupancy stays below `busy`."""
     if suggestion(RULE, figures, engines=engines) is not Want.FEWER:
         return
@@ -177,9 +172,7 @@ def test_removing_an_engine_never_makes_the_others_too_busy(figures: Figures, en
         ElasticSection, patience=st.integers(1, 4), settle_s=st.sampled_from([0.0, 3.0, 30.0]), interval_s=st.just(1.0)
     ),
 )
-def test_number_of_engines_changes_only_after_several_equal_suggestions_and_a_settling_time(
-    shares: list[tuple[float, float, float]], rule: ElasticSection
-) -> None:
+def test_number_of_engines_changes_only_after_several_equal_suggestions_and_a_settling_time(shares, rule):
     memory, verdicts, decided = ElasticMemory(), list[Want](), list[tuple[int, Want]]()
     for now, (waiting, occupancy, stale) in enumerate(shares):
         figures = Figures(waiting=waiting, occupancy=occupancy, stale=stale)
@@ -193,7 +186,7 @@ def test_number_of_engines_changes_only_after_several_equal_suggestions_and_a_se
             note_change(memory, now=float(now))
 
 
-def test_dry_run_of_scaling_only_records_its_decisions() -> None:
+def test_dry_run_of_scaling_only_records_its_decisions():
     site = Site(RULE.model_copy(update={"mode": Elasticity.DRY_RUN}), work=3.0)
     assert set(site.pass_time(60)) == {1}
     assert set(site.scaled("engines_would_scale")) == {(1, 2)} and not site.state.engine_requests
@@ -201,7 +194,7 @@ def test_dry_run_of_scaling_only_records_its_decisions() -> None:
     assert why == "the engines are 100% busy, the trainer waits 67% of its time, and 0% of groups arrive too late"
 
 
-def test_engines_are_added_when_groups_arrive_too_late_to_train() -> None:
+def test_engines_are_added_when_groups_arrive_too_late_to_train():
     site = Site(RULE, work=1.0)  # one engine suffices, so the trainer does not wait
     assert set(site.pass_time(60)) == {1}
     assert site.pass_time(16, stale=0.3)[-1] == 2
@@ -210,7 +203,7 @@ def test_engines_are_added_when_groups_arrive_too_late_to_train() -> None:
     assert site.pass_time(60)[-1] == 1
 
 
-def test_limits_on_the_number_of_engines_can_be_changed_during_a_run() -> None:
+def test_limits_on_the_number_of_engines_can_be_changed_during_a_run():
     site = Site(RULE, work=5.0, most=2)
     assert site.pass_time(60)[-1] == 2
     site.tell(KnobsPatched(now=site.now, changes={"engines_max.bigram": 3}, who="me", time=1.0))
@@ -232,21 +225,21 @@ def test_limits_on_the_number_of_engines_can_be_changed_during_a_run() -> None:
         ({"engines_max": 3}, "engines_max must be a table of whole numbers by engine type, got 3"),
     ],
 )
-def test_invalid_limits_on_the_number_of_engines_are_rejected(changes: dict[str, Any], words: str) -> None:
+def test_invalid_limits_on_the_number_of_engines_are_rejected(changes, words):
     site = Site(RULE, work=1.0)
     with pytest.raises(RecipeError, match=words):
         site.made.decide(KnobsPatched(now=1.0, changes=changes, who="me", time=1.0))
     assert site.state.knobs.engines_max == {"bigram": 6}
 
 
-def test_run_without_elastic_engine_types_has_no_engine_limit_knobs() -> None:
+def test_run_without_elastic_engine_types_has_no_engine_limit_knobs():
     made = controller()
     assert not {"engines_min", "engines_max"} & made.state.knobs.to_json().keys()
     with pytest.raises(RecipeError, match=r"unknown knob 'engines_max\.bigram'"):
         made.state.knobs.patched({"engines_max.bigram": 1})
 
 
-def test_number_of_engines_is_unchanged_while_an_engine_joins_or_drains() -> None:
+def test_number_of_engines_is_unchanged_while_an_engine_joins_or_drains():
     site = Site(RULE, work=5.0)
     for _ in range(60):  # the requested engine does not join
         site.second()
@@ -260,7 +253,7 @@ def test_number_of_engines_is_unchanged_while_an_engine_joins_or_drains() -> Non
     assert len(site.scaled()) == before
 
 
-def test_engine_that_the_launcher_cannot_start_is_not_requested_again() -> None:
+def test_engine_that_the_launcher_cannot_start_is_not_requested_again():
     site = Site(RULE, work=5.0)
     for _ in range(20):
         site.second()
@@ -269,7 +262,7 @@ def test_engine_that_the_launcher_cannot_start_is_not_requested_again() -> None:
     assert set(site.pass_time(60)) == {1} and len(site.state.engine_requests) == 1
 
 
-def test_broken_engine_is_replaced_to_keep_the_minimum_number_of_engines() -> None:
+def test_broken_engine_is_replaced_to_keep_the_minimum_number_of_engines():
     site = Site(RULE, work=0.1, least=2)
     assert site.pass_time(20)[-1] == 2
     # The launcher reports that the process of engine-1 died too often.
@@ -279,13 +272,13 @@ def test_broken_engine_is_replaced_to_keep_the_minimum_number_of_engines() -> No
     assert [record.name for record in site.state.fleet.records() if not record.to_stop] == ["engine-0", "engine-2"]
 
 
-def test_number_of_engines_stays_unchanged_while_the_run_ends() -> None:
+def test_number_of_engines_stays_unchanged_while_the_run_ends():
     site = Site(RULE, work=5.0)
     site.tell(StopAsked(now=0.0, reason="enough"))
     assert set(site.pass_time(60)) == {1}
 
 
-def test_engine_pinned_for_an_evaluation_is_not_removed_by_scaling() -> None:
+def test_engine_pinned_for_an_evaluation_is_not_removed_by_scaling():
     site = Site(RULE, work=2.0)
     site.pass_time(60)
     site.state.fleet.pin("http://engine-1")
@@ -296,7 +289,7 @@ def test_engine_pinned_for_an_evaluation_is_not_removed_by_scaling() -> None:
 
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**16))
-def test_controller_that_replays_its_journal_makes_the_same_scaling_decisions(seed: int) -> None:
+def test_controller_that_replays_its_journal_makes_the_same_scaling_decisions(seed):
     dice, site = random.Random(seed), Site(RULE, work=3.0)
     for _ in range(60):
         site.work = dice.choice([site.work, dice.uniform(0.2, 6.0)])

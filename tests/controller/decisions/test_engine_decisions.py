@@ -1,20 +1,15 @@
 """Tests of decisions about engines: canary checks, replacements, drains, and the processes to start or end."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 
-from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.directives import publication_due
 from pipelinerl.controller.decisions.engine_decisions import removal_reason, to_stop
 from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.decisions.status import assignment_of
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs_and_effects import (
-    AnyInput,
     EngineAnswered,
     EngineDrainAsked,
     EngineIdle,
@@ -28,14 +23,14 @@ from pipelinerl.controller.state.inputs_and_effects import (
     Send,
     Ticked,
 )
-from pipelinerl.messages import CanaryChecked, Directive, GroupHandedOver, GroupOutdated, Published
+from pipelinerl.messages import CanaryChecked, GroupHandedOver, GroupOutdated, Published
 from tests.controller.world import ENGINE, World, controller
 
 NEW = "http://engine-1"
 
 
 @pytest.fixture
-def run() -> World:
+def run():
     """Return a run in which one engine serves version 0."""
     made = World(controller(evaluation_problems=0), random.Random(0))
     made.begin()
@@ -44,19 +39,19 @@ def run() -> World:
     return made
 
 
-def lifecycle(made: Controller, url: str) -> EngineLifecycle:
+def lifecycle(made, url):
     return made.state.fleet.by_url[url].lifecycle
 
 
-def recorded(made: Controller, given: AnyInput) -> list[tuple[str, dict[str, Any]]]:
+def recorded(made, given):
     return [(effect.kind, effect.fields) for effect in made.decide(given) if isinstance(effect, Record)]
 
 
-def received(report: Any, *, now: float = 0.0) -> ReportReceived:
+def received(report, *, now=0.0):
     return ReportReceived(now=now, report=report, entry_id="1-0")
 
 
-def give_weights(run: World, *urls: str, version: int = 0) -> None:
+def give_weights(run, *urls, version=0):
     state = run.controller.state
     report = Published(
         epoch=state.epoch,
@@ -70,15 +65,15 @@ def give_weights(run: World, *urls: str, version: int = 0) -> None:
     run.controller.decide(received(report))
 
 
-def proof(run: World, *, version: int = 0, now: float = 0.0, **results: Any) -> ReportReceived:
+def proof(run, *, version=0, now=0.0, **results):
     state = run.controller.state
-    fields: dict[str, Any] = {"worst": {}} | results
+    fields = {"worst": {}} | results
     return received(
         CanaryChecked(epoch=state.epoch, model_version=version, membership=state.fleet.membership, **fields), now=now
     )
 
 
-def test_engine_that_fails_its_canary_on_two_versions_is_expelled(run: World) -> None:
+def test_engine_that_fails_its_canary_on_two_versions_is_expelled(run):
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -99,7 +94,7 @@ def test_engine_that_fails_its_canary_on_two_versions_is_expelled(run: World) ->
     assert to_stop(made.state) == [], "the process keeps running, so that an operator can inspect it"
 
 
-def test_engine_that_did_not_answer_its_canary_is_retried_when_it_answers_a_poll(run: World) -> None:
+def test_engine_that_did_not_answer_its_canary_is_retried_when_it_answers_a_poll(run):
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -108,7 +103,7 @@ def test_engine_that_did_not_answer_its_canary_is_retried_when_it_answers_a_poll
     assert [(directive.publish_to, directive.to_verify) for directive in sent] == [([NEW], [NEW])]
 
 
-def test_replaced_engine_drains_as_soon_as_its_replacement_has_passed_the_canary_check(run: World) -> None:
+def test_replaced_engine_drains_as_soon_as_its_replacement_has_passed_the_canary_check(run):
     made = run.controller
     requested = recorded(made, EnginesRequested(now=0.0, type="vllm", replaces=ENGINE, grace_s=9.0))
     assert requested == [("engines_hired", {"names": ["engine-1"], "type": "vllm", "replaces": ENGINE})]
@@ -125,7 +120,7 @@ def test_replaced_engine_drains_as_soon_as_its_replacement_has_passed_the_canary
     assert made.state.fleet.by_url[ENGINE].to_stop
 
 
-def test_engine_that_never_answers_its_canary_is_expelled(run: World) -> None:
+def test_engine_that_never_answers_its_canary_is_expelled(run):
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=NEW))
     for failures in range(1, made.state.fleet.updates_to_expulsion + 1):
@@ -140,7 +135,7 @@ def test_engine_that_never_answers_its_canary_is_expelled(run: World) -> None:
     assert publication_due(made.state, made.settings) == [] and made.state.fleet.serving() == [ENGINE]
 
 
-def test_engine_that_failed_its_canary_is_not_retried_when_another_engine_joins(run: World) -> None:
+def test_engine_that_failed_its_canary_is_not_retried_when_another_engine_joins(run):
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -152,7 +147,7 @@ def test_engine_that_failed_its_canary_is_not_retried_when_another_engine_joins(
     assert lifecycle(made, NEW) is EngineLifecycle.DIRTY
 
 
-def test_engine_that_is_already_being_replaced_gets_no_second_replacement(run: World) -> None:
+def test_engine_that_is_already_being_replaced_gets_no_second_replacement(run):
     made = run.controller
     swap = EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0)
     assert removal_reason(made.state, ENGINE) == ""
@@ -168,7 +163,7 @@ def test_engine_that_is_already_being_replaced_gets_no_second_replacement(run: W
     assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-2"]
 
 
-def test_replaced_engine_is_drained_only_once_even_if_its_address_is_reused(run: World) -> None:
+def test_replaced_engine_is_drained_only_once_even_if_its_address_is_reused(run):
     """A new engine may get the port of the old one, and the replacement passes another canary check later."""
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
@@ -185,7 +180,7 @@ def test_replaced_engine_is_drained_only_once_even_if_its_address_is_reused(run:
     assert [lifecycle(made, url) for url in (ENGINE, NEW)] == [EngineLifecycle.HEALTHY, EngineLifecycle.HEALTHY]
 
 
-def test_joining_replacement_drains_no_engine_if_the_replaced_engine_was_removed_before(run: World) -> None:
+def test_joining_replacement_drains_no_engine_if_the_replaced_engine_was_removed_before(run):
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     made.decide(EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0))
@@ -197,7 +192,7 @@ def test_joining_replacement_drains_no_engine_if_the_replaced_engine_was_removed
     assert lifecycle(made, ENGINE) is EngineLifecycle.HEALTHY
 
 
-def test_drained_engine_is_expelled_and_its_process_is_stopped_when_it_has_become_idle(run: World) -> None:
+def test_drained_engine_is_expelled_and_its_process_is_stopped_when_it_has_become_idle(run):
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
     assert recorded(made, EngineIdle(now=0.0, url=NEW)) == [], "no drain was requested"
@@ -209,14 +204,14 @@ def test_drained_engine_is_expelled_and_its_process_is_stopped_when_it_has_becom
     assert recorded(made, EngineDrainAsked(now=4.0, url=NEW, grace_s=60.0)) == []
 
 
-def test_draining_a_dead_engine_expels_it_immediately(run: World) -> None:
+def test_draining_a_dead_engine_expels_it_immediately(run):
     made = run.controller
     made.decide(EngineTimedOut(now=0.0, url=ENGINE, reason="gone"))
     ((kind, fields),) = recorded(made, EngineDrainAsked(now=0.0, url=ENGINE, grace_s=60.0))
     assert (kind, fields["reason"]) == ("engine_lost", "drained: it had no work")
 
 
-def test_request_for_an_engine_can_be_cancelled_and_its_name_is_never_reused(run: World) -> None:
+def test_request_for_an_engine_can_be_cancelled_and_its_name_is_never_reused(run):
     made = run.controller
     made.decide(EnginesRequested(now=0.0, type="torch", count=2))
     made.decide(EngineRemoved(now=0.0, engine="engine-1"))
@@ -229,14 +224,14 @@ def test_request_for_an_engine_can_be_cancelled_and_its_name_is_never_reused(run
     assert made.state.engine_requests[-1].name == "engine-3", "a name is given once"
 
 
-def test_requested_engine_never_gets_the_name_of_an_engine_that_was_started_manually(run: World) -> None:
+def test_requested_engine_never_gets_the_name_of_an_engine_that_was_started_manually(run):
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-2"))
     made.decide(EnginesRequested(now=0.0, type="torch", count=2))
     assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-3"]
 
 
-def test_removing_a_name_that_two_engines_share_expels_both_engines_but_ends_no_process(run: World) -> None:
+def test_removing_a_name_that_two_engines_share_expels_both_engines_but_ends_no_process(run):
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-0"))
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1", name="engine-0"))
@@ -244,7 +239,7 @@ def test_removing_a_name_that_two_engines_share_expels_both_engines_but_ends_no_
     assert to_stop(made.state) == [], "the launcher's engine-0 is the other one"
 
 
-def test_engine_that_missed_a_health_check_finishes_its_requests_but_gets_no_new_ones(run: World) -> None:
+def test_engine_that_missed_a_health_check_finishes_its_requests_but_gets_no_new_ones(run):
     made = run.controller
     assert recorded(made, HealthCheckMissed(now=0.0, url=ENGINE)) == [("engine_suspect", {"url": ENGINE})]
     assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([], [ENGINE])
@@ -252,7 +247,7 @@ def test_engine_that_missed_a_health_check_finishes_its_requests_but_gets_no_new
     assert made.state.fleet.serving() == [ENGINE]
 
 
-def test_frozen_engine_is_left_out_of_publications_and_named_until_it_has_caught_up(run: World) -> None:
+def test_frozen_engine_is_left_out_of_publications_and_named_until_it_has_caught_up(run):
     made, state = run.controller, run.controller.state
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
     give_weights(run, ENGINE, NEW)
@@ -272,7 +267,7 @@ def test_frozen_engine_is_left_out_of_publications_and_named_until_it_has_caught
     assert state.fleet.serving() == [ENGINE, NEW] and NEW not in waiting_for(state, now=9.0)
 
 
-def test_group_handed_over_between_engines_is_logged_and_leaves_the_group_counts_unchanged(run: World) -> None:
+def test_group_handed_over_between_engines_is_logged_and_leaves_the_group_counts_unchanged(run):
     before = run.controller.state.account.ledger()
     (record,) = run.controller.handle(
         GroupHandedOver(order_id="prompt-000003", index=3, tokens_kept=90, tokens_resampled=8), now=0.0
@@ -283,7 +278,7 @@ def test_group_handed_over_between_engines_is_logged_and_leaves_the_group_counts
     assert run.controller.state.account.ledger() == before
 
 
-def test_group_that_an_actor_drops_as_too_old_counts_once_as_stale_and_is_replaced(run: World) -> None:
+def test_group_that_an_actor_drops_as_too_old_counts_once_as_stale_and_is_replaced(run):
     made = run.controller
     before = len(run.issued)
     run.give(received(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))
@@ -292,5 +287,5 @@ def test_group_that_an_actor_drops_as_too_old_counts_once_as_stale_and_is_replac
     assert run.issued[-1] == before
     run.give(received(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))
     assert made.state.account.ledger()["stale"] == 1, "it ends once"
-    directive: Directive = made._directive("x")
+    directive = made._directive("x")
     assert directive.stale == [3]

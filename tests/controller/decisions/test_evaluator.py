@@ -1,10 +1,7 @@
 """Tests of evaluations under random schedules: one model version answers each evaluation, and training continues."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import pytest
@@ -12,9 +9,8 @@ import pytest
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.decisions.status import EngineWatch, run_status
-from pipelinerl.controller.state.evaluation import EvaluationResult, EvaluationSet
+from pipelinerl.controller.state.evaluation import EvaluationSet
 from pipelinerl.controller.state.inputs_and_effects import (
-    Effect,
     EngineAnswered,
     EngineDrainAsked,
     EngineRegistered,
@@ -33,32 +29,32 @@ OTHER = "http://engine-1"
 BOTH = (ENGINE, OTHER)
 
 
-def world(seed: int = 0, *, engines: tuple[str, ...] = BOTH, **changes: Any) -> World:
+def world(seed=0, *, engines=BOTH, **changes):
     return World(controller(**({"pin": Pin.AUTO} | changes)), random.Random(seed), engines=engines)
 
 
-def recorded(run: World) -> list[Record]:
+def recorded(run):
     """Return a list to which all later events of the run are appended."""
-    records: list[Record] = []
+    records = []
     apply = run.apply
 
-    def listening(effects: list[Effect]) -> None:
+    def listening(effects):
         records.extend(effect for effect in effects if isinstance(effect, Record))
         apply(effects)
 
-    run.apply = listening  # type: ignore[method-assign]
+    run.apply = listening
     return records
 
 
-def abandoned(records: list[Record]) -> list[str]:
+def abandoned(records):
     return [event.fields["reason"] for event in records if event.kind == "evaluation_restarted"]
 
 
-def results(run: World) -> list[EvaluationResult]:
+def results(run):
     return run.controller.state.evaluations.results
 
 
-def until_evaluation(run: World, version: int) -> World:
+def until_evaluation(run, version):
     """Run until an evaluation of `version` or later is in progress."""
     for _ in range(20_000):
         evaluation = run.controller.state.evaluations.current
@@ -68,19 +64,19 @@ def until_evaluation(run: World, version: int) -> World:
     raise AssertionError(waiting_for(run.controller.state, now=0.0))
 
 
-def unanswering(run: World) -> World:
+def unanswering(run):
     """Let actors lose the requests of every evaluation except the first; return `run`."""
     sample = run.sample
 
-    def only_training() -> None:
+    def only_training():
         run.orders = [o for o in run.orders if o.purpose is Purpose.TRAINING or o.order_id.startswith("eval-0-")]
         sample()
 
-    run.sample = only_training  # type: ignore[method-assign]
+    run.sample = only_training
     return run
 
 
-def test_late_answer_to_an_abandoned_evaluation_is_ignored_by_the_next_evaluation() -> None:
+def test_late_answer_to_an_abandoned_evaluation_is_ignored_by_the_next_evaluation():
     run = world(engines=(ENGINE,))
     run.begin()
     run.publish()
@@ -102,9 +98,7 @@ def test_late_answer_to_an_abandoned_evaluation_is_ignored_by_the_next_evaluatio
 @pytest.mark.parametrize("pin", [Pin.AUTO, Pin.GATE, Pin.ENGINE])
 @pytest.mark.parametrize("engines", [BOTH, (ENGINE,)], ids=["two engines", "one engine"])
 @pytest.mark.parametrize("seed", range(4))
-def test_each_evaluation_under_a_random_schedule_is_answered_by_a_single_weight_version(
-    seed: int, engines: tuple[str, ...], pin: Pin
-) -> None:
+def test_each_evaluation_under_a_random_schedule_is_answered_by_a_single_weight_version(seed, engines, pin):
     chance = random.Random(seed)
     run = world(seed, engines=engines, pin=pin, k=chance.choice([1, 2, 4]), evaluation_problems=12, steps=40)
     run.begin()
@@ -131,7 +125,7 @@ def test_each_evaluation_under_a_random_schedule_is_answered_by_a_single_weight_
     assert run.controller.state.fleet.pinned() == []
 
 
-def test_pinned_engine_answers_an_evaluation_while_training_continues_on_the_other_engine() -> None:
+def test_pinned_engine_answers_an_evaluation_while_training_continues_on_the_other_engine():
     run = world(evaluation_problems=30, steps=1000, k=2)
     records = recorded(run)
     run.begin()
@@ -158,7 +152,7 @@ def test_pinned_engine_answers_an_evaluation_while_training_continues_on_the_oth
     assert [e.kind for e in records if e.kind.startswith("evaluation")].count("evaluation_began") == 2
 
 
-def test_evaluation_problems_in_flight_are_limited_to_the_pinned_engines_capacity() -> None:
+def test_evaluation_problems_in_flight_are_limited_to_the_pinned_engines_capacity():
     run = world(evaluation_problems=100, steps=1000)
     run.begin()
     until_evaluation(run, 5)
@@ -167,7 +161,7 @@ def test_evaluation_problems_in_flight_are_limited_to_the_pinned_engines_capacit
     assert {order.engine for order in orders} == {OTHER}
 
 
-def test_time_limit_for_postponing_weight_updates_counts_from_the_first_postponed_update() -> None:
+def test_time_limit_for_postponing_weight_updates_counts_from_the_first_postponed_update():
     """A step may take longer than the time limit, and no weight update is due before the step ends."""
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
     run.begin()
@@ -179,11 +173,11 @@ def test_time_limit_for_postponing_weight_updates_counts_from_the_first_postpone
     assert evaluation is not None and not evaluation.given_up and evaluation.held_since is not None
 
 
-def test_evaluation_that_postpones_weight_updates_is_abandoned_at_its_time_limit() -> None:
+def test_evaluation_that_postpones_weight_updates_is_abandoned_at_its_time_limit():
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
     run.begin()
     until_evaluation(unanswering(run), 5)
-    at = run.controller.state.evaluations.current.model_version  # type: ignore[union-attr]
+    at = run.controller.state.evaluations.current.model_version
     for _ in range(2000):
         run.act()
     assert run.loaded[ENGINE] == at
@@ -199,7 +193,7 @@ def test_evaluation_that_postpones_weight_updates_is_abandoned_at_its_time_limit
         run.act()
 
 
-def test_evaluation_restarts_when_its_pinned_engine_is_lost_and_ends_after_too_many_restarts() -> None:
+def test_evaluation_restarts_when_its_pinned_engine_is_lost_and_ends_after_too_many_restarts():
     run = world(engines=(*BOTH, "http://engine-2"), evaluation_problems=3, steps=1000)
     records = recorded(run)
     run.begin()
@@ -219,7 +213,7 @@ def test_evaluation_restarts_when_its_pinned_engine_is_lost_and_ends_after_too_m
     )
 
 
-def test_evaluation_leaves_an_engine_that_is_suspect_for_longer_than_5_s() -> None:
+def test_evaluation_leaves_an_engine_that_is_suspect_for_longer_than_5_s():
     run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
     records = recorded(run)
     run.give(HealthCheckMissed(now=10.0, url=OTHER))
@@ -235,7 +229,7 @@ def test_evaluation_leaves_an_engine_that_is_suspect_for_longer_than_5_s() -> No
     assert evaluation is not None and evaluation.engine != OTHER
 
 
-def test_evaluation_restarts_when_its_engine_drains_or_a_new_trainer_begins() -> None:
+def test_evaluation_restarts_when_its_engine_drains_or_a_new_trainer_begins():
     run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
     records = recorded(run)
     run.give(EngineDrainAsked(now=0.0, url=OTHER, grace_s=9.0))
@@ -246,7 +240,7 @@ def test_evaluation_restarts_when_its_engine_drains_or_a_new_trainer_begins() ->
     assert abandoned(records) == ["epoch 2 has begun"]
 
 
-def test_engine_that_joins_while_weight_updates_are_postponed_waits_for_its_weights() -> None:
+def test_engine_that_joins_while_weight_updates_are_postponed_waits_for_its_weights():
     run = until_evaluation(unanswering(_begun(world(engines=(ENGINE,), steps=1000, k=4))), 5)
     at = run.version
     while run.version == at:
@@ -260,7 +254,7 @@ def test_engine_that_joins_while_weight_updates_are_postponed_waits_for_its_weig
     assert run.controller.state.fleet.serving() == list(BOTH)
 
 
-def test_stopped_run_evaluates_its_final_weights_with_all_engines() -> None:
+def test_stopped_run_evaluates_its_final_weights_with_all_engines():
     run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
     records = recorded(run)
     run.give(StopAsked(now=0.0, reason="enough"))
@@ -273,7 +267,7 @@ def test_stopped_run_evaluates_its_final_weights_with_all_engines() -> None:
 
 
 @pytest.mark.parametrize(("fails", "at_least"), [(0, 1.0), (1, 2 / 3), (2, 1 / 3), (3, None)])
-def test_problems_without_an_answer_count_as_wrong_for_the_target_accuracy(fails: int, at_least: float | None) -> None:
+def test_problems_without_an_answer_count_as_wrong_for_the_target_accuracy(fails, at_least):
     """Actors mostly give up long answers, so the accuracy over the other answers is biased."""
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000)
     settings = run.controller.settings
@@ -295,7 +289,7 @@ def test_problems_without_an_answer_count_as_wrong_for_the_target_accuracy(fails
     assert run.controller.ending == (f"held-out accuracy {at_least:.3f} has reached 0.5" if ends else None)
 
 
-def _begun(run: World) -> World:
+def _begun(run):
     run.begin()
     return run
 
@@ -305,9 +299,7 @@ HARD = EvaluationSet(name="hard", place=1, problems=4, max_tokens=8, samples=2, 
 
 @pytest.mark.parametrize("engines", [BOTH, (ENGINE,)], ids=["two engines", "one engine"])
 @pytest.mark.parametrize("seed", range(6))
-def test_evaluation_sets_follow_their_intervals_and_share_one_version_when_due_together(
-    seed: int, engines: tuple[str, ...]
-) -> None:
+def test_evaluation_sets_follow_their_intervals_and_share_one_version_when_due_together(seed, engines):
     run = world(seed, engines=engines, k=4, steps=40, other_sets=(HARD,))
     records = recorded(run)
     run.begin()
@@ -329,7 +321,7 @@ def test_evaluation_sets_follow_their_intervals_and_share_one_version_when_due_t
     assert sorted(kept) == ["hard", "held_out"], "figures by domain are of the last of each set"
 
 
-def test_evaluation_set_that_becomes_due_during_an_evaluation_runs_once_afterwards() -> None:
+def test_evaluation_set_that_becomes_due_during_an_evaluation_runs_once_afterwards():
     often = replace(HARD, interval_steps=2, problems=2)
     run = world(evaluation_problems=30, steps=1000, k=2, other_sets=(often,))
     records = recorded(run)
@@ -356,7 +348,7 @@ def test_evaluation_set_that_becomes_due_during_an_evaluation_runs_once_afterwar
     assert began == ["hard"]
 
 
-def test_only_the_accuracy_of_the_first_evaluation_set_can_end_the_run() -> None:
+def test_only_the_accuracy_of_the_first_evaluation_set_can_end_the_run():
     run = world(steps=40, other_sets=(HARD,), until_accuracy=0.9)
     run.begin()
     for _ in range(20_000):
@@ -376,21 +368,21 @@ def test_only_the_accuracy_of_the_first_evaluation_set_can_end_the_run() -> None
     assert swapped.finished == "all 6 steps are done"
 
 
-def wrong_first(run: World) -> None:
+def wrong_first(run):
     """Make every answer to a problem of the first set wrong."""
     tell = run.tell
 
-    def report_wrong_first(report: Any) -> None:
+    def report_wrong_first(report):
         current = run.controller.state.evaluations.current
         if isinstance(report, EvaluationDone) and current is not None and current.concerns(report.order_id):
             place = current.plan.question(report.index)[0].place
             report = msgspec.structs.replace(report, correct=report.correct * place)
         tell(report)
 
-    run.tell = report_wrong_first  # type: ignore[method-assign]
+    run.tell = report_wrong_first
 
 
-def test_status_shows_each_accuracy_with_the_name_of_its_evaluation_set() -> None:
+def test_status_shows_each_accuracy_with_the_name_of_its_evaluation_set():
     run = world(steps=40, other_sets=(HARD,))
     run.begin()
     while len(results(run)) < 2:

@@ -1,22 +1,16 @@
 """Tests of how a run that cannot continue ends: one test per cause, each with its one-sentence reason."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import pytest
 
 from inference_contract.errors import ContextExceeded, Persistence
-from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.giving_up import last_word, waiting_for
 from pipelinerl.controller.decisions.step_review import CALM_S, CALM_STEPS
-from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
+from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs_and_effects import (
-    AnyInput,
-    Effect,
     End,
     EngineRegistered,
     EngineTimedOut,
@@ -37,7 +31,6 @@ from pipelinerl.messages import (
     CheckpointDelayed,
     Checkpointed,
     ConsumedReport,
-    Directive,
     GroupFailed,
     NoSignalGroups,
     OrdersEnded,
@@ -52,7 +45,7 @@ OTHER = "http://engine-1"
 REFUSAL = "refused: the update does not fit the model: parameter 'a' must have dtype float32, got int8"
 
 
-def begun() -> World:
+def begun():
     """Return a run whose engine has joined and whose trainer is ready, before the first publication."""
     made = World(controller(evaluation_problems=0, k=8), random.Random(0))
     made.controller.state.lag.steps = 4.0
@@ -60,18 +53,18 @@ def begun() -> World:
     return made
 
 
-def serving() -> World:
+def serving():
     made = begun()
     made.publish()
     assert made.controller.state.fleet.serving() == [ENGINE]
     return made
 
 
-def received(report: Any, now: float = 0.0) -> ReportReceived:
+def received(report, now=0.0):
     return ReportReceived(now=now, report=report, entry_id="1-0")
 
 
-def failed_to_publish(made: Controller, reasons: dict[str, str], *, permanent: list[str]) -> ReportReceived:
+def failed_to_publish(made, reasons, *, permanent):
     state = made.state
     report = Published(
         epoch=state.epoch,
@@ -86,14 +79,14 @@ def failed_to_publish(made: Controller, reasons: dict[str, str], *, permanent: l
     return received(report)
 
 
-def ends(made: Controller, given: AnyInput) -> tuple[Directive | None, Finish | None]:
+def ends(made, given):
     """Return the stop directive and the `Finish` effect that `given` causes, each None if there is none."""
     effects = made.decide(given)
     sent = [effect.directive for effect in effects if isinstance(effect, Send) and effect.directive.stop]
     return (sent[-1] if sent else None), next((effect for effect in effects if isinstance(effect, Finish)), None)
 
 
-def test_run_saves_and_ends_when_its_only_engine_refuses_weights_permanently() -> None:
+def test_run_saves_and_ends_when_its_only_engine_refuses_weights_permanently():
     made = begun().controller
     stop, finish = ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
     assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.EXPELLED
@@ -104,7 +97,7 @@ def test_run_saves_and_ends_when_its_only_engine_refuses_weights_permanently() -
     assert ends(made, Ticked(now=1e6)) == (None, None), "it ends once"
 
 
-def test_failing_run_ends_within_a_minute_if_its_trainer_is_silent() -> None:
+def test_failing_run_ends_within_a_minute_if_its_trainer_is_silent():
     made = begun().controller
     ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
     assert ends(made, Ticked(now=29.0)) == (None, None)
@@ -112,13 +105,13 @@ def test_failing_run_ends_within_a_minute_if_its_trainer_is_silent() -> None:
     assert finish is not None and finish.end is End.FAILED
 
 
-def test_transient_refusal_of_weights_does_not_end_the_run() -> None:
+def test_transient_refusal_of_weights_does_not_end_the_run():
     made = begun().controller
     assert ends(made, failed_to_publish(made, {ENGINE: "was lost at prepare"}, permanent=[])) == (None, None)
     assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.DIRTY and not made.state.failing.reason
 
 
-def test_run_ends_only_when_the_last_engine_that_may_still_serve_has_refused_weights_permanently() -> None:
+def test_run_ends_only_when_the_last_engine_that_may_still_serve_has_refused_weights_permanently():
     run = begun()
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=OTHER))
@@ -127,7 +120,7 @@ def test_run_ends_only_when_the_last_engine_that_may_still_serve_has_refused_wei
     assert stop is not None and ENGINE in made.state.failing.reason and OTHER in made.state.failing.reason
 
 
-def test_run_goes_on_while_an_engine_that_was_expelled_for_failures_may_return() -> None:
+def test_run_goes_on_while_an_engine_that_was_expelled_for_failures_may_return():
     run = begun()
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=OTHER, incarnation="1"))
@@ -141,7 +134,7 @@ def test_run_goes_on_while_an_engine_that_was_expelled_for_failures_may_return()
     assert fleet.by_url[OTHER].lifecycle is EngineLifecycle.JOINING and not made.state.failing.reason
 
 
-def test_engine_that_refused_weights_permanently_may_join_again_after_a_restart() -> None:
+def test_engine_that_refused_weights_permanently_may_join_again_after_a_restart():
     run = begun()
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
@@ -152,7 +145,7 @@ def test_engine_that_refused_weights_permanently_may_join_again_after_a_restart(
     assert (record.lifecycle, record.refuses) == (EngineLifecycle.JOINING, False)
 
 
-def test_run_ends_when_its_only_engine_fails_the_canary_twice() -> None:
+def test_run_ends_when_its_only_engine_fails_the_canary_twice():
     made = begun().controller
     for version in (0, 1):
         made.state.fleet.by_url[ENGINE] = _joining(made)
@@ -170,11 +163,11 @@ def test_run_ends_when_its_only_engine_fails_the_canary_twice() -> None:
     assert made.state.failing.reason.endswith("another tokenizer")
 
 
-def _joining(made: Controller) -> EngineRecord:
+def _joining(made):
     return replace(made.state.fleet.by_url[ENGINE], lifecycle=EngineLifecycle.JOINING)
 
 
-def test_run_without_an_engine_ends_after_the_time_limit() -> None:
+def test_run_without_an_engine_ends_after_the_time_limit():
     made = controller()
     assert ends(made, Ticked(now=10.0)) == (None, None)
     assert ends(made, Ticked(now=309.0)) == (None, None)
@@ -183,7 +176,7 @@ def test_run_without_an_engine_ends_after_the_time_limit() -> None:
     assert finish.reason.startswith("no engine has been alive for 300 s (run.engine_timeout_s)")
 
 
-def test_time_limit_for_a_run_without_engines_starts_again_when_an_engine_joins() -> None:
+def test_time_limit_for_a_run_without_engines_starts_again_when_an_engine_joins():
     made = serving().controller
     made.decide(EngineRegistered(now=1000.0, url=ENGINE, incarnation="1"))
     made.decide(EngineTimedOut(now=1001.0, url=ENGINE, reason="no answer"))
@@ -195,11 +188,11 @@ def test_time_limit_for_a_run_without_engines_starts_again_when_an_engine_joins(
     assert stop is not None and f"{ENGINE} is dead: no answer" in made.state.failing.reason
 
 
-def beat(name: str, **verifiers: VerifierFigures) -> ActorAlive:
+def beat(name, **verifiers):
     return ActorAlive(name=name, groups_in_flight=1, groups_done=1, retries=0, verifiers=verifiers)
 
 
-def failing(errors: int = 0, timeouts: int = 0, judged: int = 0) -> VerifierFigures:
+def failing(errors=0, timeouts=0, judged=0):
     return VerifierFigures(
         judged=judged,
         errors_in_a_row=errors,
@@ -208,7 +201,7 @@ def failing(errors: int = 0, timeouts: int = 0, judged: int = 0) -> VerifierFigu
     )
 
 
-def test_run_ends_when_a_verifier_fails_on_twenty_answers_in_a_row() -> None:
+def test_run_ends_when_a_verifier_fails_on_twenty_answers_in_a_row():
     made = serving().controller
     well = VerifierFigures(judged=400)
     assert ends(made, received(beat("a", math=well, code=failing(19)))) == (None, None)
@@ -220,13 +213,13 @@ def test_run_ends_when_a_verifier_fails_on_twenty_answers_in_a_row() -> None:
     )
 
 
-def test_run_that_ends_because_its_episodes_fail_names_the_environment() -> None:
+def test_run_that_ends_because_its_episodes_fail_names_the_environment():
     made = serving().controller
     ends(made, received(beat("a", game=msgspec.structs.replace(failing(20), episodes=20))))
     assert made.state.failing.reason.startswith("the environment or verifier of domain game has failed on 20 answers")
 
 
-def test_run_ends_when_the_curation_filter_fails_on_twenty_groups_in_a_row() -> None:
+def test_run_ends_when_the_curation_filter_fails_on_twenty_groups_in_a_row():
     made = serving().controller
     well = VerifierFigures(judged=400)
     assert ends(made, received(msgspec.structs.replace(beat("a", math=well), filtering=failing(19)))) == (None, None)
@@ -237,20 +230,20 @@ def test_run_ends_when_the_curation_filter_fails_on_twenty_groups_in_a_row() -> 
     )
 
 
-def test_consecutive_verifier_failures_are_summed_over_actors() -> None:
+def test_consecutive_verifier_failures_are_summed_over_actors():
     made = serving().controller
     assert ends(made, received(beat("a", code=failing(10)))) == (None, None)
     stop, _ = ends(made, received(beat("b", code=failing(10))))
     assert stop is not None
 
 
-def test_verifier_failures_of_one_actor_do_not_end_a_run_if_another_actor_succeeds() -> None:
+def test_verifier_failures_of_one_actor_do_not_end_a_run_if_another_actor_succeeds():
     made = serving().controller
     made.decide(received(beat("b", code=VerifierFigures(judged=1))))
     assert ends(made, received(beat("a", code=failing(400)))) == (None, None)
 
 
-def test_run_ends_when_consecutive_verifier_timeouts_reach_the_number_of_rollouts_in_a_step() -> None:
+def test_run_ends_when_consecutive_verifier_timeouts_reach_the_number_of_rollouts_in_a_step():
     made = serving().controller
     made.state.knobs = replace(made.state.knobs, rollouts_per_step=32)
     assert ends(made, received(beat("a", code=failing(timeouts=31)))) == (None, None)
@@ -258,7 +251,7 @@ def test_run_ends_when_consecutive_verifier_timeouts_reach_the_number_of_rollout
     assert stop is not None
 
 
-def refused_group(index: int, persistence: Persistence) -> ReportReceived:
+def refused_group(index, persistence):
     return received(
         GroupFailed(
             order_id=f"prompt-{index:06d}",
@@ -271,7 +264,7 @@ def refused_group(index: int, persistence: Persistence) -> ReportReceived:
 
 
 @pytest.mark.parametrize(("persistence", "over"), [(Persistence.PERMANENT, True), (Persistence.TRANSIENT, False)])
-def test_run_ends_only_if_engines_refuse_prompts_permanently(persistence: Persistence, over: bool) -> None:
+def test_run_ends_only_if_engines_refuse_prompts_permanently(persistence, over):
     run = serving()
     made = run.controller
     for index in run.issued[:7]:
@@ -281,7 +274,7 @@ def test_run_ends_only_if_engines_refuse_prompts_permanently(persistence: Persis
     assert made.state.failing.reason == ("engines refuse the prompts of 8 groups in a row: no template" if over else "")
 
 
-def too_long(index: int) -> ReportReceived:
+def too_long(index):
     return received(
         GroupFailed(
             order_id=f"prompt-{index:06d}",
@@ -294,7 +287,7 @@ def too_long(index: int) -> ReportReceived:
     )
 
 
-def test_prompts_that_are_too_long_fail_and_are_replaced_without_ending_the_run() -> None:
+def test_prompts_that_are_too_long_fail_and_are_replaced_without_ending_the_run():
     """The prompts issued as replacements are also too long, and no group has been sampled yet."""
     run = serving()
     made = run.controller
@@ -305,7 +298,7 @@ def test_prompts_that_are_too_long_fail_and_are_replaced_without_ending_the_run(
     assert not made.state.failing.reason and made.state.account.ledger()["failed"] == 8 * 8 - 1
 
 
-def test_run_ends_if_all_of_its_prompts_are_too_long() -> None:
+def test_run_ends_if_all_of_its_prompts_are_too_long():
     made = serving().controller
     endings = [ends(made, too_long(index)) for index in range(8 * 8 + 1)]
     assert any(stop is not None for stop, _ in endings)
@@ -318,7 +311,7 @@ def test_run_ends_if_all_of_its_prompts_are_too_long() -> None:
 # --- groups without signal -------------------------------------------------------------------------------------------
 
 
-def without_signal(made: World, a: NoSignalGroups, b: NoSignalGroups) -> list[Effect]:
+def without_signal(made, a, b):
     """Report groups whose rewards are all equal (no signal) of domains `a` and `b`; return the controller's effects."""
     state, ended = made.controller.state, a.total + b.total
     state.account.cursor = max(state.account.cursor, ended)
@@ -326,11 +319,11 @@ def without_signal(made: World, a: NoSignalGroups, b: NoSignalGroups) -> list[Ef
     return made.controller.decide(received(OrdersEnded(epoch=state.epoch, model_version=0, consumed=consumed)))
 
 
-def kinds(effects: list[Effect]) -> list[str]:
+def kinds(effects):
     return [effect.kind for effect in effects if isinstance(effect, Record)]
 
 
-def test_run_whose_groups_are_all_correct_raises_an_alarm_and_then_completes() -> None:
+def test_run_whose_groups_are_all_correct_raises_an_alarm_and_then_completes():
     made = World(controller(evaluation_problems=4), random.Random(0))
     made.begin()
     made.publish()
@@ -358,7 +351,7 @@ def test_run_whose_groups_are_all_correct_raises_an_alarm_and_then_completes() -
         (NoSignalGroups(refused=40), "loosen curation.filter"),
     ],
 )
-def test_run_whose_groups_all_have_equal_rewards_fails_with_advice(each: NoSignalGroups, advice: str) -> None:
+def test_run_whose_groups_all_have_equal_rewards_fails_with_advice(each, advice):
     made = serving()
     stop = [effect for effect in without_signal(made, each, each) if isinstance(effect, Send)]
     assert stop and stop[0].directive.stop
@@ -366,7 +359,7 @@ def test_run_whose_groups_all_have_equal_rewards_fails_with_advice(each: NoSigna
     assert finish.end is End.FAILED and advice in finish.reason
 
 
-def test_run_continues_while_one_active_domain_has_groups_with_differing_rewards() -> None:
+def test_run_continues_while_one_active_domain_has_groups_with_differing_rewards():
     made = serving()
     assert kinds(without_signal(made, NoSignalGroups(right=10_000), NoSignalGroups(right=15))) == []
     made.controller.state.knobs = made.controller.state.knobs.patched({"domain_weights.b": 0.0})
@@ -374,7 +367,7 @@ def test_run_continues_while_one_active_domain_has_groups_with_differing_rewards
     assert any(isinstance(effect, Send) and effect.directive.stop for effect in effects), "it is switched off"
 
 
-def test_groups_with_equal_rewards_raise_only_an_alarm_if_the_recipe_trains_on_them() -> None:
+def test_groups_with_equal_rewards_raise_only_an_alarm_if_the_recipe_trains_on_them():
     made = serving()
     made.controller.settings = replace(made.controller.settings, no_signal=NoSignal.TRAIN)
     effects = without_signal(made, NoSignalGroups(wrong=400), NoSignalGroups(wrong=400))
@@ -384,7 +377,7 @@ def test_groups_with_equal_rewards_raise_only_an_alarm_if_the_recipe_trains_on_t
     assert kinds(made.controller.decide(Ticked(now=CALM_S))) == ["alarm_cleared"]
 
 
-def test_groups_with_equal_rewards_after_the_last_step_do_not_change_the_reason_why_the_run_ends() -> None:
+def test_groups_with_equal_rewards_after_the_last_step_do_not_change_the_reason_why_the_run_ends():
     made = serving()
     made.controller.state.version = made.controller.settings.run.steps
     assert kinds(without_signal(made, NoSignalGroups(right=400), NoSignalGroups(right=400))) == []
@@ -394,11 +387,11 @@ def test_groups_with_equal_rewards_after_the_last_step_do_not_change_the_reason_
 # --- suspended --------------------------------------------------------------------------------------------------------
 
 
-def suspended(made: World, *, now: float = 0.0) -> tuple[Directive | None, Finish | None]:
+def suspended(made, *, now=0.0):
     return ends(made.controller, SuspendAsked(now=now, reason="suspended by somebody"))
 
 
-def test_suspended_run_saves_its_state_without_publication_or_evaluation() -> None:
+def test_suspended_run_saves_its_state_without_publication_or_evaluation():
     run = World(controller(evaluation_problems=4), random.Random(0))
     run.begin()
     run.publish()
@@ -410,7 +403,7 @@ def test_suspended_run_saves_its_state_without_publication_or_evaluation() -> No
     assert suspended(run) == (None, None), "it ends once"
 
 
-def test_run_without_a_ready_trainer_is_suspended_immediately() -> None:
+def test_run_without_a_ready_trainer_is_suspended_immediately():
     run = World(controller(evaluation_problems=0), random.Random(0))
     assert suspended(run) == (None, Finish("suspended by somebody", End.SUSPENDED))
     late = [EngineRegistered(now=0.0, url=OTHER), StopAsked(now=0.0, reason="stopped by somebody"), Ticked(now=1e6)]
@@ -418,14 +411,14 @@ def test_run_without_a_ready_trainer_is_suspended_immediately() -> None:
     assert sent == [], "there is no trainer to send a directive to"
 
 
-def test_suspension_waits_for_the_trainer_to_save_only_up_to_a_time_limit() -> None:
+def test_suspension_waits_for_the_trainer_to_save_only_up_to_a_time_limit():
     run = begun()
     suspended(run)
     assert ends(run.controller, Ticked(now=29.0)) == (None, None)
     assert ends(run.controller, Ticked(now=31.0))[1] == Finish("suspended by somebody", End.SUSPENDED)
 
 
-def test_stopping_run_can_still_be_suspended() -> None:
+def test_stopping_run_can_still_be_suspended():
     """The last evaluation of a stopping run may take longer than the user can wait."""
     run = World(controller(evaluation_problems=4), random.Random(0))
     run.begin()
@@ -438,12 +431,12 @@ def test_stopping_run_can_still_be_suspended() -> None:
 STALL_S = controller().settings.run.stall_s
 
 
-def stalls(run: World, now: float) -> list[dict[str, Any]]:
+def stalls(run, now):
     effects = run.controller.decide(Ticked(now=now))
     return [effect.fields for effect in effects if isinstance(effect, Record) and effect.kind == "stalled"]
 
 
-def test_run_stalled_without_engines_is_reported_once() -> None:
+def test_run_stalled_without_engines_is_reported_once():
     run = World(controller(), random.Random(0))
     run.give(Ticked(now=1.0))
     assert stalls(run, STALL_S) == []
@@ -452,7 +445,7 @@ def test_run_stalled_without_engines_is_reported_once() -> None:
     assert stalls(run, 3 * STALL_S) == [], "once"
 
 
-def test_stall_watchdog_counts_steps_as_progress_but_not_reports_of_a_waiting_trainer() -> None:
+def test_stall_watchdog_counts_steps_as_progress_but_not_reports_of_a_waiting_trainer():
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     run.publish()
@@ -465,7 +458,7 @@ def test_stall_watchdog_counts_steps_as_progress_but_not_reports_of_a_waiting_tr
     assert stalls(run, STALL_S - 1) == []
 
 
-def test_status_names_what_the_run_waits_for() -> None:
+def test_status_names_what_the_run_waits_for():
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     state = run.controller.state
@@ -481,7 +474,7 @@ def test_status_names_what_the_run_waits_for() -> None:
     assert waiting_for(state, now=62.0) == f"an engine to join; {ENGINE} is dead: no answer within 5 s"
 
 
-def test_status_names_the_trainer_while_engines_wait_for_its_weights() -> None:
+def test_status_names_the_trainer_while_engines_wait_for_its_weights():
     run = World(controller(), random.Random(0))
     run.begin()
     run.publish()
@@ -490,12 +483,12 @@ def test_status_names_the_trainer_while_engines_wait_for_its_weights() -> None:
     assert waiting_for(run.controller.state, now=90.0).startswith(f"the trainer to publish its weights to {ENGINE}")
 
 
-def test_checkpoint_that_cannot_be_written_is_logged_once_and_stays_in_the_status_until_it_is_written() -> None:
+def test_checkpoint_that_cannot_be_written_is_logged_once_and_stays_in_the_status_until_it_is_written():
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     run.publish()
 
-    def events_after(report: CheckpointDelayed | Checkpointed) -> list[str]:
+    def events_after(report):
         effects = run.controller.decide(ReportReceived(now=1.0, report=report, entry_id="1-0"))
         return [effect.kind for effect in effects if isinstance(effect, Record)]
 
@@ -509,7 +502,7 @@ def test_checkpoint_that_cannot_be_written_is_logged_once_and_stays_in_the_statu
     assert events_after(delayed) == ["checkpoint_delayed"], "a new one"
 
 
-def test_status_names_an_engine_that_has_weights_but_has_not_passed_its_canary() -> None:
+def test_status_names_an_engine_that_has_weights_but_has_not_passed_its_canary():
     run = World(controller(), random.Random(0))
     run.begin()
     state = run.controller.state

@@ -1,7 +1,5 @@
 """Tests that a run makes its next steps from every reachable state within a bounded number of events."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -10,7 +8,6 @@ from pipelinerl.controller.decisions import controller as controller_module
 from pipelinerl.controller.decisions.directives import publication_due
 from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.state.inputs_and_effects import KnobsPatched, Ticked
-from pipelinerl.controller.state.run_state import ControllerSettings, RunState
 from pipelinerl.training.rollouts.admission import GroupOutcome
 from tests.controller.unfair_world import UnfairWorld, played, unfair_world
 from tests.controller.world import ENGINE, World, controller
@@ -19,7 +16,7 @@ from tests.controller.world import ENGINE, World, controller
 _AT_ONCE = 125
 
 
-def _stuck(seeds: range) -> list[str]:
+def _stuck(seeds):
     problems = []
     for seed in seeds:
         world, waits = played(seed)
@@ -29,23 +26,21 @@ def _stuck(seeds: range) -> list[str]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_run_recovers_after_random_event_sequences(part: int) -> None:
+def test_run_recovers_after_random_event_sequences(part):
     assert _stuck(range(part * _AT_ONCE, (part + 1) * _AT_ONCE)) == []
 
 
-def test_directive_that_is_sent_to_the_trainer_again_does_not_undo_a_change_of_knobs() -> None:
+def test_directive_that_is_sent_to_the_trainer_again_does_not_undo_a_change_of_knobs():
     """With the old knobs the trainer would wait for more rollouts than the controller issues."""
     assert _stuck(range(11571, 11572)) == []
 
 
 @pytest.mark.parametrize("seed", [80042, 82065, 82481])
-def test_trainer_that_falls_back_to_the_initial_weights_does_not_wait_for_an_evaluation_of_lost_weights(
-    seed: int,
-) -> None:
+def test_trainer_that_falls_back_to_the_initial_weights_does_not_wait_for_an_evaluation_of_lost_weights(seed):
     assert _stuck(range(seed, seed + 1)) == []
 
 
-def _lockstep_with_deaths(seed: int, *, steps: int = 6) -> UnfairWorld:
+def _lockstep_with_deaths(seed, *, steps=6):
     """Return a lockstep run of two groups per step, whose trainer died several times before any checkpoint."""
     rng = random.Random(seed)
     world = UnfairWorld(rng, controller(k=1.0, evaluation_problems=0, steps=1000), reliable=True)
@@ -67,7 +62,7 @@ def _lockstep_with_deaths(seed: int, *, steps: int = 6) -> UnfairWorld:
 
 
 @pytest.mark.parametrize("part", [*range(4), *(pytest.param(part, marks=pytest.mark.slow) for part in range(4, 8))])
-def test_lockstep_run_trains_the_same_groups_at_each_step_even_if_trainers_die(part: int) -> None:
+def test_lockstep_run_trains_the_same_groups_at_each_step_even_if_trainers_die(part):
     """Groups of lost steps are still being sampled while the new trainer repeats the steps."""
     for seed in range(part * 50, part * 50 + 50):
         world = _lockstep_with_deaths(seed)
@@ -78,28 +73,28 @@ def test_lockstep_run_trains_the_same_groups_at_each_step_even_if_trainers_die(p
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(20))
-def test_run_recovers_after_each_of_a_hundred_thousand_random_event_sequences(part: int) -> None:
+def test_run_recovers_after_each_of_a_hundred_thousand_random_event_sequences(part):
     assert _stuck(range(part * 5000, (part + 1) * 5000)) == []
 
 
-def test_some_runs_stall_if_running_engines_get_weights_only_at_training_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_runs_stall_if_running_engines_get_weights_only_at_training_steps(monkeypatch):
     """The test restores an earlier rule, by which only engines without weights get a publication between steps."""
 
-    def between_steps(state: RunState, settings: ControllerSettings, *, again: bool = False) -> list[str]:
+    def between_steps(state, settings, *, again=False):
         due = publication_due(state, settings, again=again)
         return due if set(due) <= set(state.fleet.without_weights()) else []
 
-    class AtStepsAlone(controller_module.Controller):  # type: ignore[misc]
-        def _publish_if_due(self, *, again: bool) -> list[object]:
+    class AtStepsAlone(controller_module.Controller):
+        def _publish_if_due(self, *, again):
             with monkeypatch.context() as patched:
                 patched.setattr(controller_module, "publication_due", between_steps)
-                return super()._publish_if_due(again=again)  # type: ignore[return-value]
+                return super()._publish_if_due(again=again)
 
     monkeypatch.setattr("tests.controller.unfair_world.Controller", AtStepsAlone)
     assert any(played(seed)[1] for seed in range(100))
 
 
-def test_lowering_staleness_bounds_until_the_served_version_is_too_old_causes_a_publication() -> None:
+def test_lowering_staleness_bounds_until_the_served_version_is_too_old_causes_a_publication():
     """The trainer waits for rollouts and no prompts may be issued, so the publication cannot wait for a step."""
     run = World(controller(evaluation_problems=0, j=8, k=8, steps=100), unfair_world(0).rng)
     run.begin()

@@ -1,7 +1,5 @@
 """Prompt orders (requests for one group each) depend on seed, index and knobs; a domain's settings take precedence."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
@@ -13,17 +11,17 @@ OWN = DomainSampling(
 )
 
 
-def problem_of(index: int) -> Problem:
+def problem_of(index):
     """Return a problem; even indices belong to the domain with its own settings."""
     domain = "own" if index % 2 == 0 else "other"
     return Problem(problem_id=str(index), domain=domain, messages=(Message("user", "q"),), ground_truth="a")
 
 
-def plan(*sets: EvaluationSet, max_tokens: int = 0) -> EvaluationPlan:
+def plan(*sets, max_tokens=0):
     return EvaluationPlan(sets=(*sets, EvaluationSet(problems=8, max_tokens=max_tokens)))
 
 
-def factory() -> PromptOrderFactory:
+def factory():
     return PromptOrderFactory(
         seed=3,
         sampling=Sampling(num_samples=4, max_tokens=20, stop=("!",)),
@@ -32,14 +30,14 @@ def factory() -> PromptOrderFactory:
     )
 
 
-def test_sampling_settings_of_a_domain_override_those_of_the_run_and_the_temperature_knob() -> None:
+def test_sampling_settings_of_a_domain_override_those_of_the_run_and_the_temperature_knob():
     own, other = (factory().training(i, problem_of(i), temperature=0.9, issued_at=IssuedAt()) for i in (0, 1))
     assert own.sampling == Sampling(num_samples=6, temperature=0.5, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=4, temperature=0.9, max_tokens=20, stop=("!",))
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}
 
 
-def test_evaluation_requests_use_the_settings_of_the_domain_but_the_evaluation_sets_temperature() -> None:
+def test_evaluation_requests_use_the_settings_of_the_domain_but_the_evaluation_sets_temperature():
     own, other = (factory().evaluation(plan(), index, version=0, number=1) for index in (0, 1))
     assert own.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=20, stop=("!",))
@@ -47,7 +45,7 @@ def test_evaluation_requests_use_the_settings_of_the_domain_but_the_evaluation_s
     assert factory().evaluation(plan(max_tokens=5), 0, version=0, number=1).sampling.max_tokens == 5
 
 
-def test_evaluation_problem_is_sampled_the_same_regardless_of_other_evaluation_sets() -> None:
+def test_evaluation_problem_is_sampled_the_same_regardless_of_other_evaluation_sets():
     """Only the index of the request for the problem depends on the other evaluation sets."""
     other = EvaluationSet(name="hard", place=1, problems=3, max_tokens=4, samples=6, temperature=0.5)
     joint = [factory().evaluation(plan(other), index, version=2, number=1) for index in range(5)]

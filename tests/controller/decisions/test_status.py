@@ -1,7 +1,5 @@
 """Tests of what the controller derives from polling engines: token rates, restarts and missed polls."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 
@@ -12,18 +10,18 @@ from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 A = "http://a"
 
 
-def load(**totals: float) -> EngineMetrics:
+def load(**totals):
     return EngineMetrics(slots=4, **totals)
 
 
-def test_engine_that_misses_several_polls_in_a_row_times_out() -> None:
+def test_engine_that_misses_several_polls_in_a_row_times_out():
     watch = EngineWatch(polls_to_death=3)
     assert [watch.on_missed_poll(A), watch.on_missed_poll(A)] == [False, False]
     watch.answered(A, load(), 1.0)
     assert [watch.on_missed_poll(A), watch.on_missed_poll(A), watch.on_missed_poll(A)] == [False, False, True]
 
 
-def test_engine_that_timed_out_has_no_load() -> None:
+def test_engine_that_timed_out_has_no_load():
     watch = EngineWatch(polls_to_death=2)
     watch.answered(A, load(running_sequences=3), 1.0)
     watch.answered(A, load(running_sequences=3, generated_tokens_total=50), 2.0)
@@ -33,7 +31,7 @@ def test_engine_that_timed_out_has_no_load() -> None:
     assert (watch.load(A).tokens_per_s, watch.load(A).metrics.running_sequences) == (0.0, 0)
 
 
-def test_parameter_servers_are_down_after_two_missed_polls_and_a_shard_without_any_raises_an_alarm() -> None:
+def test_parameter_servers_are_down_after_two_missed_polls_and_a_shard_without_any_raises_an_alarm():
     watch = ServerWatch(["http://a", "http://b", "http://c", "http://d"], shards=2)
     for url in watch.urls:
         assert watch.answered(url) == []
@@ -52,13 +50,13 @@ def test_parameter_servers_are_down_after_two_missed_polls_and_a_shard_without_a
     assert [kind for kind, _ in watch.answered("http://c")] == ["parameter_server_back"]
 
 
-def test_parameter_server_that_has_never_answered_may_start_for_half_a_minute() -> None:
+def test_parameter_server_that_has_never_answered_may_start_for_half_a_minute():
     watch = ServerWatch(["http://a"])
     silent = [watch.missed("http://a", "not yet") for _ in range(30)]
     assert [len(events) for events in silent] == [0] * 29 + [2]
 
 
-def test_removed_engine_has_no_poll_history_when_it_is_polled_again() -> None:
+def test_removed_engine_has_no_poll_history_when_it_is_polled_again():
     watch = EngineWatch()
     watch.answered(A, load(generated_tokens_total=100), 1.0)
     watch.forget(A)
@@ -67,7 +65,7 @@ def test_removed_engine_has_no_poll_history_when_it_is_polled_again() -> None:
     assert not watch.answered(A, load(generated_tokens_total=20), 2.0), "no restart: nothing is known of it"
 
 
-def test_engine_whose_counters_decrease_counts_as_restarted() -> None:
+def test_engine_whose_counters_decrease_counts_as_restarted():
     watch = EngineWatch()
     assert not watch.answered(A, load(generated_tokens_total=100, weight_updates_total=3), 1.0)
     assert watch.answered(A, load(generated_tokens_total=20, weight_updates_total=3), 2.0)
@@ -75,7 +73,7 @@ def test_engine_whose_counters_decrease_counts_as_restarted() -> None:
     assert watch.answered(A, load(generated_tokens_total=30), 3.0)
 
 
-def test_token_rate_and_occupancy_are_counter_differences_over_time() -> None:
+def test_token_rate_and_occupancy_are_counter_differences_over_time():
     watch = EngineWatch()
     watch.answered(A, load(generated_tokens_total=100, decode_steps_total=10, occupied_slot_steps_total=20), 1.0)
     assert watch.load(A).tokens_per_s == 0.0, "one observation is no rate"
@@ -85,7 +83,7 @@ def test_token_rate_and_occupancy_are_counter_differences_over_time() -> None:
     assert (watch.load(A).tokens_per_s, watch.load(A).occupancy) == (0.0, 0.0)
 
 
-def test_engine_occupancy_excludes_the_time_in_which_batch_rows_wait_for_requests() -> None:
+def test_engine_occupancy_excludes_the_time_in_which_batch_rows_wait_for_requests():
     """If idle batch rows counted as busy, a run with a slow verifier would get more engines, which would also wait."""
     watch = EngineWatch()
     watch.answered(A, load(decode_steps_total=10, occupied_slot_steps_total=40, busy_s_total=1.0), 10.0)
@@ -95,14 +93,14 @@ def test_engine_occupancy_excludes_the_time_in_which_batch_rows_wait_for_request
     assert watch.load(A).occupancy == 0.5, "half the rows, all the time: clocks of two machines may differ"
 
 
-def test_every_engine_of_a_small_fleet_is_polled_each_time() -> None:
+def test_every_engine_of_a_small_fleet_is_polled_each_time():
     records = [EngineRecord(url=f"http://{number}", lifecycle=life) for number, life in enumerate(EngineLifecycle)]
     watch = EngineWatch()
     for now in (0.0, 1.0):
         assert sorted(watch.to_poll(records, now=now, every_s=1.0)) == [record.url for record in records]
 
 
-def test_engines_of_a_large_fleet_are_polled_in_turns() -> None:
+def test_engines_of_a_large_fleet_are_polled_in_turns():
     records = [EngineRecord(url=f"http://{number:04}", lifecycle=EngineLifecycle.HEALTHY) for number in range(1000)]
     suspect = EngineRecord(url="http://suspect", lifecycle=EngineLifecycle.SUSPECT)
     watch, times = EngineWatch(), dict[str, list[int]]()

@@ -1,9 +1,5 @@
 """Tests of the event of a training step, with metrics by domain, and of alarms, which are raised and cleared once."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from pipelinerl.controller.decisions.step_review import (
@@ -39,13 +35,11 @@ from tests.controller.world import knobs
 
 
 @pytest.fixture
-def state() -> RunState:
+def state():
     return RunState(knobs=knobs(), first_domain_weights={"a": 1.0, "b": 2.0})
 
 
-def taken(
-    state: RunState, version: int, *, by_domain: dict[str, dict[str, float]], **stats: float
-) -> list[dict[str, Any]]:
+def taken(state, version, *, by_domain, **stats):
     report = StepDone(
         report_id=f"e1-step-{version}",
         epoch=1,
@@ -59,12 +53,12 @@ def taken(
     return [{"kind": each.kind} | each.fields for each in effects if isinstance(each, Record)]
 
 
-def alive(state: RunState, name: str, **figures: Any) -> None:
+def alive(state, name, **figures):
     verifiers = {"a": VerifierFigures(**figures)}
     state.actors[name] = (ActorAlive(name=name, groups_in_flight=0, groups_done=0, retries=0, verifiers=verifiers), 0.0)
 
 
-def test_group_that_an_actor_dropped_as_too_old_counts_as_stale_in_one_step_only(state: RunState) -> None:
+def test_group_that_an_actor_dropped_as_too_old_counts_as_stale_in_one_step_only(state):
     for index, domain in enumerate(("a", "a", "b", "forged")):
         note_outdated(state, GroupOutdated(order_id="", index=index, oldest=0, current=9, domain=domain))
     (step,) = taken(state, 1, by_domain={"a": {"groups": 6.0, "stale_groups": 2.0, "stale": 0.25}})
@@ -75,7 +69,7 @@ def test_group_that_an_actor_dropped_as_too_old_counts_as_stale_in_one_step_only
     assert step["by_domain"]["a"]["stale"] == 0.0
 
 
-def test_verifier_metrics_of_a_step_are_summed_over_all_actors_since_the_previous_step(state: RunState) -> None:
+def test_verifier_metrics_of_a_step_are_summed_over_all_actors_since_the_previous_step(state):
     alive(state, "one", judged=10, seconds=1.0)
     alive(state, "two", judged=8, errors=1, timeouts=1, seconds=3.0)
     (step,) = taken(state, 1, by_domain={"a": {}})
@@ -90,7 +84,7 @@ def test_verifier_metrics_of_a_step_are_summed_over_all_actors_since_the_previou
     assert step["by_domain"]["a"]["verified"] > 0, "the counters of a restarted actor begin at 0"
 
 
-def test_alarm_is_raised_once_and_cleared_once(state: RunState) -> None:
+def test_alarm_is_raised_once_and_cleared_once(state):
     cut = {"a": {"rollouts": 100.0, "truncated": 0.5}}
     fine = {"a": {"rollouts": 100.0, "truncated": 0.0}}
     alarms = [taken(state, version, by_domain=cut)[1:] for version in range(1, 11)]
@@ -114,9 +108,9 @@ COURSES = {
 
 
 @pytest.mark.parametrize(("course", "step_s", "expected"), COURSES.values(), ids=COURSES.keys())
-def test_alarm_does_not_flap(course: str, step_s: float, expected: list[tuple[str, int]]) -> None:
+def test_alarm_does_not_flap(course, step_s, expected):
     watched, alarm = WatchedSteps(), Alarm(kind=AlarmKind.STALE, what="too old", domain="a")
-    effects: list[tuple[str, int]] = []
+    effects = []
     for number, holds in enumerate(course):
         given = alarm if holds == "+" else None
         for each in settle_alarm(watched, alarm.key, given, step=number, now=number * step_s):
@@ -125,14 +119,14 @@ def test_alarm_does_not_flap(course: str, step_s: float, expected: list[tuple[st
     assert effects == expected
 
 
-def test_controller_keeps_the_metrics_of_a_bounded_number_of_steps_for_its_alarms(state: RunState) -> None:
+def test_controller_keeps_the_metrics_of_a_bounded_number_of_steps_for_its_alarms(state):
     for version in range(1, 200):
         taken(state, version, by_domain={"a": {"rollouts": 1.0}}, entropy=1.0)
     assert len(state.watched.recent) == 25 and len(state.watched.first_entropies) == 10
     assert state.watched.recent[-1].step == 199
 
 
-def test_step_event_includes_stage_timings_of_at_most_four_groups_and_each_only_once(state: RunState) -> None:
+def test_step_event_includes_stage_timings_of_at_most_four_groups_and_each_only_once(state):
     for first in (0, 3):
         timings = [GroupStages(index, 1.0, 2.0, 3.0, "http://a", [(0, 5)]) for index in range(first, first + 3)]
         note_stages(state, ActorAlive(name="one", groups_in_flight=0, groups_done=0, retries=0, stages=timings))
@@ -142,7 +136,7 @@ def test_step_event_includes_stage_timings_of_at_most_four_groups_and_each_only_
     assert step["stages"] == []
 
 
-def test_step_event_has_tool_call_metrics_only_for_domains_with_tools(state: RunState) -> None:
+def test_step_event_has_tool_call_metrics_only_for_domains_with_tools(state):
     alive(state, "one", judged=10, tool_episodes=4, calls_parsed=6, calls_malformed=1, episodes=4, environment_s=2.0)
     (step,) = taken(state, 1, by_domain={"a": {}})
     assert step["by_domain"]["a"].items() >= {"calls_parsed": 6, "calls_malformed": 1, "tool_errors": 0}.items()
@@ -155,22 +149,22 @@ def test_step_event_has_tool_call_metrics_only_for_domains_with_tools(state: Run
 FIRST = [1.0] * FIRST_STEPS
 
 
-def steps(count: int = WINDOW, **fields: Any) -> list[WatchedStep]:
+def steps(count=WINDOW, **fields):
     given = {"entropy": 1.0, "right": 0.5, "length": 100.0}
     return [WatchedStep(step=number, **given | fields) for number in range(count)]
 
 
-def raised(made: list[WatchedStep], *, before: tuple[str, ...] = (), first: list[float] = FIRST) -> set[str]:
+def raised(made, *, before=(), first=FIRST):
     return {alarm.key for alarm in alarms_of(made, first_entropies=first, raised=dict.fromkeys(before, ""))}
 
 
-def test_alarm_thresholds_match_the_documentation() -> None:
+def test_alarm_thresholds_match_the_documentation():
     assert (LOW_ENTROPY, MOSTLY_RIGHT, LENGTH_GROWTH) == (0.1, 0.9, 2.0)
     assert (TRUNCATED_SHARE, STALE_SHARE, UNJUDGED_SHARE, RECENT_STEPS) == (0.2, 0.1, 0.05, 5)
     assert (DISCARDED_SHARE, WINDOW) == (0.005, 25)
 
 
-def test_run_that_learns_raises_no_alarm() -> None:
+def test_run_that_learns_raises_no_alarm():
     assert raised(steps()) == set()
     assert raised(steps(entropy=0.01, right=0.97)) == set(), "what is learned needs no entropy"
     assert raised([]) == set() and raised(steps(4, entropy=0.0)) == set()
@@ -180,12 +174,12 @@ def test_run_that_learns_raises_no_alarm() -> None:
     ("entropy", "before", "stands"),
     [(0.101, False, False), (0.099, False, True), (0.119, True, True), (0.121, True, False)],
 )
-def test_entropy_alarm_is_raised_at_its_threshold(entropy: float, before: bool, stands: bool) -> None:
+def test_entropy_alarm_is_raised_at_its_threshold(entropy, before, stands):
     key = "entropy:"
     assert (key in raised(steps(entropy=entropy), before=(key,) if before else ())) is stands
 
 
-def test_entropy_alarm_is_not_raised_before_the_reference_steps_are_complete() -> None:
+def test_entropy_alarm_is_not_raised_before_the_reference_steps_are_complete():
     assert raised(steps(entropy=0.0), first=FIRST[:-1]) == set()
     assert raised(steps(entropy=None)) == set()
 
@@ -194,7 +188,7 @@ def test_entropy_alarm_is_not_raised_before_the_reference_steps_are_complete() -
     ("length", "before", "stands"),
     [(199.0, False, False), (201.0, False, True), (161.0, True, True), (159.0, True, False)],
 )
-def test_length_alarm_is_raised_at_its_threshold(length: float, before: bool, stands: bool) -> None:
+def test_length_alarm_is_raised_at_its_threshold(length, before, stands):
     made = [*steps(20), *steps(5, length=length)]
     assert ("length:" in raised(made, before=("length:",) if before else ())) is stands
     assert raised(made[1:], before=("length:",)) == set(), "not before there are steps to compare with"
@@ -220,9 +214,7 @@ def test_length_alarm_is_raised_at_its_threshold(length: float, before: bool, st
         (AlarmKind.UNJUDGED, 3, 3, False, False),
     ],
 )
-def test_truncation_and_staleness_alarms_are_raised_at_their_thresholds(
-    kind: AlarmKind, seen: int, bad: int, before: bool, stands: bool
-) -> None:
+def test_truncation_and_staleness_alarms_are_raised_at_their_thresholds(kind, seen, bad, before, stands):
     counts = (
         DomainCounts(groups=seen - bad, stale=bad)
         if kind is AlarmKind.STALE
@@ -233,7 +225,7 @@ def test_truncation_and_staleness_alarms_are_raised_at_their_thresholds(
     assert raised(made, before=(key,) if before else ()) == ({key} if stands else set())
 
 
-def test_alarm_messages_contain_the_measured_values_and_a_remedy() -> None:
+def test_alarm_messages_contain_the_measured_values_and_a_remedy():
     made = steps(entropy=0.01, domains={"sums": DomainCounts(rollouts=50, truncated=25, groups=5, stale=20)})
     messages = {alarm.kind: alarm.what for alarm in alarms_of(made, first_entropies=FIRST, raised={})}
     assert (
@@ -247,14 +239,14 @@ def test_alarm_messages_contain_the_measured_values_and_a_remedy() -> None:
 @pytest.mark.parametrize(
     ("tokens", "before", "stands"), [(50.0, False, False), (51.0, False, True), (41.0, True, True), (39.0, True, False)]
 )
-def test_discard_alarm_is_raised_over_a_whole_window(tokens: float, before: bool, stands: bool) -> None:
+def test_discard_alarm_is_raised_over_a_whole_window(tokens, before, stands):
     trained = Sampled(100.0, 10_000.0)
     made = steps(trained=trained, stale=Sampled(tokens / 200, tokens))
     assert ("discard:" in raised(made, before=("discard:",) if before else ())) is stands
     assert raised(steps(WINDOW - 1, trained=trained, stale=Sampled(9.0, 999.0))) == set(), "one group is no tendency"
 
 
-def test_discarding_long_answers_shows_in_the_ratio_of_lengths(state: RunState) -> None:
+def test_discarding_long_answers_shows_in_the_ratio_of_lengths(state):
     taken(state, 1, by_domain={}, rollouts=90.0, sampled_tokens=900.0, stale_answers=0.0, stale_tokens=0.0)
     taken(state, 2, by_domain={}, rollouts=90.0, sampled_tokens=900.0, stale_answers=20.0, stale_tokens=600.0)
     assert Discarded.over(state.watched.recent) == Discarded(share=0.25, length_ratio=pytest.approx(10 / (2400 / 200)))
@@ -262,7 +254,7 @@ def test_discarding_long_answers_shows_in_the_ratio_of_lengths(state: RunState) 
     assert Discarded.over(state.watched.recent[2:]).share == 0.0, "another trainer counts from 0"
 
 
-def test_groups_that_actors_gave_up_count_as_discarded_at_mean_length(state: RunState) -> None:
+def test_groups_that_actors_gave_up_count_as_discarded_at_mean_length(state):
     note_outdated(state, GroupOutdated(order_id="", index=1, oldest=0, current=9, domain="a"))
     taken(state, 1, by_domain={"a": {"groups": 9.0, "rollouts": 36.0}}, rollouts=36.0, sampled_tokens=360.0)
     assert Discarded.over(state.watched.recent) == Discarded(share=pytest.approx(0.1), length_ratio=1.0)

@@ -1,11 +1,6 @@
 """Tests of the controller's routes with a running service: their effects and their errors."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -21,7 +16,7 @@ from pipelinerl.messages import DIRECTIVES
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.status import RunStatus, StatusPhase
 from pipelinerl.streams.memory_stream import MemoryStream
-from tests.controller.service.test_service import Probe, Running, running, step
+from tests.controller.service.test_service import Probe, running, step
 from tests.controller.world import ENGINE, controller
 from tests.fakes.verifier_service import lease
 from tests.patience import PATIENCE_S
@@ -30,20 +25,20 @@ TOKEN = "run-token"
 
 
 @pytest.fixture
-async def run(tmp_path: Path) -> AsyncIterator[Running]:
+async def run(tmp_path):
     async with running(tmp_path) as made:
         yield made
 
 
 @pytest.fixture
-async def http(run: Running) -> AsyncIterator[httpx.AsyncClient]:
+async def http(run):
     headers = {"authorization": f"Bearer {TOKEN}", "x-who": "ada"}
     transport = httpx.ASGITransport(create_api(run.service, token=TOKEN))
     async with httpx.AsyncClient(transport=transport, base_url="http://controller", headers=headers) as client:
         yield client
 
 
-async def test_status_route_describes_a_waiting_and_a_training_run(run: Running, http: httpx.AsyncClient) -> None:
+async def test_status_route_describes_a_waiting_and_a_training_run(run, http):
     status = RunStatus.from_json((await http.get("/status")).content)
     assert (status.phase, status.waiting_for) == (StatusPhase.STARTING, "an engine to join")
     await run.start()
@@ -54,7 +49,7 @@ async def test_status_route_describes_a_waiting_and_a_training_run(run: Running,
     assert status.ledger.trained == 2
 
 
-async def test_status_names_a_full_disk_and_an_outage_of_the_stream_server_as_the_blocker(tmp_path: Path) -> None:
+async def test_status_names_a_full_disk_and_an_outage_of_the_stream_server_as_the_blocker(tmp_path):
     """Otherwise the status would name the actor, which is silent because it waits, too."""
     stream = MemoryStream()
     with EventLog(tmp_path / "events.jsonl") as events:
@@ -68,7 +63,7 @@ async def test_status_names_a_full_disk_and_an_outage_of_the_stream_server_as_th
         assert service.status().waiting_for == "room (events.jsonl: No space left on device)"
 
 
-async def test_restarted_controller_answers_requests_only_after_its_state_is_restored(tmp_path: Path) -> None:
+async def test_restarted_controller_answers_requests_only_after_its_state_is_restored(tmp_path):
     """An answer with an empty fleet would make every actor give up its work at all engines."""
     before, stream = controller(), MemoryStream()
     before.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
@@ -91,9 +86,7 @@ async def test_restarted_controller_answers_requests_only_after_its_state_is_res
     assert knobs.status_code == 200
 
 
-async def test_patched_knobs_take_effect_and_are_logged_with_their_author(
-    run: Running, http: httpx.AsyncClient
-) -> None:
+async def test_patched_knobs_take_effect_and_are_logged_with_their_author(run, http):
     await run.start()
     answer = await http.patch("/knobs", json={"k": "inf", "j": 2})
     assert (answer.status_code, answer.json()["knobs"]["k"]) == (200, "inf")
@@ -127,9 +120,7 @@ async def test_patched_knobs_take_effect_and_are_logged_with_their_author(
         (b'{"rollouts_per_step": 3}', 422, "invalid_knob", "rollouts_per_step must be a multiple"),
     ],
 )
-async def test_patch_of_invalid_knobs_is_rejected_and_changes_nothing(
-    run: Running, http: httpx.AsyncClient, body: bytes, status: int, code: str, sentence: str
-) -> None:
+async def test_patch_of_invalid_knobs_is_rejected_and_changes_nothing(run, http, body, status, code, sentence):
     before = run.controller.state.knobs
     answer = await http.patch("/knobs", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == status
@@ -140,7 +131,7 @@ async def test_patch_of_invalid_knobs_is_rejected_and_changes_nothing(
     assert (run.controller.state.knobs, run.controller.state.knob_log) == (before, [])
 
 
-async def test_engine_that_registers_itself_repeatedly_joins_once(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engine_that_registers_itself_repeatedly_joins_once(run, http):
     for _ in range(3):
         offered = await http.post("/engines", json={"url": f"{ENGINE}/", "incarnation": "1"})
         assert offered.json() == {"state": "joining"}
@@ -157,9 +148,7 @@ async def test_engine_that_registers_itself_repeatedly_joins_once(run: Running, 
     assert len(run.events("engine_joined")) == 1
 
 
-async def test_engine_with_the_name_of_a_live_engine_is_rejected_until_that_one_is_gone(
-    run: Running, http: httpx.AsyncClient
-) -> None:
+async def test_engine_with_the_name_of_a_live_engine_is_rejected_until_that_one_is_gone(run, http):
     first = {"url": ENGINE, "incarnation": "1", "name": "engine-0"}
     second = first | {"url": "http://127.0.0.1:7002", "incarnation": "2"}
     await http.post("/engines", json=first)
@@ -173,9 +162,7 @@ async def test_engine_with_the_name_of_a_live_engine_is_rejected_until_that_one_
     assert (await http.post("/engines", json=second)).json() == {"state": "joining"}
 
 
-async def test_repeated_registration_of_an_engine_is_journaled_only_if_its_process_restarted(
-    run: Running, http: httpx.AsyncClient
-) -> None:
+async def test_repeated_registration_of_an_engine_is_journaled_only_if_its_process_restarted(run, http):
     offer = {"url": ENGINE, "incarnation": "1", "name": "engine-0", "type": "torch"}
     await http.post("/engines", json=offer)
     entries = run.stream_length(JOURNAL)
@@ -185,18 +172,14 @@ async def test_repeated_registration_of_an_engine_is_journaled_only_if_its_proce
     assert run.stream_length(JOURNAL) == entries + 1, "a restarted process is journaled"
 
 
-async def test_engines_of_a_large_fleet_renew_their_registrations_less_often(
-    run: Running, http: httpx.AsyncClient
-) -> None:
+async def test_engines_of_a_large_fleet_renew_their_registrations_less_often(run, http):
     for number in range(2 * OFFERS_AT_ONCE):
         run.controller.state.fleet.join(f"http://10.0.0.1:{9000 + number}", "1")
     answer = await http.post("/engines", json={"url": "http://10.0.0.1:9000", "incarnation": "1"})
     assert answer.json() == {"state": "joining", "again_s": 2 * OFFER_S}
 
 
-async def test_removed_engine_is_readmitted_only_if_it_registers_after_a_restart(
-    run: Running, http: httpx.AsyncClient
-) -> None:
+async def test_removed_engine_is_readmitted_only_if_it_registers_after_a_restart(run, http):
     offer = {"url": ENGINE, "incarnation": "1"}
     await http.post("/engines", json=offer)
     removed = await http.delete("/engines", params={"engine": f"{ENGINE}/"})
@@ -207,14 +190,12 @@ async def test_removed_engine_is_readmitted_only_if_it_registers_after_a_restart
     assert run.controller.state.fleet.members() == [ENGINE]
 
 
-async def test_engine_url_with_invalid_host_labels_is_rejected_with_a_message(
-    run: Running, http: httpx.AsyncClient
-) -> None:
+async def test_engine_url_with_invalid_host_labels_is_rejected_with_a_message(run, http):
     answer = await http.post("/engines", json={"url": "http://gpu..box:8001"})
     assert answer.json()["error"]["message"].startswith("url: must name a host whose labels have 1 to 63 characters")
 
 
-def from_host(run: Running, host: str) -> httpx.AsyncClient:
+def from_host(run, host):
     """Return a client that connects from `host`."""
     transport = httpx.ASGITransport(create_api(run.service, token=TOKEN), client=(host, 40_000))
     headers = {"authorization": f"Bearer {TOKEN}"}
@@ -224,7 +205,7 @@ def from_host(run: Running, host: str) -> httpx.AsyncClient:
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "127.0.1.1", "localhost", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]"]
 )
-async def test_loopback_engine_may_only_join_from_the_controllers_own_machine(run: Running, host: str) -> None:
+async def test_loopback_engine_may_only_join_from_the_controllers_own_machine(run, host):
     """Engines on different machines with the same loopback address would replace each other repeatedly."""
     offer = {"url": f"http://{host}:8001", "incarnation": "1"}
     async with from_host(run, "10.0.0.7") as away:
@@ -239,9 +220,7 @@ async def test_loopback_engine_may_only_join_from_the_controllers_own_machine(ru
             assert (await local.post("/engines", json=offer)).json() == {"state": "joining"}
 
 
-async def test_registration_of_an_engine_that_does_not_answer_is_rejected_immediately(
-    run: Running, http: httpx.AsyncClient
-) -> None:
+async def test_registration_of_an_engine_that_does_not_answer_is_rejected_immediately(run, http):
     """Without this check, only the next publication would notice the dead engine, and would delay all other engines."""
     run.probe.answer = EngineUnreachable("connection refused")
     refused = await http.post("/engines", json={"url": ENGINE})
@@ -251,9 +230,7 @@ async def test_registration_of_an_engine_that_does_not_answer_is_rejected_immedi
     assert (own.status_code, run.controller.state.fleet.records()) == (422, []), "nor may one offer itself unreachably"
 
 
-async def test_registration_of_an_engine_that_hangs_is_rejected_within_seconds(
-    run: Running, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_registration_of_an_engine_that_hangs_is_rejected_within_seconds(run, http, monkeypatch):
     monkeypatch.setattr(api, "_PROBE_S", 0.05)
     run.probe.off.add(ENGINE)
     refused = await http.post("/engines", json={"url": ENGINE, "incarnation": "1"})
@@ -261,7 +238,7 @@ async def test_registration_of_an_engine_that_hangs_is_rejected_within_seconds(
     assert run.controller.state.fleet.records() == []
 
 
-async def test_launcher_counts_as_present_while_it_polls_the_status(run: Running, http: httpx.AsyncClient) -> None:
+async def test_launcher_counts_as_present_while_it_polls_the_status(run, http):
     assert (await http.get("/engines")).json()["has_launcher"], "one may be about to ask"
     run.service._launcher_at -= 60.0
     await http.get("/status")
@@ -270,9 +247,7 @@ async def test_launcher_counts_as_present_while_it_polls_the_status(run: Running
     assert (await http.get("/engines")).json()["has_launcher"]
 
 
-async def test_engine_must_wait_to_join_if_earlier_processes_at_its_url_died_before_passing_a_canary(
-    run: Running, http: httpx.AsyncClient
-) -> None:
+async def test_engine_must_wait_to_join_if_earlier_processes_at_its_url_died_before_passing_a_canary(run, http):
     answers = [(await http.post("/engines", json={"url": ENGINE, "incarnation": f"{life}"})).json() for life in "1234"]
     assert [answer["state"] for answer in answers] == ["joining", "joining", "waiting", "waiting"]
     assert 0 < answers[-1]["again_s"] <= 1.0
@@ -280,7 +255,7 @@ async def test_engine_must_wait_to_join_if_earlier_processes_at_its_url_died_bef
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.7:8001", "http://[fd00::7]:8001", "http://gpu-1.lab:8001"])
-async def test_engine_of_another_machine_joins_with_its_own_address(run: Running, url: str) -> None:
+async def test_engine_of_another_machine_joins_with_its_own_address(run, url):
     async with from_host(run, "10.0.0.7") as away:
         assert (await away.post("/engines", json={"url": url})).status_code == 200
     assert run.controller.state.fleet.members() == [url]
@@ -310,9 +285,7 @@ async def test_engine_of_another_machine_joins_with_its_own_address(run: Running
         {"url": ENGINE, "incarnation": 1},
     ],
 )
-async def test_engine_registration_with_an_invalid_url_or_field_is_rejected(
-    run: Running, http: httpx.AsyncClient, body: dict[str, Any]
-) -> None:
+async def test_engine_registration_with_an_invalid_url_or_field_is_rejected(run, http, body):
     answer = await http.post("/engines", json=body)
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] in ("url", "incarnation")
@@ -320,7 +293,7 @@ async def test_engine_registration_with_an_invalid_url_or_field_is_rejected(
     assert run.controller.state.fleet.records() == []
 
 
-async def test_removing_an_unknown_engine_is_an_error(run: Running, http: httpx.AsyncClient) -> None:
+async def test_removing_an_unknown_engine_is_an_error(run, http):
     await http.post("/engines", json={"url": ENGINE})
     answer = await http.delete("/engines", params={"engine": "http://other"})
     assert answer.status_code == 404
@@ -334,9 +307,7 @@ async def test_removing_an_unknown_engine_is_an_error(run: Running, http: httpx.
     assert (await http.post("/engines/drain", json={"engine": "http://other"})).status_code == 404
 
 
-async def test_engines_can_be_requested_drained_and_removed_by_name_or_url(
-    run: Running, http: httpx.AsyncClient
-) -> None:
+async def test_engines_can_be_requested_drained_and_removed_by_name_or_url(run, http):
     requested = await http.post("/engines/request", json={"type": "bigram", "count": 2})
     assert requested.json() == {"names": ["engine-1", "engine-2"]}, "the run began with one"
     assert [(h.name, h.type) for h in run.service.status().fleet.requested] == [
@@ -354,12 +325,10 @@ async def test_engines_can_be_requested_drained_and_removed_by_name_or_url(
     assert (status.to_stop, status.requested) == (("engine-1", "engine-2"), ())
 
 
-async def test_concurrent_engine_requests_get_distinct_names(
-    run: Running, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_concurrent_engine_requests_get_distinct_names(run, http, monkeypatch):
     append = run.stream.append
 
-    async def slowly(*args: Any, **rest: Any) -> bool:
+    async def slowly(*args, **rest):
         await asyncio.sleep(0.01)
         return await append(*args, **rest)
 
@@ -373,9 +342,7 @@ async def test_concurrent_engine_requests_get_distinct_names(
     )
 
 
-async def test_second_request_to_replace_an_engine_that_is_leaving_is_rejected_as_a_conflict(
-    run: Running, http: httpx.AsyncClient
-) -> None:
+async def test_second_request_to_replace_an_engine_that_is_leaving_is_rejected_as_a_conflict(run, http):
     await run.start()
     swap = {"type": "torch", "replaces": ENGINE}
     assert (await http.post("/engines/request", json=swap)).json() == {"names": ["engine-1"]}
@@ -397,9 +364,7 @@ async def test_second_request_to_replace_an_engine_that_is_leaving_is_rejected_a
     assert len(run.controller.state.engine_requests) == 1
 
 
-async def test_engine_urls_with_localhost_and_127_0_0_1_name_the_same_engine(
-    run: Running, http: httpx.AsyncClient
-) -> None:
+async def test_engine_urls_with_localhost_and_127_0_0_1_name_the_same_engine(run, http):
     await http.post("/engines", json={"url": "http://127.0.0.1:8001", "incarnation": "1", "name": "engine-0"})
     assert (await http.post("/engines", json={"url": "http://localhost:8001/"})).status_code == 200
     assert run.controller.state.fleet.members() == ["http://127.0.0.1:8001"]
@@ -407,9 +372,7 @@ async def test_engine_urls_with_localhost_and_127_0_0_1_name_the_same_engine(
     assert run.controller.state.fleet.members() == []
 
 
-async def test_drained_engine_is_removed_after_it_has_been_idle_for_a_while(
-    run: Running, http: httpx.AsyncClient
-) -> None:
+async def test_drained_engine_is_removed_after_it_has_been_idle_for_a_while(run, http):
     await run.start()
     assert (await http.post("/engines/drain", json={"engine": ENGINE})).status_code == 200
     assignment = (await http.get("/assignment")).json()
@@ -433,15 +396,13 @@ async def test_drained_engine_is_removed_after_it_has_been_idle_for_a_while(
         ("/engines/drain", {"engine": ENGINE, "grace_s": -1}, "grace_s"),
     ],
 )
-async def test_invalid_engine_requests_are_rejected(
-    run: Running, http: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
-) -> None:
+async def test_invalid_engine_requests_are_rejected(run, http, path, body, param):
     answer = await http.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (422, param)
     assert run.service.status().fleet.requested == ()
 
 
-async def test_repeated_stop_requests_send_one_stop_directive(run: Running, http: httpx.AsyncClient) -> None:
+async def test_repeated_stop_requests_send_one_stop_directive(run, http):
     await run.start()
     for _ in range(2):
         assert (await http.post("/stop")).json() == {"state": "stopping"}
@@ -451,7 +412,7 @@ async def test_repeated_stop_requests_send_one_stop_directive(run: Running, http
     assert run.controller.ending == "stopped by ada"
 
 
-async def test_actors_are_assigned_a_verifier_service_until_it_is_withdrawn(http: httpx.AsyncClient) -> None:
+async def test_actors_are_assigned_a_verifier_service_until_it_is_withdrawn(http):
     offer = {"url": "http://127.0.0.1:8200/", "incarnation": "1", "domains": {"words": "r1"}}
     for _ in range(2):
         assert (await http.post("/verifiers", json=offer)).json() == {"state": "leased"}
@@ -471,15 +432,13 @@ async def test_actors_are_assigned_a_verifier_service_until_it_is_withdrawn(http
         {"domains": {"x" * 257: "r"}},
     ],
 )
-async def test_invalid_registration_of_a_verifier_service_is_rejected(
-    http: httpx.AsyncClient, wrong: dict[str, Any]
-) -> None:
+async def test_invalid_registration_of_a_verifier_service_is_rejected(http, wrong):
     offer = {"url": "http://127.0.0.1:8200", "incarnation": "1", "domains": {"words": "r1"}}
     answer = await http.post("/verifiers", json={**offer, **wrong})
     assert answer.status_code == 422 and answer.json()["error"]["param"].startswith(next(iter(wrong)))
 
 
-async def test_verifier_of_another_machine_with_a_loopback_address_is_rejected(run: Running) -> None:
+async def test_verifier_of_another_machine_with_a_loopback_address_is_rejected(run):
     transport = httpx.ASGITransport(create_api(run.service, token=TOKEN), client=("10.1.2.3", 5))
     headers = {"authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://controller", headers=headers) as away:
@@ -488,7 +447,7 @@ async def test_verifier_of_another_machine_with_a_loopback_address_is_rejected(r
     assert refused.status_code == 422 and "start the verifier with --host" in refused.json()["error"]["message"]
 
 
-def test_verifier_lease_expires_unless_it_is_renewed() -> None:
+def test_verifier_lease_expires_unless_it_is_renewed():
     now = [0.0]
     leases = VerifierLeases(lambda: now[0])
     leases.offer(lease("http://a:1"))
@@ -502,7 +461,7 @@ def test_verifier_lease_expires_unless_it_is_renewed() -> None:
     assert leases.current() == (lease("http://b:1", life="2"),)
 
 
-def test_withdrawn_verifier_service_is_used_again_only_after_it_registers_again() -> None:
+def test_withdrawn_verifier_service_is_used_again_only_after_it_registers_again():
     leases = VerifierLeases(lambda: 0.0)
     leases.offer(lease("http://a:1"))
     leases.withdraw("http://unknown:1")
@@ -512,7 +471,7 @@ def test_withdrawn_verifier_service_is_used_again_only_after_it_registers_again(
     assert len(leases.current()) == 1
 
 
-def test_number_of_verifier_services_is_limited() -> None:
+def test_number_of_verifier_services_is_limited():
     now = [0.0]
     leases = VerifierLeases(lambda: now[0])
     assert all(leases.offer(lease(f"http://a:{port}")) for port in range(1, MOST_SERVICES + 1))

@@ -1,7 +1,5 @@
 """Tests of fencing: of two trainers, the controller follows the later one and ignores reports of the earlier one."""
 
-from __future__ import annotations
-
 import random
 
 import msgspec
@@ -11,18 +9,18 @@ from pipelinerl.messages import Checkpointed, TrainerReady
 from tests.controller.world import ENGINE, World, controller
 
 
-def ready(run: World, name: str) -> TrainerReady:
+def ready(run, name):
     return TrainerReady(report_id=f"ready-{name}", incarnation=name, model_version=0, consumed=run.consumed())
 
 
-def taken_over() -> World:
+def taken_over():
     run = World(controller(), random.Random(0))
     run.begin()
     run.tell(ready(run, "2"))
     return run
 
 
-def test_repeated_report_of_a_replaced_trainer_does_not_displace_its_replacement() -> None:
+def test_repeated_report_of_a_replaced_trainer_does_not_displace_its_replacement():
     """A trainer repeats its report until answered, so a copy may arrive after the later trainer's first report."""
     run = taken_over()
     assert run.controller.handle(ready(run, "1"), now=1.0) == []
@@ -33,7 +31,7 @@ def test_repeated_report_of_a_replaced_trainer_does_not_displace_its_replacement
     assert run.controller.state.epoch == 3
 
 
-def test_new_trainer_epoch_exceeds_every_epoch_recorded_in_the_trainers_directory() -> None:
+def test_new_trainer_epoch_exceeds_every_epoch_recorded_in_the_trainers_directory():
     """A new controller on another machine has a new stream server, which has recorded none of these epochs."""
     run = World(controller(), random.Random(0))
     run.give(EngineRegistered(now=0.0, url=ENGINE))
@@ -41,7 +39,7 @@ def test_new_trainer_epoch_exceeds_every_epoch_recorded_in_the_trainers_director
     assert isinstance(answer, Send) and answer.directive.epoch == 6
 
 
-def test_checkpoint_report_of_a_replaced_trainer_is_ignored() -> None:
+def test_checkpoint_report_of_a_replaced_trainer_is_ignored():
     run = taken_over()
     assert run.controller.handle(Checkpointed(epoch=1, model_version=3, path="p"), now=1.0) == []
     assert run.controller.handle(Checkpointed(epoch=2, model_version=3, path="p"), now=1.0) != []

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +17,6 @@ from pipelinerl.controller.service.service import ControllerService, Start
 from pipelinerl.controller.state.evaluation import EvaluationSet
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
-    Effect,
     EngineAnswered,
     EngineRegistered,
     EngineRemoved,
@@ -42,7 +39,6 @@ from pipelinerl.messages import (
     ActorAlive,
     CanaryChecked,
     ConsumedReport,
-    ControlMessage,
     Directive,
     EvaluationDone,
     GroupFailed,
@@ -76,12 +72,12 @@ class Killer:
     at: int
     passed: int = 0
 
-    def point(self) -> None:
+    def point(self):
         self.passed += 1
         if self.passed >= self.at:
             raise Killed
 
-    def born(self) -> None:
+    def born(self):
         if self.passed >= self.at:
             self.at = NEVER
 
@@ -94,18 +90,18 @@ class MortalStream:
     killer: Killer
     history: dict[str, list[bytes]] = field(default_factory=dict)
 
-    async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
+    async def append(self, stream, payloads, *, first_id=None):
         self.killer.point()
         new = await self.inner.append(stream, payloads, first_id=first_id)
         self.history.setdefault(stream, []).extend(payloads[len(payloads) - new :])
         self.killer.point()
         return new
 
-    async def trim(self, stream: str, *, before: str) -> None:
+    async def trim(self, stream, *, before):
         self.killer.point()
         await self.inner.trim(stream, before=before)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.inner, name)
 
 
@@ -114,7 +110,7 @@ class MortalLog(EventLog):
 
     killer: Killer
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def write(self, kind, **fields):
         super().write(kind, **fields)
         self.killer.point()
 
@@ -122,11 +118,11 @@ class MortalLog(EventLog):
 class Healthy:
     """An `EngineProbe` to which every engine answers."""
 
-    async def metrics(self, url: str) -> dict[str, float]:
+    async def metrics(self, url):
         return {"slots": 4.0}
 
 
-def answers(version: int) -> list[ControlMessage]:
+def answers(version):
     return [
         EvaluationDone(
             order_id=f"eval-{version}-{-(-version // 5) + 1}-{i:06d}",
@@ -141,10 +137,10 @@ def answers(version: int) -> list[ControlMessage]:
     ]
 
 
-def reports(steps: int) -> list[ControlMessage]:
+def reports(steps):
     """Return the reports of a run with two groups per step, in which every fifth group fails."""
 
-    def published(version: int) -> Published:
+    def published(version):
         return Published(
             epoch=1,
             model_version=version,
@@ -156,7 +152,7 @@ def reports(steps: int) -> list[ControlMessage]:
             directive=f"e1-step-{version}" if version else "ready-1",
         )
 
-    messages: list[ControlMessage] = [
+    messages = [
         TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=ConsumedReport()),
         published(0),
         CanaryChecked(epoch=1, model_version=0, membership=2, worst={ENGINE: 1e-6}),
@@ -191,7 +187,7 @@ class Outcome:
     events: list[dict[str, Any]]
 
 
-async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]:
+async def live(folder, *, steps, kill_at):
     """Run to the end, and kill the controller at most once; return the outcome and the number of crash points."""
     killer, inner = Killer(kill_at), MemoryStream()
     stream = MortalStream(inner, killer)
@@ -220,10 +216,10 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
 VARYING = ("controller_returned", "run_started", "engines")
 
 
-async def _serve(service: ControllerService, stream: MemoryStream, messages: list[ControlMessage]) -> None:
+async def _serve(service, stream, messages):
     """Run the service until the run ends; once it has a journal, register the engine and send the reports."""
 
-    async def offer() -> None:
+    async def offer():
         while await stream.length(JOURNAL) == 0:
             await asyncio.sleep(0)
         await service.perform(EngineRegistered(now=await service.now(), url=ENGINE, incarnation="1"))
@@ -234,7 +230,7 @@ async def _serve(service: ControllerService, stream: MemoryStream, messages: lis
         group.create_task(service.run())
 
 
-async def every_crash_point(tmp_path: Path, *, steps: int) -> None:
+async def every_crash_point(tmp_path, *, steps):
     undisturbed, points = await live(tmp_path, steps=steps, kill_at=NEVER)
     assert len(undisturbed.directives) >= steps and points > 10 * steps
     assert undisturbed.events[-1]["reason"] == f"all {steps} steps are done"
@@ -247,16 +243,16 @@ async def every_crash_point(tmp_path: Path, *, steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [10, pytest.param(20, marks=pytest.mark.chaos)])
-async def test_killing_the_controller_at_any_point_does_not_change_the_run(tmp_path: Path, steps: int) -> None:
+async def test_killing_the_controller_at_any_point_does_not_change_the_run(tmp_path, steps):
     await every_crash_point(tmp_path, steps=steps)
 
 
-async def test_restarted_controller_ends_the_run_if_that_was_decided_before_the_restart(tmp_path: Path) -> None:
+async def test_restarted_controller_ends_the_run_if_that_was_decided_before_the_restart(tmp_path):
     """Another input was journaled after the decision to end, so a restart repeats only the effects of that input."""
     stream, made = MemoryStream(), controller(steps=1, evaluation_problems=0)
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     for number, report in enumerate(reports(1)):
-        made.decide(ReportReceived(now=0.0, report=report, entry_id=f"{number}-0"))  # type: ignore[arg-type]
+        made.decide(ReportReceived(now=0.0, report=report, entry_id=f"{number}-0"))
     assert made.state.phase is RunPhase.FINISHED
     journal = await Journal.begin(stream)
     await journal.snapshot(made.state)
@@ -272,7 +268,7 @@ async def test_restarted_controller_ends_the_run_if_that_was_decided_before_the_
     assert [event["reason"] for event in recorded if event["kind"] == "run_finished"] == ["all 1 steps are done"]
 
 
-async def test_journal_with_a_missing_entry_is_not_recovered() -> None:
+async def test_journal_with_a_missing_entry_is_not_recovered():
     stream = MemoryStream()
     journal = await Journal.begin(stream)
     assert await Journal.recover(stream) is None, "nothing was written"
@@ -290,13 +286,13 @@ async def test_journal_with_a_missing_entry_is_not_recovered() -> None:
     assert await stream.length(JOURNAL) == 1
 
 
-async def test_journal_restores_the_whole_state_of_the_controller() -> None:
+async def test_journal_restores_the_whole_state_of_the_controller():
     """A restarted controller would lack any part of its state that the journal omits."""
     stream, made = MemoryStream(), controller()
     made.decide(EngineRegistered(now=1.0, url=ENGINE, incarnation="a"))
     for report in reports(4)[:-1]:
         with suppress(KeyError):
-            made.handle(report, now=2.0)  # type: ignore[arg-type]
+            made.handle(report, now=2.0)
     journal = await Journal.begin(stream)
     await journal.snapshot(made.state)
     recovered = await Journal.recover(stream)
@@ -305,11 +301,11 @@ async def test_journal_restores_the_whole_state_of_the_controller() -> None:
 
 
 @pytest.mark.parametrize("start", Start)
-async def test_replaced_controller_stops_before_its_decisions_have_any_effect(tmp_path: Path, start: Start) -> None:
+async def test_replaced_controller_stops_before_its_decisions_have_any_effect(tmp_path, start):
     stream = MemoryStream()
 
     @asynccontextmanager
-    async def serving(name: str, start: Start) -> AsyncIterator[tuple[ControllerService, asyncio.Task[None]]]:
+    async def serving(name, start):
         with EventLog(tmp_path / f"{name}.jsonl") as log:
             service = ControllerService(
                 controller(), name=name, stream=stream, probe=Healthy(), events=log, poll_s=3600.0, start=start
@@ -338,7 +334,7 @@ async def test_replaced_controller_stops_before_its_decisions_have_any_effect(tm
 
 
 @pytest.mark.parametrize(("launch", "members"), [("this", ["http://first"]), ("another", [])])
-async def test_journal_of_an_earlier_launch_is_ignored(tmp_path: Path, launch: str, members: list[str]) -> None:
+async def test_journal_of_an_earlier_launch_is_ignored(tmp_path, launch, members):
     """A controller restarted while resuming a run must not continue the run of the previous launch."""
     before = controller()
     before.state.launch = "this"
@@ -360,12 +356,12 @@ async def test_journal_of_an_earlier_launch_is_ignored(tmp_path: Path, launch: s
 
 @pytest.mark.parametrize("snapshot", [False, True])
 @pytest.mark.parametrize("uptime_s", [5.0, 1e9])
-async def test_controllers_clock_continues_from_the_journal(tmp_path: Path, uptime_s: float, snapshot: bool) -> None:
+async def test_controllers_clock_continues_from_the_journal(tmp_path, uptime_s, snapshot):
     """Deadlines must keep their remaining time after a reboot or on another machine."""
     stream = MemoryStream()
 
     @asynccontextmanager
-    async def serving(clock_s: float, start: Start) -> AsyncIterator[ControllerService]:
+    async def serving(clock_s, start):
         with EventLog(tmp_path / "events.jsonl") as log:
             service = ControllerService(
                 controller(),
@@ -394,7 +390,7 @@ async def test_controllers_clock_continues_from_the_journal(tmp_path: Path, upti
         assert second.status().actors[0].silent_s == 0.0
 
 
-async def test_journal_that_another_controller_is_writing_is_detected() -> None:
+async def test_journal_that_another_controller_is_writing_is_detected():
     stream = MemoryStream()
     assert not await Journal.is_being_written(stream, for_s=0.01), "no controller has written yet"
     journal = await Journal.begin(stream)
@@ -406,22 +402,22 @@ async def test_journal_that_another_controller_is_writing_is_detected() -> None:
     assert await asyncio.wait_for(looking, SOON_S), "the write is detected immediately"
 
 
-async def test_controller_that_retries_a_journal_write_is_not_mistaken_for_a_second_controller() -> None:
+async def test_controller_that_retries_a_journal_write_is_not_mistaken_for_a_second_controller():
     stream = MemoryStream()
     journal = await Journal.begin(stream)
     await journal.snapshot(controller().state)
     append = stream.append
 
-    async def twice(*args: Any, **rest: Any) -> int:
+    async def twice(*args, **rest):
         await append(*args, **rest)
         return await append(*args, **rest)
 
-    stream.append = twice  # type: ignore[method-assign]
+    stream.append = twice
     await journal.record(Decision(Ticked(now=0.0), 1, 1))
     assert await journal.whole()
 
 
-def brought_back(state: RunState, since: list[AnyInput], **recipe: Any) -> RunState:
+def brought_back(state, since, **recipe):
     """Return the state that a restarted controller restores from a snapshot and later inputs."""
     made = controller(**recipe)
     made.state = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=RunState)
@@ -430,13 +426,13 @@ def brought_back(state: RunState, since: list[AnyInput], **recipe: Any) -> RunSt
     return made.state
 
 
-def random_run(seed: int, *, deaths: random.Random | None, **recipe: Any) -> World:
+def random_run(seed, *, deaths, **recipe):
     """Return a reproducible run of random events, whose controller is killed at random."""
     made = controller(k=random.Random(seed).choice([1.0, 2.0, 4.0, math.inf]), **recipe)
     run = World(made, random.Random(seed))
     snapshot, since, decide = msgspec.msgpack.encode(made.state), [], made.decide
 
-    def mortal(given: AnyInput) -> list[Effect]:
+    def mortal(given):
         nonlocal snapshot
         since.append(msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=AnyInput))
         effects = decide(given)
@@ -447,7 +443,7 @@ def random_run(seed: int, *, deaths: random.Random | None, **recipe: Any) -> Wor
             made.state = brought_back(msgspec.msgpack.decode(snapshot, type=RunState), since, **recipe)
         return effects
 
-    made.decide = mortal  # type: ignore[method-assign]
+    made.decide = mortal
     run.begin()
     while run.finished is None:
         run.act()
@@ -474,7 +470,7 @@ def random_run(seed: int, *, deaths: random.Random | None, **recipe: Any) -> Wor
     return run
 
 
-def same_with_and_without_deaths(seed: int, **recipe: Any) -> None:
+def same_with_and_without_deaths(seed, **recipe):
     undisturbed = random_run(seed, deaths=None, **recipe)
     mortal = random_run(seed, deaths=random.Random(~seed), **recipe)
     assert mortal.orders_issued == undisturbed.orders_issued, f"seed {seed}: other prompts"
@@ -482,18 +478,18 @@ def same_with_and_without_deaths(seed: int, **recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 40))])
-def test_controller_killed_at_random_makes_the_same_decisions(seed: int) -> None:
+def test_controller_killed_at_random_makes_the_same_decisions(seed):
     same_with_and_without_deaths(seed)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_controller_restart_preserves_group_sizes_and_the_evaluation_in_progress(seed: int) -> None:
+def test_controller_restart_preserves_group_sizes_and_the_evaluation_in_progress(seed):
     other = EvaluationSet(name="hard", place=1, problems=4, max_tokens=8, samples=2, interval_steps=3)
     same_with_and_without_deaths(seed, large=5, rollouts_per_step=8, other_sets=(other,), pin=Pin.AUTO)
 
 
 @pytest.mark.parametrize("older", [{}, {"layout": 2}])
-async def test_journal_of_another_layout_version_is_rejected_before_its_state_is_decoded(older: dict[str, int]) -> None:
+async def test_journal_of_another_layout_version_is_rejected_before_its_state_is_decoded(older):
     """The oldest snapshots have no layout version; they would decode as new snapshots with missing fields."""
     stream = MemoryStream()
     snapshot = {"type": "JournalSnapshot", "state": {"launch": "", "trainer_heard": None}, "reports_offset": "0-0"}
@@ -507,6 +503,6 @@ async def test_journal_of_another_layout_version_is_rejected_before_its_state_is
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
-def test_ten_thousand_random_runs_are_the_same_with_and_without_controller_kills() -> None:
+def test_ten_thousand_random_runs_are_the_same_with_and_without_controller_kills():
     for seed in range(10_000):
         same_with_and_without_deaths(seed)

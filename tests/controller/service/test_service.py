@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipelinerl.config.sections import ElasticSection
 from pipelinerl.controller.decisions import status
-from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered, EngineRemoved, KnobsPatched
@@ -29,7 +26,6 @@ from pipelinerl.messages import (
     ActorAlive,
     CanaryChecked,
     ConsumedReport,
-    ControlMessage,
     Directive,
     EvaluationDone,
     Published,
@@ -57,12 +53,12 @@ FACTS = {"slots": 4.0, "running_sequences": 2.0}
 class Probe:
     """An `EngineProbe` that counts requests. The test sets the metrics, and which engines hang (`off`)."""
 
-    def __init__(self) -> None:
-        self.answer: Mapping[str, float] | EngineUnreachable = FACTS
-        self.off: set[str] = set()
-        self.polls: Counter[str] = Counter()
+    def __init__(self):
+        self.answer = FACTS
+        self.off = set()
+        self.polls = Counter()
 
-    async def metrics(self, url: str) -> Mapping[str, float]:
+    async def metrics(self, url):
         self.polls[url] += 1
         if url in self.off:
             await asyncio.sleep(DEADLINE_S)
@@ -83,36 +79,36 @@ class Running:
     marks_sent: int = 0
 
     @property
-    def controller(self) -> Controller:
+    def controller(self):
         return self.service.controller
 
-    async def tell(self, *messages: ControlMessage | bytes) -> None:
+    async def tell(self, *messages):
         """Append reports to the stream and wait until the service has read them."""
         self.marks_sent += 1
         mark = ActorAlive(name="mark", groups_in_flight=0, groups_done=self.marks_sent, retries=0)
         await self.stream.append(REPORTS, [m if isinstance(m, bytes) else encode(m) for m in (*messages, mark)])
         await self.until(lambda: self.controller.state.actors.get("mark", (None, 0.0))[0] == mark)
 
-    def stream_length(self, name: str) -> int:
+    def stream_length(self, name):
         return len(self.stream._logs[name].ids) if name in self.stream._logs else 0
 
-    async def until(self, happened: Any) -> None:
+    async def until(self, happened):
         async with asyncio.timeout(DEADLINE_S):
             while not happened():
                 if self.task.done():
                     self.task.result()
                 await asyncio.sleep(0.005)
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
+    def events(self, kind):
         return [event for event in read_events(self.path) if event["kind"] == kind]
 
-    async def payloads(self, name: str) -> list[bytes]:
+    async def payloads(self, name):
         return [entry.payload for entry in await self.stream.read({name: START}, count=10_000, block_s=0)]
 
-    async def directives(self) -> list[Directive]:
+    async def directives(self):
         return [decode_directive(payload) for payload in await self.payloads(DIRECTIVES)]
 
-    async def start(self) -> None:
+    async def start(self):
         """Let the engine join, and the trainer become ready and publish version 0."""
         await self.service.perform(EngineRegistered(now=0.0, url=ENGINE))
         await self.tell(ready("1"))
@@ -124,20 +120,20 @@ class Running:
         assert self.controller.state.fleet.serving() == [ENGINE]
 
 
-def ready(incarnation: str) -> TrainerReady:
+def ready(incarnation):
     return TrainerReady(
         report_id=f"ready-{incarnation}", incarnation=incarnation, model_version=0, consumed=ConsumedReport()
     )
 
 
-def step(version: int, *, epoch: int = 1) -> StepDone:
+def step(version, *, epoch=1):
     account = ConsumedReport(trained=2 * version, frontier=2 * version)
     return StepDone(
         report_id=f"e{epoch}-step-{version}", epoch=epoch, model_version=version, consumed=account, stats={"loss": 0.5}
     )
 
 
-def published(*, epoch: int, version: int, membership: int = 99) -> Published:
+def published(*, epoch, version, membership=99):
     return Published(
         epoch=epoch,
         model_version=version,
@@ -151,13 +147,7 @@ def published(*, epoch: int, version: int, membership: int = 99) -> Published:
 
 
 @asynccontextmanager
-async def running(
-    path: Path,
-    stream: MemoryStream | None = None,
-    samples: SampleLog | None = None,
-    servers: Sequence[str] = (),
-    **changes: Any,
-) -> AsyncIterator[Running]:
+async def running(path, stream=None, samples=None, servers=(), **changes):
     made, probe, stream = controller(**{"evaluation_problems": 0, **changes}), Probe(), stream or MemoryStream()
     with EventLog(path / "events.jsonl") as events:
         service = ControllerService(
@@ -181,7 +171,7 @@ async def running(
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_controller_answers_trainer_reports_with_directives_and_requests_rollout_groups(tmp_path: Path) -> None:
+async def test_controller_answers_trainer_reports_with_directives_and_requests_rollout_groups(tmp_path):
     async with running(tmp_path) as run:
         await run.start()
         (directive,) = await run.directives()
@@ -193,7 +183,7 @@ async def test_controller_answers_trainer_reports_with_directives_and_requests_r
         assert run.events("step")[0] | {"step": 1, "loss": 0.5} == run.events("step")[0]
 
 
-async def test_lost_parameter_server_is_an_event_an_alarm_and_part_of_the_status(tmp_path: Path) -> None:
+async def test_lost_parameter_server_is_an_event_an_alarm_and_part_of_the_status(tmp_path):
     async with running(tmp_path, servers=["http://store:1"]) as run:
         await run.until(lambda: run.service.status().parameter_servers[0].state == "up")
         run.probe.answer = EngineUnreachable("connection refused")
@@ -209,7 +199,7 @@ async def test_lost_parameter_server_is_an_event_an_alarm_and_part_of_the_status
     assert [len(run.events(f"parameter_server_{what}")) for what in ("lost", "back")] == [1, 1]
 
 
-async def test_invalid_report_goes_to_the_dead_letters_and_the_next_report_is_processed(tmp_path: Path) -> None:
+async def test_invalid_report_goes_to_the_dead_letters_and_the_next_report_is_processed(tmp_path):
     async with running(tmp_path) as run:
         await run.service.perform(EngineRegistered(now=0.0, url=ENGINE))
         await run.tell(b"\xc1", b"", encode(await _directive(run)), ready("1"))
@@ -217,7 +207,7 @@ async def test_invalid_report_goes_to_the_dead_letters_and_the_next_report_is_pr
         assert run.stream_length(DEAD_LETTERS) == 3
 
 
-async def test_texts_of_evaluation_answers_are_kept_as_samples_but_not_written_to_the_journal(tmp_path: Path) -> None:
+async def test_texts_of_evaluation_answers_are_kept_as_samples_but_not_written_to_the_journal(tmp_path):
     shown = ShownProblem(
         problem_id="p",
         prompt="user: say it",
@@ -253,12 +243,12 @@ async def test_texts_of_evaluation_answers_are_kept_as_samples_but_not_written_t
     )  # fmt: skip
 
 
-async def _directive(run: Running) -> Directive:
+async def _directive(run):
     knobs = run.controller.state.knobs
     return Directive(
         answers="x",
         epoch=1,
-        knobs={"k": 1.0, "learning_rate": knobs.learning_rate, "rollouts_per_step": 4},  # type: ignore[arg-type]
+        knobs={"k": 1.0, "learning_rate": knobs.learning_rate, "rollouts_per_step": 4},
         publish_to=[],
         membership=0,
         failed=[],
@@ -267,7 +257,7 @@ async def _directive(run: Running) -> Directive:
     )
 
 
-async def test_requests_for_groups_that_have_ended_are_trimmed_from_the_stream(tmp_path: Path) -> None:
+async def test_requests_for_groups_that_have_ended_are_trimmed_from_the_stream(tmp_path):
     async with running(tmp_path) as run:
         await run.start()
         for version in (1, 2):
@@ -276,14 +266,14 @@ async def test_requests_for_groups_that_have_ended_are_trimmed_from_the_stream(t
         assert kept == list(range(4, 8))
 
 
-def forget(stream: MemoryStream, name: str, entries: int) -> None:
+def forget(stream, name, entries):
     """Simulate a killed stream server that lost its newest entries."""
     kept = stream._logs[name]
     del kept.ids[-entries:], kept.payloads[-entries:]
     kept.last = kept.ids[-1]
 
 
-async def test_groups_lost_by_the_stream_server_are_requested_again_before_the_trainer_starves(tmp_path: Path) -> None:
+async def test_groups_lost_by_the_stream_server_are_requested_again_before_the_trainer_starves(tmp_path):
     """Two group requests are lost; the trainer has enough other groups, so it never reports starvation."""
     async with running(tmp_path, k=8.0) as run:
         run.controller.state.lag = LagRule(steps=math.inf, rest=100)
@@ -306,7 +296,7 @@ async def test_groups_lost_by_the_stream_server_are_requested_again_before_the_t
         assert run.controller.state.account.in_flight == 8 and len(run.events("orders_lost")) == 1
 
 
-async def test_restarted_run_never_reuses_an_epoch_number(tmp_path: Path) -> None:
+async def test_restarted_run_never_reuses_an_epoch_number(tmp_path):
     """The checkpoint has no epoch, but the stream records epochs 1 and 2, so the next trainer gets epoch 3."""
     stream = MemoryStream()
     async with running(tmp_path, stream) as run:
@@ -319,7 +309,7 @@ async def test_restarted_run_never_reuses_an_epoch_number(tmp_path: Path) -> Non
         assert await stream.last_id(EPOCHS) == "3-0"
 
 
-async def test_engine_that_stops_answering_is_lost_and_rejoins_later(tmp_path: Path) -> None:
+async def test_engine_that_stops_answering_is_lost_and_rejoins_later(tmp_path):
     async with running(tmp_path) as run:
         await run.start()
         run.probe.answer = EngineUnreachable("connection refused")
@@ -332,7 +322,7 @@ async def test_engine_that_stops_answering_is_lost_and_rejoins_later(tmp_path: P
         assert (await run.directives())[-1].publish_to == [ENGINE], "it is given weights without waiting for a step"
 
 
-async def test_status_lists_incidents_also_those_before_the_controller_restarted(tmp_path: Path) -> None:
+async def test_status_lists_incidents_also_those_before_the_controller_restarted(tmp_path):
     stream = MemoryStream()
     async with running(tmp_path, stream) as run:
         await run.start()
@@ -344,7 +334,7 @@ async def test_status_lists_incidents_also_those_before_the_controller_restarted
         assert run.service.status().incidents[0].kind == "engine_lost"
 
 
-async def test_unreachable_machine_does_not_delay_polls_of_other_engines(tmp_path: Path) -> None:
+async def test_unreachable_machine_does_not_delay_polls_of_other_engines(tmp_path):
     off = "http://off"
     async with running(tmp_path) as run:
         await run.start()
@@ -359,9 +349,7 @@ async def test_unreachable_machine_does_not_delay_polls_of_other_engines(tmp_pat
         assert run.probe.polls[off] == 1, "one poll at a time"
 
 
-async def test_engine_that_is_late_to_answer_a_poll_is_suspect_before_the_poll_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engine_that_is_late_to_answer_a_poll_is_suspect_before_the_poll_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(status, "_LATE_S", 0.01)
     async with running(tmp_path) as run:
         await run.start()
@@ -371,7 +359,7 @@ async def test_engine_that_is_late_to_answer_a_poll_is_suspect_before_the_poll_e
         assert run.service.watch.load(ENGINE).tokens_per_s == 0.0, "rates of the past are not shown"
 
 
-async def test_slow_engine_is_named_in_an_event_and_in_the_assignment_of_actors(tmp_path: Path) -> None:
+async def test_slow_engine_is_named_in_an_event_and_in_the_assignment_of_actors(tmp_path):
     async with running(tmp_path) as run:
         await run.start()
         await run.until(lambda: run.controller.state.fleet.serving() == [ENGINE])
@@ -388,7 +376,7 @@ async def test_slow_engine_is_named_in_an_event_and_in_the_assignment_of_actors(
         assert named == ["slow: 0.25 of the fleet's speed"]
 
 
-async def test_expelled_engine_is_not_polled(tmp_path: Path) -> None:
+async def test_expelled_engine_is_not_polled(tmp_path):
     async with running(tmp_path) as run:
         await run.start()
         await run.until(lambda: run.service.watch.load(ENGINE).metrics.running_sequences)
@@ -401,9 +389,7 @@ async def test_expelled_engine_is_not_polled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("elastic", [None, ElasticSection()], ids=["fixed number of engines", "elastic"])
-async def test_load_of_engines_is_journaled_only_in_runs_with_elastic_scaling(
-    tmp_path: Path, elastic: ElasticSection | None
-) -> None:
+async def test_load_of_engines_is_journaled_only_in_runs_with_elastic_scaling(tmp_path, elastic):
     async with running(tmp_path, engines_min={"bigram": 0}, engines_max={"bigram": 2}) as world:
         world.controller.settings = replace(world.controller.settings, elastic=elastic)
         await world.start()
@@ -414,7 +400,7 @@ async def test_load_of_engines_is_journaled_only_in_runs_with_elastic_scaling(
 
 
 @pytest.mark.parametrize("nonsense", [{"slots": 1.5}, {"generated_tokens_total": float("nan")}])
-async def test_invalid_engine_metrics_do_not_stop_the_run(tmp_path: Path, nonsense: Mapping[str, float]) -> None:
+async def test_invalid_engine_metrics_do_not_stop_the_run(tmp_path, nonsense):
     async with running(tmp_path) as run:
         await run.start()
         run.probe.answer = nonsense
@@ -422,26 +408,24 @@ async def test_invalid_engine_metrics_do_not_stop_the_run(tmp_path: Path, nonsen
         assert not run.task.done()
 
 
-async def test_unknown_engine_metrics_are_ignored(tmp_path: Path) -> None:
+async def test_unknown_engine_metrics_are_ignored(tmp_path):
     async with running(tmp_path) as run:
         run.probe.answer = FACTS | {"temperature_of_the_room": 21.5}
         await run.start()
         await run.until(lambda: run.service.watch.load(ENGINE).metrics.running_sequences == 2)
 
 
-async def test_controller_applies_the_effects_of_each_decision_before_it_makes_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_controller_applies_the_effects_of_each_decision_before_it_makes_the_next_one(tmp_path, monkeypatch):
     """The stream server is slow in this test."""
     async with running(tmp_path) as run:
         await run.start()
         append, decide, seen = run.stream.append, run.controller.decide, []
 
-        async def slowly(*args: Any, **rest: Any) -> int:
+        async def slowly(*args, **rest):
             await asyncio.sleep(0.01)
             return await append(*args, **rest)
 
-        def watched(given: Any) -> Any:
+        def watched(given):
             if isinstance(given, KnobsPatched):
                 seen.append(len(run.events("knobs")))
             return decide(given)
@@ -453,7 +437,7 @@ async def test_controller_applies_the_effects_of_each_decision_before_it_makes_t
         assert seen == [0, 1, 2], "each decision saw the events of those before it"
 
 
-async def test_controller_service_ends_when_the_run_ends(tmp_path: Path) -> None:
+async def test_controller_service_ends_when_the_run_ends(tmp_path):
     async with running(tmp_path, steps=1) as run:
         await run.start()
         await run.stream.append(REPORTS, [encode(step(1)), encode(TrainerStopped(epoch=1, model_version=1))])
@@ -464,7 +448,7 @@ async def test_controller_service_ends_when_the_run_ends(tmp_path: Path) -> None
         assert end["ledger"]["issued"] == sum(count for outcome, count in end["ledger"].items() if outcome != "issued")
 
 
-async def test_trainer_report_whose_group_counts_do_not_add_up_is_ignored(tmp_path: Path) -> None:
+async def test_trainer_report_whose_group_counts_do_not_add_up_is_ignored(tmp_path):
     async with running(tmp_path) as run:
         await run.start()
         wrong = StepDone(

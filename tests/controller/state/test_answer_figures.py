@@ -1,7 +1,5 @@
 """Tests of evaluation metrics by domain and tag, against values computed manually or by enumeration."""
 
-from __future__ import annotations
-
 import itertools
 from statistics import fmean
 
@@ -18,16 +16,7 @@ from pipelinerl.controller.state.answer_figures import (
 from pipelinerl.messages import EvaluationDone
 
 
-def done(
-    answers: str,
-    right: str,
-    *,
-    domain: str = "math",
-    tags: tuple[str, ...] = (),
-    lengths: tuple[int, ...] = (),
-    truncated: int = 0,
-    unjudged: tuple[int, ...] = (),
-) -> EvaluationDone:
+def done(answers, right, *, domain="math", tags=(), lengths=(), truncated=0, unjudged=()):
     """Return a result with one letter of `answers` per sample (`-` is empty); letters in `right` are correct."""
     texts = ["" if letter == "-" else letter for letter in answers]
     judged = [place for place in range(len(texts)) if place not in unjudged]
@@ -62,14 +51,12 @@ def done(
         ("", "a", False),
     ],
 )
-def test_majority_vote_is_correct_if_the_most_frequent_answer_is_correct(
-    answers: str, right: str, expected: bool
-) -> None:
+def test_majority_vote_is_correct_if_the_most_frequent_answer_is_correct(answers, right, expected):
     texts = ["" if letter == "-" else letter for letter in answers]
     assert majority_right(texts, [letter in right for letter in texts]) is expected
 
 
-def test_maj_at_k_averaged_over_permutations_of_samples_equals_its_mean_over_draws_of_k_samples() -> None:
+def test_maj_at_k_averaged_over_permutations_of_samples_equals_its_mean_over_draws_of_k_samples():
     """The mean of the metric over all orders of five samples equals the mean over all draws of k = 3 samples."""
     samples, k = "aabbc", 3
     of_orders = [
@@ -81,7 +68,7 @@ def test_maj_at_k_averaged_over_permutations_of_samples_equals_its_mean_over_dra
     assert 0 < fmean(of_draws) < 1
 
 
-def test_length_and_truncation_metrics_cover_all_samples_of_all_problems() -> None:
+def test_length_and_truncation_metrics_cover_all_samples_of_all_problems():
     answers = [
         done("aaab", "a", lengths=(1, 2, 3, 4), truncated=1),
         done("bbba", "a", lengths=(10, 10, 10, 10), truncated=1),
@@ -95,14 +82,14 @@ def test_length_and_truncation_metrics_cover_all_samples_of_all_problems() -> No
     assert figures.length_p95 == 10.0
 
 
-def test_evaluation_metrics_exclude_samples_without_a_verdict() -> None:
+def test_evaluation_metrics_exclude_samples_without_a_verdict():
     (most,) = figures_of([done("xaabxx", "a", unjudged=(0, 4, 5))], pass_at=(3, 4), seed=0).majority_at
     assert (most.k, most.value) == (3, 1.0), "with the others, x would be taken"
     nothing = figures_of([done("aaa", "a", unjudged=(0, 1, 2))], pass_at=(1,), seed=0)
     assert (nothing.problems, nothing.accuracy, nothing.pass_at, nothing.majority_at) == (0, None, [], [])
 
 
-def test_verifier_that_extracts_no_answers_has_no_maj_at_k() -> None:
+def test_verifier_that_extracts_no_answers_has_no_maj_at_k():
     judge = done("---", "", domain="essay")
     assert figures_of([judge], pass_at=(3,), seed=0).majority_at == []
     both = figures_of([judge, done("aaa", "a")], pass_at=(3,), seed=0)
@@ -111,7 +98,7 @@ def test_verifier_that_extracts_no_answers_has_no_maj_at_k() -> None:
     assert silent.majority_at[0].value == 0.5, "in a domain that has answers, none is wrong"
 
 
-def test_each_domain_and_each_tag_has_its_own_evaluation_metrics() -> None:
+def test_each_domain_and_each_tag_has_its_own_evaluation_metrics():
     answers = [
         done("a", "a", domain="math", tags=("level=1", "short")),
         done("b", "a", domain="math", tags=("level=2", "short")),
@@ -130,13 +117,13 @@ def test_each_domain_and_each_tag_has_its_own_evaluation_metrics() -> None:
     }
 
 
-def test_only_the_tags_with_the_most_problems_get_evaluation_metrics() -> None:
+def test_only_the_tags_with_the_most_problems_get_evaluation_metrics():
     rare = [done("a", "a", tags=(f"id={number}", "all")) for number in range(3 * MOST_TAGS)]
     assert len(figures_by_tag(rare, pass_at=(), seed=0)) == MOST_TAGS
     assert "all" in figures_by_tag(rare, pass_at=(), seed=0)
 
 
-def test_equal_seeds_give_equal_confidence_intervals() -> None:
+def test_equal_seeds_give_equal_confidence_intervals():
     answers = [done(letters, "a") for letters in ("aabb", "aaab", "abbb", "aaaa")]
     one, same = (figures_of(answers, pass_at=(2,), seed=1) for _ in range(2))
     assert one == same

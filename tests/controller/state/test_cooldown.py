@@ -3,12 +3,9 @@
 The quotas of the domains stay exact.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
@@ -28,32 +25,30 @@ QUOTA = Quota(0, 4)
 class Ring:
     """A data set of `size` problems, which come in the same order in each epoch."""
 
-    def __init__(self, domain: str, size: int) -> None:
+    def __init__(self, domain, size):
         self._domain, self._size = domain, size
 
-    def problem(self, index: int) -> Problem:
+    def problem(self, index):
         name = f"{self._domain}:{index % self._size}"
         return Problem(problem_id=name, domain=self._domain, messages=(Message("user", name),), ground_truth="")
 
 
-def alone(size: int) -> Mixture:
+def alone(size):
     return Mixture([Domain(name="easy", weight=1.0, source=Ring("easy", size))], seed=0, quota=QUOTA)
 
 
-def problem_of(cooldown: Cooldown, mixture: Mixture, index: int, *, version: int = 0, frontier: int = 0) -> str:
+def problem_of(cooldown, mixture, index, *, version=0, frontier=0):
     problem = cooldown.choose(
         index, lambda ahead: mixture.problem(index, ahead=ahead), version=version, frontier=frontier
     )
     return problem.problem_id
 
 
-def solve(
-    cooldown: Cooldown, order: int, name: str, *, rules: Mapping[str, CooldownSection] = EPOCHS, version: int = 0
-) -> None:
+def solve(cooldown, order, name, *, rules=EPOCHS, version=0):
     cooldown.note({name.partition(":")[0]: [(order, name)]}, rules, version=version)
 
 
-def test_problem_solved_once_is_skipped_for_the_configured_two_epochs() -> None:
+def test_problem_solved_once_is_skipped_for_the_configured_two_epochs():
     cooldown, mixture = Cooldown(), alone(4)
     first = [problem_of(cooldown, mixture, index) for index in range(4)]
     solve(cooldown, 1, "easy:1")
@@ -63,14 +58,14 @@ def test_problem_solved_once_is_skipped_for_the_configured_two_epochs() -> None:
     assert cooldown.take_figures() == {"easy": {"resting": 0.0, "passed_over": 2.0}}
 
 
-def test_cooldown_given_in_steps_ends_after_that_many_steps() -> None:
+def test_cooldown_given_in_steps_ends_after_that_many_steps():
     cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownSection(steps=3)}
     solve(cooldown, 0, "easy:0", rules=rules, version=5)
     assert [problem_of(cooldown, mixture, index, version=7) for index in range(3)] == ["easy:1"] * 3
     assert problem_of(cooldown, mixture, 3, version=8) == "easy:0"
 
 
-def test_problem_is_skipped_only_after_two_different_groups_solved_it() -> None:
+def test_problem_is_skipped_only_after_two_different_groups_solved_it():
     cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownSection(epochs=1, times=2)}
     for _ in range(3):
         solve(cooldown, 0, "easy:0", rules=rules)
@@ -80,14 +75,14 @@ def test_problem_is_skipped_only_after_two_different_groups_solved_it() -> None:
 
 
 @pytest.mark.parametrize("rules", [{}, {"easy": CooldownSection()}, {"another": CooldownSection(epochs=1)}])
-def test_no_problem_is_skipped_without_a_cooldown_rule(rules: Mapping[str, CooldownSection]) -> None:
+def test_no_problem_is_skipped_without_a_cooldown_rule(rules):
     cooldown, mixture = Cooldown(), alone(2)
     solve(cooldown, 0, "easy:0")
     solve(cooldown, 1, "easy:1", rules=rules)
     assert problem_of(cooldown, mixture, 2) == "easy:0"
 
 
-def test_group_that_is_requested_again_gets_the_same_problem() -> None:
+def test_group_that_is_requested_again_gets_the_same_problem():
     cooldown, mixture = Cooldown(), alone(5)
     first = []
     for index in range(30):
@@ -98,7 +93,7 @@ def test_group_that_is_requested_again_gets_the_same_problem() -> None:
     assert len(set(first)) == 5
 
 
-def test_solved_problems_are_sampled_again_if_no_others_are_left() -> None:
+def test_solved_problems_are_sampled_again_if_no_others_are_left():
     cooldown, mixture, rules = Cooldown(), alone(3), {"easy": CooldownSection(steps=100)}
     for number in range(3):
         solve(cooldown, number, f"easy:{number}", rules=rules)
@@ -107,13 +102,13 @@ def test_solved_problems_are_sampled_again_if_no_others_are_left() -> None:
     assert cooldown.take_figures()["easy"] == {"resting": 3.0, "passed_over": 0.0}, "each count is reported once"
 
 
-def test_skipping_solved_problems_keeps_domain_quotas_exact_and_is_restored_on_resume() -> None:
-    def mixture() -> Mixture:
+def test_skipping_solved_problems_keeps_domain_quotas_exact_and_is_restored_on_resume():
+    def mixture():
         domains = [Domain(name="easy", weight=3.0, source=Ring("easy", 40)),
                    Domain(name="hard", weight=1.0, source=Ring("hard", 40))]  # fmt: skip
         return Mixture(domains, seed=3, quota=QUOTA)
 
-    def go_on(cooldown: Cooldown, indices: range) -> list[str]:
+    def go_on(cooldown, indices):
         drawn, seen = mixture(), []
         for index in indices:
             seen.append(problem_of(cooldown, drawn, index, frontier=max(0, index - 8)))
@@ -135,8 +130,8 @@ def test_skipping_solved_problems_keeps_domain_quotas_exact_and_is_restored_on_r
     assert max(counts[name] for name in solvable) < min(counts[name] for name in others)
 
 
-def test_problem_that_the_trainer_reports_as_solved_is_skipped_in_later_groups() -> None:
-    def turns_of(rule: CooldownSection) -> tuple[list[str], float]:
+def test_problem_that_the_trainer_reports_as_solved_is_skipped_in_later_groups():
+    def turns_of(rule):
         run = World(controller(evaluation_problems=0, k=1), random.Random(0))
         run.controller.settings = replace(run.controller.settings, cooldown={"b": rule})
         domains = [Domain(name=name, weight=1.0, source=Ring(name, 3)) for name in "ab"]

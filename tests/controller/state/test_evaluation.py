@@ -1,17 +1,11 @@
 """Tests of which evaluation answers are accepted, and of the resulting metrics, against manual computation."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from pipelinerl.controller.state.answer_figures import wilson_interval
 from pipelinerl.controller.state.evaluation import (
     Evaluation,
     EvaluationPlan,
-    EvaluationResult,
     EvaluationSet,
     samples_of,
 )
@@ -21,9 +15,7 @@ from pipelinerl.observability.samples.reading import read_samples
 from pipelinerl.observability.samples.sample_log import SampleLog
 
 
-def answer(
-    index: int, *, correct: int = 0, judged: int = 1, versions: tuple[int, int] = (5, 5), epoch: int = 1
-) -> EvaluationDone:
+def answer(index, *, correct=0, judged=1, versions=(5, 5), epoch=1):
     return EvaluationDone(
         order_id=f"eval-5-1-{index:06d}",
         index=index,
@@ -36,18 +28,18 @@ def answer(
     )
 
 
-def evaluation(problems: int, pin: Pin = Pin.NONE, **plan: Any) -> Evaluation:
+def evaluation(problems, pin=Pin.NONE, **plan):
     given = {key: plan.pop(key) for key in ("samples", "temperature", "pass_at") if key in plan}
     one_set = EvaluationSet(problems=problems, max_tokens=8, **given)
     return Evaluation(model_version=5, number=1, epoch=1, pin=pin, plan=EvaluationPlan(sets=(one_set,), **plan))
 
 
-def result_of(evaluation: Evaluation, **at: int) -> EvaluationResult:
-    (result,) = evaluation.results(**at)  # type: ignore[arg-type]
+def result_of(evaluation, **at):
+    (result,) = evaluation.results(**at)
     return result
 
 
-def test_evaluation_accuracy_covers_only_problems_with_a_verdict() -> None:
+def test_evaluation_accuracy_covers_only_problems_with_a_verdict():
     ongoing = evaluation(5, attempts=1)
     for index, given in enumerate([answer(0, correct=1), answer(1), answer(2, judged=0), None]):
         assert not ongoing.add(index, given, now=1.0 + index)
@@ -62,14 +54,14 @@ def test_evaluation_accuracy_covers_only_problems_with_a_verdict() -> None:
     assert result.at_least == pytest.approx(2 / 4), "who could not be judged says nothing, who failed is wrong"
 
 
-def test_problem_without_a_verdict_counts_as_answered() -> None:
+def test_problem_without_a_verdict_counts_as_answered():
     ongoing = evaluation(2)
     ongoing.add(0, answer(0, correct=1), now=1.0)
     ongoing.add(1, answer(1, judged=0), now=1.0)
     assert (result_of(ongoing).accuracy, result_of(ongoing).unjudged, result_of(ongoing).incomplete) == (1.0, 1, "")
 
 
-def test_evaluation_problem_that_fails_is_retried_up_to_the_limit() -> None:
+def test_evaluation_problem_that_fails_is_retried_up_to_the_limit():
     ongoing = evaluation(2, attempts=3)
     assert ongoing.add(0, None, now=1.0) and ongoing.add(0, None, now=2.0)
     assert not ongoing.add(0, answer(0, correct=1), now=3.0)
@@ -78,7 +70,7 @@ def test_evaluation_problem_that_fails_is_retried_up_to_the_limit() -> None:
     assert (result_of(ongoing).accuracy, result_of(ongoing).incomplete) == (1.0, "1 of 2 problems had no answer")
 
 
-def test_evaluation_ignores_later_answers_to_an_answered_problem() -> None:
+def test_evaluation_ignores_later_answers_to_an_answered_problem():
     ongoing = evaluation(2)
     ongoing.add(0, answer(0, correct=1), now=1.0)
     ongoing.add(0, answer(0), now=2.0)
@@ -86,7 +78,7 @@ def test_evaluation_ignores_later_answers_to_an_answered_problem() -> None:
     assert result_of(ongoing).accuracy == 1.0 and not ongoing.complete
 
 
-def test_evaluation_without_answers_has_no_metrics() -> None:
+def test_evaluation_without_answers_has_no_metrics():
     ongoing = evaluation(3, pass_at=(1,))
     ongoing.given_up = "no answer came"
     result = result_of(ongoing)
@@ -95,7 +87,7 @@ def test_evaluation_without_answers_has_no_metrics() -> None:
 
 
 @pytest.mark.parametrize("other", [{"versions": (4, 5)}, {"versions": (5, 6)}, {"versions": (6, 6)}, {"epoch": 2}])
-def test_answer_not_sampled_by_the_pinned_weights_is_retried_up_to_the_limit(other: dict[str, Any]) -> None:
+def test_answer_not_sampled_by_the_pinned_weights_is_retried_up_to_the_limit(other):
     ongoing = evaluation(2, Pin.ENGINE, attempts=3)
     assert ongoing.add(0, answer(0, correct=1, **other), now=1.0)
     assert ongoing.add(0, answer(0, correct=1, **other), now=2.0)
@@ -108,13 +100,13 @@ def test_answer_not_sampled_by_the_pinned_weights_is_retried_up_to_the_limit(oth
     assert (result.version_min, result.version_max, result.steps_meanwhile) == (5, 5, 4)
 
 
-def test_evaluation_that_pins_no_model_version_accepts_answers_of_any_version() -> None:
+def test_evaluation_that_pins_no_model_version_accepts_answers_of_any_version():
     ongoing = evaluation(1)
     assert not ongoing.add(0, answer(0, correct=1, versions=(3, 8), epoch=2), now=1.0)
     assert result_of(ongoing).accuracy == 1.0 and not result_of(ongoing).one_version
 
 
-def test_number_of_evaluation_problems_in_flight_stays_within_the_given_limit() -> None:
+def test_number_of_evaluation_problems_in_flight_stays_within_the_given_limit():
     ongoing = evaluation(5)
     assert ongoing.next_questions(2) == [0, 1]
     assert ongoing.next_questions(2) == []
@@ -126,7 +118,7 @@ def test_number_of_evaluation_problems_in_flight_stays_within_the_given_limit() 
     assert ongoing.next_questions(9) == []
 
 
-def test_pass_at_k_covers_only_problems_with_at_least_k_samples() -> None:
+def test_pass_at_k_covers_only_problems_with_at_least_k_samples():
     ongoing = evaluation(4, samples=4, temperature=1.0, pass_at=(1, 2, 4), attempts=1)
     ongoing.add(0, answer(0, correct=1, judged=4), now=1.0)
     ongoing.add(1, answer(1, correct=0, judged=4), now=1.0)
@@ -141,7 +133,7 @@ def test_pass_at_k_covers_only_problems_with_at_least_k_samples() -> None:
     assert result_of(ongoing, seed=3) == result
 
 
-def of_two_sets(**plan: Any) -> Evaluation:
+def of_two_sets(**plan):
     """Return an evaluation of two sets of two problems, with one and with four samples each."""
     sets = (
         EvaluationSet(name="easy", problems=2, max_tokens=8),
@@ -150,7 +142,7 @@ def of_two_sets(**plan: Any) -> Evaluation:
     return Evaluation(model_version=5, number=1, epoch=1, pin=Pin.ENGINE, plan=EvaluationPlan(sets=sets, **plan))
 
 
-def test_evaluation_sets_that_are_evaluated_together_have_separate_metrics() -> None:
+def test_evaluation_sets_that_are_evaluated_together_have_separate_metrics():
     ongoing = of_two_sets(attempts=2)
     assert (ongoing.plan.problems, ongoing.next_questions(9)) == (4, [0, 1, 2, 3])
     ongoing.add(0, answer(0, correct=1), now=1.0)
@@ -171,7 +163,7 @@ def test_evaluation_sets_that_are_evaluated_together_have_separate_metrics() -> 
     assert {easy.steps_meanwhile, hard.steps_meanwhile} == {2}
 
 
-def test_evaluation_set_with_all_answers_is_complete_even_if_another_evaluation_set_is_not() -> None:
+def test_evaluation_set_with_all_answers_is_complete_even_if_another_evaluation_set_is_not():
     ongoing = of_two_sets()
     ongoing.add(2, answer(2, correct=4, judged=4), now=1.0)
     ongoing.add(3, answer(3, correct=4, judged=4), now=1.0)
@@ -181,7 +173,7 @@ def test_evaluation_set_with_all_answers_is_complete_even_if_another_evaluation_
     assert (hard.accuracy, hard.at_least, hard.incomplete) == (1.0, 1.0, "")
 
 
-def test_each_question_number_of_an_evaluation_maps_to_one_problem_of_one_evaluation_set() -> None:
+def test_each_question_number_of_an_evaluation_maps_to_one_problem_of_one_evaluation_set():
     plan = of_two_sets().plan
     assert [(one_set.name, place) for one_set, place in map(plan.question, range(4))] == [
         ("easy", 0),
@@ -194,7 +186,7 @@ def test_each_question_number_of_an_evaluation_maps_to_one_problem_of_one_evalua
         plan.question(4)
 
 
-def shown(number: int, index: int) -> EvaluationDone:
+def shown(number, index):
     answers = [ShownAnswer("said", "wrong", 0.0, "", "stop", 3, [(8, 3)])]
     return EvaluationDone(
         order_id=f"eval-8-{number}-{index:06d}",
@@ -209,7 +201,7 @@ def shown(number: int, index: int) -> EvaluationDone:
     )
 
 
-def test_sample_names_the_evaluation_set_of_its_problem(tmp_path: Path) -> None:
+def test_sample_names_the_evaluation_set_of_its_problem(tmp_path):
     sets = (
         EvaluationSet(name="math", problems=2, max_tokens=8),
         EvaluationSet(name="aime", place=1, problems=1, max_tokens=8),

@@ -13,13 +13,13 @@ from pipelinerl.controller.state.fleet import EngineLifecycle, Fleet, base_url
 A, B = "http://a", "http://b"
 
 
-def serve(fleet: Fleet, url: str, version: int) -> None:
+def serve(fleet, url, version):
     fleet.on_published(url, version, membership=fleet.membership)
     assert fleet.on_verified(url, version, membership=fleet.membership)
 
 
 @pytest.fixture
-def fleet() -> Fleet:
+def fleet():
     """Return a fleet in which engine A serves version 3, and engine B has joined and waits for weights."""
     made = Fleet(updates_to_expulsion=2)
     made.join(A, "1")
@@ -28,11 +28,11 @@ def fleet() -> Fleet:
     return made
 
 
-def lifecycle(fleet: Fleet, url: str) -> EngineLifecycle:
+def lifecycle(fleet, url):
     return next(record.lifecycle for record in fleet.records() if record.url == url)
 
 
-def fail(fleet: Fleet, url: str, reason: str = "no room") -> bool:
+def fail(fleet, url, reason="no room"):
     return fleet.publish_failed(url, reason, membership=fleet.membership)
 
 
@@ -83,9 +83,7 @@ TABLE: dict[str, tuple[EngineLifecycle, ...]] = {
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("before", EngineLifecycle)
-def test_each_event_takes_an_engine_from_each_state_to_the_state_in_the_transition_table(
-    fleet: Fleet, event: str, before: EngineLifecycle
-) -> None:
+def test_each_event_takes_an_engine_from_each_state_to_the_state_in_the_transition_table(fleet, event, before):
     REACH[before](fleet)
     assert lifecycle(fleet, B) is before
     members = fleet.members()
@@ -110,17 +108,15 @@ def test_each_event_takes_an_engine_from_each_state_to_the_state_in_the_transiti
         max_size=60,
     )
 )
-def test_engine_never_serves_before_it_has_passed_the_canary_on_its_weights(
-    events: list[tuple[str, str, int, int]],
-) -> None:
+def test_engine_never_serves_before_it_has_passed_the_canary_on_its_weights(events):
     """The test makes random events, and tracks which engines got weights and then passed the canary check."""
     fleet = Fleet()
-    given: dict[str, tuple[int, int]] = {}  # by URL: version and membership of the last publication to its engine
-    proven: set[str] = set()
-    born: dict[str, int] = {}
+    given = {}  # by URL: version and membership of the last publication to its engine
+    proven = set()
+    born = {}
     lives = 0
 
-    def lose(*urls: str) -> None:
+    def lose(*urls):
         for url in urls:
             given.pop(url, None)
             proven.discard(url)
@@ -198,11 +194,11 @@ def test_engine_never_serves_before_it_has_passed_the_canary_on_its_weights(
         ("engine-0", "engine-0"),
     ],
 )
-def test_engine_urls_of_the_same_host_are_normalised_to_one_form(named: str, known: str) -> None:
+def test_engine_urls_of_the_same_host_are_normalised_to_one_form(named, known):
     assert base_url(named) == known
 
 
-def test_engine_becomes_healthy_only_after_a_publication_and_its_canary_check(fleet: Fleet) -> None:
+def test_engine_becomes_healthy_only_after_a_publication_and_its_canary_check(fleet):
     assert (fleet.members(), fleet.serving(), fleet.to_verify()) == ([A, B], [A], [B])
     assert fleet.without_weights() == [B] and fleet.oldest_loaded() == 3
     fleet.on_published(B, 5, membership=fleet.membership)
@@ -214,7 +210,7 @@ def test_engine_becomes_healthy_only_after_a_publication_and_its_canary_check(fl
     assert fleet.members() == [A, B]
 
 
-def test_update_report_from_before_an_engines_restart_is_ignored(fleet: Fleet) -> None:
+def test_update_report_from_before_an_engines_restart_is_ignored(fleet):
     before = fleet.membership
     fleet.join(B, "2")
     fleet.on_published(B, 5, membership=before)
@@ -222,9 +218,7 @@ def test_update_report_from_before_an_engines_restart_is_ignored(fleet: Fleet) -
     assert fleet.without_weights() == [B] and lifecycle(fleet, B) is EngineLifecycle.JOINING
 
 
-def test_engine_that_fails_its_canary_gets_the_next_version_and_is_expelled_if_it_fails_again(
-    fleet: Fleet,
-) -> None:
+def test_engine_that_fails_its_canary_gets_the_next_version_and_is_expelled_if_it_fails_again(fleet):
     fleet.on_published(B, 3, membership=fleet.membership)
     assert fleet.canary_failed(B, 3, "0.5 nats off", membership=fleet.membership)
     assert lifecycle(fleet, B) is EngineLifecycle.DIRTY and fleet.members() == [A]
@@ -241,14 +235,14 @@ def test_engine_that_fails_its_canary_gets_the_next_version_and_is_expelled_if_i
     assert fleet.by_url[B].last_error == "0.5 nats off"
 
 
-def test_engine_that_fails_its_canary_is_retried_immediately_if_no_other_engine_serves(fleet: Fleet) -> None:
+def test_engine_that_fails_its_canary_is_retried_immediately_if_no_other_engine_serves(fleet):
     fleet.canary_failed(B, 3, "x", membership=fleet.membership)
     assert not fleet.answered(B, version=3)
     fleet.on_timeout(A, "gone")
     assert fleet.answered(B, version=3) and fleet.without_weights() == [B]
 
 
-def test_engine_that_failed_its_canary_is_retried_immediately_by_a_new_trainer(fleet: Fleet) -> None:
+def test_engine_that_failed_its_canary_is_retried_immediately_by_a_new_trainer(fleet):
     """A new trainer's weights differ, even if their version number is the same."""
     fleet.canary_failed(B, 3, "x", membership=fleet.membership)
     fleet.begin_epoch()
@@ -256,7 +250,7 @@ def test_engine_that_failed_its_canary_is_retried_immediately_by_a_new_trainer(f
     assert fleet.answered(B, version=3)
 
 
-def test_engine_that_never_answers_its_canary_is_expelled_after_repeated_failures(fleet: Fleet) -> None:
+def test_engine_that_never_answers_its_canary_is_expelled_after_repeated_failures(fleet):
     for failures in range(1, fleet.updates_to_expulsion + 1):
         assert lifecycle(fleet, B) is EngineLifecycle.JOINING
         fleet.on_published(B, 3, membership=fleet.membership)
@@ -267,7 +261,7 @@ def test_engine_that_never_answers_its_canary_is_expelled_after_repeated_failure
     )
 
 
-def test_repeated_registration_of_an_engine_only_updates_its_name_and_type(fleet: Fleet) -> None:
+def test_repeated_registration_of_an_engine_only_updates_its_name_and_type(fleet):
     before = (fleet.membership, fleet.records())
     assert not fleet.join(A, "1") and not fleet.join(A) and not fleet.join(B, "1")
     assert (fleet.membership, fleet.records()) == before
@@ -275,7 +269,7 @@ def test_repeated_registration_of_an_engine_only_updates_its_name_and_type(fleet
     assert (fleet.by_url[A].name, fleet.by_url[A].type, fleet.serving()) == ("engine-0", "torch", [A])
 
 
-def test_engine_added_by_an_operator_keeps_serving_when_its_process_registers_too() -> None:
+def test_engine_added_by_an_operator_keeps_serving_when_its_process_registers_too():
     fleet = Fleet()
     assert fleet.join(A)
     serve(fleet, A, 1)
@@ -284,7 +278,7 @@ def test_engine_added_by_an_operator_keeps_serving_when_its_process_registers_to
     assert fleet.join(A, "2")
 
 
-def test_engine_whose_updates_fail_repeatedly_is_expelled_and_its_registrations_are_ignored(fleet: Fleet) -> None:
+def test_engine_whose_updates_fail_repeatedly_is_expelled_and_its_registrations_are_ignored(fleet):
     assert fail(fleet, A)
     assert lifecycle(fleet, A) is EngineLifecycle.DIRTY and fleet.members() == [B], (
         "it gets no update before it answers a poll"
@@ -304,21 +298,21 @@ def test_engine_whose_updates_fail_repeatedly_is_expelled_and_its_registrations_
 
 
 @pytest.mark.parametrize("incarnation", ["", "2"], ids=["joined by an operator", "restarted process"])
-def test_expelled_engine_is_readmitted_by_an_operator_or_after_its_restart(fleet: Fleet, incarnation: str) -> None:
+def test_expelled_engine_is_readmitted_by_an_operator_or_after_its_restart(fleet, incarnation):
     fleet.expel(A, "removed by an operator", to_stop=True)
     assert fleet.members() == [B] and not fleet.join(A, "1") and fleet.by_url[A].to_stop
     assert fleet.join(A, incarnation)
     assert lifecycle(fleet, A) is EngineLifecycle.JOINING and not fleet.by_url[A].to_stop
 
 
-def test_engine_that_restarts_while_draining_is_expelled(fleet: Fleet) -> None:
+def test_engine_that_restarts_while_draining_is_expelled(fleet):
     assert fleet.drain(A, now=1.0, by=5.0) and not fleet.drain(A, now=2.0, by=9.0)
     assert fleet.finishing() == [A, B] and fleet.is_draining(A)
     assert fleet.join(A, "2") and not fleet.join(A, "2")
     assert lifecycle(fleet, A) is EngineLifecycle.EXPELLED and fleet.by_url[A].to_stop
 
 
-def test_engine_that_misses_updates_because_of_other_engines_is_never_expelled(fleet: Fleet) -> None:
+def test_engine_that_misses_updates_because_of_other_engines_is_never_expelled(fleet):
     for version in range(3, 3 + 4 * fleet.updates_to_expulsion):
         assert fleet.update_missed(A, "16 joins wait for their peers", membership=fleet.membership)
         assert lifecycle(fleet, A) is EngineLifecycle.DIRTY
@@ -327,14 +321,14 @@ def test_engine_that_misses_updates_because_of_other_engines_is_never_expelled(f
     serve(fleet, A, 99)
 
 
-def expel_for_failures(fleet: Fleet, url: str) -> None:
+def expel_for_failures(fleet, url):
     for _ in range(fleet.updates_to_expulsion):
         fleet.answered(url, version=4)
         assert fail(fleet, url)
     assert lifecycle(fleet, url) is EngineLifecycle.EXPELLED
 
 
-def test_expelled_engine_may_return_after_a_wait_that_doubles_each_time(fleet: Fleet) -> None:
+def test_expelled_engine_may_return_after_a_wait_that_doubles_each_time(fleet):
     now = 100.0
     for rest_s in (30.0, 60.0, 120.0):
         expel_for_failures(fleet, B)
@@ -351,7 +345,7 @@ def test_expelled_engine_may_return_after_a_wait_that_doubles_each_time(fleet: F
 
 
 @pytest.mark.parametrize("reason", ["removed", "permanent", "wrong weights"])
-def test_permanently_expelled_engine_is_not_readmitted_until_its_process_restarts(fleet: Fleet, reason: str) -> None:
+def test_permanently_expelled_engine_is_not_readmitted_until_its_process_restarts(fleet, reason):
     if reason == "removed":
         fleet.expel(B, "removed by an operator", to_stop=True)
     elif reason == "permanent":
@@ -365,7 +359,7 @@ def test_permanently_expelled_engine_is_not_readmitted_until_its_process_restart
     assert lifecycle(fleet, B) is EngineLifecycle.EXPELLED
 
 
-def test_engine_waits_longer_to_rejoin_after_each_process_that_died_before_passing_a_canary(fleet: Fleet) -> None:
+def test_engine_waits_longer_to_rejoin_after_each_process_that_died_before_passing_a_canary(fleet):
     now, waits = 0.0, []
     for life in range(2, 12):
         wait_s = fleet.offer_wait_s(B, f"{life}", now=now)
@@ -379,7 +373,7 @@ def test_engine_waits_longer_to_rejoin_after_each_process_that_died_before_passi
     assert fleet.offer_wait_s(B, "13", now=now) == 0, "a proof forgives"
 
 
-def test_engine_that_never_passed_a_canary_is_retried_at_growing_intervals() -> None:
+def test_engine_that_never_passed_a_canary_is_retried_at_growing_intervals():
     fleet, now, waits = Fleet(updates_to_expulsion=9), 0.0, []
     fleet.join(A, "1")
     for _ in range(8):
@@ -393,7 +387,7 @@ def test_engine_that_never_passed_a_canary_is_retried_at_growing_intervals() -> 
     assert fail(fleet, A) and fleet.answered(A, version=2, now=now), "one that has proven itself is tried at once"
 
 
-def test_suspect_engine_keeps_its_weights_and_serves_again_when_it_answers(fleet: Fleet) -> None:
+def test_suspect_engine_keeps_its_weights_and_serves_again_when_it_answers(fleet):
     before = fleet.membership
     assert fleet.on_missed_poll(A) and not fleet.on_missed_poll(A) and not fleet.on_missed_poll(B)
     assert (fleet.serving(), fleet.verified(), fleet.finishing()) == ([], [A], [A, B])
@@ -402,7 +396,7 @@ def test_suspect_engine_keeps_its_weights_and_serves_again_when_it_answers(fleet
     assert fleet.membership == before
 
 
-def test_suspect_engine_is_left_out_while_another_engine_is_healthy(fleet: Fleet) -> None:
+def test_suspect_engine_is_left_out_while_another_engine_is_healthy(fleet):
     serve(fleet, B, 3)
     assert fleet.on_missed_poll(B)
     assert (fleet.serving(), fleet.verified(), fleet.finishing(), fleet.to_update()) == ([A], [A], [], [A])
@@ -412,9 +406,7 @@ def test_suspect_engine_is_left_out_while_another_engine_is_healthy(fleet: Fleet
 
 
 @pytest.mark.parametrize(("published", "becomes"), [(3, EngineLifecycle.HEALTHY), (4, EngineLifecycle.JOINING)])
-def test_suspect_engine_that_has_missed_a_publication_joins_again(
-    fleet: Fleet, published: int, becomes: EngineLifecycle
-) -> None:
+def test_suspect_engine_that_has_missed_a_publication_joins_again(fleet, published, becomes):
     serve(fleet, B, 3)
     fleet.on_missed_poll(B)
     fleet.on_published(A, published, membership=fleet.membership)
@@ -423,7 +415,7 @@ def test_suspect_engine_that_has_missed_a_publication_joins_again(
     assert (fleet.membership > before) is (becomes is EngineLifecycle.JOINING)
 
 
-def test_restarted_engine_has_lost_its_weights_and_must_join_again(fleet: Fleet) -> None:
+def test_restarted_engine_has_lost_its_weights_and_must_join_again(fleet):
     before = fleet.membership
     assert fleet.restarted(A) and lifecycle(fleet, A) is EngineLifecycle.JOINING and fleet.membership == before + 1
     assert not fleet.restarted(B), "who waits for weights has none to lose"

@@ -1,7 +1,5 @@
 """Tests of the ledger: every requested group has exactly one outcome, despite crashes and repeated reports."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -14,20 +12,18 @@ from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome
 
 
-def consumed(ledger: ConsumedLedger) -> ConsumedReport:
+def consumed(ledger):
     counts = {str(outcome): n for outcome, n in ledger.counts.items()}
     return ConsumedReport(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
 
 
-def balanced(account: IssuedLedger) -> bool:
+def balanced(account):
     ledger = account.ledger()
     return ledger["issued"] == sum(count for outcome, count in ledger.items() if outcome != "issued")
 
 
 @given(st.lists(st.tuples(st.sampled_from(["issue", "fail", *GroupOutcome]), st.integers(0, 15)), max_size=60))
-def test_number_of_issued_groups_is_the_sum_of_ended_groups_and_groups_in_flight_after_any_history(
-    history: list[tuple[str, int]],
-) -> None:
+def test_number_of_issued_groups_is_the_sum_of_ended_groups_and_groups_in_flight_after_any_history(history):
     account, ledger = IssuedLedger(), ConsumedLedger()
     for what, number in history:
         if what == "issue":
@@ -42,16 +38,14 @@ def test_number_of_issued_groups_is_the_sum_of_ended_groups_and_groups_in_flight
 
 
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.integers(0, 30), st.sets(st.integers(0, 30)))
-def test_failed_and_stale_groups_stay_unsettled_until_the_trainer_has_counted_them(
-    failed: set[int], outdated: set[int], frontier: int, beyond: set[int]
-) -> None:
+def test_failed_and_stale_groups_stay_unsettled_until_the_trainer_has_counted_them(failed, outdated, frontier, beyond):
     report = ConsumedReport(frontier=frontier, beyond=sorted(beyond))
     account = IssuedLedger(cursor=31, failed=failed, outdated=outdated, consumed=report)
     assert account.unsettled == sorted(each for each in failed if not has_ended(each, frontier, beyond))
     assert account.unsettled_stale == sorted(each for each in outdated if not has_ended(each, frontier, beyond))
 
 
-def test_group_reported_as_failed_and_then_trained_counts_only_as_trained() -> None:
+def test_group_reported_as_failed_and_then_trained_counts_only_as_trained():
     """One actor reported a failure, and another completed a second copy of the group; the trainer's report decides."""
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(3):
@@ -66,14 +60,14 @@ def test_group_reported_as_failed_and_then_trained_counts_only_as_trained() -> N
     assert account.unsettled == []
 
 
-def test_ledger_rejects_a_trainer_report_with_more_ended_groups_than_were_issued() -> None:
+def test_ledger_rejects_a_trainer_report_with_more_ended_groups_than_were_issued():
     account = IssuedLedger()
     account.next_index()
     with pytest.raises(LedgerError, match="issued 1 orders but 2 ended"):
         account.update(ConsumedReport(trained=2, frontier=1))
 
 
-def test_resumed_ledger_reissues_the_groups_that_had_not_ended() -> None:
+def test_resumed_ledger_reissues_the_groups_that_had_not_ended():
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(8):
         account.next_index()
@@ -87,7 +81,7 @@ def test_resumed_ledger_reissues_the_groups_that_had_not_ended() -> None:
     assert balanced(resumed)
 
 
-def test_resumed_ledger_does_not_issue_a_group_again_that_was_trained_after_the_snapshot() -> None:
+def test_resumed_ledger_does_not_issue_a_group_again_that_was_trained_after_the_snapshot():
     """The trainer's report names groups that the snapshot of the ledger does not contain."""
     resumed, ledger = IssuedLedger(cursor=4), ConsumedLedger()
     ledger.settle([0, 1, 2, 3, 6], GroupOutcome.TRAINED)
@@ -96,7 +90,7 @@ def test_resumed_ledger_does_not_issue_a_group_again_that_was_trained_after_the_
     assert balanced(resumed)
 
 
-def test_ledger_reissues_only_those_lost_groups_that_were_in_flight() -> None:
+def test_ledger_reissues_only_those_lost_groups_that_were_in_flight():
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(6):
         account.next_index()
@@ -109,14 +103,14 @@ def test_ledger_reissues_only_those_lost_groups_that_were_in_flight() -> None:
     assert balanced(account)
 
 
-def test_share_of_filtered_groups_is_estimated_as_zero_at_first() -> None:
+def test_share_of_filtered_groups_is_estimated_as_zero_at_first():
     share = FilteredShare()
     assert (share.share, share.expected(10, waiting=3, most=4.0)) == (0.0, 10)
     share.note_step(trained=1, filtered=1)
     assert 0 < share.share < 0.2, "one step is no evidence yet"
 
 
-def test_estimate_of_the_share_of_filtered_groups_converges_and_follows_changes() -> None:
+def test_estimate_of_the_share_of_filtered_groups_converges_and_follows_changes():
     share = FilteredShare()
     for _ in range(100):
         share.note_step(trained=8, filtered=24)
@@ -126,7 +120,7 @@ def test_estimate_of_the_share_of_filtered_groups_converges_and_follows_changes(
     assert share.share < 0.05
 
 
-def test_number_of_extra_groups_requested_for_expected_filtering_is_bounded() -> None:
+def test_number_of_extra_groups_requested_for_expected_filtering_is_bounded():
     share = FilteredShare(trained=1.0, filtered=10_000.0)
     assert share.expected(30, waiting=0, most=3.0) == 10
     assert share.expected(30, waiting=0, most=1.0) == 30, "1 compensates for nothing"
@@ -134,15 +128,15 @@ def test_number_of_extra_groups_requested_for_expected_filtering_is_bounded() ->
     assert share.expected(30, waiting=90, most=3.0) == 30
 
 
-def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple[int, int]:
+def ticks(most, *, filtered, seed, steps=200):
     """Simulate `steps` steps; return the clock ticks that they take, and the number of stale groups.
 
     Sampling a group takes three ticks, and a step takes one. `most` limits the extra requests.
     """
     noise, share, bounds, groups_per_step = random.Random(seed), FilteredShare(), StalenessBounds(1, 4), 4
     version = tick = stale = dropped = waiting = 0
-    out: list[tuple[int, int]] = []  # for each group in flight: the tick at which it ends, and its version
-    ready: list[int] = []
+    out = []  # for each group in flight: the tick at which it ends, and its version
+    ready = []
     while version < steps:
         tick += 1
         ended = [began for at, began in out if at <= tick]
@@ -168,7 +162,7 @@ def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_requesting_extra_groups_halves_the_trainers_waiting_time_if_most_groups_are_filtered(seed: int) -> None:
+def test_requesting_extra_groups_halves_the_trainers_waiting_time_if_most_groups_are_filtered(seed):
     (without, _), (compensated, stale) = (ticks(most, filtered=0.75, seed=seed) for most in (1.0, 3.0))
     assert compensated < 0.5 * without
     assert stale < 0.25 * 4 * 200, "and most of what is sampled for it is trained"

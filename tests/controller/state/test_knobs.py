@@ -1,9 +1,6 @@
 """Tests of knobs (settings that can be changed during a run): valid patches, and the JSON form."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 
@@ -12,27 +9,27 @@ from pipelinerl.errors import RecipeError
 from tests.controller.world import knobs
 
 
-def test_knob_values_may_be_given_as_text() -> None:
+def test_knob_values_may_be_given_as_text():
     """The command line sends text, HTTP clients send numbers."""
     given = {"j": "2", "k": "inf", "temperature": "0.5", "rollouts_per_step": "8"}
     assert knobs().patched(given) == knobs(j=2, k=math.inf, temperature=0.5, rollouts_per_step=8)
     assert type(knobs().patched({"j": "2"}).j) is int
 
 
-def test_patch_that_contains_the_current_knobs_as_json_is_valid_and_changes_nothing() -> None:
+def test_patch_that_contains_the_current_knobs_as_json_is_valid_and_changes_nothing():
     for some in (knobs(), knobs(k=math.inf), knobs(j=3, k=7)):
         shown = some.to_json()
         assert "group_sizes" not in shown and "max_groups" not in shown and "k_finite" not in shown
         assert some.patched(shown) == some
 
 
-def test_trainer_staleness_bound_k_must_be_finite_if_the_weights_of_the_last_k_versions_are_kept() -> None:
+def test_trainer_staleness_bound_k_must_be_finite_if_the_weights_of_the_last_k_versions_are_kept():
     assert knobs(k_finite=True).patched({"k": 400}).k == 400
     with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
         knobs(k_finite=True).patched({"k": "inf"})
 
 
-def test_domain_weights_can_be_patched_individually_or_as_a_table() -> None:
+def test_domain_weights_can_be_patched_individually_or_as_a_table():
     base = knobs(domain_weights={"math": 1.0, "code": 2.0})
     assert base.patched({"domain_weights.code": "5"}).domain_weights == {"math": 1.0, "code": 5.0}
     both = base.patched({"domain_weights": {"math": 0}, "domain_weights.code": 3})
@@ -50,12 +47,12 @@ def test_domain_weights_can_be_patched_individually_or_as_a_table() -> None:
         ({"groups_in_flight": 0}, "groups_in_flight must be a positive number"),
     ],
 )
-def test_invalid_domain_weights_are_rejected(change: dict[str, Any], sentence: str) -> None:
+def test_invalid_domain_weights_are_rejected(change, sentence):
     with pytest.raises(RecipeError, match=sentence):
         knobs(domain_weights={"math": 1.0, "code": 2.0}).patched(change)
 
 
-def test_knob_patch_is_rejected_if_engine_reload_bound_j_would_exceed_trainer_staleness_bound_k() -> None:
+def test_knob_patch_is_rejected_if_engine_reload_bound_j_would_exceed_trainer_staleness_bound_k():
     assert knobs(j=1, k=4).patched({"j": 6, "k": 9}) == knobs(j=6, k=9)
     with pytest.raises(RecipeError, match=r"staleness.k must be at least j = 6, got 4"):
         knobs(j=1, k=4).patched({"j": 6})
@@ -65,7 +62,7 @@ def test_knob_patch_is_rejected_if_engine_reload_bound_j_would_exceed_trainer_st
     "value", [None, [], {}, "", "1e999x", True, 10**400, math.nan, "nan", [[1]] * 10**5], ids=lambda v: type(v).__name__
 )
 @pytest.mark.parametrize("name", ["j", "k", "learning_rate", "mode"])
-def test_meaningless_knob_values_get_a_short_error(name: str, value: Any) -> None:
+def test_meaningless_knob_values_get_a_short_error(name, value):
     with pytest.raises(RecipeError) as refused:
         knobs().patched({name: value})
     assert str(refused.value).startswith((f"{name} must be", f"staleness.{name} must be"))
@@ -73,7 +70,7 @@ def test_meaningless_knob_values_get_a_short_error(name: str, value: Any) -> Non
 
 
 @pytest.mark.parametrize("name", ["group_sizes", "max_groups", "", "__class__"])
-def test_patching_a_setting_that_is_not_a_knob_is_rejected(name: str) -> None:
+def test_patching_a_setting_that_is_not_a_knob_is_rejected(name):
     with pytest.raises(RecipeError, match="unknown knob"):
         knobs().patched({name: 1})
 
@@ -92,21 +89,19 @@ def test_patching_a_setting_that_is_not_a_knob_is_rejected(name: str) -> None:
         ({"temperature": 101}, "temperature must be from 1e-05 to 100, got 101"),
     ],
 )
-def test_knob_values_that_are_out_of_range_for_the_journal_or_the_engines_are_rejected(
-    change: dict[str, Any], sentence: str
-) -> None:
+def test_knob_values_that_are_out_of_range_for_the_journal_or_the_engines_are_rejected(change, sentence):
     with pytest.raises(RecipeError) as refused:
         knobs().patched(change)
     assert str(refused.value) == sentence
 
 
-def test_rollouts_per_step_beyond_the_capacity_of_the_streams_is_rejected() -> None:
+def test_rollouts_per_step_beyond_the_capacity_of_the_streams_is_rejected():
     with pytest.raises(RecipeError, match="rollouts_per_step must be at most 100, the capacity of the streams"):
         knobs(max_groups=50).patched({"rollouts_per_step": 102})
     assert knobs(max_groups=50).patched({"rollouts_per_step": 100}).groups_per_step == 50
 
 
-def test_knobs_other_than_the_staleness_bound_k_must_be_finite() -> None:
+def test_knobs_other_than_the_staleness_bound_k_must_be_finite():
     base = knobs()
     for name in ("temperature", "learning_rate"):
         with pytest.raises(RecipeError, match=f"{name} must be a positive number, got inf"):
@@ -124,14 +119,12 @@ def test_knobs_other_than_the_staleness_bound_k_must_be_finite() -> None:
         ({"a": 4096, "b": 1}, 4096, 2),
     ],
 )
-def test_groups_per_step_is_rollouts_per_step_divided_by_the_mean_group_size(
-    sizes: dict[str, int], rollouts: int, groups: int
-) -> None:
+def test_groups_per_step_is_rollouts_per_step_divided_by_the_mean_group_size(sizes, rollouts, groups):
     made = knobs(domain_weights={"a": 1.0, "b": 1.0}, group_sizes=sizes, rollouts_per_step=rollouts)
     assert made.groups_per_step == groups
 
 
-def test_rollouts_per_step_must_be_at_least_the_largest_of_mixed_group_sizes() -> None:
+def test_rollouts_per_step_must_be_at_least_the_largest_of_mixed_group_sizes():
     mixed = knobs(domain_weights={"a": 1.0, "b": 1.0}, group_sizes={"a": 16, "b": 6}, rollouts_per_step=17)
     assert mixed.patched({"domain_weights.a": 0}).groups_per_step == 3, "weights are live, and so is what follows"
     with pytest.raises(RecipeError, match="rollouts_per_step must be at least the largest group size, 16, got 15"):

@@ -1,26 +1,22 @@
 """Tests of the rule that chooses the lag and j: when they grow, shrink and rest, and how the rule explains itself."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import msgspec
 import pytest
 
 from pipelinerl.controller.state.lag import LagRule, StepFigures
 
 
-def noted(rule: LagRule, *, steps: int = 1, most: float = 32.0, most_j: int = 4, **figures: float) -> float:
+def noted(rule, *, steps=1, most=32.0, most_j=4, **figures):
     for _ in range(steps):
         rule.note_step(StepFigures(**{"waited": 0.0} | figures), most=most, most_j=most_j, loss=1.5)
     return rule.steps
 
 
-def begun(**fields: Any) -> LagRule:
+def begun(**fields):
     return LagRule(**{"any_trained": True, "is_cold": False} | fields)
 
 
-def test_lag_grows_while_the_trainer_waits_and_rests_until_the_change_can_show() -> None:
+def test_lag_grows_while_the_trainer_waits_and_rests_until_the_change_can_show():
     rule = LagRule(is_cold=False)
     assert noted(rule, waited=9.0) == 2, "the first step waited for the start"
     assert noted(rule, waited=0.43) == 2, "one step may be an exception"
@@ -30,7 +26,7 @@ def test_lag_grows_while_the_trainer_waits_and_rests_until_the_change_can_show()
     assert noted(rule, waited=9.0, steps=9, most=3.75) == 3.75, "never more than may be in flight"
 
 
-def test_rule_rests_less_until_four_steps_of_a_new_run_give_no_reason_to_grow() -> None:
+def test_rule_rests_less_until_four_steps_of_a_new_run_give_no_reason_to_grow():
     rule = LagRule(any_trained=True)
     assert noted(rule, waited=0.53, steps=2) == pytest.approx(2.5)
     assert rule.rest == 2
@@ -38,13 +34,13 @@ def test_rule_rests_less_until_four_steps_of_a_new_run_give_no_reason_to_grow() 
     assert not rule.is_cold
 
 
-def test_rule_rests_until_what_was_in_flight_before_it_shrank_is_trained() -> None:
+def test_rule_rests_until_what_was_in_flight_before_it_shrank_is_trained():
     rule = begun(steps=10.0)
     assert noted(rule, left_over=6.0, steps=4) == 4
     assert noted(rule, left_over=6.0, steps=8) == 4, "these groups were ordered before"
 
 
-def test_lag_does_not_shrink_back_to_what_made_the_trainer_wait() -> None:
+def test_lag_does_not_shrink_back_to_what_made_the_trainer_wait():
     rule = begun(steps=3.0, cost=0.06)
     noted(rule, waited=0.5, steps=2)
     assert (rule.too_few, rule.steps) == (3.0, pytest.approx(3.87, abs=0.01))
@@ -52,7 +48,7 @@ def test_lag_does_not_shrink_back_to_what_made_the_trainer_wait() -> None:
     assert 3.0 < rule.steps < 3.2
 
 
-def test_lag_shrinks_by_the_groups_that_each_of_four_steps_left_over() -> None:
+def test_lag_shrinks_by_the_groups_that_each_of_four_steps_left_over():
     rule = begun(steps=3.75)
     for left_over in (1.5, 0.75, 2.0):
         assert noted(rule, left_over=left_over, waited=0.02) == 3.75
@@ -60,14 +56,14 @@ def test_lag_shrinks_by_the_groups_that_each_of_four_steps_left_over() -> None:
     assert noted(rule, left_over=9.0, steps=8) == 2, "the step that trains and the next one"
 
 
-def test_lag_shrinks_while_orders_queue_and_does_not_grow_though_the_trainer_waits() -> None:
+def test_lag_shrinks_while_orders_queue_and_does_not_grow_though_the_trainer_waits():
     rule = begun(steps=8.0)
     assert noted(rule, waited=0.5, queued=0.5, steps=2) == 8
     assert noted(rule, waited=0.5, queued=0.8) == pytest.approx(7.7)
     assert noted(begun(steps=8.0), waited=0.5, queued=6.0) == 7.5, "at most half a step at once"
 
 
-def test_low_sample_size_at_high_age_raises_the_price_of_lag_and_bounds_it() -> None:
+def test_low_sample_size_at_high_age_raises_the_price_of_lag_and_bounds_it():
     rule = begun(steps=8.0)
     assert rule.price == pytest.approx(0.03)
     noted(rule, steps=60, ess=0.7, age=4.0, waited=0.1)
@@ -79,7 +75,7 @@ def test_low_sample_size_at_high_age_raises_the_price_of_lag_and_bounds_it() -> 
     assert untouched.cost == 0.01, "on policy, the sample size says nothing about lag"
 
 
-def test_j_grows_while_publications_hold_the_trainer_for_more_than_half_a_version_costs() -> None:
+def test_j_grows_while_publications_hold_the_trainer_for_more_than_half_a_version_costs():
     rule = begun()
     noted(rule, held=0.2, steps=4)
     assert rule.j == 2, "half of the publications saves a tenth of a step"
@@ -92,14 +88,14 @@ def test_j_grows_while_publications_hold_the_trainer_for_more_than_half_a_versio
     assert bound.j == 2
 
 
-def test_paused_rule_ignores_the_step_after_the_pause() -> None:
+def test_paused_rule_ignores_the_step_after_the_pause():
     rule = begun()
     rule.pause()
     assert noted(rule, waited=1.0, steps=2) == 2
     assert noted(rule, waited=1.0) > 2
 
 
-def test_restored_rule_continues_as_if_it_had_never_stopped() -> None:
+def test_restored_rule_continues_as_if_it_had_never_stopped():
     rule = begun()
     noted(rule, waited=0.4, held=0.3, age=2.5, ess=0.9, steps=7)
     restored = msgspec.convert(msgspec.to_builtins(rule), LagRule)
@@ -107,7 +103,7 @@ def test_restored_rule_continues_as_if_it_had_never_stopped() -> None:
     assert noted(restored, waited=0.2, steps=9) == noted(rule, waited=0.2, steps=9)
 
 
-def test_sentence_says_what_lag_gains_and_costs_and_why_j_is_what_it_is() -> None:
+def test_sentence_says_what_lag_gains_and_costs_and_why_j_is_what_it_is():
     rule = begun(steps=3.0, cost=0.03)
     assert rule.why(j=None) == "", "nothing is known yet"
     noted(rule, waited=0.25, held=0.02, age=3.0, sampling=1.0)

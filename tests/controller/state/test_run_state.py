@@ -1,13 +1,8 @@
 """Tests of the controller's part of a checkpoint, and of resuming it with an edited recipe."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import msgspec
 import pytest
 
-from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.status import EngineWatch, run_status
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.run_state import NOWHERE, Evaluations
@@ -16,7 +11,7 @@ from pipelinerl.types import Quota
 from tests.controller.world import controller
 
 
-def gone_on(made: Controller, **recipe: Any) -> Controller:
+def gone_on(made, **recipe):
     """Return a controller that resumes from the checkpoint of step 5; `recipe` gives the knobs in its recipe."""
     resumed = controller(**recipe)
     record = msgspec.json.decode(msgspec.json.encode(made.state.checkpoint_record()))
@@ -24,7 +19,7 @@ def gone_on(made: Controller, **recipe: Any) -> Controller:
     return resumed
 
 
-def test_resumed_run_follows_the_edited_recipe_except_for_knobs_that_were_changed_during_the_run() -> None:
+def test_resumed_run_follows_the_edited_recipe_except_for_knobs_that_were_changed_during_the_run():
     made = controller(learning_rate=0.1, k=4)
     made.patch({"k": 9}, who="ada", time=3.0)
     resumed = gone_on(made, learning_rate=0.01, k=5)
@@ -35,13 +30,13 @@ def test_resumed_run_follows_the_edited_recipe_except_for_knobs_that_were_change
     assert (again.state.knobs.learning_rate, again.state.knobs.k) == (0.002, 9), "an edit is no live change"
 
 
-def test_resumed_run_shows_the_step_of_its_checkpoint_before_its_trainer_is_ready() -> None:
+def test_resumed_run_shows_the_step_of_its_checkpoint_before_its_trainer_is_ready():
     resumed = gone_on(controller())
     shown = run_status(resumed, watch=EngineWatch(), name="run", now=0.0, elapsed_s=0.0)
     assert (shown.step, shown.phase) == (5, "starting")
 
 
-def test_resumed_run_keeps_the_last_change_of_each_knob_made_during_the_run() -> None:
+def test_resumed_run_keeps_the_last_change_of_each_knob_made_during_the_run():
     made = controller()
     for j, k in ((2, 4), (5, 9)):
         made.patch({"j": j, "k": k}, who="ada", time=3.0)
@@ -49,7 +44,7 @@ def test_resumed_run_keeps_the_last_change_of_each_knob_made_during_the_run() ->
     assert (resumed.state.knobs, resumed.state.knob_log) == (made.state.knobs, made.state.knob_log)
 
 
-def test_groups_requested_before_a_resume_keep_their_domain_weights_and_new_ones_follow_the_recipe() -> None:
+def test_groups_requested_before_a_resume_keep_their_domain_weights_and_new_ones_follow_the_recipe():
     made = controller(domain_weights={"a": 1.0, "b": 2.0})
     made.state.account.cursor = 7
     resumed = gone_on(made, domain_weights={"a": 3.0, "c": 1.0})
@@ -57,7 +52,7 @@ def test_groups_requested_before_a_resume_keep_their_domain_weights_and_new_ones
     assert resumed.state.domain_weights_of(7) == {"a": 3.0, "c": 1.0}
 
 
-def test_groups_that_are_requested_again_keep_the_domain_quota_of_their_first_request() -> None:
+def test_groups_that_are_requested_again_keep_the_domain_quota_of_their_first_request():
     made = controller(rollouts_per_step=4)
     made.state.follow_groups_per_step()
     made.state.account.cursor = 5
@@ -73,21 +68,21 @@ def test_groups_that_are_requested_again_keep_the_domain_quota_of_their_first_re
     assert [resumed.quota_of(index) for index in (0, 4, 5, 90)] == [Quota(0, 2)] * 2 + [Quota(5, 4)] * 2
 
 
-def test_domain_weight_set_during_the_run_is_dropped_when_the_recipe_drops_the_domain() -> None:
+def test_domain_weight_set_during_the_run_is_dropped_when_the_recipe_drops_the_domain():
     made = controller(domain_weights={"a": 1.0, "b": 2.0})
     made.patch({"domain_weights": {"a": 5, "b": 7}}, who="ada", time=3.0)
     assert gone_on(made, domain_weights={"a": 3.0, "c": 1.0}).state.knobs.domain_weights == {"a": 5.0, "c": 1.0}
     assert gone_on(made, domain_weights={"c": 1.0}).state.knobs.domain_weights == {"c": 1.0}
 
 
-def test_recipe_that_contradicts_knob_changes_made_during_the_run_is_rejected() -> None:
+def test_recipe_that_contradicts_knob_changes_made_during_the_run_is_rejected():
     made = controller()
     made.patch({"k": 6}, who="ada", time=3.0)
     with pytest.raises(RecipeError, match=r"staleness.k must be at least j = 8, got 6"):
         gone_on(made, j=8, k=8)
 
 
-def test_results_of_evaluation_sets_that_the_recipe_moved_or_removed_keep_their_names() -> None:
+def test_results_of_evaluation_sets_that_the_recipe_moved_or_removed_keep_their_names():
     evaluations = Evaluations()
     for name, place in (("math", 0), ("aime", 1), ("math", 0)):
         one_set = EvaluationSet(name=name, place=place, problems=1, max_tokens=8)

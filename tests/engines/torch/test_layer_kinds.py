@@ -6,30 +6,24 @@ Families of `tests.families.zoo` stand for the kinds of layers; the page of mode
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from inference_contract.schemas import ChatCompletionRequest, Choice
+from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.memory_budget import budget_of
-from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch import forward
 from pipelinerl.engines.torch.engine import load_runner
-from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import read_shape
-from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.update_in_flight import samples_across_an_update
@@ -46,23 +40,23 @@ WITHIN = {"qwen3_5_text": 2e-4}
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("kinds")
     for name in (*PAGED, *STATEFUL):
         zoo.save(root / name, name)
     return root
 
 
-def _prompt(seed: int, length: int) -> list[int]:
+def _prompt(seed, length):
     return rng.generator(seed, "prompt").integers(12, zoo.VOCAB - 4, length).tolist()
 
 
-def _load(path: Path, **named: Any) -> TorchRunner:
+def _load(path, **named):
     settings = {"slots": 12, "context_length": 128, "device": Device.CPU, "threads": 1, **named}
     return load_runner(engine_options(model_path=path, **settings))
 
 
-def _reference(path: Path) -> Any:
+def _reference(path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
@@ -74,27 +68,27 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self):
         return self.prompt + self.sampled
 
-    def state(self, row: int) -> RowState:
+    def state(self, row):
         position = len(self.tokens) - 1
         given = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "num_sampled": len(self.sampled)}
         return RowState(row, self.tokens[-1], position, self.key, **given)
 
 
-def _start(runner: TorchRunner, rows: Sequence[Row], at: int) -> None:
+def _start(runner, rows, at):
     runner.prefill([Prefill(row.tokens[:-1], [at + i]) for i, row in enumerate(rows) if len(row.tokens) > 1])
     runner.place([row.state(at + i) for i, row in enumerate(rows)])
 
 
-def _join(runner: TorchRunner, source: int, rows: Sequence[Row], at: int) -> None:
+def _join(runner, source, rows, at):
     """Start samples of the prompt of row `source` late."""
     runner.copy_cache(source, range(at, at + len(rows)), len(rows[0].prompt) - 1)
     runner.place([row.state(at + i) for i, row in enumerate(rows)])
 
 
-def _decode(runner: TorchRunner, rows: Sequence[Row], steps: int) -> None:
+def _decode(runner, rows, steps):
     for _ in range(steps):
         for row, token, logprob in zip(rows, *runner.decode(len(rows)), strict=True):
             row.sampled.append(token)
@@ -102,24 +96,24 @@ def _decode(runner: TorchRunner, rows: Sequence[Row], steps: int) -> None:
 
 
 @torch.no_grad()
-def _whole(model: Any, row: Row) -> list[float]:
+def _whole(model, row):
     logits = model(input_ids=torch.tensor([row.tokens]), use_cache=False).logits[0].log_softmax(-1)
     picked = logits[:-1].gather(1, torch.tensor(row.tokens[1:])[:, None])[:, 0]
     return picked[len(row.prompt) - 1 :].tolist()
 
 
-def _swap(runner: TorchRunner, model: Any) -> None:
+def _swap(runner, model):
     runner.staging().copy_(_bytes(model))
     runner.finish_staging()
     runner.swap()
 
 
-def _bytes(model: Any) -> torch.Tensor:
+def _bytes(model):
     return torch.cat([each.detach().reshape(-1).view(torch.uint8) for each in model.parameters()])
 
 
 @pytest.mark.parametrize("name", [*PAGED, *STATEFUL])
-def test_rows_that_join_end_and_move_sample_as_transformers_computes(models: Path, name: str) -> None:
+def test_rows_that_join_end_and_move_sample_as_transformers_computes(models, name):
     """Two prompts share a full block, two are equal, one is a single token, and samples of a prompt join late."""
     runner, common = _load(models / name), _prompt(0, 40)
     prompts = [_prompt(1, 9), common, [*common[:35], *_prompt(2, 3)], common, _prompt(3, 1), _prompt(4, 9)]
@@ -144,7 +138,7 @@ def test_rows_that_join_end_and_move_sample_as_transformers_computes(models: Pat
 
 
 @torch.no_grad()
-def _in_flight(old: Any, new: Any, row: Row, count: int) -> list[float]:
+def _in_flight(old, new, row, count):
     """Return log-probs by transformers' cache: the old model fills it with all but the last `count` tokens fed."""
     tokens, cache = row.tokens, DynamicCache(config=old.config)
     start = len(tokens) - 1 - count
@@ -160,7 +154,7 @@ def _in_flight(old: Any, new: Any, row: Row, count: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", [*PAGED, *STATEFUL])
-def test_update_in_flight_keeps_what_older_weights_cached_until_it_is_recomputed(models: Path, name: str) -> None:
+def test_update_in_flight_keeps_what_older_weights_cached_until_it_is_recomputed(models, name):
     runner, old, new = _load(models / name), _reference(models / name), _reference(models / name)
     forward._bound_time_steps(new)  # transformers bounds them only in a forward of all tokens
     with torch.no_grad():
@@ -183,16 +177,14 @@ def test_update_in_flight_keeps_what_older_weights_cached_until_it_is_recomputed
 
 
 @pytest.mark.parametrize(("name", "seed"), [("gpt_oss", 0), ("gemma4_text", 1), ("gpt_oss", 2), ("mimo_v2_flash", 3)])
-def test_layers_with_a_window_keep_no_more_and_sample_as_transformers_computes(
-    models: Path, name: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_with_a_window_keep_no_more_and_sample_as_transformers_computes(models, name, seed, monkeypatch):
     """Rows begin, continue earlier texts, join late, end, move, are preempted and resume, in any order."""
     monkeypatch.setattr("pipelinerl.engines.torch.page_cache.BLOCK", 4)
     runner, draw = _load(models / name, slots=6, context_length=96), rng.generator(seed, "rows")
     windows = runner._table.windows
     assert windows is not None and windows.num_slots < runner._table.num_blocks
-    running: list[Row] = []
-    ended: list[Row] = [Row(_prompt(9, 30))]
+    running = []
+    ended = [Row(_prompt(9, 30))]
     for _ in range(30):
         action = draw.integers(6) if running else 0
         row, old = int(draw.integers(max(1, len(running)))), ended[int(draw.integers(len(ended)))]
@@ -225,12 +217,12 @@ def test_layers_with_a_window_keep_no_more_and_sample_as_transformers_computes(
         assert each.logprobs == pytest.approx(_whole(model, each)[-len(each.logprobs) or 999 :], abs=2e-5)
 
 
-def _prefilled(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[int, ...]]:
+def _prefilled(runner, prefills):
     """Run prefills; return (number of prompts, tokens per prompt) for each forward pass that they needed."""
-    shapes: list[tuple[int, ...]] = []
+    shapes = []
     fill = runner._forward.fill
 
-    def counted(token_ids: torch.Tensor, *rest: Any) -> None:
+    def counted(token_ids, *rest):
         shapes.append(tuple(token_ids.shape))
         fill(token_ids, *rest)
 
@@ -240,7 +232,7 @@ def _prefilled(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[i
     return shapes
 
 
-def test_prompt_of_a_running_row_is_computed_once_even_if_the_row_has_gone_on_and_moved(models: Path) -> None:
+def test_prompt_of_a_running_row_is_computed_once_even_if_the_row_has_gone_on_and_moved(models):
     runner, prompt = _load(models / "lfm2"), _prompt(0, 40)
     assert _prefilled(runner, [Prefill(prompt, [0]), Prefill(_prompt(1, 40), [1]), Prefill(prompt, [2])]) == [(2, 40)]
     assert _prefilled(runner, [Prefill(_prompt(2, 7), [3]), Prefill(_prompt(3, 40), [4])]) == [(1, 7), (1, 40)]
@@ -257,19 +249,19 @@ def test_prompt_of_a_running_row_is_computed_once_even_if_the_row_has_gone_on_an
 
 @pytest.mark.parametrize("name", [*PAGED, *STATEFUL])
 @pytest.mark.parametrize("dtype", [WeightDType.FLOAT32, WeightDType.BFLOAT16])
-def test_predicted_cache_is_the_one_that_the_engine_allocates(models: Path, name: str, dtype: WeightDType) -> None:
+def test_predicted_cache_is_the_one_that_the_engine_allocates(models, name, dtype):
     runner, shape = _load(models / name, dtype=dtype, context_length=100), read_shape(models / name)
     predicted = budget_of(shape, dtype=dtype, wire=dtype, slots=12, context=100, received=0)
     assert predicted.cache + predicted.states == runner.cache_bytes > 0
 
 
-def test_model_without_attention_needs_memory_for_states_alone(models: Path) -> None:
+def test_model_without_attention_needs_memory_for_states_alone(models):
     options = engine_options(model_path=models / "mamba2", slots=3, device=Device.CPU, threads=1)
     inputs, state = (64 + 2 * 8) * 4, 4 * 16 * 8
     assert load_runner(options, cache_bytes=0).cache_bytes == 2 * 3 * 3 * (inputs + state) * 4
 
 
-def _chat_model(path: Path, name: str, tokenizer: ChatTokenizer) -> EngineOptions:
+def _chat_model(path, name, tokenizer):
     config = zoo.config_of(name)
     config.vocab_size = tokenizer.vocab_size
     with torch.random.fork_rng(devices=[]):
@@ -281,9 +273,7 @@ def _chat_model(path: Path, name: str, tokenizer: ChatTokenizer) -> EngineOption
 
 
 @pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
-async def test_engine_with_states_updates_weights_during_decoding(
-    tmp_path: Path, endless: ChatTokenizer, on_update: OnUpdate
-) -> None:
+async def test_engine_with_states_updates_weights_during_decoding(tmp_path, endless, on_update):
     options = _chat_model(tmp_path, "falcon_h1", endless)
     gate = GatedRunner(load_runner(options))
     engine = BatchingEngine(options, load=lambda: gate, tokenizer=endless)
@@ -293,9 +283,7 @@ async def test_engine_with_states_updates_weights_during_decoding(
 
 
 @pytest.mark.parametrize("name", ["lfm2", "gpt_oss"])
-async def test_engine_that_preempts_samples_of_states_or_windows_samples_the_same_tokens(
-    tmp_path: Path, endless: ChatTokenizer, name: str
-) -> None:
+async def test_engine_that_preempts_samples_of_states_or_windows_samples_the_same_tokens(tmp_path, endless, name):
     """Groups are larger than the six rows, so samples join late; a small cache preempts and resumes samples."""
     options = _chat_model(tmp_path, name, endless)
     requests = [
@@ -305,7 +293,7 @@ async def test_engine_that_preempts_samples_of_states_or_windows_samples_the_sam
         for place, length in enumerate((90, 60, 80, 8))
     ]
 
-    async def answers(cache_bytes: int | None) -> tuple[list[Choice], int]:
+    async def answers(cache_bytes):
         load = partial(load_runner, options, cache_bytes=cache_bytes)
         engine = BatchingEngine(options, load=load, tokenizer=endless)
         await engine.start()
@@ -334,6 +322,6 @@ async def test_engine_that_preempts_samples_of_states_or_windows_samples_the_sam
         ("gpt_oss", Kernels.BATCH_INVARIANT, "batch_invariant has no attention sinks, which this model has; leave it"),
     ],
 )
-def test_layers_that_are_not_supported_are_named(tmp_path: Path, name: str, kernels: Kernels, sentence: str) -> None:
+def test_layers_that_are_not_supported_are_named(tmp_path, name, kernels, sentence):
     with pytest.raises(ModelError, match=sentence):
         _load(zoo.save(tmp_path, name), kernels=kernels)

@@ -15,7 +15,6 @@ from pipelinerl.engines.torch.replica import EngineReplica
 from pipelinerl.enums import WeightFormat
 from pipelinerl.models.checkpoint import load_model
 from pipelinerl.training.packing import alone
-from pipelinerl.types import Rollout
 from tests.fakes.engine_options import engine_options
 from tests.fakes.rollouts import rollout
 from trainer_contract.host_weights import copied
@@ -28,9 +27,7 @@ MODEL: Path = ModelSection(path="shipped:tiny_speller").resolved
     ("dtype", "weights"),
     [(WeightDType.FLOAT32, WeightFormat.INT8), (WeightDType.BFLOAT16, WeightFormat.NATIVE)],
 )
-def test_replica_with_an_engines_weights_computes_the_log_probs_that_it_reports(
-    dtype: WeightDType, weights: WeightFormat
-) -> None:
+def test_replica_with_an_engines_weights_computes_the_log_probs_that_it_reports(dtype, weights):
     options = engine_options(model_path=MODEL, dtype=dtype, wire_dtype=dtype, weights=weights, device=Device.CPU)
     engine, replica = load_runner(options, starts_early=False), EngineReplica(options)
     prompts = [[2, 20 + row, *range(10, 13 + row), 4, 3] for row in range(3)]
@@ -42,7 +39,7 @@ def test_replica_with_an_engines_weights_computes_the_log_probs_that_it_reports(
         ]
     )
     steps = [engine.decode(3) for _ in range(6)]
-    made: list[Rollout] = []
+    made = []
     for row, prompt in enumerate(prompts):
         one = rollout(prompt=prompt, sampled=[ids[row] for ids, _ in steps[: 6 - row]])
         theirs = np.array([logprobs[row] for _, logprobs in steps[: 6 - row]], np.float32)

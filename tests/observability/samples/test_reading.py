@@ -1,14 +1,9 @@
 """The sample log can be queried and read while its files grow and after a kill has left an incomplete line."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from pipelinerl.observability.samples.reading import LENGTH, Ranking, SampleQuery, SampleReader, read_samples
-from pipelinerl.observability.samples.record import SampleGroup, SampleKind, encode
+from pipelinerl.observability.samples.record import SampleKind, encode
 from tests.observability.samples.groups import answer, group
 
 GROUPS = [
@@ -20,7 +15,7 @@ GROUPS = [
 ]
 
 
-def line(made: SampleGroup) -> bytes:
+def line(made):
     encoded = encode(made, most_bytes=10_000)
     assert encoded is not None
     return encoded
@@ -44,11 +39,11 @@ def line(made: SampleGroup) -> bytes:
         ({"kinds": frozenset((SampleKind.EVALUATION,)), "evaluation": "aime"}, "g"),
     ],
 )
-def test_sample_query_returns_matching_samples(wanted: dict[str, Any], texts: str) -> None:
+def test_sample_query_returns_matching_samples(wanted, texts):
     assert "".join(each.answer.text for each in SampleQuery(**wanted).choose(GROUPS)) == texts
 
 
-def test_sample_reader_continues_where_it_stopped_and_reads_only_complete_lines(tmp_path: Path) -> None:
+def test_sample_reader_continues_where_it_stopped_and_reads_only_complete_lines(tmp_path):
     (tmp_path / "samples").mkdir()
     path, reader = tmp_path / "samples" / "training-000001.jsonl", SampleReader(tmp_path)
     assert reader.new() == []
@@ -61,7 +56,7 @@ def test_sample_reader_continues_where_it_stopped_and_reads_only_complete_lines(
     assert reader.new() == []
 
 
-def test_samples_of_a_repeated_step_replace_earlier_ones(tmp_path: Path) -> None:
+def test_samples_of_a_repeated_step_replace_earlier_ones(tmp_path):
     (tmp_path / "samples").mkdir()
     again = group(1, answer("again"), time=9.0)
     (tmp_path / "samples" / "training-000001.jsonl").write_bytes(line(GROUPS[0]) + b"torn {\n" + line(again))

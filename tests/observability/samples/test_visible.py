@@ -1,7 +1,5 @@
 """Characters that control a terminal or browser are escaped before text is shown; ordinary text is unchanged."""
 
-from __future__ import annotations
-
 import unicodedata
 
 import pytest
@@ -12,7 +10,7 @@ from pipelinerl.observability.samples.record import visible
 @pytest.mark.parametrize(
     "text", ["plain", "two\nlines\tand a tab", "žluťoučký kůň", "漢字", "שלום", "x² ≤ ½ → ∞", "🙂"]
 )
-def test_ordinary_text_is_not_escaped(text: str) -> None:
+def test_ordinary_text_is_not_escaped(text):
     assert visible(text) == text
 
 
@@ -30,11 +28,11 @@ def test_ordinary_text_is_not_escaped(text: str) -> None:
         ("\ud800", "\\ud800"),
     ],
 )
-def test_invisible_characters_are_escaped_in_shown_text(text: str, shown: str) -> None:
+def test_invisible_characters_are_escaped_in_shown_text(text, shown):
     assert visible(text) == shown
 
 
-def test_every_unicode_control_character_is_escaped_in_shown_text() -> None:
+def test_every_unicode_control_character_is_escaped_in_shown_text():
     everything = "".join(map(chr, range(0x110000)))
     kept = set(visible(everything)) - {"\n", "\t"}
     assert not [hex(ord(c)) for c in kept if unicodedata.category(c)[0] == "C" or unicodedata.bidirectional(c) in

@@ -1,10 +1,5 @@
 """`pipelinerl conformance` reports on each promise of the contract, and whether all are kept."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from pipelinerl.errors import AddressError, ModelError, RecipeError
@@ -18,34 +13,34 @@ from tests.fakes.served import in_thread
 class Forgetful:
     """A bigram trainer that breaks the contract, because it does not count its steps."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._trainer = BigramTrainer()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._trainer, name)
 
     model_version = 0
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     BigramModel.random(7, seed=0).save(tmp_path)
     return tmp_path
 
 
-def test_conforming_trainer_passes_the_conformance_command(model: Path) -> None:
-    messages: list[str] = []
+def test_conforming_trainer_passes_the_conformance_command(model):
+    messages = []
     assert check_trainer("bigram", model, say=messages.append)
     assert messages[-1].endswith(", 0 broken")
 
 
-def test_nonconforming_trainer_fails_the_conformance_command(model: Path) -> None:
-    messages: list[str] = []
+def test_nonconforming_trainer_fails_the_conformance_command(model):
+    messages = []
     assert not check_trainer(f"{__name__}:Forgetful", model, say=messages.append)
     assert any(line.startswith("failed") for line in messages) and not messages[-1].endswith(", 0 broken")
 
 
-def test_conformance_command_rejects_an_invalid_trainer_or_model(model: Path, tmp_path: Path) -> None:
+def test_conformance_command_rejects_an_invalid_trainer_or_model(model, tmp_path):
     with pytest.raises(RecipeError, match=r"expected package\.module:attribute or path\.py:attribute, got 'zzz'"):
         check_trainer("zzz", model, say=print)
     for content in ("{", "[]", "{}", '{"vocab_size": "many"}'):
@@ -54,14 +49,14 @@ def test_conformance_command_rejects_an_invalid_trainer_or_model(model: Path, tm
             check_trainer("bigram", tmp_path, say=print)
 
 
-def test_conforming_engine_passes_the_conformance_command() -> None:
-    messages: list[str] = []
+def test_conforming_engine_passes_the_conformance_command():
+    messages = []
     with in_thread(application(token="secret")) as url:
         assert check_engine(url, token="secret", say=messages.append), "\n".join(messages)
         assert not check_engine(url, token="other", say=lambda _: None)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "banana", "http://["])
-def test_conformance_command_reports_an_unreachable_engine(url: str) -> None:
+def test_conformance_command_reports_an_unreachable_engine(url):
     with pytest.raises(AddressError, match="no engine answers at"):
         check_engine(url, token=None, say=print)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,12 +19,12 @@ import openai
 import pytest
 from hypothesis import given, strategies as st
 
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
+from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.episodes.agent_api.answer import AnswerReader, split_thinking
 from pipelinerl.plugins.episodes.episode import Episode, NewSegment
-from pipelinerl.plugins.episodes.gateway import Gateway, OnText, OpenEpisode
+from pipelinerl.plugins.episodes.gateway import Gateway
 from pipelinerl.plugins.episodes.tool_loop import Toolbox
 from pipelinerl.plugins.episodes.trial import ScriptedAnswers
 from tests.fakes.talking_sampler import order
@@ -47,17 +47,17 @@ class ScriptedModel:
     between_pieces: Callable[[str], Awaitable[None]] | None = None
     content_pieces: Callable[[str], Sequence[str]] = lambda text: [text[: end + 1] for end in range(len(text))]
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         made = tool_tokenizer()
         self.tokenizer = ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
         self._scripted = ScriptedAnswers(self.tokenizer, self.answers)
 
-    async def __call__(self, request: ChatCompletionRequest, on_text: OnText | None = None, /) -> ChatCompletion:
+    async def __call__(self, request, on_text=None, /):
         sent = ChatCompletionRequest.model_validate_json(request.model_dump_json(exclude_none=True))
         answered = await self._scripted.complete(sent, begun=lambda: None)
         self.requests.append(sent)
         for text in self.content_pieces(answered.completion.choices[0].message.content) if on_text else ():
-            on_text(text)  # type: ignore[misc]
+            on_text(text)
             await asyncio.sleep(0)
             if self.between_pieces is not None:
                 await self.between_pieces(text)
@@ -65,9 +65,7 @@ class ScriptedModel:
 
 
 @asynccontextmanager
-async def opened(
-    model: ScriptedModel, *, tools: Toolbox | None = None, max_turns: int = 20
-) -> AsyncIterator[OpenEpisode]:
+async def opened(model, *, tools=None, max_turns=20):
     gateway = Gateway()
     one = Episode(order(max_tokens=256), 0, EpisodeSection(max_turns=max_turns))
     async with asyncio.timeout(PATIENCE_S), gateway.serve(), gateway.open(one, model, tools) as episode:
@@ -78,22 +76,20 @@ async def opened(
 Agent = Callable[[str, bool, str], Awaitable[list[dict[str, Any]]]]
 
 
-async def by_messages(base: str, streams: bool, edited: str = "") -> list[dict[str, Any]]:
-    tools: Any = [
-        {"name": "look", "description": "Look.", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
-    ]
-    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+async def by_messages(base, streams, edited=""):
+    tools = [{"name": "look", "description": "Look.", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     read = []
     async with anthropic.AsyncAnthropic(base_url=base.removesuffix("/v1"), api_key="any") as client:
         for _ in ANSWERS:
-            system: Any = [
+            system = [
                 {"type": "text", "text": f"x-anthropic-billing-header: {len(read)}"},
                 {"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}},
             ]
-            fields: Any = {"model": "claude", "max_tokens": 100, "system": system, "tools": tools, "messages": messages}
+            fields = {"model": "claude", "max_tokens": 100, "system": system, "tools": tools, "messages": messages}
             if streams:
                 async with client.messages.stream(**fields) as stream:
-                    answer: Any = await stream.get_final_message()
+                    answer = await stream.get_final_message()
             else:
                 answer = await client.messages.create(**fields)
             blocks = [block.model_dump(exclude_none=True) for block in answer.content]
@@ -115,17 +111,17 @@ async def by_messages(base: str, streams: bool, edited: str = "") -> list[dict[s
     return read
 
 
-async def by_responses(base: str, streams: bool, edited: str = "", stateful: bool = False) -> list[dict[str, Any]]:
-    tools: Any = [{"type": "function", "name": "look", "description": "Look.", "parameters": SCHEMA, "strict": False}]
-    items: list[Any] = [{"role": "user", "content": "hi"}]
+async def by_responses(base, streams, edited="", stateful=False):
+    tools = [{"type": "function", "name": "look", "description": "Look.", "parameters": SCHEMA, "strict": False}]
+    items = [{"role": "user", "content": "hi"}]
     read, previous = [], openai.omit
     async with openai.AsyncOpenAI(base_url=base, api_key="any") as client:
         for _ in ANSWERS:
-            fields: Any = {"model": "gpt", "instructions": SYSTEM, "tools": tools, "input": items, "store": stateful}
+            fields = {"model": "gpt", "instructions": SYSTEM, "tools": tools, "input": items, "store": stateful}
             fields["previous_response_id"] = previous
             if streams:
                 async with client.responses.stream(**fields) as stream:
-                    answer: Any = await stream.get_final_response()
+                    answer = await stream.get_final_response()
             else:
                 answer = await client.responses.create(**fields)
             output = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in answer.output]
@@ -151,13 +147,13 @@ async def by_responses(base: str, streams: bool, edited: str = "", stateful: boo
     return read
 
 
-async def by_stored_responses(base: str, streams: bool, edited: str = "") -> list[dict[str, Any]]:
+async def by_stored_responses(base, streams, edited=""):
     return await by_responses(base, streams, edited, stateful=True)
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("agent", [by_messages, by_responses, by_stored_responses])
-async def test_conversation_with_tools_is_one_segment_of_exact_tokens(agent: Agent, streams: bool) -> None:
+async def test_conversation_with_tools_is_one_segment_of_exact_tokens(agent, streams):
     model = ScriptedModel(ANSWERS)
     async with opened(model) as episode:
         read = await agent(episode.base_url(), streams, "")
@@ -182,7 +178,7 @@ async def test_conversation_with_tools_is_one_segment_of_exact_tokens(agent: Age
 
 
 @pytest.mark.parametrize("agent", [by_messages, by_responses])
-async def test_agent_that_edits_an_answer_begins_a_new_segment(agent: Agent) -> None:
+async def test_agent_that_edits_an_answer_begins_a_new_segment(agent):
     answers = ("one", "two", "three")
     async with opened(ScriptedModel(answers)) as episode:
         await agent(episode.base_url(), False, "edited")
@@ -190,14 +186,14 @@ async def test_agent_that_edits_an_answer_begins_a_new_segment(agent: Agent) -> 
     assert [turn.new_segment for turn in turns] == [NewSegment.FIRST, *2 * [NewSegment.HISTORY_DIFFERS]]
 
 
-async def test_every_thinking_style_is_shown_and_recognised_again() -> None:
+async def test_every_thinking_style_is_shown_and_recognised_again():
     """Where the opening tag is in the prompt, the first streamed answer is shown as it is; later ones are split."""
     answers = ("a</think>\n\nb", "c</think>d</think>e", "f</th", "g")
     async with (
         opened(ScriptedModel(answers)) as episode,
         openai.AsyncOpenAI(base_url=episode.base_url(), api_key="any") as client,
     ):
-        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        messages = [{"role": "user", "content": "hi"}]
         read = []
         for _ in answers:
             text, thinking = "", ""
@@ -214,7 +210,7 @@ async def test_every_thinking_style_is_shown_and_recognised_again() -> None:
     st.lists(st.sampled_from(["<think>", "</think>", "<th", "</", "ink>", "\n", " ", "a", "b"]), max_size=8),
     st.booleans(),
 )
-def test_pieces_of_an_answer_join_to_what_its_agent_is_shown(parts: list[str], thinks: bool) -> None:
+def test_pieces_of_an_answer_join_to_what_its_agent_is_shown(parts, thinks):
     reader, content, joined = AnswerReader(thinks=thinks), "".join(parts), {True: "", False: ""}
     for end in range(len(content) + 1):
         for piece in reader.more(content[:end]):
@@ -235,7 +231,7 @@ STREAMS: Final = {
 }
 
 
-async def events(url: str, body: dict[str, Any], seen: Callable[[dict[str, Any]], None]) -> str:
+async def events(url, body, seen):
     """POST a streamed request; pass each event to `seen`, and return the last line of the stream."""
     last = ""
     async with (
@@ -251,14 +247,14 @@ async def events(url: str, body: dict[str, Any], seen: Callable[[dict[str, Any]]
 
 
 @pytest.mark.parametrize("path", [*STREAMS])
-async def test_piece_of_an_answer_arrives_before_the_next_is_sampled(path: str) -> None:
+async def test_piece_of_an_answer_arrives_before_the_next_is_sampled(path):
     arrived, model = asyncio.Event(), ScriptedModel(["ab"])
 
-    async def between(text: str) -> None:
+    async def between(text):
         if text == "a":
             await arrived.wait()
 
-    def seen(event: dict[str, Any]) -> None:
+    def seen(event):
         if '"a"' in json.dumps(event):
             arrived.set()
 
@@ -267,10 +263,10 @@ async def test_piece_of_an_answer_arrives_before_the_next_is_sampled(path: str) 
         await events(episode.base_url() + path, STREAMS[path], seen)
 
 
-async def test_turn_of_a_client_that_leaves_in_mid_stream_is_cancelled_and_not_recorded() -> None:
+async def test_turn_of_a_client_that_leaves_in_mid_stream_is_cancelled_and_not_recorded():
     left, model = asyncio.Event(), ScriptedModel(["abc", "d"])
 
-    async def between(text: str) -> None:
+    async def between(text):
         try:
             await asyncio.sleep(PATIENCE_S if text == "a" else 0)
         except asyncio.CancelledError:
@@ -287,8 +283,8 @@ async def test_turn_of_a_client_that_leaves_in_mid_stream_is_cancelled_and_not_r
         assert [turn.number for turn in episode.episode.turns] == [0]
 
 
-async def test_events_of_the_messages_api_come_in_its_order() -> None:
-    kinds: list[str] = []
+async def test_events_of_the_messages_api_come_in_its_order():
+    kinds = []
     async with opened(ScriptedModel(ANSWERS)) as episode:
         tools = [{"name": "look", "input_schema": SCHEMA}]
         await events(
@@ -308,8 +304,8 @@ async def test_events_of_the_messages_api_come_in_its_order() -> None:
     ]
 
 
-async def test_events_of_the_responses_api_come_in_its_order_with_matching_items() -> None:
-    seen: list[dict[str, Any]] = []
+async def test_events_of_the_responses_api_come_in_its_order_with_matching_items():
+    seen = []
     async with opened(ScriptedModel(ANSWERS)) as episode:
         tools = [{"type": "function", "name": "look", "parameters": SCHEMA}]
         await events(f"{episode.base_url()}/responses", {"input": "hi", "tools": tools}, seen.append)
@@ -331,10 +327,10 @@ async def test_events_of_the_responses_api_come_in_its_order_with_matching_items
             assert done[each["output_index"]]["id"] == each["item_id"]
 
 
-async def test_answer_with_calls_of_the_recipes_tools_is_streamed_without_them() -> None:
+async def test_answer_with_calls_of_the_recipes_tools_is_streamed_without_them():
     answers = ('before <tool_call>\n{"name": "shout", "arguments": {"text": "ab"}}\n</tool_call>', "AB")
     async with opened(ScriptedModel(answers), tools=Toolbox(Shout())) as episode:
-        texts: list[str] = []
+        texts = []
         await events(
             f"{episode.base_url()}/messages",
             STREAMS["/messages"],
@@ -344,29 +340,29 @@ async def test_answer_with_calls_of_the_recipes_tools_is_streamed_without_them()
 
 
 @pytest.mark.parametrize("path", [*STREAMS])
-async def test_stream_breaks_off_if_another_engine_samples_other_tokens(path: str) -> None:
+async def test_stream_breaks_off_if_another_engine_samples_other_tokens(path):
     """The answer that the agent has half read is not the one that would train, so the episode gets no verdict."""
     model = ScriptedModel(["abc"], content_pieces=lambda text: ["x", "", "ab", text])
-    seen: list[dict[str, Any]] = []
+    seen = []
     async with opened(model) as episode:
         last = await events(episode.base_url() + path, STREAMS[path], seen.append)
         assert "another engine sampled other tokens" in episode.fault and episode.fault in last
 
 
-async def test_token_count_of_the_messages_api_is_exact_and_samples_no_turn() -> None:
+async def test_token_count_of_the_messages_api_is_exact_and_samples_no_turn():
     model = ScriptedModel(["a", "b"])
     async with (
         opened(model) as episode,
         anthropic.AsyncAnthropic(base_url=episode.base_url().removesuffix("/v1"), api_key="any") as client,
     ):
-        fields: Any = {"model": "m", "system": SYSTEM, "messages": [{"role": "user", "content": "hi"}]}
+        fields = {"model": "m", "system": SYSTEM, "messages": [{"role": "user", "content": "hi"}]}
         counted = await client.messages.count_tokens(**fields)
         assert not episode.episode.turns
         answer = await client.messages.create(**fields, max_tokens=5)
         assert counted.input_tokens == answer.usage.input_tokens
 
 
-async def test_secret_may_be_the_api_key_of_anthropics_client() -> None:
+async def test_secret_may_be_the_api_key_of_anthropics_client():
     async with opened(ScriptedModel(["a"])) as episode:
         base, key = episode.base_url().split("/e/")[0], episode.episode.secret
         async with anthropic.AsyncAnthropic(base_url=base, api_key=key) as client:
@@ -401,9 +397,7 @@ async def test_secret_may_be_the_api_key_of_anthropics_client() -> None:
         ("/chat/completions", {"tools": 5}, "tools"),
     ],
 )
-async def test_unsupported_request_is_rejected_by_name_in_the_form_of_its_api(
-    path: str, change: dict[str, Any], names: str
-) -> None:
+async def test_unsupported_request_is_rejected_by_name_in_the_form_of_its_api(path, change, names):
     async with opened(ScriptedModel([])) as episode, httpx.AsyncClient(trust_env=False) as http:
         refused = await http.post(episode.base_url() + path, json=STREAMS[path] | change)
         body = refused.json()

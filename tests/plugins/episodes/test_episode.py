@@ -1,9 +1,6 @@
 """Episodes of an agent: how each request's messages are matched to earlier turns, and which engine request is made."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,44 +10,44 @@ from inference_contract.tools import FunctionCall, ToolCall
 from pipelinerl import rng
 from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.enums import History
-from pipelinerl.plugins.episodes.episode import Episode, EpisodeOver, NewSegment, RecordedTurn
-from pipelinerl.types import ROOT, Outcome, Purpose, Rollout, Sampling, Verdict
+from pipelinerl.plugins.episodes.episode import Episode, EpisodeOver, NewSegment
+from pipelinerl.types import ROOT, Outcome, Purpose, Sampling, Verdict
 from tests.fakes.talking_sampler import completion, order
 
 HELLO = {"role": "user", "content": "hello"}
 
 
-def answer(text: str) -> dict[str, str]:
+def answer(text):
     return {"role": "assistant", "content": text}
 
 
-def user(text: str) -> dict[str, str]:
+def user(text):
     return {"role": "user", "content": text}
 
 
-def episode(**limits: Any) -> Episode:
+def episode(**limits):
     return Episode(order(), 0, EpisodeSection(**limits))
 
 
-def turn(of: Episode, messages: list[dict[str, str]], text: str, *, agent: str = "main", **body: Any) -> RecordedTurn:
+def turn(of, messages, text, *, agent="main", **body):
     planned = of.plan(agent, {"messages": messages, **body})
     return of.record(planned, completion(planned.request, text))
 
 
-def made(of: Episode) -> Rollout:
+def made(of):
     return of.rollout(Verdict(outcome=Outcome.CORRECT, reward=1.0), temperature=0.5)
 
 
-def segments_of(of: Episode) -> list[list[int]]:
+def segments_of(of):
     """Return, for each segment of the episode's rollout, the numbers of the turns that are trained in that segment."""
     return [list(segment.trained) for segment in made(of).segments]
 
 
-def begins_of(of: Episode) -> list[str]:
+def begins_of(of):
     return [each.begins for each in made(of).turns]
 
 
-def test_each_turn_of_a_conversation_continues_the_tokens_of_the_previous_turn() -> None:
+def test_each_turn_of_a_conversation_continues_the_tokens_of_the_previous_turn():
     of = episode()
     first = turn(of, [HELLO], "a")
     second = turn(of, [HELLO, answer("a"), user("more")], "b")
@@ -64,14 +61,14 @@ def test_each_turn_of_a_conversation_continues_the_tokens_of_the_previous_turn()
     assert planned.request.continue_from == 4
 
 
-def test_answer_sent_back_without_its_thinking_text_and_white_space_is_matched_to_its_turn() -> None:
+def test_answer_sent_back_without_its_thinking_text_and_white_space_is_matched_to_its_turn():
     of = episode()
     first = turn(of, [HELLO], "hm</think>\n a ")
     second = turn(of, [HELLO, answer("a"), user("more")], "b")
     assert second.parent is first
 
 
-def test_answer_with_tool_calls_that_is_sent_back_is_matched_to_its_turn_by_call_id() -> None:
+def test_answer_with_tool_calls_that_is_sent_back_is_matched_to_its_turn_by_call_id():
     of = episode()
     tools = [{"type": "function", "function": {"name": "f"}}]
     planned = of.plan("main", {"messages": [HELLO], "tools": tools})
@@ -92,7 +89,7 @@ def test_answer_with_tool_calls_that_is_sent_back_is_matched_to_its_turn_by_call
     )
 
 
-def test_request_with_a_changed_history_begins_a_new_segment() -> None:
+def test_request_with_a_changed_history_begins_a_new_segment():
     of = episode()
     turn(of, [HELLO], "a")
     second = turn(of, [HELLO, answer("never said"), user("more")], "b")
@@ -100,7 +97,7 @@ def test_request_with_a_changed_history_begins_a_new_segment() -> None:
     assert segments_of(of) == [[0], [1]] and begins_of(of) == ["first", "history_differs"]
 
 
-def test_answer_is_not_trained_on_if_the_agent_sends_the_same_request_again() -> None:
+def test_answer_is_not_trained_on_if_the_agent_sends_the_same_request_again():
     of = episode()
     first = turn(of, [HELLO], "a")
     unread = turn(of, [HELLO, answer("a"), user("more")], "lost")
@@ -109,7 +106,7 @@ def test_answer_is_not_trained_on_if_the_agent_sends_the_same_request_again() ->
     assert again.path == [first, again] and segments_of(of) == [[0, 1]]
 
 
-def test_answer_to_a_repeated_request_is_trained_on_if_a_later_request_continues_it() -> None:
+def test_answer_to_a_repeated_request_is_trained_on_if_a_later_request_continues_it():
     of = episode()
     first, second = turn(of, [HELLO], "a"), turn(of, [HELLO], "b")
     assert of.turns == [second] and of.abandoned == 1
@@ -118,14 +115,14 @@ def test_answer_to_a_repeated_request_is_trained_on_if_a_later_request_continues
     assert segments_of(of) == [[1], [0, 2]] and begins_of(of) == ["first", "forked", ""]
 
 
-def test_answer_to_a_repeated_first_request_counts_as_the_agents_first_turn() -> None:
+def test_answer_to_a_repeated_first_request_counts_as_the_agents_first_turn():
     of = episode()
     turn(of, [HELLO], "lost")
     turn(of, [HELLO], "a")
     assert begins_of(of) == ["first"]
 
 
-def test_two_different_requests_that_continue_the_same_answer_become_two_segments() -> None:
+def test_two_different_requests_that_continue_the_same_answer_become_two_segments():
     of = episode()
     turn(of, [HELLO], "a")
     turn(of, [HELLO, answer("a"), user("left")], "b")
@@ -136,14 +133,14 @@ def test_two_different_requests_that_continue_the_same_answer_become_two_segment
     assert right.num_repeated == 1 and begins_of(of) == ["first", "", "forked"]
 
 
-def test_request_that_offers_different_tools_begins_a_new_segment() -> None:
+def test_request_that_offers_different_tools_begins_a_new_segment():
     of = episode()
     turn(of, [HELLO], "a")
     turn(of, [HELLO, answer("a"), user("more")], "b", tools=[{"type": "function", "function": {"name": "f"}}])
     assert begins_of(of) == ["first", "tools_differ"]
 
 
-def test_only_turns_of_trained_agents_are_part_of_the_rollout() -> None:
+def test_only_turns_of_trained_agents_are_part_of_the_rollout():
     of = episode()
     turn(of, [HELLO], "a")
     turn(of, [user("judge a")], "good", agent="critic")
@@ -158,11 +155,11 @@ def test_only_turns_of_trained_agents_are_part_of_the_rollout() -> None:
     assert of.last_of("untrained-helper") is None
 
 
-def test_each_turn_of_a_random_episode_is_trained_in_exactly_one_segment() -> None:
+def test_each_turn_of_a_random_episode_is_trained_in_exactly_one_segment():
     """The test plays a random conversation of two agents with forks, repeated requests and summaries of the history."""
     draw = rng.generator(7, "random episode")
     of = episode(max_turns=200)
-    histories: list[list[dict[str, str]]] = [[HELLO]]
+    histories = [[HELLO]]
     for number in range(60):
         history = histories[int(draw.integers(len(histories)))]
         text = f"answer {number}"
@@ -180,7 +177,7 @@ def test_each_turn_of_a_random_episode_is_trained_in_exactly_one_segment() -> No
         np.testing.assert_array_equal(np.concatenate(tokens), last.token_ids)
 
 
-def test_conversation_stays_one_segment_if_the_chat_template_only_appends_tokens() -> None:
+def test_conversation_stays_one_segment_if_the_chat_template_only_appends_tokens():
     of = episode(history=History.TEMPLATE)
     turn(of, [HELLO], "a")
     planned = of.plan("main", {"messages": [HELLO, answer("a"), user("more")]})
@@ -189,9 +186,7 @@ def test_conversation_stays_one_segment_if_the_chat_template_only_appends_tokens
 
 
 @pytest.mark.parametrize("is_mutant", [False, True])
-def test_new_segment_begins_if_an_earlier_answer_is_rendered_to_other_tokens_than_were_sampled(
-    is_mutant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_segment_begins_if_an_earlier_answer_is_rendered_to_other_tokens_than_were_sampled(is_mutant, monkeypatch):
     """In the second prompt, the first answer has the token 9 instead of 7 and 8, so a new segment begins.
 
     With `is_mutant`, the comparison of tokens is disabled; then the segments must be wrong, or the test proves nothing.
@@ -219,7 +214,7 @@ def test_new_segment_begins_if_an_earlier_answer_is_rendered_to_other_tokens_tha
     assert (trained == [[2, 3, 7, 8, 4], [2, 3, 9, 4, 5, 3, 6, 4]]) is not is_mutant
 
 
-def test_agent_cannot_override_sampling_parameters_but_can_lower_the_token_limit() -> None:
+def test_agent_cannot_override_sampling_parameters_but_can_lower_the_token_limit():
     of = episode(turn_tokens=8)
     planned = of.plan("main", {"messages": [HELLO], "temperature": 0.0, "top_p": 0.1, "max_tokens": 100, "seed": 3})
     assert (planned.request.temperature, planned.request.top_p, planned.request.max_tokens) == (0.5, 1.0, 8)
@@ -227,7 +222,7 @@ def test_agent_cannot_override_sampling_parameters_but_can_lower_the_token_limit
     assert of.plan("main", {"messages": [HELLO], "max_completion_tokens": 2}).request.token_limit == 2
 
 
-def test_turns_that_are_trained_report_the_policys_logprobs_if_sampling_is_truncated() -> None:
+def test_turns_that_are_trained_report_the_policys_logprobs_if_sampling_is_truncated():
     asked = replace(order(), sampling=Sampling(num_samples=1, top_p=0.9))
     evaluated = replace(asked, purpose=Purpose.EVALUATION)
     body = {"messages": [HELLO]}
@@ -236,7 +231,7 @@ def test_turns_that_are_trained_report_the_policys_logprobs_if_sampling_is_trunc
         assert not Episode(given, 0, EpisodeSection()).plan("main", body, trains=trains).request.policy_logprobs
 
 
-def test_grammar_of_an_agent_is_rejected_for_turns_that_are_trained() -> None:
+def test_grammar_of_an_agent_is_rejected_for_turns_that_are_trained():
     body = {"messages": [HELLO], "response_format": {"type": "json_object"}}
     with pytest.raises(InvalidRequest, match="response_format: a grammar changes which tokens are sampled"):
         episode().plan("main", body)
@@ -245,22 +240,22 @@ def test_grammar_of_an_agent_is_rejected_for_turns_that_are_trained() -> None:
     assert evaluated.plan("main", body).request.response_format is not None
 
 
-def test_sampling_seed_of_an_episode_is_reproducible_and_differs_between_samples_and_agents() -> None:
-    def seed(sample: int, agent: str) -> int | None:
+def test_sampling_seed_of_an_episode_is_reproducible_and_differs_between_samples_and_agents():
+    def seed(sample, agent):
         return Episode(order(), sample, EpisodeSection()).plan(agent, {"messages": [HELLO]}).request.seed
 
     assert seed(0, "main") == seed(0, "main")
     assert len({seed(0, "main"), seed(1, "main"), seed(0, "critic")}) == 3
 
 
-def test_episode_ends_after_max_turns() -> None:
+def test_episode_ends_after_max_turns():
     of = episode(max_turns=1)
     turn(of, [HELLO], "a")
     with pytest.raises(EpisodeOver, match="has had its 1 turns"):
         of.plan("main", {"messages": [HELLO, answer("a"), user("more")]})
 
 
-def test_episode_ends_if_an_answer_is_cut_at_the_recipes_token_limit_but_not_at_the_agents_limit() -> None:
+def test_episode_ends_if_an_answer_is_cut_at_the_recipes_token_limit_but_not_at_the_agents_limit():
     of = episode(turn_tokens=8)
     turn(of, [HELLO], "abcdefghij", max_tokens=2)
     assert not of.over
@@ -279,6 +274,6 @@ def test_episode_ends_if_an_answer_is_cut_at_the_recipes_token_limit_but_not_at_
         ({"messages": []}, "messages"),
     ],
 )
-def test_forbidden_fields_in_an_agents_request_are_rejected_by_name(body: dict[str, Any], sentence: str) -> None:
+def test_forbidden_fields_in_an_agents_request_are_rejected_by_name(body, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
         episode().plan("main", {"messages": [HELLO], **body})

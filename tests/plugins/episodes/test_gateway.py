@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessage as ChatMessage
 
 from inference_contract.errors import ContextExceeded
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.errors import DeadlineError
 from pipelinerl.plugins.episodes.episode import Episode
-from pipelinerl.plugins.episodes.gateway import Gateway, OnText, OpenEpisode
+from pipelinerl.plugins.episodes.gateway import Gateway
 from pipelinerl.types import Answered
 from tests.fakes.talking_sampler import TalkingSampler, order
 from tests.patience import PATIENCE_S
@@ -30,7 +27,7 @@ class _Fixed:
 
     text: str
 
-    async def complete(self, request: ChatCompletionRequest, *, on_text: OnText | None = None) -> Answered:
+    async def complete(self, request, *, on_text=None):
         completion = (await TalkingSampler().complete(request)).completion
         (choice,) = completion.choices
         message = choice.message.model_copy(update={"content": self.text})
@@ -39,27 +36,25 @@ class _Fixed:
 
 
 @asynccontextmanager
-async def opened(sampler: TalkingSampler | _Fixed, **limits: int) -> AsyncIterator[OpenEpisode]:
-    async def sample(request: ChatCompletionRequest, on_text: OnText | None = None) -> ChatCompletion:
+async def opened(sampler, **limits):
+    async def sample(request, on_text=None):
         return (await sampler.complete(request, on_text=on_text)).completion
 
     gateway = Gateway()
-    one = Episode(order(), 0, EpisodeSection(**limits))  # type: ignore[arg-type]
+    one = Episode(order(), 0, EpisodeSection(**limits))
     async with asyncio.timeout(PATIENCE_S), gateway.serve(), gateway.open(one, sample) as episode:
         yield episode
 
 
-async def reply(
-    url: str, messages: list[dict[str, str]] = HELLO, *, key: str = "any", **options: object
-) -> ChatMessage:
+async def reply(url, messages=HELLO, *, key="any", **options):
     """Send `messages` to the gateway at `url` with OpenAI's client; return the assistant message of the response."""
     async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
-        answer = await client.chat.completions.create(model="any", messages=messages, **options)  # type: ignore[call-overload]
-        message: ChatMessage = answer.choices[0].message
+        answer = await client.chat.completions.create(model="any", messages=messages, **options)
+        message = answer.choices[0].message
         return message
 
 
-async def test_gateway_assigns_a_request_to_its_episode_by_the_url_path_or_by_the_api_key() -> None:
+async def test_gateway_assigns_a_request_to_its_episode_by_the_url_path_or_by_the_api_key():
     async with opened(TalkingSampler(lambda messages: f"a{len(messages)}")) as episode:
         first = await reply(episode.base_url(), temperature=0.3)
         base = episode.base_url().split("/e/")[0] + "/v1"
@@ -69,28 +64,28 @@ async def test_gateway_assigns_a_request_to_its_episode_by_the_url_path_or_by_th
         assert [turn.parent for turn in episode.episode.turns] == [None, episode.episode.turns[0]]
 
 
-async def test_streaming_client_of_the_gateway_gets_the_answer() -> None:
+async def test_streaming_client_of_the_gateway_gets_the_answer():
     async with (
         opened(TalkingSampler(lambda _: "abc")) as episode,
         openai.AsyncOpenAI(base_url=episode.base_url(), api_key="any") as client,
     ):
-        stream = await client.chat.completions.create(model="any", messages=HELLO, stream=True)  # type: ignore[arg-type]
+        stream = await client.chat.completions.create(model="any", messages=HELLO, stream=True)
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
 
 
-async def test_gateway_shows_a_call_drafted_in_thinking_as_thinking_and_the_answer_as_the_answer() -> None:
+async def test_gateway_shows_a_call_drafted_in_thinking_as_thinking_and_the_answer_as_the_answer():
     draft = '<tool_call>{"name": "python", "arguments": {"code": "print(1)"}}</tool_call>'
     for text in (f"<think>I could run {draft} but</think>4", f"[THINK]I could run {draft} but[/THINK]4"):
         async with opened(_Fixed(text)) as episode:
             message = await reply(episode.base_url())
             assert message.content == "4" and not message.tool_calls
-            assert message.reasoning_content == f"I could run {draft} but"  # type: ignore[attr-defined]
+            assert message.reasoning_content == f"I could run {draft} but"
             again = [*HELLO, {"role": "assistant", "content": "4"}, {"role": "user", "content": "more"}]
             await reply(episode.base_url(), again)
             assert [turn.parent for turn in episode.episode.turns] == [None, episode.episode.turns[0]]
 
 
-async def test_request_to_the_gateway_after_its_episode_has_ended_gets_status_404() -> None:
+async def test_request_to_the_gateway_after_its_episode_has_ended_gets_status_404():
     async with opened(TalkingSampler()) as episode:
         ended = episode.base_url().replace(episode.episode.secret, "0" * 32)
         with pytest.raises(openai.NotFoundError, match="has ended"):
@@ -102,10 +97,8 @@ async def test_request_to_the_gateway_after_its_episode_has_ended_gets_status_40
     [(ContextExceeded("too long"), 400), (DeadlineError("no engine"), 424)],
     ids=["context", "none"],
 )
-async def test_gateway_reports_errors_with_http_statuses_that_clients_do_not_retry(
-    error: Exception, status: int
-) -> None:
-    def fail(_: object) -> str:
+async def test_gateway_reports_errors_with_http_statuses_that_clients_do_not_retry(error, status):
+    def fail(_):
         raise error
 
     sampler = TalkingSampler(fail)
@@ -117,7 +110,7 @@ async def test_gateway_reports_errors_with_http_statuses_that_clients_do_not_ret
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_turn_of_a_client_that_disconnects_is_cancelled_and_not_recorded(streams: bool) -> None:
+async def test_turn_of_a_client_that_disconnects_is_cancelled_and_not_recorded(streams):
     sampler = TalkingSampler()
     sampler.gate.clear()
     async with opened(sampler) as episode:

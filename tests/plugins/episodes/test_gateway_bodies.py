@@ -63,7 +63,7 @@ _VALUES: Final[tuple[Any, ...]] = (
 )  # fmt: skip
 
 
-def _places(value: Any) -> list[tuple[Any, Any]]:
+def _places(value):
     """Return all (container, key) pairs of a JSON value."""
     pairs = (
         list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
@@ -71,7 +71,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
     return [(value, key) for key, _ in pairs] + [place for _, each in pairs for place in _places(each)]
 
 
-def mutated(number: int) -> tuple[str, bytes]:
+def mutated(number):
     """Return the path and the body of case `number`: one to three values replaced, removed, doubled or added."""
     random = rng.generator(7, "gateway bodies", number)
     path = list(VALID)[int(random.integers(len(VALID)))]
@@ -95,7 +95,7 @@ def mutated(number: int) -> tuple[str, bytes]:
 
 
 @pytest.mark.parametrize("cases", [200, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
-async def test_no_mutated_body_makes_the_gateway_fail_or_hang(cases: int) -> None:
+async def test_no_mutated_body_makes_the_gateway_fail_or_hang(cases):
     """The answers of the cases differ in their outcomes, so that the mutations reach beyond the first check."""
     outcomes = set()
     async with httpx.AsyncClient(trust_env=False, timeout=SOON_S) as http:
@@ -127,14 +127,14 @@ async def test_no_mutated_body_makes_the_gateway_fail_or_hang(cases: int) -> Non
     ids=["deep", "deep field", "surrogate", "nan", "utf-8", "list", "digits", "cut"],
 )
 @pytest.mark.parametrize("path", [path for path in VALID if "v1" in path])
-async def test_body_that_is_no_json_object_is_rejected_with_status_400(body: bytes, path: str) -> None:
+async def test_body_that_is_no_json_object_is_rejected_with_status_400(body, path):
     async with opened(ScriptedModel([])) as episode, httpx.AsyncClient(trust_env=False, timeout=SOON_S) as http:
         url, headers = episode.base_url().removesuffix("/v1") + path, {"content-type": "application/json"}
         response = await http.post(url, content=body, headers=headers)
         assert response.status_code == 400 and "JSON" in response.json()["error"]["message"]
 
 
-async def test_concurrent_malformed_streams_leave_no_request_behind() -> None:
+async def test_concurrent_malformed_streams_leave_no_request_behind():
     model = ScriptedModel(itertools.repeat("a"))
     async with opened(model, max_turns=1000) as episode, httpx.AsyncClient(trust_env=False, timeout=SOON_S) as http:
         url = f"{episode.base_url()}/messages"

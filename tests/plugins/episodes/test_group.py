@@ -1,18 +1,13 @@
 """Tests of groups of episodes: user code plays the episodes in real host processes; a scripted model answers."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import pytest
 
-from inference_contract.schemas import ChatMessage
-from pipelinerl.actor.group_maker import GroupProgress, MadeRollout
+from pipelinerl.actor.group_maker import GroupProgress
 from pipelinerl.config.domains import DomainSection, EpisodeSection
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.plugins.episodes.command import Commands
@@ -20,8 +15,8 @@ from pipelinerl.plugins.episodes.environment import Task
 from pipelinerl.plugins.episodes.group import EpisodeDomain, Episodes
 from pipelinerl.plugins.episodes.host_pool import EpisodeEnd, EpisodeHosts
 from pipelinerl.plugins.episodes.opening import places_of
-from pipelinerl.types import ROOT, Outcome, Problem, Verdict
-from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, correct, wrong
+from pipelinerl.types import ROOT, Outcome
+from pipelinerl.verifiers.verifier import PerAnswerVerifier, correct, wrong
 from pipelinerl.verifiers.worker_pool import num_cores
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.patience import PATIENCE_S
@@ -136,25 +131,17 @@ async def asks_a_text(task, client):
 SECOND = "b"
 
 
-def second_is_right(messages: Sequence[ChatMessage]) -> str:
+def second_is_right(messages):
     return SECOND if len(messages) > 1 else "a"
 
 
 class IsB:
-    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+    async def verify(self, problem, completion_text):
         return correct("b") if completion_text == "b" else wrong("it is not b")
 
 
 @asynccontextmanager
-async def episodes(
-    path: Path,
-    name: str,
-    sampler: TalkingSampler,
-    *,
-    verifier: GroupVerifier | None = None,
-    timeout_s: float = 60.0,
-    max_turns: int = 4,
-) -> AsyncIterator[Episodes]:
+async def episodes(path, name, sampler, *, verifier=None, timeout_s=60.0, max_turns=4):
     file = path / "game.py"
     file.write_text(CODE)
     hosts = EpisodeHosts(f"{file}:{name}")
@@ -168,12 +155,12 @@ async def episodes(
             await hosts.close()
 
 
-async def played(path: Path, name: str, *, samples: int = 1, **options: object) -> Sequence[MadeRollout]:
-    async with episodes(path, name, TalkingSampler(second_is_right), **options) as maker:  # type: ignore[arg-type]
+async def played(path, name, *, samples=1, **options):
+    async with episodes(path, name, TalkingSampler(second_is_right), **options) as maker:
         return await maker.make(order(samples=samples), GroupProgress())
 
 
-async def test_rollout_contains_the_turns_of_its_episode(tmp_path: Path) -> None:
+async def test_rollout_contains_the_turns_of_its_episode(tmp_path):
     for made in await played(tmp_path, "three", samples=3):
         turns, verdict = made.rollout.turns, made.rollout.verdict
         assert (len(turns), verdict.outcome, verdict.reward, made.text) == (2, Outcome.CORRECT, 1.0, "b")
@@ -193,17 +180,13 @@ async def test_rollout_contains_the_turns_of_its_episode(tmp_path: Path) -> None
         ("never_stops", Outcome.WRONG, 0.0, "has had its 4 turns"),
     ],
 )
-async def test_result_of_an_episode_becomes_the_verdict_of_its_rollout(
-    name: str, outcome: Outcome, reward: float, reason: str, tmp_path: Path
-) -> None:
+async def test_result_of_an_episode_becomes_the_verdict_of_its_rollout(name, outcome, reward, reason, tmp_path):
     (made,) = await played(tmp_path, name)
     verdict = made.rollout.verdict
     assert (verdict.outcome, verdict.reward) == (outcome, reward) and reason in verdict.reason
 
 
-async def test_branching_episode_becomes_a_rollout_of_several_segments(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_branching_episode_becomes_a_rollout_of_several_segments(tmp_path, caplog):
     (made,) = await played(tmp_path, "branches", max_turns=6)
     assert (made.rollout.verdict.outcome, made.rollout.verdict.reward) == (Outcome.PARTIAL, 0.75)
     turns = made.rollout.turns
@@ -221,26 +204,26 @@ async def test_branching_episode_becomes_a_rollout_of_several_segments(
     assert caplog.text.count("needs several segments (history_differs)") == 1
 
 
-async def test_group_age_counts_from_the_first_turn_of_its_episodes(tmp_path: Path) -> None:
-    begun: list[None] = []
+async def test_group_age_counts_from_the_first_turn_of_its_episodes(tmp_path):
+    begun = []
     async with episodes(tmp_path, "three", TalkingSampler(second_is_right)) as maker:
         (made,) = await maker.make(order(), GroupProgress(lambda: begun.append(None)))
     assert (len(made.rollout.turns), len(begun)) == (2, 1)
 
 
-async def test_episode_that_returns_no_reward_is_judged_by_the_verifier_of_its_domain(tmp_path: Path) -> None:
+async def test_episode_that_returns_no_reward_is_judged_by_the_verifier_of_its_domain(tmp_path):
     (made,) = await played(tmp_path, "unjudged", verifier=PerAnswerVerifier(IsB()))
     assert made.rollout.verdict.reason == "it is not b"
 
 
 @pytest.mark.parametrize("name", ["hangs", pytest.param("blocks", marks=pytest.mark.slow)])
-async def test_episode_that_exceeds_its_time_limit_has_outcome_timeout(name: str, tmp_path: Path) -> None:
+async def test_episode_that_exceeds_its_time_limit_has_outcome_timeout(name, tmp_path):
     (made,) = await played(tmp_path, name, timeout_s=2.0)
     assert made.rollout.verdict.outcome is Outcome.TIMEOUT
     assert made.rollout.verdict.reason == "the episode took longer than 2 s (episode.timeout_s)"
 
 
-async def test_rewarded_episode_without_an_answer_counts_as_a_failure(tmp_path: Path) -> None:
+async def test_rewarded_episode_without_an_answer_counts_as_a_failure(tmp_path):
     progress = GroupProgress()
     async with episodes(tmp_path, "asks_nothing", TalkingSampler()) as maker:
         with pytest.raises(PipelineError, match="the environment never asked the model"):
@@ -248,20 +231,18 @@ async def test_rewarded_episode_without_an_answer_counts_as_a_failure(tmp_path: 
     assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
 
 
-async def test_actor_warns_of_answers_that_do_not_train_because_their_request_was_repeated(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_actor_warns_of_answers_that_do_not_train_because_their_request_was_repeated(tmp_path, caplog):
     (made, _) = await played(tmp_path, "repeats", samples=2)
     assert len(made.rollout.turns) == 1
     assert caplog.text.count("so 2 of its answers do not train") == 1
 
 
-async def test_episode_is_restarted_once_if_its_host_process_dies(tmp_path: Path) -> None:
+async def test_episode_is_restarted_once_if_its_host_process_dies(tmp_path):
     (made,) = await played(tmp_path, "dies_once")
     assert made.rollout.verdict.outcome is Outcome.CORRECT and len(made.rollout.turns) == 1
 
 
-async def test_death_of_a_host_process_with_several_episodes_counts_as_one_verifier_error(tmp_path: Path) -> None:
+async def test_death_of_a_host_process_with_several_episodes_counts_as_one_verifier_error(tmp_path):
     progress = GroupProgress()
     async with episodes(tmp_path, "all_die", TalkingSampler(second_is_right)) as maker:
         with pytest.raises(PipelineError, match="the process that played this episode is gone: it ended with status 1"):
@@ -269,7 +250,7 @@ async def test_death_of_a_host_process_with_several_episodes_counts_as_one_verif
     assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
 
 
-async def test_host_process_whose_connection_is_closed_gets_no_further_episode(tmp_path: Path) -> None:
+async def test_host_process_whose_connection_is_closed_gets_no_further_episode(tmp_path):
     """Writing to a closed connection raises RuntimeError in uvloop, whereas asyncio discards the data silently."""
     (tmp_path / "game.py").write_text(CODE)
     hosts, task = EpisodeHosts(f"{tmp_path / 'game.py'}:three"), Task.of(order().problem, seed=0)
@@ -282,8 +263,8 @@ async def test_host_process_whose_connection_is_closed_gets_no_further_episode(t
     assert ended.how == "raised" and "127.0.0.1:9" in ended.reason
 
 
-async def test_group_of_episodes_fails_if_no_engine_can_answer(tmp_path: Path) -> None:
-    def fail(_: object) -> str:
+async def test_group_of_episodes_fails_if_no_engine_can_answer(tmp_path):
+    def fail(_):
         raise DeadlineError("no engine completed the request")
 
     async with episodes(tmp_path, "three", TalkingSampler(fail)) as maker:
@@ -291,14 +272,14 @@ async def test_group_of_episodes_fails_if_no_engine_can_answer(tmp_path: Path) -
             await maker.make(order(samples=2), GroupProgress())
 
 
-async def test_group_fails_with_the_name_of_the_environment_that_cannot_be_loaded(tmp_path: Path) -> None:
+async def test_group_fails_with_the_name_of_the_environment_that_cannot_be_loaded(tmp_path):
     async with episodes(tmp_path, "absent", TalkingSampler()) as maker:
         with pytest.raises(PipelineError, match=r"model answered in no episode.*has no 'absent'"):
             await maker.make(order(), GroupProgress())
 
 
 @pytest.fixture
-def unreachable_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def unreachable_proxy(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "example.org")
@@ -306,13 +287,13 @@ def unreachable_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unreachable_proxy")
-async def test_client_of_user_code_reaches_the_gateway_although_a_proxy_is_set(tmp_path: Path) -> None:
+async def test_client_of_user_code_reaches_the_gateway_although_a_proxy_is_set(tmp_path):
     (made,) = await played(tmp_path, "asks_by_url")
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
 @pytest.mark.usefixtures("unreachable_proxy")
-async def test_verifier_judges_the_last_model_answer_if_an_external_command_plays_the_episode(tmp_path: Path) -> None:
+async def test_verifier_judges_the_last_model_answer_if_an_external_command_plays_the_episode(tmp_path):
     script = tmp_path / "agent.py"
     script.write_text(
         "import openai, sys\n"
@@ -336,9 +317,7 @@ async def test_verifier_judges_the_last_model_answer_if_an_external_command_play
 
 
 @pytest.mark.parametrize("limits", [EpisodeSection(max_turns=2), EpisodeSection(turn_tokens=1)])
-async def test_episode_whose_command_fails_at_a_limit_is_judged_by_its_last_answer(
-    limits: EpisodeSection, tmp_path: Path
-) -> None:
+async def test_episode_whose_command_fails_at_a_limit_is_judged_by_its_last_answer(limits, tmp_path):
     script = tmp_path / "agent.py"
     script.write_text(
         "import openai\n"
@@ -355,7 +334,7 @@ async def test_episode_whose_command_fails_at_a_limit_is_judged_by_its_last_answ
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
-async def test_failed_episode_command_is_reported_with_the_last_line_of_its_standard_error(tmp_path: Path) -> None:
+async def test_failed_episode_command_is_reported_with_the_last_line_of_its_standard_error(tmp_path):
     commands = Commands([sys.executable, "-c", "print('out'); raise SystemExit('no model named {task}')"])
     task = Task(problem_id="p", domain="talk", messages=({"role": "user", "content": "x"},), ground_truth="")
     ended = await commands.play(task, base_url="http://nowhere", api_key="k", timeout_s=PATIENCE_S)
@@ -366,22 +345,22 @@ async def test_failed_episode_command_is_reported_with_the_last_line_of_its_stan
 class CountingPlayer:
     """A player that counts how many of its episodes run at once."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = self.most = 0
 
-    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
+    async def play(self, task, *, base_url, api_key, timeout_s):
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(0.01)
         self.now -= 1
         return EpisodeEnd(how="returned")
 
-    async def start(self) -> None: ...
+    async def start(self): ...
 
-    async def close(self) -> None: ...
+    async def close(self): ...
 
 
-async def test_no_more_episodes_than_the_recipes_limit_run_at_once() -> None:
+async def test_no_more_episodes_than_the_recipes_limit_run_at_once():
     player = CountingPlayer()
     domain = EpisodeDomain(
         player=player, limits=EpisodeSection(), verifier=None, correct_at=1.0, places=asyncio.Semaphore(3)
@@ -393,8 +372,8 @@ async def test_no_more_episodes_than_the_recipes_limit_run_at_once() -> None:
     assert player.most == 3
 
 
-def test_programs_are_limited_by_cores_and_episodes_in_hosts_are_not() -> None:
-    def places(**keys: Any) -> int | None:
+def test_programs_are_limited_by_cores_and_episodes_in_hosts_are_not():
+    def places(**keys):
         found = places_of(DomainSection(name="d", source="addition", **keys))
         return None if found is None else found._value
 
@@ -403,7 +382,7 @@ def test_programs_are_limited_by_cores_and_episodes_in_hosts_are_not() -> None:
     assert places(**command, episode={"concurrent": 5}) == 5
 
 
-async def test_environment_may_return_messages_as_text_and_invalid_messages_are_rejected(tmp_path: Path) -> None:
+async def test_environment_may_return_messages_as_text_and_invalid_messages_are_rejected(tmp_path):
     async with episodes(tmp_path, "Texts", TalkingSampler(lambda messages: messages[-1].content[:1])) as maker:
         (made,) = await maker.make(order(), GroupProgress())
     assert "begin" in tokenizer().decode(made.rollout.turns[0].context_token_ids.tolist())

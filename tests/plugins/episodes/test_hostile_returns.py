@@ -1,10 +1,7 @@
 """Fuzzers of the boundaries of reward functions, verifiers and environments: hostile values mask, and end nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 CASES = [range(200), pytest.param(range(10_000), marks=pytest.mark.slow)]
 
 
-def check(number: int, verdict: Verdict, place: str) -> None:
+def check(number, verdict, place):
     """Check the verdict on one case: the right reward, or masked for a reason that names the source of the value."""
     told = (number, case(number), verdict)
     assert math.isfinite(verdict.reward) and len(verdict.reason) <= 1000, told
@@ -52,7 +49,7 @@ def check(number: int, verdict: Verdict, place: str) -> None:
 
 @pytest.mark.parametrize("numbers", CASES)
 @pytest.mark.parametrize("name", ["score", "score_async", "Judge"])
-async def test_hostile_return_of_a_reward_is_masked_with_its_place(name: str, numbers: range) -> None:
+async def test_hostile_return_of_a_reward_is_masked_with_its_place(name, numbers):
     section = DomainSection(name="d", source="addition", verifier=f"{CODE}:{name}", verifier_workers=1)
     verifier = open_verifier(section)
     try:
@@ -67,7 +64,7 @@ async def test_hostile_return_of_a_reward_is_masked_with_its_place(name: str, nu
 
 
 @pytest.mark.parametrize("numbers", CASES)
-async def test_hostile_return_of_an_environment_is_masked_with_its_place(numbers: range) -> None:
+async def test_hostile_return_of_an_environment_is_masked_with_its_place(numbers):
     hosts = EpisodeHosts(f"{CODE}:play")
     domain = EpisodeDomain(player=OneRequest(), limits=EpisodeSection(), verifier=None, correct_at=1.0)
     try:
@@ -84,7 +81,7 @@ async def test_hostile_return_of_an_environment_is_masked_with_its_place(numbers
         await hosts.close()
 
 
-async def played(hosts: EpisodeHosts, domain: EpisodeDomain, numbers: Sequence[int]) -> list[Verdict]:
+async def played(hosts, domain, numbers):
     episode = Episode(order(), 0, EpisodeSection())
     planned = episode.plan("main", {"messages": [{"role": "user", "content": "hello"}]})
     episode.record(planned, completion(planned.request, "a"))
@@ -96,7 +93,7 @@ async def played(hosts: EpisodeHosts, domain: EpisodeDomain, numbers: Sequence[i
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_hostile_step_of_an_environment_is_an_error_or_has_a_finite_reward(name: str) -> None:
+def test_hostile_step_of_an_environment_is_an_error_or_has_a_finite_reward(name):
     for step in (VALUES[name](), ("x", VALUES[name](), False), ("x", 0.5, VALUES[name]())):
         try:
             made = _step(step)
@@ -108,8 +105,8 @@ def test_hostile_step_of_an_environment_is_an_error_or_has_a_finite_reward(name:
     assert _messages("x") == [{"role": "user", "content": "x"}]
 
 
-def test_numpy_numbers_in_a_verdict_become_python_floats() -> None:
-    given = Verdict(outcome="partial", reward=np.float32(0.5), reason=None, parts=[("a", np.int64(1))])  # type: ignore[arg-type]
+def test_numpy_numbers_in_a_verdict_become_python_floats():
+    given = Verdict(outcome="partial", reward=np.float32(0.5), reason=None, parts=[("a", np.int64(1))])
     made = checked(given, place="here")
-    assert made == Verdict(outcome=Outcome.PARTIAL, reward=0.5, reason="", parts=(("a", 1.0),))  # type: ignore[arg-type]
+    assert made == Verdict(outcome=Outcome.PARTIAL, reward=0.5, reason="", parts=(("a", 1.0),))
     assert type(made.reward) is float

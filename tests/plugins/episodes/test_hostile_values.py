@@ -7,9 +7,7 @@ import copy
 import json
 import random
 import sys
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -18,10 +16,9 @@ from aiohttp import WSMsgType
 
 from pipelinerl.plugins.episodes.command import Commands
 from pipelinerl.plugins.episodes.environment import Task
-from pipelinerl.plugins.episodes.host_pool import EpisodeEnd, EpisodeHosts, HostLost
+from pipelinerl.plugins.episodes.host_pool import EpisodeHosts, HostLost
 from pipelinerl.plugins.episodes.openenv import (
     InvalidAction,
-    Observed,
     OpenEnvSession,
     ServerMalformed,
     ServerRefused,
@@ -46,21 +43,21 @@ _HOLE = "<hole>"
 class Socket:
     """The receiving end of a connection whose server sends one given frame."""
 
-    def __init__(self, data: str) -> None:
+    def __init__(self, data):
         self._data = data
 
-    async def send_json(self, _: Any) -> None: ...
+    async def send_json(self, _): ...
 
-    async def receive(self) -> Any:
+    async def receive(self):
         return SimpleNamespace(type=WSMsgType.TEXT, data=self._data)
 
 
-def hostile_frame(number: int) -> tuple[dict[str, Any], str]:
+def hostile_frame(number):
     """Return a valid frame, and its text with one node replaced by a hostile value."""
     chosen = random.Random(number)
     frame = chosen.choice(FRAMES)
     changed = copy.deepcopy(frame)
-    node: Any = changed
+    node = changed
     while True:
         place = chosen.choice([*node] if isinstance(node, dict) else range(len(node)))
         if not node[place] or not isinstance(node[place], dict | list) or chosen.random() < 0.3:
@@ -72,11 +69,11 @@ def hostile_frame(number: int) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("numbers", [range(200), pytest.param(range(10_000), marks=pytest.mark.slow)])
-async def test_only_an_action_that_an_openenv_server_calls_invalid_is_the_models_fault(numbers: range) -> None:
+async def test_only_an_action_that_an_openenv_server_calls_invalid_is_the_models_fault(numbers):
     for number in numbers:
         frame, text = hostile_frame(number)
         try:
-            observed = await OpenEnvSession(Socket(text), URL).step({"word": "x"})  # type: ignore[arg-type]
+            observed = await OpenEnvSession(Socket(text), URL).step({"word": "x"})
         except InvalidAction:
             assert json.loads(text)["data"]["code"] == "VALIDATION_ERROR", text
         except ServerMalformed as error:
@@ -87,7 +84,7 @@ async def test_only_an_action_that_an_openenv_server_calls_invalid_is_the_models
             check_observed(observed, text)
 
 
-def check_observed(observed: Observed, text: str) -> None:
+def check_observed(observed, text):
     sent = json.loads(text)["data"]
     assert type(observed.done) is bool and observed.done == sent.get("done", False)
     assert observed.reward is None or (type(sent["reward"]) in (int, float) and observed.reward == sent["reward"])
@@ -142,12 +139,12 @@ class Stops:
 """
 
 
-def task(name: str, text: str = "") -> Task:
+def task(name, text=""):
     return Task(problem_id=name, domain="d", messages=({"role": "user", "content": text},), ground_truth="")
 
 
 @asynccontextmanager
-async def hosts(folder: Path, name: str = "play") -> AsyncIterator[EpisodeHosts]:
+async def hosts(folder, name="play"):
     (folder / "game.py").write_text(HOST)
     made = EpisodeHosts(f"{folder / 'game.py'}:{name}")
     try:
@@ -157,7 +154,7 @@ async def hosts(folder: Path, name: str = "play") -> AsyncIterator[EpisodeHosts]
         await made.close()
 
 
-async def test_options_of_an_environment_are_in_no_command_line(tmp_path: Path) -> None:
+async def test_options_of_an_environment_are_in_no_command_line(tmp_path):
     file = tmp_path / "game.py"
     file.write_text(
         "import subprocess\n"
@@ -172,11 +169,11 @@ async def test_options_of_an_environment_are_in_no_command_line(tmp_path: Path) 
         await made.close()
 
 
-async def played(made: EpisodeHosts, name: str) -> EpisodeEnd:
+async def played(made, name):
     return await made.play(task(name), base_url="http://nowhere", api_key="k", timeout_s=PATIENCE_S)
 
 
-async def test_every_way_to_leave_an_episode_sends_its_end_and_spares_its_neighbours(tmp_path: Path) -> None:
+async def test_every_way_to_leave_an_episode_sends_its_end_and_spares_its_neighbours(tmp_path):
     async with hosts(tmp_path) as made:
         neighbour = asyncio.create_task(played(made, "waits"))
         await made.start()
@@ -199,9 +196,7 @@ async def test_every_way_to_leave_an_episode_sends_its_end_and_spares_its_neighb
 @pytest.mark.parametrize(
     ("name", "reason"), [("stray", "is no message of an episode host"), ("aborts", "it was killed by SIGABRT")]
 )
-async def test_end_of_a_host_is_reported_to_all_its_episodes_with_its_cause(
-    name: str, reason: str, tmp_path: Path
-) -> None:
+async def test_end_of_a_host_is_reported_to_all_its_episodes_with_its_cause(name, reason, tmp_path):
     async with hosts(tmp_path) as made:
         await made.start()
         neighbour = asyncio.create_task(played(made, "waits"))
@@ -211,18 +206,18 @@ async def test_end_of_a_host_is_reported_to_all_its_episodes_with_its_cause(
     assert [each.is_first for each in lost if isinstance(each, HostLost)].count(True) == 1
 
 
-async def test_method_that_raises_stop_iteration_ends_its_episode(tmp_path: Path) -> None:
+async def test_method_that_raises_stop_iteration_ends_its_episode(tmp_path):
     async with hosts(tmp_path, "Stops") as made:
         ended = await played(made, "x")
     assert ended.how == "raised" and "game.py:" in ended.reason and "StopIteration" in ended.reason
 
 
-async def run(*command: str, text: str = "", timeout_s: float = PATIENCE_S) -> EpisodeEnd:
+async def run(*command, text="", timeout_s=PATIENCE_S):
     return await Commands(command).play(task("x", text), base_url="http://nowhere", api_key="k", timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("text", ["x" * 200_000, "a\x00b"], ids=["long", "zero"])
-async def test_task_that_no_argument_can_hold_is_masked_with_the_remedy_and_fits_into_a_file(text: str) -> None:
+async def test_task_that_no_argument_can_hold_is_masked_with_the_remedy_and_fits_into_a_file(text):
     ended = await run("true", "{task}", text=text)
     assert ended.how == "raised" and "pass a long one as {task_file}" in ended.reason
     compare = f"import sys; sys.exit(open(sys.argv[1]).read() != {text[:3]!r} + {text[3:4]!r} * {len(text) - 3})"
@@ -238,12 +233,12 @@ async def test_task_that_no_argument_can_hold_is_masked_with_the_remedy_and_fits
         ("head -c 3000000 /dev/zero >&2; exit 1", "sh ended with status 1: "),
     ],
 )
-async def test_failed_program_is_reported_with_its_status_or_signal(script: str, reason: str) -> None:
+async def test_failed_program_is_reported_with_its_status_or_signal(script, reason):
     ended = await run("sh", "-c", script, text="\ud800{task_file}")
     assert ended.how == "raised" and ended.reason.startswith(reason) and len(ended.reason) < 5000
 
 
-async def test_children_of_a_program_in_sessions_of_their_own_end_with_its_episode(tmp_path: Path) -> None:
+async def test_children_of_a_program_in_sessions_of_their_own_end_with_its_episode(tmp_path):
     file = tmp_path / "pid"
     start = f"setsid sleep 600 & echo $! > {file}.new; mv {file}.new {file}"
     assert (await run("sh", "-c", start)).how == "returned"

@@ -1,7 +1,5 @@
 """Environments on OpenEnv servers, tested with a fake server and, in slow tests, with a server of OpenEnv's package."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -10,16 +8,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from types import FunctionType
-from typing import Any, final
+from typing import final
 
 import pytest
 from aiohttp import WSMsgType, web
 
-from pipelinerl.actor.group_maker import GroupProgress, MadeRollout, Sampler
+from pipelinerl.actor.group_maker import GroupProgress
 from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.errors import AddressError, ReferenceFailed
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -105,17 +101,17 @@ SCHEMA = {"properties": {"metadata": METADATA, "letter": LETTER}, "required": ["
 class Server:
     """A fake OpenEnv server of the guessing game. It allows one session at a time, as OpenEnv does by default."""
 
-    def __init__(self, *, calls: bool = False) -> None:
+    def __init__(self, *, calls=False):
         self.calls = calls
         self.taken = self.refused = 0
-        self.reset: list[dict[str, Any]] = []
+        self.reset = []
         self.app = web.Application()
         self.app.add_routes([web.get("/schema", self.schema), web.get("/ws", self.session)])
 
-    async def schema(self, request: web.Request) -> web.Response:
+    async def schema(self, request):
         return web.json_response({"action": CALL_SCHEMA if self.calls else SCHEMA, "observation": {}, "state": {}})
 
-    async def session(self, request: web.Request) -> web.WebSocketResponse:
+    async def session(self, request):
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         if self.taken:
@@ -133,7 +129,7 @@ class Server:
             self.taken -= 1
         return socket
 
-    def answer(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, kind, data):
         if kind == "reset":
             self.reset.append(data)
             return self.observed("guess a letter")
@@ -144,9 +140,9 @@ class Server:
         right = data["letter"] == self.reset[-1].get("word", "b")
         return self.observed("right" if right else "no", 1.0 if right else -0.25, done=right)
 
-    def called(self, data: dict[str, Any]) -> dict[str, Any]:
+    def called(self, data):
         tool = {"name": "double", "description": "Double a number.", "input_schema": {"type": "object"}}
-        observed: dict[str, Any] = {"tools": [tool]}
+        observed = {"tools": [tool]}
         if data["type"] == "call_tool":
             number = data["arguments"]["number"]
             result = {"content": [{"type": "text", "text": str(2 * number), "meta": None}], "is_error": False}
@@ -155,12 +151,12 @@ class Server:
             observed = {"tool_name": "double"} | ({"result": result} if is_number else {"result": None, "error": error})
         return {"type": "observation", "data": {"observation": observed, "reward": None, "done": False}}
 
-    def observed(self, hint: str, reward: float | None = None, *, done: bool = False) -> dict[str, Any]:
+    def observed(self, hint, reward=None, *, done=False):
         return {"type": "observation", "data": {"observation": {"hint": hint}, "reward": reward, "done": done}}
 
 
 @asynccontextmanager
-async def serving(server: Server, port: int = 0) -> AsyncIterator[str]:
+async def serving(server, port=0):
     runner = web.AppRunner(server.app, shutdown_timeout=0)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
@@ -171,11 +167,11 @@ async def serving(server: Server, port: int = 0) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def call(name: str, **arguments: object) -> str:
+def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-async def check_the_tools(url: str) -> None:
+async def check_the_tools(url):
     """Check that a scripted model can call the tools of the server at `url`, the fake one or OpenEnv's."""
     made = tool_tokenizer()
     words = ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
@@ -186,9 +182,7 @@ async def check_the_tools(url: str) -> None:
     assert "<tool_response>\nerror: 1 validation error" in third and rollout.rollout.verdict.reward == 0
 
 
-async def played(
-    url: str, script: Callable[..., str] | Sampler, *, samples: int = 1, **options: Any
-) -> list[MadeRollout]:
+async def played(url, script, *, samples=1, **options):
     hosts = EpisodeHosts(f"openenv:{url}", options)
     domain = EpisodeDomain(player=hosts, limits=EpisodeSection(max_turns=4), verifier=None, correct_at=1.0)
     sampler = TalkingSampler(script) if isinstance(script, FunctionType) else script
@@ -200,7 +194,7 @@ async def played(
             await domain.close()
 
 
-async def check_the_game(url: str) -> None:
+async def check_the_game(url):
     """Check turns, rewards and errors of the guessing game on the server at `url`, the fake one or OpenEnv's."""
     (made,) = await played(url, lambda messages: "a" if len(messages) == 1 else "b")
     first, second = made.rollout.turns
@@ -214,18 +208,18 @@ async def check_the_game(url: str) -> None:
     assert made.rollout.verdict.outcome is Outcome.VERIFIER_ERROR and "broken" in made.rollout.verdict.reason
 
 
-async def test_each_step_of_an_openenv_episode_becomes_a_turn_with_the_steps_reward() -> None:
+async def test_each_step_of_an_openenv_episode_becomes_a_turn_with_the_steps_reward():
     server = Server()
     async with serving(server) as url:
         await check_the_game(url)
 
 
-async def test_model_calls_the_tools_of_an_openenv_server() -> None:
+async def test_model_calls_the_tools_of_an_openenv_server():
     async with serving(Server(calls=True)) as url:
         await check_the_tools(url)
 
 
-async def test_episodes_of_a_group_use_one_seed_and_run_one_after_another_on_a_server_with_one_session() -> None:
+async def test_episodes_of_a_group_use_one_seed_and_run_one_after_another_on_a_server_with_one_session():
     server = Server()
     async with serving(server) as url:
         made = await played(url, lambda messages: "b", samples=3)
@@ -233,8 +227,8 @@ async def test_episodes_of_a_group_use_one_seed_and_run_one_after_another_on_a_s
     assert len({received["seed"] for received in server.reset}) == 1 and server.refused
 
 
-async def test_episode_waits_for_a_restarting_openenv_server() -> None:
-    async def later(port: int) -> None:
+async def test_episode_waits_for_a_restarting_openenv_server():
+    async def later(port):
         await asyncio.sleep(1)
         async with serving(Server(), port):
             await asyncio.sleep(PATIENCE_S)
@@ -264,20 +258,18 @@ async def test_episode_waits_for_a_restarting_openenv_server() -> None:
         ({"properties": {"x": LETTER, "y": LETTER}, "required": ["y"]}, "a", {"y": "a"}),
     ],
 )
-def test_models_answer_is_converted_to_an_action_of_the_openenv_servers_schema(
-    schema: dict[str, Any], text: str, action: dict[str, Any]
-) -> None:
+def test_models_answer_is_converted_to_an_action_of_the_openenv_servers_schema(schema, text, action):
     assert Actions(schema, None).of(text) == action
 
 
-def test_answer_that_is_no_valid_openenv_action_is_rejected_with_the_expected_form() -> None:
+def test_answer_that_is_no_valid_openenv_action_is_rejected_with_the_expected_form():
     with pytest.raises(ValueError, match="must be one JSON object"):
         Actions({"properties": {"x": LETTER, "y": LETTER}}, None).of("a")
     with pytest.raises(ReferenceFailed, match="have no 'z'; fields: x"):
         Actions({"properties": {"x": LETTER}}, "z")
 
 
-async def test_error_names_the_server_that_is_down_or_is_not_an_openenv_server() -> None:
+async def test_error_names_the_server_that_is_down_or_is_not_an_openenv_server():
     with pytest.raises(ReferenceFailed, match="expected openenv:http://host:port"):
         load_play("openenv:nowhere")
     with pytest.raises(ReferenceFailed, match=r"environment_options: .*`letter`"):
@@ -304,7 +296,7 @@ async def test_error_names_the_server_that_is_down_or_is_not_an_openenv_server()
 
 
 @pytest.fixture(scope="module")
-def openenv_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+def openenv_python(tmp_path_factory):
     """Return the path of a Python with OpenEnv's package: $OPENENV_PYTHON, or a newly made virtual environment."""
     if existing := os.environ.get("OPENENV_PYTHON"):
         return existing
@@ -317,7 +309,7 @@ def openenv_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def real_server(openenv_python: str, tmp_path: Path, kind: str) -> Iterator[str]:
+def real_server(openenv_python, tmp_path, kind):
     (tmp_path / "game.py").write_text(REAL)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -337,17 +329,13 @@ def real_server(openenv_python: str, tmp_path: Path, kind: str) -> Iterator[str]
 
 
 @pytest.mark.slow
-async def test_tool_server_of_the_openenv_package_behaves_like_the_fake_server(
-    openenv_python: str, tmp_path: Path
-) -> None:
+async def test_tool_server_of_the_openenv_package_behaves_like_the_fake_server(openenv_python, tmp_path):
     with real_server(openenv_python, tmp_path, "tools") as url:
         await check_the_tools(url)
 
 
 @pytest.mark.slow
-async def test_game_server_of_the_openenv_package_behaves_like_the_fake_server(
-    openenv_python: str, tmp_path: Path
-) -> None:
+async def test_game_server_of_the_openenv_package_behaves_like_the_fake_server(openenv_python, tmp_path):
     with real_server(openenv_python, tmp_path, "text") as url:
         await check_the_game(url)
         made = await played(url, lambda messages: "b", samples=2)
@@ -370,7 +358,7 @@ async def test_game_server_of_the_openenv_package_behaves_like_the_fake_server(
         response(b"busy", status=529),
     ],
 )
-async def test_schema_of_a_server_that_describes_no_actions_is_an_error_that_names_the_server(content: bytes) -> None:
+async def test_schema_of_a_server_that_describes_no_actions_is_an_error_that_names_the_server(content):
     async with raw_server(sending(content)) as url:
         with pytest.raises(AddressError, match=f"{url} is no OpenEnv server: "):
             await OpenEnv(url, {})._described()

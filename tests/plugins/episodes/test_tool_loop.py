@@ -1,27 +1,24 @@
 """Episodes with a tool that the recipe offers, with and without an agent: a scripted model, the real gateway."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import final
 
 import pytest
 
 from pipelinerl.actor.actor import VerifierTally
-from pipelinerl.actor.group_maker import GroupProgress, MadeRollout
+from pipelinerl.actor.group_maker import GroupProgress
 from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.errors import PipelineError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.episodes.client import ChatRefused, EpisodeClient
-from pipelinerl.plugins.episodes.environment import Task
 from pipelinerl.plugins.episodes.group import EpisodeDomain, Episodes
 from pipelinerl.plugins.episodes.host_pool import EpisodeEnd
 from pipelinerl.plugins.episodes.tool_loop import OneRequest, Toolbox
 from pipelinerl.plugins.episodes.trial import ScriptedAnswers
 from pipelinerl.system.http_client import hot_session
-from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, correct, wrong
 from tests.fakes.talking_sampler import order
 from tests.fakes.tool_model import tool_tokenizer
@@ -33,18 +30,18 @@ HELLO = {"role": "user", "content": "hello"}
 class Shout:
     name, description, argument = "shout", "Return the text in capitals.", "text"
 
-    async def call(self, text: str) -> tuple[str, bool]:
+    async def call(self, text):
         if text == "lost":
             raise PipelineError("the sandbox is lost")
         return text.upper(), text == "bad"
 
-    async def start(self) -> None: ...
+    async def start(self): ...
 
-    async def close(self) -> None: ...
+    async def close(self): ...
 
 
 class IsAB:
-    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+    async def verify(self, problem, completion_text):
         return correct("AB") if completion_text == "AB" else wrong("it is not AB")
 
 
@@ -56,36 +53,29 @@ Agent = Callable[[EpisodeClient], Awaitable[None]]
 class Played:
     """An episode player that runs the agent in the test's process instead of in a separate host process."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent):
         self.agent = agent
 
-    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
+    async def play(self, task, *, base_url, api_key, timeout_s):
         async with hot_session(token=None, keep_alive_s=1) as session:
             await self.agent(EpisodeClient(session, base_url=base_url, api_key=api_key))
         return EpisodeEnd(how="returned")
 
-    async def start(self) -> None: ...
+    async def start(self): ...
 
-    async def close(self) -> None: ...
+    async def close(self): ...
 
 
-def call(name: str = "shout", **arguments: object) -> str:
+def call(name="shout", **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def tokenizer() -> ChatTokenizer:
+def tokenizer():
     made = tool_tokenizer()
     return ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
 
 
-async def played(
-    answers: Sequence[str],
-    *,
-    max_turns: int = 4,
-    episodes: int = 1,
-    progress: GroupProgress | None = None,
-    agent: Agent | None = None,
-) -> MadeRollout:
+async def played(answers, *, max_turns=4, episodes=1, progress=None, agent=None):
     domain = EpisodeDomain(
         player=OneRequest() if agent is None else Played(agent),
         limits=EpisodeSection(max_turns=max_turns),
@@ -103,7 +93,7 @@ async def played(
     return made
 
 
-async def test_tool_result_is_sent_to_the_model_and_the_models_last_answer_is_judged() -> None:
+async def test_tool_result_is_sent_to_the_model_and_the_models_last_answer_is_judged():
     made = await played([call(text="ab"), "AB"])
     first, second = made.rollout.turns
     shown = tokenizer().decode(second.context_token_ids.tolist())
@@ -120,23 +110,23 @@ async def test_tool_result_is_sent_to_the_model_and_the_models_last_answer_is_ju
         (call(txt="ab"), 'the arguments must be {"text": "…"}'),
     ],
 )
-async def test_model_gets_the_error_as_the_result_of_an_invalid_tool_call(wrong_call: str, reply: str) -> None:
+async def test_model_gets_the_error_as_the_result_of_an_invalid_tool_call(wrong_call, reply):
     made = await played([wrong_call, "AB"])
     assert reply in tokenizer().decode(made.rollout.turns[1].context_token_ids.tolist())
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
-async def test_tool_calls_end_at_max_turns_and_a_lost_sandbox_gives_a_verifier_error() -> None:
+async def test_tool_calls_end_at_max_turns_and_a_lost_sandbox_gives_a_verifier_error():
     made = await played([call(text="ab")] * 3, max_turns=2)
     assert (len(made.rollout.turns), made.rollout.verdict.outcome) == (2, Outcome.WRONG)
     made = await played([call(text="lost"), "AB"])
     assert made.rollout.verdict.outcome is Outcome.VERIFIER_ERROR and "is lost" in made.rollout.verdict.reason
 
 
-async def test_agent_sees_only_the_final_answer_after_tool_calls_but_all_turns_are_in_one_segment() -> None:
+async def test_agent_sees_only_the_final_answer_after_tool_calls_but_all_turns_are_in_one_segment():
     seen = []
 
-    async def agent(client: EpisodeClient) -> None:
+    async def agent(client):
         first = await client.chat([HELLO])
         second = await client.chat([HELLO, first, {"role": "user", "content": "more"}])
         seen.extend([first.message, second.message])
@@ -149,10 +139,10 @@ async def test_agent_sees_only_the_final_answer_after_tool_calls_but_all_turns_a
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
-async def test_agent_calls_its_own_tool_and_the_model_reads_the_results_of_both_tools() -> None:
+async def test_agent_calls_its_own_tool_and_the_model_reads_the_results_of_both_tools():
     own = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
 
-    async def agent(client: EpisodeClient) -> None:
+    async def agent(client):
         first = await client.chat([HELLO], tools=[own])
         (own_call,) = first.tool_calls
         assert own_call["function"]["name"] == "add"
@@ -165,8 +155,8 @@ async def test_agent_calls_its_own_tool_and_the_model_reads_the_results_of_both_
     assert shown.index("\nAB\n") < shown.index("five") and second.begins == ""
 
 
-async def test_agent_that_repeats_a_request_discards_the_turns_of_its_tool_call_from_the_rollout() -> None:
-    async def agent(client: EpisodeClient) -> None:
+async def test_agent_that_repeats_a_request_discards_the_turns_of_its_tool_call_from_the_rollout():
+    async def agent(client):
         await client.chat([HELLO])
         await client.chat([HELLO])
 
@@ -174,10 +164,10 @@ async def test_agent_that_repeats_a_request_discards_the_turns_of_its_tool_call_
     assert len(made.rollout.turns) == 2 and made.rollout.turns[0].begins == "first"
 
 
-async def test_agents_tool_with_the_name_of_a_recipes_tool_is_rejected() -> None:
+async def test_agents_tool_with_the_name_of_a_recipes_tool_is_rejected():
     own = {"type": "function", "function": {"name": "shout", "description": "", "parameters": {"type": "object"}}}
 
-    async def agent(client: EpisodeClient) -> None:
+    async def agent(client):
         with pytest.raises(ChatRefused, match="'shout' is a tool of the recipe"):
             await client.chat([HELLO], tools=[own])
         await client.chat([HELLO])
@@ -185,7 +175,7 @@ async def test_agents_tool_with_the_name_of_a_recipes_tool_is_rejected() -> None
     assert len((await played(["AB"], agent=agent)).rollout.turns) == 1
 
 
-async def test_tool_calls_are_counted_as_parsed_or_malformed() -> None:
+async def test_tool_calls_are_counted_as_parsed_or_malformed():
     tally = VerifierTally()
     progress = GroupProgress()
     broken = call(text="ab").replace("}}", "}")
@@ -197,9 +187,7 @@ async def test_tool_calls_are_counted_as_parsed_or_malformed() -> None:
     assert (figures.episodes, figures.tool_errors) == (2, 1) and 0 <= figures.environment_s < PATIENCE_S
 
 
-async def test_actor_logs_one_warning_if_tools_are_offered_but_not_called_in_the_first_episodes(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_actor_logs_one_warning_if_tools_are_offered_but_not_called_in_the_first_episodes(caplog):
     await played(["AB"] * 25, episodes=25)
     (warning,) = [record.getMessage() for record in caplog.records if "tools are offered" in record.getMessage()]
     assert "domain talk: tools are offered, and none of the first 20 episodes" in warning

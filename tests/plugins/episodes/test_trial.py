@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,12 +39,12 @@ async def much(task, client):
 """
 
 
-async def lines(tokenizer: ChatTokenizer, **domain: object) -> list[tuple[str, str]]:
+async def lines(tokenizer, **domain):
     config = parse({**RECIPE, "domains": [RECIPE["domains"][0] | domain]})
     return await episode_tried(config, config.domains[0], PROBLEM, tokenizer)
 
 
-def with_tools() -> ChatTokenizer:
+def with_tools():
     try:
         probe.opened(Tier.DEFAULT).close()
     except SandboxMissing as error:
@@ -54,7 +53,7 @@ def with_tools() -> ChatTokenizer:
     return ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
 
 
-async def test_check_shows_a_trial_tool_call_its_result_and_the_verdict() -> None:
+async def test_check_shows_a_trial_tool_call_its_result_and_the_verdict():
     (_, call), (_, result), (_, verdict), (kind, warning) = await lines(with_tools(), max_tokens=256)
     assert kind == "warning" and "an episode of 3 such turns with answers of 256 tokens may reach" in warning
     assert '▸ \'<tool_call>\\n{"name": "python"' in call
@@ -62,31 +61,31 @@ async def test_check_shows_a_trial_tool_call_its_result_and_the_verdict() -> Non
     assert verdict.startswith("domains.sums: correct, reward 1;")
 
 
-async def test_user_environment_can_be_combined_with_the_python_tool_of_the_recipe(tmp_path: Path) -> None:
+async def test_user_environment_can_be_combined_with_the_python_tool_of_the_recipe(tmp_path):
     (tmp_path / "agent.py").write_text(CODE)
     played = await lines(with_tools(), environment=f"{tmp_path}/agent.py:once")
     assert "<tool_response>\\n42\\n</tool_response>" in played[1][1]
     assert played[2][1].startswith("domains.sums: correct, reward 1;")
 
 
-async def test_environment_that_never_calls_the_model_is_rejected(tmp_path: Path) -> None:
+async def test_environment_that_never_calls_the_model_is_rejected(tmp_path):
     (tmp_path / "agent.py").write_text(CODE)
     with pytest.raises(RecipeError, match="never asked the model"):
         await lines(without_tools(), environment=f"{tmp_path}/agent.py:nothing", episode={})
 
 
-async def test_check_warns_of_a_request_that_a_run_refuses_because_it_fills_the_context(tmp_path: Path) -> None:
+async def test_check_warns_of_a_request_that_a_run_refuses_because_it_fills_the_context(tmp_path):
     (tmp_path / "agent.py").write_text(CODE)
     kind, warning = (await lines(without_tools(), environment=f"{tmp_path}/agent.py:much", episode={}))[-1]
     assert kind == "warning" and re.search(r"has 5,\d+ tokens, and a run refuses it", warning)
 
 
-async def test_chat_template_without_tool_calls_is_rejected() -> None:
+async def test_chat_template_without_tool_calls_is_rejected():
     with pytest.raises(RecipeError, match=r"domains\.sums\.episode\.tools: the chat template .* does not use tools"):
         await lines(without_tools())
 
 
-async def test_chat_template_whose_tool_calls_cannot_be_parsed_back_is_rejected() -> None:
+async def test_chat_template_whose_tool_calls_cannot_be_parsed_back_is_rejected():
     template = TOOL_TEMPLATE.replace("<tool_call>", "<do>").replace("</tool_call>", "</do>")
     tokenizer = ChatTokenizer(tool_tokenizer(template=template), {1})
     with pytest.raises(RecipeError, match=r"episode\.tools: the calls .* cannot be parsed back.*Hermes, Qwen3-Coder"):
@@ -94,6 +93,6 @@ async def test_chat_template_whose_tool_calls_cannot_be_parsed_back_is_rejected(
     assert tool_format(tokenizer).startswith("writes no tool calls that can be parsed back")
 
 
-def test_check_names_the_format_of_tool_calls() -> None:
+def test_check_names_the_format_of_tool_calls():
     tokenizer = ChatTokenizer(tool_tokenizer(), {1})
     assert tool_format(tokenizer) == "writes tool calls in the format of Hermes, which is parsed"

@@ -1,7 +1,5 @@
 """Tasksets of the library `verifiers`, which runs in a separate virtual environment that slow tests first install."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.actor.group_maker import GroupProgress, MadeRollout
+from pipelinerl.actor.group_maker import GroupProgress
 from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.errors import PipelineError, ReferenceFailed
 from pipelinerl.plugins.episodes.group import EpisodeDomain, Episodes
@@ -67,7 +65,7 @@ __all__ = ["Letters", "Pair"]
 """
 
 
-def numbered(index: int, samples: int = 1) -> PromptOrder:
+def numbered(index, samples=1):
     problem = Problem(
         problem_id=f"p{index}",
         domain="talk",
@@ -78,11 +76,11 @@ def numbered(index: int, samples: int = 1) -> PromptOrder:
     return PromptOrder(**{**vars_of(order(samples=samples)), "problem": problem})
 
 
-def vars_of(made: PromptOrder) -> dict[str, object]:
+def vars_of(made):
     return {name: getattr(made, name) for name in made.__dataclass_fields__}
 
 
-def test_python_without_the_verifiers_library_is_rejected_with_an_install_command() -> None:
+def test_python_without_the_verifiers_library_is_rejected_with_an_install_command():
     with pytest.raises(ReferenceFailed, match=r"needs environment_options.python"):
         check_taskset("letters", {})
     with pytest.raises(ReferenceFailed, match=r"has no verifiers of version 0.4; .* -m pip install"):
@@ -90,7 +88,7 @@ def test_python_without_the_verifiers_library_is_rejected_with_an_install_comman
 
 
 @pytest.fixture(scope="module")
-def verifiers_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+def verifiers_python(tmp_path_factory):
     """Return the path of a Python with `verifiers`: $VERIFIERS_PYTHON, or a newly made virtual environment."""
     if existing := os.environ.get("VERIFIERS_PYTHON"):
         return existing
@@ -102,12 +100,12 @@ def verifiers_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def options(verifiers_python: str, tmp_path: Path) -> dict[str, object]:
+def options(verifiers_python, tmp_path):
     (tmp_path / "letters.py").write_text(TASKSET)
     return {"python": verifiers_python, "path": str(tmp_path), "taskset": {"letters": "abc"}}
 
 
-async def played(options: dict[str, object], *orders: PromptOrder) -> list[list[MadeRollout]]:
+async def played(options, *orders):
     check_taskset("letters", options)
     hosts = EpisodeHosts("verifiers:letters", options)
     domain = EpisodeDomain(player=hosts, limits=EpisodeSection(max_turns=4), verifier=None, correct_at=1.0)
@@ -120,9 +118,7 @@ async def played(options: dict[str, object], *orders: PromptOrder) -> list[list[
 
 
 @pytest.mark.slow
-async def test_answers_get_the_rewards_of_the_rubric_in_a_taskset_of_the_verifiers_library(
-    options: dict[str, object],
-) -> None:
+async def test_answers_get_the_rewards_of_the_rubric_in_a_taskset_of_the_verifiers_library(options):
     wrong, right = await played(options, numbered(0), numbered(2, samples=3))
     assert [each.rollout.verdict.reward for each in wrong] == [0.5]
     assert [each.rollout.verdict.reward for each in right] == [1.5] * 3
@@ -133,13 +129,13 @@ async def test_answers_get_the_rewards_of_the_rubric_in_a_taskset_of_the_verifie
 
 
 @pytest.mark.slow
-async def test_verifiers_library_environment_that_wraps_a_taskset_plays_episodes(options: dict[str, object]) -> None:
+async def test_verifiers_library_environment_that_wraps_a_taskset_plays_episodes(options):
     ((made,),) = await played({**options, "id": "best_of_n", "n": 1}, numbered(2))
     assert made.rollout.verdict.reward == 1.5 and len(made.rollout.turns) == 1
 
 
 @pytest.mark.slow
-async def test_agents_of_a_verifiers_environment_train_under_their_own_names(options: dict[str, object]) -> None:
+async def test_agents_of_a_verifiers_environment_train_under_their_own_names(options):
     (Path(str(options["path"])) / "letters.py").write_text(TASKSET + PAIR)
     ((both,),) = await played(options, numbered(2))
     assert [turn.agent for turn in both.rollout.turns] == ["writer", "critic"]
@@ -151,7 +147,7 @@ async def test_agents_of_a_verifiers_environment_train_under_their_own_names(opt
 
 
 @pytest.mark.slow
-async def test_episodes_of_a_verifiers_taskset_share_connections(options: dict[str, object]) -> None:
+async def test_episodes_of_a_verifiers_taskset_share_connections(options):
     open_files = 'float(len(__import__("os").listdir("/proc/self/fd")))'
     file = Path(str(options["path"])) / "letters.py"
     file.write_text(TASKSET.replace("float(trace.last_reply == self.data.answer)", open_files))
@@ -160,9 +156,7 @@ async def test_episodes_of_a_verifiers_taskset_share_connections(options: dict[s
 
 
 @pytest.mark.slow
-async def test_error_names_the_missing_task_of_a_taskset_or_the_taskset_that_fails_to_load(
-    options: dict[str, object],
-) -> None:
+async def test_error_names_the_missing_task_of_a_taskset_or_the_taskset_that_fails_to_load(options):
     with pytest.raises(PipelineError, match=r"has 3 tasks and no number 7; lower parameters.count to 3"):
         await played(options, numbered(7))
     with pytest.raises(PipelineError, match=r"verifiers:letters cannot be loaded by .*: ModuleNotFoundError: taskset"):
@@ -177,7 +171,7 @@ async def test_error_names_the_missing_task_of_a_taskset_or_the_taskset_that_fai
 
 
 @pytest.mark.slow
-async def test_harness_of_the_verifiers_library_plays_episodes(options: dict[str, object]) -> None:
+async def test_harness_of_the_verifiers_library_plays_episodes(options):
     if not (Path(str(options["python"])).parent / "uv").exists():
         pytest.skip("left out: harnesses of verifiers need uv in the folder of its Python")
     ((made,),) = await played({**options, "agent": {"harness": {"id": "null"}}}, numbered(2))

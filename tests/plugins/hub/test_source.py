@@ -1,13 +1,9 @@
 """Tests of the source `hub:<id>`: offline, it reads the cache; without a cache, it fails with a one-sentence error."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +12,6 @@ from pipelinerl.data.problems import look_at, open_source
 from pipelinerl.data.prompts import Prompts
 from pipelinerl.data.source import SourceRequest, Split
 from pipelinerl.errors import RecipeError
-from pipelinerl.types import Problem
 from tests.data.files.test_source import ROWS, WRITERS, jsonl, parquet
 from tests.patience import PATIENCE_S
 
@@ -44,7 +39,7 @@ print(first and first.messages[0].content, len(seen))
 """
 
 
-def output_of(cache: Path, program: str = OPEN) -> str:
+def output_of(cache, program=OPEN):
     """Run a program in a new process, as the hub's library reads HF_HUB_OFFLINE only at import; return its output."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
     done = subprocess.run(
@@ -53,7 +48,7 @@ def output_of(cache: Path, program: str = OPEN) -> str:
     return done.stdout.strip()
 
 
-def test_cached_data_set_of_the_hub_is_read_as_a_folder(tmp_path: Path) -> None:
+def test_cached_data_set_of_the_hub_is_read_as_a_folder(tmp_path):
     commit = "0" * 40
     repository = tmp_path / "hub" / "datasets--some--thing"
     parquet(repository / "snapshots" / commit / "data" / "train-00000-of-00001.parquet", ROWS[:40])
@@ -64,11 +59,11 @@ def test_cached_data_set_of_the_hub_is_read_as_a_folder(tmp_path: Path) -> None:
     assert output_of(tmp_path, LOOK) == f"{ROWS[0]['prompt']} 18", "nine rows of each file"
 
 
-def test_check_before_a_run_fetches_nothing_from_the_hub(tmp_path: Path) -> None:
+def test_check_before_a_run_fetches_nothing_from_the_hub(tmp_path):
     assert output_of(tmp_path, LOOK) == "None 0"
 
 
-def test_failed_fetch_from_the_hub_is_reported_in_one_sentence(tmp_path: Path) -> None:
+def test_failed_fetch_from_the_hub_is_reported_in_one_sentence(tmp_path):
     output = output_of(tmp_path)
     assert output.startswith("domains.d.source: hub:some/thing cannot be fetched from here, and is not in the cache (")
     assert 'set source = "files" with its path' in output and "\n" not in output
@@ -83,9 +78,7 @@ def test_failed_fetch_from_the_hub_is_reported_in_one_sentence(tmp_path: Path) -
         ("hub:a b", {}, "domains.d.source: Repo id must"),
     ],
 )
-def test_invalid_reference_to_a_hub_data_set_is_rejected(
-    source: str, parameters: dict[str, object], sentence: str
-) -> None:
+def test_invalid_reference_to_a_hub_data_set_is_rejected(source, parameters, sentence):
     with pytest.raises(RecipeError, match=sentence):
         open_source(source, domain="d", split=Split.TRAIN, seed=0, parameters=parameters)
 
@@ -93,11 +86,11 @@ def test_invalid_reference_to_a_hub_data_set_is_rejected(
 MEBIBYTE = 2**20
 
 
-def looked_at(path: Path, rows: int, *, size: int = MEBIBYTE, refuse: str = "", **parameters: Any) -> list[str]:
+def looked_at(path, rows, *, size=MEBIBYTE, refuse="", **parameters):
     """Check the first rows of a data file, as before a run; return their questions. Question `refuse` is rejected."""
-    seen: list[str] = []
+    seen = []
 
-    def check(problem: Problem) -> None:
+    def check(problem):
         if problem.messages[-1].content == refuse:
             raise RecipeError("no verifier can judge it")
         seen.append(problem.messages[-1].content)
@@ -109,7 +102,7 @@ def looked_at(path: Path, rows: int, *, size: int = MEBIBYTE, refuse: str = "", 
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_check_of_a_data_set_before_a_run_reads_only_the_requested_number_of_rows(name: str, tmp_path: Path) -> None:
+def test_check_of_a_data_set_before_a_run_reads_only_the_requested_number_of_rows(name, tmp_path):
     path = WRITERS[name](tmp_path / name)
     questions = [row["prompt"] for row in ROWS]
     each = 10 if name != "saved" else 5  # the data set `saved` has two files; 5 rows of each are read
@@ -120,7 +113,7 @@ def test_check_of_a_data_set_before_a_run_reads_only_the_requested_number_of_row
         looked_at(path, 1000, refuse=questions[3])
 
 
-def test_check_of_a_data_file_stops_at_the_last_complete_line_within_the_byte_limit(tmp_path: Path) -> None:
+def test_check_of_a_data_file_stops_at_the_last_complete_line_within_the_byte_limit(tmp_path):
     path = jsonl(tmp_path / "a.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     third_half_read = len(lines[0] + lines[1]) + len(lines[2]) // 2
@@ -128,7 +121,7 @@ def test_check_of_a_data_file_stops_at_the_last_complete_line_within_the_byte_li
     assert looked_at(path, 1000, size=5) == []
 
 
-def test_invalid_data_row_gives_the_same_error_in_the_check_before_a_run_as_in_the_run(tmp_path: Path) -> None:
+def test_invalid_data_row_gives_the_same_error_in_the_check_before_a_run_as_in_the_run(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [*ROWS, {"prompt": "a", "answer": "b", "metadata": "c"}])
     with pytest.raises(RecipeError, match=r"a\.jsonl line 61: field 'metadata' must be an object, got 'c'"):
         looked_at(path, 1000)
@@ -138,8 +131,8 @@ def test_invalid_data_row_gives_the_same_error_in_the_check_before_a_run_as_in_t
         looked_at(path, 10, rate_field="rate", order="easy_first")
 
 
-def test_problems_of_generators_are_checked_before_a_run() -> None:
-    seen: list[Problem] = []
+def test_problems_of_generators_are_checked_before_a_run():
+    seen = []
     request = SourceRequest(domain="d", split=Split.TRAIN, seed=0, parameters={"max_digits": 1}, prompts=Prompts())
     assert look_at("addition", request, FirstRows(100, MEBIBYTE), seen.append) == seen[0]
     assert len(seen) == 2

@@ -1,11 +1,8 @@
 """Tests of the source `programs`: a reference program passes its problem's tests; printing the input fails them."""
 
-from __future__ import annotations
-
 import io
 import re
 from contextlib import redirect_stdout
-from typing import Any
 
 import pytest
 
@@ -14,14 +11,13 @@ from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.oubliette.code_problem import CodeProblem, program_block
 from pipelinerl.plugins.oubliette.programs import open_programs
-from pipelinerl.types import Problem
 
 
-def source(split: Split = Split.TRAIN, **parameters: Any) -> Any:
+def source(split=Split.TRAIN, **parameters):
     return open_programs(SourceRequest(domain="code", split=split, seed=3, parameters=parameters))
 
 
-def printed(program: str, given: bytes) -> bytes:
+def printed(program, given):
     """Return a program's output. Running it here is safe: this project generated it, not a model."""
     output = io.StringIO()
     with redirect_stdout(output):
@@ -29,13 +25,13 @@ def printed(program: str, given: bytes) -> bytes:
     return output.getvalue().encode()
 
 
-def program_of(problem: Problem) -> str:
+def program_of(problem):
     block = program_block(problem.ground_truth, ["python"])
     assert block is not None
     return block.code
 
 
-def test_reference_program_of_a_problem_passes_its_tests_and_a_program_that_prints_its_input_fails() -> None:
+def test_reference_program_of_a_problem_passes_its_tests_and_a_program_that_prints_its_input_fails():
     made = source(operations=3, max_number=50, tests=4)
     seen = set()
     for index in range(300):
@@ -49,7 +45,7 @@ def test_reference_program_of_a_problem_passes_its_tests_and_a_program_that_prin
     assert seen == {("operations=1",), ("operations=2",), ("operations=3",)}
 
 
-def test_generated_program_problems_depend_only_on_the_index_and_splits_are_disjoint() -> None:
+def test_generated_program_problems_depend_only_on_the_index_and_splits_are_disjoint():
     first, again = source(), source()
     assert [first.problem(i) for i in range(20)] == [again.problem(i) for i in reversed(range(20))][::-1]
     held_out = [source(Split.HELD_OUT, max_number=99).problem(i).messages for i in range(40)]
@@ -57,13 +53,13 @@ def test_generated_program_problems_depend_only_on_the_index_and_splits_are_disj
     assert len(set(held_out)) == 40 and trained.isdisjoint(held_out)
 
 
-def test_operand_of_a_nested_operation_in_a_generated_problem_is_in_parentheses() -> None:
+def test_operand_of_a_nested_operation_in_a_generated_problem_is_in_parentheses():
     texts = [source(operations=2).problem(i).messages[0].content for i in range(200)]
     nested = [text for text in texts if "(" in text]
     assert nested and all(re.search(r"\((x|\d|the)[^()]*\)", text) for text in nested)
 
 
 @pytest.mark.parametrize("parameters", [{"operations": 4}, {"tests": 0}, {"max_number": 1}, {"level": 2}])
-def test_error_names_unknown_and_invalid_program_parameters(parameters: dict[str, int]) -> None:
+def test_error_names_unknown_and_invalid_program_parameters(parameters):
     with pytest.raises(RecipeError, match=f"domains.code.parameters.*{next(iter(parameters))}"):
         source(**parameters)

@@ -1,7 +1,5 @@
 """The HTML report of a run matches the run's events, needs no external resource, and escapes every text."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -9,16 +7,14 @@ import resource
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg, ticks
 from pipelinerl.observability.evaluations import evaluation_rows, group_rows
-from pipelinerl.observability.events import Event
 from pipelinerl.observability.progress import domain_lines
-from pipelinerl.observability.run_history import RunHistory, Series, mean_of, tell
+from pipelinerl.observability.run_history import Series, mean_of, tell
 from pipelinerl.observability.samples.record import SampleKind
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.observability.status import LastStepStatus, RunStatus
@@ -43,38 +39,38 @@ VOID = {"meta", "br", "img", "link", "input", "hr"}
 class Page(HTMLParser):
     """HTML parser that collects elements with their attributes, and fails on tags that are closed in a wrong order."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
+        self.open = []
+        self.seen = []
+        self.text = []
         self.feed(text)
         self.close()
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.seen.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.seen.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text.append(data)
 
 
-def _run(tmp_path: Path, made: list[dict[str, Any]], recipe: str = "") -> Path:
+def _run(tmp_path, made, recipe=""):
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in made))
     if recipe:
         (tmp_path / "recipe.toml").write_text(recipe)
     return tmp_path
 
 
-def test_report_contains_charts_events_and_recipe(tmp_path: Path) -> None:
+def test_report_contains_charts_events_and_recipe(tmp_path):
     files = write_report(_run(tmp_path, events(), "[run]\nname = 'tiny'"))
     assert files.picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert files.picture.stat().st_size > 20_000
@@ -94,16 +90,14 @@ def test_report_contains_charts_events_and_recipe(tmp_path: Path) -> None:
     assert "decision" not in text, "the number of a decision is left out"
 
 
-def test_report_without_matplotlib_lacks_the_picture_and_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_without_matplotlib_lacks_the_picture_and_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report_of(_run(tmp_path, events(20))) == [tmp_path / "report.html"]
     assert (tmp_path / "report.html").stat().st_size
     assert "needs matplotlib, which is not installed; pip install -e '.[report]'" in capsys.readouterr().err
 
 
-def test_failed_write_of_a_report_keeps_the_earlier_report(tmp_path: Path) -> None:
+def test_failed_write_of_a_report_keeps_the_earlier_report(tmp_path):
     files = write_report(_run(tmp_path, events(20)))
     before = files.html.read_bytes(), files.picture.read_bytes()
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -117,7 +111,7 @@ def test_failed_write_of_a_report_keeps_the_earlier_report(tmp_path: Path) -> No
     assert not list(tmp_path.glob(".new-*"))
 
 
-def test_report_loads_no_external_resource(tmp_path: Path) -> None:
+def test_report_loads_no_external_resource(tmp_path):
     text = write_report(_run(tmp_path, events(40))).html.read_text()
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.seen}
@@ -125,15 +119,15 @@ def test_report_loads_no_external_resource(tmp_path: Path) -> None:
     assert not re.search(r"url\(|@import|javascript:", text)
 
 
-def test_report_supports_dark_mode_and_phones() -> None:
+def test_report_supports_dark_mode_and_phones():
     text = render(tell(events(10)), "")
     assert "prefers-color-scheme: dark" in text
     assert "width=device-width" in text
 
 
-def test_report_escapes_text_from_the_run() -> None:
+def test_report_escapes_text_from_the_run():
     evil = "<script>alert(1)</script>"
-    made: list[Event] = [
+    made = [
         {"kind": "run_started", "run": evil, "elapsed_s": 0.0},
         {"kind": "knobs", "changes": {evil: evil}, "who": evil, "step": evil, "elapsed_s": 1.0},
         {"kind": "engine_lost", "url": evil, evil: 1, "elapsed_s": 2.0},
@@ -157,21 +151,21 @@ def test_report_escapes_text_from_the_run() -> None:
     ],
     ids=["no events", "started", "one step", "one evaluation", "no reward", "no interval", "no answer"],
 )
-def test_report_can_be_written_for_a_run_with_few_events(tmp_path: Path, made: list[dict[str, Any]]) -> None:
+def test_report_can_be_written_for_a_run_with_few_events(tmp_path, made):
     files = write_report(_run(tmp_path, made))
     Page(files.html.read_text())
     assert files.picture.exists()
 
 
-def test_report_can_be_written_from_an_event_log_whose_last_line_is_incomplete(tmp_path: Path) -> None:
+def test_report_can_be_written_from_an_event_log_whose_last_line_is_incomplete(tmp_path):
     folder = _run(tmp_path, events(20))
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"kind": "step", "ste')
     Page(write_report(folder).html.read_text())
 
 
-def test_report_of_a_resumed_run_counts_each_step_once() -> None:
-    made: list[Event] = [
+def test_report_of_a_resumed_run_counts_each_step_once():
+    made = [
         {"kind": "run_started", "run": "r", "elapsed_s": 0.0},
         *({"kind": "step", "step": s, "reward": 0.0, "sampled_tokens": 5, "elapsed_s": float(s)} for s in (1, 2, 3)),
         {"kind": "run_finished", "reason": "stopped", "elapsed_s": 3.5},
@@ -187,7 +181,7 @@ def test_report_of_a_resumed_run_counts_each_step_once() -> None:
     assert history.duration_s == 6.0
 
 
-def test_report_summary_shows_accuracy_steps_and_tokens() -> None:
+def test_report_summary_shows_accuracy_steps_and_tokens():
     history = tell(events())
     rows = dict(summary_rows(history))
     assert rows["outcome"] == "all steps taken"
@@ -199,7 +193,7 @@ def test_report_summary_shows_accuracy_steps_and_tokens() -> None:
     assert "runs/tiny/report.html" in console.export_text()
 
 
-def test_smoothing_leaves_a_constant_series_unchanged_and_averages_spikes() -> None:
+def test_smoothing_leaves_a_constant_series_unchanged_and_averages_spikes():
     series = Series(tuple(map(float, range(200))), (2.0,) * 200)
     assert series.smoothed().y == pytest.approx(series.y)
     spike = Series(tuple(map(float, range(81))), (0.0,) * 40 + (5.0,) + (0.0,) * 40).smoothed()
@@ -211,12 +205,12 @@ def test_smoothing_leaves_a_constant_series_unchanged_and_averages_spikes() -> N
     ("low", "high", "expected"),
     [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0, 7, [0, 2, 4, 6, 8]), (-3, 12, [-5, 0, 5, 10, 15]), (0, 0, [0, 0.2])],
 )
-def test_chart_ticks_are_round_and_cover_the_range(low: float, high: float, expected: list[float]) -> None:
+def test_chart_ticks_are_round_and_cover_the_range(low, high, expected):
     assert ticks(low, high) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("high", [1e-9, 3.7e-6, 0.3, 17.0, 123456.0, 8e12])
-def test_chart_ticks_cover_ranges_of_any_size(high: float) -> None:
+def test_chart_ticks_cover_ranges_of_any_size(high):
     positions = ticks(0.0, high)
     assert positions[0] <= 0
     assert positions[-1] >= high * (1 - 1e-6)
@@ -228,11 +222,11 @@ def test_chart_ticks_cover_ranges_of_any_size(high: float) -> None:
     [(0, "0"), (0.0125, "0.0125"), (3.5, "3.5"), (412, "412"), (5000, "5k"), (9016.2, "9,016"), (12345, "12.3k"),
      (2.5e6, "2.5M"), (-3e9, "-3G")],
 )  # fmt: skip
-def test_large_numbers_are_abbreviated_in_the_report(value: float, text: str) -> None:
+def test_large_numbers_are_abbreviated_in_the_report(value, text):
     assert compact(value) == text
 
 
-def test_chart_of_a_long_series_shows_its_spikes_with_few_points() -> None:
+def test_chart_of_a_long_series_shows_its_spikes_with_few_points():
     xs = tuple(map(float, range(100_000)))
     ys = tuple(1000.0 if x == 54_321 else math.sin(x) for x in xs)
     drawn = svg(Chart(lines=(Line(series=Series(xs, ys)),), x_label="step"))
@@ -241,7 +235,7 @@ def test_chart_of_a_long_series_shows_its_spikes_with_few_points() -> None:
     assert top == pytest.approx(12.0, abs=0.1)  # the spike reaches the frame's upper edge
 
 
-def test_chart_draws_a_series_of_one_point_as_a_dot() -> None:
+def test_chart_draws_a_series_of_one_point_as_a_dot():
     drawn = svg(
         Chart(lines=(Line(series=Series((3.0,), (0.5,)), mark=Mark.DOTS, label="a"),), x_label="step", percent=True)
     )
@@ -249,7 +243,7 @@ def test_chart_draws_a_series_of_one_point_as_a_dot() -> None:
     assert "a 50.0% at step 3" in drawn
 
 
-def test_report_shows_the_model_version_and_pass_at_k_of_each_evaluation() -> None:
+def test_report_shows_the_model_version_and_pass_at_k_of_each_evaluation():
     page = render(tell(events(24)), "")
     text = " ".join(Page(page).text)
     assert "v24 alone, on http://127.0.0.1:4001" in text and "512 × 4" in text
@@ -259,7 +253,7 @@ def test_report_shows_the_model_version_and_pass_at_k_of_each_evaluation() -> No
     assert rows["last evaluation"].startswith("pass@1 ") and "v24 alone" in rows["last evaluation"]
 
 
-def test_report_shows_the_last_evaluation_by_domain_and_tag() -> None:
+def test_report_shows_the_last_evaluation_by_domain_and_tag():
     math = {"problems": 9, "accuracy": 0.5, "low": 0.25, "high": 0.75, "length_mean": 20.4, "length_p95": 64.0}
     math |= {"truncated": 0.125, "pass_at": [{"k": 4, "value": 0.75, "low": 0.5, "high": 1.0, "problems": 9}]}
     math |= {"majority_at": [{"k": 4, "value": 0.625, "low": 0.5, "high": 1.0, "problems": 9}]}
@@ -276,7 +270,7 @@ def test_report_shows_the_last_evaluation_by_domain_and_tag() -> None:
     assert "tag level=<1>" in " ".join(Page(render(history, "")).text)
 
 
-def test_evaluation_event_with_missing_fields_shows_only_known_fields() -> None:
+def test_evaluation_event_with_missing_fields_shows_only_known_fields():
     old = [{"kind": "evaluation", "time": 1.0, "elapsed_s": 1.0, "model_version": 3, "accuracy": 0.5}]
     ((step, accuracy, *rest),) = evaluation_rows(tell(old).evaluations)
     assert (step, accuracy, rest[-2:]) == ("3", "50.0%", ["", ""])
@@ -287,14 +281,14 @@ def test_evaluation_event_with_missing_fields_shows_only_known_fields() -> None:
     assert (weights, note) == ("v2 to v4", "7 unjudged; incomplete: no answer came")
 
 
-def test_report_of_a_single_step_and_evaluation_shows_no_change() -> None:
+def test_report_of_a_single_step_and_evaluation_shows_no_change():
     made = events(24)
     kept = [next(event for event in made if event["kind"] == kind) for kind in ("run_started", "step", "evaluation")]
     rows = dict(summary_rows(tell(kept)))
     assert rows["held-out accuracy"].startswith("7.8%") and "→" not in "".join(rows.values())
 
 
-def of_two_sets() -> list[dict[str, Any]]:
+def of_two_sets():
     """Return a run's events with a second evaluation set, evaluated at the first set's steps and at one more step."""
     made = events(24)
     first = [event | {"name": "math", "place": 0} for event in made if event["kind"] == "evaluation"]
@@ -304,7 +298,7 @@ def of_two_sets() -> list[dict[str, Any]]:
     return [event for event in made if event["kind"] != "evaluation"] + [*second, between, *first]
 
 
-def test_report_lists_each_evaluation_set_separately_in_the_order_of_the_recipe() -> None:
+def test_report_lists_each_evaluation_set_separately_in_the_order_of_the_recipe():
     history = tell(of_two_sets())
     assert list(history.evaluation_sets) == ["math", "<aime>"]
     assert {event["name"] for event in history.evaluations} == {"math"}
@@ -322,12 +316,12 @@ def test_report_lists_each_evaluation_set_separately_in_the_order_of_the_recipe(
     assert "Held-out accuracy by set" not in " ".join(Page(render(alone, "")).text), "a single set has no own chart"
 
 
-def step(number: int, *updates: dict[str, float]) -> dict[str, Any]:
+def step(number, *updates):
     event = {"kind": "step", "time": 0.0, "elapsed_s": float(number), "step": number}
     return event | ({"updates": list(updates), "optimizer_steps": float(len(updates))} if updates else {})
 
 
-def test_optimizer_steps_are_charted_at_fractions_of_their_training_step() -> None:
+def test_optimizer_steps_are_charted_at_fractions_of_their_training_step():
     events = [
         step(1, {"kl_old": 0.0, "clip_fraction": 0.1}, {"kl_old": 0.5, "clip_fraction": 0.2}),
         step(2, {"clip_fraction": 0.3}),
@@ -338,15 +332,15 @@ def test_optimizer_steps_are_charted_at_fractions_of_their_training_step() -> No
     assert made.y == (2.0, 1.0)
 
 
-def test_report_has_no_charts_of_optimizer_steps_if_each_batch_is_one_optimizer_step() -> None:
+def test_report_has_no_charts_of_optimizer_steps_if_each_batch_is_one_optimizer_step():
     assert not any(line.series for _, chart in update_charts(tell([step(1), step(2)])) for line in chart.lines)
 
 
-def history(*steps: dict[str, Any]) -> RunHistory:
+def history(*steps):
     return tell([{"kind": "step", "step": number, "elapsed_s": 1.0, **step} for number, step in enumerate(steps, 1)])
 
 
-def test_domain_means_in_the_report_weight_each_step_by_its_number_of_rollouts() -> None:
+def test_domain_means_in_the_report_weight_each_step_by_its_number_of_rollouts():
     words = {"rollouts": 30, "reward": 1.0, "reward.format": 0.5, "accuracy": 1.0, "groups": 3, "stale_groups": 1}
     seldom = {"rollouts": 10, "reward": 0.0, "accuracy": 0.0, "groups": 4, "stale_groups": 0, "verifier_s": 0.004,
               "verified": 10, "verifier_errors": 2}  # fmt: skip
@@ -363,7 +357,7 @@ def test_domain_means_in_the_report_weight_each_step_by_its_number_of_rollouts()
     assert "&lt;sums&gt;" in render(made, "") and "<sums>" not in render(made, "")
 
 
-def test_domain_charts_have_a_line_per_domain() -> None:
+def test_domain_charts_have_a_line_per_domain():
     words = {"accuracy": 0.5, "reward": 0.75}
     steps = [{"by_domain": {"a": words, "b": {"accuracy": None}}, "entropy": 1.0}, {"by_domain": {}}]
     charts = dict(domain_charts(history(*steps)))
@@ -373,16 +367,16 @@ def test_domain_charts_have_a_line_per_domain() -> None:
     assert charts["Entropy, nats per token"].lines[0].series.y == (1.0,)
 
 
-def test_report_of_a_run_without_domains_has_no_domain_rows() -> None:
+def test_report_of_a_run_without_domains_has_no_domain_rows():
     assert domain_rows(tell(events(3))) == [] and "No step was taken." in render(tell([]), "")
 
 
-def test_weighted_mean_is_none_if_no_value_has_a_weight() -> None:
+def test_weighted_mean_is_none_if_no_value_has_a_weight():
     assert mean_of([], "reward") is None and mean_of([{"reward": 1.0}], "reward") is None
     assert mean_of([{"reward": 1.0, "rollouts": 1}, {"reward": 4.0, "rollouts": 2}], "reward") == pytest.approx(3.0)
 
 
-def test_control_characters_in_tags_are_escaped_in_the_report() -> None:
+def test_control_characters_in_tags_are_escaped_in_the_report():
     evil = "level=\x1b[2J\u202e\n3"
     step = LastStepStatus(by_tag={evil: {"reward": 1.0, "reward.\x07": 1.0}})
     assert domain_lines(RunStatus(run="r", last_step=step)) == [
@@ -392,7 +386,7 @@ def test_control_characters_in_tags_are_escaped_in_the_report() -> None:
     assert name == "level=\\x1b[2J\\u202e\\n3" and reward == "–, \\x07 –"
 
 
-def test_report_of_episodes_has_a_row_per_domain_with_the_counts_of_tool_calls() -> None:
+def test_report_of_episodes_has_a_row_per_domain_with_the_counts_of_tool_calls():
     game = {"turns": 2.0, "segments": 1.5, "rollouts": 10, "episodes": 4, "environment_s": 0.5, "calls_parsed": 3}
     later = game | {"turns": 4.0, "tool_errors": 2, "calls_malformed": 1, "episodes": 12, "environment_s": 1.5}
     steps = ({"by_domain": {"game": game, "sums": {"rollouts": 5}}}, {"by_domain": {"game": later}})
@@ -401,7 +395,7 @@ def test_report_of_episodes_has_a_row_per_domain_with_the_counts_of_tool_calls()
     assert "seconds outside the model" not in render(history({"by_domain": {"sums": {"rollouts": 5}}}), "")
 
 
-def test_hostile_sample_text_is_escaped_in_the_report() -> None:
+def test_hostile_sample_text_is_escaped_in_the_report():
     evil = group(
         5,
         answer(HOSTILE, reason=HOSTILE, finish_reason=HOSTILE),
@@ -421,19 +415,19 @@ def test_hostile_sample_text_is_escaped_in_the_report() -> None:
     page.encode()
 
 
-def test_long_sample_text_is_shortened_in_the_report() -> None:
+def test_long_sample_text_is_shortened_in_the_report():
     page = samples_section([group(1, answer("<" * 10**6), prompt="&" * 10**6)])
     assert len(page) < 60_000 and "characters left out" in page
 
 
-def test_report_shows_the_best_and_worst_samples_of_the_last_steps() -> None:
+def test_report_shows_the_best_and_worst_samples_of_the_last_steps():
     made = [group(step, answer(f"good {step}", reward=1.0), answer(f"bad {step}", reward=0.0)) for step in range(1, 21)]
     text = "".join(Page(samples_section(made)).text)
     assert "Best of the last steps" in text and "Worst of the last steps" in text
     assert "good 20" in text and "bad 20" in text and "good 15" not in text
 
 
-def test_report_contains_the_samples_of_its_run(tmp_path: Path) -> None:
+def test_report_contains_the_samples_of_its_run(tmp_path):
     assert "No samples were kept." in render(tell(events(3)), "")
     (tmp_path / "events.jsonl").write_text("")
     log = SampleLog(tmp_path / "samples", "training", max_bytes=2**20)

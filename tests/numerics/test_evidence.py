@@ -114,8 +114,7 @@ def test_samples_of_another_temperature_are_caught_and_right_ones_are_not():
 
     def at(factor):
         scaled = logits / factor
-        result = scaled - np.logaddexp.reduce(scaled, axis=1, keepdims=True)
-        return result
+        return scaled - np.logaddexp.reduce(scaled, axis=1, keepdims=True)
 
     for factor, is_caught in ((1.0, False), (0.8, True), (1.25, True)):
         sampled = np.array([draw.choice(20, p=row) for row in np.exp(at(factor))])

@@ -50,8 +50,7 @@ class Twisted:
         self._twist = twist
 
     async def chat(self, url, request):
-        twisted = self._twist(await self._client.chat(url, request))
-        return twisted
+        return self._twist(await self._client.chat(url, request))
 
     async def models(self, url):
         return await self._client.models(url)

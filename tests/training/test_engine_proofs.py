@@ -24,8 +24,7 @@ Table = np.ndarray
 
 def _distribution(logits, temperature):
     exact = np.exp(log_softmax(logits.astype(np.float64), np.full(len(logits), temperature)))
-    distribution = exact / exact.sum(axis=1, keepdims=True)
-    return distribution
+    return exact / exact.sum(axis=1, keepdims=True)
 
 
 class World:

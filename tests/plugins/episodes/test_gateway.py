@@ -50,8 +50,7 @@ async def reply(url, messages=HELLO, *, key="any", **options):
     """Send `messages` to the gateway at `url` with OpenAI's client; return the assistant message of the response."""
     async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
         answer = await client.chat.completions.create(model="any", messages=messages, **options)
-        message = answer.choices[0].message
-        return message
+        return answer.choices[0].message
 
 
 async def test_gateway_assigns_a_request_to_its_episode_by_the_url_path_or_by_the_api_key():

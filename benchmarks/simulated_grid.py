@@ -1,4 +1,4 @@
-"""Compare the lag that `staleness.mode = "auto"` holds with the best of seven fixed ones, in the simulator.
+"""Compare the lag that `staleness.mode = "auto"` holds with the best of seven fixed settings, simulated.
 
 Nothing is measured here. A cell is a distribution of answer lengths × the slower side × a number of devices × the time
 of a publication × the cost of lag. Half of the devices sample and half train; with two, both roles have one. `shared`

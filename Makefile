@@ -46,12 +46,14 @@ install: $(VENV)/.installed ## create the environment, once
 run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-# `$(call tested,PATHS)`: run the short tests. A test that fails on a busy machine runs once more, alone.
-tested = $(PYTEST) -m "$(SHORT) and not vllm" $(PARALLEL) $(1) || { [ $$? = 1 ] && \
-  echo "make: retrying failed tests, alone" && $(PYTEST) -m "$(SHORT) and not vllm" -n 0 --last-failed $(1); }
+# `$(call tested,PATHS)`: run the short tests. A test that fails on a busy machine runs once more, alone. If none has run,
+# because they could not be collected, the retry finds none, and fails.
+TEST   := $(PYTEST) -m "$(SHORT) and not vllm"
+tested = $(TEST) $(PARALLEL) --cache-clear $(1) || { [ $$? = 1 ] && echo "make: retrying failed tests, alone" && \
+  $(TEST) -n 0 --last-failed --last-failed-no-failures none $(1); }
 
 test: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) ## the core's test suite; with ARGS="-m slow", what it leaves out
-	@$(call tested,$(or $(ARGS),$(CORE)))
+	@$(if $(ARGS),$(TEST) $(PARALLEL) $(ARGS),$(call tested,$(CORE)))
 
 test-plugins: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) $(if $(BROWSER),browser) ## the plug-ins' suites, with real vLLM (0.9 GB)
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 plugins-fast \

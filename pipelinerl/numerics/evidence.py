@@ -10,7 +10,8 @@ with probability at most 1/`ALARM`, however often one looks.
 
 since noise in the logits moves a likely token's log-prob less. A joining engine's first deviations are the baseline.
 Later ones get a p-value: the upper bound (m + 2√m) / (n + 1), with m − 1 of n baseline deviations above x / `SLACK`.
-Beyond the largest, the tail has index 1, heavier than any noise with a mean. A bet multiplies the capital by
+Beyond the largest, the tail has index 1, heavier than any noise with a mean. What float32 may round has p-value 1. A
+bet multiplies the capital by
 
     1 − q + q·ε·pvalue^(ε − 1)
 
@@ -42,6 +43,9 @@ TILTS: Final = (0.6, 0.8, 0.9, 1.1, 1.25)
 _BETS: Final = np.array([(q, e) for q in (1.0, 1 / 4, 1 / 32) for e in (0.1, 0.4)])
 #: Factor by which deviations may exceed those of the baseline, since noise differs between prompts.
 SLACK: Final = 1.5
+#: Deviations up to this may be rounding in float32, whose size depends on which rows are computed together. They prove
+#: nothing, even if the baseline is exact.
+_ROUNDING: Final = 1e-5
 #: Number of deviations in a whole baseline; and the fewest that allow a test.
 _BASELINE: Final = 256
 _LEAST: Final = 12
@@ -153,8 +157,9 @@ class EngineEvidence:
     def _p_values(self, x: Floats) -> Floats:
         ordered, n = self._baseline, len(self._baseline)
         given = np.minimum(x / (SLACK * self.growth), np.finfo(np.float64).max)
+        given = np.where(given <= _ROUNDING, 0.0, given)
         m = 1 + n - np.searchsorted(ordered, given, side="left")
-        largest = max(float(ordered[-1]), float(np.finfo(np.float32).tiny))
+        largest = max(float(ordered[-1]), _ROUNDING)
         tail = np.minimum(1.0, largest / np.maximum(given, largest))
         bounded: Floats = np.minimum(1.0, (m + 2 * np.sqrt(m)) / (n + 1)) * tail
         return bounded

@@ -17,6 +17,7 @@ from pipelinerl.config.verification import VerificationSection
 from pipelinerl.enums import VerifierLocation
 from pipelinerl.errors import AddressError
 from pipelinerl.messages import ACTORS_GROUP, PROMPTS, REPORTS, ROLLOUTS
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.verifier_service.server import create_app as create_service_app
 from pipelinerl.plugins.verifier_service.wire import ServedDomain
 from pipelinerl.roles import actor_role
@@ -54,9 +55,10 @@ def identity(tmp_path):
 
 @pytest.fixture
 def engine():
-    """Serve an engine with the run's weights."""
+    """Serve an engine with the run's weights and chat template."""
     made = ScriptedEngine(token=TOKEN)
     made._serving = (1, 0)
+    made._rendered = ChatTokenizer.load(load("tiny").model.resolved).encode_request
     with in_thread(create_app(made, token=TOKEN)) as url:
         yield url
 
@@ -104,7 +106,7 @@ async def until(role, happened):
 
 def order(identity):
     domain = identity.config.domains[0].name
-    problem = Problem(problem_id="1", domain=domain, messages=(Message("user", "say it"),), ground_truth="it")
+    problem = Problem(problem_id="1", domain=domain, messages=(Message("user", "say"),), ground_truth="it")
     sampling = Sampling(num_samples=2, temperature=1.0, max_tokens=4, stop=())
     return encode_order(
         PromptOrder(

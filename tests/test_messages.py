@@ -327,6 +327,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             stale=[8],
             fresh_until=[(0, 5), (9, 7)],
             issued=12,
+            rewind_to=3,
         ),
         {
             "answers": "e1-step-6",
@@ -342,6 +343,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "stale": [8],
             "fresh_until": [[0, 5], [9, 7]],
             "issued": 12,
+            "rewind_to": 3,
         },
     ),
 ]

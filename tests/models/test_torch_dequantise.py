@@ -299,4 +299,6 @@ def test_directories_that_need_no_copy_or_lack_a_part_are_rejected(tmp_path, mon
     with pytest.raises(ModelError, match=f"lacks {absent}, without which it cannot be decoded"):
         dequantise(source, tmp_path / "copy")
     with pytest.raises(ModelError, match="is not quantised; use it as it is"):
-        dequantise(zoo.save(tmp_path / "plain", "qwen3"), tmp_path / "copy")
+        plain = zoo.save(tmp_path / "plain", "qwen3")
+        (plain / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+        dequantise(plain, tmp_path / "copy")

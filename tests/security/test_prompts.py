@@ -26,7 +26,7 @@ class SlowTokenizer:
         self.may_end = threading.Event()
         self.eos_token_ids = frozenset()
 
-    def encode_chat(self, messages, template_kwargs=(), tools=()):
+    def encode_request(self, chat):
         self.texts += 1
         assert self.may_end.wait(PATIENCE_S)
         return PROMPT

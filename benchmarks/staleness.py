@@ -4,7 +4,7 @@ An engine's weights are at most j versions old, and a trained token at most k.
 
     (1, 1)     on policy, in lockstep: sample, train, publish, in turn
     (1, 2)     one step off
-    (1, 8)     the preset `pipeline`: in-flight weights after each step, and room in the queue
+    (1, 8)     in-flight weights after each step, and room in the queue
     (4, 8)     a publication every fourth step
     (16, 16)   a publication every sixteenth step; tokens of earlier weights are not trained
     (16, 32)   RLAX's default

@@ -1,0 +1,55 @@
+"""Compare the lag that `staleness.mode = "auto"` chooses with fixed settings, in real runs of `tiny`.
+
+    auto         j and the lag are chosen on the live run
+    on policy    (1, 1): sample, train, publish, in turn
+    one off      (1, 2), the setting of `tiny`
+    fixed j, k   (1, 8): k bounds the staleness, and the run chooses the lag within it
+
+Learning curves of few seeds are too noisy to compare settings, so the figures are the median seconds of a step after
+the first third of the run, and the lag. A ratio compares the arms of one seed, which run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from typing import Final
+
+from benchmarks.arms import Column, Figures, FinishedRun, Job, by_arm, measured, steps_of, table, training_clock
+
+RECIPE: Final = "tiny"
+#: Overrides of the recipe's keys, by arm.
+ARMS: Final[Mapping[str, tuple[str, ...]]] = {
+    "auto": ("staleness.mode=auto",),
+    "on policy": ("staleness.mode=on_policy",),
+    "one off": ("staleness.mode=one_step_off",),
+    "fixed j, k": ("staleness.j=1", "staleness.k=8"),
+}
+COLUMNS: Final = (
+    Column("s/step", "step_s", ".3f"),
+    Column("÷ auto", "ratio", ".3f"),
+    Column("staleness", "age", ".2f"),
+    Column("reward at the end", "reward", ".3f"),
+)
+
+
+def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
+    """Train every arm with every seed, print a table of the results and, unless `quick`, record them."""
+    steps = 30 if quick else 150
+    changes = (f"run.steps={steps}", f"evaluation.interval_steps={steps}", "evaluation.problems=16")
+    jobs = [Job(arm, seed, RECIPE, (*changes, *own)) for seed in seeds for arm, own in ARMS.items()]
+    runs = measured("chosen_lag", jobs, _figures, quick=quick, judged=False)
+    auto = {row["seed"]: row["step_s"] for row in by_arm(runs)["auto"]}
+    rows = [row | {"ratio": row["step_s"] / auto[row["seed"]]} for row in runs]
+    print(f"\nchosen lag: {RECIPE}, {steps} steps; mean over the seeds [lowest, highest]\n{table(rows, COLUMNS)}")
+
+
+def _figures(job: Job, run: FinishedRun) -> Figures:
+    clock, ages = training_clock(run.history), steps_of(run.history, "staleness_mean").y
+    start = len(clock) // 3
+    return {
+        "completed": run.completed,
+        "step_s": median(b - a for a, b in zip(clock[start:-1], clock[start + 1 :], strict=True)),
+        "age": fmean(ages[start:]),
+        "reward": run.history.last_reward or 0.0,
+    }

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from inference_contract.conformance import CheckOutcome, run
-from inference_contract.conformance.session import Load, Session, refused
+from inference_contract.conformance.session import Expected, Load, Session, refused
 from inference_contract.conformance.trainer import weights
 from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import EngineState, FinishReason
@@ -67,10 +68,11 @@ real = [
 
 @dataclass(frozen=True)
 class Served:
-    """An engine behind HTTP, and its initial model."""
+    """An engine behind HTTP, its initial model, and the directory of that model."""
 
     url: str
     model: Any
+    folder: Path
 
 
 def _served(folder, *, tied, devices=1):
@@ -92,7 +94,7 @@ def _served(folder, *, tied, devices=1):
         pull=WeightPuller(token="secret"),
     )
     with in_thread(create_app(from_options(options), token="secret"), starts_in_s=START_S) as url:
-        yield Served(url, model)
+        yield Served(url, model, folder)
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +265,8 @@ class TestReal:
     pytestmark = real
 
     def test_vllm_engine_passes_the_conformance_kit(self, served):
-        results = run(served.url, token="secret", timeout_s=PATIENCE_S)
+        expected = Expected(model=served.folder, precision="float32")
+        results = run(served.url, token="secret", timeout_s=PATIENCE_S, expected=expected)
         assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}
 
     @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """`EngineProofs`: the evidence for or against each engine, from its answers to the canary and from its rollouts.
 
     joins      full canary ─▶ baseline
-    version v  brief canary ─▶ log-probs and samples are tested     ─┐
-    step v+1   tokens that v sampled, as the step recomputes them   ─┴▶ failure: engine, version, likeliest fault
+    version v  brief canary ─▶ log-probs are tested, at times samples ─┐
+    step v+1   tokens that v sampled, as the step recomputes them     ─┴▶ failure: engine, version, likeliest fault
 
 A step changes the weights only after both tests, so no step trains on tokens of an engine that fails. Rollouts have a
 baseline of their own, since their prompts, lengths and batches differ from the canary's. Only log-probs of rollouts are
@@ -36,6 +36,8 @@ from trainer_contract.types import Float32, HostWeights, MicroBatch, ParameterIn
 MOST_KEPT: Final = 2**26
 #: The most tokens of an engine's rollouts that one step tests.
 _MOST_TOKENS: Final = 512
+#: Versions between two tests of samples: they need several forward passes, and faults of sampling stay.
+_SAMPLES_EVERY: Final = 8
 #: The share of the mean difference that a hypothesis may leave unexplained.
 _UNEXPLAINED: Final = 0.2
 #: The part of a parameter's name that names its layer.
@@ -107,6 +109,8 @@ class EngineProofs:
                 f"its log-probs differ from the trainer's at version {version} more than they did when it joined "
                 f"(evidence {_shown(evidence.logprobs.log_evidence)}); {_place(compared, wrong)}; {fault}",
             )
+        if version % _SAMPLES_EVERY:
+            return ""
         if evidence.add_samples(*self._tilted(compared.rollouts)) is not None:
             return self._failed(
                 url,

@@ -165,9 +165,11 @@ class Publishing:
         self._newest, self._membership = report, publication.membership
         joining = [url for url in directive.to_verify if url in report.pauses_s]
         others = _in_turn(sorted(report.pauses_s.keys() - {*joining}), report.version)
-        await self._in_worker(lambda: self._proofs.publish(report.version, self._trainer.gather_weights))
-        findings, again = await asyncio.gather(
-            self._checked(joining, report, brief=False), self._checked(others, report, brief=True)
+        # The trainer's thread takes the weights before it computes the answers, and engines answer in the meantime.
+        _, findings, again = await asyncio.gather(
+            self._in_worker(lambda: self._proofs.publish(report.version, self._trainer.gather_weights)),
+            self._checked(joining, report, brief=False),
+            self._checked(others, report, brief=True),
         )
         failures = await self._in_worker(lambda: self._judged(report.version, findings, again))
         self._proven |= dict.fromkeys([*findings.worst, *(again.worst.keys() - failures.keys())], report.version)

@@ -100,8 +100,8 @@ def shifted(compared):
         (lambda w: w.answers(reported=1.25), 1, "they are those of 1.25 times the temperature"),
         (lambda w: w.answers(temperature=0.7), 1, "they are those before the temperature"),
         (lambda w: shifted(w.answers()), 1, "they are those of the token before"),
-        (lambda w: w.answers(sampled_at=0.8), 40, "its samples do not follow the policy"),
-        (lambda w: w.answers(sampled_at=1.25), 40, "as at 1.25 times the temperature"),
+        (lambda w: w.answers(sampled_at=0.8), 320, "its samples do not follow the policy"),
+        (lambda w: w.answers(sampled_at=1.25), 320, "as at 1.25 times the temperature"),
     ],
 )
 def test_faulty_engine_fails_with_a_reason_that_names_the_fault_and_a_healthy_one_passes(

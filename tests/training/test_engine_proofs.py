@@ -36,7 +36,7 @@ class World:
         self.trainer.init_worker(TrainerSpec(model_path=path))
         self.draw = np.random.default_rng(0)
         self.tables = [self.draw.normal(size=(VOCAB, VOCAB)).astype(np.float32)]
-        for _ in range(60):
+        for _ in range(330):
             self.tables.append(self.tables[-1] + 0.01 * self.draw.normal(size=(VOCAB, VOCAB)).astype(np.float32))
         self.version = 0
         self.proofs = EngineProofs(self, self.trainer.weight_layout())

@@ -36,8 +36,6 @@ from trainer_contract.types import Float32, HostWeights, MicroBatch, ParameterIn
 MOST_KEPT: Final = 2**26
 #: The most tokens of an engine's rollouts that one step tests.
 _MOST_TOKENS: Final = 512
-#: Versions between two tests of samples: they need several forward passes, and faults of sampling stay.
-_SAMPLES_EVERY: Final = 8
 #: The share of the mean difference that a hypothesis may leave unexplained.
 _UNEXPLAINED: Final = 0.2
 #: The part of a parameter's name that names its layer.
@@ -72,6 +70,8 @@ class EngineProofs:
     layout: Sequence[ParameterInfo]
     replica: Replica | None = None
     """Computes the canary's log-probs in the engines' arithmetic; None if it is the trainer's, or unknown."""
+    samples_every: int = 8
+    """Versions between two tests of samples, which need several forward passes: faults of sampling stay."""
     _canary: dict[str, EngineEvidence] = field(default_factory=dict)
     _rollouts: dict[str, EngineEvidence] = field(default_factory=dict)
     _kept: dict[int, HostWeights] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class EngineProofs:
                 f"its log-probs differ from the trainer's at version {version} more than they did when it joined "
                 f"(evidence {_shown(evidence.logprobs.log_evidence)}); {_place(compared, wrong)}; {fault}",
             )
-        if version % _SAMPLES_EVERY:
+        if version % self.samples_every:
             return ""
         if evidence.add_samples(*self._tilted(compared.rollouts)) is not None:
             return self._failed(

@@ -39,7 +39,7 @@ class Peer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What the engine should compute.
+    """The model and the arithmetic with which the kit compares an engine.
 
     Attributes:
         model: the directory of the model that the engine serves.

@@ -43,7 +43,7 @@ FAMILIES: Final[Mapping[str, tuple[bool | None, bool]]] = {
 #: The families that norm the results of attention and MLP: after them only, or also before them (Gemma 3).
 _POST_NORMS: Final = frozenset({"olmo2", "olmo3"})
 _GEMMA: Final = "gemma3_text"
-#: Every so many layers, one of these families has no sliding window; those with one have no rotary scaling.
+#: The period of layers without a sliding window, by family. The layers with one have no rotary scaling.
 _PATTERNS: Final = {_GEMMA: 6, "olmo3": 4}
 #: Widths of heads that are not hidden / heads, unless config.json names them.
 _HEAD_DIMS: Final = {"qwen3": 128, _GEMMA: 256}

@@ -47,7 +47,7 @@ _DOMAIN_FIGURES = 5
 _DOMAINS_SHOWN = 4
 #: The share of truncated answers is shown with the accuracy if it is at least this.
 _SHOWN_FROM = 0.01
-#: What staleness discards is shown from this share of the sampled tokens on.
+#: The line shows the share of tokens discarded as stale if it is at least this.
 _DISCARDED_FROM = 0.001
 _PHASE_STYLE = {StatusPhase.FINISHED: "bold green", StatusPhase.FAILED: "bold red", StatusPhase.STARTING: "bold yellow"}
 

@@ -305,7 +305,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     alarms: tuple[str, ...] = ()
     """Active alarms, one sentence each."""
     incidents: tuple[IncidentStatus, ...] = ()
-    """What went wrong so far, the most harmful first."""
+    """The incidents so far, the most harmful first."""
     lag: str = ""
     """The lag that the run holds, what it gains and costs, in a sentence; empty before the first steps."""
     waiting_for: str = ""

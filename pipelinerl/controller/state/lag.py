@@ -40,7 +40,7 @@ def largest_j(k: float) -> int:
 
 
 class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step shows about lag; waits are divided by the step's duration.
+    """The figures of one step that the rule reads; waits are divided by the step's duration.
 
     Attributes:
         waited: the trainer's wait for rollouts.

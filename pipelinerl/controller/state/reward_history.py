@@ -24,7 +24,7 @@ _LEAST_NOISE: Final = 0.01
 
 
 class RewardHistory(msgspec.Struct, kw_only=True):
-    """As much of the rewards so far as the guard needs, in bounded memory.
+    """The rewards so far, summarised for the collapse guard in bounded memory.
 
     Attributes:
         recent: the last `WINDOW` rewards, each with the version that sampled it. differences: between successive ones.
@@ -69,7 +69,7 @@ class RewardHistory(msgspec.Struct, kw_only=True):
 
     @property
     def is_collapsed(self) -> bool:
-        """Whether the reward has been down for long enough."""
+        """True if the reward has been low for `WINDOW` steps in a row."""
         return self.held >= WINDOW
 
     def _is_low(self, mean: float) -> bool:

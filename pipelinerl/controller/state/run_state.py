@@ -469,11 +469,11 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
     stale: Sampled = Sampled()
     """Answers that arrived and were dropped as stale, since the step before."""
     given_up: int = 0
-    """Groups that actors gave up as stale since the step before; nobody knows their lengths."""
+    """The number of groups that actors gave up as stale since the step before."""
 
 
 class Discarded(msgspec.Struct, frozen=True, kw_only=True):
-    """What staleness bounds discarded over some steps: `share` of the sampled tokens.
+    """The share of the sampled tokens that was discarded as stale over some steps.
 
     `length_ratio` is the mean length of trained answers by that of all answers that arrived: below 1 if short answers
     are favoured. Groups that actors gave up count as groups of mean length, though most are longer.

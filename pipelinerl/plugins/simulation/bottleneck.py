@@ -286,7 +286,7 @@ def bottleneck(
     best = changes[0] if changes and changes[0].step_s < now_s * (1 - _WORTH) else None
     processors = _processors(run_dir, found, recorded_events(run_dir))
     if json:
-        told = {
+        figures = {
             "stretches": [asdict(each) for each in found],
             "step_s": now_s,
             "changes": [asdict(change) for change in changes],
@@ -295,7 +295,7 @@ def bottleneck(
             "processors": processors,
             "refusal": refusal,
         }
-        typer.echo(json_text.dumps(told))
+        typer.echo(json_text.dumps(figures))
         return
     for line in (*_table(found), *_advice(now_s, changes, best, error), *([refusal] if refusal else [])):
         typer.echo(line)

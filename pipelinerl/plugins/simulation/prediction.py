@@ -27,7 +27,7 @@ class SimulatedStep(NamedTuple):
     staleness: Mapping[int, int]
     """Rollouts by age, in versions between their oldest token and the version that the step made."""
     learning: float = 1.0
-    """What the step teaches, as a share of what it would teach on policy."""
+    """The learning of the step, as a share of that of an on-policy step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

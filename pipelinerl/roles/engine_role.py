@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from dataclasses import replace
 from importlib import import_module
 from ipaddress import ip_address
 from typing import Any
@@ -22,10 +23,9 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.controller.routes import OFFER_S
 from pipelinerl.engines.http.server import create_app
-from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
-from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.engine_rules import options_of
 from pipelinerl.roles.process import Identity, end, freeze_gc
 from pipelinerl.system.http_client import async_session
 from pipelinerl.system.http_service import OPEN_PATH, listen, serve_until, url_of
@@ -50,29 +50,7 @@ def build_engine(identity: Identity) -> Engine:
     config = identity.config
     server = _server_of(identity)  # checked first, since the imports below are slow
     build = registry.load("engine.type", registry.ENGINES, config.engine.type)
-    section, dtypes = config.engine, dtypes_of(config)
-    options = EngineOptions(
-        model_path=config.model.resolved,
-        model_id=config.model.path.removeprefix("shipped:"),
-        slots=section.slots,
-        max_waiting=section.max_waiting,
-        context_length=section.context_length,
-        dtype=dtypes.engine,
-        wire_dtype=dtypes.wire,
-        weights=section.weights,
-        head_precision=config.model.head_precision,
-        kernels=config.model.kernels,
-        device=section.device,
-        devices=section.devices,
-        memory_share=section.memory_share,
-        options=section.options,
-        threads=config.launch.threads,
-        seed=config.run.seed,
-        pull=_puller(identity),
-        receiver=section.receiver,
-        server=server,
-    )
-    engine: Engine = build(options)
+    engine: Engine = build(replace(options_of(config), pull=_puller(identity), server=server))
     if not registry.TRANSPORTS[config.weights.transport].fetch:
         import_module(_GROUPS)
     return engine

@@ -6,9 +6,11 @@ from pipelinerl import registry
 from pipelinerl.component import imported
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ElasticSection
+from pipelinerl.engines.options import EngineOptions
 from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.model_shape import replayed_routing
+from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.system.references import is_reference
 from trainer_contract.types import RoutingShape
 
@@ -72,6 +74,30 @@ def servers_of(config: RunConfig) -> tuple[str, ...]:
             'set engine.servers=["http://host:port"]'
         )
     return section.servers
+
+
+def options_of(config: RunConfig) -> EngineOptions:
+    """Return the options of the recipe's engines, without what only an engine's own process knows."""
+    section, dtypes = config.engine, dtypes_of(config)
+    return EngineOptions(
+        model_path=config.model.resolved,
+        model_id=config.model.path.removeprefix("shipped:"),
+        slots=section.slots,
+        max_waiting=section.max_waiting,
+        context_length=section.context_length,
+        dtype=dtypes.engine,
+        wire_dtype=dtypes.wire,
+        weights=section.weights,
+        head_precision=config.model.head_precision,
+        kernels=config.model.kernels,
+        device=section.device,
+        devices=section.devices,
+        memory_share=section.memory_share,
+        options=section.options,
+        threads=config.launch.threads,
+        seed=config.run.seed,
+        receiver=section.receiver,
+    )
 
 
 def check_engine_options(config: RunConfig) -> None:

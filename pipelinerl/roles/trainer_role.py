@@ -7,7 +7,7 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -18,7 +18,6 @@ from pipelinerl import registry
 from pipelinerl.component import imported
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.engines.options import EngineOptions
 from pipelinerl.enums import NoSignal, Overdue, RoutingReplay, StalenessScope, WeightFormat
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.checkpoint import vocab_size
@@ -28,7 +27,7 @@ from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.roles.dtypes import dtypes_of, on_accelerator
-from pipelinerl.roles.engine_rules import routing_of
+from pipelinerl.roles.engine_rules import options_of, routing_of
 from pipelinerl.roles.problems import training_problems
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, objective_of
@@ -297,21 +296,8 @@ def replica_of(config: RunConfig, layout: Sequence[ParameterInfo]) -> Replica | 
         return None
     if sum(map(num_bytes, layout)) > _MOST_REPLICATED:
         return None
-    replica: Replica = imported(registry.ENGINES[section.type].replica)(
-        EngineOptions(
-            model_path=config.model.resolved,
-            model_id="",
-            slots=1,
-            max_waiting=0,
-            context_length=section.context_length,
-            dtype=dtypes.engine,
-            wire_dtype=dtypes.wire,
-            weights=section.weights,
-            head_precision=config.model.head_precision,
-            kernels=config.model.kernels,
-            device=Device.CPU,
-        )
-    )
+    options = replace(options_of(config), device=Device.CPU, threads=None)
+    replica: Replica = imported(registry.ENGINES[section.type].replica)(options)
     return replica
 
 

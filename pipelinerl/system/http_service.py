@@ -17,11 +17,11 @@ import hmac
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import Enum
 from ipaddress import ip_address
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -40,6 +40,8 @@ from pipelinerl.system.connection import KEEP_ALIVE_S, LimitedConnection
 from pipelinerl.system.service_client import IS_FULL
 
 log = logging.getLogger("pipelinerl")
+
+T = TypeVar("T")
 
 GRACE_S: Final = 3
 OPEN_PATH: Final = "/health"
@@ -356,6 +358,22 @@ HEARTBEAT_S: Final = 1.0
 
 #: Error code of a request of another version of the service's protocol.
 OTHER_PROTOCOL: Final = "other_protocol"
+
+
+async def unless_gone(work: Awaitable[T], receive: Receive) -> T:
+    """Return the result of `work`; cancel `work` and raise `ClientDisconnect` if the client disconnects first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 class RequestRefused(Exception):

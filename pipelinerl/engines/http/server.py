@@ -16,11 +16,12 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,7 +33,7 @@ from inference_contract.schemas import ChatCompletionChunk, ChatCompletionReques
 from inference_contract.weights import InitProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.observability.status import PROMETHEUS_TYPE, prometheus_text
 from pipelinerl.system.background import run_together
-from pipelinerl.system.http_service import guard, refuse_in_one_shape, refused_body
+from pipelinerl.system.http_service import guard, refuse_in_one_shape, refused_body, unless_gone
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -40,10 +41,6 @@ METRICS_PREFIX: Final = "pipelinerl_engine"
 _JSON: Final = "application/json"
 
 _LOG = logging.getLogger(__name__)
-
-
-class _Disconnected(Exception):
-    """The client has disconnected, so no response is sent."""
 
 
 def create_app(engine: Engine, *, token: str | None) -> Starlette:
@@ -100,7 +97,7 @@ async def _body(receive: Receive) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _Disconnected
+            raise ClientDisconnect
         chunks.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(chunks)
@@ -122,21 +119,6 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     if first["type"] == "extra_forbidden":
         reason = "this engine does not support it, or not with this value; leave it out"
     return InvalidRequest(f"{param or 'body'}: {reason}{more}", param=param)
-
-
-async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(receive())
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise _Disconnected
-        return task.result()
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 class _Endpoint:
@@ -168,9 +150,9 @@ def _state(media_type: str, text: Callable[[], str]) -> _Endpoint:
 async def _chat(engine: Engine, receive: Receive, send: Send) -> None:
     request = await _parsed(ChatCompletionRequest, receive)
     if request.stream:
-        await _unless_gone(_send_events(engine.stream(request), lambda chunk: chunk, send), receive)
+        await unless_gone(_send_events(engine.stream(request), lambda chunk: chunk, send), receive)
     else:
-        await _answer(send, await _unless_gone(engine.complete(request), receive))
+        await _answer(send, await unless_gone(engine.complete(request), receive))
 
 
 async def _text(engine: Engine, receive: Receive, send: Send) -> None:
@@ -178,9 +160,9 @@ async def _text(engine: Engine, receive: Receive, send: Send) -> None:
     with _validation():
         chats = request.chats()
     if request.stream:
-        await _unless_gone(_send_events(engine.stream(chats[0]), part_of_text, send), receive)
+        await unless_gone(_send_events(engine.stream(chats[0]), part_of_text, send), receive)
     else:
-        await _answer(send, whole_text(await _unless_gone(run_together(map(engine.complete, chats)), receive)))
+        await _answer(send, whole_text(await unless_gone(run_together(map(engine.complete, chats)), receive)))
 
 
 async def _send_events(
@@ -260,5 +242,5 @@ class _Refusals:
             await _refuse(send, error)
         except HTTPException as error:
             await refused_body(error)(scope, receive, send)
-        except _Disconnected:
+        except ClientDisconnect:  # so no response is sent
             _LOG.info("client left %s", scope["path"])

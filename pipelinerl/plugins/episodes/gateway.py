@@ -24,10 +24,10 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from pydantic_core import from_json
 from starlette.applications import Starlette
@@ -48,9 +48,8 @@ from pipelinerl.plugins.episodes.agent_api.responses import History, ResponsesCa
 from pipelinerl.plugins.episodes.environment import UNTRAINED
 from pipelinerl.plugins.episodes.episode import Episode, PlannedTurn, RecordedTurn
 from pipelinerl.plugins.episodes.tool_loop import Toolbox, names_of
-from pipelinerl.system.http_service import guard, listen, refused_body, serving, url_of
+from pipelinerl.system.http_service import guard, listen, refused_body, serving, unless_gone, url_of
 
-T = TypeVar("T")
 #: Function that gets the whole text of an answer so far, again and again while it is sampled.
 OnText = Callable[[str], None]
 #: The plan of an agent's request, and the turn with its answer.
@@ -168,7 +167,7 @@ class Gateway:
                 return await _answered(opened, agent, call, request.receive)
             case "POST", "/v1/messages/count_tokens":
                 chat = MessagesCall(await _body(request)).chat
-                return _json({"input_tokens": await _unless_gone(_prompt_tokens(opened, agent, chat), request.receive)})
+                return _json({"input_tokens": await unless_gone(_prompt_tokens(opened, agent, chat), request.receive)})
             case "POST", "/reward":
                 _reward(opened.episode, agent, await _body(request))
                 return _json({})
@@ -195,8 +194,8 @@ async def _answered(opened: OpenEpisode, agent: str, call: AgentCall, receive: R
     """Return the response to an agent's request: a stream, or one body."""
     if call.chat.get("stream") is True:
         events = _events(opened, agent, call)
-        return _EventStream(await _unless_gone(anext(events), receive), events)
-    answer, _ = await _unless_gone(_completed(opened, agent, call.chat), receive)
+        return _EventStream(await unless_gone(anext(events), receive), events)
+    answer, _ = await unless_gone(_completed(opened, agent, call.chat), receive)
     return _json(call.whole(answer))
 
 
@@ -366,7 +365,7 @@ class _EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
-            await _unless_gone(self._sent(send), receive)
+            await unless_gone(self._sent(send), receive)
 
     async def _sent(self, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
@@ -396,19 +395,3 @@ async def _body(request: Request) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     return body
-
-
-async def _unless_gone(work: Awaitable[T], receive: Receive) -> T:
-    """Return the result of `work`; cancel `work` and raise `ClientDisconnect` if the client disconnects first."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(receive())
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)

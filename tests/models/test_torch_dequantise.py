@@ -1,8 +1,9 @@
 """Copies of quantised directories in bf16, compared with the values that the tests quantised."""
 
 import json
-import multiprocessing
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -241,21 +242,22 @@ def test_large_copy_is_divided_into_files(tmp_path, monkeypatch):
     assert all(torch.equal(weights[key].bfloat16(), values.bfloat16()) for key, values in decoded.items())
 
 
-def _plain(source, results):
-    results.put(str(plain_directory(source)))
+#: Prints where the plain copy of a directory lies.
+PROGRAM = """
+import sys
+from pathlib import Path
+from pipelinerl.models.torch_dequantise import plain_directory
+print(plain_directory(Path(sys.argv[1])))
+"""
 
 
 def test_processes_share_one_copy_which_follows_its_source(tmp_path, capfd):
     source = tmp_path / "model"
     quantised(source, "qwen3", *FORMATS["fp8"])
-    context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
-    workers = [context.Process(target=_plain, args=(source, results)) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    places = {results.get() for _ in workers}
-    for worker in workers:
-        worker.join()
+    others = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM, source], stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    places = {other.communicate()[0].strip() for other in others}
     (place,) = places
     assert capfd.readouterr().err.count("was written to") == 1
     assert place.endswith("/model") and plain_directory(source) == type(source)(place)

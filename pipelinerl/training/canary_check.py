@@ -58,11 +58,12 @@ class Tolerance:
 
 
 #: Tolerances by the precision of the engine's weights or arithmetic. Two float32 implementations of one decoder differ
-#: by rounding, 1e-5 at most in our tests. For coarser weights, only the mean difference is bounded: with int8 weights,
-#: `bench tis` measured a mean of 0.02 and of 0.08 in the worst step, but single rare tokens differ by up to 7. Wrong
-#: weights differ by several nats at most tokens.
+#: by rounding: 1e-5 at most for a small Llama, but 4e-4 at rare tokens of Qwen3.5, whose two implementations in
+#: transformers differ as much, and more where a model is very sure. For coarser weights, only the mean difference is
+#: bounded: with int8 weights, `bench tis` measured a mean of 0.02 and of 0.08 in the worst step, but single rare tokens
+#: differ by up to 7. Wrong weights differ by several nats at most tokens; `training/engine_proofs.py` finds less.
 TOLERANCES: Final[Mapping[str, Tolerance]] = {
-    "float32": Tolerance(worst=1e-4),
+    "float32": Tolerance(worst=5e-3, mean=1e-4),
     "float16": Tolerance(mean=0.05),
     "bfloat16": Tolerance(mean=0.1),
     "int8": Tolerance(mean=0.3),

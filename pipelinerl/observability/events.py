@@ -46,7 +46,9 @@ log = logging.getLogger("pipelinerl")
 
 _DECODER: Final = msgspec.json.Decoder(dict)
 _RECENT_BYTES: Final = 65536
-_PIECE_BYTES: Final = 1 << 16
+_PIECE_BYTES: Final = 2**16
+#: Maximum length of a line in bytes; a longer line cannot be an event.
+_MOST_BYTES: Final = 2**25
 #: Error numbers of a full disk and of an exhausted quota.
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 #: Error numbers of a file system without locks.
@@ -179,32 +181,63 @@ def read_events(path: Path) -> list[Event]:
 
     An incomplete last line is ignored; any other line that is not a record is skipped and logged.
     """
-    return list(_records(path.read_bytes().split(b"\n")[:-1], path))
+    path.stat()
+    return list(EventFollower(path).all())
 
 
 class EventFollower:
-    """Incremental reader of a growing log. Each call continues at the last position and reads a bounded amount."""
+    """Incremental reader of a log that grows or is replaced, in bounded pieces; it never writes, locks or blocks.
+
+    An incomplete line is left for the next call. If the file was replaced, or is shorter than what was read, reading
+    starts again at its beginning.
+    """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
         """Start reading at byte `offset`: 0, or the attribute `offset` of an earlier follower."""
         self._path = path
+        self._file: tuple[int, int] | None = None
         self.offset = offset
+        self.size = offset
+        self.is_replaced = False
+        """True if the records of the last call are the first of a file that replaced another file."""
+
+    @property
+    def is_behind(self) -> bool:
+        """True if the last call did not reach the log's end; an incomplete last line does not count."""
+        return self.offset < self.size
+
+    @property
+    def share(self) -> float:
+        """Share of the log that has been read, 0 to 1."""
+        return self.offset / self.size if self.size else 1.0
 
     def new(self, *, most_bytes: int = _PIECE_BYTES) -> list[Event]:
         """Return about `most_bytes` of records, at least one if any; lines that are not records are skipped."""
+        piece, self.is_replaced = most_bytes, False
         try:
-            while True:
-                with self._path.open("rb") as file:
-                    file.seek(self.offset)
-                    data = file.read(most_bytes)
-                    while data and b"\n" not in data and (more := file.read(most_bytes)):
-                        data += more
-                lines = data.split(b"\n")[:-1]
-                self.offset += sum(len(line) + 1 for line in lines)
-                if (events := list(_records(lines, self._path))) or not lines:
+            status = self._path.stat()
+            file = (status.st_dev, status.st_ino)
+            if self._file is not None and (file != self._file or status.st_size < self.offset):
+                self.offset, self.is_replaced = 0, True
+            self._file, self.size = file, status.st_size
+            while self.is_behind:
+                with self._path.open("rb") as log_file:
+                    log_file.seek(self.offset)
+                    data = log_file.read(piece)
+                whole = data.rfind(b"\n") + 1
+                if not whole and piece < _MOST_BYTES:
+                    if len(data) < piece:
+                        self.size = self.offset  # only an incomplete line is left
+                    piece *= 2
+                    continue
+                self.offset += whole or len(data)  # a line longer than `_MOST_BYTES` cannot be a record
+                if self.offset + len(data) - whole >= self.size:
+                    self.size = self.offset
+                if events := list(_records(data[:whole].split(b"\n")[:-1], self._path)):
                     return events
         except FileNotFoundError:
-            return []
+            pass
+        return []
 
     def all(self) -> Iterator[Event]:
         """Yield every record up to the log's end; one piece of the log is in memory at a time."""
@@ -214,20 +247,14 @@ class EventFollower:
 
 def _records(lines: Iterable[bytes], path: Path) -> Iterator[Event]:
     for line in lines:
-        event = record_of(line)
-        if event is None:
-            log.warning("%s: skipping a line that is not an event: %r", path, line[:60])
-        else:
+        try:
+            event: Event = _DECODER.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            event = {}
+        if isinstance(event.get("kind"), str):
             yield event
-
-
-def record_of(line: bytes) -> Event | None:
-    """Return the record in a line of a log; None if the line is not a record."""
-    try:
-        event: Event = _DECODER.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return event if isinstance(event.get("kind"), str) else None
+        else:
+            log.warning("%s: skipping a line that is not an event: %r", path, line[:60])
 
 
 def changes_words(changes: object) -> str:

@@ -1,13 +1,18 @@
-"""The summary of a run in a few lines: how it ended, accuracy, reward, pace, staleness and update pauses."""
+"""The summary of a run in a few lines: how it ended, accuracy, reward, pace, staleness and update pauses.
+
+Events of older runs lack some fields; missing values are skipped.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.observability.evaluations import interval, note, pass_at_words, weights
+from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import RunHistory
 from pipelinerl.observability.status import format_duration, format_milliseconds, reward_words, staleness_words
 from pipelinerl.observability.usage import usage_rows
@@ -15,21 +20,20 @@ from pipelinerl.observability.usage import usage_rows
 
 def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
     """Return the run's summary as pairs (name, value), without values that were not measured."""
+
+    def change(first: float | None, last: float) -> str:
+        return f"{last:.1%}" if first is None else f"{first:.1%} → {last:.1%}"
+
     rows = [("outcome", outcome(history))]
-    evaluation, first = history.last_evaluation, history.first_accuracy
-    if evaluation is not None:
-        bounds = interval(evaluation.get("low"), evaluation.get("high"))
+    if (evaluation := history.last_evaluation) is not None:
+        bounds = interval(evaluation)
         problems = f" on {evaluation['problems']:,} problems" if evaluation.get("problems") else ""
-        rows.append(
-            (
-                "held-out accuracy",
-                f"{_change(first, evaluation['accuracy'], '.1%')}{f' (95 %: {bounds})' if bounds else ''}{problems}",
-            )
-        )
-        details = (pass_at_words(evaluation), weights(evaluation), note(evaluation))
-        if shown := "; ".join(detail for detail in details if detail):
+        accuracy = change(history.first_accuracy, evaluation["accuracy"])
+        rows.append(("held-out accuracy", f"{accuracy}{f' (95 %: {bounds})' if bounds else ''}{problems}"))
+        chances = ", ".join(f"pass@{each['k']} {each['value']:.1%}" for each in evaluation.get("pass_at") or ())
+        if shown := "; ".join(filter(None, (chances, weights(evaluation), note(evaluation)))):
             rows.append(("last evaluation", shown))
-    rows += [(name, _change(begun, ended, ".1%")) for name, begun, ended in history.other_accuracies]
+    rows += [(name, change(begun, ended)) for name, begun, ended in history.other_accuracies]
     if history.last_reward is not None:
         begun = "" if history.first_reward is None else f"{history.first_reward:.3f} → "
         rows.append(("mean reward", begun + reward_words(history.last_reward, history.unjudged)))
@@ -45,20 +49,11 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
         rows.append(("lag at the end", str(lag)))
     pause, longest = history.median(history.publications, "pause_s"), history.max_of(history.publications, "pause_s")
     if pause is not None and longest is not None:
-        updates = f"{len(history.publications):,} weight updates"
-        rows.append(
-            (
-                "update pause",
-                f"{format_milliseconds(pause)} typically, {format_milliseconds(longest)} at most, {updates}",
-            )
-        )
+        pauses = f"{format_milliseconds(pause)} typically, {format_milliseconds(longest)} at most"
+        rows.append(("update pause", f"{pauses}, {len(history.publications):,} weight updates"))
     if history.checkpoint:
         rows.append(("newest checkpoint", history.checkpoint))
     return rows
-
-
-def _change(first: float | None, last: float, form: str) -> str:
-    return format(last, form) if first is None else f"{first:{form}} → {last:{form}}"
 
 
 def summary(history: RunHistory, *, run_dir: Path, report: Path | None = None) -> Table:
@@ -79,3 +74,32 @@ def outcome(history: RunHistory) -> str:
     if history.finished is None:
         return "not finished"
     return str(history.finished.get("reason") or "finished")
+
+
+def interval(estimate: Mapping[str, Any]) -> str:
+    """Format the 95 % interval of an estimate, its fields `low` and `high`, as `61.2% to 70.1%`; empty if unknown."""
+    low, high = estimate.get("low"), estimate.get("high")
+    return "" if low is None or high is None else f"{low:.1%} to {high:.1%}"
+
+
+def weights(evaluation: Event) -> str:
+    """Name the model versions that generated the answers: `v50 alone` if pinned to one version, else `v48 to v51`."""
+    oldest, newest = evaluation.get("version_min"), evaluation.get("version_max")
+    if oldest is None or newest is None:
+        return ""
+    mixed = f"v{oldest}" if oldest == newest else f"v{oldest} to v{newest}"
+    how = {"engine": f"v{oldest} alone, on {evaluation.get('engine')}", "gate": f"v{oldest} alone"}
+    return how.get(str(evaluation.get("pin")), mixed)
+
+
+def note(evaluation: Event) -> str:
+    """Return an evaluation's caveats as text, such as discarded answers and training steps during the evaluation."""
+    counts = ("discarded", "answers of other versions discarded"), ("restarts", "restarts"), ("unjudged", "unjudged")
+    parts = [f"{evaluation[name]} {words}" for name, words in counts if evaluation.get(name)]
+    if evaluation.get("steps_meanwhile"):
+        parts.append(f"the trainer took {evaluation['steps_meanwhile']} steps meanwhile")
+    if evaluation.get("truncated"):
+        parts.append(f"{evaluation['truncated']:.1%} of the samples truncated")
+    if evaluation.get("incomplete"):
+        parts.append(f"incomplete: {evaluation['incomplete']}")
+    return "; ".join(parts)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.observability import events
 from pipelinerl.observability.events import EventFollower, EventLog, read_events
 from tests.fakes import small_disk
 from tests.patience import PATIENCE_S, SOON_S
@@ -169,6 +170,26 @@ def test_event_follower_reads_a_log_in_pieces_without_splitting_records(tmp_path
         pieces.append(len(piece))
     assert sum(pieces) == 4 and len(pieces) > 1
     assert len(list(EventFollower(path).all())) == 4
+
+
+def test_event_follower_reads_a_replaced_or_shortened_log_from_its_beginning(tmp_path):
+    path, other = tmp_path / "events.jsonl", tmp_path / "other"
+    path.write_bytes(b'{"kind":"a"}\n{"kind":"b"}\n')
+    follower = EventFollower(path)
+    assert len(follower.new()) == 2 and not follower.is_replaced
+    for kinds, write in (("cde", lambda data: (other.write_bytes(data), other.rename(path))), ("f", path.write_bytes)):
+        write(b"".join(b'{"kind":"%c"}\n' % ord(kind) for kind in kinds))
+        assert "".join(event["kind"] for event in follower.new()) == kinds and follower.is_replaced
+    assert follower.new() == [] and not follower.is_replaced and follower.share == 1.0
+
+
+def test_event_follower_skips_overlong_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "_MOST_BYTES", 4096)
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"kind":"a","x":"%s"}\n' % (b"x" * 3000) + b"y" * 20_000 + b'\n{"kind":"b"}\n')
+    follower = EventFollower(path)
+    assert [event["kind"] for event in follower.new(most_bytes=256)] == ["a"] and 0 < follower.share < 1
+    assert [event["kind"] for event in follower.new(most_bytes=256)] == ["b"] and not follower.is_behind
 
 
 def test_readers_skip_and_log_lines_that_are_not_events(tmp_path, caplog):

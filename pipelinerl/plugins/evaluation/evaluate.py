@@ -33,7 +33,7 @@ from pipelinerl.controller.state.answer_figures import (
 )
 from pipelinerl.errors import RecipeError
 from pipelinerl.messages import EvaluationDone
-from pipelinerl.observability.evaluations import interval
+from pipelinerl.observability.summary import interval
 from pipelinerl.plugins.evaluation.evaluation_loop import (
     AnswerLog,
     answer_log,
@@ -235,7 +235,7 @@ def _table(report: EvaluationReport) -> Table:
                 name,
                 f"{figures.problems}",
                 _share(figures.accuracy),
-                interval(figures.low, figures.high) or "–",
+                interval({"low": figures.low, "high": figures.high}) or "–",
                 *_at(report.figures.pass_at, figures.pass_at),
                 *_at(report.figures.majority_at, figures.majority_at),
                 _number(figures.length_mean),

@@ -87,10 +87,10 @@ def top(run: Run) -> None:
         raise UserError("pipelinerl top needs textual, which is not installed; pip install -e '.[top]'")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(f"pipelinerl top needs a terminal; try pipelinerl status {run}")
-    from pipelinerl.plugins.watch.top.run_follower import RunFollower, source_of
+    from pipelinerl.plugins.watch.top.run_follower import RunFollower
     from pipelinerl.plugins.watch.top.textual_app import TopApp
 
-    follower = RunFollower(source_of(run))
+    follower = RunFollower(run)
     try:
         TopApp(follower).run(mouse=False)
     finally:

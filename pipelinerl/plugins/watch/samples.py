@@ -7,10 +7,9 @@ output is escaped, so that it cannot affect the terminal.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import record_of
+from pipelinerl.observability.events import ENDS, EventFollower
 from pipelinerl.observability.samples.reading import (
     FOLDER,
     LENGTH,
@@ -46,9 +45,6 @@ from pipelinerl.roles.role import RunPath
 #: Maximum number of characters printed of a text; `--json` prints the whole stored text.
 _MOST: Final = 2000
 _FOLLOW_S: Final = 0.5
-#: Number of bytes at the end of the event log that are searched for the run's last event; longer than that event.
-_TAIL: Final = 65536
-_OVER: Final = ("run_finished", "run_suspended", "run_failed")
 _STYLES: Final = {"correct": "green", "partial": "yellow", "wrong": "red"}
 
 
@@ -108,10 +104,13 @@ def show(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) 
 def follow_new(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) -> None:
     """Print samples as they arrive until the run is over; raise `UserError` if there is no run."""
     _require_run(run_dir)
-    reader = SampleReader(run_dir)
+    reader, log = SampleReader(run_dir), EventFollower(run_dir / "events.jsonl")
     first, over = True, False
     while True:
-        last, over = over, _is_over(run_dir)  # read once more after the run's end: samples may be written late
+        last = over  # read once more after the run's end: samples may be written late
+        with suppress(OSError):
+            for event in log.all():
+                over = event["kind"] in ENDS
         limited = replace(query, limit=query.limit if first else None)
         with _readable(run_dir):
             groups = reader.new()
@@ -133,18 +132,6 @@ def _readable(run_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"the samples in {run_dir / FOLDER} cannot be read: {error.strerror}") from None
-
-
-def _is_over(run_dir: Path) -> bool:
-    # Read only the end of the log, because this function is called twice a second.
-    try:
-        with (run_dir / "events.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
-        return False
-    last = record_of(lines[-1]) if lines else None
-    return last is not None and last["kind"] in _OVER
 
 
 def _nothing(run_dir: Path, groups: list[SampleGroup], query: SampleQuery) -> str:

@@ -1,6 +1,6 @@
 """The web server of `pipelinerl watch`: files and JSON for a browser; docs/use/watching.md lists the routes.
 
-It shows what `Follower` has read from the runs' files, and sends changes to the runs' controllers. No process of a run
+It shows what a thread has read from the runs' files, and sends changes to the runs' controllers. No process of a run
 depends on it. It generates no HTML: the page consists of static files that fetch JSON.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import mimetypes
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -35,7 +36,6 @@ from pipelinerl.plugins.watch.steering import described, flat, sort_of
 from pipelinerl.plugins.watch.watched_run import (
     STATE_S,
     FeedEntry,
-    Follower,
     LooksOnly,
     Pages,
     RunNumber,
@@ -56,6 +56,10 @@ ADDRESS_SEATS: Final = 8
 _FAR_BEHIND: Final = 200
 #: Seconds without an event after which an SSE comment is sent, because proxies close silent connections.
 _SILENCE_S: Final = 15.0
+#: Seconds between two reads of the runs' files; pages are notified after each read.
+_POLL_S: Final = 0.5
+#: Seconds of pause after each piece of a long log, so that other threads can run.
+_BREATH_S: Final = 0.001
 
 
 def add_stream(app: FastAPI, pages: Pages) -> None:
@@ -156,12 +160,22 @@ def create_page(
 
     @asynccontextmanager
     async def following(_: FastAPI) -> AsyncIterator[None]:
-        follower = Follower(runs)
+        closed = threading.Event()
+
+        def follow() -> None:
+            while not closed.is_set():
+                more = [run.advance() for run in runs]
+                closed.wait(_BREATH_S if any(more) else _POLL_S)
+
+        thread = threading.Thread(target=follow, name="follower", daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            follower.close()
-            pages.close()
+            closed.set()
+            thread.join()
+            for run in runs:
+                run.steering.close()
 
     pages = Pages(runs)
     app = FastAPI(title="pipelinerl watch", openapi_url=None, lifespan=following)

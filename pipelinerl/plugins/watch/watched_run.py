@@ -1,6 +1,6 @@
 """`WatchedRun`: one run on the page, with the state that was read from its files so far, and a feed of its events.
 
-The thread of `Follower` reads all runs in bounded pieces, so that responses never wait for a long log. Each response
+A thread of the server reads all runs in bounded pieces, so that responses never wait for a long log. Each response
 says which share of the files it covers. `Pages` are the runs of one server, with the connections to their controllers.
 """
 
@@ -16,7 +16,7 @@ import tomllib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -29,10 +29,9 @@ from starlette.exceptions import HTTPException
 
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import Event
+from pipelinerl.observability.events import Event, EventFollower
 from pipelinerl.observability.logs import table_without_secrets
 from pipelinerl.observability.samples.reading import FOLDER
-from pipelinerl.plugins.watch.page.event_tail import EventTail
 from pipelinerl.plugins.watch.page.run_view import RunView, whole
 from pipelinerl.plugins.watch.page.sample_index import SampleIndex
 from pipelinerl.plugins.watch.steering import Steering, state_without_controller
@@ -133,43 +132,30 @@ def as_json(value: Any) -> bytes:
         return json.dumps(msgspec.to_builtins(value, str_keys=True)).encode()
 
 
-def step_figures(event: Event) -> dict[str, Any]:
-    """Return a step's plain metrics; nested metrics, such as those by domain, are left out."""
-    return {name: value for name, value in event.items() if isinstance(value, int | float | str) or value is None}
-
-
 log = logging.getLogger("pipelinerl")
 
-#: Seconds between two reads of the files; pages are notified after each read.
-_POLL_S: Final = 0.5
-#: Seconds of pause after each piece of a long log, so that other threads can run.
-_BREATH_S: Final = 0.001
+_PIECE_BYTES: Final = 2**20
 
 
-@dataclass(slots=True)
 class WatchedRun:
-    """State of the run in a directory, and its controller; callers must hold `lock` while they read the state."""
+    """State of the run in a directory, and its controller; callers must hold `lock` while they read the state.
 
-    number: int
-    run_dir: Path
-    read_only: bool = False
-    """True if no page may change the run."""
-    steering: Steering = field(init=False)
-    view: RunView = field(default_factory=RunView)
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    samples: SampleIndex = field(init=False)
-    feed: Feed = field(init=False)
-    loaded: set[str] = field(default_factory=set)
-    state: str = "starting"
-    trouble: str = ""
-    """The reason why the files cannot be read."""
-    _tail: EventTail = field(init=False)
+    With `read_only`, no page may change the run.
+    """
 
-    def __post_init__(self) -> None:
-        self.steering = Steering(self.run_dir, self.read_only)
-        self.samples = SampleIndex(self.run_dir)
-        self.feed = Feed(self.number)
-        self._tail = EventTail(self.run_dir / "events.jsonl")
+    def __init__(self, number: int, run_dir: Path, *, read_only: bool = False) -> None:
+        self.number = number
+        self.run_dir = run_dir
+        self.steering = Steering(run_dir, read_only)
+        self.view = RunView()
+        self.lock = threading.RLock()
+        self.samples = SampleIndex(run_dir)
+        self.feed = Feed(number)
+        self.loaded: set[str] = set()
+        self.state = "starting"
+        self.trouble = ""
+        """The reason why the files cannot be read."""
+        self._log = EventFollower(run_dir / "events.jsonl")
 
     @property
     def name(self) -> str:
@@ -179,25 +165,21 @@ class WatchedRun:
     @property
     def loading(self) -> dict[str, float]:
         """The shares, 0 to 1, of the event log and of the sample files that have been read."""
-        return {"events": round(self._tail.share, 4), "samples": round(self.samples.share, 4)}
+        return {"events": round(self._log.share, 4), "samples": round(self.samples.share, 4)}
 
     def recipe(self) -> dict[str, Any]:
         """Return the recipe without passwords; an empty table if it is missing or unreadable."""
         try:
-            table = tomllib.loads((self.run_dir / "recipe.toml").read_text())
+            return _plain_table(tomllib.loads((self.run_dir / "recipe.toml").read_text()))
         except (OSError, ValueError):
             return {}
-        plain: dict[str, Any] = _plain(table_without_secrets(table))
-        return plain
 
     def settings_made(self) -> dict[str, Any]:
         """Return the recipe's non-default settings; the whole recipe if this version of pipelinerl cannot read it."""
         try:
-            table = recipes.to_table(recipes.load_run(self.run_dir), without_defaults=True)
+            return _plain_table(recipes.to_table(recipes.load_run(self.run_dir), without_defaults=True))
         except UserError:
             return self.recipe()
-        plain: dict[str, Any] = _plain(table_without_secrets(table))
-        return plain
 
     def advance(self) -> bool:
         """Read another piece of the files and wake listeners; return True if there is more."""
@@ -225,20 +207,20 @@ class WatchedRun:
                 self.feed.ring()
 
     def _read_events(self) -> bool:
-        piece = self._tail.read()
-        if piece.is_new_file:
+        events = self._log.new(most_bytes=_PIECE_BYTES)
+        if self._log.is_replaced:
             self.view = RunView()
             self.feed.put("rewound", {"to": 0})
         live = "events" in self.loaded
-        for event in piece.events:
+        for event in events:
             try:
                 self._take(event, live=live)
             except Exception:  # the log is untrusted: one malformed event must not break the page
                 log.exception("%s has an event that cannot be processed; skipping it", self.run_dir)
-        if not live and not self._tail.is_behind:
+        if not live and not self._log.is_behind:
             self.loaded.add("events")
             self.feed.put("loaded", {"what": "events"})
-        return self._tail.is_behind
+        return self._log.is_behind
 
     def _read_samples(self) -> bool:
         count = self.samples.read()
@@ -257,7 +239,8 @@ class WatchedRun:
             self.feed.put("rewound", {"to": event["step"] - 1})
         step = whole(event, "step")
         if event["kind"] == "step" and step is not None:
-            self.feed.put("step", step_figures(event), step=step)
+            plain = {name: each for name, each in event.items() if each is None or isinstance(each, int | float | str)}
+            self.feed.put("step", plain, step=step)  # without nested metrics, such as those by domain
         else:
             self.feed.put("event", event)
 
@@ -268,27 +251,12 @@ def watched_runs(directories: Sequence[Path], *, read_only: bool = False) -> lis
         there = ("events.jsonl", "recipe.toml", FOLDER)
         if not any((directory / name).exists() for name in there):
             raise UserError(f"{directory} is not a run: it has none of {', '.join(there)}; name the run's directory")
-    return [WatchedRun(number, directory, read_only) for number, directory in enumerate(directories)]
+    return [WatchedRun(number, directory, read_only=read_only) for number, directory in enumerate(directories)]
 
 
-class Follower:
-    """Thread that reads all runs until it is closed."""
-
-    def __init__(self, runs: Sequence[WatchedRun]) -> None:
-        self._runs = runs
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop the thread."""
-        self._closed.set()
-        self._thread.join()
-
-    def _follow(self) -> None:
-        while not self._closed.is_set():
-            more = [run.advance() for run in self._runs]
-            self._closed.wait(_BREATH_S if any(more) else _POLL_S)
+def _plain_table(table: Mapping[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = _plain(table_without_secrets(table))
+    return plain
 
 
 def _plain(value: Any) -> Any:
@@ -343,11 +311,6 @@ class Pages:
         self._noted_at = time.monotonic()
         for run in self.all:
             run.note_state(answers=not run.view.state and run.steering.status(max_age_s=STATE_S) is not None)
-
-    def close(self) -> None:
-        """Close the connections to the controllers."""
-        for run in self.all:
-            run.steering.close()
 
 
 def answer(value: Any) -> Response:

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg, ticks
-from pipelinerl.observability.evaluations import evaluation_rows, group_rows
 from pipelinerl.observability.progress import domain_lines
 from pipelinerl.observability.run_history import Series, mean_of, tell
 from pipelinerl.observability.samples.record import SampleKind
@@ -24,6 +23,8 @@ from pipelinerl.plugins.watch.report import (
     domain_charts,
     domain_rows,
     episode_rows,
+    evaluation_rows,
+    group_rows,
     render,
     report_of,
     samples_section,
@@ -326,14 +327,14 @@ def test_optimizer_steps_are_charted_at_fractions_of_their_training_step():
         step(1, {"kl_old": 0.0, "clip_fraction": 0.1}, {"kl_old": 0.5, "clip_fraction": 0.2}),
         step(2, {"clip_fraction": 0.3}),
     ]
-    kl, clipped, made = [chart.lines[0].series for _, chart in update_charts(tell(events))]
+    kl, clipped, made = [chart.lines[0].series for chart in update_charts(tell(events))]
     assert (kl.x, kl.y) == ((0.5, 1.0), (0.0, 0.5))
     assert (clipped.x, clipped.y) == ((0.5, 1.0, 2.0), (0.1, 0.2, 0.3))
     assert made.y == (2.0, 1.0)
 
 
 def test_report_has_no_charts_of_optimizer_steps_if_each_batch_is_one_optimizer_step():
-    assert not any(line.series for _, chart in update_charts(tell([step(1), step(2)])) for line in chart.lines)
+    assert not any(line.series for chart in update_charts(tell([step(1), step(2)])) for line in chart.lines)
 
 
 def history(*steps):
@@ -360,7 +361,7 @@ def test_domain_means_in_the_report_weight_each_step_by_its_number_of_rollouts()
 def test_domain_charts_have_a_line_per_domain():
     words = {"accuracy": 0.5, "reward": 0.75}
     steps = [{"by_domain": {"a": words, "b": {"accuracy": None}}, "entropy": 1.0}, {"by_domain": {}}]
-    charts = dict(domain_charts(history(*steps)))
+    charts = {chart.title: chart for chart in domain_charts(history(*steps))}
     lines = {line.label: line.series for line in charts["Accuracy by domain"].lines}
     assert lines["a"].y == (0.5,) and not lines["b"]
     assert [line.series.y for line in charts["Reward by domain, smoothed"].lines if line.series] == [(0.75,)]

@@ -20,9 +20,10 @@ from rich.table import Table
 from pipelinerl.commands.remote import recorded_events
 from pipelinerl.errors import UserError
 from pipelinerl.numerics.causes import Cause
-from pipelinerl.observability.charts import draw_mismatch
+from pipelinerl.observability.charts import png
 from pipelinerl.observability.events import EventFollower
 from pipelinerl.observability.run_history import tell
+from pipelinerl.plugins.watch.report import mismatch_chart
 from pipelinerl.plugins.watch.timeline.chrome_trace import ChromeTrace, write_trace
 from pipelinerl.plugins.watch.timeline.review import (
     COMPARED,
@@ -37,6 +38,13 @@ from pipelinerl.roles.role import RunPath
 
 #: Name of the trace file in the run's directory, unless the user gives another path.
 DEFAULT_NAME: Final = "trace.json.gz"
+#: Figures that `mismatch.png` draws, with the titles of their charts.
+_PANELS: Final = {
+    "p95": "P95 |Δ log-prob|, nats",
+    "response_max": "Max |Δp| of a response, mean over responses",
+    "ess": "Effective sample size, of 1",
+    "share": "Share of the tokens",
+}
 
 
 def mismatch(
@@ -94,7 +102,7 @@ def show_mismatch(run_dir: Path, console: Console, *, as_json: bool) -> None:
             "step whose rollouts have a gradient"
         )
     try:
-        picture = draw_mismatch(history, run_dir / "mismatch.png")
+        picture = png([mismatch_chart(history, *each) for each in _PANELS.items()], run_dir / "mismatch.png")
     except ModuleNotFoundError:
         raise UserError("mismatch.png needs matplotlib, which is not installed; pip install -e '.[report]'") from None
     advice = advise(reviewed)

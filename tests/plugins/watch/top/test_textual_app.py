@@ -16,7 +16,7 @@ import pytest
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.errors import UserError
 from pipelinerl.plugins.watch.command_line import top
-from pipelinerl.plugins.watch.top.run_follower import RunFollower, source_of
+from pipelinerl.plugins.watch.top.run_follower import RunFollower
 from pipelinerl.system.http_service import listen, serve_until, url_of
 from tests.controller.service.test_service import running
 from tests.controller.world import ENGINE
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(find_spec("textual") is None, reason="pipelinerl
 
 @contextmanager
 def followed(run):
-    follower = RunFollower(source_of(str(run)))
+    follower = RunFollower(str(run))
     try:
         yield follower
     finally:
@@ -173,4 +173,4 @@ def test_top_without_a_terminal_or_a_run_is_rejected_in_one_sentence(tmp_path):
     with pytest.raises(UserError, match="try pipelinerl status"):
         top(str(written_run(tmp_path / "run", steps=3)))
     with pytest.raises(UserError, match="is not a run"):
-        source_of(str(tmp_path))
+        RunFollower(str(tmp_path))

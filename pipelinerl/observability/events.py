@@ -230,7 +230,8 @@ class EventFollower:
                         self.size = self.offset  # only an incomplete line is left
                     piece *= 2
                     continue
-                self.offset += whole or len(data)  # a line longer than `_MOST_BYTES` cannot be a record
+                whole = whole or len(data)  # a line longer than `_MOST_BYTES` cannot be a record
+                self.offset += whole
                 if self.offset + len(data) - whole >= self.size:
                     self.size = self.offset
                 if events := list(_records(data[:whole].split(b"\n")[:-1], self._path)):

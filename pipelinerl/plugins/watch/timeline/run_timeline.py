@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipelinerl.observability.events import Event
 from pipelinerl.plugins.watch.timeline.spans import (
@@ -89,93 +88,30 @@ class Track:
         starts, ends = np.array(self._start), np.array(self._end)
         first, last = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(starts, end, "left"))
         starts, ends = starts[first:last], ends[first:last]
-        columns = _merged(starts, ends, start=start, cell=cell)
-        longest, names = columns.pop("longest"), list(self._notes)
-        drawn: dict[str, list[Any]] = {name: column.tolist() for name, column in columns.items()}
-        drawn["value"] = np.array(self._value)[first:last][longest].tolist()
-        drawn["note"] = [names[number] for number in np.array(self._note)[first:last][longest].tolist()]
+        drawn: dict[str, list[Any]] = {name: [] for name in ("start", "end", "count", "busy", "value", "note")}
+        if starts.size:
+            lengths = ends - starts
+            cells, short = np.floor((starts - start) / cell), lengths < cell
+            alone = np.ones(starts.size, bool)  # true for each span that begins a row of the result
+            alone[1:] = ~(short[1:] & short[:-1] & (cells[1:] == cells[:-1]))
+            rows = np.flatnonzero(alone)
+            lasts = np.append(rows[1:], starts.size) - 1
+            # Sort spans by (row, length), so that the longest span of each row comes last.
+            longest = np.lexsort((lengths, np.cumsum(alone)))[lasts]
+            names = list(self._notes)
+            drawn = {
+                "start": starts[rows].tolist(),
+                "end": ends[lasts].tolist(),
+                "count": (lasts - rows + 1).tolist(),
+                "busy": np.add.reduceat(lengths, rows).tolist(),
+                "value": np.array(self._value)[first:last][longest].tolist(),
+                "note": [names[number] for number in np.array(self._note)[first:last][longest].tolist()],
+            }
         if unended is not None and unended.start < end and unended.end > start:
-            _append(drawn, unended)
+            row = {"count": 1, "busy": unended.end - unended.start, **unended._asdict()}
+            for name, column in drawn.items():
+                column.append(row[name])
         return drawn
-
-
-def _merged(
-    starts: NDArray[np.float64], ends: NDArray[np.float64], *, start: float, cell: float
-) -> dict[str, NDArray[Any]]:
-    """Merge spans shorter than `cell` seconds that begin in the same cell; cells are counted from `start`.
-
-    Return the columns start, end, count and busy of `Track.window`, and `longest`: for each row, the index (in `starts`
-    and `ends`) of the longest span that the row merges.
-    """
-    lengths = ends - starts
-    if starts.size == 0:
-        empty = np.zeros(0, np.int64)
-        return {"start": starts, "end": ends, "count": empty, "busy": lengths, "longest": empty}
-    cells = np.floor((starts - start) / cell)
-    short = lengths < cell
-    alone = np.ones(starts.size, bool)  # true for each span that begins a row of the result
-    alone[1:] = ~(short[1:] & short[:-1] & (cells[1:] == cells[:-1]))
-    rows = np.flatnonzero(alone)
-    lasts = np.append(rows[1:], starts.size) - 1
-    # Sort spans by (row, length), so that the longest span of each row comes last.
-    order = np.lexsort((lengths, np.cumsum(alone)))
-    return {
-        "start": starts[rows],
-        "end": ends[lasts],
-        "count": lasts - rows + 1,
-        "busy": np.add.reduceat(lengths, rows),
-        "longest": order[lasts],
-    }
-
-
-def _append(drawn: dict[str, list[Any]], span: Span) -> None:
-    row = {
-        "start": span.start, "end": span.end, "count": 1, "busy": span.end - span.start, "value": span.value,
-        "note": span.note,
-    }  # fmt: skip
-    for name, value in row.items():
-        drawn[name].append(value)
-
-
-@dataclass(slots=True)
-class _Groups:
-    order: array[int] = field(default_factory=lambda: array("q"))
-    step: array[int] = field(default_factory=lambda: array("q"))
-    engine: array[int] = field(default_factory=lambda: array("i"))
-    claimed: array[float] = field(default_factory=lambda: array("d"))
-    sampled: array[float] = field(default_factory=lambda: array("d"))
-    verified: array[float] = field(default_factory=lambda: array("d"))
-    trained: array[float] = field(default_factory=lambda: array("d"))
-    spans: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
-    engines: dict[str, int] = field(default_factory=dict)
-    longest_s: float = 0.0
-
-    def add(self, group: TracedGroup) -> None:
-        self.order.append(group.order)
-        self.step.append(group.step)
-        self.engine.append(self.engines.setdefault(group.engine, len(self.engines)))
-        self.claimed.append(group.claimed)
-        self.sampled.append(group.sampled)
-        self.verified.append(group.verified)
-        # A group's stages may arrive after those of a later step. Keep the column non-decreasing, so it can be
-        # bisected.
-        trained = max(group.trained, self.trained[-1]) if self.trained else group.trained
-        self.trained.append(trained)
-        self.spans.append(group.spans)
-        self.longest_s = max(self.longest_s, trained - group.claimed)
-
-    def window(self, start: float, end: float) -> dict[str, Any]:
-        """Return the groups in progress between `start` and `end`, in columns, and their number, `total`.
-
-        Of more than `MOST_GROUPS` groups, only every n-th is returned.
-        """
-        first, last = bisect_left(self.trained, start), bisect_right(self.trained, end + self.longest_s)
-        touching = first + np.flatnonzero(np.array(self.claimed[first:last]) <= end)
-        each = max(1, -(-touching.size // MOST_GROUPS))
-        chosen, names = touching[::each].tolist(), list(self.engines)
-        columns = ("order", "step", "claimed", "sampled", "verified", "trained", "spans")
-        drawn = {name: [getattr(self, name)[place] for place in chosen] for name in columns}
-        return {"total": int(touching.size), "engine": [names[self.engine[place]] for place in chosen], **drawn}
 
 
 @dataclass(slots=True)
@@ -185,7 +121,9 @@ class RunTimeline:
     _reader: SpanReader = field(default_factory=SpanReader)
     _tracks: dict[tuple[str, str], Track] = field(default_factory=dict)
     _marks: deque[RunMark] = field(default_factory=lambda: deque(maxlen=_MARKS))
-    _groups: _Groups = field(default_factory=_Groups)
+    # The groups by rising `trained`, and the longest time from a group's claim to its step.
+    _groups: list[TracedGroup] = field(default_factory=list)
+    _longest_s: float = 0.0
 
     def feed(self, event: Event) -> None:
         """Add the next event of the log."""
@@ -195,7 +133,10 @@ class RunTimeline:
             elif isinstance(drawn, RunMark):
                 self._marks.append(drawn)
             else:
-                self._groups.add(drawn)
+                # A group's stages may arrive after those of a later step; rising times can be bisected.
+                trained = max(drawn.trained, self._groups[-1].trained) if self._groups else drawn.trained
+                self._groups.append(drawn._replace(trained=trained))
+                self._longest_s = max(self._longest_s, trained - drawn.claimed)
 
     def window(self, start: float | None = None, end: float | None = None, *, points: int = 1500) -> dict[str, Any]:
         """Return the data to draw the interval [start, end] at a width of `points`.
@@ -207,6 +148,9 @@ class RunTimeline:
         end = max(end, start + 1e-6)
         cell = (end - start) / min(MOST_POINTS, max(1, points))
         unended = {(span.lane, span.track): span for span in self._reader.open()}
+        ours = [kind for kind in _TRACKS if kind != ENGINE]
+        engines = sorted({lane for lane, _ in [*self._tracks, *unended]}.difference(ours))
+        nothing = Track()
         lanes = [
             {
                 "lane": lane,
@@ -214,14 +158,14 @@ class RunTimeline:
                 "tracks": [
                     {
                         "kind": track,
-                        **self._tracks.get((lane, track), _NOTHING).window(
+                        **self._tracks.get((lane, track), nothing).window(
                             start, end, cell=cell, unended=unended.get((lane, track))
                         ),
                     }
                     for track in _TRACKS[kind]
                 ],
             }
-            for kind, lane in self._lanes(set(unended))
+            for kind, lane in [*((ENGINE, lane) for lane in engines), *((kind, kind) for kind in ours)]
         ]
         marks = [list(mark) for mark in self._marks if start <= mark.at <= end]
         return {
@@ -231,13 +175,17 @@ class RunTimeline:
             "resolution": cell,
             "lanes": lanes,
             "marks": marks[-MOST_MARKS:],
-            "groups": self._groups.window(start, end),
+            "groups": self._groups_between(start, end),
         }
 
-    def _lanes(self, unended: set[tuple[str, str]]) -> list[tuple[str, str]]:
-        named = {lane for lane, _ in [*self._tracks, *unended]}
-        ours = [kind for kind in _TRACKS if kind != ENGINE]
-        return [(ENGINE, lane) for lane in sorted(named.difference(ours))] + [(kind, kind) for kind in ours]
+    def _groups_between(self, start: float, end: float) -> dict[str, Any]:
+        """Return the groups in progress between `start` and `end`, in columns, and their number, `total`.
 
-
-_NOTHING: Final = Track()
+        Of more than `MOST_GROUPS` groups, only every n-th is returned.
+        """
+        first = bisect_left(self._groups, start, key=lambda group: group.trained)
+        last = bisect_right(self._groups, end + self._longest_s, key=lambda group: group.trained)
+        touching = [group for group in self._groups[first:last] if group.claimed <= end]
+        chosen = touching[:: max(1, -(-len(touching) // MOST_GROUPS))]
+        columns = ("engine", "order", "step", "claimed", "sampled", "verified", "trained", "spans")
+        return {"total": len(touching), **{name: [getattr(group, name) for group in chosen] for name in columns}}

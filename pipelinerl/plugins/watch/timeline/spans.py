@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -44,6 +45,11 @@ _Stages = tuple[int, float, float, float, str, list[tuple[int, int]]]
 class TracedGroup(NamedTuple):
     """The times at which the stages of one group ended, in seconds since the run began.
 
+    For some groups, chosen by seed, actors report when each stage ended (`ActorAlive.stages`). The controller adds a
+    few of these reports to the next `step` event, with times in Unix seconds; `order` is the number of the group:
+
+        "stages": [[order, claimed, sampled, verified, engine, [[version, tokens], …]], …]
+
     `order` numbers the request to sample the group, and `claimed` is when an actor took this request. `trained` is when
     the trainer began to compute the group's step, `ended` when that step was complete. `spans` are the runs of tokens
     in the group's longest answer that one version sampled, as (version, number of tokens).
@@ -58,65 +64,6 @@ class TracedGroup(NamedTuple):
     trained: float
     ended: float
     spans: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(slots=True)
-class GroupJoiner:
-    """Matches the stages of traced groups with the steps that trained them, whichever is reported first.
-
-    For some groups, chosen by seed, actors report when each stage ended (`ActorAlive.stages`). The controller adds a
-    few of these reports to the next `step` event, with times in Unix seconds; `order` is the number of the group:
-
-        "stages": [[order, claimed, sampled, verified, engine, [[version, tokens], …]], …]
-    """
-
-    _waiting: OrderedDict[int, TracedGroup] = field(default_factory=OrderedDict)
-    _trained: OrderedDict[int, tuple[int, float, float]] = field(default_factory=OrderedDict)
-
-    def stepped(self, event: Event, *, step: int, began: float, now: float) -> Iterator[TracedGroup]:
-        """Read a `step` event; yield each traced group of which both the stages and the step are known now.
-
-        The event's step began at `began` and ended at `now`.
-        """
-        for order in entries(event, "orders"):
-            if isinstance(order, int):
-                self._trained[order] = (step, began, now)
-        for stages in entries(event, "stages"):
-            if (group := _group(stages, amount(event, "time") - now)) is not None:
-                self._waiting[group.order] = group
-        for order in [order for order in self._waiting if order in self._trained]:
-            step, trained, ended = self._trained[order]
-            group = self._waiting.pop(order)
-            # The stages may have been measured by another machine's clock, so end each stage no later than the next
-            # one.
-            verified = min(group.verified, trained)
-            sampled = min(group.sampled, verified)
-            claimed = min(group.claimed, sampled)
-            yield group._replace(
-                step=step, claimed=claimed, sampled=sampled, verified=verified, trained=trained, ended=ended
-            )
-        _forget(self._waiting, _PENDING)
-        _forget(self._trained, _ORDERS)
-
-
-def _group(stages: Any, began_at: float) -> TracedGroup | None:
-    try:
-        order, claimed, sampled, verified, engine, spans = msgspec.convert(stages, _Stages)
-    except msgspec.ValidationError:
-        return None
-    claimed, sampled, verified = (max(0.0, at - began_at) for at in (claimed, sampled, verified))
-    return TracedGroup(order, 0, engine, claimed, sampled, verified, 0.0, 0.0, tuple(spans))
-
-
-def entries(event: Event, field: str) -> Sequence[Any]:
-    """Return the items of a list field; empty if the field is no list."""
-    value = event.get(field)
-    return value if isinstance(value, list | tuple) else ()
-
-
-def _forget(held: OrderedDict[int, Any], most: int) -> None:
-    while len(held) > most:
-        held.popitem(last=False)
 
 
 TRAINER: Final = "trainer"
@@ -177,7 +124,9 @@ class SpanReader:
     _ends: dict[tuple[str, str], float] = field(default_factory=dict)
     _steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _held: deque[tuple[float, float, str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    _groups: GroupJoiner = field(default_factory=GroupJoiner)
+    # Groups whose step is not known yet; and by order, the step that trained it, its beginning and its end.
+    _waiting: OrderedDict[int, TracedGroup] = field(default_factory=OrderedDict)
+    _trained: OrderedDict[int, tuple[int, float, float]] = field(default_factory=OrderedDict)
 
     def read(self, event: Event) -> Iterator[Drawn]:
         """Yield the spans and groups that end with this event, and a `RunMark` if the event itself is to be shown."""
@@ -188,6 +137,8 @@ class SpanReader:
         yield from _marks(kind, event, self.now)
         if kind in ENDS:
             yield from self._cut(self.now)
+        elif kind == "evaluation_began":
+            self._evaluation = _Begun(self.now, _whole(event, "model_version"))
         elif kind in _READINGS:
             yield from _READINGS[kind](self, event)
 
@@ -205,7 +156,7 @@ class SpanReader:
     def _step(self, event: Event) -> Iterator[Drawn]:
         step, step_s, wait_s = _whole(event, "step"), amount(event, "step_s"), amount(event, "wait_s")
         began = self.now - step_s
-        groups = list(self._groups.stepped(event, step=step, began=began, now=self.now))
+        groups = list(self._joined_groups(event, step, began))
         for group in groups:
             self._held.append((group.sampled, group.verified, "verification"))
         if wait_s > 0:
@@ -215,6 +166,29 @@ class SpanReader:
             yield from self._span(TRAINER, "publish_wait", self.now - held_s, self.now, step)
         self._steps.append((step, self.now))
         yield from groups
+
+    def _joined_groups(self, event: Event, step: int, began: float) -> Iterator[TracedGroup]:
+        """Yield each traced group of which both the stages and the step are known now, whichever came first."""
+        for order in _entries(event, "orders"):
+            if isinstance(order, int):
+                self._trained[order] = (step, began, self.now)
+        run_began_at = amount(event, "time") - self.now
+        for stages in _entries(event, "stages"):
+            with suppress(msgspec.ValidationError):
+                order, *ended, engine, spans = msgspec.convert(stages, _Stages)
+                times = (max(0.0, at - run_began_at) for at in ended)
+                self._waiting[order] = TracedGroup(order, 0, engine, *times, 0.0, 0.0, tuple(spans))
+        for order in [order for order in self._waiting if order in self._trained]:
+            step, trained, end = self._trained[order]
+            group = self._waiting.pop(order)
+            # The stages may have been measured by another machine's clock, so end each no later than the next one.
+            verified = min(group.verified, trained)
+            sampled = min(group.sampled, verified)
+            claimed = min(group.claimed, sampled)
+            yield TracedGroup(order, step, group.engine, claimed, sampled, verified, trained, end, group.spans)
+        for held, most in ((self._waiting, _PENDING), (self._trained, _ORDERS)):
+            while len(held) > most:
+                held.popitem(last=False)
 
     def _publish(self, event: Event) -> Iterator[Drawn]:
         version = _whole(event, "model_version")
@@ -267,10 +241,6 @@ class SpanReader:
             yield from self._span(url, "away", begun.start, self.now, begun.value, begun.note)
         if (version := self._served.pop(url, None)) is not None and event["kind"] == "engine_back":
             yield from self._now_serves(url, version)
-
-    def _evaluation_began(self, event: Event) -> Iterator[Drawn]:
-        self._evaluation = _Begun(self.now, _whole(event, "model_version"))
-        return iter(())
 
     def _evaluated(self, event: Event) -> Iterator[Drawn]:
         # Each evaluation set has its own event; the first event ends the span.
@@ -356,7 +326,6 @@ _READINGS: Final = {
     "engine_suspect": SpanReader._suspect,
     "engine_lost": SpanReader._lost,
     "engine_left": SpanReader._left,
-    "evaluation_began": SpanReader._evaluation_began,
     "evaluation": SpanReader._evaluated,
     "evaluation_restarted": SpanReader._evaluated,
     "checkpoint": SpanReader._checkpointed,
@@ -369,6 +338,11 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+def _entries(event: Event, field: str) -> Sequence[Any]:
+    value = event.get(field)
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _whole(event: Event, field: str) -> int:

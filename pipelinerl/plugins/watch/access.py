@@ -143,8 +143,8 @@ class AccessMiddleware:
             scope = {**scope, "headers": [*scope["headers"], bearer], "state": state}
             if looks and scope["method"] not in _READS_ONLY:
                 answer = refusal(403, _SHARED, code="read_only")
-        elif answer is None:
-            answer = self._refused(scope)
+        elif answer is None and scope["path"] != OPEN_PATH and not _headers(scope, b"authorization"):
+            answer = _ask_for_key(scope)  # `http_service` checks a bearer token
         await (self._app if answer is None else answer)(scope, receive, sending)
 
     def _opened(self, scope: Scope, *, is_known: bool) -> Response | None:
@@ -160,12 +160,6 @@ class AccessMiddleware:
         if name == "key" and self._links.redeem(key):
             return _welcome(scope, self._cookie, self._token)
         return None if not name or is_known else _ask_for_key(scope)
-
-    def _refused(self, scope: Scope) -> Response | None:
-        # Let requests with a bearer token pass, because `http_service` checks the token.
-        if scope["path"] == OPEN_PATH or _headers(scope, b"authorization"):
-            return None
-        return _ask_for_key(scope)
 
     def _has_cookie(self, scope: Scope, name: str, expected: str) -> bool:
         if not expected or _headers(scope, b"authorization"):

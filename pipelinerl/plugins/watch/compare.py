@@ -31,6 +31,7 @@ def compare(
     from rich.text import Text
 
     from pipelinerl.commands.remote import recorded_events
+    from pipelinerl.observability.progress import sparkline
     from pipelinerl.observability.run_history import tell
     from pipelinerl.observability.summary import summary_rows
     from pipelinerl.observability.usage import usage_rows
@@ -40,10 +41,15 @@ def compare(
         raise UserError(f"compare needs two runs or more, got {run_dirs[0]}; name another, such as runs/tiny-2")
     configs = [recipes.load_run(run_dir) for run_dir in run_dirs]
     histories = [tell(recorded_events(run_dir)) for run_dir in run_dirs]
-    summaries = [
-        {**dict(summary_rows(history)), **_curves(history), **dict(usage_rows(run_dir))}
-        for run_dir, history in zip(run_dirs, histories, strict=True)
-    ]
+    summaries = []
+    for run_dir, history in zip(run_dirs, histories, strict=True):
+        curves = {}
+        for name, events in history.evaluation_sets.items():
+            values = history.series(events, "accuracy", x="model_version").y
+            if len(values) > 1:
+                drawn = sparkline(values, width=24)
+                curves[f"{name} over the run"] = f"{values[0]:.1%} {drawn} {values[-1]:.1%}"
+        summaries.append({**dict(summary_rows(history)), **curves, **dict(usage_rows(run_dir))})
     table = Table("", *(str(run_dir) for run_dir in run_dirs))
     for name in dict.fromkeys(name for summary in summaries for name in summary):
         table.add_row(name, *(Text(summary.get(name, "–")) for summary in summaries))
@@ -101,13 +107,12 @@ def _state(run_dir: Path, history: RunHistory) -> str:
 
 def runs_in(folder: Path) -> list[Path]:
     """Return the directories of the runs in a folder, the run with the newest events first."""
-    found = [path.parent for path in folder.glob("*/recipe.toml")]
-    return sorted(found, key=_changed_at, reverse=True)
 
+    def changed_at(run_dir: Path) -> float:
+        path = run_dir / "events.jsonl"
+        return (path if path.is_file() else run_dir).stat().st_mtime
 
-def _changed_at(run_dir: Path) -> float:
-    path = run_dir / "events.jsonl"
-    return (path if path.is_file() else run_dir).stat().st_mtime
+    return sorted((path.parent for path in folder.glob("*/recipe.toml")), key=changed_at, reverse=True)
 
 
 def expanded(run_dirs: Sequence[Path]) -> list[Path]:
@@ -117,21 +122,6 @@ def expanded(run_dirs: Sequence[Path]) -> list[Path]:
         for path in run_dirs
         for each in ([path] if (path / "recipe.toml").is_file() else runs_in(path)[:MOST_RUNS] or [path])
     ]
-
-
-def _curves(history: RunHistory) -> dict[str, str]:
-    """Return the accuracies of each evaluation set over the run, drawn as bars, with the first and the last."""
-    from pipelinerl.observability.progress import sparkline
-
-    known = {
-        name: [each["accuracy"] for each in events if each.get("accuracy") is not None]
-        for name, events in history.evaluation_sets.items()
-    }
-    return {
-        f"{name} over the run": f"{values[0]:.1%} {sparkline(values, width=24)} {values[-1]:.1%}"
-        for name, values in known.items()
-        if len(values) > 1
-    }
 
 
 def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -40,15 +39,9 @@ _Points = Annotated[int, Query(ge=2, le=4000)]
 _Moment = Annotated[float | None, Query(ge=0, le=1e12, allow_inf_nan=False)]
 
 
-class Axis(StrEnum):
-    """The x axis of a comparison."""
-
-    STEP = "step"
-    SECONDS = "seconds"
-    SAMPLES = "samples"
-
-
-_PLACES: Final = {Axis.STEP: "step", Axis.SECONDS: "elapsed_s", Axis.SAMPLES: "samples"}
+#: For each x axis of a comparison, the column of `StepRows.places`.
+_PLACES: Final = {"step": "step", "seconds": "elapsed_s", "samples": "samples"}
+Axis = Literal["step", "seconds", "samples"]
 
 
 def add_reading(app: FastAPI, pages: Pages) -> None:
@@ -95,7 +88,7 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
     def compare(
         runs: Annotated[str, Query(max_length=200)] = "",
         metrics: _Metrics = "reward",
-        x: Axis = Axis.STEP,
+        x: Axis = "step",
         points: _Points = 500,
     ) -> Response:
         chosen = _chosen(pages, runs)
@@ -246,8 +239,8 @@ def _held_out(watched: WatchedRun, rows: StepRows, axis: Axis) -> dict[str, dict
         step, accuracy = mark["step"], mark["accuracy"]
         if not isinstance(accuracy, int | float) or not isinstance(step, int):
             continue
-        place: Any = mark["elapsed_s"] if axis is Axis.SECONDS else step
-        if axis is Axis.SAMPLES:
+        place: Any = mark["elapsed_s"] if axis == "seconds" else step
+        if axis == "samples":
             steps, samples = rows.places["step"], rows.places["samples"]
             place = float(np.interp(step, [0, *steps], [0, *samples]))
         if isinstance(place, int | float):

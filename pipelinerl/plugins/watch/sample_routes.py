@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from fastapi import FastAPI, Path, Query
@@ -32,54 +31,20 @@ _NO_TOKENS: Final = "no tokens were recorded for this sample: it is from an eval
 _Group = Annotated[str, Path(max_length=64)]
 
 
-class Rank(StrEnum):
-    """The value by which a list of samples is sorted."""
-
-    TIME = "time"
-    STEP = "step"
-    REWARD = "reward"
-    ADVANTAGE = "advantage"
-    LENGTH = "length"
-    STALENESS = "staleness"
-
-
-class Order(StrEnum):
-    """The order in which a list of samples is sorted."""
-
-    ASCENDING = "asc"
-    DESCENDING = "desc"
-
-
-class WantedKind(StrEnum):
-    """The kind of samples to list."""
-
-    TRAINED = "trained"
-    FILTERED = "filtered"
-    EVALUATION = "evaluation"
-    ANY = "any"
-
-
-class Signal(StrEnum):
-    """Filter of groups: `with` a training signal, that is differing rewards, or `without`."""
-
-    WITH = "with"
-    WITHOUT = "without"
-
-
 def add_samples(app: FastAPI, pages: Pages) -> None:
     """Add the routes of lists of samples, of one group, and of one sample's tokens."""
 
     @app.get("/api/samples")
     def samples(
         number: RunNumber = 0,
-        kind: WantedKind = WantedKind.TRAINED,
-        sort: Rank = Rank.TIME,
-        order: Order = Order.DESCENDING,
+        kind: SampleKind | Literal["any"] = SampleKind.TRAINED,
+        sort: Literal["time", "step", "reward", "advantage", "length", "staleness"] = "time",
+        order: Literal["asc", "desc"] = "desc",
         domain: Name = None,
         tag: Name = None,
         step: StepNumber = None,
         step_to: StepNumber = None,
-        signal: Signal | None = None,
+        signal: Literal["with", "without"] | None = None,  # of groups: whether their rewards differ
         evaluation: Annotated[str | None, Query(alias="set", max_length=500)] = None,
         finish: Name = None,
         outcome: Name = None,
@@ -87,7 +52,7 @@ def add_samples(app: FastAPI, pages: Pages) -> None:
         after: Annotated[str, Query(max_length=100)] = "",
     ) -> Response:
         criteria = SampleFilter(
-            kind=None if kind is WantedKind.ANY else SampleKind(kind),
+            kind=None if kind == "any" else kind,
             domain=domain or None,
             tag=tag or None,
             step=step,
@@ -95,9 +60,9 @@ def add_samples(app: FastAPI, pages: Pages) -> None:
             evaluation=evaluation or None,
             finish_reason=finish or None,
             outcome=outcome or None,
-            signal=None if signal is None else signal is Signal.WITH,
+            signal=None if signal is None else signal == "with",
             sort=sort,
-            descending=order is Order.DESCENDING,
+            descending=order == "desc",
             limit=limit,
             after=_place(after),
         )
@@ -107,8 +72,11 @@ def add_samples(app: FastAPI, pages: Pages) -> None:
             members = list(answers_of(choice, run.samples))
             complete = not run.samples.unread_bytes
         rest = None if choice.after is None else "{!r}:{:016x}:{}".format(*choice.after)
-        parts = _differing_prompt_parts([group for _, group in members])
-        rows = [_row(place, group) | {"prompt_part": part} for (place, group), part in zip(members, parts, strict=True)]
+        prompts: dict[str, list[str]] = {}
+        for _, each in members:
+            prompts.setdefault(each.domain, []).append(each.prompt)
+        parts = {domain: dict(zip(of, differing_parts(of, _PART), strict=True)) for domain, of in prompts.items()}
+        rows = [_row(place, each) | {"prompt_part": parts[each.domain][each.prompt]} for place, each in members]
         return answer({"complete": complete, "matched": choice.matched, "after": rest, "samples": rows})
 
     @app.get("/api/samples/{group}")
@@ -167,14 +135,6 @@ def _row(place: SamplePlace, group: SampleGroup) -> dict[str, Any]:
         "text": shortened(each.text, _BRIEF),
         "versions": each.spans,
     }
-
-
-def _differing_prompt_parts(groups: Sequence[SampleGroup]) -> list[str]:
-    prompts: dict[str, list[str]] = {}
-    for group in groups:
-        prompts.setdefault(group.domain, []).append(group.prompt)
-    parts = {domain: dict(zip(each, differing_parts(each, _PART), strict=True)) for domain, each in prompts.items()}
-    return [parts[group.domain][group.prompt] for group in groups]
 
 
 def differing_parts(texts: Sequence[str], most: int) -> list[str]:

@@ -64,10 +64,6 @@ def samples(
     json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each answer.")] = False,
 ) -> None:
     """Show sampled answers: problem, answer, verdict, reward, advantage and versions, of a live or finished run."""
-    from rich.console import Console
-
-    from pipelinerl.observability.samples.reading import SampleQuery
-
     if worst and best:
         raise typer.BadParameter("--worst and --best exclude each other")
     if follow and (worst or best):
@@ -185,7 +181,7 @@ def _head(group: SampleGroup) -> Iterable[Text]:
 
 def _answer(answer: AnswerRecord) -> Iterable[Text]:
     style = _STYLES.get(answer.outcome, "yellow")
-    facts = [f"reward {_number(answer.reward)}"]
+    facts = ["reward none" if answer.reward is None else f"reward {answer.reward:.3g}"]
     if answer.parts:
         facts[0] += " (" + ", ".join(f"{_line(name)} {reward:g}" for name, reward in answer.parts) + ")"
     if answer.shaped is not None and answer.shaped != answer.reward:
@@ -209,15 +205,12 @@ def _answer(answer: AnswerRecord) -> Iterable[Text]:
     for number in numbers:
         turns = [(place, turn) for place, turn in enumerate(answer.turns, 1) if turn.segment == number]
         if several:
-            yield _segment(number, turns[0][1])
+            first = turns[0][1]
+            begin = f"continues turn {first.continues}" if first.continues else "begins a conversation"
+            reason = f" ({_line(first.begins)})" if first.begins else ""
+            yield Text(f"   segment {number} · {begin}{reason}", style="bold")
         for place, turn in turns:
             yield from _turn(place, turn, "     " if several else "   ", style)
-
-
-def _segment(number: int, first: TurnRecord) -> Text:
-    place = f"continues turn {first.continues}" if first.continues else "begins a conversation"
-    reason = f" ({_line(first.begins)})" if first.begins else ""
-    return Text(f"   segment {number} · {place}{reason}", style="bold")
 
 
 def _turn(place: int, turn: TurnRecord, margin: str, style: str) -> Iterable[Text]:
@@ -239,7 +232,3 @@ def _indented(label: str, text: str, *, style: str = "", margin: str = "   ") ->
 
 def _line(text: str) -> str:
     return one_line(shortened(text, 200))
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3g}"

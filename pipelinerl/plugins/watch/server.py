@@ -35,7 +35,6 @@ from pipelinerl.plugins.watch.sample_routes import add_samples
 from pipelinerl.plugins.watch.steering import described, flat, sort_of
 from pipelinerl.plugins.watch.watched_run import (
     STATE_S,
-    FeedEntry,
     LooksOnly,
     Pages,
     RunNumber,
@@ -115,23 +114,20 @@ async def _stream_frames(pages: Pages, number: int, last_event_id: str) -> Async
                 place = run.feed.place
                 yield _behind(0, run.view.step, number, place)
             elif entries:
-                yield _frames(entries, number)
                 place, sent_at = entries[-1].place, time.monotonic()
+                taken = [entry.step for entry in entries if entry.step is not None]
+                few = len(entries) <= _FAR_BEHIND or not taken
+                for entry in entries:
+                    if few or entry.step is None:
+                        yield entry.frame
+                if not few:  # one event asks the page to refetch the steps
+                    yield _behind(min(taken) - 1, max(taken), number, place)
             elif time.monotonic() - sent_at >= _SILENCE_S:
                 yield KEEPALIVE_COMMENT
                 sent_at = time.monotonic()
             with suppress(TimeoutError):
                 async with asyncio.timeout(STATE_S):
                     await bell.wait()
-
-
-def _frames(entries: Sequence[FeedEntry], run: int) -> bytes:
-    """Encode the entries as server-sent events; if there are many steps, one event asks the page to refetch them."""
-    steps = [entry.step for entry in entries if entry.step is not None]
-    if len(entries) <= _FAR_BEHIND or not steps:
-        return b"".join(entry.frame for entry in entries)
-    others = [entry.frame for entry in entries if entry.step is None]
-    return b"".join([*others, _behind(min(steps) - 1, max(steps), run, entries[-1].place)])
 
 
 def _behind(first: int, last: int, run: int, place: str) -> bytes:
@@ -180,7 +176,8 @@ def create_page(
     pages = Pages(runs)
     app = FastAPI(title="pipelinerl watch", openapi_url=None, lifespan=following)
     app.get("/health")(lambda: answer({"state": "ready"}))
-    _add_files(app)
+    app.get("/")(lambda: _file("index.html"))
+    app.get("/static/{name}")(_file)
     add_reading(app, pages)
     add_samples(app, pages)
     add_steering(app, pages)
@@ -190,16 +187,6 @@ def create_page(
     # Add this middleware last, so that it runs before the gate that `guard` has added.
     app.add_middleware(AccessMiddleware, links=links, token=token, cookie=cookie, share_key=share_key)
     return app
-
-
-def _add_files(app: FastAPI) -> None:
-    @app.get("/")
-    def page_itself() -> Response:
-        return _file("index.html")
-
-    @app.get("/static/{name}")
-    def static(name: str) -> Response:
-        return _file(name)
 
 
 def _file(name: str) -> Response:
@@ -219,7 +206,6 @@ def _file(name: str) -> Response:
 _EFFECTIVE: Final = "at the next step boundary"
 
 _Text = Annotated[str, Field(max_length=256)]
-_Grace = Annotated[float, Field(ge=0, le=86_400)]
 
 
 class EngineWanted(BaseModel):
@@ -234,15 +220,13 @@ class EngineLeaving(BaseModel):
     """Request to remove an engine, given by URL or name; its running requests have `grace_s` seconds to finish."""
 
     engine: _Text
-    grace_s: _Grace = GRACE_S
+    grace_s: Annotated[float, Field(ge=0, le=86_400)] = GRACE_S
 
 
-class EngineReplaced(BaseModel):
-    """Request to replace an engine, given by URL or name, by a new one of a `type`."""
+class EngineReplaced(EngineLeaving):
+    """Request to replace an engine by a new one of a `type`."""
 
-    engine: _Text
     type: _Text
-    grace_s: _Grace = GRACE_S
 
 
 class RunEnding(BaseModel):
@@ -253,27 +237,18 @@ class RunEnding(BaseModel):
 
 def add_steering(app: FastAPI, pages: Pages) -> None:
     """Add the routes that change a run to `app`."""
-    app.add_exception_handler(UserError, _refused)
-    _add_knobs(app, pages)
-    _add_engines(app, pages)
+
+    @app.exception_handler(UserError)
+    async def refused(_: Request, error: UserError) -> Response:
+        status, code = sort_of(error)
+        return refusal(status, str(error), code=code)
 
     @app.post("/api/stop")
     def stop(ending: RunEnding, number: RunNumber = 0) -> Response:
         with pages.of(number).steering.changing() as controller:
-            if ending.suspend:
-                controller.suspend()
-            else:
-                controller.stop()
+            (controller.suspend if ending.suspend else controller.stop)()
         return answer({"state": "stopping"})
 
-
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, UserError)
-    status, code = sort_of(error)
-    return refusal(status, str(error), code=code)
-
-
-def _add_knobs(app: FastAPI, pages: Pages) -> None:
     @app.get("/api/knobs")
     def knobs(looks_only: LooksOnly, number: RunNumber = 0) -> Response:
         return answer(_knobs(pages.of(number), looks_only))
@@ -287,13 +262,10 @@ def _add_knobs(app: FastAPI, pages: Pages) -> None:
 
     @app.post("/api/knobs/check")
     def check(changes: Annotated[KnobChanges, Body()], number: RunNumber = 0) -> Response:
-        refused = pages.of(number).steering.refused(changes)
-        if refused:
+        if refused := pages.of(number).steering.refused(changes):
             return answer({"ok": False, "refused": refused})
         return answer({"ok": True, "changes": changes, "effective": _EFFECTIVE})
 
-
-def _add_engines(app: FastAPI, pages: Pages) -> None:
     @app.get("/api/engines")
     def engines(looks_only: LooksOnly, number: RunNumber = 0) -> Response:
         watched = pages.of(number)

@@ -73,7 +73,13 @@ class Steering:
         """Return the controller's status, at most `max_age_s` seconds old; None if the controller does not answer."""
         with self._lock:
             if time.monotonic() - self._requested_at >= max_age_s:
-                self._status = self._request_status()
+                try:
+                    if self._client is None:
+                        self._client = controller_of(self.run_dir, timeout_s=_TIMEOUT_S)
+                    self._status = self._client.status()
+                except UserError:
+                    self._status = None
+                    self._hang_up()  # reconnect next time, because the controller may restart at another address
                 self._requested_at = time.monotonic()
             return self._status
 
@@ -81,15 +87,6 @@ class Steering:
         """Close the connection; the next request opens a new one."""
         with self._lock:
             self._hang_up()
-
-    def _request_status(self) -> RunStatus | None:
-        try:
-            if self._client is None:
-                self._client = controller_of(self.run_dir, timeout_s=_TIMEOUT_S)
-            return self._client.status()
-        except UserError:
-            self._hang_up()  # reconnect next time, because the controller may restart at another address
-            return None
 
     def _hang_up(self) -> None:
         if self._client is not None:
@@ -128,8 +125,12 @@ class Steering:
         try:
             now.patched(changes)
         except RecipeError as error:
-            alone = [(name, _refusal(now, {name: value})) for name, value in changes.items()]
-            messages = [{"knob": name, "message": why} for name, why in alone if why]
+            messages = []
+            for name, value in changes.items():
+                try:
+                    now.patched({name: value})
+                except RecipeError as alone:
+                    messages.append({"knob": name, "message": str(alone)})
             return messages or [{"knob": "", "message": str(error)}]
         return []
 
@@ -177,14 +178,6 @@ def sort_of(error: UserError) -> tuple[int, str]:
     if isinstance(error, AddressError):
         return 502, "controller_silent"
     return (403, "read_only") if str(error) == _READ_ONLY else (409, "no_controller")
-
-
-def _refusal(now: Knobs, changes: Mapping[str, Any]) -> str:
-    try:
-        now.patched(changes)
-    except RecipeError as error:
-        return str(error)
-    return ""
 
 
 def flat(knobs: Mapping[str, Any]) -> dict[str, Any]:

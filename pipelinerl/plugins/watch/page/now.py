@@ -8,7 +8,7 @@ narrow, because the trend adds to the deviation. Intervals of accuracies are cli
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from statistics import median
 from typing import Any, Final
@@ -21,15 +21,9 @@ _Z: Final = 1.959964
 #: Metrics of a domain that are averaged over its rollouts.
 _MEANS: Final = ("length_mean", "length_p95", "truncated", "all_right", "all_wrong", "unjudged", "turns", "segments")
 _SUMS: Final = (
-    "stale_groups",
-    "verifier_errors",
-    "resting",
-    "passed_over",
-    "episodes",
-    "calls_parsed",
-    "calls_malformed",
+    "stale_groups", "verifier_errors", "resting", "passed_over", "episodes", "calls_parsed", "calls_malformed",
     "tool_errors",
-)
+)  # fmt: skip
 _CAUSES: Final = ("numerics", "cache", "staleness", "truncation")
 _OF_CAUSE: Final = ("share", "mean", "p95", "max", "k3", "ess")
 _AGE: Final = "age_"
@@ -44,8 +38,8 @@ def overview(view: RunView, *, window: int) -> dict[str, Any]:
         "step": view.step,
         "window": len(steps),
         "overall": _overall(steps),
-        "domains": _each(steps, "by_domain"),
-        "tags": _each(steps, "by_tag"),
+        "domains": [_group(*each) for each in groups_of(steps, "by_domain").items()],
+        "tags": [_group(*each) for each in groups_of(steps, "by_tag").items()],
         "staleness": _ages(steps),
         "lag": str(steps[-1].get("lag", "")) if steps else "",
         "mismatch": [_of_cause(steps, cause) for cause in _CAUSES],
@@ -60,7 +54,11 @@ def overview(view: RunView, *, window: int) -> dict[str, Any]:
             {"alarm": kind, "domain": domain, "step": event.get("step"), "what": sentence(event)}
             for (kind, domain), event in view.alarms.items()
         ],
-        "held_out": [_held_out(name, event) for name, event in view.evaluations.items()],
+        "held_out": [
+            {"name": name, "version": event.get("model_version")}
+            | {field: event.get(field) for field in ("accuracy", "low", "high", "problems")}
+            for name, event in view.evaluations.items()
+        ],
         "ledger": view.ledger,
         "incidents": [
             {
@@ -94,17 +92,15 @@ def _overall(steps: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def _each(steps: Sequence[Event], field: str) -> list[dict[str, Any]]:
-    return [_group(name, each) for name, each in groups_of(steps, field).items()]
-
-
 def _by_domain(steps: Sequence[Event]) -> list[Figures]:
     return [each for figures in groups_of(steps, "by_domain").values() for each in figures]
 
 
 def _group(name: str, figures: Sequence[Figures]) -> dict[str, Any]:
     row = {figure: mean_of(figures, figure) for figure in _MEANS}
-    row |= {figure: _sum(figures, figure) for figure in _SUMS}
+    for figure in _SUMS:
+        known = [value for each in figures if (value := number(each, figure)) is not None]
+        row[figure] = sum(known) if known else None
     return {
         "name": name,
         "rollouts": sum(amount(each, "rollouts") for each in figures),
@@ -181,11 +177,6 @@ def _waits(steps: Sequence[Event], view: RunView) -> list[dict[str, Any]]:
     ]
 
 
-def _held_out(name: str, event: Event) -> dict[str, Any]:
-    fields = {field: event.get(field) for field in ("accuracy", "low", "high", "problems")}
-    return {"name": name, "version": event.get("model_version"), **fields}
-
-
 def estimate(figures: Sequence[Figures], name: str, *, share: bool = False) -> dict[str, float | None] | None:
     """Return the rollout-weighted mean of the metric `name`, with its 95 % interval; None if no step has it.
 
@@ -210,11 +201,6 @@ def estimate(figures: Sequence[Figures], name: str, *, share: bool = False) -> d
         half = max(half, _Z * math.sqrt(squares * len(pairs) / (len(pairs) - 1)) / total)
     low, high = mean - half, mean + half
     return {"mean": mean, "low": max(0.0, low) if share else low, "high": min(1.0, high) if share else high}
-
-
-def _sum(figures: Iterable[Figures], name: str) -> float | None:
-    known = [value for each in figures if (value := number(each, name)) is not None]
-    return sum(known) if known else None
 
 
 def _median(steps: Sequence[Event], name: str) -> float | None:

@@ -21,21 +21,14 @@ MOST_RECENT: Final = 500
 _MOST_MARKS: Final = 2000
 _MOST_CHANGES: Final = 1000
 _MOST_ENGINES: Final = 1024
+#: Maximum number of evaluation sets, and of active alarms.
+_MOST_NAMES: Final = 256
 
 _ENDS: Final = {"run_finished": "finished", "run_suspended": "suspended", "run_failed": "failed"}
-_MARKS: Final = frozenset(
-    {
-        "knobs",
-        "evaluation",
-        "checkpoint",
-        "alarm",
-        "alarm_cleared",
-        "engine_joined",
-        "engine_lost",
-        "engine_left",
-        "run_started",
-    }
-)
+_MARKS: Final = (
+    "knobs", "evaluation", "checkpoint", "alarm", "alarm_cleared", "engine_joined", "engine_lost", "engine_left",
+    "run_started",
+)  # fmt: skip
 _LIFECYCLES: Final = {
     "engine_joined": "joining",
     "engine_verified": "healthy",
@@ -100,29 +93,39 @@ class RunView:
         self.newest = event
         self.timeline.feed(event)
         rewound = False
-        if kind == "step":
-            rewound = self._take_step(event)
-        elif kind == "publish":
-            self._take_publication(event)
-        elif kind in ("run_started", *_ENDS):
-            self._take_start_or_end(kind, event)
-        elif kind == "knobs":
-            self._take_knobs(event)
-        elif kind == "evaluation":
-            self._keep_evaluation(event)
-        elif kind == "engines":
-            self.fleet = event
-        elif kind in ("alarm", "alarm_cleared"):
-            self._take_alarm(kind, event)
-        elif kind == "group_outdated":
-            self.given_up_now += 1
+        match kind:
+            case "step":
+                rewound = self._take_step(event)
+            case "publish":
+                self._take_publication(event)
+            case "run_started":
+                self.started, self.ended = self.started or event, None
+                self.engines.clear()
+                self.knobs = _table(event, "knobs") or self.knobs
+            case _ if kind in _ENDS:
+                self.ended, self.ledger = event, _table(event, "ledger")
+            case "knobs" if isinstance(event.get("changes"), dict):
+                self.knobs |= event["changes"]
+                change = {name: event.get(name) for name in ("time", "step", "changes")}
+                self.knob_log.append(change | {"who": cut(event.get("who", "")), "live": event.get("live", True)})
+            case "evaluation":
+                name = cut(event.get("name", HELD_OUT))
+                if name in self.evaluations or len(self.evaluations) < _MOST_NAMES:
+                    self.evaluations[name] = event
+            case "engines":
+                self.fleet = event
+            case "alarm" | "alarm_cleared":
+                key = (cut(event.get("alarm", "")), cut(event.get("domain", "")))
+                if kind == "alarm_cleared":
+                    self.alarms.pop(key, None)
+                elif len(self.alarms) < _MOST_NAMES:
+                    self.alarms[key] = event
+            case "group_outdated":
+                self.given_up_now += 1
         if kind in _LIFECYCLES:
             self._take_engine(_LIFECYCLES[kind], event)
         if kind in _MARKS:
-            self.marks.append(mark := self._mark(kind, event))
-            self.mark_count += 1
-            if kind == "evaluation":
-                self.held_out.append(mark)
+            self._add_mark(kind, event)
         self.incidents.take(event)
         return rewound
 
@@ -153,45 +156,6 @@ class RunView:
             if engine["state"] == "healthy" and not (isinstance(failed, dict) and url in failed):
                 engine["version"] = version
 
-    def _take_start_or_end(self, kind: str, event: Event) -> None:
-        if kind == "run_started":
-            self.started = self.started or event
-            self.ended = None
-            self.engines.clear()
-            knobs = event.get("knobs")
-            self.knobs = dict(knobs) if isinstance(knobs, dict) else self.knobs
-        else:
-            self.ended = event
-            ledger = event.get("ledger")
-            self.ledger = ledger if isinstance(ledger, dict) else {}
-
-    def _take_knobs(self, event: Event) -> None:
-        changes = event.get("changes")
-        if not isinstance(changes, dict):
-            return
-        self.knobs |= changes
-        self.knob_log.append(
-            {
-                "time": event.get("time"),
-                "step": event.get("step"),
-                "who": cut(event.get("who", "")),
-                "changes": changes,
-                "live": event.get("live", True),
-            }
-        )
-
-    def _keep_evaluation(self, event: Event) -> None:
-        name = cut(event.get("name", HELD_OUT))
-        if name in self.evaluations or len(self.evaluations) < 256:
-            self.evaluations[name] = event
-
-    def _take_alarm(self, kind: str, event: Event) -> None:
-        key = (cut(event.get("alarm", "")), cut(event.get("domain", "")))
-        if kind == "alarm_cleared":
-            self.alarms.pop(key, None)
-        elif len(self.alarms) < 256:
-            self.alarms[key] = event
-
     def _take_engine(self, lifecycle: str, event: Event) -> None:
         url = cut(event.get("url", ""))
         engine = self.engines.get(url)
@@ -206,14 +170,20 @@ class RunView:
             engine["last_error"] = cut(event["reason"])
         engine["version"] = whole(event, "model_version", engine["version"])
 
-    def _mark(self, kind: str, event: Event) -> dict[str, Any]:
+    def _add_mark(self, kind: str, event: Event) -> None:
         step = whole(event, "step", whole(event, "model_version", self.step))
         mark = {"step": step, "elapsed_s": event.get("elapsed_s"), "kind": kind, "what": sentence(event)}
         if kind == "evaluation":
-            mark |= {"set": cut(event.get("name", HELD_OUT))} | {
-                name: event.get(name) for name in ("accuracy", "low", "high")
-            }
-        return mark
+            mark["set"] = cut(event.get("name", HELD_OUT))
+            mark |= {name: event.get(name) for name in ("accuracy", "low", "high")}
+            self.held_out.append(mark)
+        self.marks.append(mark)
+        self.mark_count += 1
+
+
+def _table(event: Event, name: str) -> dict[str, Any]:
+    value = event.get(name)
+    return dict(value) if isinstance(value, dict) else {}
 
 
 def whole(event: Event, name: str, otherwise: int | None = None) -> int | None:

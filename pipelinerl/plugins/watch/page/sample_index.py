@@ -8,7 +8,7 @@ repeated, its new samples replace the earlier ones; samples whose file was remov
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -224,13 +224,18 @@ class SampleIndex:
     def choose(self, wanted: SampleFilter) -> SampleChoice:
         """Return a page of the matching samples in the wanted order; samples without a value to sort by come last."""
         groups, samples = self._groups.all, self._samples.all
-        rows = np.flatnonzero(self._fitting(wanted, groups)[samples["group"]] & self._suiting(wanted, samples))
+        rows = np.flatnonzero(self._fitting(wanted, groups, samples))
         owners = samples["group"][rows]
-        values = _values(wanted.sort, groups, samples, rows)
-        values = np.where(np.isnan(values), np.inf, -values if wanted.descending else values)
+        of_group = wanted.sort in ("time", "step")
+        values = (groups[wanted.sort][owners] if of_group else samples[wanted.sort][rows]).astype(np.float64)
+        unknown = np.isnan(values) | (values == _UNKNOWN)
+        values = np.where(unknown, np.inf, -values if wanted.descending else values)
         matched = len(rows)
         if wanted.after is not None:
-            behind = _behind(wanted.after, values, groups["key"][owners], samples["number"][rows])
+            value, key, number = wanted.after
+            keys, numbers, named = groups["key"][owners], samples["number"][rows], np.uint64(key)
+            same = (values == value) & ((keys > named) | ((keys == named) & (numbers > number)))
+            behind = (values > value) | same
             rows, owners, values = rows[behind], owners[behind], values[behind]
         more = len(rows) > wanted.limit
         if more:
@@ -268,33 +273,29 @@ class SampleIndex:
         place = self._by_key.get(int(name, 16))
         return place is not None and bool(self._groups.all["signal"][place])
 
-    def _fitting(self, wanted: SampleFilter, groups: NDArray[Any]) -> Bool:
-        fits = groups["there"].copy()
-        if wanted.kind is not None:
-            fits &= groups["kind"] == _KINDS.index(wanted.kind)
-        if wanted.domain is not None:
-            fits &= groups["domain"] == self._domains.known(wanted.domain)
+    def _fitting(self, wanted: SampleFilter, groups: NDArray[Any], samples: NDArray[Any]) -> Bool:
+        fits, suits = groups["there"].copy(), np.ones(len(samples), bool)
+        of_groups: dict[str, tuple[Any, Callable[[Any], int]]] = {
+            "kind": (wanted.kind, _KINDS.index),
+            "domain": (wanted.domain, self._domains.known),
+            "evaluation": (wanted.evaluation, self._reasons.known),
+            "signal": (wanted.signal, int),
+        }
+        for column, (value, number) in of_groups.items():
+            if value is not None:
+                fits &= groups[column] == number(value)
         if wanted.tag is not None:
-            having = [number for number, tags in enumerate(self._tags.names) if wanted.tag in tags]
-            fits &= np.isin(groups["tags"], having)
-        if wanted.evaluation is not None:
-            fits &= groups["evaluation"] == self._reasons.known(wanted.evaluation)
-        if wanted.signal is not None:
-            fits &= groups["signal"] == wanted.signal
+            fits &= np.isin(groups["tags"], [at for at, tags in enumerate(self._tags.names) if wanted.tag in tags])
+        last = wanted.step if wanted.step_to is None else wanted.step_to
         if wanted.step is not None:
             fits &= groups["step"] >= wanted.step
-        last = wanted.step if wanted.step_to is None else wanted.step_to
         if last is not None:
             fits &= groups["step"] <= last
-        return fits
-
-    def _suiting(self, wanted: SampleFilter, samples: NDArray[Any]) -> Bool:
-        suits = np.ones(len(samples), bool)
-        if wanted.finish_reason is not None:
-            suits &= samples["finish"] == self._reasons.known(wanted.finish_reason)
-        if wanted.outcome is not None:
-            suits &= samples["outcome"] == self._reasons.known(wanted.outcome)
-        return suits
+        for column, reason in {"finish": wanted.finish_reason, "outcome": wanted.outcome}.items():
+            if reason is not None:
+                suits &= samples[column] == self._reasons.known(reason)
+        matching: Bool = fits[samples["group"]] & suits
+        return matching
 
     def _read_piece(self, path: Path, offset: int, size: int) -> tuple[int, int, int]:
         """Index a piece of a file; return the next offset, the number of new samples, and an incomplete line's size."""
@@ -381,22 +382,6 @@ _KINDS: Final = tuple(SampleKind)
 def _key(group: SampleGroup | _GroupPart) -> int:
     identity = f"{group.kind}\x1f{group.step}\x1f{group.evaluation}\x1f{group.group_id}"
     return int.from_bytes(hashlib.blake2b(identity.encode(errors="replace"), digest_size=8).digest(), "big")
-
-
-def _values(sort: str, groups: NDArray[Any], samples: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    if sort in ("time", "step"):
-        return groups[sort][samples["group"][rows]].astype(np.float64)
-    values = samples[sort][rows].astype(np.float64)
-    return np.where(values == _UNKNOWN, np.nan, values)
-
-
-def _behind(
-    after: tuple[float, int, int], values: NDArray[np.float64], keys: NDArray[np.uint64], numbers: NDArray[np.int32]
-) -> Bool:
-    value, key, number = after
-    same = values == value
-    named = np.uint64(key)
-    return (values > value) | (same & ((keys > named) | ((keys == named) & (numbers > number))))
 
 
 def _value(number: float | None) -> float:

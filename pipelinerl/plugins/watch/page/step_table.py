@@ -110,14 +110,20 @@ class StepTable:
         if type(step) is not int or not 0 <= step < 2**53:
             return False
         again = bool(self._chunks) and step <= self.bounds[1]
-        if again:
-            self._drop_from(step)
+        while again and self._chunks:
+            chunk = self._chunks[-1]
+            chunk.count = int(np.searchsorted(chunk.places[0, : chunk.count], step))
+            if chunk.count:
+                break
+            self._chunks.pop()
         samples, tokens, sampled = (
             self._chunks[-1].places[2:, self._chunks[-1].count - 1] if self._chunks else (0, 0, 0)
         )
         if not self._chunks or self._chunks[-1].count == _ROWS:
             if (self.count + _ROWS) * max(64, len(self._columns)) > self._most_numbers and len(self._chunks) >= 4:
-                self._thin()
+                half = len(self._chunks) // 4 * 2
+                pairs = zip(self._chunks[0:half:2], self._chunks[1:half:2], strict=True)
+                self._chunks[:half] = [_thinned(first, second, len(self._columns)) for first, second in pairs]
             self._chunks.append(_Chunk.empty(len(self._columns)))
         chunk = self._chunks[-1]
         indexes, numbers = self._row(event)
@@ -170,8 +176,7 @@ class StepTable:
 
     def _figures(self, event: Event) -> Iterator[tuple[str, float]]:
         for name, value in event.items():
-            kind = type(value)
-            if (kind is float or kind is int) and name not in _PLACES and -_LARGEST < value < _LARGEST:
+            if type(value) in (float, int) and name not in _PLACES and -_LARGEST < value < _LARGEST:
                 yield name, value
         for field, label in (("by_domain", "domain"), ("by_tag", "tag")):
             by = event.get(field)
@@ -179,19 +184,6 @@ class StepTable:
                 for name, value in figures.items() if isinstance(figures, dict) else ():
                     if type(value) in (float, int) and -_LARGEST < value < _LARGEST:
                         yield f"{label}/{who}/{name}", value
-
-    def _drop_from(self, step: int) -> None:
-        while self._chunks:
-            chunk = self._chunks[-1]
-            chunk.count = int(np.searchsorted(chunk.places[0, : chunk.count], step))
-            if chunk.count:
-                return
-            self._chunks.pop()
-
-    def _thin(self) -> None:
-        half = len(self._chunks) // 4 * 2
-        pairs = zip(self._chunks[0:half:2], self._chunks[1:half:2], strict=True)
-        self._chunks[:half] = [_thinned(first, second, len(self._columns)) for first, second in pairs]
 
 
 def _columns_of(parts: Sequence[_Chunk], indexes: Sequence[int]) -> Float64:

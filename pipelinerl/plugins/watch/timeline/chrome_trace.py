@@ -89,7 +89,10 @@ class ChromeTrace:
         arguments: dict[str, Any] = {"value": span.value} | ({"note": span.note} if span.note else {})
         arguments |= {"unended": True} if unended else {}
         track = (span.lane, _WITHIN.get(span.track, span.lane))
-        for event in self._complete(track, _name_of(span), span.start, span.end, cat=span.track, args=arguments):
+        name = f"{span.track} {span.value}" if span.value >= 0 else span.track
+        if span.track == "serves":
+            name = f"v{span.value}" if span.value >= 0 else "no weights yet"
+        for event in self._complete(track, name, span.start, span.end, cat=span.track, args=arguments):
             yield event
             if event["ph"] == "X":
                 yield from self._version_flow(span, event["ts"])
@@ -188,12 +191,6 @@ def write_trace(trace: ChromeTrace, events: Iterable[Event], file: IO[str], *, r
 def _flow(phase: str, name: str, flow: str, ts: int, ids: tuple[int, int]) -> TraceEvent:
     bound = {"bp": "e"} if phase == "f" else {}
     return {"ph": phase, "name": name, "cat": "flow", "id": flow, "ts": ts, "pid": ids[0], "tid": ids[1], **bound}
-
-
-def _name_of(span: Span) -> str:
-    if span.track == "serves":
-        return f"v{span.value}" if span.value >= 0 else "no weights yet"
-    return f"{span.track} {span.value}" if span.value >= 0 else span.track
 
 
 def _forget(held: dict[int, Any]) -> None:

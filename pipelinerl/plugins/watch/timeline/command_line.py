@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
@@ -29,7 +29,6 @@ from pipelinerl.plugins.watch.timeline.review import (
     COMPARED,
     FIGURES,
     CauseReview,
-    MetricSeries,
     Review,
     advise,
     review,
@@ -72,7 +71,8 @@ def trace_run(run_dir: Path, output: Path | None) -> str:
         raise UserError(f"{run_dir} is not a run: it has no events.jsonl")
     draft, trace = path.with_name(f"{path.name}.part"), ChromeTrace()
     try:
-        with _opened(draft) as file:
+        zipped = path.suffix == ".gz"
+        with gzip.open(draft, "wt", compresslevel=6, encoding="utf-8") if zipped else draft.open("w") as file:
             count = write_trace(trace, EventFollower(log).all(), file, run=run_dir.resolve().name)
         draft.replace(path)
     except OSError as error:
@@ -81,12 +81,6 @@ def trace_run(run_dir: Path, output: Path | None) -> str:
         draft.unlink(missing_ok=True)
     left_out = f"; {trace.left_out:,} groups found no free row" if trace.left_out else ""
     return f"{path}: {count:,} trace events{left_out}; open it at https://ui.perfetto.dev"
-
-
-def _opened(path: Path) -> IO[str]:
-    if path.name.endswith(".gz.part"):
-        return gzip.open(path, "wt", compresslevel=6, encoding="utf-8")
-    return path.open("w", encoding="utf-8")
 
 
 def show_mismatch(run_dir: Path, console: Console, *, as_json: bool) -> None:
@@ -144,11 +138,7 @@ def _by_cause(title: str, causes: Mapping[Cause, CauseReview]) -> Table:
         table.add_section()
         for number, (name, course) in enumerate(cause.figures.items()):
             label = f"{cause.cause}, {cause.share:.0%} of tokens" if number == 0 else ""
-            table.add_row(label, FIGURES[name], *_cells(name, course))
+            values = (course.start, course.middle, course.end, course.worst)
+            shown = (f"{value:.2%}" if name == "contradictions" else f"{value:.3g}" for value in values)
+            table.add_row(label, FIGURES[name], *shown, f"{course.worst_step:,}")
     return table
-
-
-def _cells(name: str, course: MetricSeries) -> tuple[str, ...]:
-    values = (course.start, course.middle, course.end, course.worst)
-    shown = (f"{value:.2%}" if name == "contradictions" else f"{value:.3g}" for value in values)
-    return (*shown, f"{course.worst_step:,}")

@@ -134,7 +134,10 @@ class SpanReader:
         self.now = max(self.now, amount(event, "elapsed_s"))  # time never decreases, even if the clock is set back
         if kind == "run_started":
             yield from self._cut(before)
-        yield from _marks(kind, event, self.now)
+        if kind == "knobs":
+            yield RunMark(self.now, kind, f"{changes_words(event.get('changes'))} by {event.get('who', 'unknown')}")
+        elif kind in _WORDS:
+            yield RunMark(self.now, kind, _WORDS[kind].format_map(defaultdict(str, event)))
         if kind in ENDS:
             yield from self._cut(self.now)
         elif kind == "evaluation_began":
@@ -309,13 +312,6 @@ _WORDS: Final[Mapping[str, str]] = {
     "run_failed": "{reason}",
     "run_suspended": "{reason}",
 }
-
-
-def _marks(kind: str, event: Event, now: float) -> Iterator[RunMark]:
-    if kind == "knobs":
-        yield RunMark(now, kind, f"{changes_words(event.get('changes'))} by {event.get('who', 'unknown')}")
-    elif kind in _WORDS:
-        yield RunMark(now, kind, _WORDS[kind].format_map(defaultdict(str, event)))
 
 
 _READINGS: Final = {

@@ -26,8 +26,21 @@ _MOST: Final = 12
 
 def figures(snapshot: RunSnapshot, width: int) -> Text:
     """Return the run's state and metrics in lines of at most `width` columns; longer sentences wrap."""
+    status, ledger = snapshot.status, snapshot.ledger
     lines = [*_head(snapshot, width), *_pairs(snapshot, width), *_domains(snapshot, width), *_engines(snapshot, width)]
-    return Text("\n").join([*lines, *_ledger(snapshot), *_waits(snapshot), *_wrong(snapshot)])
+    if ledger is not None:
+        parts = ("trained", "filtered", "stale", "failed", "in_flight")
+        sum_of_parts = " + ".join(f"{getattr(ledger, part):,} {part.replace('_', ' ')}" for part in parts)
+        lines.append(Text.assemble((f"{'prompts':<{_LABEL}}", "dim"), f"{ledger.issued:,} = {sum_of_parts}"))
+    if snapshot.waits:
+        lines.append(Text("time of the last steps", "dim"))
+        lines += [Text(f"{share:>5.0%} {cause}") for cause, share in snapshot.waits]
+    lines += [Text.assemble(("alarm ", "bold red"), one_line(alarm)) for alarm in status.alarms]
+    if snapshot.unread:
+        lines.append(Text(f"{snapshot.unread:,} events of the log could not be read", "red"))
+    if status.waiting_for:
+        lines.append(Text.assemble(("waits for ", "yellow"), one_line(status.waiting_for)))
+    return Text("\n").join(lines)
 
 
 def knob_value(value: Any) -> str:
@@ -42,8 +55,9 @@ def _head(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
     )
     age = format_duration(status.elapsed_s)
     left = "" if status.eta_s is None or snapshot.state != "live" else f", {format_duration(status.eta_s)} to go"
-    fits = name.cell_len + len(age + left) < width
-    yield _ends(name, Text(age + left if fits else age, "dim"), width)
+    right = age + left if name.cell_len + len(age + left) < width else age
+    name.truncate(max(1, width - len(right) - 1), overflow="ellipsis")
+    yield name + Text(" " * max(1, width - name.cell_len - len(right))) + Text(right, "dim")
     count = f"{status.step:,}/{status.total_steps:,}" if status.total_steps else f"step {status.step:,}"
     room = max(4, width - len(count) - 1)
     done = min(room, room * status.step // status.total_steps) if status.total_steps else 0
@@ -72,21 +86,9 @@ def _pairs(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
         row = cells[at : at + columns]
         if columns == 2:
             row[0].truncate(width // 2 - 1, pad=True, overflow="ellipsis")
-        yield _cut(Text(" ").join(row), width)
-
-
-def _waits(snapshot: RunSnapshot) -> Iterator[Text]:
-    if snapshot.waits:
-        yield Text("time of the last steps", "dim")
-        yield from (Text(f"{share:>5.0%} {cause}") for cause, share in snapshot.waits)
-
-
-def _wrong(snapshot: RunSnapshot) -> Iterator[Text]:
-    yield from (Text.assemble(("alarm ", "bold red"), one_line(alarm)) for alarm in snapshot.status.alarms)
-    if snapshot.unread:
-        yield Text(f"{snapshot.unread:,} events of the log could not be read", "red")
-    if snapshot.status.waiting_for:
-        yield Text.assemble(("waits for ", "yellow"), one_line(snapshot.status.waiting_for))
+        line = Text(" ").join(row)
+        line.truncate(width, overflow="ellipsis")
+        yield line
 
 
 def _domains(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
@@ -121,15 +123,6 @@ def _engines(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
             yield Text(f"{one_line(requested.name)} is requested", "dim")
 
 
-def _ledger(snapshot: RunSnapshot) -> Iterator[Text]:
-    ledger = snapshot.ledger
-    if ledger is None:
-        return
-    parts = ("trained", "filtered", "stale", "failed", "in_flight")
-    sum_of_parts = " + ".join(f"{getattr(ledger, part):,} {part.replace('_', ' ')}" for part in parts)
-    yield Text.assemble((f"{'prompts':<{_LABEL}}", "dim"), f"{ledger.issued:,} = {sum_of_parts}")
-
-
 def _more(count: int) -> Iterator[Text]:
     if count > _MOST:
         yield Text(f"and {count - _MOST} more", "dim")
@@ -141,16 +134,6 @@ def _held_out(held_out: HeldOutStatus) -> str:
     known = held_out.low is not None and held_out.high is not None
     spread = f" ±{(held_out.high - held_out.low) / 2:.1%}" if known else ""  # type: ignore[operator]
     return f"{held_out.accuracy:.1%}{spread}"
-
-
-def _ends(left: Text, right: Text, width: int) -> Text:
-    left.truncate(max(1, width - len(right) - 1), overflow="ellipsis")
-    return left + Text(" " * max(1, width - left.cell_len - right.cell_len)) + right
-
-
-def _cut(text: Text, width: int) -> Text:
-    text.truncate(width, overflow="ellipsis")
-    return text
 
 
 def _fitted(name: str, width: int) -> str:

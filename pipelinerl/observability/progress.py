@@ -105,11 +105,17 @@ def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> R
         _numbers(status, pairs=3 if width >= 104 else 2 if width >= 60 else 1),
     ]
     if status.other_sets:
-        parts.append(_sets(status.other_sets))
+        parts.append(sets := Table.grid(padding=(0, 2)))
+        for each in status.other_sets:
+            since = "" if each.first is None or each.accuracy is None else f"(from {each.first:.1%})"
+            sets.add_row(Text(each.name, style="dim"), Text(_accuracy(each), style="bold"), Text(since, style="dim"))
     if len(rewards) > 1 and width >= _CURVE_COLUMNS:
         parts.append(Text.assemble(("reward so far  ", "dim"), (sparkline(rewards, width=min(60, width - 16)), "cyan")))
     if len(status.last_step.by_domain) > 1 and width >= _DOMAIN_COLUMNS:
-        parts.append(_domains(status.last_step.by_domain))
+        parts.append(domains := Table.grid(padding=(0, 2)))
+        for name, figures in sorted(status.last_step.by_domain.items())[:_MOST_DOMAINS]:
+            cells = [Text.assemble((f"{label} ", "dim"), value) for label, value in _domain(figures)[:_DOMAIN_FIGURES]]
+            domains.add_row(Text(name, style="bold"), *cells)
     if len(status.fleet.engines) > 1:
         parts.append(_engines(status.fleet.engines))
     if status.evaluating is not None:
@@ -237,7 +243,9 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
         ("dropped", f"{ledger.stale:,} stale, {ledger.filtered:,} flat, {ledger.failed:,} failed"),
     )
     if step.optimizer_steps is not None:
-        rows = (*rows, ("optimizer", _updates(step)))
+        kl = "" if step.kl_old is None else f", KL {step.kl_old:.2g}"
+        clipped = "" if step.clip_fraction is None else f", {step.clip_fraction:.1%} clipped"
+        rows = (*rows, ("optimizer", f"{step.optimizer_steps} steps{kl}{clipped}"))
     for start in range(0, len(rows), pairs):
         grid.add_row(*(cell for pair in rows[start : start + pairs] for cell in pair))
     return grid
@@ -256,14 +264,6 @@ def _engines(engines: tuple[EngineStatus, ...]) -> Table:
             f"{engine.tokens_per_s:,.0f} tok/s",
             Text(engine.note, style="yellow"),
         )
-    return grid
-
-
-def _domains(by_domain: Mapping[str, Mapping[str, float]]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    for name, figures in sorted(by_domain.items())[:_MOST_DOMAINS]:
-        cells = [Text.assemble((f"{label} ", "dim"), value) for label, value in _domain(figures)[:_DOMAIN_FIGURES]]
-        grid.add_row(Text(name, style="bold"), *cells)
     return grid
 
 
@@ -297,25 +297,12 @@ def _domain(figures: Mapping[str, float]) -> list[tuple[str, str]]:
 def _length(step: LastStepStatus) -> str:
     if step.length_mean is None:
         return "–"
-    truncated = f", {step.truncated:.0%} truncated" if step.truncated else ""
-    return f"{step.length_mean:,.1f} tokens{truncated}{_discarded(step)}"
-
-
-def _discarded(step: LastStepStatus) -> str:
-    """Return what staleness discards, if it is visible; trained ÷ sampled length below 1 favours short answers."""
-    if step.discarded < _DISCARDED_FROM:
-        return ""
-    return f", {step.discarded:.1%} discarded, trained ÷ sampled {step.length_ratio:.3f}"
-
-
-def _updates(step: LastStepStatus) -> str:
-    kl = "" if step.kl_old is None else f", KL {step.kl_old:.2g}"
-    clipped = "" if step.clip_fraction is None else f", {step.clip_fraction:.1%} clipped"
-    return f"{step.optimizer_steps} steps{kl}{clipped}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    text = f"{step.length_mean:,.1f} tokens"
+    if step.truncated:
+        text += f", {step.truncated:.0%} truncated"
+    if step.discarded >= _DISCARDED_FROM:  # trained ÷ sampled length below 1 favours short answers
+        text += f", {step.discarded:.1%} discarded, trained ÷ sampled {step.length_ratio:.3f}"
+    return text
 
 
 def _accuracy(held_out: HeldOutStatus) -> str:
@@ -341,14 +328,6 @@ def _accuracy(held_out: HeldOutStatus) -> str:
         more = len(domains) - _DOMAINS_SHOWN
         text += f" ({shown}{f' and {more} more' if more > 0 else ''})"
     return text
-
-
-def _sets(sets: Sequence[HeldOutStatus]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    for each in sets:
-        since = "" if each.first is None or each.accuracy is None else f"(from {each.first:.1%})"
-        grid.add_row(Text(each.name, style="dim"), Text(_accuracy(each), style="bold"), Text(since, style="dim"))
-    return grid
 
 
 def _evaluating(evaluating: EvaluatingStatus) -> str:

@@ -6,7 +6,6 @@ step or model version.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -23,19 +22,13 @@ OF_SAMPLER: Final = ("reward", "accuracy")
 #: Kinds of incidents, the most harmful first: kinds in one row are equally harmful.
 _HARM: Final = (
     ("run_failed", "run_failing"),
-    (
-        "engine_lost",
-        "engine_canary_failed",
-        "trainer_lost",
-        "parameter_server_lost",
-        "controller_returned",
-        "rewind_failed",
-    ),
+    ("engine_lost", "engine_canary_failed", "trainer_lost", "parameter_server_lost", "controller_returned",
+     "rewind_failed"),
     ("stalled", "orders_lost", "checkpoint_delayed", "group_failed", "step_skipped", "evaluation_restarted", "rewind"),
     ("engine_suspect", "engine_slow"),
     ("alarm",),
     ("knobs",),
-)
+)  # fmt: skip
 _HARM_OF: Final = {kind: harm for harm, kinds in enumerate(_HARM) for kind in kinds}
 #: For each kind that ends incidents of the same subject, the kinds that it ends.
 _ENDED_BY: Final = {
@@ -86,7 +79,9 @@ class Incidents:
         elif kind in ("trainer_left", "run_started"):
             self._has_trainer = False
         for ended in _ENDED_BY.get(kind, ()):
-            self._end((ended, _subject(ended, event)))
+            if (incident := self._incidents.get((ended, _subject(ended, event)))) is not None:
+                incident.seconds += self._open_s(incident)
+                incident.since = None
         if kind in _HARM_OF:
             self._begin(kind, event)
 
@@ -106,12 +101,6 @@ class Incidents:
         incident.event, incident.count = event, incident.count + 1
         if incident.since is None and any(kind in ended for ended in _ENDED_BY.values()):
             incident.since = self._elapsed_s
-
-    def _end(self, key: tuple[str, str]) -> None:
-        incident = self._incidents.get(key)
-        if incident is not None:
-            incident.seconds += self._open_s(incident)
-            incident.since = None
 
     def _open_s(self, incident: Incident) -> float:
         return 0.0 if incident.since is None else self._elapsed_s - incident.since
@@ -182,7 +171,10 @@ class RunHistory:
     @property
     def duration_s(self) -> float:
         """Seconds from the start to the last event."""
-        return max((amount(event, "elapsed_s") for event in self._all()), default=0.0)
+        ended = () if self.finished is None else (self.finished,)
+        evaluations = (event for events in self.evaluation_sets.values() for event in events)
+        known = (self.started, *self.steps, *self.publications, *self.engines, *evaluations, *ended)
+        return max(amount(event, "elapsed_s") for event in known)
 
     @property
     def sampled_tokens(self) -> int:
@@ -211,25 +203,25 @@ class RunHistory:
         return [(name, values[0] if len(values) > 1 else None, values[-1]) for name, values in known if values]
 
     @property
+    def _tenth(self) -> int:
+        return max(1, len(self.steps) // 10)
+
+    @property
     def first_reward(self) -> float | None:
         """Mean reward over the first tenth of the steps; None before the second step."""
-        return None if len(self.steps) < 2 else self._mean_reward(slice(0, max(1, len(self.steps) // 10)))
+        return None if len(self.steps) < 2 else _mean(self.by_step("reward").y[: self._tenth])
 
     @property
     def last_reward(self) -> float | None:
         """Mean reward over the last tenth of the steps."""
-        return self._mean_reward(slice(-max(1, len(self.steps) // 10), None))
+        return _mean(self.by_step("reward").y[-self._tenth :])
 
     @property
     def unjudged(self) -> float | None:
         """Share of the answers without a verdict over the last tenth of the steps, which `last_reward` leaves out."""
-        last = self.steps[-max(1, len(self.steps) // 10) :]
-        tables = [step["by_domain"] for step in last if isinstance(step.get("by_domain"), dict)]
-        figures = [each for table in tables for each in table.values() if isinstance(each, dict)]
-        rollouts = [number(each, "rollouts") or 0.0 for each in figures]
-        shares = [number(each, "unjudged") or 0.0 for each in figures]
-        total = sum(rollouts)
-        return sum(map(operator.mul, rollouts, shares)) / total if total else None
+        by_domain = groups_of(self.steps[-self._tenth :], "by_domain").values()
+        figures = [{"unjudged": 0.0, **each} for domain in by_domain for each in domain]
+        return mean_of(figures, "unjudged")
 
     def median(self, events: Sequence[Event], field: str) -> float | None:
         """Return the median of a field over the events; None if no event has the field."""
@@ -270,17 +262,6 @@ class RunHistory:
         accuracy, low, high = (self.series(events, field, x="model_version") for field in ("accuracy", "low", "high"))
         return (accuracy, low.y, high.y) if low.x == high.x == accuracy.x else (accuracy, (), ())
 
-    def _mean_reward(self, part: slice) -> float | None:
-        values = self.by_step("reward").y[part]
-        return sum(values) / len(values) if values else None
-
-    def _all(self) -> Iterable[Event]:
-        yield from (self.started, *self.steps, *self.publications, *self.engines)
-        for evaluations in self.evaluation_sets.values():
-            yield from evaluations
-        if self.finished is not None:
-            yield self.finished
-
 
 def tell(events: Sequence[Event]) -> RunHistory:
     """Build the history of a run from the events of its log; without events, the history is empty."""
@@ -316,6 +297,10 @@ def _by_set(events: Sequence[Event]) -> dict[str, tuple[Event, ...]]:
         name: _latest([event for event in events if event.get("name", HELD_OUT) == name], "model_version")
         for name in sorted(order, key=lambda name: order[name])
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _latest(events: Sequence[Event], key: str) -> tuple[Event, ...]:

@@ -355,6 +355,9 @@ Labels = tuple[tuple[str, str], ...]
 Samples = Mapping[Labels, float]
 
 
+_ESCAPED: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
 def prometheus_text(values: Mapping[str, float], *, prefix: str) -> str:
     """Return metrics without labels in Prometheus' text exposition format, version 0.0.4."""
     return labelled_text({name: {(): value} for name, value in values.items()}, prefix=prefix)
@@ -367,16 +370,10 @@ def labelled_text(metrics: Mapping[str, Samples], *, prefix: str) -> str:
         full = f"{prefix}_{name}"
         if samples:
             lines.append(f"# TYPE {full} {'counter' if name.endswith('_total') else 'gauge'}")
-        lines += [f"{full}{_labels(labels)} {value:.17g}" for labels, value in samples.items()]
+        for labels, value in samples.items():
+            pairs = ",".join(f'{label}="{text.translate(_ESCAPED)}"' for label, text in labels)
+            lines.append(f"{full}{f'{{{pairs}}}' if labels else ''} {value:.17g}")
     return "\n".join(lines) + "\n"
-
-
-def _labels(labels: Labels) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels) + "}" if labels else ""
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 FORGIVEN_EVERY_S: Final = 100.0

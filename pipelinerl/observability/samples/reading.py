@@ -6,8 +6,9 @@ skipped, and files that the writer removes during a read are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from operator import itemgetter
 from pathlib import Path
@@ -55,7 +56,11 @@ class SampleQuery:
         matching = [
             ChosenSample(group, answer)
             for group in groups
-            if self._wants(group)
+            if group.kind in self.kinds
+            and self.step in (None, group.step)
+            and self.domain in (None, group.domain)
+            and self.evaluation in (None, group.evaluation)
+            and (self.tag is None or self.tag in group.tags)
             for answer in group.answers
             if self.finish_reason in (None, answer.finish_reason)
         ]
@@ -67,42 +72,27 @@ class SampleQuery:
         ]
         return [each for _, _, each in sorted(judged, key=itemgetter(0, 1))][: self.limit]
 
-    def _wants(self, group: SampleGroup) -> bool:
-        return (
-            group.kind in self.kinds
-            and self.step in (None, group.step)
-            and self.domain in (None, group.domain)
-            and self.evaluation in (None, group.evaluation)
-            and (self.tag is None or self.tag in group.tags)
-        )
 
-
-@dataclass(slots=True)
 class SampleReader:
     """Incremental reader of a run's sample files; each call continues at the last position."""
 
-    run_dir: Path
-    _offsets: dict[str, int] = field(default_factory=dict)
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._offsets: dict[str, int] = {}
 
     def new(self) -> list[SampleGroup]:
         """Return groups written since the last call, sorted by time."""
-        groups = [group for path in sorted(sample_files(self.run_dir)) for group in self._rest_of(path)]
-        return sorted(groups, key=lambda group: group.time)
-
-    def _rest_of(self, path: Path) -> Iterator[SampleGroup]:
-        offset = self._offsets.get(path.name, 0)
-        try:
-            with path.open("rb") as file:
+        groups: list[SampleGroup] = []
+        for path in sorted(sample_files(self._run_dir)):
+            offset = self._offsets.get(path.name, 0)
+            with suppress(FileNotFoundError), path.open("rb") as file:
                 file.seek(offset)
                 data = file.read()
-        except FileNotFoundError:
-            return
-        whole = data.rfind(b"\n") + 1
-        self._offsets[path.name] = offset + whole
-        for line in data[:whole].split(b"\n")[:-1]:
-            group = decode(line)
-            if group is not None:
-                yield group
+                whole = data.rfind(b"\n") + 1
+                self._offsets[path.name] = offset + whole
+                decoded = map(decode, data[:whole].split(b"\n")[:-1])
+                groups += [group for group in decoded if group is not None]
+        return sorted(groups, key=lambda group: group.time)
 
 
 def sample_files(run_dir: Path) -> list[Path]:

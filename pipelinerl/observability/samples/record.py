@@ -178,7 +178,11 @@ def _written(group: SampleGroup, most: int) -> dict[str, Any]:
         written["prompt_tokens"] = _cut_tokens(group.prompt_tokens, tokens)
     for each, answer in zip(written["answers"], group.answers, strict=True):
         if answer.tokens is not None:
-            each["tokens"] = _cut_answer(answer.tokens, tokens)
+            columns = msgspec.structs.asdict(answer.tokens)
+            kept = _cut_tokens(columns.pop("tokens"), tokens)
+            each["tokens"] = AnswerTokens(
+                tokens=kept, **{name: _cut(column, tokens) for name, column in columns.items()}
+            )
     return written
 
 
@@ -188,17 +192,6 @@ def _cut_tokens(tokens: TokenTexts, most: int) -> TokenTexts:
         texts=_cut(tokens.texts, most),
         left_out=max(0, len(tokens.ids) - most),
         at=most - most // 4 if len(tokens.ids) > most else 0,
-    )
-
-
-def _cut_answer(answer: AnswerTokens, most: int) -> AnswerTokens:
-    return AnswerTokens(
-        tokens=_cut_tokens(answer.tokens, most),
-        versions=_cut(answer.versions, most),
-        logprobs=_cut(answer.logprobs, most),
-        deltas=_cut(answer.deltas, most),
-        advantages=_cut(answer.advantages, most),
-        entropies=_cut(answer.entropies, most),
     )
 
 

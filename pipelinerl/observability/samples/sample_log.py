@@ -19,7 +19,6 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -101,9 +100,10 @@ class SampleLog:
         self._close_file()
         self._directory.mkdir(parents=True, exist_ok=True)
         files = sorted(self._directory.glob(f"{self._name}-*.jsonl"))
-        number = max((_number(path) for path in files), default=0) + 1
-        sizes = {path: _size(path) for path in files}
-        for path in files:
+        numbers = (path.stem.rpartition("-")[2] for path in files)
+        number = max((int(number) for number in numbers if number.isdecimal()), default=0) + 1
+        sizes = {path: path.stat().st_size for path in files if path.exists()}
+        for path in list(sizes):
             if sum(sizes.values()) + self._file_bytes <= self._max_bytes:
                 break
             path.unlink(missing_ok=True)
@@ -116,16 +116,3 @@ class SampleLog:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-
-def _number(path: Path) -> int:
-    with suppress(ValueError):
-        return int(path.stem.rpartition("-")[2])
-    return 0
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

@@ -11,7 +11,6 @@ from typing import Final
 from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.commands.findings.learning import objective_findings, step_findings
-from pipelinerl.commands.findings.model import component_findings, expert_findings, refuse_experts
 from pipelinerl.commands.findings.problems import MOST, prompt_findings, refuse_problems, verifier_findings
 from pipelinerl.commands.findings.trials import (
     called_by_place,
@@ -25,6 +24,7 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.data.problems import Split, check_source
+from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models import bigram
 from pipelinerl.models.chat_template import check_chat_template
@@ -38,10 +38,11 @@ from pipelinerl.models.checkpoint import (
 )
 from pipelinerl.models.context_limit import context_problem
 from pipelinerl.models.directory_files import text_config
+from pipelinerl.models.model_shape import REPLAYED, mixture_of
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.models.vocabulary import refuse_other_vocabulary
 from pipelinerl.roles.dtypes import dtypes_of
-from pipelinerl.roles.engine_rules import check_engine_options, check_truncation, elastic_of, servers_of
+from pipelinerl.roles.engine_rules import check_engine_options, check_truncation, elastic_of, routing_of, servers_of
 from pipelinerl.roles.problems import demonstrated_problems, held_out_problems, training_problems
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
 from pipelinerl.roles.wiring import is_url, knobs_of, objective_of
@@ -159,9 +160,8 @@ def findings(config: RunConfig, sources: Mapping[Path, Path] = MappingProxyType(
         if (judge := open_filter(config)) is not None:
             problem = _problems_of(domain, config).problem(0)
             yield "filter", asyncio.run(filter_tried(judge, problem, samples=config.sampling.group_size))
-    yield from prompt_findings(
-        config, tokenizer, training=training_problems(config), held_out=held_out_problems(config)
-    )
+    training, held_out = training_problems(config), held_out_problems(config)
+    yield from prompt_findings(config, tokenizer, training=training, held_out=held_out)
 
 
 def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) -> Iterator[tuple[str, str]]:
@@ -238,3 +238,59 @@ def _check_model(config: RunConfig) -> None:
     for each, table in {**configs, path: check_weights(path).config}.items():
         if problem := context_problem(table, each, config.engine.context_length):
             raise RecipeError(f"engine.{problem}; lower it")
+
+
+# --- the model's experts, and what engine and trainer say of the model ------------------------------------------------
+
+
+def refuse_experts(config: RunConfig) -> None:
+    """Raise `RecipeError` unless engine and trainer can compute the model's experts and replay the router's choice."""
+    routing_of(config)
+    both: tuple[tuple[str, Mapping[str, EngineComponent | TrainerComponent], str], ...] = (
+        ("engine", registry.ENGINES, config.engine.type),
+        ("trainer", registry.TRAINERS, config.trainer.type),
+    )
+    for part, components, chosen in both:
+        component = components.get(chosen)
+        if component is not None and not component.computes_experts and mixture_of(config.model.resolved) is not None:
+            raise RecipeError(
+                f'{part}.type "{chosen}" computes no mixture of experts, and the model in {config.model.resolved} is '
+                f'one; use {part}.type = "torch"'
+            )
+
+
+def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield findings on a mixture of experts; nothing for other models."""
+    shape = mixture_of(config.model.resolved)
+    if shape is None:
+        return
+    sizes = f"{shape.layers} layers of {shape.experts} experts, {shape.top_k} for each token"
+    if config.trainer.routing_replay is RoutingReplay.ROLLOUT:
+        yield "experts", f"{sizes}; their choice is replayed: {shape.bytes_per_token} more bytes per token"
+        return
+    yield "experts", f"{sizes}; the trainer's routers choose independently"
+    engine, trainer = registry.ENGINES.get(config.engine.type), registry.TRAINERS.get(config.trainer.type)
+    tells = engine is not None and engine.reports_routing and trainer is not None and trainer.replays_routing
+    if tells and model_type(config.model.resolved) in REPLAYED:
+        yield (
+            "warning",
+            'with trainer.routing_replay = "off" engine and trainer choose experts independently and may differ: '
+            '"rollout" replays the engine\'s choice (docs/understand/mixtures.md)',
+        )
+
+
+def component_findings(config: RunConfig, others: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
+    """Yield what engine and trainer find in their sections and the model, each finding once.
+
+    `others` are the directories of critic, reference and teachers by the recipe's key.
+    """
+    found = dict[tuple[str, str], None]()
+    engine, trainer = registry.ENGINES.get(config.engine.type), registry.TRAINERS.get(config.trainer.type)
+    try:
+        if engine is not None and engine.check:
+            found |= dict.fromkeys(imported(engine.check)(config.engine, config.model, {}))
+        if trainer is not None and trainer.check:
+            found |= dict.fromkeys(imported(trainer.check)(config.trainer, config.model, others))
+    except SpecError as error:
+        raise RecipeError(f"trainer.{error}" if str(error).startswith("options.") else str(error)) from error
+    yield from found

@@ -8,7 +8,6 @@ fills the context, and truncates an answer at the end of the context.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -30,19 +29,6 @@ LOOKED_AT: Final = 256
 MOST_WITHOUT_ROOM: Final = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompts:
-    """Lengths of prompts in tokens; `room` is the length of the longest prompt that leaves room for an answer."""
-
-    lengths: list[int]
-    room: int
-
-    @property
-    def without_room(self) -> float:
-        """The share of prompts that leave no room for an answer."""
-        return sum(length > self.room for length in self.lengths) / len(self.lengths)
-
-
 def prompt_findings(
     config: RunConfig, tokenizer: ChatTokenizer, *, training: Mixture, held_out: Mapping[str, Mixture]
 ) -> Iterator[tuple[str, str]]:
@@ -52,7 +38,7 @@ def prompt_findings(
         RecipeError: a problem cannot be made, an evaluation set has too few problems, or too many prompts leave no room
             for an answer.
     """
-    domains = {domain.name: domain for domain in config.domains}
+    domains, firsts = {domain.name: domain for domain in config.domains}, dict[str, list[int]]()
     parts: list[tuple[str, Mixture, int, Callable[[DomainSection], int]]] = [
         ("training", training, LOOKED_AT, config.max_tokens_of)
     ]
@@ -65,90 +51,69 @@ def prompt_findings(
         if not problems:
             yield name, "no problems"
             continue
+        lengths: dict[str, list[int]] = {}
+        for problem in problems:
+            try:
+                ids = tokenizer.encode_chat(problem.messages, domains[problem.domain].chat_template_kwargs)
+            except ModelError as error:
+                raise RecipeError(f"domains.{problem.domain}: {problem.problem_id}: {error}") from None
+            lengths.setdefault(problem.domain, []).append(len(ids))
+            firsts.setdefault(problem.domain, ids)
         if name == "training":
-            yield from _shown(problems, domains, tokenizer)
-        measured = _measured(problems, domains, tokenizer, most_tokens, config.engine.context_length)
-        longest = max(max(prompts.lengths) for prompts in measured.values())
+            for domain, ids in firsts.items():
+                yield "prompt", f"of domain {domain}, {len(ids)} tokens:\n{tokenizer.decode(ids)}"
+        longest = max(map(max, lengths.values()))
         first = problems[0]
         yield name, f"{first.messages[-1].content!r} → {first.ground_truth!r}; prompts of up to {longest} tokens"
         yield from (("rows", f"{name}, {sentence}") for sentence in mixture.row_counts())
-        yield from (("warning", f"{name}: {sentence}") for sentence in _without_room(measured))
+        for domain, each in lengths.items():
+            if sentence := _without_room(domain, each, config.engine.context_length - most_tokens(domains[domain])):
+                yield "warning", f"{name}: {sentence}"
 
 
-def _shown(
-    problems: list[Problem], domains: dict[str, DomainSection], tokenizer: ChatTokenizer
-) -> Iterator[tuple[str, str]]:
-    firsts = {problem.domain: problem for problem in reversed(problems)}
-    for name in (name for name in domains if name in firsts):
-        ids = _encoded(firsts[name], domains[name], tokenizer)
-        yield "prompt", f"of domain {name}, {len(ids)} tokens:\n{tokenizer.decode(ids)}"
-
-
-def _encoded(problem: Problem, domain: DomainSection, tokenizer: ChatTokenizer) -> list[int]:
-    try:
-        return tokenizer.encode_chat(problem.messages, domain.chat_template_kwargs)
-    except ModelError as error:
-        raise RecipeError(f"domains.{domain.name}: {problem.problem_id}: {error}") from None
-
-
-def _measured(
-    problems: list[Problem],
-    domains: dict[str, DomainSection],
-    tokenizer: ChatTokenizer,
-    most_tokens: Callable[[DomainSection], int],
-    context_length: int,
-) -> dict[str, _Prompts]:
-    measured: dict[str, _Prompts] = {}
-    for problem in problems:
-        domain = domains[problem.domain]
-        own = measured.setdefault(domain.name, _Prompts([], context_length - most_tokens(domain)))
-        own.lengths.append(len(_encoded(problem, domain, tokenizer)))
-    return measured
-
-
-def _without_room(measured: dict[str, _Prompts]) -> Iterator[str]:
-    for name, prompts in measured.items():
-        share, longest = prompts.without_room, max(prompts.lengths)
-        if share > MOST_WITHOUT_ROOM:
-            raise RecipeError(
-                f"engine.context_length leaves {prompts.room} tokens for a prompt next to max_tokens for its answer, "
-                f"and a prompt of {longest} tokens was found: {share:.0%} of {len(prompts.lengths)} prompts of domain "
-                f"{name} do not fit; raise it, or lower max_tokens"
-            )
-        if share:
-            yield (
-                f"{share:.1%} of {len(prompts.lengths)} prompts of domain {name} do not fit, the longest with "
-                f"{longest} tokens where engine.context_length and max_tokens leave {prompts.room}: their answers are "
-                "cut short, or their orders fail; raise engine.context_length, or leave such problems out"
-            )
+def _without_room(domain: str, lengths: list[int], room: int) -> str:
+    """Return a warning if some prompts are longer than `room`; raise `RecipeError` if too many are."""
+    share, longest = sum(length > room for length in lengths) / len(lengths), max(lengths)
+    if share > MOST_WITHOUT_ROOM:
+        raise RecipeError(
+            f"engine.context_length leaves {room} tokens for a prompt next to max_tokens for its answer, and a prompt "
+            f"of {longest} tokens was found: {share:.0%} of {len(lengths)} prompts of domain {domain} do not fit; "
+            "raise it, or lower max_tokens"
+        )
+    if not share:
+        return ""
+    return (
+        f"{share:.1%} of {len(lengths)} prompts of domain {domain} do not fit, the longest with {longest} tokens where "
+        f"engine.context_length and max_tokens leave {room}: their answers are cut short, or their orders fail; raise "
+        "engine.context_length, or leave such problems out"
+    )
 
 
 def verifier_findings(config: RunConfig, domain: DomainSection) -> Iterator[tuple[str, str]]:
     """Yield findings of the domain's verifiers on its problems; raise `RecipeError` if one cannot be judged."""
+
+    def problems() -> Iterator[Problem]:  # of training, the first ones if there is no end of them, and held-out ones
+        evaluated = [Split(config.evaluation.split)] if config.evaluation.problems else []
+        for split in (Split.TRAIN, *evaluated):
+            source = open_source(
+                domain.source,
+                domain=domain.name,
+                split=split,
+                seed=config.run.seed,
+                parameters=domain.parameters,
+                prompts=domain.prompts,
+            )
+            length = getattr(source, "__len__", None)
+            count = length() if length else LOOKED_AT if split is Split.TRAIN else config.evaluation.problems
+            yield from (source.problem(index) for index in range(count))
+
     for name, component, options in domain.registered_verifiers:
         if component.check:
             try:
-                for finding in imported(component.check)(options, _problems(config, domain)):
+                for finding in imported(component.check)(options, problems()):
                     yield component.key or name, f"domains.{domain.name}: {finding}"
             except RecipeError as error:
                 raise RecipeError(f"domains.{domain.name}: {error}") from None
-
-
-def _problems(config: RunConfig, domain: DomainSection) -> Iterator[Problem]:
-    """Yield the domain's training problems, the first ones if there is no end of them, and its held-out problems."""
-    evaluated = [Split(config.evaluation.split)] if config.evaluation.problems else []
-    for split in (Split.TRAIN, *evaluated):
-        source = open_source(
-            domain.source,
-            domain=domain.name,
-            split=split,
-            seed=config.run.seed,
-            parameters=domain.parameters,
-            prompts=domain.prompts,
-        )
-        length = getattr(source, "__len__", None)
-        count = length() if length else LOOKED_AT if split is Split.TRAIN else config.evaluation.problems
-        yield from (source.problem(index) for index in range(count))
 
 
 #: The first rows of each data file, which `pipelinerl run` checks in about a tenth of a second.
@@ -173,7 +138,13 @@ def refuse_problems(config: RunConfig, head: FirstRows) -> None:
             parameters=domain.parameters,
             prompts=domain.prompts,
         )
-        first = look_at(domain.source, request, head, _readable_by(domain))
+        checks = {component.check_problem for _, component, _ in domain.registered_verifiers} - {""}
+
+        def readable(problem: Problem, checks: set[str] = checks) -> None:
+            for check in sorted(checks):
+                imported(check)(problem)
+
+        first = look_at(domain.source, request, head, readable)
         if first is None:
             continue
         try:
@@ -183,15 +154,3 @@ def refuse_problems(config: RunConfig, head: FirstRows) -> None:
             raise RecipeError(
                 f"domains.{domain.name}: messages of {roles}: {error} (the template of {config.model.resolved})"
             ) from None
-
-
-def _readable_by(domain: DomainSection) -> Callable[[Problem], None]:
-    """Return a function that raises `RecipeError` for a problem that the domain's verifiers can never judge."""
-    references = {component.check_problem for _, component, _ in domain.registered_verifiers if component.check_problem}
-    checks = [imported(reference) for reference in sorted(references)]
-
-    def check(problem: Problem) -> None:
-        for each in checks:
-            each(problem)
-
-    return check

@@ -7,7 +7,7 @@ judges the reference answer only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from pipelinerl import registry
 from pipelinerl.component import imported
@@ -48,8 +48,14 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> list[tuple
             the first `_TRIED` reference answers.
     """
     where = f"domains.{domain.name}"
-    if (cheaper := _cheaper(domain)) is not None:
-        return [("verifier", await _tried_once(cheaper, problems, where=where))]
+    registered = domain.registered_verifiers
+    trials = {
+        part.key or name: options.model_copy(update=part.trial)
+        for name, part, options in registered
+        if part.trial is not None
+    }
+    if trials:
+        return [("verifier", await _tried_once(domain.model_copy(update=trials), problems, where=where))]
     verifier, unjudged = open_verifier(domain), list[tuple[str, str]]()
     try:
         truth, empty = [
@@ -63,7 +69,9 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> list[tuple
             await _find_one_right(verifier, domain, problems, truth, where=where)
         tried = {"the reference answer": truth, "an empty answer": empty}
         is_user_code = any(registry.is_user_code(registry.VERIFIERS, name) for name in names)
-        if is_user_code and (other := _other_answer(problems)) is not None:
+        first = problems.problem(0).ground_truth
+        others = (problems.problem(index).ground_truth for index in range(1, _TRIED))
+        if is_user_code and (other := next((each for each in others if each and each != first), None)) is not None:
             tried["a wrong answer"] = await _judged(verifier, problems.problem(0), other)
         for what, judgement in tried.items():
             if not judgement.verdict.outcome.is_judgement:
@@ -73,13 +81,6 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> list[tuple
         await verifier.close()
     verdicts = f"of the reference answer {_summary(truth)}; of an empty answer {_summary(empty)}"
     return [("verifier", f"{where}: {verdicts}"), *unjudged]
-
-
-def _other_answer(problems: Mixture) -> str | None:
-    """Return a reference answer that differs from the first problem's; None if the first problems have no other."""
-    first = problems.problem(0).ground_truth
-    others = (problems.problem(index).ground_truth for index in range(1, _TRIED))
-    return next((each for each in others if each and each != first), None)
 
 
 def called_by_place(domain: DomainSection) -> Iterator[str]:
@@ -98,15 +99,6 @@ def called_by_place(domain: DomainSection) -> Iterator[str]:
                     f"{where}: {named[0]} receives the problem and {named[1]} the text of the answer, by position; to "
                     "receive other values, use the names in docs/start/rewards.md: completion, answer, …"
                 )
-
-
-def _cheaper(domain: DomainSection) -> DomainSection | None:
-    """Return the domain with the options of a trial; None if none of its verifiers costs money."""
-    changed: dict[str, Any] = {}
-    for name, component, options in domain.registered_verifiers:
-        if component.trial is not None:
-            changed[component.key or name] = options.model_copy(update=component.trial)
-    return domain.model_copy(update=changed) if changed else None
 
 
 async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -> str:

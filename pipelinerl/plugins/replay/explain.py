@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import typer
@@ -38,8 +38,7 @@ from pipelinerl.objective.explain import COSTS, EXAMPLE, FIELDS, FORMULA, Scored
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of, preset_of, resolve
 from pipelinerl.objective.reward import PartReward, RewardShaping, TurnReward
-from pipelinerl.plugins.replay.recorded_run import recorded_groups, recorded_step
-from pipelinerl.plugins.replay.repetition import RecordedStep, trained_groups
+from pipelinerl.plugins.replay.recorded_run import RecordedStep, recorded_groups, recorded_step, trained_groups
 from pipelinerl.roles.role import Changes, Overrides, joined
 from pipelinerl.streams.records import decode_group
 from pipelinerl.types import RolloutGroup
@@ -124,7 +123,10 @@ def show(
     if preset.note:
         console.print(preset.note, highlight=False)
     console.print(f"\n{FORMULA}\n", highlight=False, markup=False)
-    console.print(_slots(objective))
+    slots = Table("slot", "kind", "formula", "reads", box=None, pad_edge=False)
+    for line in slot_lines(objective):
+        slots.add_row(line.slot, line.kind, Text(line.formula), ", ".join(line.needs))
+    console.print(slots)
     passes = [f"{name} ({COSTS[name]})" for name in sorted(objective.passes | objective.needs)]
     console.print("\nneeds " + ("; ".join(passes) or "nothing but the step's own forward and backward pass"))
     console.print(f"groups whose rewards are all equal: {no_signal}")
@@ -223,7 +225,10 @@ def read(path: Path, group: int = 0) -> list[ScoredRollout]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if content.startswith(_RECORD):
-        return _of_record(path, content, group)
+        try:
+            return _scored(decode_group(content), group, str)
+        except RecordError as error:
+            raise UserError(f"{path}: {error}") from None
     try:
         table = json.loads(content)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -257,13 +262,6 @@ def _objective_of(choice: str, overrides: Sequence[str]) -> Explained:
     config = recipes.load(choice, overrides)
     no_signal = config.training.no_signal or no_signal_of(config.objective)
     return Explained(config.objective, no_signal, config.sampling.max_tokens, mini_batch_finding(config))
-
-
-def _slots(objective: PolicyObjective) -> Table:
-    table = Table("slot", "kind", "formula", "reads", box=None, pad_edge=False)
-    for line in slot_lines(objective):
-        table.add_row(line.slot, line.kind, Text(line.formula), ", ".join(line.needs))
-    return table
 
 
 def _factors(
@@ -317,13 +315,6 @@ def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None, Tabl
     return rollouts, None if of_run.group is None else [of_run.group], update_table(step)
 
 
-def _of_record(path: Path, content: bytes, group: int) -> list[ScoredRollout]:
-    try:
-        return _scored(decode_group(content), group, str)
-    except RecordError as error:
-        raise UserError(f"{path}: {error}") from None
-
-
 def _scored(
     stored: RolloutGroup, group: int, text_of: Callable[[int], str], shaping: RewardShaping = _PLAIN
 ) -> list[ScoredRollout]:
@@ -361,6 +352,12 @@ def _of_json(entry: Any, path: str, group: int) -> ScoredRollout:
         raise UserError(f"{path}.judged must be true or false, got {judged!r}")
     if not isinstance(own, int) or isinstance(own, bool):
         raise UserError(f"{path}.group must be a whole number, got {own!r}")
+    turns = _converted(entry, "turns", "[tokens, reward]", path, TurnReward)
+    lengths = [turn.num_tokens for turn in turns]
+    if turns and (min(lengths) < 0 or sum(lengths) != len(tokens)):
+        raise UserError(
+            f"{path}.turns must have {len(tokens)} tokens together, as many as the rollout, got {entry['turns']!r}"
+        )
     columns = {name: _numbers(entry, name, path) for name in _COLUMNS}
     if columns["behavior_logprobs"] is None:
         raise UserError(f"{path}.behavior_logprobs must be given, one per token")
@@ -374,27 +371,19 @@ def _of_json(entry: Any, path: str, group: int) -> ScoredRollout:
         old_logprobs=columns["old_logprobs"],
         ref_logprobs=columns["ref_logprobs"],
         values=columns["values"],
-        turns=_turns(entry, path, len(tokens)),
-        parts=_parts(entry, path),
+        turns=turns,
+        parts=_converted(entry, "parts", "[name, reward, weight]", path, PartReward),
     )
 
 
-def _parts(entry: Mapping[str, Any], path: str) -> tuple[PartReward, ...]:
-    try:
-        return msgspec.convert(entry.get("parts", []), tuple[PartReward, ...])
-    except msgspec.ValidationError as error:
-        raise UserError(f"{path}.parts must be a list of [name, reward, weight]: {error}") from None
+T = TypeVar("T")
 
 
-def _turns(entry: Mapping[str, Any], path: str, num_tokens: int) -> tuple[TurnReward, ...]:
-    given = entry.get("turns", [])
+def _converted(entry: Mapping[str, Any], name: str, form: str, path: str, kind: type[T]) -> tuple[T, ...]:
     try:
-        turns = msgspec.convert(given, tuple[TurnReward, ...])
+        return msgspec.convert(entry.get(name, []), tuple[kind, ...])  # type: ignore[valid-type]
     except msgspec.ValidationError as error:
-        raise UserError(f"{path}.turns must be a list of [tokens, reward]: {error}") from None
-    if turns and (min(turn.num_tokens for turn in turns) < 0 or sum(turn.num_tokens for turn in turns) != num_tokens):
-        raise UserError(f"{path}.turns must have {num_tokens} tokens together, as many as the rollout, got {given!r}")
-    return turns
+        raise UserError(f"{path}.{name} must be a list of {form}: {error}") from None
 
 
 def _numbers(entry: Mapping[str, Any], name: str, path: str) -> tuple[float, ...] | None:

@@ -1,13 +1,16 @@
 """`pipelinerl replay`: repeat a step of a run from its checkpoint and streams, and compare the results.
 
-Rollouts are stored from the oldest kept checkpoint on, so earlier steps cannot be replayed.
+A step is a function of recorded data (weights, groups, learning rates, objective), and trainers on a CPU are
+deterministic. A replayed step must therefore reproduce the recorded metrics to the last bit. Rollouts are stored from
+the oldest kept checkpoint on, so earlier steps cannot be replayed.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -15,17 +18,26 @@ from rich.console import Console
 from rich.table import Table
 
 from pipelinerl.config.recipe import RunConfig, check_layout, load_run
-from pipelinerl.errors import CheckpointError, RecordError, UserError
+from pipelinerl.errors import CheckpointError, DivergedError, RecordError, UserError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
-from pipelinerl.plugins.replay.recorded_run import recorded_groups, recorded_step, recorded_steps
-from pipelinerl.plugins.replay.repetition import COMPARED, RecordedStep, Replay, ReplayedStep
+from pipelinerl.plugins.replay.recorded_run import (
+    RecordedStep,
+    recorded_groups,
+    recorded_step,
+    recorded_steps,
+    trained_groups,
+)
 from pipelinerl.roles.trainer_role import loop_settings
 from pipelinerl.roles.wiring import checkpoints_of, objective_of
 from pipelinerl.roles.workers import close_workers, started
+from pipelinerl.training.batch import build
 from pipelinerl.training.checkpoints import checkpoint
 from pipelinerl.training.checkpoints.manifest import TrainingState
+from pipelinerl.training.finite_check import NonFiniteStep
 from pipelinerl.training.schedule import AdaptiveObjective
+from pipelinerl.training.step import Step
+from pipelinerl.types import RolloutGroup
 
 log = logging.getLogger("pipelinerl")
 
@@ -33,6 +45,74 @@ log = logging.getLogger("pipelinerl")
 _OTHER_WEIGHTS: Final = frozenset({"ref_logprobs", "values"})
 #: Metrics that are shown, but not compared with the record.
 _MORE: Final = ("kl_k3", "ess", "clip_fraction", "truncated_fraction")
+
+
+#: Metrics that a replay must reproduce. Together they depend on every weight, token and log-prob of a step.
+COMPARED: Final = ("loss", "grad_norm", "reward", "tokens", "entropy", "ratio_max", "optimizer_steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedStep:
+    """A replayed step: the recorded step, and the metrics of the replay."""
+
+    recorded: RecordedStep
+    figures: Mapping[str, float]
+
+    @property
+    def differences(self) -> dict[str, tuple[float, float]]:
+        """The values (recorded, replayed) of each compared metric that differs in any bit."""
+        pairs = {
+            name: (self.recorded.figures[name], self.figures.get(name, float("nan")))
+            for name in COMPARED
+            if name in self.recorded.figures
+        }
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A replay and its settings; `groups` maps a group's index to its recorded copies, in order of arrival."""
+
+    step: Step
+    objective: AdaptiveObjective
+    groups: Mapping[int, Sequence[RolloutGroup]]
+    began_at: int = 0
+    """The trainer's version before the first step."""
+    acceptance: float = math.inf
+    """The greatest staleness among the steps; it decides how many versions' weights are kept for `old_logprobs`."""
+
+    def run(self, steps: Sequence[RecordedStep]) -> Iterator[ReplayedStep]:
+        """Repeat recorded steps, which must be consecutive; the first one makes version `began_at` + 1.
+
+        Raises RecordError if a step or one of its groups is missing, DivergedError if a step is not finite.
+        """
+        held = self.began_at
+        for recorded in steps:
+            if recorded.version != held + 1:
+                raise RecordError(f"the step after version {held} is not recorded, the next is {recorded.version}")
+            held = recorded.version
+            figures = self._take(recorded, self.objective.current)
+            yield ReplayedStep(recorded=recorded, figures=figures | self.objective.observe(figures))
+
+    def instead(self, recorded: RecordedStep, objective: PolicyObjective) -> ReplayedStep:
+        """Repeat the next step, `recorded`, but with another objective. Raises the errors of `run`."""
+        return ReplayedStep(recorded=recorded, figures=self._take(recorded, objective))
+
+    def _take(self, recorded: RecordedStep, objective: PolicyObjective) -> dict[str, float]:
+        self.step.will_sample(recorded.version - 1, acceptance=self.acceptance)
+        batch = build(
+            trained_groups(recorded, self.groups),
+            self.step.rules,
+            objective=objective,
+            producing=recorded.version,
+            baselines=self.objective.baselines,
+        )
+        try:
+            figures = self.step.apply(self.step.accumulate(batch), learning_rates=recorded.learning_rates).figures
+        except NonFiniteStep as error:
+            raise DivergedError(f"step {recorded.version}: {error} is not finite") from error
+        self.objective.trained(batch.scored)
+        return figures
 
 
 def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -> bool:
@@ -69,7 +149,8 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
         replayed = []
         for each in replay.run([_step(steps, version) for version in before]):
             replayed.append(each)
-            console.print(f"step {each.recorded.version}: {_verdict(each)}", highlight=False)
+            differing = "; ".join(f"{name} was {was!r}, is {now!r}" for name, (was, now) in each.differences.items())
+            console.print(f"step {each.recorded.version}: {differing or 'bit-identical'}", highlight=False)
         if other is not None:
             console.print(_table(replay.instead(steps[step], other), str(objective)))
     except RecordError as error:
@@ -109,12 +190,6 @@ def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Pat
         if state.model_version < step:
             return path, state
     return None, TrainingState(model_version=0, epoch=0, offsets={}, ledger={}, controller={})
-
-
-def _verdict(replayed: ReplayedStep) -> str:
-    if not replayed.differences:
-        return "bit-identical"
-    return "; ".join(f"{name} was {was!r}, is {now!r}" for name, (was, now) in replayed.differences.items())
 
 
 def _table(replayed: ReplayedStep, heading: str) -> Table:

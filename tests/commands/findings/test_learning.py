@@ -10,7 +10,7 @@ from pipelinerl.config.recipe import load
 from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.presets import resolve
 from pipelinerl.plugins.replay.explain import show, update_table
-from pipelinerl.plugins.replay.repetition import RecordedStep
+from pipelinerl.plugins.replay.recorded_run import RecordedStep
 from pipelinerl.roles.trainer_role import loop_settings
 from pipelinerl.roles.wiring import batch_rules_of, objective_of, setting_of
 from pipelinerl.training.rollouts.admission import Lineage

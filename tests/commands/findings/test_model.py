@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.commands.check import refuse
-from pipelinerl.commands.findings.model import component_findings, expert_findings
+from pipelinerl.commands.check import component_findings, expert_findings, refuse
 from pipelinerl.config.recipe import load
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.trainer_role import canary_of, loop_settings

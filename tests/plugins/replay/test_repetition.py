@@ -9,7 +9,8 @@ from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import RecordError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
-from pipelinerl.plugins.replay.repetition import RecordedStep, Replay
+from pipelinerl.plugins.replay.recorded_run import RecordedStep
+from pipelinerl.plugins.replay.replayed_run import Replay
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.batch import BatchRules, MiniBatching, build
 from pipelinerl.training.passes import ForwardPasses

@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl.enums import NoSignal, StalenessScope
 from pipelinerl.messages import Directive, NoSignalGroups, TrainerKnobs
-from pipelinerl.plugins.replay.repetition import RecordedStep
+from pipelinerl.plugins.replay.recorded_run import RecordedStep
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, OverdueWait, StepBudget, awaited

@@ -179,8 +179,8 @@ class SpanReader:
         for stages in _entries(event, "stages"):
             with suppress(msgspec.ValidationError):
                 order, *ended, engine, spans = msgspec.convert(stages, _Stages)
-                times = (max(0.0, at - run_began_at) for at in ended)
-                self._waiting[order] = TracedGroup(order, 0, engine, *times, 0.0, 0.0, tuple(spans))
+                claimed, sampled, verified = (max(0.0, at - run_began_at) for at in ended)
+                self._waiting[order] = TracedGroup(order, 0, engine, claimed, sampled, verified, 0.0, 0.0, tuple(spans))
         for order in [order for order in self._waiting if order in self._trained]:
             step, trained, end = self._trained[order]
             group = self._waiting.pop(order)

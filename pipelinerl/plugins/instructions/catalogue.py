@@ -5,7 +5,7 @@
     ground_truth: '[{"instruction_id": ["punctuation:no_comma", …], "kwargs": [null, …]}]'     open-instruct's, as text
     ground_truth: '{"func_name": "validate_no_commas", "N": null, …}'                       RLVR-IFeval's
 
-To add an instruction, write its struct in the file where it belongs, and add a line to `CATALOGUE`.
+To add an instruction, write its struct in the file where it belongs, with the id as its tag.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -22,32 +22,12 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.instructions import counts, formats, wording
 from pipelinerl.plugins.instructions.instruction import Instruction
 
+#: All instructions by id. Their modules are imported above, so that every subclass is known here.
 CATALOGUE: Final[Mapping[str, type[Instruction]]] = {
-    "change_case:capital_word_frequency": counts.CapitalWordFrequency,
-    "change_case:english_capital": wording.AllCapitals,
-    "change_case:english_lowercase": wording.AllLowercase,
-    "combination:repeat_prompt": wording.RepeatPrompt,
-    "combination:two_responses": wording.TwoResponses,
-    "detectable_content:number_placeholders": formats.Placeholders,
-    "detectable_content:postscript": formats.Postscript,
-    "detectable_format:constrained_response": formats.ConstrainedResponse,
-    "detectable_format:json_format": formats.JsonFormat,
-    "detectable_format:multiple_sections": formats.MultipleSections,
-    "detectable_format:number_bullet_lists": formats.NumberOfBullets,
-    "detectable_format:number_highlighted_sections": formats.HighlightedSections,
-    "detectable_format:title": formats.Title,
-    "keywords:existence": counts.Keywords,
-    "keywords:forbidden_words": counts.ForbiddenWords,
-    "keywords:frequency": counts.KeywordFrequency,
-    "keywords:letter_frequency": counts.LetterFrequency,
-    "language:response_language": wording.ResponseLanguage,
-    "length_constraints:nth_paragraph_first_word": counts.NthParagraphFirstWord,
-    "length_constraints:number_paragraphs": counts.NumberOfParagraphs,
-    "length_constraints:number_sentences": counts.NumberOfSentences,
-    "length_constraints:number_words": counts.NumberOfWords,
-    "punctuation:no_comma": wording.NoComma,
-    "startend:end_checker": wording.EndPhrase,
-    "startend:quotation": wording.QuotationMarks,
+    str(each.__struct_config__.tag): each
+    for module in (counts, formats, wording)
+    for each in vars(module).values()
+    if isinstance(each, type) and issubclass(each, Instruction) and each is not Instruction
 }
 
 #: RLVR-IFeval identifies an instruction by the open-instruct function that verifies it. Each entry maps a function to
@@ -103,25 +83,7 @@ _LAYOUTS: Final = (
 )
 
 
-class NamedInstruction(NamedTuple):
-    """An instruction of a problem, with its id."""
-
-    id: str
-    instruction: Instruction
-
-    @property
-    def sentence(self) -> str:
-        """The sentence that states the instruction in a prompt."""
-        shown = msgspec.to_builtins(self.instruction)
-        for name, value in shown.items():
-            if isinstance(value, list):
-                shown[name] = ", ".join(f'"{each}"' for each in value)
-        if isinstance(self.instruction, wording.ResponseLanguage):
-            shown["language"] = wording.LANGUAGES[self.instruction.language].name
-        return self.instruction.sentence.format(**shown)
-
-
-def make_instruction(id: str, parameters: Mapping[str, Any]) -> NamedInstruction:
+def make_instruction(id: str, parameters: Mapping[str, Any]) -> Instruction:
     """Build an instruction; a parameter of None counts as absent, and 3.0 is read as 3.
 
     Raises `RecipeError` if there is no such instruction, or a parameter is wrong, missing or unknown.
@@ -129,14 +91,18 @@ def make_instruction(id: str, parameters: Mapping[str, Any]) -> NamedInstruction
     if id not in CATALOGUE:
         near = difflib.get_close_matches(id, CATALOGUE, n=1, cutoff=0.0)
         raise RecipeError(f"there is no instruction {id!r}; the nearest is {near[0] if near else 'none'}")
-    given = {name: _whole(value) for name, value in parameters.items() if value is not None}
+    given = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in parameters.items()
+        if value is not None
+    }
     try:
-        return NamedInstruction(id, msgspec.convert(given, CATALOGUE[id]))
+        return msgspec.convert({**given, "id": id}, CATALOGUE[id])
     except msgspec.ValidationError as error:
         raise RecipeError(f"instruction {id} with {given!r:.200}: {error}") from None
 
 
-def instructions_of(metadata: Mapping[str, Any], ground_truth: str = "") -> tuple[NamedInstruction, ...]:
+def instructions_of(metadata: Mapping[str, Any], ground_truth: str = "") -> tuple[Instruction, ...]:
     """Parse the instructions of a problem. Raises `RecipeError` if it names none, or an invalid one."""
     named = list(_named(metadata, ground_truth))
     if not named:
@@ -159,17 +125,14 @@ def _named(metadata: Mapping[str, Any], ground_truth: str) -> list[tuple[str, Ma
     listed = [each for each in (truth if isinstance(truth, list) else [truth]) if isinstance(each, dict)]
     pairs: list[tuple[str, Mapping[str, Any]]] = []
     for each in listed:
-        pairs += [_of_function(each)] if _FUNCTION in each else []
+        if _FUNCTION in each:
+            function = each[_FUNCTION]
+            if function not in _FUNCTIONS:
+                raise RecipeError(f"{_FUNCTION} must be one of {', '.join(_FUNCTIONS)}, got {function!r}")
+            id, renamed, constant = _FUNCTIONS[function]
+            pairs.append((id, {**{ours: each.get(theirs) for theirs, ours in renamed.items()}, **constant}))
         pairs += _paired(each["instruction_id"], each.get("kwargs")) if "instruction_id" in each else []
     return pairs
-
-
-def _of_function(truth: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    name = truth[_FUNCTION]
-    if name not in _FUNCTIONS:
-        raise RecipeError(f"{_FUNCTION} must be one of {', '.join(_FUNCTIONS)}, got {name!r}")
-    id, renamed, constant = _FUNCTIONS[name]
-    return id, {**{ours: truth.get(theirs) for theirs, ours in renamed.items()}, **constant}
 
 
 def _paired(ids: Any, parameters: Any) -> list[tuple[str, Mapping[str, Any]]]:
@@ -192,10 +155,6 @@ def _read(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) or hasattr(value, "tolist") else value
 
 
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 class Matching(StrEnum):
     """Strictness of the check; mode `loose` also accepts an answer if one of its `variants` follows the instruction."""
 
@@ -216,10 +175,10 @@ class Score(StrEnum):
         return sum(followed) / len(followed) if self is Score.SHARE else float(all(followed))
 
 
-def followed(asked: Sequence[NamedInstruction], answer: str, matching: Matching = Matching.STRICT) -> list[bool]:
+def followed(asked: Sequence[Instruction], answer: str, matching: Matching = Matching.STRICT) -> list[bool]:
     """Return for each instruction whether the answer follows it; a blank answer follows none."""
     texts = [text for text in (variants(answer) if matching is Matching.LOOSE else [answer]) if text.strip()]
-    return [any(each.instruction.follows(text) for text in texts) for each in asked]
+    return [any(each.follows(text) for text in texts) for each in asked]
 
 
 def variants(answer: str) -> list[str]:

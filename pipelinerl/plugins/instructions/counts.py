@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, ClassVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from pipelinerl.plugins.instructions.instruction import (
     Count,
+    Instruction,
     Relation,
     Text,
     Texts,
@@ -25,8 +26,8 @@ _DIVIDER = re.compile(r"\s?(?:\*\*\*|\* \* \*)\s?")
 _ENDS_A_FIRST_WORD = re.compile(r"[.,?!'\"]")
 
 
-class NumberOfWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:number_words`: the number of words must satisfy a bound."""
+class NumberOfWords(Instruction, tag="length_constraints:number_words"):
+    """The number of words must satisfy a bound."""
 
     sentence: ClassVar = "Answer with {relation} {num_words} words."
     num_words: Count
@@ -36,8 +37,8 @@ class NumberOfWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.relation.holds(len(words(answer)), self.num_words)
 
 
-class NumberOfSentences(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:number_sentences`: the number of sentences must satisfy a bound."""
+class NumberOfSentences(Instruction, tag="length_constraints:number_sentences"):
+    """The number of sentences must satisfy a bound."""
 
     sentence: ClassVar = "Your answer should contain {relation} {num_sentences} sentences."
     num_sentences: Count
@@ -47,8 +48,8 @@ class NumberOfSentences(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.relation.holds(num_sentences(answer), self.num_sentences)
 
 
-class NumberOfParagraphs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:number_paragraphs`: require a number of paragraphs, separated by `***` (or `* * *`).
+class NumberOfParagraphs(Instruction, tag="length_constraints:number_paragraphs"):
+    """Require a number of paragraphs, separated by `***` (or `* * *`).
 
     The text between two dividers must not be empty.
     """
@@ -63,8 +64,8 @@ class NumberOfParagraphs(Struct, frozen=True, kw_only=True, forbid_unknown_field
         return sum(bool(paragraph.strip()) for paragraph in paragraphs) == self.num_paragraphs
 
 
-class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:nth_paragraph_first_word`: require a number of paragraphs, and the n-th's first word."""
+class NthParagraphFirstWord(Instruction, tag="length_constraints:nth_paragraph_first_word"):
+    """Require a number of paragraphs, and the n-th's first word."""
 
     sentence: ClassVar = (
         "Write exactly {num_paragraphs} paragraphs with a blank line between them. Paragraph "
@@ -86,8 +87,8 @@ class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return _ENDS_A_FIRST_WORD.split(first, maxsplit=1)[0].lower() == self.first_word.strip().lower()
 
 
-class Keywords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keywords:existence`: the answer must contain each of several keywords."""
+class Keywords(Instruction, tag="keywords:existence"):
+    """The answer must contain each of several keywords."""
 
     sentence: ClassVar = "Include the keywords {keywords}."
     keywords: Texts
@@ -97,8 +98,8 @@ class Keywords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return all(keyword.strip().lower() in text for keyword in self.keywords)
 
 
-class KeywordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keywords:frequency`: the number of occurrences of a keyword must satisfy a bound."""
+class KeywordFrequency(Instruction, tag="keywords:frequency"):
+    """The number of occurrences of a keyword must satisfy a bound."""
 
     sentence: ClassVar = 'The word "{keyword}" should appear {relation} {frequency} times.'
     keyword: Text
@@ -109,8 +110,8 @@ class KeywordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.relation.holds(answer.lower().count(self.keyword.strip().lower()), self.frequency)
 
 
-class ForbiddenWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keywords:forbidden_words`: the answer must not contain any of several words."""
+class ForbiddenWords(Instruction, tag="keywords:forbidden_words"):
+    """The answer must not contain any of several words."""
 
     sentence: ClassVar = "Do not use the words {forbidden_words}."
     forbidden_words: Texts
@@ -122,8 +123,8 @@ class ForbiddenWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
 
-class LetterFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keywords:letter_frequency`: the number of occurrences of a character must satisfy a bound."""
+class LetterFrequency(Instruction, tag="keywords:letter_frequency"):
+    """The number of occurrences of a character must satisfy a bound."""
 
     sentence: ClassVar = 'The letter "{letter}" should appear {let_relation} {let_frequency} times.'
     letter: Annotated[str, Meta(min_length=1, max_length=1)]
@@ -134,8 +135,8 @@ class LetterFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.let_relation.holds(answer.lower().count(self.letter.lower()), self.let_frequency)
 
 
-class CapitalWordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`change_case:capital_word_frequency`: the number of words in capital letters must satisfy a bound."""
+class CapitalWordFrequency(Instruction, tag="change_case:capital_word_frequency"):
+    """The number of words in capital letters must satisfy a bound."""
 
     sentence: ClassVar = "Words in all capital letters should appear {capital_relation} {capital_frequency} times."
     capital_frequency: Count

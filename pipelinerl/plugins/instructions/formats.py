@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from typing import ClassVar, Final
 
-from msgspec import Struct, field
+from msgspec import field
 from pydantic_core import from_json
 
-from pipelinerl.plugins.instructions.instruction import Count, Text, Texts
+from pipelinerl.plugins.instructions.instruction import Count, Instruction, Text, Texts
 
 _PLACEHOLDER: Final = re.compile(r"\[[^\[\]\n]+\]")
 _HIGHLIGHT: Final = re.compile(r"\*\*[^\n*]*\*\*|\*[^\n*]*\*")
@@ -24,8 +24,8 @@ _POSTSCRIPTS: Final = {
 CONSTRAINED_RESPONSES: Final = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
-class NumberOfBullets(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:number_bullet_lists`: require an exact number of lines that begin with `*` or `-`."""
+class NumberOfBullets(Instruction, tag="detectable_format:number_bullet_lists"):
+    """Require an exact number of lines that begin with `*` or `-`."""
 
     sentence: ClassVar = (
         "Your answer must contain exactly {num_bullets} bullet points. Use the markdown bullet points such "
@@ -39,8 +39,8 @@ class NumberOfBullets(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return points == self.num_bullets
 
 
-class MultipleSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:multiple_sections`: require a minimum number of headings: a word and a number."""
+class MultipleSections(Instruction, tag="detectable_format:multiple_sections"):
+    """Require a minimum number of headings: a word and a number."""
 
     sentence: ClassVar = (
         "Your answer must have {num_sections} sections. Mark the beginning of each section with "
@@ -53,8 +53,8 @@ class MultipleSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return len(re.findall(re.escape(self.section_spliter.strip()) + r"\s?\d", answer)) >= self.num_sections
 
 
-class HighlightedSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:number_highlighted_sections`: require a minimum number of texts between asterisks."""
+class HighlightedSections(Instruction, tag="detectable_format:number_highlighted_sections"):
+    """Require a minimum number of texts between asterisks."""
 
     sentence: ClassVar = (
         "Highlight at least {num_highlights} sections in your answer with markdown, i.e. *highlighted section*."
@@ -65,8 +65,8 @@ class HighlightedSections(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return sum(bool(found.strip("*").strip()) for found in _HIGHLIGHT.findall(answer)) >= self.num_highlights
 
 
-class Title(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:title`: require a non-empty title in double angular brackets, on one line."""
+class Title(Instruction, tag="detectable_format:title"):
+    """Require a non-empty title in double angular brackets, on one line."""
 
     sentence: ClassVar = (
         "Your answer must contain a title, wrapped in double angular brackets, such as <<poem of joy>>."
@@ -80,8 +80,8 @@ class Title(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return False
 
 
-class JsonFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:json_format`: the whole answer must be a JSON object or array, optionally in a code fence."""
+class JsonFormat(Instruction, tag="detectable_format:json_format"):
+    """The whole answer must be a JSON object or array, optionally in a code fence."""
 
     sentence: ClassVar = "Your entire output should be wrapped in JSON format. You can use markdown ticks such as ```."
 
@@ -95,8 +95,8 @@ class JsonFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return False
 
 
-class ConstrainedResponse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:constrained_response`: require one of several answers, by default IFEval's."""
+class ConstrainedResponse(Instruction, tag="detectable_format:constrained_response"):
+    """Require one of several answers, by default IFEval's."""
 
     sentence: ClassVar = "Answer with one of the following options: {options}"
     options: Texts = field(default_factory=lambda: list(CONSTRAINED_RESPONSES))
@@ -105,8 +105,8 @@ class ConstrainedResponse(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return any(option in answer for option in self.options)
 
 
-class Placeholders(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_content:number_placeholders`: require a minimum number of non-empty texts in square brackets."""
+class Placeholders(Instruction, tag="detectable_content:number_placeholders"):
+    """Require a minimum number of non-empty texts in square brackets."""
 
     sentence: ClassVar = (
         "The answer must contain at least {num_placeholders} placeholders represented by square brackets, "
@@ -118,8 +118,8 @@ class Placeholders(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return len(_PLACEHOLDER.findall(answer)) >= self.num_placeholders
 
 
-class Postscript(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_content:postscript`: require a postscript with a given marker, such as `P.S.`."""
+class Postscript(Instruction, tag="detectable_content:postscript"):
+    """Require a postscript with a given marker, such as `P.S.`."""
 
     sentence: ClassVar = "At the end of your answer, add a postscript starting with {postscript_marker}"
     postscript_marker: Text

@@ -23,8 +23,8 @@ from pipelinerl.data.generated import GeneratedSource, parameters_of
 from pipelinerl.data.source import Draft, SourceRequest
 from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.instructions import counts, formats, wording
-from pipelinerl.plugins.instructions.catalogue import NamedInstruction, followed, make_instruction
-from pipelinerl.plugins.instructions.instruction import Relation, words
+from pipelinerl.plugins.instructions.catalogue import followed, make_instruction
+from pipelinerl.plugins.instructions.instruction import Instruction, Relation, words
 from pipelinerl.types import Message
 
 #: Number of instruction sets tried for a problem; some sets are contradictory.
@@ -194,12 +194,11 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
         if len(instructions) >= parameters.min_instructions:
             answer = _answer_following(instructions, topic, noise, parameters.sentences)
         if answer is not None:
-            text = "\n".join([request, *(each.sentence for each in instructions)])
-            described = [{"id": each.id, **msgspec.to_builtins(each.instruction)} for each in instructions]
+            text = "\n".join([request, *(each.stated() for each in instructions)])
             return Draft(
                 messages=(Message("user", text),),
                 ground_truth=answer,
-                metadata={"instructions": described},
+                metadata={"instructions": [msgspec.to_builtins(each) for each in instructions]},
                 tags=(f"instructions={len(instructions)}",),
             )
     raise RecipeError(
@@ -208,7 +207,7 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
     )
 
 
-def _composed(parameters: _Parameters, noise: np.random.Generator, request: str) -> list[NamedInstruction]:
+def _composed(parameters: _Parameters, noise: np.random.Generator, request: str) -> list[Instruction]:
     wanted = _up_to(noise, parameters.min_instructions, parameters.max_instructions)
     chosen: list[str] = []
     for place in noise.permutation(len(parameters.kinds)):
@@ -238,13 +237,13 @@ _OTHER_LENGTHS: Final = (1, 2)
 
 
 def _answer_following(
-    instructions: Sequence[NamedInstruction], topic: str, noise: np.random.Generator, sentences: int
+    instructions: Sequence[Instruction], topic: str, noise: np.random.Generator, sentences: int
 ) -> str | None:
     """Return an answer about the topic that follows all instructions, or None if none was found.
 
     The answer has `sentences` sentences unless an instruction requires another number.
     """
-    by_kind = {type(each.instruction): each.instruction for each in instructions}
+    by_kind = {type(each): each for each in instructions}
     order = [_SENTENCES[int(place)].format(topic) for place in noise.permutation(len(_SENTENCES))]
     for length in (sentences, *_OTHER_LENGTHS):
         answer = _surrounded(_formed(by_kind, order, length), by_kind, topic)

@@ -18,7 +18,8 @@ import msgspec
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.instructions import InstructionsSection
-from pipelinerl.plugins.instructions.catalogue import Matching, NamedInstruction, Score, followed, instructions_of
+from pipelinerl.plugins.instructions.catalogue import Matching, Score, followed, instructions_of
+from pipelinerl.plugins.instructions.instruction import Instruction
 from pipelinerl.plugins.instructions.wording import ResponseLanguage, is_slow_language, preload_languages
 from pipelinerl.types import Problem, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import (
@@ -62,7 +63,7 @@ class InstructionFollowing:
             instructions = instructions_of_problem(problem)
         except RecipeError as error:
             return failed(str(error))
-        slow = any(isinstance(each, ResponseLanguage) and is_slow_language(each.language) for _, each in instructions)
+        slow = any(isinstance(each, ResponseLanguage) and is_slow_language(each.language) for each in instructions)
         cost = len(completion_text) * len(instructions) * (_LOOSE_COST if self._matching is Matching.LOOSE else 1)
         if not slow and cost <= _QUICK_CHARS:
             return self._verdict(instructions, followed(instructions, completion_text, self._matching))
@@ -77,7 +78,7 @@ class InstructionFollowing:
     async def close(self) -> None:
         await self._pool.close()
 
-    def _verdict(self, instructions: Sequence[NamedInstruction], done: Sequence[bool]) -> Verdict:
+    def _verdict(self, instructions: Sequence[Instruction], done: Sequence[bool]) -> Verdict:
         by_id: dict[str, list[bool]] = {}
         for each, is_followed in zip(instructions, done, strict=True):
             by_id.setdefault(each.id, []).append(is_followed)
@@ -113,7 +114,7 @@ def findings(_: InstructionsSection, problems: Iterable[Problem]) -> Iterator[st
     yield f"of {number} problems, {', '.join(f'{id} {count / number:.0%}' for id, count in counts.most_common())}"
 
 
-def instructions_of_problem(problem: Problem) -> tuple[NamedInstruction, ...]:
+def instructions_of_problem(problem: Problem) -> tuple[Instruction, ...]:
     """Return the problem's instructions. Raises `RecipeError` if there are none, or one is invalid."""
     return instructions_of(problem.metadata, problem.ground_truth)
 

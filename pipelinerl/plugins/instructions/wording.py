@@ -14,9 +14,7 @@ import importlib.util
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
-from msgspec import Struct
-
-from pipelinerl.plugins.instructions.instruction import Text, script_shares
+from pipelinerl.plugins.instructions.instruction import Instruction, Text, script_shares
 
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
@@ -25,8 +23,8 @@ if TYPE_CHECKING:
 _MOSTLY: Final = 0.9
 
 
-class AllCapitals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`change_case:english_capital`: the answer must be in English, in capital letters only."""
+class AllCapitals(Instruction, tag="change_case:english_capital"):
+    """The answer must be in English, in capital letters only."""
 
     sentence: ClassVar = "Your entire response should be in English, and in all capital letters."
 
@@ -34,8 +32,8 @@ class AllCapitals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return answer.isupper() and _is_latin(answer)
 
 
-class AllLowercase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`change_case:english_lowercase`: the answer must be in English, in lowercase letters only."""
+class AllLowercase(Instruction, tag="change_case:english_lowercase"):
+    """The answer must be in English, in lowercase letters only."""
 
     sentence: ClassVar = (
         "Your entire response should be in English, and in all lowercase letters. No capital letters are allowed."
@@ -45,8 +43,8 @@ class AllLowercase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return answer.islower() and _is_latin(answer)
 
 
-class NoComma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`punctuation:no_comma`: the answer must not contain commas."""
+class NoComma(Instruction, tag="punctuation:no_comma"):
+    """The answer must not contain commas."""
 
     sentence: ClassVar = "In your entire response, refrain from the use of any commas."
 
@@ -54,8 +52,8 @@ class NoComma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return "," not in answer
 
 
-class EndPhrase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`startend:end_checker`: the answer must end with a phrase, ignoring case and quotation marks."""
+class EndPhrase(Instruction, tag="startend:end_checker"):
+    """The answer must end with a phrase, ignoring case and quotation marks."""
 
     sentence: ClassVar = 'Finish your response with this exact phrase: "{end_phrase}" No other words should follow it.'
     end_phrase: Text
@@ -64,8 +62,8 @@ class EndPhrase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return answer.strip().strip('"').lower().endswith(self.end_phrase.strip().strip('"').lower())
 
 
-class QuotationMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`startend:quotation`: the answer must be a non-empty text in double quotation marks."""
+class QuotationMarks(Instruction, tag="startend:quotation"):
+    """The answer must be a non-empty text in double quotation marks."""
 
     sentence: ClassVar = "Wrap your entire response with double quotation marks."
 
@@ -74,8 +72,8 @@ class QuotationMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return len(text) > 2 and text[0] == text[-1] == '"'
 
 
-class TwoResponses(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`combination:two_responses`: require two different responses with six asterisks between them."""
+class TwoResponses(Instruction, tag="combination:two_responses"):
+    """Require two different responses with six asterisks between them."""
 
     sentence: ClassVar = (
         "Give two different responses. Responses and only responses should be separated by six asterisks: ******"
@@ -89,8 +87,8 @@ class TwoResponses(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return len(given) == 2 and given[0] != given[1]
 
 
-class RepeatPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`combination:repeat_prompt`: the answer must begin by repeating the request, ignoring case."""
+class RepeatPrompt(Instruction, tag="combination:repeat_prompt"):
+    """The answer must begin by repeating the request, ignoring case."""
 
     sentence: ClassVar = 'First repeat this request word for word without change: "{prompt_to_repeat}" Then answer it.'
     prompt_to_repeat: Text
@@ -99,11 +97,15 @@ class RepeatPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return answer.strip().lower().startswith(self.prompt_to_repeat.strip().lower())
 
 
-class ResponseLanguage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`language:response_language`: the answer must be in a language, given by its ISO 639-1 code."""
+class ResponseLanguage(Instruction, tag="language:response_language"):
+    """The answer must be in a language, given by its ISO 639-1 code."""
 
     sentence: ClassVar = "Your entire response should be in {language}, no other language is allowed."
     language: Text
+
+    def stated(self) -> str:
+        """Return the sentence with the language's name."""
+        return self.sentence.format(language=LANGUAGES[self.language].name)
 
     def __post_init__(self) -> None:
         if self.language not in LANGUAGES:

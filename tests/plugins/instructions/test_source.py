@@ -21,7 +21,7 @@ def test_reference_answer_of_every_generated_problem_follows_its_instructions(le
         assert all(followed(instructions, problem.ground_truth)), problem
         assert fewest <= len(instructions) <= most and problem.tags == (f"instructions={len(instructions)}",)
         for each in instructions:
-            assert each.sentence in problem.messages[-1].content
+            assert each.stated() in problem.messages[-1].content
         assert not any(followed(instructions, "")) and len({each.id for each in instructions}) == len(instructions)
 
 

@@ -104,17 +104,13 @@ _USED: Final = 0.8
 _LEAST_TOKENS: Final = 1024
 
 
-def host_memory() -> int:
-    """Return this machine's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def with_tokens(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunConfig:
     """Replace `trainer.micro_batch_tokens = "auto"` by the largest value that fits; by default, into all the memory."""
     if config.trainer.micro_batch_tokens != "auto":
         return config
     predicted = predict(config, objective_of(config))
-    usable = {kind: int(size * _USED) for kind, size in ({"all": host_memory()} if limits is None else limits).items()}
+    of_machine = {"all": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    usable = {kind: int(size * _USED) for kind, size in (of_machine if limits is None else limits).items()}
     tokens = MOST_TOKENS
     while tokens > _LEAST_TOKENS and predicted.trainer is not None:
         tried = config.changed("trainer", micro_batch_tokens=tokens)

@@ -123,13 +123,22 @@ class MetricReader:
             case "publish":
                 self.state.published = _named(event, PUBLISH_METRICS)
             case "evaluation":
-                yield MetricRow(int(event.get("model_version") or 0), amount(event, "time"), _evaluation(event))
+                place = f"eval/{event.get('name') or HELD_OUT}"
+                figures = _named(event, {name: f"{place}/{name}" for name in EVALUATION_METRICS})
+                for field, name in _CURVES.items():
+                    figures |= {f"{place}/{name}@{each['k']}": float(each["value"]) for each in event.get(field) or ()}
+                yield MetricRow(int(event.get("model_version") or 0), amount(event, "time"), figures)
             case "step":
                 yield self._step(event)
 
     def _step(self, event: Event) -> MetricRow:
         state, step = self.state, int(event.get("step") or 0)
-        figures = _named(event, STEP_METRICS) | state.published | _mismatch(event) | _by_domain(event)
+        figures = _named(event, STEP_METRICS) | state.published
+        mismatch = [field for field in event if field.startswith(_MISMATCH)]
+        figures |= _named(event, {field: field.replace("mismatch_", "mismatch/", 1) for field in mismatch})
+        # Metrics by tag are left out, since there may be hundreds.
+        for domain, each in (event.get("by_domain") or {}).items():
+            figures |= _named(each, {name: f"domain/{domain}/{name}" for name in each})
         figures |= {name: total / state.looks for name, total in state.sums.items()}
         seconds = amount(event, "wait_s") + amount(event, "step_s")
         if seconds > 0 and "batch/tokens" in figures:
@@ -140,24 +149,3 @@ class MetricReader:
 
 def _named(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
     return {name: value for field, name in names.items() if (value := number(fields, field)) is not None}
-
-
-def _mismatch(event: Event) -> dict[str, float]:
-    fields = [field for field in event if field.startswith(_MISMATCH)]
-    return _named(event, {field: field.replace("mismatch_", "mismatch/", 1) for field in fields})
-
-
-def _by_domain(event: Event) -> dict[str, float]:
-    """Return the metrics named `domain/<name>/<metric>`; metrics by tag are left out, since there may be hundreds."""
-    named: dict[str, float] = {}
-    for domain, figures in (event.get("by_domain") or {}).items():
-        named |= _named(figures, {name: f"domain/{domain}/{name}" for name in figures})
-    return named
-
-
-def _evaluation(event: Event) -> dict[str, float]:
-    place = f"eval/{event.get('name') or HELD_OUT}"
-    figures = _named(event, {name: f"{place}/{name}" for name in EVALUATION_METRICS})
-    for field, name in _CURVES.items():
-        figures |= {f"{place}/{name}@{each['k']}": float(each["value"]) for each in event.get(field) or ()}
-    return figures

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, Final
@@ -136,7 +137,7 @@ def _thinned(series: Series) -> Series:
     return Series(*zip(*kept, strict=True))
 
 
-def _tick(chart: Chart, value: float) -> str:
+def _tick(chart: Chart, value: float, _: object = None) -> str:
     return f"{value:.0%}" if chart.percent else compact(value) + chart.unit
 
 
@@ -180,8 +181,9 @@ def png(charts: Sequence[Chart], path: Path, *, wide: bool = False) -> Path:
         FigureCanvasAgg(figure)
         columns = len(charts) - 1 if wide else 2
         grid = figure.add_gridspec(-(-len(charts) // columns), columns, height_ratios=(1.6, 1.0) if wide else None)
-        cells = [grid[0, :], *(grid[1, at] for at in range(columns))] if wide else list(grid)
-        for chart, cell in zip(charts, cells, strict=False):
+        cells: list[Any] = [grid[0, :]] if wide else []
+        cells += [grid[(at + columns * wide) // columns, at % columns] for at in range(len(charts) - wide)]
+        for chart, cell in zip(charts, cells, strict=True):
             axes = figure.add_subplot(cell)
             for line in (line for line in chart.lines if line.series):
                 series, colour, dots = line.series, _COLOURS[line.colour - 1], line.mark is Mark.DOTS
@@ -192,7 +194,7 @@ def png(charts: Sequence[Chart], path: Path, *, wide: bool = False) -> Path:
                           markersize=4.5, markeredgecolor="white", **faint)  # fmt: skip
             axes.set_title(chart.title)
             axes.set_xlabel(chart.x_label)
-            axes.yaxis.set_major_formatter(lambda value, _, chart=chart: _tick(chart, value))
+            axes.yaxis.set_major_formatter(partial(_tick, chart))
             axes.grid(axis="y", color=_GRID, linewidth=0.8)
             axes.set_axisbelow(True)
             axes.spines[["top", "right", "left"]].set_visible(False)

@@ -319,7 +319,7 @@ def _pass_at_lines(evaluations: Sequence[Event]) -> tuple[Line, ...]:
         for each in event.get("pass_at") or ():
             values = (event["model_version"], each["value"], each["low"], each["high"])
             points.setdefault(each["k"], []).append(tuple(map(float, values)))
-    columns = ((k, *zip(*estimates, strict=True)) for k, estimates in sorted(points.items()))
+    columns: list[tuple[Any, ...]] = [(k, *zip(*each, strict=True)) for k, each in sorted(points.items())]
     return tuple(
         Line(series=Series(x, value), label=f"pass@{k}", colour=1 + at % 3, mark=Mark.DOTS, low=low, high=high)
         for at, (k, x, value, low, high) in enumerate(columns)

@@ -195,9 +195,10 @@ def status_of(view: RunView, *, name: str, total_steps: int) -> RunStatus:
     }
     held_out, (set_name, evaluation) = HeldOutStatus(), next(iter(view.evaluations.items()), ("", {}))
     if evaluation:
-        fields = {field: number(evaluation, field) for field in ("accuracy", "low", "high")}
+        fields: dict[str, Any] = {field: number(evaluation, field) for field in ("accuracy", "low", "high")}
         held_out = HeldOutStatus(name=set_name, version=whole(evaluation, "model_version"), **fields)
-    last = {field: number(step, field) for field in ("reward", "entropy", "exact_entropy", "length_mean", "truncated")}
+    means = ("reward", "entropy", "exact_entropy", "length_mean", "truncated")
+    last: dict[str, Any] = {field: number(step, field) for field in means}
     return RunStatus(
         run=str(view.started.get("run") or name),
         step=view.step,

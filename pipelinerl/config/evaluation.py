@@ -22,23 +22,27 @@ PassAt = tuple[Annotated[int, Field(ge=1)], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOutSet:
-    """An evaluation set with all its settings resolved; `place` is its position in the recipe.
+class EvaluationSet:
+    """A set of held-out problems that are evaluated together, with all its settings resolved.
 
-    `max_tokens` is None if the training limits apply. `interval_steps` is None if the knob `evaluation_interval_steps`
-    applies.
+    Attributes:
+        place: position among the recipe's sets; decisions of the run depend on the set at position 0.
+        interval_steps: steps between evaluations of this set; None or 0 means the knob `evaluation_interval_steps`.
+        max_tokens: token limit of an answer; None or 0 means each domain's training limit.
+        temperature: sampling temperature; 0 is greedy.
+        pass_at: the values of k for pass@k, each at most `samples`.
     """
 
-    name: str
-    place: int
-    domains: tuple[str, ...]
-    split: SplitName
-    interval_steps: int | None
+    name: str = "held_out"
+    place: int = 0
+    domains: tuple[str, ...] = ()
+    split: SplitName = "held_out"
+    interval_steps: int | None = None
     problems: int
-    max_tokens: int | None
-    samples: int
-    temperature: float
-    pass_at: tuple[int, ...]
+    max_tokens: int | None = None
+    samples: int = 1
+    temperature: float = 0.0
+    pass_at: tuple[int, ...] = ()
 
     def faults(self, key: str) -> Iterator[str]:
         """Yield an error for each invalid or contradictory setting; `key` is the set's path in the recipe."""
@@ -80,7 +84,7 @@ class EvaluationSection(Section):
     hold_s: float = Field(default=60.0, gt=0)
     """The longest time for which pin = gate postpones weight updates."""
 
-    def alone(self, domains: Sequence[str]) -> HeldOutSet:
+    def alone(self, domains: Sequence[str]) -> EvaluationSet:
         """Return the only evaluation set of a recipe without `[[evaluations]]`; it is named after its split."""
         return EvaluationSetSection(name=self.split).within(self, place=0, domains=domains)
 
@@ -113,7 +117,7 @@ class EvaluationSetSection(Section):
     pass_at: PassAt | None = None
     """The values of k for pass@k; by default `evaluation.pass_at`."""
 
-    def within(self, common: EvaluationSection, *, place: int, domains: Sequence[str]) -> HeldOutSet:
+    def within(self, common: EvaluationSection, *, place: int, domains: Sequence[str]) -> EvaluationSet:
         """Return this set with missing keys, except `interval_steps`, filled in from `common`.
 
         `domains` are the names of all trained domains, used if the set names none.
@@ -122,7 +126,7 @@ class EvaluationSetSection(Section):
         def own(value: T | None, default: T) -> T:
             return default if value is None else value
 
-        return HeldOutSet(
+        return EvaluationSet(
             name=self.name,
             place=place,
             domains=self.domains or tuple(domains),

@@ -21,7 +21,7 @@ from pydantic import SecretStr, ValidationError, field_validator, model_validato
 from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
 from pipelinerl.config.domains import DomainSection
-from pipelinerl.config.evaluation import EvaluationSection, EvaluationSetSection, HeldOutSet
+from pipelinerl.config.evaluation import EvaluationSection, EvaluationSet, EvaluationSetSection
 from pipelinerl.config.layers import (
     merged,
     overridden,
@@ -224,7 +224,7 @@ class RunConfig(Section):
         return max(1, round(groups * shares[0] / shares[1])) if shares[0] else 0
 
     @property
-    def evaluation_sets(self) -> tuple[HeldOutSet, ...]:
+    def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
         """The evaluation sets, in the recipe's order; `run.until_accuracy` refers to the first set."""
         trained = [domain.name for domain in self.trained_domains]
         several = enumerate(self.evaluations)
@@ -332,7 +332,7 @@ class RunConfig(Section):
         """Return the maximum number of tokens of an answer to a training problem of the domain."""
         return domain.max_tokens or self.sampling.max_tokens
 
-    def evaluation_max_tokens_of(self, domain: DomainSection, asked: HeldOutSet) -> int:
+    def evaluation_max_tokens_of(self, domain: DomainSection, asked: EvaluationSet) -> int:
         """Return the token limit of answers to the domain's problems in the evaluation set `asked`."""
         return asked.max_tokens or self.max_tokens_of(domain)
 

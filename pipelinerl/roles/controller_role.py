@@ -17,14 +17,14 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from pipelinerl.config.evaluation import HeldOutSet
+from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.config.recipe import RunConfig, check_layout, save, write_layout
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.status import ServerWatch
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
 from pipelinerl.controller.service.service import ControllerService, Start
-from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
+from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import ControllerSettings, RunState
 from pipelinerl.data.mixture import Mixture
@@ -112,26 +112,10 @@ def settings_of(config: RunConfig) -> ControllerSettings:
     )
 
 
-def plan_of(config: RunConfig, sets: Iterable[HeldOutSet]) -> EvaluationPlan:
+def plan_of(config: RunConfig, sets: Iterable[EvaluationSet]) -> EvaluationPlan:
     """Return the plan of an evaluation on these sets of problems."""
-    return EvaluationPlan(
-        sets=tuple(
-            EvaluationSet(
-                name=each.name,
-                place=each.place,
-                problems=each.problems,
-                max_tokens=each.max_tokens or 0,
-                samples=each.samples,
-                temperature=each.temperature,
-                pass_at=each.pass_at,
-                interval_steps=each.interval_steps or 0,
-            )
-            for each in sets
-            if each.problems
-        ),
-        pin=config.evaluation.pin,
-        hold_s=config.evaluation.hold_s,
-    )
+    section = config.evaluation
+    return EvaluationPlan(sets=tuple(each for each in sets if each.problems), pin=section.pin, hold_s=section.hold_s)
 
 
 async def run(identity: Identity, *, start: Start) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipelinerl import rng
 from pipelinerl.config.domains import DomainSection
-from pipelinerl.config.evaluation import HeldOutSet
+from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.data.mixture import Domain, Mixture
 from pipelinerl.data.problems import Split, open_source
@@ -52,7 +52,7 @@ def demonstrated_problems(config: RunConfig, split: Split, *, count: int) -> Mix
     return Mixture(domains, seed=seed, quota=Quota(0, count))
 
 
-def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture]:
+def held_out_problems(config: RunConfig, *sets: EvaluationSet) -> dict[str, Mixture]:
     """Return the problems, never trained on, of these evaluation sets (by default all); keys are names of sets.
 
     The problems do not depend on the run's seed, so that runs can be compared. Data of several sets is opened once.

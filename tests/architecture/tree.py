@@ -46,7 +46,7 @@ FLOORS: dict[str, float] = {
 VALUES = frozenset({"types", "enums", "arrays", "staleness", "rng", "errors", "messages", "section"})
 
 #: Modules of `config` that stand below the rooms that they configure, so that these take a section as it is.
-SECTIONS = ("pipelinerl.config.sections", "pipelinerl.config.learning")
+SECTIONS = ("pipelinerl.config.sections", "pipelinerl.config.learning", "pipelinerl.config.evaluation")
 
 
 @dataclass(frozen=True)

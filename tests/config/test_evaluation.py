@@ -49,11 +49,7 @@ def test_evaluation_set_can_override_each_setting_of_the_evaluation_section_sepa
     assert (quick.problems, quick.samples, quick.interval_steps, quick.place) == (8, 1, None, 0)
     assert (hard.problems, hard.samples, hard.interval_steps, hard.place) == (30, 4, 200, 1)
     assert (hard.domains, hard.max_tokens, hard.pass_at) == (("benchmark",), 9, (4,))
-    plan = settings_of(config).evaluation
-    assert [(each.name, each.problems, each.interval_steps) for each in plan.sets] == [
-        ("quick", 8, 0),
-        ("hard", 30, 200),
-    ]
+    assert settings_of(config).evaluation.sets == (quick, hard)
 
 
 def test_domain_with_zero_weight_is_evaluated_but_not_trained_on():

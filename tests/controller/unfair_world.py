@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import msgspec
 
+from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.config.sections import RunSection
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.giving_up import waiting_for
-from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
+from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.config.sections import RunSection
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
+from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     Effect,

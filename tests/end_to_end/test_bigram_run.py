@@ -14,11 +14,12 @@ from inference_contract.schemas import ChatMessage
 from inference_contract.weights import OnUpdate
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.actor.single_turn import SingleTurn
+from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.config.recipe import parse
 from pipelinerl.config.sections import RunSection
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.service import ControllerService
-from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
+from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.reward_history import WINDOW, RewardHistory

@@ -38,14 +38,12 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.controller.decisions import collapse, elastic, engine_decisions
+from pipelinerl import messages
+from pipelinerl.controller.decisions import collapse, elastic, engine_decisions, evaluator
 from pipelinerl.controller.decisions.directives import directive, ending, publication_due, repeated
-from pipelinerl.controller.decisions.engine_decisions import engine_input
-from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
 from pipelinerl.controller.decisions.giving_up import finish, give_up, progress_mark, refused, suspend, waiting_for
-from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
+from pipelinerl.controller.decisions.prompt_orders import training_order
 from pipelinerl.controller.decisions.step_review import note_outdated, note_stages, step_taken
-from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     Effect,
@@ -73,29 +71,7 @@ from pipelinerl.controller.state.run_state import (
     RunState,
 )
 from pipelinerl.enums import Overdue
-from pipelinerl.messages import (
-    FROM_ACTORS,
-    SKIPS_THAT_END,
-    ActorAlive,
-    CanaryChecked,
-    CheckpointDelayed,
-    Checkpointed,
-    Directive,
-    EvaluationDone,
-    GroupFailed,
-    GroupHandedOver,
-    GroupOutdated,
-    OrdersEnded,
-    Published,
-    Question,
-    Report,
-    Starving,
-    StepDone,
-    StepSkipped,
-    TrainerLeaving,
-    TrainerReady,
-    TrainerStopped,
-)
+from pipelinerl.messages import Directive, Report
 from pipelinerl.staleness import LOCKSTEP
 from pipelinerl.types import IssuedAt, Problem, PromptOrder, Purpose, Quota
 
@@ -120,15 +96,9 @@ class Controller:
             held_out_problem: returns a held-out problem, from the name of its evaluation set and its index in the set.
         """
         self.settings = settings
-        self._training_problem = training_problem
         self.state = state
-        self._orders = PromptOrderFactory(
-            seed=settings.run.seed,
-            sampling=settings.sampling,
-            by_domain=settings.by_domain,
-            held_out_problem=held_out_problem,
-        )
-        self._evaluator = Evaluator(settings.evaluation, self._orders)
+        self._training_problem = training_problem
+        self._held_out_problem = held_out_problem
 
     def decide(self, given: AnyInput) -> list[Effect]:
         """Process one input and return its effects, in order.
@@ -136,10 +106,12 @@ class Controller:
         Raises RecipeError if the run cannot continue with new knobs (then nothing changes), LedgerError if the
         trainer reports more ended orders than the controller has issued.
         """
-        effects = self._decide(given)
+        effects = self._process(given)
         if not self.state.failing.reason:
             effects += self._evaluate(now=given.now)
-            effects += self._publish_if_due(again=isinstance(given, Ticked))
+            if publish_to := publication_due(self.state, self.settings, again=isinstance(given, Ticked)):
+                name = f"publish-e{self.state.epoch}-{self.state.version}-m{self.state.fleet.membership}"
+                effects.append(Send(self._directive(name, publish_to=publish_to)))
             effects += self.issue()
         effects += give_up(self.state, self.settings, now=given.now)
         mark, watchdog = progress_mark(self.state), self.state.watchdog
@@ -147,7 +119,7 @@ class Controller:
             watchdog.mark, watchdog.moved_at, watchdog.reported = mark, given.now, False
         return effects
 
-    def _decide(self, given: AnyInput) -> list[Effect]:
+    def _process(self, given: AnyInput) -> list[Effect]:
         match given:
             case ReportReceived(report=report, now=now, queued=queued):
                 return self.handle(report, now=now, queued=queued)
@@ -164,8 +136,8 @@ class Controller:
             case FleetMeasured():
                 return elastic.measured(self.state, self.settings, given)
             case _:
-                effects = engine_input(self.state, given, engines_expected=self.settings.engines_expected)
-                waits = self.state.trainer.pending_ready
+                expected, waits = self.settings.engines_expected, self.state.trainer.pending_ready
+                effects = engine_decisions.engine_input(self.state, given, engines_expected=expected)
                 return effects if waits is None else effects + self._trainer_ready(waits, now=given.now)
 
     # --- events ----------------------------------------------------------------------------------------------------
@@ -176,53 +148,55 @@ class Controller:
         For `queued` see `ReportReceived`.
         """
         trainer = self.state.trainer
-        if not isinstance(report, FROM_ACTORS):
-            if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:
+        if not isinstance(report, messages.FROM_ACTORS):
+            if not isinstance(report, messages.TrainerReady) and report.epoch != self.state.epoch:
                 return []
             trainer.last_report = (type(report).__name__, now)
-        if isinstance(report, Question) and report.report_id in trainer.answers:
-            return self._answer_again(trainer.answers[report.report_id])
+        if isinstance(report, messages.Question) and report.report_id in trainer.answers:
+            answer = trainer.answers[report.report_id]  # of unfinished publications, keep only the answer's own
+            ordered = PublicationOrdered.of(answer, self.state.version)
+            trainer.publications = [ordered] if answer.publish_to else []
+            return [Send(repeated(answer, self.state, self.settings))]
         match report:
-            case TrainerReady():
+            case messages.TrainerReady():
                 return self._trainer_ready(report, now=now)
-            case StepDone():
+            case messages.StepDone():
                 return self._step_done(report, queued, now=now)
-            case StepSkipped():
+            case messages.StepSkipped():
                 return self._step_skipped(report)
-            case OrdersEnded():
+            case messages.OrdersEnded():
                 self.state.account.update(report.consumed)
                 self.state.account.lost(report.again)
                 return []
-            case Starving():
+            case messages.Starving():
                 return self._starving(report, now=now)
-            case Published():
+            case messages.Published():
                 return self._published(report)
-            case CanaryChecked():
+            case messages.CanaryChecked():
                 return engine_decisions.canary_checked(self.state, report, now=now)
-            case Checkpointed() | CheckpointDelayed():
+            case messages.Checkpointed() | messages.CheckpointDelayed():
                 return self._checkpointed(report)
-            case TrainerLeaving():
-                return self._trainer_leaving(report)
-            case TrainerStopped():
-                return self._trainer_stopped(report)
-            case GroupFailed():
+            case messages.TrainerLeaving():  # its successor resumes from the state that it saves now
+                self.state.account.update(report.consumed)
+                return [self._answer(report.report_id, publish_to=[], leave=True)]
+            case messages.TrainerStopped():
+                if report.left and self.ending is None:
+                    return [Record("trainer_left", {"model_version": report.model_version})]
+                self.state.phase = RunPhase.FINISHING
+                return [] if self.state.failing.reason else evaluator.want_last(self.state, self.settings)
+            case messages.GroupFailed():
                 return self._group_failed(report, now=now)
-            case GroupOutdated():
-                return self._group_outdated(report)
-            case GroupHandedOver():
-                return [
-                    Record(
-                        "group_handed_over",
-                        {
-                            "order_id": report.order_id,
-                            "tokens_kept": report.tokens_kept,
-                            "tokens_resampled": report.tokens_resampled,
-                        },
-                    )
-                ]
-            case EvaluationDone():
-                return self._evaluator.on_answer(self.state, report.order_id, report.index, report, now=now)
-            case ActorAlive():
+            case messages.GroupOutdated():
+                self.state.account.give_up(report.index, report.issued_at)
+                note_outdated(self.state, report)
+                fields = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
+                return [Record("group_outdated", fields), *self._ended(report.index)]
+            case messages.GroupHandedOver():
+                tokens = {"tokens_kept": report.tokens_kept, "tokens_resampled": report.tokens_resampled}
+                return [Record("group_handed_over", {"order_id": report.order_id} | tokens)]
+            case messages.EvaluationDone():
+                return self._question_ended(report, now=now)
+            case messages.ActorAlive():
                 self.state.actors[report.name] = (msgspec.structs.replace(report, stages=[]), now)
                 note_stages(self.state, report)
                 return []
@@ -267,17 +241,10 @@ class Controller:
         """The reason why the run ends at the next step boundary; None while it continues."""
         return ending(self.state, self.settings)
 
-    def _publish_if_due(self, *, again: bool) -> list[Effect]:
-        publish_to = publication_due(self.state, self.settings, again=again)
-        if not publish_to:
-            return []
-        name = f"publish-e{self.state.epoch}-{self.state.version}-m{self.state.fleet.membership}"
-        return [Send(self._directive(name, publish_to=publish_to))]
-
     def issue(self) -> list[Effect]:
         """Issue prompt orders as long as their groups can be fresh enough (k) for their earliest step (RLAX §3.1)."""
         loaded = self.state.fleet.oldest_loaded()
-        if self.state.phase is not RunPhase.TRAINING or loaded is None or comes_first(self.state):
+        if self.state.phase is not RunPhase.TRAINING or loaded is None or evaluator.comes_first(self.state):
             return []
         orders: list[PromptOrder] = []
         self.state.follow_groups_per_step()
@@ -295,7 +262,8 @@ class Controller:
             ahead=1.0 if self._takes_turns else self.state.lag.steps,
         ):
             index = self.state.account.next_index()
-            order = self._orders.training(
+            order = training_order(
+                self.settings,
                 index,
                 self._problem_of(index),
                 temperature=self.state.knobs.temperature,
@@ -376,7 +344,7 @@ class Controller:
 
     # --- details ---------------------------------------------------------------------------------------------------
 
-    def _trainer_ready(self, report: TrainerReady, *, now: float) -> list[Effect]:
+    def _trainer_ready(self, report: messages.TrainerReady, *, now: float) -> list[Effect]:
         state, trainer = self.state, self.state.trainer
         if report.report_id in trainer.begun:
             return []  # a repeated report of an earlier trainer, whose epoch is over
@@ -405,9 +373,10 @@ class Controller:
         # A trainer that joins a FINISHING run sets it back to TRAINING; the last evaluation begins again when it stops.
         if state.phase is not RunPhase.FINISHED:
             state.phase = RunPhase.TRAINING
-        self._evaluator.forget_lost(state)
+        if state.evaluations.due is not None and state.evaluations.due.version > state.version:
+            state.evaluations.due = None  # its weights are lost, and their step makes it due again
         if state.version == 0 and not state.evaluations.results:
-            self._evaluator.want(state)
+            evaluator.want(state, self.settings.evaluation.sets)
         trainer.first_version = state.version
         trainer.training_since = now
         trainer.publications = []
@@ -418,7 +387,7 @@ class Controller:
             self._answer(report.report_id, publish_to=sorted(state.fleet.members()), saves=has_rewound),
         ]
 
-    def _step_done(self, report: StepDone, queued: int, *, now: float) -> list[Effect]:
+    def _step_done(self, report: messages.StepDone, queued: int, *, now: float) -> list[Effect]:
         self.state.version = report.model_version
         self.state.trainer.note_step(report.model_version)
         self.state.account.update(report.consumed)
@@ -439,7 +408,9 @@ class Controller:
         if self.settings.elastic is not None:
             elastic.note_step(self.state.elastic, report.stats, self.state.watched.by_domain)
         if self.ending is None:
-            self._evaluator.want_by_interval(self.state)
+            version, common = self.state.version, self.state.knobs.evaluation_interval_steps
+            sets = self.settings.evaluation.sets
+            evaluator.want(self.state, [each for each in sets if version % (each.interval_steps or common) == 0])
         if self.settings.overdue is Overdue.WAIT:  # issue orders before answering, since the answer must list them
             effects += self.issue()
         return [*effects, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
@@ -454,21 +425,16 @@ class Controller:
         changes = {"learning_rate": state.knobs.learning_rate / 2}
         return [event, *self.patch(changes, who="the collapse guard", time=time)]
 
-    def _step_skipped(self, report: StepSkipped) -> list[Effect]:
+    def _step_skipped(self, report: messages.StepSkipped) -> list[Effect]:
         self.state.account.update(report.consumed)
         step = self.state.version + 1
-        if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
+        if report.in_a_row >= messages.SKIPS_THAT_END and self.state.stop_reason is None:
             self.state.stop_reason = f"step {step} was skipped {report.in_a_row} times in a row: {report.what}"
         fields = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
         skipped = Record("step_skipped", fields)
         return [skipped, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
-    def _trainer_leaving(self, report: TrainerLeaving) -> list[Effect]:
-        """Let the trainer process save its state and end; the trainer that replaces it resumes from that state."""
-        self.state.account.update(report.consumed)
-        return [self._answer(report.report_id, publish_to=[], leave=True)]
-
-    def _published(self, report: Published) -> list[Effect]:
+    def _published(self, report: messages.Published) -> list[Effect]:
         self.state.trainer.note_published(report)
         publication = {
             "model_version": report.model_version,
@@ -482,10 +448,10 @@ class Controller:
         }
         return [Record("publish", publication), *engine_decisions.published(self.state, report)]
 
-    def _checkpointed(self, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
+    def _checkpointed(self, report: messages.Checkpointed | messages.CheckpointDelayed) -> list[Effect]:
         """Record a checkpoint. If reports repeat that a checkpoint is delayed, record only the first of them."""
         trainer, version = self.state.trainer, report.model_version
-        if isinstance(report, Checkpointed):
+        if isinstance(report, messages.Checkpointed):
             trainer.unsaved = ""
             fields = {"path": report.path, "model_version": version, "stall_s": report.stall_s}
             return [Record("checkpoint", fields)]
@@ -493,11 +459,12 @@ class Controller:
         trainer.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
         return [Record("checkpoint_delayed", {"model_version": version, "reason": report.reason})] if is_new else []
 
-    def _starving(self, report: Starving, *, now: float) -> list[Effect]:
+    def _starving(self, report: messages.Starving, *, now: float) -> list[Effect]:
         """If the trainer waits for rollouts and no actor works on any order, treat the orders as lost: reissue them."""
         # Orders are lost when the stream server dies with its newest second of data. If the trainer waits because of an
         # evaluation, send a directive as a sign of life instead: the evaluation's time limits bound that wait.
-        if self.state.evaluations.current is not None and (comes_first(self.state) or holds_updates(self.state)):
+        evaluates = self.state.evaluations.current is not None
+        if evaluates and (evaluator.comes_first(self.state) or evaluator.holds_updates(self.state)):
             return self._unsolicited(f"held-e{self.state.epoch}-{self.state.version}")
         actors = self.state.live_actors(now)
         idle = actors and not any(alive.groups_in_flight for alive in actors)
@@ -514,52 +481,46 @@ class Controller:
         effects = self._unsolicited(f"streams-lost-e{self.state.epoch}-{self.state.version}")
         if evaluation is not None:
             out = [index for index in range(evaluation.next_index) if index not in evaluation.answers]
-            effects += self._evaluator.questions(evaluation, out)
+            effects += evaluator.questions(self.settings, evaluation, out, self._held_out_problem)
         training = self.state.phase is RunPhase.TRAINING
         if training and (lost := account.lost(range(account.consumed.frontier, account.cursor))):
             effects.append(Record("orders_lost", {"orders": len(lost)}))
         return effects
 
-    def _trainer_stopped(self, report: TrainerStopped) -> list[Effect]:
-        if report.left and self.ending is None:
-            return [Record("trainer_left", {"model_version": report.model_version})]
-        self.state.phase = RunPhase.FINISHING
-        return [] if self.state.failing.reason else self._evaluator.want_last(self.state)
-
-    def _group_failed(self, report: GroupFailed, *, now: float) -> list[Effect]:
+    def _group_failed(self, report: messages.GroupFailed, *, now: float) -> list[Effect]:
         if report.purpose == Purpose.EVALUATION:
-            return self._evaluator.on_answer(self.state, report.order_id, report.index, None, now=now)
+            return self._question_ended(report, now=now)
         self.state.account.fail(report.index, report.issued_at)
         refused(self.state, report)
         failed = Record("group_failed", {"order_id": report.order_id, "reason": report.reason})
         return [failed, *self._ended(report.index)]
 
-    def _group_outdated(self, report: GroupOutdated) -> list[Effect]:
-        self.state.account.give_up(report.index, report.issued_at)
-        note_outdated(self.state, report)
-        fields = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
-        return [Record("group_outdated", fields), *self._ended(report.index)]
+    def _question_ended(self, report: messages.EvaluationDone | messages.GroupFailed, *, now: float) -> list[Effect]:
+        """Record the answer to a question of the evaluation, or its failure; issue the question again if needed."""
+        evaluation = self.state.evaluations.current
+        answer = report if isinstance(report, messages.EvaluationDone) else None
+        if evaluation is None or not evaluation.concerns(report.order_id):
+            return []
+        again = [report.index] if evaluation.add(report.index, answer, now=now) else []
+        return evaluator.questions(self.settings, evaluation, again, self._held_out_problem)
 
     def _ended(self, index: int) -> list[Effect]:
         """With `Overdue.WAIT`, notify the trainer that order `index` ended without a group, so it need not wait."""
         return [] if self.settings.overdue is Overdue.DROP else self._unsolicited(f"ended-e{self.state.epoch}-{index}")
 
     def _evaluate(self, *, now: float) -> list[Effect]:
-        effects = self._evaluator.advance(self.state, now=now)
-        if results := self._evaluator.closed(self.state):
-            return effects + self._evaluated(results, now=now)
-        if self.state.phase is RunPhase.FINISHING and self.state.evaluations.current is None:
-            # No last evaluation has begun, because no engine is left or there are no held-out problems.
-            return effects + finish(self.state, self.settings)
-        return effects
-
-    def _evaluated(self, results: list[EvaluationResult], *, now: float) -> list[Effect]:
+        effects = evaluator.advance(self.state, self.settings, self._held_out_problem, now=now)
+        results = evaluator.closed(self.state, self.settings)
+        if not results:
+            # If no evaluation runs, none has begun: no engine is left, or there are no held-out problems.
+            is_over = self.state.phase is RunPhase.FINISHING and self.state.evaluations.current is None
+            return effects + (finish(self.state, self.settings) if is_over else [])
         if not self.state.evaluations.results:
             self.state.trainer.training_since = now
         self.state.lag.pause()
         for result in results:
             self.state.evaluations.add(result)
-        effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result)) for result in results]
+        effects += [Record("evaluation", msgspec.to_builtins(result)) for result in results]
         if self.state.phase is RunPhase.FINISHING:
             return effects + finish(self.state, self.settings)
         target, reached = self.settings.run.until_accuracy, results[0].at_least if results[0].place == 0 else None
@@ -573,12 +534,6 @@ class Controller:
         directive = self._directive(report_id, publish_to=publish_to, leave=leave, saves=saves)
         self.state.trainer.answers = {report_id: directive}
         return Send(directive)
-
-    def _answer_again(self, answer: Directive) -> list[Effect]:
-        """Resend an answer with the current knobs; of unfinished publications, keep only the answer's own."""
-        ordered = PublicationOrdered.of(answer, self.state.version)
-        self.state.trainer.publications = [ordered] if answer.publish_to else []
-        return [Send(repeated(answer, self.state, self.settings))]
 
     def _unsolicited(self, name: str) -> list[Effect]:
         """Send a directive called `name` that answers no report, unless the run is stopping or not yet training."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
 from pipelinerl import rng
+from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.controller.state.answer_figures import (
     AnswerFigures,
     PassAt,
@@ -26,27 +27,6 @@ from pipelinerl.messages import EvaluationDone, ShownAnswer
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
 from pipelinerl.types import Outcome
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSet:
-    """A set of held-out problems that are evaluated together, and their sampling settings; `temperature` 0 is greedy.
-
-    Attributes:
-        place: position among the recipe's sets; decisions of the run depend on the set at position 0.
-        max_tokens: token limit of an answer; 0 means each domain's training limit.
-        pass_at: the values of k for pass@k, each at most `samples`.
-        interval_steps: steps between evaluations of this set; 0 means the knob `evaluation_interval_steps`.
-    """
-
-    name: str = "held_out"
-    place: int = 0
-    problems: int
-    max_tokens: int
-    samples: int = 1
-    temperature: float = 0.0
-    pass_at: tuple[int, ...] = ()
-    interval_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

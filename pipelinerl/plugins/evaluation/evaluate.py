@@ -21,9 +21,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pipelinerl import rng
-from pipelinerl.config.evaluation import HeldOutSet
+from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.config.recipe import RunConfig, parse, to_table
-from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
+from pipelinerl.controller.decisions.prompt_orders import evaluation_order
 from pipelinerl.controller.state.answer_figures import (
     AnswerFigures,
     PassAt,
@@ -130,13 +130,10 @@ def held_out_orders(config: RunConfig, version: int) -> Iterator[PromptOrder]:
     evaluation = config.evaluation_sets[0]
     settings, plan, problems = settings_of(config), plan_of(config, [evaluation]), held_out_problems(config, evaluation)
     mixture = problems[evaluation.name]
-    factory = PromptOrderFactory(
-        seed=settings.run.seed,
-        sampling=settings.sampling,
-        by_domain=settings.by_domain,
-        held_out_problem=lambda _, index: mixture.problem(index),
+    return (
+        evaluation_order(settings, plan, index, lambda _, index: mixture.problem(index), version=version, number=0)
+        for index in range(plan.problems)
     )
-    return (factory.evaluation(plan, index, version=version, number=0) for index in range(plan.problems))
 
 
 async def _evaluated(
@@ -171,7 +168,7 @@ async def _evaluated(
     return _report(target, config, of_these, asked_now=len(missing), seconds=seconds)
 
 
-def _question(target: Target, config: RunConfig, evaluation: HeldOutSet, *, model: str) -> dict[str, Any]:
+def _question(target: Target, config: RunConfig, evaluation: EvaluationSet, *, model: str) -> dict[str, Any]:
     """Return the settings on which answers depend; an `AnswerLog` refuses results made with other settings."""
     # These settings matter only for an engine that this command starts, not for a server.
     engine = {"type", "dtype", "weights", "context_length"}

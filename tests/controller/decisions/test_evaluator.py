@@ -6,10 +6,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.decisions.status import EngineWatch, run_status
-from pipelinerl.controller.state.evaluation import EvaluationSet
 from pipelinerl.controller.state.inputs_and_effects import (
     EngineAnswered,
     EngineDrainAsked,

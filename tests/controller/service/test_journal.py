@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.controller.service.journal import JOURNAL, Decision, Journal
 from pipelinerl.controller.service.service import ControllerService, Start
-from pipelinerl.controller.state.evaluation import EvaluationSet
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     EngineAnswered,

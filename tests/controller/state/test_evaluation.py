@@ -2,13 +2,9 @@
 
 import pytest
 
+from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.controller.state.answer_figures import wilson_interval
-from pipelinerl.controller.state.evaluation import (
-    Evaluation,
-    EvaluationPlan,
-    EvaluationSet,
-    samples_of,
-)
+from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan, samples_of
 from pipelinerl.enums import Pin
 from pipelinerl.messages import EvaluationDone, ShownAnswer, ShownProblem
 from pipelinerl.observability.samples.reading import read_samples

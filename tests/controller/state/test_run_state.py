@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
+from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.controller.decisions.status import EngineWatch, run_status
-from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan, EvaluationSet
+from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan
 from pipelinerl.controller.state.run_state import NOWHERE, Evaluations
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Quota

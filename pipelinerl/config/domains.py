@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, create_model, field_validator, model_validator
 
@@ -12,7 +12,6 @@ from inference_contract.weights import BaseUrl
 from pipelinerl import registry
 from pipelinerl.component import Component, VerifierComponent
 from pipelinerl.config.learning import CooldownSection, RewardSection
-from pipelinerl.config.verification import DEFAULT_VERIFIER, RewardPartSection, contradictions
 from pipelinerl.data.prompts import Prompts, Template
 from pipelinerl.enums import COLDEST, HOTTEST, History
 from pipelinerl.errors import RecipeError
@@ -21,6 +20,9 @@ from pipelinerl.objective.streams import Loss
 from pipelinerl.section import Section
 from pipelinerl.system.references import is_reference
 from pipelinerl.types import DomainSampling, Message
+
+#: The verifier of a domain that names no verifier.
+DEFAULT_VERIFIER: Final = "math_answer"
 
 
 class FewShotSection(Section):
@@ -54,6 +56,22 @@ class EpisodeSection(Section):
         if not set(names) <= set(registry.TOOLS):
             raise ValueError(f"must be among {', '.join(registry.TOOLS)}")
         return names
+
+
+class RewardPartSection(Section):
+    """One term of a domain's reward: a user's function, or a registered verifier."""
+
+    function: str
+    """A user's function (`path.py:name`), or the name of a registered verifier."""
+    weight: float = 1.0
+    """Factor of this term; must not be 0."""
+    name: str = ""
+    """Name of this term in figures; by default the name of the function."""
+
+    @property
+    def shown_as(self) -> str:
+        """The name of this term in metrics."""
+        return self.name or (self.function.rpartition(":")[2] if is_reference(self.function) else self.function)
 
 
 class DomainSection(Section):
@@ -149,8 +167,13 @@ class DomainSection(Section):
 
     @model_validator(mode="after")
     def _judged_in_one_way(self) -> Self:
-        for sentence in contradictions(self.verifier, self.rewards):
-            raise ValueError(sentence)
+        if self.verifier is not None and self.rewards:
+            raise ValueError("verifier and rewards exclude each other; name the verifier as one of rewards")
+        names = [part.shown_as for part in self.rewards]
+        if len(set(names)) != len(names):
+            raise ValueError(f"rewards must have unique names, got {', '.join(names)}; give each a name")
+        if unweighted := [part.shown_as for part in self.rewards if part.weight == 0]:
+            raise ValueError(f"rewards.weight must not be 0, as it is for {', '.join(unweighted)}; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@ from pydantic import SecretStr, ValidationError, field_validator, model_validato
 
 from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
+from pipelinerl.config import learning, sections
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import EvaluationSection, EvaluationSet, EvaluationSetSection
 from pipelinerl.config.layers import (
@@ -30,34 +31,7 @@ from pipelinerl.config.layers import (
     resolved_beside,
     sentences,
 )
-from pipelinerl.config.learning import (
-    CriticSection,
-    CurationSection,
-    KLControlSection,
-    ReferenceSection,
-    TrainingSection,
-)
-from pipelinerl.config.sections import (
-    MODELS,
-    ActorSection,
-    CheckpointSection,
-    ElasticSection,
-    EngineSection,
-    FiguresSection,
-    LaunchSection,
-    ModelSection,
-    OptimizerSection,
-    ParameterServerSection,
-    RunSection,
-    SamplesSection,
-    SamplingSection,
-    StalenessSection,
-    StreamsSection,
-    TrackersSection,
-    TrainerSection,
-    WeightsSection,
-)
-from pipelinerl.config.verification import VerificationSection
+from pipelinerl.config.sections import MODELS
 from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import RecipeError, UserError, did_you_mean
@@ -76,34 +50,34 @@ RECIPES = Path(__file__).resolve().parents[2] / "launch" / "recipes"
 class RunConfig(Section):
     """A run as described by its recipe, with one section for each part."""
 
-    model: ModelSection
+    model: sections.ModelSection
     domains: tuple[DomainSection, ...]
-    run: RunSection = RunSection()
+    run: sections.RunSection = sections.RunSection()
     objective: str | dict[str, Any] = "pipelinerl"
     """A preset's name, or a table of slots (loss terms) that may start from a `preset`; see `pipelinerl explain`."""
-    engine: EngineSection = EngineSection()
-    elastic: ElasticSection = ElasticSection()
-    actor: ActorSection = ActorSection()
-    sampling: SamplingSection = SamplingSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    trainer: TrainerSection = TrainerSection()
-    training: TrainingSection = TrainingSection()
-    critic: CriticSection | None = None
-    kl_control: KLControlSection | None = None
-    reference: ReferenceSection | None = None
-    staleness: StalenessSection = StalenessSection()
+    engine: sections.EngineSection = sections.EngineSection()
+    elastic: sections.ElasticSection = sections.ElasticSection()
+    actor: sections.ActorSection = sections.ActorSection()
+    sampling: sections.SamplingSection = sections.SamplingSection()
+    optimizer: sections.OptimizerSection = sections.OptimizerSection()
+    trainer: sections.TrainerSection = sections.TrainerSection()
+    training: learning.TrainingSection = learning.TrainingSection()
+    critic: learning.CriticSection | None = None
+    kl_control: learning.KLControlSection | None = None
+    reference: learning.ReferenceSection | None = None
+    staleness: sections.StalenessSection = sections.StalenessSection()
     evaluation: EvaluationSection = EvaluationSection()
     evaluations: tuple[EvaluationSetSection, ...] = ()
-    curation: CurationSection = CurationSection()
-    verification: VerificationSection = VerificationSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    streams: StreamsSection = StreamsSection()
-    weights: WeightsSection = WeightsSection()
-    parameter_server: ParameterServerSection = ParameterServerSection()
-    samples: SamplesSection = SamplesSection()
-    figures: FiguresSection = FiguresSection()
-    trackers: TrackersSection = TrackersSection()
-    launch: LaunchSection = LaunchSection()
+    curation: learning.CurationSection = learning.CurationSection()
+    verification: sections.VerificationSection = sections.VerificationSection()
+    checkpoint: sections.CheckpointSection = sections.CheckpointSection()
+    streams: sections.StreamsSection = sections.StreamsSection()
+    weights: sections.WeightsSection = sections.WeightsSection()
+    parameter_server: sections.ParameterServerSection = sections.ParameterServerSection()
+    samples: sections.SamplesSection = sections.SamplesSection()
+    figures: sections.FiguresSection = sections.FiguresSection()
+    trackers: sections.TrackersSection = sections.TrackersSection()
+    launch: sections.LaunchSection = sections.LaunchSection()
 
     @property
     def key_variables(self) -> set[str]:
@@ -135,13 +109,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        self._has_room_for_groups()
+        self._check_group_sizes()
         played = next((domain.name for domain in self.domains if domain.has_environment), None)
         if played is not None and self.trainer.routing_replay is RoutingReplay.ROLLOUT:
             raise ValueError(
                 f'trainer.routing_replay "rollout" does not support episodes, which domain {played} has; turn it off'
             )
-        self._sets_can_be_asked()
+        self._check_evaluations()
         for path, tokens in (
             ("sampling.max_tokens", self.sampling.max_tokens),
             ("evaluation.max_tokens", self.evaluation.max_tokens),
@@ -160,7 +134,7 @@ class RunConfig(Section):
             )
         return self
 
-    def _has_room_for_groups(self) -> None:
+    def _check_group_sizes(self) -> None:
         rollouts, trained = self.training.rollouts_per_step, self.trained_domains
         smallest, largest = min(trained, key=self.group_size_of), max(trained, key=self.group_size_of)
         says, size = self.key_of_group_size(largest), self.group_size_of(largest)
@@ -184,7 +158,7 @@ class RunConfig(Section):
                 "refuse every group"
             )
 
-    def _sets_can_be_asked(self) -> None:
+    def _check_evaluations(self) -> None:
         names, domains = [each.name for each in self.evaluations], [domain.name for domain in self.domains]
         if len(set(names)) != len(names):
             raise ValueError(f"evaluations must have unique names, got {', '.join(names)}")

@@ -20,6 +20,7 @@ from pipelinerl.enums import (
     Receiver,
     RoutingReplay,
     StalenessScope,
+    VerifierLocation,
     WeightFormat,
 )
 from pipelinerl.errors import RecipeError, did_you_mean
@@ -182,7 +183,7 @@ class OptimizerSection(Section):
 
     @property
     def spec(self) -> OptimizerSpec:
-        """The settings that the trainer needs: all except the schedule, which belongs to the training loop."""
+        """The settings that the trainer needs; the schedule belongs to the training loop."""
         return OptimizerSpec(betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, grad_clip=self.grad_clip)
 
 
@@ -383,6 +384,34 @@ class ParameterServerSection(Section):
                 f"parameter_server.urls must name equally many servers for each of the {self.shards} shards, got "
                 f"{len(self.urls)} in all"
             )
+        return self
+
+
+class VerificationSection(Section):
+    """The processes that judge answers, and limits of verifier services; docs/use/verification.md."""
+
+    services: int = Field(default=0, ge=0, le=256)
+    """Verifier services that the launcher starts; with 0, each actor judges its own samples."""
+    judged_in: VerifierLocation | None = None
+    """The processes that judge answers, by default as `services` implies; needed only if services run elsewhere."""
+    cache_mb: int = Field(default=64, ge=0, le=65_536)
+    """Verdict cache of each service."""
+    grace_s: float = Field(default=60.0, gt=0, le=3600)
+    """The longest time for retrying an answer at other services after its service failed; then it is masked."""
+    silence_s: float = Field(default=30.0, ge=5, le=3600)
+    """Silence after which a service counts as failed."""
+    timeout_s: float = Field(default=900.0, gt=0, le=86_400)
+    """Time limit of a service for the answers to one problem, including its queue."""
+
+    @property
+    def uses_services(self) -> bool:
+        """True if verifier services judge the answers, instead of the actors."""
+        return bool(self.services) if self.judged_in is None else self.judged_in is VerifierLocation.SERVICES
+
+    @model_validator(mode="after")
+    def _are_used(self) -> Self:
+        if self.services and not self.uses_services:
+            raise ValueError(f'services ({self.services}) must be 0 where judged_in = "actors": they would be unused')
         return self
 
 

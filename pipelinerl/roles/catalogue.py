@@ -69,10 +69,9 @@ def controller(
     ] = False,
 ) -> None:
     """Issue prompts, and manage the model version, knobs and engines, until the run is over."""
-    from pipelinerl.controller.service.service import Start
     from pipelinerl.roles import controller_role
 
-    run_role("controller", options, partial(controller_role.run, start=Start.FROM_JOURNAL if go_on else Start.AFRESH))
+    run_role("controller", options, partial(controller_role.run, from_journal=go_on))
 
 
 @partial(Role, name="engine-0", port=8001, stop_order=2)

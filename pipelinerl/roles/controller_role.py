@@ -20,10 +20,10 @@ from pydantic import SecretStr
 from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.config.recipe import RunConfig, check_layout, save, write_layout
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.decisions.status import ServerWatch
+from pipelinerl.controller.decisions.watch import ServerWatch
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
-from pipelinerl.controller.service.service import ControllerService, Start
+from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import ControllerSettings, RunState
@@ -118,10 +118,10 @@ def plan_of(config: RunConfig, sets: Iterable[EvaluationSet]) -> EvaluationPlan:
     return EvaluationPlan(sets=tuple(each for each in sets if each.problems), pin=section.pin, hold_s=section.hold_s)
 
 
-async def run(identity: Identity, *, start: Start) -> None:
+async def run(identity: Identity, *, from_journal: bool = False) -> None:
     """Serve until the run is over or the process is stopped.
 
-    `Start.AFRESH` continues from the run's newest checkpoint, `Start.FROM_JOURNAL` from the journal (durable state)
+    The controller continues from the run's newest checkpoint or, with `from_journal`, from the journal (durable state)
     of a controller that died.
 
     Raises:
@@ -136,22 +136,22 @@ async def run(identity: Identity, *, start: Start) -> None:
         listener = stack.enter_context(listen(identity.host, identity.port))
         stream = await identity.stream()
         stack.push_async_callback(stream.close)
-        if start is Start.FROM_JOURNAL:
+        if from_journal:
             await Journal.take_over(stream)
         elif history.exists():
             await _refuse_live_run(identity, stream)
-        events = stack.enter_context(await _event_log(identity, history, start))
+        events = stack.enter_context(await _event_log(identity, history, _HAND_OVER_S if from_journal else 0.0))
         age_s = _age(history)
         client = EngineClient(token=identity.token)
         samples = identity.sample_log("evaluation")
         try:
-            begins = start is Start.AFRESH and latest is None and not age_s
+            begins = not from_journal and latest is None and not age_s
             if begins:
                 await _refuse_namesake(identity, stream)
                 await _drop_rollouts(stream)
             _write_recipe(identity, begins=begins)
             controller = build_controller(identity.config, latest[1] if latest else None)
-            for sentence in overruled(identity.config, controller.state.knobs) if start is Start.AFRESH else ():
+            for sentence in overruled(identity.config, controller.state.knobs) if not from_journal else ():
                 log.warning(sentence)
             controller.state.launch = identity.launch
             controller.state.epoch = max(controller.state.epoch, checkpoints.claimed_epoch)
@@ -162,7 +162,7 @@ async def run(identity: Identity, *, start: Start) -> None:
                 probe=client,
                 events=events,
                 elapsed_s=age_s,
-                start=start,
+                from_journal=from_journal,
                 samples=samples,
                 restarts=partial(read_restarts, identity.run_dir),
                 parameter_servers=ServerWatch(
@@ -197,9 +197,8 @@ def _age(history: Path) -> float:
         return 0.0
 
 
-async def _event_log(identity: Identity, history: Path, start: Start) -> EventLog:
+async def _event_log(identity: Identity, history: Path, lock_s: float) -> EventLog:
     """Open the run's event log; wait for a controller that this one replaces to close it."""
-    lock_s = _HAND_OVER_S if start is Start.FROM_JOURNAL else 0.0
     try:
         return await asyncio.to_thread(EventLog, history, lock_s=lock_s)
     except BlockingIOError as error:

@@ -12,7 +12,6 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages import LAYOUT
 from pipelinerl.plugins.replay.replayed_run import show
 from pipelinerl.roles import controller_role
-from pipelinerl.roles.controller_role import Start
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.resumed_run import directory_of
 
@@ -40,7 +39,7 @@ async def test_controller_rejects_a_run_of_an_older_layout(older):
         config=load("tiny"), run_dir=older, name="controller", redis_url="", controller_url="", token=None
     )
     with pytest.raises(UserError, match="got layout 1"):
-        await controller_role.run(identity, start=Start.AFRESH)
+        await controller_role.run(identity)
 
 
 def test_run_of_a_later_layout_is_rejected(older):

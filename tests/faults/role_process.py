@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 from zlib import crc32
@@ -35,7 +34,6 @@ from zlib import crc32
 import numpy as np
 
 from pipelinerl.config.recipe import parse
-from pipelinerl.controller.service.service import Start
 from pipelinerl.engines.bigram import engine as bigram_engine  # noqa: F401  imported before the fork, not after each
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.messages import REPORTS, ROLLOUTS, StepDone, decode_report
@@ -299,12 +297,12 @@ MUTANTS: Mapping[str, tuple[str, Callable[[], None]]] = {
 async def control(identity: process.Identity) -> None:
     """Run the controller; after a kill it continues from its journal, as when the launcher restarts it."""
     died_before = (identity.run_dir / "events.jsonl").exists()
-    await controller_role.run(identity, start=Start.FROM_JOURNAL if died_before else Start.AFRESH)
+    await controller_role.run(identity, from_journal=died_before)
 
 
 ROLES: Mapping[str, Any] = {
     "controller": control,
-    "controller_afresh": partial(controller_role.run, start=Start.AFRESH),
+    "controller_afresh": controller_role.run,
     "engine": engine_role.run,
     "parameter_server": parameter_server_role.run,
     "trainer": trainer_role.run,

@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse
 
 from pipelinerl.config.learning import CurationSection
 from pipelinerl.config.recipe import load
-from pipelinerl.config.verification import VerificationSection
+from pipelinerl.config.sections import VerificationSection
 from pipelinerl.enums import VerifierLocation
 from pipelinerl.errors import AddressError
 from pipelinerl.messages import ACTORS_GROUP, PROMPTS, REPORTS, ROLLOUTS

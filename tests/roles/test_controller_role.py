@@ -15,7 +15,6 @@ from launch.run_directory import create, open_run
 from pipelinerl.commands.remote import address_of, controller_of
 from pipelinerl.config.recipe import load, parse, to_table, write_layout
 from pipelinerl.config.sections import StreamsSection
-from pipelinerl.controller.service.service import Start
 from pipelinerl.errors import UserError
 from pipelinerl.messages import REPORTS, ROLLOUTS, ActorAlive, encode
 from pipelinerl.models.bigram import BigramModel
@@ -66,10 +65,10 @@ def identity(config, redis_url, *, host="127.0.0.1"):
 
 
 @asynccontextmanager
-async def serving(who, *, start=Start.AFRESH):
+async def serving(who, *, from_journal=False):
     """Run a controller; yield the path of the file to which it writes its address."""
     endpoint = who.run_dir / "controller.json"
-    role = asyncio.create_task(controller_role.run(who, start=start))
+    role = asyncio.create_task(controller_role.run(who, from_journal=from_journal))
     try:
         async with asyncio.timeout(DEADLINE_S):
             while not endpoint.exists() and not role.done():
@@ -201,7 +200,7 @@ async def test_replaced_controller_ends_before_its_successor_writes(tmp_path, re
     async with serving(who) as endpoint, asyncio.timeout(DEADLINE_S):
         with controller_of(who.run_dir) as first:
             await asyncio.to_thread(first.status)  # an answer implies that the first controller's journal exists
-        async with serving(who, start=Start.FROM_JOURNAL), httpx.AsyncClient(trust_env=False) as http:
+        async with serving(who, from_journal=True), httpx.AsyncClient(trust_env=False) as http:
             while not endpoint.exists() or address_of(who.run_dir).url == first.url:
                 await asyncio.sleep(0.01)
             with pytest.raises(httpx.TransportError):
@@ -220,7 +219,7 @@ async def test_second_controller_of_a_live_run_is_rejected_and_damages_nothing(t
             await asyncio.to_thread(first.status)
             history, address = (who.run_dir / "events.jsonl").read_bytes(), endpoint.read_text()
             with pytest.raises(UserError, match=r"events.jsonl is being written by .* take over with .*--continue"):
-                await controller_role.run(who, start=Start.AFRESH)
+                await controller_role.run(who)
             assert (who.run_dir / "events.jsonl").read_bytes().startswith(history)
             assert endpoint.read_text() == address, "local commands still reach the first controller"
             assert (await asyncio.to_thread(first.status)).run == "tiny"
@@ -246,7 +245,7 @@ async def test_controller_that_would_forget_a_live_trainer_is_rejected(tmp_path,
             while True:  # the first report may be on its way
                 async with serving(who):
                     pass
-        async with serving(who, start=Start.FROM_JOURNAL):
+        async with serving(who, from_journal=True):
             with controller_of(who.run_dir) as second:
                 await asyncio.to_thread(second.status)
             assert read_events(who.run_dir / "events.jsonl")[-1]["kind"] in ("controller_returned", "engines")

@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import JOURNAL, Journal
-from pipelinerl.controller.service.service import ControllerService, Start
+from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
 from pipelinerl.errors import RecordError
 from pipelinerl.messages import (
@@ -115,7 +115,7 @@ async def test_controller_restarts_even_if_the_prompt_stream_contains_unreadable
     await stream.append(PROMPTS, [b"nothing", _sealed(Kind.ORDER, b"\xa1\xff")])
     with EventLog(tmp_path / "events.jsonl") as events:
         service = ControllerService(
-            controller(), name="test", stream=stream, probe=Probe(), events=events, start=Start.FROM_JOURNAL
+            controller(), name="test", stream=stream, probe=Probe(), events=events, from_journal=True
         )
         recovered = await Journal.recover(stream)
         assert recovered is not None

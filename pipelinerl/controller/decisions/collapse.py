@@ -19,11 +19,11 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 from pipelinerl.controller.decisions.step_review import (
+    COLLAPSE,
     LOW_ENTROPY,
     RECENT_STEPS,
     TRUNCATED_SHARE,
     Alarm,
-    AlarmKind,
     mean_of,
     settle_alarm,
 )
@@ -44,13 +44,13 @@ def guard(state: RunState, *, now: float) -> list[Effect]:
     alarm = None
     if is_collapsed(rewards, state.evaluations.results):
         cause = likely_cause(watched.recent, watched.first_entropies)
-        alarm = Alarm(kind=AlarmKind.COLLAPSE, what=f"collapse: {rewards.in_words() or _in_words(state)}; {cause}")
-    return settle_alarm(watched, f"{AlarmKind.COLLAPSE}:", alarm, step=state.version, now=now, raise_after=1)
+        alarm = Alarm("collapse", f"collapse: {rewards.in_words() or _in_words(state)}; {cause}")
+    return settle_alarm(watched, COLLAPSE, alarm, step=state.version, now=now, raise_after=1)
 
 
 def must_rewind(state: RunState, settings: ControllerSettings) -> bool:
     """Return whether the run must return to a good checkpoint, which it does only once."""
-    has_collapsed = f"{AlarmKind.COLLAPSE}:" in state.watched.alarms
+    has_collapsed = COLLAPSE in state.watched.alarms
     return has_collapsed and settings.run.on_collapse is OnCollapse.REWIND and not state.rewind.done
 
 

@@ -247,8 +247,7 @@ class Controller:
         if self.state.phase is not RunPhase.TRAINING or loaded is None or evaluator.comes_first(self.state):
             return []
         orders: list[PromptOrder] = []
-        self.state.follow_groups_per_step()
-        self.state.follow_loaded(loaded)
+        self.state.follow(loaded)
         # Count the orders in flight once and then update the counts: there may be thousands of orders in flight, and
         # one call may issue thousands more.
         account, group_size = self.state.account, self.state.knobs.max_group_size
@@ -514,7 +513,7 @@ class Controller:
         if not results:
             # If no evaluation runs, none has begun: no engine is left, or there are no held-out problems.
             is_over = self.state.phase is RunPhase.FINISHING and self.state.evaluations.current is None
-            return effects + (finish(self.state, self.settings) if is_over else [])
+            return effects + ([finish(self.state, self.settings)] if is_over else [])
         if not self.state.evaluations.results:
             self.state.trainer.training_since = now
         self.state.lag.pause()
@@ -522,7 +521,7 @@ class Controller:
             self.state.evaluations.add(result)
         effects += [Record("evaluation", msgspec.to_builtins(result)) for result in results]
         if self.state.phase is RunPhase.FINISHING:
-            return effects + finish(self.state, self.settings)
+            return [*effects, finish(self.state, self.settings)]
         target, reached = self.settings.run.until_accuracy, results[0].at_least if results[0].place == 0 else None
         if target is not None and reached is not None and reached >= target:
             of = f" of {results[0].name}" if len(self.settings.evaluation.sets) > 1 else ""

@@ -44,7 +44,11 @@ def publication_due(state: RunState, settings: ControllerSettings, *, again: boo
     loaded = {
         record.url: max(
             record.loaded,
-            *(each.version for each in ordered if each.reaches(record.url, joined_at=record.joined_at)),
+            *(
+                each.version
+                for each in ordered
+                if record.url in each.recipients and record.joined_at <= each.membership
+            ),
             -1,
         )
         for record in map(state.fleet.by_url.__getitem__, [*state.fleet.to_verify(), *state.fleet.verified()])

@@ -130,7 +130,8 @@ def closed(state: RunState, settings: ControllerSettings) -> list[EvaluationResu
 def _begin(state: RunState, settings: ControllerSettings, due: EvaluationDue, *, now: float) -> list[Effect]:
     """Begin the due evaluation once engines serve suitable weights and no publication is under way."""
     loaded = {url: state.fleet.by_url[url].loaded for url in state.fleet.verified()}
-    if not loaded or (state.phase is RunPhase.TRAINING and state.trainer.publishes):
+    publishes = any(not each.reported for each in state.trainer.publications)
+    if not loaded or (state.phase is RunPhase.TRAINING and publishes):
         return []
     # When the run is finishing, nothing more is published, so all engines may answer, even with older weights.
     last = state.phase is RunPhase.FINISHING

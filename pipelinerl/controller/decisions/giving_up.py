@@ -45,7 +45,7 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
         return []
     if state.failing.reason:
         saved = state.phase is not RunPhase.TRAINING or now - state.failing.since > settings.save_s
-        return finish(state, settings) if saved else []
+        return [finish(state, settings)] if saved else []
     is_alive = any(record.lifecycle.is_alive for record in state.fleet.by_url.values())
     state.failing.engineless_since = 0.0 if is_alive else state.failing.engineless_since or now
     reason = next(_reasons(state, settings, now), None)
@@ -62,14 +62,9 @@ def suspend(state: RunState, settings: ControllerSettings, reason: str, *, now: 
     return [Record("run_suspending", {"reason": reason}), *_end(state, settings, reason, now=now)]
 
 
-def finish(state: RunState, settings: ControllerSettings) -> list[Effect]:
-    """Mark the run as finished, and return the effect that ends it."""
+def finish(state: RunState, settings: ControllerSettings) -> Finish:
+    """Mark the run as finished; return the reason, and whether it completed, failed or was suspended."""
     state.phase = RunPhase.FINISHED
-    return [last_word(state, settings)]
-
-
-def last_word(state: RunState, settings: ControllerSettings) -> Finish:
-    """Return the effect `Finish`: the reason why the run ended, and whether it completed, failed or was suspended."""
     if state.failing.reason:
         return Finish(state.failing.reason, End.SUSPENDED if state.failing.suspends else End.FAILED)
     return Finish(ending(state, settings) or "stopped", End.FAILED if state.failing.hopeless else End.COMPLETED)
@@ -95,7 +90,7 @@ def refused(state: RunState, report: GroupFailed) -> None:
 def _end(state: RunState, settings: ControllerSettings, reason: str, *, now: float) -> list[Effect]:
     state.failing.reason, state.failing.since = reason, now
     if state.phase is not RunPhase.TRAINING:
-        return finish(state, settings)
+        return [finish(state, settings)]
     state.stop_reason, state.trainer.stop_sent = reason, True
     name = f"{'suspend' if state.failing.suspends else 'fail'}-e{state.epoch}-{state.version}"
     return [Send(directive(state, settings, answers=name))]
@@ -108,13 +103,21 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
     if state.failing.engineless_since and now - state.failing.engineless_since > settings.run.engine_timeout_s:
         yield (
             f"no engine has been alive for {settings.run.engine_timeout_s:g} s (run.engine_timeout_s)"
-            f"{lost_engines(state)}; start one, or see the engines' logs"
+            f"{_lost_engines(state)}; start one, or see the engines' logs"
         )
     yield from _no_verdicts(state, now)
     refused_groups, reason = state.failing.refused_groups, state.failing.refused_reason
     if refused_groups >= max(state.knobs.groups_per_step, _FEW_GROUPS) and not _some_ended_well(state):
         yield f"engines refuse the prompts of {refused_groups} groups in a row: {reason}"
-    yield from _all_too_long(state)
+    # A prompt that is too long fails immediately and is replaced, so even a few percent of such prompts cause many
+    # failures. Only a large multiple of the orders in flight means that nearly all prompts are too long.
+    too_long = state.failing.too_long_groups
+    most = _TOO_LONG * max(state.knobs.groups_per_step, _FEW_GROUPS, state.account.in_flight) if too_long else 1
+    if too_long >= most and not _some_ended_well(state):
+        yield (
+            f"{too_long} prompts since the last step were too long, and no group was made: "
+            f"{state.failing.too_long_reason}; raise engine.context_length, or remove such problems"
+        )
 
 
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
@@ -133,21 +136,6 @@ def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
     if refusals and not any(record.may_return for record in records):
         reasons = "; ".join(f"{record.url} {record.last_error}" for record in refusals[:3])
         yield f"no engine can serve this run: {reasons}"
-
-
-def _all_too_long(state: RunState) -> Iterator[str]:
-    """Yield a reason to end the run if nearly all prompts are too long for the model's context."""
-    # A prompt that is too long fails immediately and is replaced, so even a few percent of such prompts cause many
-    # failures. Only a large multiple of the orders in flight means that nearly all prompts are too long.
-    failing = state.failing
-    if not failing.too_long_groups:
-        return
-    most = _TOO_LONG * max(state.knobs.groups_per_step, _FEW_GROUPS, state.account.in_flight)
-    if failing.too_long_groups >= most and not _some_ended_well(state):
-        yield (
-            f"{failing.too_long_groups} prompts since the last step were too long, and no group was made: "
-            f"{failing.too_long_reason}; raise engine.context_length, or remove such problems"
-        )
 
 
 def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
@@ -194,100 +182,69 @@ def progress_mark(state: RunState) -> tuple[Any, ...]:
 def waiting_for(state: RunState, *, now: float) -> str:
     """Describe what the run waits for, and mention engines that do not serve and a delayed checkpoint."""
     stage = _stage(state, now)
-    return (
-        stage
-        + _unavailable_engines(state, named=stage)
-        + (f"; {state.trainer.unsaved}" if state.trainer.unsaved else "")
-    )
+    lost = (EngineLifecycle.SUSPECT, EngineLifecycle.DIRTY, EngineLifecycle.DEAD)
+    unnamed = _listed(each for each in state.fleet.records() if each.lifecycle in lost and each.url not in stage)
+    return stage + unnamed + (f"; {state.trainer.unsaved}" if state.trainer.unsaved else "")
 
 
 def _stage(state: RunState, now: float) -> str:
     if state.phase is RunPhase.FINISHED:
         return "nothing: the run is over"
-    evaluation = state.evaluations.current
-    if not state.fleet.members() and evaluation is not None and state.fleet.pinned():
-        return f"{_unanswered(state)} answers of {evaluation.engine}, which evaluates and is the only engine left"
-    if not state.fleet.members():
-        return f"an engine to join{lost_engines(state)}"
+    evaluation, members = state.evaluations.current, state.fleet.members()
+    answers = "" if evaluation is None else f"{evaluation.plan.problems - len(evaluation.answers)} answers of"
+    if not members and evaluation is not None and state.fleet.pinned():
+        return f"{answers} {evaluation.engine}, which evaluates and is the only engine left"
+    if not members:
+        return f"an engine to join{_lost_engines(state)}"
     if state.trainer.pending_ready is not None:
-        return f"{', '.join(state.trainer.awaited)} to join{lost_engines(state)}"
+        return f"{', '.join(state.trainer.awaited)} to join{_lost_engines(state)}"
     if state.phase is RunPhase.STARTING:
         return "the trainer to be ready"
+    trainer = _silent_trainer(state, now)
     if not state.fleet.verified():
-        return f"{_weights(state)}{_trainer(state, now)}"
-    if state.phase is RunPhase.FINISHING and evaluation is not None:
-        return f"{_unanswered(state)} answers of the last evaluation{_actors(state, now)}"
-    if evaluation is not None and state.version == 0:
-        return f"{_unanswered(state)} answers of the first evaluation{_actors(state, now)}"
-    if evaluation is not None and holds_updates(state):
-        version = evaluation.model_version
-        return (
-            f"{_unanswered(state)} answers of version {version}: updates are postponed until then{_actors(state, now)}"
-        )
+        given = [each.url for each in state.fleet.records() if each.lifecycle.is_alive and each.loaded >= 0]
+        if given:
+            return f"{', '.join(given)} to pass the trainer's canary check{trainer}"
+        return f"the trainer to publish its weights to {', '.join(members)}{trainer}"
+    actors = "".join(
+        f"; actor {name} has been silent for {now - reported_at:.0f} s"
+        for name, (_, reported_at) in sorted(state.actors.items())
+        if now - reported_at > SILENT_S
+    )
+    if evaluation is not None:
+        none = "" if state.actors else "; no actor has reported"
+        if state.phase is RunPhase.FINISHING:
+            return f"{answers} the last evaluation{none}{actors}"
+        if state.version == 0:
+            return f"{answers} the first evaluation{none}{actors}"
+        if holds_updates(state):
+            version = evaluation.model_version
+            return f"{answers} version {version}: updates are postponed until then{none}{actors}"
     if not state.actors:
         return "an actor to report"
     step = f"step {state.version + 1}: {state.account.in_flight} groups in flight"
-    return step + _untrained(state) + _outdated(state) + (_actors(state, now) or _trainer(state, now))
-
-
-def _weights(state: RunState) -> str:
-    given = [record.url for record in state.fleet.records() if record.lifecycle.is_alive and record.loaded >= 0]
-    if given:
-        return f"{', '.join(given)} to pass the trainer's canary check"
-    return f"the trainer to publish its weights to {', '.join(state.fleet.members())}"
-
-
-def _unanswered(state: RunState) -> int:
-    assert state.evaluations.current is not None
-    return state.evaluations.current.plan.problems - len(state.evaluations.current.answers)
-
-
-def _actors(state: RunState, now: float) -> str:
-    late = {name: now - reported_at for name, (_, reported_at) in state.actors.items() if now - reported_at > SILENT_S}
-    if not state.actors:
-        return "; no actor has reported"
-    return "".join(f"; actor {name} has been silent for {silent:.0f} s" for name, silent in sorted(late.items()))
-
-
-def _untrained(state: RunState) -> str:
-    """Explain why groups since the last step were not trained; empty if they are fewer than the groups of a step."""
     ledger, before = state.account.ledger(), state.trainer.stepped
     ended = {outcome: ledger[outcome] - getattr(before, outcome) for outcome in _WHY}
-    if sum(ended.values()) < state.knobs.groups_per_step:
-        return ""
-    causes = ", ".join(f"{number} {outcome} ({_WHY[outcome]})" for outcome, number in ended.items() if number)
-    return f"; since the last step {sum(ended.values())} groups ended untrained: {causes}"
+    if sum(ended.values()) >= state.knobs.groups_per_step:
+        causes = ", ".join(f"{number} {outcome} ({_WHY[outcome]})" for outcome, number in ended.items() if number)
+        step += f"; since the last step {sum(ended.values())} groups ended untrained: {causes}"
+    loaded, newest, k = state.fleet.oldest_loaded(), state.version, state.knobs.k
+    may_issue = loaded is None or state.bounds.accepts(producing=newest + 1, oldest=loaded)
+    if not (state.account.in_flight or may_issue):
+        step += f"; engines serve version {loaded}, too old for k = {k:g}: the trainer has to publish version {newest}"
+    return step + (actors or trainer)
 
 
-def _outdated(state: RunState) -> str:
-    """Explain that no prompts are issued, if the engines' weights are too old for the staleness bound k; else empty."""
-    loaded, k = state.fleet.oldest_loaded(), state.knobs.k
-    if state.account.in_flight or loaded is None or state.bounds.accepts(producing=state.version + 1, oldest=loaded):
-        return ""
-    return (
-        f"; engines serve version {loaded}, too old for k = {k:g}: the trainer has to publish version {state.version}"
-    )
-
-
-def _trainer(state: RunState, now: float) -> str:
-    if state.trainer.last_report is None:
-        return ""
-    report, reported_at = state.trainer.last_report
+def _silent_trainer(state: RunState, now: float) -> str:
+    report, reported_at = state.trainer.last_report or ("", now)
     silent_s = now - reported_at
     return f"; the trainer's last report, {report}, came {silent_s:.0f} s ago" if silent_s > SILENT_S else ""
 
 
-def lost_engines(state: RunState) -> str:
-    """List the lost engines with their states and errors, as text to append: each entry begins with a semicolon."""
+def _lost_engines(state: RunState) -> str:
     return _listed(record for record in state.fleet.records() if not record.lifecycle.is_alive)
 
 
-def _unavailable_engines(state: RunState, *, named: str) -> str:
-    """List the engines that should serve and do not, except those that the text `named` mentions."""
-    states = (EngineLifecycle.SUSPECT, EngineLifecycle.DIRTY, EngineLifecycle.DEAD)
-    records = (record for record in state.fleet.records() if record.lifecycle in states)
-    return _listed(record for record in records if record.url not in named)
-
-
 def _listed(dead: Iterable[EngineRecord]) -> str:
+    """List engines with their states and errors, as text to append: each entry begins with a semicolon."""
     return "".join(f"; {record.url} is {record.lifecycle}: {record.last_error}" for record in dead)

@@ -10,10 +10,8 @@ answer, and `verifier_errors` the number of errors and timeouts. A domain of mul
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from statistics import fmean
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -53,24 +51,10 @@ CALM_STEPS: Final = 5
 CALM_S: Final = 60.0
 
 
-class AlarmKind(StrEnum):
-    """The metric that raised an alarm."""
+class Alarm(NamedTuple):
+    """One alarm: `what` is a sentence with the measured values and a remedy; `kind` is the metric that raised it."""
 
-    ENTROPY = "entropy"
-    LENGTH = "length"
-    TRUNCATED = "truncated"
-    STALE = "stale"
-    DISCARD = "discard"
-    UNJUDGED = "unjudged"
-    NO_SIGNAL = "no_signal"
-    COLLAPSE = "collapse"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alarm:
-    """One alarm: `what` is a sentence with the measured values and a remedy."""
-
-    kind: AlarmKind
+    kind: str
     what: str
     domain: str = ""
 
@@ -78,10 +62,6 @@ class Alarm:
     def key(self) -> str:
         """The alarm's identity, made of its kind and its domain."""
         return f"{self.kind}:{self.domain}"
-
-    def event(self, step: int) -> Record:
-        """Return the event that the alarm was raised at `step`."""
-        return Record("alarm", {"alarm": self.kind, "domain": self.domain, "step": step, "what": self.what})
 
 
 def step_taken(state: RunState, report: StepDone, *, lag: str, now: float) -> list[Effect]:
@@ -95,10 +75,12 @@ def step_taken(state: RunState, report: StepDone, *, lag: str, now: float) -> li
     ahead = {"lag": lag, "lag_cost": state.lag.cost, "steps_ahead": state.lag.steps, "j": state.bounds.j}
     stages, watched.stages = msgspec.to_builtins(watched.stages), []
     _remember(state, report)
-    return [
-        Record("step", step | report.stats | several | by | ahead | {"stages": stages}),
-        *_alarms(state, step=version, now=now),
-    ]
+    effects: list[Effect] = [Record("step", step | report.stats | several | by | ahead | {"stages": stages})]
+    alarms = alarms_of(watched.recent, first_entropies=watched.first_entropies, raised=watched.alarms)
+    found = {alarm.key: alarm for alarm in alarms}
+    for key in sorted((found.keys() | watched.alarms.keys() | watched.alarm_clocks.keys()) - {NO_SIGNAL, COLLAPSE}):
+        effects += settle_alarm(watched, key, found.get(key), step=version, now=now)
+    return effects
 
 
 def note_stages(state: RunState, report: ActorAlive) -> None:
@@ -112,17 +94,6 @@ def note_outdated(state: RunState, report: GroupOutdated) -> None:
     """Count a group that an actor gave up as stale, for the next step's metrics."""
     if report.domain in state.knobs.domain_weights:
         state.watched.outdated[report.domain] = state.watched.outdated.get(report.domain, 0) + 1
-
-
-def _alarms(state: RunState, *, step: int, now: float) -> list[Effect]:
-    watched = state.watched
-    alarms = alarms_of(watched.recent, first_entropies=watched.first_entropies, raised=watched.alarms)
-    found = {alarm.key: alarm for alarm in alarms}
-    keys = (found.keys() | watched.alarms.keys() | watched.alarm_clocks.keys()) - _ELSEWHERE
-    effects: list[Effect] = []
-    for key in sorted(keys):
-        effects += settle_alarm(watched, key, found.get(key), step=step, now=now)
-    return effects
 
 
 def settle_alarm(
@@ -140,7 +111,8 @@ def settle_alarm(
             return []
         is_new = key not in watched.alarms
         watched.alarms[key] = alarm.what
-        return [alarm.event(step)] if is_new else []
+        fields = {"alarm": alarm.kind, "domain": alarm.domain, "step": step, "what": alarm.what}
+        return [Record("alarm", fields)] if is_new else []
     if key not in watched.alarms:
         watched.alarm_clocks.pop(key, None)
     elif clock.calm_since is None:
@@ -154,7 +126,12 @@ def settle_alarm(
 
 def _by_domain(state: RunState, reported: Figures) -> dict[str, dict[str, float]]:
     watched = state.watched
-    before, watched.verified = watched.verified, _verified(state)
+    before, watched.verified = watched.verified, {}
+    for alive, _ in state.actors.values():
+        for domain, each in alive.verifiers.items():
+            known = watched.verified.get(domain, VerifierFigures())
+            sums = {name: getattr(known, name) + getattr(each, name) for name in _TOTALS}
+            watched.verified[domain] = VerifierFigures(**sums)
     outdated = watched.outdated
     figures = {domain: dict(reported.get(domain, {})) for domain in sorted({*reported, *outdated})}
     for domain, each in state.cooldown.take_figures().items():
@@ -165,15 +142,6 @@ def _by_domain(state: RunState, reported: Figures) -> dict[str, dict[str, float]
         if domain in watched.verified:
             each |= _since(watched.verified[domain], before.get(domain, VerifierFigures()))
     return figures
-
-
-def _verified(state: RunState) -> dict[str, VerifierFigures]:
-    sums: dict[str, VerifierFigures] = {}
-    for alive, _ in state.actors.values():
-        for domain, each in alive.verifiers.items():
-            so_far = sums.get(domain, VerifierFigures())
-            sums[domain] = VerifierFigures(**{name: getattr(so_far, name) + getattr(each, name) for name in _TOTALS})
-    return sums
 
 
 def _since(now: VerifierFigures, before: VerifierFigures) -> dict[str, float]:
@@ -236,17 +204,26 @@ RECENT_STEPS: Final = 5
 #: An alarm is raised if the entropy falls below this share of the entropy of the run's first steps.
 LOW_ENTROPY: Final = 0.1
 #: Low entropy raises no alarm if at least this share of the answers is correct.
-MOSTLY_RIGHT: Final = 0.9
+_MOSTLY_RIGHT: Final = 0.9
 #: An alarm is raised if the mean length exceeds this multiple of the mean length of the `_EARLIER_STEPS` before.
-LENGTH_GROWTH: Final = 2.0
+_LENGTH_GROWTH: Final = 2.0
 _EARLIER_STEPS: Final = 20
-#: An alarm is raised if more than this share of a domain's rollouts is truncated, or of its groups is stale.
-TRUNCATED_SHARE: Final = 0.2
-STALE_SHARE: Final = 0.1
 #: An alarm is raised if more than this share of the tokens of the last `WINDOW` steps is dropped as stale.
-DISCARDED_SHARE: Final = 0.005
-#: An alarm is raised if more than this share of a domain's rollouts has no verdict; the reward leaves these out.
-UNJUDGED_SHARE: Final = 0.05
+_DISCARDED_SHARE: Final = 0.005
+#: An alarm is raised if more than this share of a domain's rollouts is truncated.
+TRUNCATED_SHARE: Final = 0.2
+#: Alarms of a domain: the kind (a field of `DomainCounts`), the share above which it is raised, and its sentence.
+_OF_A_DOMAIN: Final = (
+    (
+        "truncated", TRUNCATED_SHARE, "{share:.0%} of the answers of {domain} hit the token limit; raise max_tokens, "
+        'or keep them out of the loss: training.truncated = "mask"',
+    ),
+    (
+        "unjudged", 0.05, "{share:.0%} of the answers of {domain} have no verdict and are left out of its reward; look "
+        "at the reasons with `pipelinerl samples`, and let a reward function return 0.0 for a wrong answer, not None",
+    ),
+    ("stale", 0.1, "{share:.0%} of the groups of {domain} are dropped as stale; raise k, or lower groups_in_flight"),
+)  # fmt: skip
 #: A domain with fewer rollouts (or groups, for stale groups) than this raises no alarm.
 _ENOUGH: Final = 20
 #: An alarm is cleared when its metric is better than the threshold by this share of the threshold.
@@ -255,96 +232,48 @@ _CLEARANCE: Final = 0.2
 
 def alarms_of(
     steps: Sequence[WatchedStep], *, first_entropies: Sequence[float], raised: Mapping[str, str]
-) -> list[Alarm]:
-    """Return the alarms active after the newest of `steps` (oldest first); `raised` are those active before it."""
+) -> Iterator[Alarm]:
+    """Yield the alarms active after the newest of `steps` (oldest first); `raised` are those active before it."""
     if len(steps) < RECENT_STEPS:
-        return []
-    return [
-        *_entropy(steps, first_entropies, raised),
-        *_length(steps, raised),
-        *_discarded(steps, raised),
-        *_shares(steps, raised),
-    ]
+        return
 
+    def clearance(kind: str, domain: str = "") -> float:
+        return _CLEARANCE if f"{kind}:{domain}" in raised else 0.0
 
-def _entropy(steps: Sequence[WatchedStep], first: Sequence[float], raised: Mapping[str, str]) -> Iterator[Alarm]:
-    recent = steps[-RECENT_STEPS:]
+    recent, earlier = steps[-RECENT_STEPS:], steps[-RECENT_STEPS - _EARLIER_STEPS : -RECENT_STEPS]
     entropy, right = mean_of([step.entropy for step in recent]), mean_of([step.right for step in recent])
-    if entropy is None or len(first) < FIRST_STEPS:
-        return
-    begun = fmean(first)
-    least = LOW_ENTROPY * (1 + _clearance(AlarmKind.ENTROPY, raised)) * begun
-    if entropy < least and (right is None or right < MOSTLY_RIGHT):
-        yield Alarm(
-            kind=AlarmKind.ENTROPY,
-            what=f"entropy collapse: {entropy:.3g} nats per token, {begun:.3g} at the start of the run, and "
-            f"{'an unknown share' if right is None else f'only {right:.0%}'} of the answers is correct; lower the "
-            "learning rate, raise epsilon_high, or add an entropy term",
+    if entropy is not None and len(first_entropies) >= FIRST_STEPS and (right is None or right < _MOSTLY_RIGHT):
+        begun = fmean(first_entropies)
+        if entropy < LOW_ENTROPY * (1 + clearance("entropy")) * begun:
+            what = (
+                f"entropy collapse: {entropy:.3g} nats per token, {begun:.3g} at the start of the run, and "
+                f"{'an unknown share' if right is None else f'only {right:.0%}'} of the answers is correct; lower the "
+                "learning rate, raise epsilon_high, or add an entropy term"
+            )
+            yield Alarm("entropy", what)
+    length, before = mean_of([step.length for step in recent]), mean_of([step.length for step in earlier])
+    most = _LENGTH_GROWTH * (1 - clearance("length"))
+    if len(earlier) == _EARLIER_STEPS and length is not None and before is not None and length > most * before:
+        what = (
+            f"length explosion: answers of {length:,.0f} tokens, {before:,.0f} in the {_EARLIER_STEPS} steps before; "
+            "look at `pipelinerl samples --worst`, or penalise length: domains.reward.overlong_tokens"
         )
-
-
-def _length(steps: Sequence[WatchedStep], raised: Mapping[str, str]) -> Iterator[Alarm]:
-    if len(steps) < RECENT_STEPS + _EARLIER_STEPS:
-        return
-    recent = mean_of([step.length for step in steps[-RECENT_STEPS:]])
-    before = mean_of([step.length for step in steps[-RECENT_STEPS - _EARLIER_STEPS : -RECENT_STEPS]])
-    most = LENGTH_GROWTH * (1 - _clearance(AlarmKind.LENGTH, raised))
-    if recent is not None and before is not None and recent > most * before:
-        yield Alarm(
-            kind=AlarmKind.LENGTH,
-            what=f"length explosion: answers of {recent:,.0f} tokens, {before:,.0f} in the {_EARLIER_STEPS} steps "
-            "before; look at `pipelinerl samples --worst`, or penalise length: domains.reward.overlong_tokens",
-        )
-
-
-def _discarded(steps: Sequence[WatchedStep], raised: Mapping[str, str]) -> Iterator[Alarm]:
+        yield Alarm("length", what)
     discarded = Discarded.over(steps)
-    most = DISCARDED_SHARE * (1 - _clearance(AlarmKind.DISCARD, raised))
-    if len(steps) == WINDOW and discarded.share > most:
-        yield Alarm(
-            kind=AlarmKind.DISCARD,
-            what=f"{discarded.share:.1%} of the sampled tokens are too old to train on and are dropped, which favours "
-            f"short answers: trained answers are {discarded.length_ratio:.1%} as long as sampled ones; raise "
-            'staleness.k, or wait for late groups: staleness.overdue = "wait"',
+    if len(steps) == WINDOW and discarded.share > _DISCARDED_SHARE * (1 - clearance("discard")):
+        what = (
+            f"{discarded.share:.1%} of the sampled tokens are too old to train on and are dropped, which favours short "
+            f"answers: trained answers are {discarded.length_ratio:.1%} as long as sampled ones; raise staleness.k, or "
+            'wait for late groups: staleness.overdue = "wait"'
         )
-
-
-def _shares(steps: Sequence[WatchedStep], raised: Mapping[str, str]) -> Iterator[Alarm]:
-    recent = steps[-RECENT_STEPS:]
+        yield Alarm("discard", what)
     for domain in sorted({name for step in recent for name in step.domains}):
         counts = [step.domains.get(domain, DomainCounts()) for step in recent]
         rollouts, groups = sum(each.rollouts for each in counts), sum(each.groups + each.stale for each in counts)
-        truncated, stale = sum(each.truncated for each in counts), sum(each.stale for each in counts)
-        unjudged = sum(each.unjudged for each in counts)
-        most = TRUNCATED_SHARE * (1 - _clearance(AlarmKind.TRUNCATED, raised, domain))
-        if rollouts >= _ENOUGH and truncated / rollouts > most:
-            yield Alarm(
-                kind=AlarmKind.TRUNCATED,
-                domain=domain,
-                what=f"{truncated / rollouts:.0%} of the answers of {domain} hit the token limit; raise "
-                'max_tokens, or keep them out of the loss: training.truncated = "mask"',
-            )
-        most = UNJUDGED_SHARE * (1 - _clearance(AlarmKind.UNJUDGED, raised, domain))
-        if rollouts >= _ENOUGH and unjudged / rollouts > most:
-            yield Alarm(
-                kind=AlarmKind.UNJUDGED,
-                domain=domain,
-                what=f"{unjudged / rollouts:.0%} of the answers of {domain} have no verdict and are left out of its "
-                "reward; look at the reasons with `pipelinerl samples`, and let a reward function return 0.0 for a "
-                "wrong answer, not None",
-            )
-        most = STALE_SHARE * (1 - _clearance(AlarmKind.STALE, raised, domain))
-        if groups >= _ENOUGH and stale / groups > most:
-            yield Alarm(
-                kind=AlarmKind.STALE,
-                domain=domain,
-                what=f"{stale / groups:.0%} of the groups of {domain} are dropped as stale; raise k, or lower "
-                "groups_in_flight",
-            )
-
-
-def _clearance(kind: AlarmKind, raised: Mapping[str, str], domain: str = "") -> float:
-    return _CLEARANCE if f"{kind}:{domain}" in raised else 0.0
+        for kind, most, sentence in _OF_A_DOMAIN:
+            number, of = sum(getattr(each, kind) for each in counts), groups if kind == "stale" else rollouts
+            if of >= _ENOUGH and number / of > most * (1 - clearance(kind, domain)):
+                yield Alarm(kind, sentence.format(share=number / of, domain=domain), domain)
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:
@@ -358,9 +287,9 @@ _LEAST_GROUPS: Final = 16
 #: A run that ends for lack of signal counts as solved if at least this share of its groups without signal have only
 #: correct answers.
 _SOLVED: Final = 0.9
-_NO_SIGNAL: Final = f"{AlarmKind.NO_SIGNAL}:"
-#: Alarms that are not settled with a step's others: that of `review`, and that of `collapse.py`.
-_ELSEWHERE: Final = {_NO_SIGNAL, f"{AlarmKind.COLLAPSE}:"}
+#: Keys of alarms that are not settled with a step's others: that of `review`, and that of `collapse.py`.
+NO_SIGNAL: Final = "no_signal:"
+COLLAPSE: Final = "collapse:"
 
 
 def review(state: RunState, settings: ControllerSettings, *, now: float) -> list[Effect]:
@@ -370,29 +299,24 @@ def review(state: RunState, settings: ControllerSettings, *, now: float) -> list
     steps = _steps_without_signal(state, only_refused=False)
     effects: list[Effect] = []
     holds = steps >= settings.run.no_signal_steps / 2
-    if holds or _NO_SIGNAL in state.watched.alarms:
-        counts = _sum(state)
+    counts = _sum(state)
+    if holds or NO_SIGNAL in state.watched.alarms:
         what = (
             f"no signal: the last {counts.total} groups have nothing to teach ({_counts(counts)}); change the "
             "problems, or check the reward with `pipelinerl check`"
         )
-        alarm = Alarm(kind=AlarmKind.NO_SIGNAL, what=what) if holds else None
-        effects += settle_alarm(state.watched, _NO_SIGNAL, alarm, step=state.version, now=now, raise_after=1)
+        alarm = Alarm("no_signal", what) if holds else None
+        effects += settle_alarm(state.watched, NO_SIGNAL, alarm, step=state.version, now=now, raise_after=1)
     evaluates = state.evaluations.current is not None or state.evaluations.due is not None
     dropped = _steps_without_signal(state, only_refused=settings.no_signal is NoSignal.TRAIN)
-    if dropped >= settings.run.no_signal_steps and not evaluates:
-        effects += _end(state, settings)
-    return effects
-
-
-def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
-    counts = _sum(state)
+    if dropped < settings.run.no_signal_steps or evaluates:
+        return effects
     state.failing.hopeless = counts.right < _SOLVED * counts.total
-    state.stop_reason = _hopeless_sentence(counts) if state.failing.hopeless else _solved_sentence(counts)
-    if state.trainer.stop_sent:
-        return []
-    state.trainer.stop_sent = True
-    return [Send(directive(state, settings, answers=f"stop-e{state.epoch}"))]
+    state.stop_reason = _why_without_signal(counts, hopeless=state.failing.hopeless)
+    if not state.trainer.stop_sent:
+        state.trainer.stop_sent = True
+        effects.append(Send(directive(state, settings, answers=f"stop-e{state.epoch}")))
+    return effects
 
 
 def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
@@ -431,14 +355,12 @@ def _counts(counts: NoSignalGroups) -> str:
     return ", ".join(f"{number} {what}" for what, number in words.items() if number)
 
 
-def _solved_sentence(counts: NoSignalGroups) -> str:
-    return (
-        f"solved: the last {counts.total} groups have nothing left to teach ({_counts(counts)}); use harder problems "
-        "to continue, or check the reward with `pipelinerl check` if this is too early"
-    )
-
-
-def _hopeless_sentence(counts: NoSignalGroups) -> str:
+def _why_without_signal(counts: NoSignalGroups, *, hopeless: bool) -> str:
+    if not hopeless:
+        return (
+            f"solved: the last {counts.total} groups have nothing left to teach ({_counts(counts)}); use harder "
+            "problems to continue, or check the reward with `pipelinerl check` if this is too early"
+        )
     if counts.refused > counts.total / 2:
         advice = "loosen curation.filter"
     elif counts.wrong >= counts.total / 2:

@@ -69,20 +69,20 @@ async def _cannot_be(_: Request, error: Exception) -> Response:
 def _add_status(app: FastAPI, service: ControllerService) -> None:
     @app.get(routes.STATUS)
     async def status(who: _Who = "somebody") -> Response:
-        await service.begun()
+        await service.begun.wait()
         if who == routes.LAUNCHER:
             service.note_launcher()
         return _answer(service.status())
 
     @app.get(routes.METRICS)
     async def metrics() -> Response:
-        await service.begun()
+        await service.begun.wait()
         text = run_metrics(service.status(), service.controller.state.trainer.last_step)
         return Response(text, media_type=PROMETHEUS_TYPE)
 
     @app.get(routes.ASSIGNMENT)
     async def assignment() -> Response:
-        await service.begun()
+        await service.begun.wait()
         return _answer(service.assignment())
 
     @app.post(routes.STOP)
@@ -99,7 +99,7 @@ def _add_status(app: FastAPI, service: ControllerService) -> None:
 def _add_knobs(app: FastAPI, service: ControllerService) -> None:
     @app.get(routes.KNOBS)
     async def knobs() -> Response:
-        await service.begun()
+        await service.begun.wait()
         state = service.controller.state
         return _answer(routes.KnobsAnswer(knobs=state.knobs.to_json(), log=state.knob_log))
 
@@ -121,14 +121,14 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
 def _add_engines(app: FastAPI, service: ControllerService) -> None:
     @app.get(routes.ENGINES)
     async def engines() -> Response:
-        await service.begun()
+        await service.begun.wait()
         return _answer(service.status().fleet)
 
     @app.post(routes.ENGINES)
     async def register(request: Request, offer: routes.EngineOffer) -> Response:
         if (refused := _unreachable(request, offer.url, "engine")) is not None:
             return refused
-        await service.begun()
+        await service.begun.wait()
         url, fleet, now = base_url(offer.url), service.controller.state.fleet, await service.now()
         count = len(fleet.by_url)
         again_s = routes.OFFER_S if count <= routes.OFFERS_AT_ONCE else routes.OFFER_S * count / routes.OFFERS_AT_ONCE
@@ -142,7 +142,7 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
             return _answer(routes.EngineTaken("waiting", wait_s))
         try:  # check first that the engine answers: in the process group, all engines would wait for a silent one
             async with asyncio.timeout(_PROBE_S):
-                await service.probe(url)
+                await service.probe.metrics(url)
         except TimeoutError:
             return refusal(422, _SILENT.format(f"no answer within {_PROBE_S:g} s"), code=_UNREACHABLE, param="url")
         except (ContractError, PipelineError) as error:

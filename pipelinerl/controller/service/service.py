@@ -20,8 +20,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from enum import StrEnum
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 from pydantic import ValidationError
@@ -29,14 +28,14 @@ from pydantic import ValidationError
 from inference_contract.errors import ContractError
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.decisions.engine_speeds import ALIKE
-from pipelinerl.controller.decisions.giving_up import last_word
+from pipelinerl.controller.decisions.giving_up import finish
 from pipelinerl.controller.decisions.report_checks import implausible
-from pipelinerl.controller.decisions.status import EngineWatch, ServerWatch, assignment_of, run_status
+from pipelinerl.controller.decisions.status import assignment_of, run_status
+from pipelinerl.controller.decisions.watch import ALIKE, EngineWatch, ServerWatch
 from pipelinerl.controller.routes import LEASE_S, ActorAssignment, VerifierLease
 from pipelinerl.controller.service.journal import Decision, Journal, Recovered
 from pipelinerl.controller.state.evaluation import samples_of
-from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
+from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     Effect,
@@ -57,6 +56,7 @@ from pipelinerl.controller.state.inputs_and_effects import (
     Ticked,
 )
 from pipelinerl.controller.state.run_state import RunPhase
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import LedgerError, PipelineError, RecordError, RunFailed
 from pipelinerl.messages import (
     DIRECTIVES,
@@ -103,23 +103,6 @@ _LAST_WORDS: Final = {End.COMPLETED: "run_finished", End.SUSPENDED: "run_suspend
 _UNDECIDABLE: Final = (LedgerError, ArithmeticError, LookupError, TypeError, ValueError)
 
 
-class Start(StrEnum):
-    """The source of a controller's initial state: the state given to it, or the journal of a controller that died."""
-
-    AFRESH = "afresh"
-    """The given state: of a new run, or of a run resumed from a checkpoint."""
-    FROM_JOURNAL = "from_journal"
-    """The journal, after the controller died; the given state if the journal is incomplete or of another launch."""
-
-
-class EngineProbe(Protocol):
-    """Interface with which the service polls an engine for its metrics; implemented by `EngineClient`."""
-
-    async def metrics(self, url: str) -> Mapping[str, float]:
-        """Return the engine's metrics. Raises ContractError if it refuses, PipelineError if it is unreachable."""
-        ...
-
-
 class ControllerService:
     """Runs one `Controller` until its run is over."""
 
@@ -129,12 +112,12 @@ class ControllerService:
         *,
         name: str,
         stream: Stream,
-        probe: EngineProbe,
+        probe: EngineClient,
         events: EventLog,
         poll_s: float = 1.0,
         elapsed_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
-        start: Start = Start.AFRESH,
+        from_journal: bool = False,
         samples: SampleLog | None = None,
         restarts: Callable[[], tuple[RestartStatus, ...]] = lambda: (),
         parameter_servers: ServerWatch | None = None,
@@ -142,7 +125,10 @@ class ControllerService:
         """Create the service.
 
         Args:
+            probe: polls engines for their metrics.
             elapsed_s: age of a resumed run, so that its events continue the same timeline.
+            from_journal: begin with the journal of a controller that died, unless it is incomplete or of another
+                launch, instead of with the controller's state: that of a new run, or of a checkpoint.
             samples: log of evaluation answers, for users.
             restarts: returns the launched processes that have died so far, for the status.
             parameter_servers: the servers from which engines pull weights, to be polled; None if there are none.
@@ -156,11 +142,11 @@ class ControllerService:
         self.verifiers = VerifierLeases(clock)
         self._name = name
         self._stream = stream
-        self._probe = probe
+        self.probe = probe
         self._events = events
         self._poll_s = poll_s
         self._clock = clock
-        self._start = start
+        self._from_journal = from_journal
         self._log, self._incidents = EventFollower(events.path), Incidents()
         self._samples = samples
         self._started = clock() - elapsed_s
@@ -174,7 +160,7 @@ class ControllerService:
         self._next_directive = 0
         self._issued: deque[tuple[int, int]] = deque()  # (stream entry, order index) of training orders, oldest first
         self._turn = asyncio.Lock()
-        self._begun = asyncio.Event()
+        self.begun = asyncio.Event()  # set once the state is restored: a restarted controller reads its journal first
         self._over = asyncio.Event()
         self._broken: Exception | None = None
         self.finished = asyncio.Event()
@@ -184,12 +170,12 @@ class ControllerService:
 
         Raises RunFailed if the run cannot continue, PipelineError if a decision cannot be journaled or carried out.
         """
-        recovered = await Journal.recover(self._stream) if self._start is Start.FROM_JOURNAL else None
+        recovered = await Journal.recover(self._stream) if self._from_journal else None
         if recovered is None or recovered.state.launch != self.controller.state.launch:
             await self._begin()
         else:
             await self._continue(recovered)
-        self._begun.set()
+        self.begun.set()
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(self._reports()), group.create_task(self._poll())]
             await self._over.wait()
@@ -206,10 +192,17 @@ class ControllerService:
 
         Raises the errors of `Controller.decide`, and RecordError for a report on which no decision is possible.
         """
-        await self._begun.wait()
+        await self.begun.wait()
         async with self._turn:
             self._journal.refuse_unwritable(given)
-            effects = await self._decided(given)
+            try:
+                effects = self.controller.decide(given)
+            except _UNDECIDABLE as error:
+                recovered = await Journal.recover(self._stream) if isinstance(given, ReportReceived) else None
+                if recovered is None:
+                    raise
+                self._replay(recovered)  # undo the half of the decision that was made
+                raise RecordError(f"it cannot be processed: {type(error).__name__}: {error}") from error
             if not effects and isinstance(given, Ticked):
                 return effects
             try:
@@ -220,15 +213,6 @@ class ControllerService:
                 raise
             return effects
 
-    async def _decided(self, given: AnyInput) -> list[Effect]:
-        """Return the effects of an input. If a report causes an error, restore the state and raise RecordError."""
-        try:
-            return self.controller.decide(given)
-        except _UNDECIDABLE as error:
-            if not isinstance(given, ReportReceived) or not await self._restore_from_journal():
-                raise
-            raise RecordError(f"it cannot be processed: {type(error).__name__}: {error}") from error
-
     async def _put_into_effect(self, given: AnyInput, effects: list[Effect]) -> None:
         number = await self._journal.record(Decision(given, self._next_entry, self._next_directive))
         for effect in effects:
@@ -236,18 +220,10 @@ class ControllerService:
         if self._journal.snapshot_due:
             await self._journal.snapshot(self.controller.state)
 
-    async def probe(self, url: str) -> None:
-        """Raise ContractError or PipelineError unless a working engine answers at `url` in time."""
-        await self._probe.metrics(url)
-
     async def now(self) -> float:
         """Return the time to be used in inputs, in seconds; waits until the clock is restored from the journal."""
-        await self.begun()
+        await self.begun.wait()
         return self._now()
-
-    async def begun(self) -> None:
-        """Wait until the state is restored: a restarted controller must read its journal first."""
-        await self._begun.wait()
 
     def status(self) -> RunStatus:
         """Return the current status of the run."""
@@ -258,6 +234,8 @@ class ControllerService:
             waiting_for = f"room ({self._events.no_room})"
         elif self._stream.outage:
             waiting_for = f"the stream server, which {self._stream.outage}"
+        for event in self._log.new(most_bytes=_LOG_BYTES):  # the log of a resumed run may be long: read a part of it
+            self._incidents.take(event)
         has_launcher = self._clock() - self._launcher_at < _LAUNCHER_S
         fleet = msgspec.structs.replace(status.fleet, has_launcher=has_launcher)
         return msgspec.structs.replace(
@@ -267,23 +245,16 @@ class ControllerService:
             fleet=fleet,
             parameter_servers=self._servers.statuses(),
             alarms=(*self._servers.alarms(), *status.alarms),
-            incidents=self._incidents_so_far(),
-        )
-
-    def _incidents_so_far(self) -> tuple[IncidentStatus, ...]:
-        # The log of a resumed run may be long, so each call reads a bounded part of it.
-        for event in self._log.new(most_bytes=_LOG_BYTES):
-            self._incidents.take(event)
-        ranked = [each for each in self._incidents.ranked() if each.kind != "knobs"][:_MOST_INCIDENTS]
-        return tuple(
-            IncidentStatus(
-                kind=each.kind,
-                what=sentence(each.event),
-                count=each.count,
-                seconds=each.seconds,
-                ongoing=each.since is not None,
-            )
-            for each in ranked
+            incidents=tuple(
+                IncidentStatus(
+                    kind=each.kind,
+                    what=sentence(each.event),
+                    count=each.count,
+                    seconds=each.seconds,
+                    ongoing=each.since is not None,
+                )
+                for each in [each for each in self._incidents.ranked() if each.kind != "knobs"][:_MOST_INCIDENTS]
+            ),
         )
 
     def note_launcher(self) -> None:
@@ -350,8 +321,8 @@ class ControllerService:
         # The dead controller may have finished the run without writing the run's last event.
         if self.controller.state.phase is RunPhase.FINISHED:
             recorded = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
-            finish = last_word(self.controller.state, self.controller.settings)
-            await self._carry_out(finish, number, recorded=recorded)
+            over = finish(self.controller.state, self.controller.settings)
+            await self._carry_out(over, number, recorded=recorded)
             return
         log.warning("the controller has restarted and continues at version %d", self.controller.state.version)
         self._record("controller_returned", {"model_version": self.controller.state.version})
@@ -397,14 +368,6 @@ class ControllerService:
         await self._dead_letters.bury(entry, RecordError(f"a report ({kind}) is rejected: {reason}"))
         self._record("report_refused", {"report": kind, "reason": reason})
 
-    async def _restore_from_journal(self) -> bool:
-        """Restore the state from the journal after a decision raised an error; return False if entries are missing."""
-        recovered = await Journal.recover(self._stream)
-        if recovered is None:
-            return False
-        self._replay(recovered)
-        return True
-
     async def _poll(self) -> None:
         async with asyncio.TaskGroup() as polls:
             slept_at = self._clock()
@@ -412,8 +375,19 @@ class ControllerService:
                 # After a pause of this process, answers that have arrived look late.
                 if self._clock() - slept_at < 2 * self._poll_s:
                     await self._suspect_late_engines()
-                self._poll_all(polls)
-                self._poll_servers(polls)
+                able = []
+                for record in self.controller.state.fleet.records():
+                    if record.lifecycle is EngineLifecycle.EXPELLED:
+                        self.watch.forget(record.url)
+                    elif record.url not in self._being_polled:  # a slow engine must not delay the others
+                        able.append(record)
+                for url in self.watch.to_poll(able, now=self._now(), every_s=self._poll_s):
+                    self._being_polled[url] = self._clock()
+                    polls.create_task(self._poll_engine(url))
+                for url in self._servers.urls:
+                    if url not in self._being_polled:
+                        self._being_polled[url] = self._clock()
+                        polls.create_task(self._poll_server(url))
                 await self.perform(Ticked(now=self._now()))
                 async with self._turn:
                     if not await self._journal.whole():
@@ -422,7 +396,9 @@ class ControllerService:
                 self._record_slow_engines()
                 self._queues.append(self._queued())
                 if self.controller.settings.elastic is not None:
-                    await self.perform(FleetMeasured(now=self._now(), occupancy=self._occupancy()))
+                    loads = [self.watch.load(url).occupancy for url in self.controller.state.fleet.serving()]
+                    occupancy = sum(loads) / len(loads) if loads else 0.0
+                    await self.perform(FleetMeasured(now=self._now(), occupancy=occupancy))
                 slept_at = self._clock()
                 await asyncio.sleep(self._poll_s)
 
@@ -430,8 +406,7 @@ class ControllerService:
         now = self._clock()
         engines = {url: began for url, began in self._being_polled.items() if url not in self._servers.urls}
         for url in [url for url, began in engines.items() if self.watch.is_late(url, now - began)]:
-            self.watch.on_late_poll(url)
-            if self._engine(url).lifecycle is EngineLifecycle.HEALTHY:
+            if self.controller.state.fleet.by_url[url].lifecycle is EngineLifecycle.HEALTHY:
                 await self.perform(HealthCheckMissed(now=self._now(), url=url))
 
     async def _reissue_lost_work(self) -> None:
@@ -443,41 +418,29 @@ class ControllerService:
         await self._put_into_effect(given, self.controller.decide(given))
         await self._journal.snapshot(self.controller.state)
 
-    def _poll_all(self, polls: asyncio.TaskGroup) -> None:
-        """Poll every engine that is not expelled and has no poll in flight: a slow engine must not delay the others."""
-        able = []
-        for record in self.controller.state.fleet.records():
-            if record.lifecycle is EngineLifecycle.EXPELLED:
-                self.watch.forget(record.url)
-            elif record.url not in self._being_polled:
-                able.append(record)
-        for url in self.watch.to_poll(able, now=self._now(), every_s=self._poll_s):
-            self._being_polled[url] = self._clock()
-            polls.create_task(self._poll_engine(url))
-
     async def _poll_engine(self, url: str) -> None:
         began = self._clock()
+        change: EngineInput | None = None
         try:
-            metrics = await self._probe.metrics(url)
-            self.watch.note_answer_s(url, self._clock() - began)
+            metrics = await self.probe.metrics(url)
+            took_s = self._clock() - began
             known = {name: metrics[name] for name in EngineMetrics.model_fields if name in metrics}
-            change = self._answered(self._engine(url), EngineMetrics.model_validate(known))
+            change = self._answered(url, EngineMetrics.model_validate(known), took_s)
         except (ContractError, PipelineError, ValidationError) as error:
-            change = self._missed(self._engine(url), str(error))
+            lifecycle = self.controller.state.fleet.by_url[url].lifecycle  # it may have changed during the poll
+            is_dead = self.watch.on_missed_poll(url)
+            if is_dead and (lifecycle.is_alive or lifecycle is EngineLifecycle.DIRTY):
+                change = EngineTimedOut(now=self._now(), url=url, reason=str(error))
+            elif lifecycle is EngineLifecycle.HEALTHY:
+                change = HealthCheckMissed(now=self._now(), url=url)
         if change is not None:
             await self.perform(change)
         del self._being_polled[url]
 
-    def _poll_servers(self, polls: asyncio.TaskGroup) -> None:
-        for url in self._servers.urls:
-            if url not in self._being_polled:
-                self._being_polled[url] = self._clock()
-                polls.create_task(self._poll_server(url))
-
     async def _poll_server(self, url: str) -> None:
         try:
             async with asyncio.timeout(_SERVER_S):
-                await self._probe.metrics(url)
+                await self.probe.metrics(url)
             events = self._servers.answered(url)
         except TimeoutError:
             events = self._servers.missed(url, f"no answer within {_SERVER_S:g} s")
@@ -489,19 +452,9 @@ class ControllerService:
             log.warning("%s: %s", kind, fields.get("what") or fields.get("url") or fields["domain"])
             self._record(kind, {**fields, "step": version} if kind.startswith("alarm") else fields)
 
-    def _engine(self, url: str) -> EngineRecord:
-        """Return the engine's record as it is now: it may have changed while the poll was in flight."""
-        return self.controller.state.fleet.by_url[url]
-
-    def _missed(self, record: EngineRecord, reason: str) -> EngineInput | None:
-        url, now = record.url, self._now()
-        if self.watch.on_missed_poll(url) and (record.lifecycle.is_alive or record.lifecycle is EngineLifecycle.DIRTY):
-            return EngineTimedOut(now=now, url=url, reason=reason)
-        return HealthCheckMissed(now=now, url=url) if record.lifecycle is EngineLifecycle.HEALTHY else None
-
-    def _answered(self, record: EngineRecord, metrics: EngineMetrics) -> EngineInput | None:
-        url, now = record.url, self._now()
-        if self.watch.answered(url, metrics, now):
+    def _answered(self, url: str, metrics: EngineMetrics, took_s: float) -> EngineInput | None:
+        record, now = self.controller.state.fleet.by_url[url], self._now()
+        if self.watch.answered(url, metrics, now, took_s=took_s):
             return EngineRestarted(now=now, url=url)
         if record.lifecycle in (EngineLifecycle.SUSPECT, EngineLifecycle.DIRTY, EngineLifecycle.DEAD):
             return EngineAnswered(now=now, url=url)
@@ -518,10 +471,6 @@ class ControllerService:
         complete = int(state.trainer.last_step.get("waiting_groups", 0))
         unclaimed = max(0, state.account.in_flight - held - complete - state.knobs.groups_per_step)
         return in_engines + unclaimed * state.knobs.max_group_size
-
-    def _occupancy(self) -> float:
-        loads = [self.watch.load(url).occupancy for url in self.controller.state.fleet.serving()]
-        return sum(loads) / len(loads) if loads else 0.0
 
     def _record_slow_engines(self) -> None:
         """Record an event for each engine that has become slow, or slower or faster than the last event says."""

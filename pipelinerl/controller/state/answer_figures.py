@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -67,15 +67,17 @@ def figures_of(answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], see
     """Compute the metrics of `answers`; `seed` determines the bootstrap intervals."""
     ks = tuple(pass_at)
     judged = [answer for answer in answers if answer.judged]
-    accuracy = estimate([answer.correct / answer.judged for answer in judged], seed=seed)
+    accuracy, low, high = estimate([answer.correct / answer.judged for answer in judged], seed=seed)
     lengths = np.array([length for answer in answers for length in answer.lengths])
     samples = sum(len(answer.right) or answer.judged for answer in answers)
     return AnswerFigures(
         problems=len(judged),
-        accuracy=accuracy.value if judged else None,
-        low=accuracy.low if judged else None,
-        high=accuracy.high if judged else None,
-        pass_at=_at_each({k: _chances(judged, k) for k in ks}, seed=seed),
+        accuracy=accuracy if judged else None,
+        low=low if judged else None,
+        high=high if judged else None,
+        pass_at=_at_each(
+            {k: [pass_at_k(each.judged, each.correct, k) for each in judged if each.judged >= k] for k in ks}, seed=seed
+        ),
         majority_at=_at_each({k: _majorities(judged, k) for k in ks}, seed=rng.key(seed, "majority")),
         length_mean=float(lengths.mean()) if lengths.size else None,
         length_p95=float(np.quantile(lengths, 0.95)) if lengths.size else None,
@@ -117,10 +119,6 @@ def _of_each(
     }
 
 
-def _chances(judged: Sequence[EvaluationDone], k: int) -> list[float]:
-    return [pass_at_k(each.judged, each.correct, k) for each in judged if each.judged >= k]
-
-
 def _majorities(judged: Sequence[EvaluationDone], k: int) -> list[float]:
     """Return maj@k of each problem with verdicts on k samples or more, in domains whose verifier extracts answers."""
     answering = {each.domain for each in judged if any(each.answers)}
@@ -137,23 +135,16 @@ def _majorities(judged: Sequence[EvaluationDone], k: int) -> list[float]:
 
 def _at_each(chances: Mapping[int, Sequence[float]], *, seed: int) -> list[PassAt]:
     estimates = {k: estimate(values, seed=rng.key(seed, k)) for k, values in chances.items() if values}
-    return [PassAt(k=k, **asdict(each)) for k, each in estimates.items()]
+    return [
+        PassAt(k=k, value=value, low=low, high=high, problems=len(chances[k]))
+        for k, (value, low, high) in estimates.items()
+    ]
 
 
 #: Two-sided 95 % quantile of the normal distribution.
 _Z: Final = 1.959964
 #: Number of bootstrap resamples: enough that the ends of an interval differ between seeds by about 1 % of its width.
 _RESAMPLES: Final = 2000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """A mean over `problems` problems and its 95 % interval; without problems, the interval is (0, 1)."""
-
-    value: float
-    low: float
-    high: float
-    problems: int
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -170,12 +161,13 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(samples - correct + 1, samples + 1))
 
 
-def estimate(values: Sequence[float], *, seed: int) -> Estimate:
-    """Return the mean of values in [0, 1], one for each problem, with a 95 % interval.
+def estimate(values: Sequence[float], *, seed: int) -> tuple[float, float, float]:
+    """Return the mean of values in [0, 1], one for each problem, and the ends of its 95 % interval.
 
-    The interval is Wilson's if every value is 0 or 1, otherwise a percentile bootstrap over problems (Efron 1979). If
-    all values are equal, the bootstrap would have zero width, so Wilson's interval is used; it is conservative, since
-    of all values in [0, 1] with a given mean, zeros and ones have the largest variance.
+    Without values, these are 0 and (0, 1). The interval is Wilson's if every value is 0 or 1, otherwise a percentile
+    bootstrap over problems (Efron 1979). If all values are equal, the bootstrap would have zero width, so Wilson's
+    interval is used; it is conservative, since of all values in [0, 1] with a given mean, zeros and ones have the
+    largest variance.
     """
     count = len(values)
     mean = math.fsum(values) / count if count else 0.0
@@ -183,7 +175,7 @@ def estimate(values: Sequence[float], *, seed: int) -> Estimate:
         low, high = wilson_interval(mean * count, count)
     else:
         low, high = bootstrap_interval(values, seed=seed)
-    return Estimate(value=mean, low=low, high=high, problems=count)
+    return mean, low, high
 
 
 def wilson_interval(successes: float, trials: int, z: float = _Z) -> tuple[float, float]:

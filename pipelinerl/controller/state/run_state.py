@@ -6,7 +6,7 @@ A checkpoint keeps the part that is still valid after all processes have ended (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, Self
@@ -143,10 +143,6 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
             recipients=directive.publish_to,
         )
 
-    def reaches(self, url: str, *, joined_at: int) -> bool:
-        """Return True if the publication includes the engine `url`, and was ordered after the engine joined."""
-        return url in self.recipients and joined_at <= self.membership
-
 
 class TrainerRecord(msgspec.Struct, kw_only=True):
     """The controller's record of the current trainer process (epoch): its reports, and the directives sent to it."""
@@ -174,11 +170,6 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     last_publish: Published | None = None
     unsaved: str = ""
     """The reason why a checkpoint is delayed; training waits once the next checkpoint is due."""
-
-    @property
-    def publishes(self) -> bool:
-        """True if a publication is ordered or under way and not yet reported."""
-        return any(not each.reported for each in self.publications)
 
     def note_step(self, version: int) -> None:
         """Record that a step made `version`: publications not reported yet will send these weights or newer ones."""
@@ -362,21 +353,15 @@ class RunState(msgspec.Struct, kw_only=True):
                 return self._drawable(change.changes["domain_weights"])
         return self._drawable(self.first_domain_weights)
 
-    def follow_groups_per_step(self) -> None:
-        """If the number of groups per step has changed, use it in `quotas` from the next new order on.
+    def follow(self, loaded: int) -> None:
+        """Record in `quotas` and `loaded_from` what applies to orders issued from now on: engines have `loaded`.
 
-        It is the size of the blocks of orders within which each domain gets its exact share.
+        Entries of `loaded_from` that concern only ended orders are dropped.
         """
         if not self.quotas or self.quotas[-1].size != self.knobs.groups_per_step:
             since = self.account.cursor if self.quotas else 0
             self.quotas = [quota for quota in self.quotas if quota.since < since]
             self.quotas.append(Quota(since, self.knobs.groups_per_step))
-
-    def follow_loaded(self, loaded: int) -> None:
-        """Record that orders issued from now on are sampled with version `loaded` or newer.
-
-        Entries of `loaded_from` that concern only ended orders are dropped.
-        """
         # The first entry applies from order 0 on: a trainer has just begun, and all orders in flight are issued again.
         if not self.loaded_from or self.loaded_from[-1][1] != loaded:
             since = self.account.cursor if self.loaded_from else 0
@@ -485,22 +470,15 @@ class Discarded(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def over(cls, steps: Sequence[WatchedStep]) -> Self:
         """Return what was discarded over these steps."""
-        trained, stale = (_total(getattr(step, name) for step in steps) for name in ("trained", "stale"))
-        if not trained.tokens:
+        answers, tokens = sum(step.trained.answers for step in steps), sum(step.trained.tokens for step in steps)
+        if not tokens:
             return cls()
         domains = [each for step in steps for each in step.domains.values()]
         size = sum(each.rollouts for each in domains) / max(1.0, sum(each.groups for each in domains))
-        length = (trained.tokens + stale.tokens) / (trained.answers + stale.answers)
-        discarded = stale.tokens + length * size * sum(step.given_up for step in steps)
-        return cls(
-            share=discarded / (discarded + trained.tokens),
-            length_ratio=trained.tokens / trained.answers / length,
-        )
-
-
-def _total(counts: Iterable[Sampled]) -> Sampled:
-    known = list(counts)
-    return Sampled(sum(each.answers for each in known), sum(each.tokens for each in known))
+        stale = sum(step.stale.tokens for step in steps)
+        length = (tokens + stale) / (answers + sum(step.stale.answers for step in steps))
+        discarded = stale + length * size * sum(step.given_up for step in steps)
+        return cls(share=discarded / (discarded + tokens), length_ratio=tokens / answers / length)
 
 
 #: The default limit on the number of orders issued for each order that is expected to be trained, and not filtered.

@@ -9,7 +9,8 @@ import pytest
 from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.decisions.giving_up import waiting_for
-from pipelinerl.controller.decisions.status import EngineWatch, run_status
+from pipelinerl.controller.decisions.status import run_status
+from pipelinerl.controller.decisions.watch import EngineWatch
 from pipelinerl.controller.state.inputs_and_effects import (
     EngineAnswered,
     EngineDrainAsked,

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from inference_contract.errors import ContextExceeded, Persistence
-from pipelinerl.controller.decisions.giving_up import last_word, waiting_for
+from pipelinerl.controller.decisions.giving_up import finish, waiting_for
 from pipelinerl.controller.decisions.step_review import CALM_S, CALM_STEPS
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs_and_effects import (
@@ -339,8 +339,8 @@ def test_run_whose_groups_are_all_correct_raises_an_alarm_and_then_completes():
     made.publish()
     made.tell(TrainerStopped(epoch=1, model_version=0))
     assert made.controller.state.phase in (RunPhase.FINISHING, RunPhase.FINISHED)
-    finish = last_word(made.controller.state, made.controller.settings)
-    assert finish.end is End.COMPLETED and finish.reason.startswith("solved: the last 80 groups")
+    over = finish(made.controller.state, made.controller.settings)
+    assert over.end is End.COMPLETED and over.reason.startswith("solved: the last 80 groups")
 
 
 @pytest.mark.parametrize(
@@ -355,8 +355,8 @@ def test_run_whose_groups_all_have_equal_rewards_fails_with_advice(each, advice)
     made = serving()
     stop = [effect for effect in without_signal(made, each, each) if isinstance(effect, Send)]
     assert stop and stop[0].directive.stop
-    finish = last_word(made.controller.state, made.controller.settings)
-    assert finish.end is End.FAILED and advice in finish.reason
+    over = finish(made.controller.state, made.controller.settings)
+    assert over.end is End.FAILED and advice in over.reason
 
 
 def test_run_continues_while_one_active_domain_has_groups_with_differing_rewards():
@@ -381,7 +381,7 @@ def test_groups_with_equal_rewards_after_the_last_step_do_not_change_the_reason_
     made = serving()
     made.controller.state.version = made.controller.settings.run.steps
     assert kinds(without_signal(made, NoSignalGroups(right=400), NoSignalGroups(right=400))) == []
-    assert last_word(made.controller.state, made.controller.settings).reason == "all 20 steps are done"
+    assert finish(made.controller.state, made.controller.settings).reason == "all 20 steps are done"
 
 
 # --- suspended --------------------------------------------------------------------------------------------------------

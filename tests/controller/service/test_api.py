@@ -9,7 +9,7 @@ from pipelinerl.controller.routes import LAUNCHER, LEASE_S, OFFER_S, OFFERS_AT_O
 from pipelinerl.controller.service import api
 from pipelinerl.controller.service.api import MOST_SERVICES, create_api
 from pipelinerl.controller.service.journal import JOURNAL, Journal
-from pipelinerl.controller.service.service import ControllerService, Start, VerifierLeases
+from pipelinerl.controller.service.service import ControllerService, VerifierLeases
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import DIRECTIVES
@@ -54,7 +54,7 @@ async def test_status_names_a_full_disk_and_an_outage_of_the_stream_server_as_th
     stream = MemoryStream()
     with EventLog(tmp_path / "events.jsonl") as events:
         service = ControllerService(
-            controller(), name="test", stream=stream, probe=Probe(), events=events, start=Start.FROM_JOURNAL
+            controller(), name="test", stream=stream, probe=Probe(), events=events, from_journal=True
         )
         assert service.status().waiting_for.startswith("an engine")
         stream.outage = "does not answer"
@@ -70,7 +70,7 @@ async def test_restarted_controller_answers_requests_only_after_its_state_is_res
     await (await Journal.begin(stream)).snapshot(before.state)
     with EventLog(tmp_path / "events.jsonl") as events:
         service = ControllerService(
-            controller(), name="test", stream=stream, probe=Probe(), events=events, start=Start.FROM_JOURNAL
+            controller(), name="test", stream=stream, probe=Probe(), events=events, from_journal=True
         )
         transport = httpx.ASGITransport(create_api(service, token=None))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:

@@ -14,7 +14,7 @@ import pytest
 
 from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.controller.service.journal import JOURNAL, Decision, Journal
-from pipelinerl.controller.service.service import ControllerService, Start
+from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     EngineAnswered,
@@ -191,21 +191,21 @@ async def live(folder, *, steps, kill_at):
     """Run to the end, and kill the controller at most once; return the outcome and the number of crash points."""
     killer, inner = Killer(kill_at), MemoryStream()
     stream = MortalStream(inner, killer)
-    start = Start.AFRESH
+    from_journal = False
     for _ in range(2):
         killer.born()
         made = controller(steps=steps)
         with MortalLog(folder / "events.jsonl") as log:
             log.killer = killer
             service = ControllerService(
-                made, name="test", stream=stream, probe=Healthy(), events=log, poll_s=3600.0, start=start
+                made, name="test", stream=stream, probe=Healthy(), events=log, poll_s=3600.0, from_journal=from_journal
             )
             try:
                 await _serve(service, inner, reports(steps))
                 break
             except* Killed:
                 # The launcher restarts the controller, even if it was killed before it wrote a journal.
-                start = Start.FROM_JOURNAL
+                from_journal = True
     recorded = [event for event in read_events(folder / "events.jsonl") if event["kind"] not in VARYING]
     events = [{k: v for k, v in event.items() if k not in ("time", "elapsed_s", "decision")} for event in recorded]
     directives = [decode_directive(payload) for payload in stream.history[DIRECTIVES]]
@@ -261,7 +261,7 @@ async def test_restarted_controller_ends_the_run_if_that_was_decided_before_the_
     for _ in range(2):
         with EventLog(tmp_path / "events.jsonl") as log:
             service = ControllerService(
-                controller(steps=1), name="test", stream=stream, probe=Healthy(), events=log, start=Start.FROM_JOURNAL
+                controller(steps=1), name="test", stream=stream, probe=Healthy(), events=log, from_journal=True
             )
             await asyncio.wait_for(service.run(), PATIENCE_S)
     recorded = read_events(tmp_path / "events.jsonl")
@@ -300,15 +300,21 @@ async def test_journal_restores_the_whole_state_of_the_controller():
     assert recovered.state == made.state
 
 
-@pytest.mark.parametrize("start", Start)
-async def test_replaced_controller_stops_before_its_decisions_have_any_effect(tmp_path, start):
+@pytest.mark.parametrize("from_journal", [False, True])
+async def test_replaced_controller_stops_before_its_decisions_have_any_effect(tmp_path, from_journal):
     stream = MemoryStream()
 
     @asynccontextmanager
-    async def serving(name, start):
+    async def serving(name, from_journal):
         with EventLog(tmp_path / f"{name}.jsonl") as log:
             service = ControllerService(
-                controller(), name=name, stream=stream, probe=Healthy(), events=log, poll_s=3600.0, start=start
+                controller(),
+                name=name,
+                stream=stream,
+                probe=Healthy(),
+                events=log,
+                poll_s=3600.0,
+                from_journal=from_journal,
             )
             running = asyncio.create_task(service.run())
             try:
@@ -319,7 +325,7 @@ async def test_replaced_controller_stops_before_its_decisions_have_any_effect(tm
                 await asyncio.gather(running, return_exceptions=True)
 
     change = KnobsPatched(now=0.0, changes={"k": 9}, who="test", time=0.0)
-    async with serving("first", Start.AFRESH) as (first, its_end), serving("second", start) as (second, _):
+    async with serving("first", False) as (first, its_end), serving("second", from_journal) as (second, _):
         for _ in range(2):
             with pytest.raises(FencedError, match="another controller has taken over"):
                 await first.perform(change)
@@ -345,7 +351,7 @@ async def test_journal_of_an_earlier_launch_is_ignored(tmp_path, launch, members
     made.state.launch = launch
     with EventLog(tmp_path / "events.jsonl") as log:
         service = ControllerService(
-            made, name="test", stream=stream, probe=Healthy(), events=log, poll_s=3600.0, start=Start.FROM_JOURNAL
+            made, name="test", stream=stream, probe=Healthy(), events=log, poll_s=3600.0, from_journal=True
         )
         running = asyncio.create_task(service.run())
         await service.perform(Ticked(now=0.0))
@@ -361,7 +367,7 @@ async def test_controllers_clock_continues_from_the_journal(tmp_path, uptime_s, 
     stream = MemoryStream()
 
     @asynccontextmanager
-    async def serving(clock_s, start):
+    async def serving(clock_s, from_journal):
         with EventLog(tmp_path / "events.jsonl") as log:
             service = ControllerService(
                 controller(),
@@ -371,7 +377,7 @@ async def test_controllers_clock_continues_from_the_journal(tmp_path, uptime_s, 
                 events=log,
                 poll_s=3600.0,
                 clock=lambda: clock_s,
-                start=start,
+                from_journal=from_journal,
             )
             running = asyncio.create_task(service.run())
             try:
@@ -381,11 +387,11 @@ async def test_controllers_clock_continues_from_the_journal(tmp_path, uptime_s, 
                 await asyncio.gather(running, return_exceptions=True)
 
     beat = ActorAlive(name="actor-0", groups_in_flight=0, groups_done=0, retries=0)
-    async with serving(10_000.0, Start.AFRESH) as first:
+    async with serving(10_000.0, False) as first:
         await first.perform(ReportReceived(now=await first.now(), report=beat, entry_id="1-0"))
         if snapshot:
             await first._journal.snapshot(first.controller.state)
-    async with serving(uptime_s, Start.FROM_JOURNAL) as second:
+    async with serving(uptime_s, True) as second:
         assert await second.now() == 10_000.0
         assert second.status().actors[0].silent_s == 0.0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.sections import ElasticSection
-from pipelinerl.controller.decisions import status
+from pipelinerl.controller.decisions import watch
 from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered, EngineRemoved, KnobsPatched
@@ -158,7 +158,7 @@ async def running(path, stream=None, samples=None, servers=(), **changes):
             events=events,
             poll_s=0.01,
             samples=samples,
-            parameter_servers=status.ServerWatch(servers),
+            parameter_servers=watch.ServerWatch(servers),
         )
         lives = (path / "events.jsonl").read_text().count("run_started")
         task = asyncio.create_task(service.run())
@@ -350,7 +350,7 @@ async def test_unreachable_machine_does_not_delay_polls_of_other_engines(tmp_pat
 
 
 async def test_engine_that_is_late_to_answer_a_poll_is_suspect_before_the_poll_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(status, "_LATE_S", 0.01)
+    monkeypatch.setattr(watch, "_LATE_S", 0.01)
     async with running(tmp_path) as run:
         await run.start()
         await run.until(lambda: run.controller.state.fleet.serving() == [ENGINE])

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from pipelinerl.config.evaluation import EvaluationSet
-from pipelinerl.controller.decisions.status import EngineWatch, run_status
+from pipelinerl.controller.decisions.status import run_status
+from pipelinerl.controller.decisions.watch import EngineWatch
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan
 from pipelinerl.controller.state.run_state import NOWHERE, Evaluations
 from pipelinerl.errors import RecipeError
@@ -55,17 +56,17 @@ def test_groups_requested_before_a_resume_keep_their_domain_weights_and_new_ones
 
 def test_groups_that_are_requested_again_keep_the_domain_quota_of_their_first_request():
     made = controller(rollouts_per_step=4)
-    made.state.follow_groups_per_step()
+    made.state.follow(0)
     made.state.account.cursor = 5
     made.patch({"rollouts_per_step": 16}, who="ada", time=3.0)
-    made.state.follow_groups_per_step()
+    made.state.follow(0)
     made.patch({"rollouts_per_step": 8}, who="ada", time=3.0)
-    made.state.follow_groups_per_step()
+    made.state.follow(0)
     assert made.state.quotas == [Quota(0, 2), Quota(5, 4)], "of what no order was issued by, nothing is left"
     resumed = gone_on(made, rollouts_per_step=12).state
     resumed.account.cursor = 9
     assert resumed.knobs.rollouts_per_step == 8, "as it was set live"
-    resumed.follow_groups_per_step()
+    resumed.follow(0)
     assert [resumed.quota_of(index) for index in (0, 4, 5, 90)] == [Quota(0, 2)] * 2 + [Quota(5, 4)] * 2
 
 

@@ -1,0 +1,281 @@
+"""The load and speed of each engine, and the parameter servers that answer, computed from polls.
+
+Pure: time and the results of polls are arguments. Nothing here is part of the journal or of checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median_high
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_contract.schemas import EngineMetrics
+from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
+from pipelinerl.observability.status import ParameterServerStatus
+
+#: Weight of a poll relative to the next one: an estimate of speed follows a change within about ten polls.
+_SPEED_FADES: Final = 0.9
+#: Sum of weights from which on an estimate counts.
+_FEW: Final = 3.0
+#: Polls with fewer decode steps say too little.
+_LEAST_STEPS: Final = 5
+#: The power of the rows if the fleet's rows have not varied, and the variance of log(rows) that outweighs this guess.
+_POWER: Final = 0.5
+_VARIANCE: Final = 0.02
+#: Engines whose speeds differ by less than this factor count as equal.
+ALIKE: Final = 1.25
+_MOST: Final = 20.0
+
+
+class EngineSpeeds:
+    """How fast each engine is, by base URL, relative to its fleet, measured from decode steps.
+
+    A poll gives the seconds per decode step and the rows per step since the last poll. A step with more rows takes
+    longer, so the seconds alone would make a busy engine look slow, and tokens per second an idle one. Either would
+    feed back into the work that the engine gets. So the fleet's steps also show by which power of the rows a step
+    grows, from 0 (the weights' memory is read once for any number of rows) to 1 (each row costs the same):
+
+        log(step seconds) = power · log(rows) − log(speed of the engine)
+
+    The seconds are those of the engine's clock, so they include the time in which its process was suspended.
+    """
+
+    def __init__(self) -> None:
+        # By URL, faded sums over polls: of weights, x = log(rows), y = log(seconds of a step), x², and xy.
+        self._sums: dict[str, NDArray[np.float64]] = {}
+
+    def note(self, url: str, *, steps: float, rows: float, busy_s: float) -> None:
+        """Record `steps` decode steps with `rows` rows in total, which kept the engine busy for `busy_s` seconds."""
+        if steps >= _LEAST_STEPS and rows > 0 and busy_s > 0:
+            x, y = math.log(rows / steps), math.log(busy_s / steps)
+            self._sums[url] = _SPEED_FADES * self._sums.get(url, np.zeros(5)) + (1.0, x, y, x * x, x * y)
+
+    def forget(self, url: str) -> None:
+        """Drop the measurements of an engine."""
+        self._sums.pop(url, None)
+
+    def of(self, urls: Iterable[str]) -> dict[str, float]:
+        """Return the speeds of those of `urls` that differ from the fleet's, as a factor: 0.5 is half as fast.
+
+        The fleet's speed is the median, of two engines the faster one. Engines without enough measurements are missing.
+        """
+        known = [url for url in urls if url in self._sums and self._sums[url][0] >= _FEW]
+        if len(known) < 2:
+            return {}
+        weight, *sums = np.array([self._sums[url] for url in known]).T
+        x, y, xx, xy = sums / weight
+        variance, covariance = np.maximum(0.0, xx - x**2).sum(), (xy - x * y).sum()
+        power = min(1.0, max(0.0, (covariance + _POWER * _VARIANCE) / (variance + _VARIANCE)))
+        speeds = power * x - y
+        factors = np.exp(speeds - median_high(speeds)).clip(1 / _MOST, _MOST)
+        return {url: round(float(at), 2) for url, at in zip(known, factors, strict=True) if not 1 / ALIKE < at < ALIKE}
+
+
+#: Maximum number of steady engines (joining or healthy) that are polled per second.
+POLLS_PER_S: Final = 128
+#: An engine is late to answer a poll after this many times its usual time, and at least this many seconds.
+_LATE_TIMES: Final = 3.0
+_LATE_S: Final = 2.0
+#: The usual time is the longest recent one, which fades by this factor with each answer.
+_FADES: Final = 0.95
+_STEADY: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """Load of one engine as of its newest poll; rates cover the time between its two newest polls.
+
+    `occupancy` is the mean share of slots (room for one sequence each) that decode a sequence. It includes time in
+    which the engine has no work, for example because prompt orders, a verifier or the trainer are late. An engine that
+    does not measure its busy seconds counts as always busy. `idle_since` is when the engine was first seen without
+    work; None while it has work.
+    """
+
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    tokens_per_s: float = 0.0
+    occupancy: float = 0.0
+    polled_at: float = 0.0
+    missed_polls: int = 0
+    idle_since: float | None = None
+
+
+class EngineWatch:
+    """The load of each engine by base URL."""
+
+    def __init__(self, *, polls_to_death: int = 5) -> None:
+        self._loads: dict[str, EngineLoad] = {}
+        self._polled_at: dict[str, float] = {}
+        self._answers_s: dict[str, float] = {}
+        self.speeds = EngineSpeeds()
+        self._polls_to_death = polls_to_death
+
+    def load(self, url: str) -> EngineLoad:
+        """Return the load of the engine at `url`; all zeros if the engine is unknown."""
+        return self._loads.get(url, EngineLoad())
+
+    def to_poll(self, records: Sequence[EngineRecord], *, now: float, every_s: float) -> list[str]:
+        """Return the engines to poll now, given that this is called every `every_s` seconds.
+
+        Of the steady engines (joining or healthy), at most `POLLS_PER_S` a second are polled, least recently polled
+        first, so the cost is bounded and even. Engines in other states, such as suspect or draining, are polled every
+        time.
+        """
+        most = math.ceil(POLLS_PER_S * every_s)
+        steady = [each.url for each in records if each.lifecycle in _STEADY]
+        chosen = [each.url for each in records if each.lifecycle not in _STEADY]
+        chosen += sorted(steady, key=lambda url: self._polled_at.get(url, -math.inf))[:most]
+        self._polled_at |= dict.fromkeys(chosen, now)
+        return chosen
+
+    def answered(self, url: str, metrics: EngineMetrics, now: float, *, took_s: float = 0.0) -> bool:
+        """Record an engine's answer to a poll, which took `took_s` seconds.
+
+        Return True if its counters went down, so the engine must have restarted.
+        """
+        self._answers_s[url] = max(took_s, _FADES * self._answers_s.get(url, 0.0))
+        known = self.load(url)
+        previous, seconds = known.metrics, now - known.polled_at
+        restarted = (
+            metrics.generated_tokens_total < previous.generated_tokens_total
+            or metrics.weight_updates_total < previous.weight_updates_total
+        )
+        fresh = restarted or known.polled_at == 0.0 or seconds <= 0
+        rate = 0.0 if fresh else (metrics.generated_tokens_total - previous.generated_tokens_total) / seconds
+        if restarted:
+            self.speeds.forget(url)
+        elif not fresh:
+            self.speeds.note(
+                url,
+                steps=metrics.decode_steps_total - previous.decode_steps_total,
+                rows=metrics.occupied_slot_steps_total - previous.occupied_slot_steps_total,
+                busy_s=metrics.busy_s_total - previous.busy_s_total,
+            )
+        idle = not metrics.running_sequences and not metrics.waiting_sequences
+        self._loads[url] = EngineLoad(
+            metrics=metrics,
+            idle_since=(known.idle_since or now) if idle else None,
+            polled_at=now,
+            tokens_per_s=rate,
+            occupancy=0.0 if fresh else _occupancy(previous, metrics, seconds),
+        )
+        return restarted
+
+    def on_missed_poll(self, url: str) -> bool:
+        """Record a missed poll; return True if the engine has missed several in a row and now counts as dead."""
+        known = self.load(url)
+        missed = known.missed_polls + 1
+        is_dead = missed >= self._polls_to_death
+        if is_dead:
+            metrics = known.metrics.model_copy(update={"running_sequences": 0, "waiting_sequences": 0})
+            known = replace(known, metrics=metrics, tokens_per_s=0.0, occupancy=0.0)
+        self._loads[url] = replace(known, missed_polls=missed)
+        return is_dead
+
+    def is_late(self, url: str, waited_s: float) -> bool:
+        """Return True if a poll's answer is late: after three times the usual time, at least `_LATE_S` seconds.
+
+        Then the engine's rates become zero, since the last ones describe the past.
+        """
+        if waited_s <= max(_LATE_S, _LATE_TIMES * self._answers_s.get(url, 0.0)):
+            return False
+        self._loads[url] = replace(self.load(url), tokens_per_s=0.0, occupancy=0.0)
+        return True
+
+    def forget(self, url: str) -> None:
+        """Drop the data of an engine that is no longer polled."""
+        self._answers_s.pop(url, None)
+        self.speeds.forget(url)
+        self._loads.pop(url, None)
+        self._polled_at.pop(url, None)
+
+
+#: A parameter server is down after this many missed polls in a row; one that has never answered may still be starting.
+_SERVER_MISSES: Final = 2
+_STARTING_MISSES: Final = 30
+
+
+@dataclass(slots=True)
+class _Server:
+    shard: int
+    replica: int
+    state: str = "starting"
+    missed: int = 0
+    error: str = ""
+
+
+class ServerWatch:
+    """The parameter servers that answer polls, and the shards of the weights that no server provides.
+
+    `urls` are ordered by shard: the first `len(urls) / shards` servers are the replicas of shard 0.
+    """
+
+    def __init__(self, urls: Sequence[str] = (), *, shards: int = 1) -> None:
+        replicas = len(urls) // shards
+        self._servers = {url: _Server(at // replicas, at % replicas) for at, url in enumerate(urls)}
+        self._lost_shards: set[int] = set()
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """The servers to poll."""
+        return list(self._servers)
+
+    def answered(self, url: str) -> list[tuple[str, dict[str, Any]]]:
+        """Record an answer of the server; return the events that follow, as kind and fields."""
+        server = self._servers[url]
+        was_down, server.state, server.missed, server.error = server.state == "down", "up", 0, ""
+        return self._changed("parameter_server_back", url) if was_down else []
+
+    def missed(self, url: str, reason: str) -> list[tuple[str, dict[str, Any]]]:
+        """Record a missed poll; return the events that follow, as kind and fields."""
+        server = self._servers[url]
+        server.missed, server.error = server.missed + 1, reason
+        most = _STARTING_MISSES if server.state == "starting" else _SERVER_MISSES
+        if server.state == "down" or server.missed < most:
+            return []
+        server.state = "down"
+        return self._changed("parameter_server_lost", url, reason=reason)
+
+    def statuses(self) -> tuple[ParameterServerStatus, ...]:
+        """Return the servers as the run's status shows them."""
+        return tuple(
+            ParameterServerStatus(
+                url=url, shard=each.shard, replica=each.replica, state=each.state, last_error=each.error
+            )
+            for url, each in self._servers.items()
+        )
+
+    def alarms(self) -> tuple[str, ...]:
+        """Return a sentence for each shard without a server."""
+        return tuple(map(self._sentence, sorted(self._lost_shards)))
+
+    def _changed(self, kind: str, url: str, **fields: str) -> list[tuple[str, dict[str, Any]]]:
+        """Return the event `kind` about a server, and those of the alarms that its change raises or clears."""
+        server = self._servers[url]
+        provided = {each.shard for each in self._servers.values() if each.state != "down"}
+        lost = {each.shard for each in self._servers.values()} - provided
+        raised, self._lost_shards = self._lost_shards, lost
+        events: list[tuple[str, dict[str, Any]]] = []
+        for shard in sorted(lost ^ raised):
+            alarm = {"alarm": "parameter_servers", "domain": f"shard {shard}"}
+            is_lost = shard in lost
+            events.append(("alarm", {**alarm, "what": self._sentence(shard)}) if is_lost else ("alarm_cleared", alarm))
+        return [(kind, {"url": url, "shard": server.shard, "replica": server.replica, **fields}), *events]
+
+    def _sentence(self, shard: int) -> str:
+        urls = ", ".join(url for url, each in self._servers.items() if each.shard == shard)
+        return f"no parameter server of shard {shard} answers ({urls}), so engines get no new weights; restart one"
+
+
+def _occupancy(before: EngineMetrics, after: EngineMetrics, seconds: float) -> float:
+    """Return the share of busy slots (0 to 1) between two polls of an engine that are `seconds` apart."""
+    steps = after.decode_steps_total - before.decode_steps_total
+    if steps <= 0 or not after.slots:
+        return 0.0
+    rows = (after.occupied_slot_steps_total - before.occupied_slot_steps_total) / (steps * after.slots)
+    busy_s = after.busy_s_total - before.busy_s_total
+    return rows * min(1.0, busy_s / seconds) if after.busy_s_total else rows

@@ -102,7 +102,11 @@ def settled(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunCo
     `pipelinerl check` would reject is returned unchanged, because `check` has the better error message.
     """
     try:
-        chosen = _with_precision(with_dtype(config))
+        chosen, trainer = with_dtype(config), config.trainer
+        if trainer.precision == "auto":
+            is_fast = on_accelerator(trainer.device) and trainer.type in registry.TRAINERS.having("casts")
+            is_half = is_fast and model_dtype(config.model.resolved) is WeightDType.BFLOAT16
+            chosen = chosen.changed("trainer", precision=Precision.BF16 if is_half else Precision.FP32)
         for _, prediction in registry.NEEDS.loadable():
             chosen = imported(prediction.settle)(chosen, limits) if prediction.settle else chosen
         return chosen
@@ -123,15 +127,6 @@ def with_dtype(config: RunConfig) -> RunConfig:
     if model_dtype(config.model.resolved) is WeightDType.FLOAT32:
         return config
     return config.changed("engine", dtype=WeightDType.FLOAT32)
-
-
-def _with_precision(config: RunConfig) -> RunConfig:
-    section = config.trainer
-    if section.precision != "auto":
-        return config
-    is_fast = on_accelerator(section.device) and section.type in registry.TRAINERS.having("casts")
-    is_half = is_fast and model_dtype(config.model.resolved) is WeightDType.BFLOAT16
-    return config.changed("trainer", precision=Precision.BF16 if is_half else Precision.FP32)
 
 
 def on_accelerator(device: Device) -> bool:

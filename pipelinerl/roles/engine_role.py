@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from ipaddress import ip_address
@@ -48,7 +49,16 @@ _AGAIN_S = 10.0
 def build_engine(identity: Identity) -> Engine:
     """Make the engine that the recipe names."""
     config = identity.config
-    server = _server_of(identity)  # checked first, since the imports below are slow
+    server = None
+    if config.engine.type in registry.ENGINES.having("drives_server"):  # engine-2 has the third of `engine.servers`
+        servers, number = config.engine.servers, identity.name.rpartition("-")[2]
+        index = int(number) if number.isdecimal() else 0
+        if index >= len(servers):
+            raise RecipeError(
+                f"engine.servers must name a server for {identity.name}, number {index}, got {len(servers)} of them; "
+                "each engine stands for a server of its own"
+            )
+        server = servers[index]
     build = registry.load("engine.type", registry.ENGINES, config.engine.type)
     engine: Engine = build(replace(options_of(config), pull=_puller(identity), server=server))
     if not registry.TRANSPORTS[config.weights.transport].fetch:
@@ -79,21 +89,6 @@ def engine_outside_run(config: RunConfig) -> Engine:
     )
 
 
-def _server_of(identity: Identity) -> str | None:
-    """Return the URL of this engine's external server (engine-2 has the third of `engine.servers`), or None."""
-    if identity.config.engine.type not in registry.ENGINES.having("drives_server"):
-        return None  # the type is this engine's own; `engine.servers` is for the recipe's type
-    servers = identity.config.engine.servers
-    number = identity.name.rpartition("-")[2]
-    index = int(number) if number.isdecimal() else 0
-    if index >= len(servers):
-        raise RecipeError(
-            f"engine.servers must name a server for {identity.name}, number {index}, got {len(servers)} of them; each "
-            "engine stands for a server of its own"
-        )
-    return servers[index]
-
-
 async def run(identity: Identity) -> None:
     """Serve until stopped; raise `EngineUnreachable` if the engine stops, so that the launcher restarts it."""
     with listen(identity.host, identity.port) as listener:
@@ -119,7 +114,14 @@ def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "eng
         AddressError: the controller's host is unknown, or no route leads there.
     """
     host, port = bound[:2]
-    facing = _address_towards(controller_url)
+    try:
+        parts = urlsplit(controller_url)
+        facing = address_towards(parts.hostname or "", parts.port or 80)
+        facing = LOOPBACK if ip_address(facing).is_loopback else facing
+    except ValueError as error:
+        raise UserError(f"the controller's URL must be like http://host:8000, got {controller_url}: {error}") from None
+    except OSError as error:
+        raise AddressError(f"no route to the controller at {controller_url}: {error.strerror or error}") from error
     if ip_address(host).is_unspecified:
         host = facing
     if ip_address(host).is_loopback and not ip_address(facing).is_loopback:
@@ -128,17 +130,6 @@ def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "eng
             f"where other machines cannot reach it; start it with --host {facing}"
         )
     return url_of(host, port)
-
-
-def _address_towards(controller_url: str) -> str:
-    try:
-        parts = urlsplit(controller_url)
-        address = address_towards(parts.hostname or "", parts.port or 80)
-        return LOOPBACK if ip_address(address).is_loopback else address
-    except ValueError as error:
-        raise UserError(f"the controller's URL must be like http://host:8000, got {controller_url}: {error}") from None
-    except OSError as error:
-        raise AddressError(f"no route to the controller at {controller_url}: {error.strerror or error}") from error
 
 
 async def _stopped(engine: Engine) -> None:
@@ -181,13 +172,6 @@ async def _follow(identity: Identity, engine: Engine, url: str) -> None:
         await asyncio.sleep(_AGAIN_S)
 
 
-async def _answers(itself: httpx.AsyncClient) -> bool:
-    try:
-        return (await itself.get(OPEN_PATH)).status_code == httpx.codes.OK
-    except httpx.HTTPError:  # it is loading its model, which `_stopped` logs
-        return False
-
-
 async def _offer(identity: Identity, url: str) -> None:
     incarnation = f"{os.getpid()}-{time.time_ns()}"
     reachable, again_s = True, OFFER_S / 4
@@ -196,8 +180,11 @@ async def _offer(identity: Identity, url: str) -> None:
         async_session(url, timeout_s=5.0) as itself,
     ):
         while True:
+            answers = False
             try:
-                if await _answers(itself):
+                with suppress(httpx.HTTPError):  # while it loads its model, which `_stopped` logs, it does not answer
+                    answers = (await itself.get(OPEN_PATH)).status_code == httpx.codes.OK
+                if answers:
                     again_s = await controller.register_engine(
                         url, incarnation=incarnation, name=identity.name, type=identity.config.engine.type
                     )

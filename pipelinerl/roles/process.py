@@ -67,7 +67,17 @@ class Identity:
 
     async def stream(self) -> Stream:
         """Open the run's streams; raise `AddressError` if the stream server does not answer."""
-        return await open_stream(_with_password(self.redis_url, self.run_dir), namespace=self.config.run.name)
+        # Read the embedded server's password from the file next to its data, so that no command line contains it.
+        url, parts, named = self.redis_url, urlsplit(self.redis_url), read_secret(REDIS_PASSWORD_VARIABLE)
+        password = Path(named) if named else self.run_dir / "redis" / "password"
+        is_ours = named is not None or parts.hostname in ("127.0.0.1", "localhost")
+        if parts.password is None and is_ours and password.is_file():
+            url = parts._replace(netloc=f":{password.read_text()}@{parts.netloc}").geturl()
+        return await open_stream(url, namespace=self.config.run.name)
+
+    def log(self) -> ProcessLog:
+        """Start to log under this role's name."""
+        return configure(run=self.config.run.name, role=self.name)
 
     def sample_log(self, kind: Literal["training", "evaluation"]) -> SampleLog | None:
         """Open the run's log of training or evaluation samples; return None if the recipe keeps no samples."""
@@ -75,10 +85,6 @@ class Identity:
         if section.log == "off":
             return None
         return SampleLog(self.run_dir / FOLDER, kind, max_bytes=section.max_bytes // 2)
-
-    def log(self) -> ProcessLog:
-        """Start to log under this role's name."""
-        return configure(run=self.config.run.name, role=self.name)
 
 
 def identity_of(options: RoleOptions, changes: Sequence[str] = ()) -> Identity:
@@ -157,16 +163,6 @@ async def end(*tasks: asyncio.Task[Any] | None) -> None:
                 await task
 
 
-def _with_password(redis_url: str, run_dir: Path) -> str:
-    # Read the embedded server's password from the file next to its data, so that no command line contains it.
-    parts, named = urlsplit(redis_url), read_secret(REDIS_PASSWORD_VARIABLE)
-    password = Path(named) if named else run_dir / "redis" / "password"
-    is_ours = named is not None or parts.hostname in ("127.0.0.1", "localhost")
-    if parts.password is not None or not is_ours or not password.is_file():
-        return redis_url
-    return parts._replace(netloc=f":{password.read_text()}@{parts.netloc}").geturl()
-
-
 def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], identity: Identity) -> None:
     """Run a role on uvloop; SIGTERM and SIGINT cancel it, and its `finally` clauses clean up.
 
@@ -176,10 +172,13 @@ def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], i
     """
     identity.log()
 
+    def cancel_here(_number: int, _frame: FrameType | None) -> None:
+        raise asyncio.CancelledError
+
     async def guarded() -> None:
         loop = asyncio.get_running_loop()
         for number in _ENDING:
-            signal.signal(number, _cancel_here)
+            signal.signal(number, cancel_here)
         task = asyncio.ensure_future(role(identity))
 
         def handle_signals() -> None:
@@ -213,10 +212,6 @@ def _run_to_its_end(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, N
             if task.done():
                 raise
             log.error("user code in this process raised %s; the process continues", last_line(error), exc_info=error)
-
-
-def _cancel_here(_number: int, _frame: FrameType | None) -> None:
-    raise asyncio.CancelledError
 
 
 def _status_of(error: BaseException) -> int:

@@ -7,8 +7,10 @@ import shutil
 import tomllib
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 import tomli_w
+from pydantic import SecretStr
 
 from pipelinerl.config.recipe import RunConfig, check_layout, load, parse, save, to_table, write_layout
 from pipelinerl.errors import CheckpointError, RecipeError, UserError
@@ -24,6 +26,8 @@ log = logging.getLogger("pipelinerl")
 #: Text by which URLs are recognised; a path does not contain it.
 _SCHEME: Final = "://"
 _RECIPE: Final = "recipe.toml"
+#: Hosts in a stream server's URL that mean this machine; None stands for a Unix socket.
+_LOCAL_HOSTS: Final = (None, "127.0.0.1", "::1", "localhost")
 
 
 def directory_of(where: str) -> Path:
@@ -57,6 +61,33 @@ def claim(config: RunConfig) -> bool:
         return False
     place.write(_RECIPE, tomli_w.dumps(to_table(config)).encode())
     return True
+
+
+def write_recipe(config: RunConfig, run_dir: Path, redis_url: str, *, begins: bool) -> None:
+    """Write the resolved recipe to the run's directory, unless the launcher has written it already.
+
+    If the run `begins` now and its checkpoint location holds another run of this name, `UserError` is raised instead.
+    The recipe includes the address of the stream server, so that the run can be resumed. An address on this machine is
+    left out, because a run that is resumed on another machine has its stream server on that machine.
+    """
+    path = run_dir / _RECIPE
+    if path.exists():
+        return
+    if urlsplit(redis_url).hostname not in _LOCAL_HOSTS:
+        config = config.changed("streams", redis_url=SecretStr(redis_url))
+    url, taken = config.checkpoint.url_of(config.run.name), False
+    try:
+        taken = not claim(config)
+    except (OSError, UserError) as error:
+        # Do not fail: the trainer's process may be the only one that can write to the location.
+        log.warning("%s cannot be resumed from yet, because the recipe cannot be written there: %s", url, error)
+    if taken and begins:
+        raise UserError(
+            f"{url} holds the copies of a run, and {run_dir} is not its directory; choose another "
+            f"run.name, or resume that run: pipelinerl run --resume {url}"
+        )
+    write_layout(run_dir)
+    save(config, path)
 
 
 def _restored(url: str) -> Path:

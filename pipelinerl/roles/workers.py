@@ -74,6 +74,11 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
             ),
             warmup_steps=section.warmup_steps,
         )
+    history = None
+    if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:  # the current weights, and those of the checkpoint
+        layout = policy.weight_layout()
+        history = WeightHistory.restored(checkpoint / "history", layout) if checkpoint else WeightHistory(layout)
+        history.keep(policy, version=version, acceptance=math.inf)
     places = references_of(config, objective)
     frozen = {place: _frozen(config, place) for place in dict.fromkeys(places.values())}
     passes = ForwardPasses(
@@ -82,7 +87,7 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
         reference=frozen[places[None]] if None in places else None,
         teachers={domain: frozen[place] for domain, place in places.items() if domain is not None},
         old_logprobs=config.training.old_logprobs,
-        history=_history(config, policy, checkpoint, version),
+        history=history,
     )
     return Step(
         rules=batch_rules_of(config, width=policy.width),
@@ -130,19 +135,6 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
     )
 
 
-def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None, version: int) -> WeightHistory | None:
-    """Return the weight versions for old log-probs: the current one and, with a checkpoint, earlier ones from it.
-
-    Return None unless the recipe computes old log-probs with the weights that sampled the tokens.
-    """
-    if config.training.old_logprobs is not OldLogprobs.SAMPLING_WEIGHTS:
-        return None
-    layout = policy.weight_layout()
-    history = WeightHistory.restored(checkpoint / "history", layout) if checkpoint else WeightHistory(layout)
-    history.keep(policy, version=version, acceptance=math.inf)
-    return history
-
-
 def _model(config: RunConfig, path: str | None) -> Path:
     return config.model.resolved if path is None else ModelSection(path=path).resolved
 
@@ -156,18 +148,14 @@ def _worker(config: RunConfig, name: str, spec: TrainerSpec) -> Trainer:
         raise ModelError(f"{name}: {error}") from error
     except StateError as error:
         # The checkpoint's files are undamaged, since their digests match, so the recipe does not fit the checkpoint.
-        raise RecipeError(_unfit(name, spec, error)) from error
+        state = spec.restore_from
+        if spec.head is Head.VALUE and state is not None and not state.is_dir():
+            raise RecipeError(
+                f"objective: it needs a {name}, and the checkpoint {state.parent} has none, because the run used none; "
+                f"resume with its objective, or start another run from the model in {state.parent}"
+            ) from error
+        raise RecipeError(
+            f"trainer.type, model.path: the {name}'s state in the checkpoint belongs to others ({error}); resume with "
+            "those of the run, or start another run"
+        ) from error
     return worker
-
-
-def _unfit(name: str, spec: TrainerSpec, error: StateError) -> str:
-    state = spec.restore_from
-    if spec.head is Head.VALUE and state is not None and not state.is_dir():
-        return (
-            f"objective: it needs a {name}, and the checkpoint {state.parent} has none, because the run used none; "
-            f"resume with its objective, or start another run from the model in {state.parent}"
-        )
-    return (
-        f"trainer.type, model.path: the {name}'s state in the checkpoint belongs to others ({error}); resume with "
-        "those of the run, or start another run"
-    )

@@ -7,7 +7,7 @@ import pytest
 from pipelinerl.config.layers import overridden
 from pipelinerl.config.recipe import load, parse, save, to_table
 from pipelinerl.errors import RecipeError
-from pipelinerl.roles.controller_role import settings_of
+from pipelinerl.roles.new_controller import settings_of
 from pipelinerl.roles.problems import held_out_problems, training_problems
 from pipelinerl.roles.wiring import knobs_of
 

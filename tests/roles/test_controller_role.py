@@ -20,7 +20,7 @@ from pipelinerl.messages import REPORTS, ROLLOUTS, ActorAlive, encode
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.observability.events import read_events
 from pipelinerl.roles import controller_role, resumed_run
-from pipelinerl.roles.controller_role import overruled
+from pipelinerl.roles.new_controller import build_controller, overruled
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.wiring import checkpoints_of, knobs_of
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
@@ -122,7 +122,7 @@ async def test_restarted_controller_does_not_overwrite_an_edited_recipe_file(tmp
 def test_recipe_that_is_saved_for_resuming_contains_the_address_of_a_remote_stream_server(tmp_path):
     config = config_in(tmp_path)
     config.run_directory.mkdir()
-    controller_role._write_recipe(identity(config, "redis://:secret@db.lab:6379/0"), begins=True)
+    resumed_run.write_recipe(config, config.run_directory, "redis://:secret@db.lab:6379/0", begins=True)
     address = open_run(config.run_directory).config.streams.redis_url
     assert address is not None and address.get_secret_value() == "redis://:secret@db.lab:6379/0"
 
@@ -130,7 +130,7 @@ def test_recipe_that_is_saved_for_resuming_contains_the_address_of_a_remote_stre
 def test_new_run_starts_even_if_its_checkpoint_location_is_unwritable(tmp_path, caplog):
     config = config_in(tmp_path, "checkpoint.location=nosuchscheme://bucket")
     config.run_directory.mkdir()
-    controller_role._write_recipe(identity(config, "redis://127.0.0.1:6379/0"), begins=True)
+    resumed_run.write_recipe(config, config.run_directory, "redis://127.0.0.1:6379/0", begins=True)
     assert "nosuchscheme://bucket/tiny cannot be resumed from yet" in caplog.text
 
 
@@ -140,11 +140,13 @@ def test_new_run_does_not_replace_checkpoint_copies_of_another_run_with_the_same
     first, second = (identity(config_in(tmp_path / place, location), "redis://") for place in ("here", "there"))
     for each in (first, second):
         each.run_dir.mkdir(parents=True)
-    controller_role._write_recipe(first, begins=True)
+    resumed_run.write_recipe(first.config, first.run_dir, first.redis_url, begins=True)
     with pytest.raises(UserError, match=r"holds the copies of a run, .* is not its directory; choose another"):
-        controller_role._write_recipe(second, begins=True)
+        resumed_run.write_recipe(second.config, second.run_dir, second.redis_url, begins=True)
     assert not (second.run_dir / "recipe.toml").exists(), "it is asked again when it is started again"
-    controller_role._write_recipe(second, begins=False)  # accepted: it continues the same run on another machine
+    resumed_run.write_recipe(
+        second.config, second.run_dir, second.redis_url, begins=False
+    )  # accepted: it continues the same run on another machine
     assert (second.run_dir / "recipe.toml").exists()
 
 
@@ -421,6 +423,6 @@ def test_log_of_a_run_says_how_many_rows_of_its_data_were_dropped(tmp_path, capl
     config = config_in(tmp_path)
     domain = {"name": "d", "source": "files", "parameters": {"path": str(tmp_path / "a.jsonl")}}
     with caplog.at_level(logging.INFO, logger="pipelinerl"):
-        controller_role.build_controller(parse(to_table(config) | {"domains": [domain]}), None)
+        build_controller(parse(to_table(config) | {"domains": [domain]}), None)
     (record,) = (record for record in caplog.records if "rows read" in record.message)
     assert record.message.startswith("domains.d: 60 rows read: ") and "10 dropped as duplicates" in record.message

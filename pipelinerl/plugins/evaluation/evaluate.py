@@ -42,7 +42,7 @@ from pipelinerl.plugins.evaluation.evaluation_loop import (
     run_until_interrupted,
 )
 from pipelinerl.plugins.evaluation.respondents import Target, respondent
-from pipelinerl.roles.controller_role import plan_of, settings_of
+from pipelinerl.roles.new_controller import plan_of, settings_of
 from pipelinerl.roles.problems import held_out_problems
 from pipelinerl.types import PromptOrder
 

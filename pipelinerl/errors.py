@@ -6,9 +6,12 @@ To add an error, subclass the nearest parent. A message says what was expected, 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+#: Half of a surrogate pair: text that holds one is not valid Unicode, so no file or stream can encode it.
+SURROGATE: Final = re.compile("[\ud800-\udfff]")
 #: Names that other libraries give to keys of a recipe.
 HABITS: Final[Mapping[str, str]] = {
     "lr": "optimizer.learning_rate",

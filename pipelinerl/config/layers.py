@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from pipelinerl import registry
-from pipelinerl.errors import HABITS, RecipeError
+from pipelinerl.errors import HABITS, SURROGATE, RecipeError
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.system.files import from_home
 from pipelinerl.system.references import anchored
@@ -154,7 +154,7 @@ def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     Raises `RecipeError` if a few-shot file cannot be read.
     """
-    resolved = _with_references(table, folder)
+    resolved: dict[str, Any] = _referenced("", table, folder)
     elastic = resolved.get("elastic")
     # The keys of `elastic.types` are engine types; a key that refers to user code may contain a path.
     if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):
@@ -166,15 +166,11 @@ def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return resolved
 
 
-def _with_references(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    return {key: _referenced(key, value, folder) for key, value in table.items()}
-
-
 def _referenced(key: str, value: Any, folder: Path) -> Any:
     if key in _OF_A_PART:
         return value
     if isinstance(value, Mapping):
-        return _with_references(value, folder)
+        return {name: _referenced(name, item, folder) for name, item in value.items()}
     if isinstance(value, list):
         return [_referenced(key, item, folder) for item in value]
     return anchored(value, folder) if key in _NAME_A_PART and isinstance(value, str) else value
@@ -195,34 +191,27 @@ def _with_files(domain: Any, folder: Path) -> Any:
             paths = components[name].paths
             made[options] = {key: _absolute(value, folder) if key in paths else value for key, value in given.items()}
     if isinstance(domain.get("command"), list):
-        made["command"] = [_file_of_command(part, folder) for part in domain["command"]]
+        made["command"] = [
+            str(folder / part) if isinstance(part, str) and part and (folder / part).is_file() else part
+            for part in domain["command"]
+        ]
     if isinstance(domain.get("few_shot"), str):
-        made["few_shot"] = _messages(Path(_absolute(domain["few_shot"], folder)), domain.get("name"))
+        path, where = Path(_absolute(domain["few_shot"], folder)), f"domains.{domain.get('name')}.few_shot"
+        try:
+            made["few_shot"] = from_json(path.read_bytes(), allow_inf_nan=False)
+        except OSError as error:
+            raise RecipeError(f"{where}: {path} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise RecipeError(f"{where}: {path} is not JSON: {error}") from None
+        if not isinstance(made["few_shot"], list):
+            raise RecipeError(f"{where}: {path} must hold a list of messages with role and content")
     return made
-
-
-def _file_of_command(part: Any, folder: Path) -> Any:
-    is_file = isinstance(part, str) and part != "" and (folder / part).is_file()
-    return str(folder / part) if is_file else part
 
 
 def _absolute(value: Any, folder: Path) -> Any:
     if isinstance(value, list):
         return [_absolute(item, folder) for item in value]
     return str(folder / from_home(value)) if isinstance(value, str) and value else value
-
-
-def _messages(path: Path, domain: Any) -> Any:
-    where = f"domains.{domain}.few_shot"
-    try:
-        messages = from_json(path.read_bytes(), allow_inf_nan=False)
-    except OSError as error:
-        raise RecipeError(f"{where}: {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise RecipeError(f"{where}: {path} is not JSON: {error}") from None
-    if not isinstance(messages, list):
-        raise RecipeError(f"{where}: {path} must hold a list of messages with role and content")
-    return messages
 
 
 # --- messages about keys that do not fit the schema -------------------------------------------------------------------
@@ -245,7 +234,7 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
     elif isinstance(value, list):
         for place, item in enumerate(value):
             refuse_unwritable(item, f"{path}.{place}")
-    elif isinstance(value, str) and not _is_unicode(value):
+    elif isinstance(value, str) and SURROGATE.search(value):
         raise RecipeError(f"{path}: contains bytes that are not UTF-8, got {value!r}; rename that file or folder")
     elif isinstance(value, int) and abs(value) > _LARGEST:
         raise RecipeError(f"{path}: a whole number must be between -2^63 and 2^63, got {value}")
@@ -256,6 +245,7 @@ def refuse_absent_plugins(table: Mapping[str, Any]) -> None:
 
     Otherwise the keys would be called unknown, and the reader would not learn what to install.
     """
+    loaded: list[tuple[registry.Components[Any], Any]] = [(registry.TRACKERS, table.get("trackers"))]
     for domain in _listed(table.get("domains")):
         where = f"domains.{domain.get('name')}"
         named = {f"{where}.verifier": domain.get("verifier")}
@@ -264,14 +254,11 @@ def refuse_absent_plugins(table: Mapping[str, Any]) -> None:
         for key, name in named.items():
             if isinstance(name, str):
                 registry.known(key, registry.VERIFIERS, name)
-        tools = domain["episode"].get("tools") if isinstance(domain.get("episode"), Mapping) else None
-        _load(registry.TOOLS, tools)
-    _load(registry.TRACKERS, table.get("trackers"))
-
-
-def _load(kind: registry.Components[Any], names: Any) -> None:
-    if isinstance(names, Mapping | list):
-        _ = [kind[name] for name in names if isinstance(name, str) and name in kind]
+        episode = domain.get("episode")
+        loaded.append((registry.TOOLS, episode.get("tools") if isinstance(episode, Mapping) else None))
+    for kind, names in loaded:
+        if isinstance(names, Mapping | list):
+            _ = [kind[name] for name in names if isinstance(name, str) and name in kind]
 
 
 def _listed(value: Any) -> list[Mapping[str, Any]]:
@@ -284,7 +271,8 @@ def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str
     messages: dict[str, list[str]] = {}
     given: dict[str, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
-        steps = [step for step in problem["loc"] if not _is_choice(step)]
+        # Leave out the steps by which pydantic names one type of a union, such as `literal['auto']`.
+        steps = [step for step in problem["loc"] if not (isinstance(step, str) and step.endswith("]") and "[" in step)]
         path = _path(steps, table)
         message = problem["msg"].removeprefix("Value error, ")
         match problem["type"]:
@@ -322,29 +310,21 @@ def _path(steps: list[int | str], table: Any) -> str:
     return ".".join(names)
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _is_choice(step: int | str) -> bool:
-    """Return True if pydantic added this part of a path to name one type of a union, such as `literal['auto']`."""
-    return isinstance(step, str) and step.endswith("]") and "[" in step
-
-
 def _meant(model: type[BaseModel], steps: list[int | str]) -> str:
     *above, key = steps
-    section = _section_at(model, above)
+    section: type[BaseModel] | None = model
+    for step in above:
+        if isinstance(step, str) and section is not None:
+            field = section.model_fields.get(step)
+            section = next(_models(field.annotation), None) if field is not None else None
     known = list(section.model_fields) if section is not None else []
     if key in HABITS:
         return f"did you mean {HABITS[str(key)]}?"
     paths: dict[str, list[str]] = {}
-    for name, each in _sections(model):
-        for field in each.model_fields if each is not section else ():
-            paths.setdefault(field, []).append(f"{name}.{field}")
+    for name, info in model.model_fields.items():
+        for each in _models(info.annotation):
+            for inner in each.model_fields if each is not section else ():
+                paths.setdefault(inner, []).append(f"{name}.{inner}")
     if key in paths:
         return f"did you mean {' or '.join(paths[str(key)])}?"
     if near := difflib.get_close_matches(str(key), known, n=1):
@@ -352,22 +332,6 @@ def _meant(model: type[BaseModel], steps: list[int | str]) -> str:
     if near := difflib.get_close_matches(str(key), paths, n=1, cutoff=0.75):
         return f"did you mean {' or '.join(paths[near[0]])}?"
     return f"known keys are {', '.join(known)}"
-
-
-def _section_at(model: type[BaseModel], steps: list[int | str]) -> type[BaseModel] | None:
-    for step in steps:
-        if isinstance(step, str):
-            found = model.model_fields.get(step)
-            below = next(_models(found.annotation), None) if found is not None else None
-            if below is None:
-                return None
-            model = below
-    return model
-
-
-def _sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    for name, field in model.model_fields.items():
-        yield from ((name, below) for below in _models(field.annotation))
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -37,6 +37,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from inference_contract.weights import can_be_looked_up
 from pipelinerl.controller.state.knobs import KnobChange
+from pipelinerl.errors import SURROGATE
 
 STATUS: Final = "/status"
 METRICS: Final = "/metrics"
@@ -78,17 +79,9 @@ def _plain_json(changes: dict[str, Any]) -> dict[str, Any]:
         for inner, number in each.items():
             if isinstance(number, float) and not math.isfinite(number):
                 raise ValueError(f"{short(name)} must be a finite number (no bound on k is the text inf), got {number}")
-            if not all(_is_unicode(text) for text in (name, inner, number) if isinstance(text, str)):
+            if any(SURROGATE.search(text) for text in (name, inner, number) if isinstance(text, str)):
                 raise ValueError(f"{short(name)} and its value must be Unicode text, got half of a surrogate pair")
     return changes
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 #: New values by knob name, as a request body.

@@ -14,11 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
-from pipelinerl.config.evaluation import EvaluationSet
-from pipelinerl.config.sections import RunSection
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.giving_up import waiting_for
-from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
@@ -26,41 +23,32 @@ from pipelinerl.controller.state.inputs_and_effects import (
     EngineAnswered,
     EngineDrainAsked,
     EngineIdle,
-    EngineRegistered,
     EngineRestarted,
     EngineTimedOut,
     Finish,
     HealthCheckMissed,
     IssuePrompts,
     KnobsPatched,
-    ReportReceived,
     Send,
     StreamsLost,
     Ticked,
 )
-from pipelinerl.controller.state.run_state import ControllerSettings, RunState
 from pipelinerl.enums import NoSignal, Pin, StalenessScope
 from pipelinerl.messages import (
-    ActorAlive,
     CanaryChecked,
     ConsumedReport,
     Directive,
-    EvaluationDone,
-    GroupFailed,
     GroupOutdated,
     OrdersEnded,
-    Published,
     Question,
     Report,
     Starving,
-    StepDone,
-    TrainerReady,
 )
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.types import PromptOrder, Purpose, Rollout, RolloutGroup, Sampling
-from tests.controller.world import drawn_problem, held_out_problem, knobs
+from pipelinerl.types import PromptOrder, Purpose, Rollout, RolloutGroup
+from tests.controller.world import alive, answered, controller, failed, joins, published, ready, received, step_done
 from tests.fakes.rollouts import rollout
 
 URLS: Final = ("http://engine-0", "http://engine-1", "http://engine-2")
@@ -73,25 +61,21 @@ ROOM: Final = 16
 
 def unfair_controller(rng: random.Random) -> Controller:
     """Return a controller with random evaluation and staleness settings; no test reaches its step or time limits."""
-    plan = EvaluationPlan(
-        sets=(EvaluationSet(problems=2, max_tokens=8, samples=1),) if rng.random() < 0.5 else (),
+    return controller(
+        evaluation_problems=2 if rng.random() < 0.5 else 0,
         pin=rng.choice(list(Pin)),
         hold_s=2 * TICK_S,
         grace_s=4 * TICK_S,
-    )
-    start = knobs(k=8.0, evaluation_interval_steps=3, max_groups=ROOM)
-    settings = ControllerSettings(
-        run=RunSection(steps=10**6, engine_timeout_s=1e9),
-        max_groups=ROOM,
-        sampling=Sampling(num_samples=2),
-        evaluation=plan,
+        steps=10**6,
+        engine_timeout_s=1e9,
         checkpoint_interval_steps=5,
-        engines_expected=1,
         oversample=rng.choice([1.0, None]),
         scope=rng.choice(list(StalenessScope)),
+        room=ROOM,
+        max_groups=ROOM,
+        k=8.0,
+        evaluation_interval_steps=3,
     )
-    state = RunState(knobs=start, first_domain_weights=start.domain_weights)
-    return Controller(settings, state, training_problem=drawn_problem, held_out_problem=held_out_problem)
 
 
 @dataclass
@@ -226,7 +210,7 @@ class UnfairWorld:
     def offer(self, url: str) -> None:
         self.lives_begun += 1
         self.lives[url], self.served[url] = self.lives_begun, -1
-        self.give(EngineRegistered(now=self.now, url=url, incarnation=str(self.lives_begun)))
+        self.give(joins(url, str(self.lives_begun), now=self.now))
 
     def new_engine(self) -> None:
         self.offer(self.rng.choice(URLS))
@@ -272,8 +256,7 @@ class UnfairWorld:
         )
         self.read = 0
         self.directive = self.publication = self.proofs = None
-        life = f"ready-{self.rng.random()}"
-        self._ask(TrainerReady(report_id=life, incarnation=life, model_version=self.version, consumed=self._consumed()))
+        self._ask(ready(f"{self.rng.random()}", version=self.version, consumed=self._consumed()))
 
     def lose_trainer(self) -> None:
         if self.rng.random() < 0.3:
@@ -314,27 +297,18 @@ class UnfairWorld:
             return
         directive, self.publication = self.publication, None
         fails, skips = (0.0, 0.0) if fair else self.rng.choice([(0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.0, 1.0)])
-        pauses: dict[str, float] = {}
-        failed: dict[str, str] = {}
+        pauses: list[str] = []
+        lost: dict[str, str] = {}
         for url in directive.publish_to:
             if not self.lives.get(url) or self.rng.random() < fails:
-                failed[url] = "test"
+                lost[url] = "test"
             elif not self.rng.random() < skips:
-                pauses[url], self.served[url], self.epoch_served[url] = 0.0, self.version, self.epoch
+                self.served[url], self.epoch_served[url] = self.version, self.epoch
+                pauses.append(url)
         to_verify = [url for url in directive.to_verify if url in pauses]
         self.proofs = msgspec.structs.replace(directive, to_verify=to_verify) if to_verify else None
-        self.tell(
-            Published(
-                epoch=self.epoch,
-                model_version=self.version,
-                membership=directive.membership,
-                pauses_s=pauses,
-                failed=failed,
-                send_s=0.0,
-                total_s=0.0,
-                directive=directive.answers,
-            )
-        )
+        about = {"epoch": self.epoch, "membership": directive.membership, "directive": directive.answers}
+        self.tell(published(pauses, version=self.version, failed=lost, **about))
 
     def prove(self, *, fair: bool = False) -> None:
         """Let engines pass the canary check of a publication, or fail to answer it."""
@@ -373,15 +347,8 @@ class UnfairWorld:
         self._end_publication()
         self.version += 1
         self.trained[self.version] = [group.index for group in groups]
-        self._ask(
-            StepDone(
-                report_id=f"e{self.epoch}-step-{self.version}",
-                epoch=self.epoch,
-                model_version=self.version,
-                consumed=self._consumed(),
-                stats={"waiting_groups": len(self.batcher.waiting)},
-            )
-        )
+        stats = {"waiting_groups": len(self.batcher.waiting)}
+        self._ask(step_done(self.version, self._consumed(), epoch=self.epoch, stats=stats))
 
     def starve(self) -> None:
         """Let the waiting trainer report the groups that it holds."""
@@ -412,7 +379,7 @@ class UnfairWorld:
             return False
         self.orders.pop(0)
         if not able:
-            self.tell(GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="gone"))
+            self.tell(failed(order, "gone"))
             return True
         url = self.rng.choice(able)
         self.sampling.append((order, url, self.epoch_served[url], self.served[url]))
@@ -426,35 +393,12 @@ class UnfairWorld:
         order, url, epoch, began = self.sampling.pop(self.rng.randrange(len(self.sampling)))
         newest = max(began, self.served[url])
         if order.purpose is Purpose.EVALUATION:
-            self.tell(
-                EvaluationDone(
-                    order_id=order.order_id,
-                    index=order.index,
-                    correct=1,
-                    judged=1,
-                    oldest_version=began,
-                    newest_version=newest,
-                    num_tokens=1,
-                    epoch=epoch,
-                )
-            )
+            self.tell(answered(order.order_id, order.index, versions=(began, newest), epoch=epoch))
         elif not fair and self.rng.random() < 0.05:
-            self.tell(
-                GroupFailed(
-                    order_id=order.order_id,
-                    index=order.index,
-                    purpose=order.purpose,
-                    reason="test",
-                    issued_at=order.issued_at,
-                )
-            )
+            self.tell(failed(order, issued_at=order.issued_at))
         elif gives_up and self.controller.state.version + 1 - began > self.controller.state.knobs.k:
-            current = self.controller.state.version
-            self.tell(
-                GroupOutdated(
-                    order_id=order.order_id, index=order.index, oldest=began, current=current, issued_at=order.issued_at
-                )
-            )
+            about = {"order_id": order.order_id, "index": order.index, "issued_at": order.issued_at}
+            self.tell(GroupOutdated(oldest=began, current=self.controller.state.version, **about))
         else:
             signal = fair or self.rng.random() < 0.8
             rollouts = (
@@ -489,11 +433,11 @@ class UnfairWorld:
 
     def tick(self) -> None:
         self.now += TICK_S
-        self.tell(ActorAlive(name="actor-0", groups_in_flight=len(self.sampling), groups_done=0, retries=0))
+        self.tell(alive(groups=len(self.sampling)))
         self.give(Ticked(now=self.now))
 
     def tell(self, report: Report) -> None:
-        self.give(ReportReceived(now=self.now, report=report, entry_id="1-0"))
+        self.give(received(report, self.now))
 
     def give(self, given: AnyInput) -> None:
         """Send an input to the controller, and carry out its effects."""
@@ -521,15 +465,10 @@ def made_rollout(reward: float, version: int, epoch: int) -> Rollout:
     return rollout(reward=reward, version=version, epoch=epoch)
 
 
-def unfair_world(seed: int) -> UnfairWorld:
-    """Return the simulated run of a seed, with its trainer and first engine started."""
-    rng = random.Random(seed)
-    return UnfairWorld(rng, unfair_controller(rng))
-
-
 def played(seed: int, *, events: int = 30, steps: int = 2, rounds: int = 20) -> tuple[UnfairWorld, str]:
     """Make up to `events` random events, and recover; return the world, and what `recover` returned."""
-    world = unfair_world(seed)
+    rng = random.Random(seed)
+    world = UnfairWorld(rng, unfair_controller(rng))
     world.recover(steps=world.rng.randrange(2), rounds=rounds)
     for _ in range(world.rng.randrange(events)):
         world.suffer()

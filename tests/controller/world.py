@@ -6,13 +6,14 @@ An engine is represented by the version that it serves, and the actors by a list
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.config.sections import RunSection
 from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
@@ -20,6 +21,7 @@ from pipelinerl.controller.state.inputs_and_effects import (
     EngineRegistered,
     Finish,
     IssuePrompts,
+    Record,
     ReportReceived,
     Send,
 )
@@ -27,6 +29,7 @@ from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import ControllerSettings, RunState
 from pipelinerl.enums import NoSignal, Overdue, Pin
 from pipelinerl.messages import (
+    ActorAlive,
     CanaryChecked,
     ConsumedReport,
     Directive,
@@ -44,28 +47,19 @@ from pipelinerl.messages import (
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget, awaited
-from pipelinerl.types import DomainSampling, Message, Problem, PromptOrder, Purpose, Quota, RolloutGroup, Sampling
+from pipelinerl.types import DomainSampling, Message, Problem, PromptOrder, Purpose, RolloutGroup, Sampling
 from tests.fakes.rollouts import group
 
-ENGINE = "http://engine-0"
+ENGINE, OTHER = "http://engine-0", "http://engine-1"
 
 
-def problem(index: int) -> Problem:
-    return Problem(problem_id=str(index), domain="test", messages=(Message("user", f"{index}"),), ground_truth="")
+def problem(index, domain="test"):
+    return Problem(problem_id=str(index), domain=domain, messages=(Message("user", f"{index}"),), ground_truth="")
 
 
-def held_out_problem(name: str, index: int) -> Problem:
-    return replace(problem(index), domain=name)
-
-
-def of_two_sizes(index: int, weights: Mapping[str, float], quota: Quota, ahead: int = 0) -> Problem:
-    """Return a problem of domain `a`, which has large groups, or of domain `b`; the two alternate irregularly."""
-    return replace(problem(index), domain="a" if index * 7 % 5 < 2 else "b")
-
-
-def drawn_problem(index: int, weights: Mapping[str, float], quota: Quota, ahead: int = 0) -> Problem:
+def drawn_problem(index, weights, quota, ahead=0):
     drawn = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
-    return replace(problem(index), domain=f"{drawn} in {quota.size} from {quota.since}")
+    return problem(index, f"{drawn} in {quota.size} from {quota.since}")
 
 
 def knobs(**changes: Any) -> Knobs:
@@ -87,38 +81,98 @@ def knobs(**changes: Any) -> Knobs:
 
 def controller(
     *,
-    steps: int = 20,
     evaluation_problems: int = 3,
-    pin: Pin = Pin.NONE,
     samples: int = 1,
-    oversample: float | None = 1.0,
-    overdue: Overdue = Overdue.DROP,
     large: int = 0,
     other_sets: tuple[EvaluationSet, ...] = (),
-    until_accuracy: float | None = None,
     room: int = 50,
     **changes: Any,
 ) -> Controller:
-    """Return a controller that expects one engine; `large`, unless it is 0, is the group size of domain `a`."""
+    """Return a controller that expects one engine, with changes of run, evaluation plan, settings and knobs.
+
+    `large`, unless it is 0, is the group size of domain `a`; then the domains `a` and `b` alternate irregularly.
+    """
+
+    def own(names):
+        return {name: changes.pop(name) for name in names if name in changes}
+
     if large:
         changes["group_sizes"] = {"a": large, "b": 2}
     first_set = EvaluationSet(problems=evaluation_problems, max_tokens=8, samples=samples)
-    plan = EvaluationPlan(sets=(first_set, *other_sets) if evaluation_problems else (), pin=pin)
-    settings = ControllerSettings(
-        run=RunSection(steps=steps, until_accuracy=until_accuracy, engine_timeout_s=300.0),
-        max_groups=room,
-        sampling=Sampling(num_samples=2),
-        by_domain={"a": DomainSampling(group_size=large)} if large else {},
-        evaluation=plan,
-        checkpoint_interval_steps=10,
-        engines_expected=1,
-        oversample=oversample,
-        overdue=overdue,
-    )
+    plan = {"sets": (first_set, *other_sets) if evaluation_problems else (), "pin": Pin.NONE}
+    of_plan = own(each.name for each in fields(EvaluationPlan))
+    settings = {
+        "run": RunSection(**{"steps": 20, "engine_timeout_s": 300.0} | own(RunSection.model_fields)),
+        "max_groups": room,
+        "sampling": Sampling(num_samples=2),
+        "by_domain": {"a": DomainSampling(group_size=large)} if large else {},
+        "evaluation": EvaluationPlan(**plan | of_plan),
+        "checkpoint_interval_steps": 10,
+        "engines_expected": 1,
+    }
+    of_settings = own(each.name for each in fields(ControllerSettings) if each.name != "max_groups")
     start = knobs(**changes)
-    state = RunState(knobs=start, first_domain_weights=start.domain_weights)
-    drawn = of_two_sizes if large else drawn_problem
-    return Controller(settings, state, training_problem=drawn, held_out_problem=held_out_problem)
+    return Controller(
+        ControllerSettings(**settings | of_settings),
+        RunState(knobs=start, first_domain_weights=start.domain_weights),
+        training_problem=(lambda i, *_: problem(i, "a" if i * 7 % 5 < 2 else "b")) if large else drawn_problem,
+        held_out_problem=lambda name, index: problem(index, name),
+    )
+
+
+# --- inputs and reports -----------------------------------------------------------------------------------------------
+
+
+def received(report: Report, now: float = 0.0) -> ReportReceived:
+    return ReportReceived(now=now, report=report, entry_id="1-0")
+
+
+def joins(url: str, incarnation: str = "1", *, now: float = 0.0, name: str = "", type: str = "torch"):
+    return EngineRegistered(now=now, url=url, incarnation=incarnation, name=name, type=type)
+
+
+def ready(life: str, *, version: int = 0, consumed: ConsumedReport | None = None) -> TrainerReady:
+    consumed = consumed or ConsumedReport()
+    return TrainerReady(report_id=f"ready-{life}", incarnation=life, model_version=version, consumed=consumed)
+
+
+def step_done(version: int, consumed: ConsumedReport, *, epoch: int = 1, **fields: Any) -> StepDone:
+    given = {"report_id": f"e{epoch}-step-{version}", "stats": {}} | fields
+    return StepDone(epoch=epoch, model_version=version, consumed=consumed, **given)
+
+
+def published(urls, *, version: int, membership: int, epoch: int = 1, failed=None, **fields: Any) -> Published:
+    given = {"pauses_s": dict.fromkeys(urls, 0.1), "failed": failed or {}, "send_s": 0.1, "total_s": 0.2} | fields
+    return Published(epoch=epoch, model_version=version, membership=membership, **given)
+
+
+def alive(name: str = "actor-0", *, groups: int = 0, **fields: Any) -> ActorAlive:
+    return ActorAlive(name=name, groups_in_flight=groups, **{"groups_done": 0, "retries": 0} | fields)
+
+
+def answered(order_id: str, index: int, *, correct: int = 1, judged: int = 1, versions=(0, 0), **fields: Any):
+    oldest, newest = versions
+    given = {"num_tokens": 1, "oldest_version": oldest, "newest_version": newest} | fields
+    return EvaluationDone(order_id=order_id, index=index, correct=correct, judged=judged, **given)
+
+
+def failed(order: PromptOrder, reason: str = "test", **fields: Any) -> GroupFailed:
+    return GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason=reason, **fields)
+
+
+# --- effects ----------------------------------------------------------------------------------------------------------
+
+
+def directives(effects: Sequence[Effect]) -> list[Directive]:
+    return [effect.directive for effect in effects if isinstance(effect, Send)]
+
+
+def records(effects: Sequence[Effect], kind: str = "") -> list[Record]:
+    return [effect for effect in effects if isinstance(effect, Record) and kind in ("", effect.kind)]
+
+
+def kinds(effects: Sequence[Effect]) -> list[str]:
+    return [record.kind for record in records(effects)]
 
 
 @dataclass
@@ -126,7 +180,7 @@ class World:
     """The simulated engine, trainer and actors around the controller, and a record of what happened."""
 
     controller: Controller
-    rng: random.Random
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
     batcher: Batcher = field(
         default_factory=lambda: Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER)
     )
@@ -153,13 +207,17 @@ class World:
     """The number of times that a full step waited for overdue groups."""
 
     @property
+    def state(self) -> RunState:
+        return self.controller.state
+
+    @property
     def issued(self) -> list[int]:
         """The indices of the training orders, in the order in which they were issued."""
         return [order.index for order in self.orders_issued]
 
-    def tell(self, report: Report) -> None:
-        self.give(ReportReceived(now=0.0, report=report, entry_id="1-0"))
-        self.controller.state.account.check()
+    def tell(self, report: Report, now: float = 0.0) -> None:
+        self.give(received(report, now))
+        self.state.account.check()
 
     def give(self, given: AnyInput) -> None:
         """Send an input to the controller, and carry out its effects."""
@@ -176,11 +234,19 @@ class World:
                 case Finish(reason):
                     self.finished = reason
 
-    def begin(self) -> None:
+    def begin(self, *, serves: bool = False) -> World:
+        """Let the engines join and the trainer become ready; if it `serves`, it also publishes version 0."""
         for url in self.engines:
             self.give(EngineRegistered(now=0.0, url=url))
-        self.awaiting = "ready-1"
-        self.tell(TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=self.consumed()))
+        self.ready("1")
+        if serves:
+            self.publish()
+        return self
+
+    def ready(self, life: str, version: int = 0) -> None:
+        """Let a trainer's process become ready."""
+        self.awaiting = f"ready-{life}"
+        self.tell(ready(life, version=version, consumed=self.consumed()))
 
     def consumed(self) -> ConsumedReport:
         ledger = self.batcher.ledger
@@ -191,11 +257,24 @@ class World:
         """Make one random event."""
         self.rng.choice([self.sample, self.sample, self.answer, self.answer, self.publish, self.train])()
 
+    def play(self, happened=None, *, events: int = 60_000, between=None) -> World:
+        """Make random events until `happened`, or until the run is finished; call `between` after each event."""
+        for _ in range(events):
+            if self.finished is not None if happened is None else happened():
+                return self
+            self.act()
+            if between is not None:
+                between()
+        raise AssertionError(waiting_for(self.state, now=0.0))
+
+    def until_version(self, version: int) -> World:
+        return self.play(lambda: self.version >= version)
+
     def sample(self) -> None:
         """Let an actor begin an order, on the engine that the order names, or else on any engine that serves."""
         if self.orders and len(self.sampling) < 6:
             order = self.orders.pop(0)
-            url = order.engine or self.rng.choice(self.controller.state.fleet.serving() or [ENGINE])
+            url = order.engine or self.rng.choice(self.state.fleet.serving() or [ENGINE])
             self.where[order.order_id] = url
             self.sampling.append((order, self.loaded.get(url, 0)))
 
@@ -205,20 +284,10 @@ class World:
             return
         order, began = self.sampling.pop(self.rng.randrange(len(self.sampling)))
         if order.purpose is Purpose.EVALUATION:
-            self.tell(
-                EvaluationDone(
-                    order_id=order.order_id,
-                    index=order.index,
-                    correct=1,
-                    judged=1,
-                    oldest_version=began,
-                    newest_version=self.loaded.get(self.where[order.order_id], 0),
-                    num_tokens=1,
-                    epoch=self.controller.state.epoch,
-                )
-            )
+            versions = began, self.loaded.get(self.where[order.order_id], 0)
+            self.tell(answered(order.order_id, order.index, versions=versions, epoch=self.state.epoch))
         elif self.rng.random() < 0.1:
-            self.tell(GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="test"))
+            self.tell(failed(order))
         elif self.rng.random() < 0.1:
             self.tell(GroupOutdated(order_id=order.order_id, index=order.index, oldest=began, current=self.version))
         else:
@@ -231,30 +300,11 @@ class World:
         if self.publications:
             self.served, directive = self.publications.pop(0)
             self.loaded |= dict.fromkeys(directive.publish_to, self.served)
-            self.tell(
-                Published(
-                    epoch=directive.epoch,
-                    model_version=self.served,
-                    membership=directive.membership,
-                    pauses_s=dict.fromkeys(directive.publish_to, 0.001),
-                    failed={},
-                    send_s=0.0,
-                    total_s=0.0,
-                    directive=directive.answers,
-                )
-            )
+            about = {"epoch": directive.epoch, "membership": directive.membership}
+            self.tell(published(directive.publish_to, version=self.served, directive=directive.answers, **about))
             if directive.to_verify:
-                self.check(directive)
-
-    def check(self, directive: Directive) -> None:
-        self.tell(
-            CanaryChecked(
-                epoch=directive.epoch,
-                model_version=self.served,
-                membership=directive.membership,
-                worst=dict.fromkeys(directive.to_verify, 1e-6),
-            )
-        )
+                worst = dict.fromkeys(directive.to_verify, 1e-6)
+                self.tell(CanaryChecked(model_version=self.served, worst=worst, **about))
 
     def train(self) -> None:
         """Let the trainer take a step if it has enough groups; otherwise let it report the orders that have ended."""
@@ -268,9 +318,9 @@ class World:
             return
         k = self.directive.knobs.k
         budget = StepBudget(rollouts=self.directive.knobs.rollouts_per_step)
-        groups = self.batcher.take(
-            budget, producing=self.version + 1, bounds=StalenessBounds(1, k), must_wait=self._must_wait()
-        )
+        must_wait = None if self.controller.settings.overdue is Overdue.DROP else self._must_wait
+        bounds = StalenessBounds(1, k)
+        groups = self.batcher.take(budget, producing=self.version + 1, bounds=bounds, must_wait=must_wait)
         if groups is None:
             self.tell(OrdersEnded(epoch=self.directive.epoch, model_version=self.version, consumed=self.consumed()))
             return
@@ -283,41 +333,21 @@ class World:
         self.version += 1
         self.trained.append((self.version, groups, k))
         self.awaiting = f"e1-step-{self.version}"
-        self.tell(
-            StepDone(report_id=self.awaiting, epoch=1, model_version=self.version, consumed=self.consumed(), stats={})
-        )
+        self.tell(step_done(self.version, self.consumed()))
 
-    def _must_wait(self) -> Callable[[Sequence[int]], bool] | None:
+    def _must_wait(self, chosen: Sequence[int]) -> bool:
         """Decide as the training loop does, but without its deadline: a step that never fills waits forever."""
-        if self.controller.settings.overdue is Overdue.DROP:
-            return None
         assert self.directive is not None
-        step, batcher, directive = self.version + 1, self.batcher, self.directive
-
-        def must_wait(chosen: Sequence[int]) -> bool:
-            late = awaited(
-                step=step, chosen=chosen, waiting=batcher.waiting, ledger=batcher.ledger, directive=directive
-            )
-            self.waits += bool(late)
-            return bool(late)
-
-        return must_wait
+        about = {"waiting": self.batcher.waiting, "ledger": self.batcher.ledger, "directive": self.directive}
+        late = awaited(step=self.version + 1, chosen=chosen, **about)
+        self.waits += bool(late)
+        return bool(late)
 
     def _skip(self, groups: list[RolloutGroup]) -> None:
         self.batcher.skipped(groups)
         self.skipped += 1
         self.awaiting = f"e1-skip-{self.version}-{self.batcher.ledger.counts[GroupOutcome.FILTERED]}"
-        self.tell(
-            StepSkipped(
-                report_id=self.awaiting,
-                epoch=1,
-                model_version=self.version,
-                consumed=self.consumed(),
-                what="rewards",
-                groups=[group.index for group in groups],
-                in_a_row=self.skipped,
-            )
-        )
+        self.tell(skipped(self.awaiting, self, [group.index for group in groups], self.skipped))
 
     def _obey(self, directive: Directive) -> None:
         self.directive = directive
@@ -327,3 +357,19 @@ class World:
         self.batcher.end(directive.stale, GroupOutcome.STALE)
         if directive.publish_to:
             self.publications.append((self.version, directive))
+
+
+def skipped(report_id: str, run: World, groups: list[int], in_a_row: int) -> StepSkipped:
+    about = {"epoch": 1, "model_version": run.version, "consumed": run.consumed(), "what": "rewards"}
+    return StepSkipped(report_id=report_id, groups=groups, in_a_row=in_a_row, **about)
+
+
+def assert_sound(run: World) -> None:
+    """Check that no group was too old or trained twice, and that every order has one outcome."""
+    for version, groups, k in run.trained:
+        assert all(version - trained.oldest_version <= k for trained in groups)
+    indices = [trained.index for _, groups, _ in run.trained for trained in groups]
+    assert len(indices) == len(set(indices)), "a group was trained twice"
+    ledger = run.state.account.ledger()
+    assert ledger["trained"] == len(indices)
+    assert ledger["issued"] == sum(count for outcome, count in ledger.items() if outcome != "issued")

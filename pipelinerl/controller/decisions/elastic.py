@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from pipelinerl.config.sections import ElasticSection
 from pipelinerl.controller.decisions.engine_decisions import drain, request_engines
-from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
+from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs_and_effects import Effect, EnginesRequested, FleetMeasured, Record
 from pipelinerl.controller.state.run_state import ControllerSettings, ElasticMemory, Figures, RunPhase, RunState
 from pipelinerl.enums import Elasticity
@@ -68,24 +68,57 @@ def note_change(memory: ElasticMemory, *, now: float) -> None:
 
 def measured(state: RunState, settings: ControllerSettings, given: FleetMeasured) -> list[Effect]:
     """Process one measurement of the load; request or drain an engine if the rule asks for it now."""
-    rule, memory = settings.elastic, state.elastic
+    rule, memory, knobs, now = settings.elastic, state.elastic, state.knobs, given.now
     if rule is None or state.phase is not RunPhase.TRAINING or state.stop_reason or state.failing.reason:
         return []
-    if _is_changing(state):
+    records, requests = state.fleet.records(), state.engine_requests
+    serving = {record.name for record in records if record.lifecycle is EngineLifecycle.HEALTHY}
+    to_come = any(request.wanted and request.name not in serving for request in requests)
+    moving = any(record.lifecycle in (EngineLifecycle.JOINING, EngineLifecycle.DRAINING) for record in records)
+    if to_come or moving or state.evaluations.current is not None:  # measurements are misleading
         memory.forget()
         return []
-    counts = _counts(state)
-    if (beyond := _beyond(state, settings, counts)) is not None:
-        may = memory.changed is None or given.now - memory.changed >= rule.settle_s
-        return _change_engines(state, settings, beyond, counts, "of the knobs", given.now) if may else []
-    memory.note_poll(given.occupancy, now=given.now)
-    figures = memory.end_interval(now=given.now, interval_s=rule.interval_s)
-    if figures is None:
-        return []
-    want = next_change(rule, memory, figures, engines=len(state.fleet.serving()), now=given.now)
-    if want is Want.SAME or (type := _type_for(state, settings, want, counts)) is None:
-        return []
-    return _change_engines(state, settings, (want, type), counts, in_words(want, figures), given.now)
+    # Dead engines count, since their processes are restarted.
+    there = [record.type for record in records if record.lifecycle is not EngineLifecycle.EXPELLED]
+    counts = {type: there.count(type) for type in knobs.engines_max}
+    # No more engines are requested of types of which a request was withdrawn before its engine joined, or an engine was
+    # expelled for a permanent cause.
+    names = {record.name for record in records}
+    gone = {request.type for request in requests if not request.wanted and request.name not in names}
+    gone |= {record.type for record in records if record.refuses}
+    # By type, the newest engine that may be drained.
+    own = [*map("engine-{}".format, range(settings.engines_expected)), *(request.name for request in requests)]
+    healthy = [each for each in records if each.lifecycle is EngineLifecycle.HEALTHY and not each.pinned]
+    able = sorted((each for each in healthy if each.name in own), key=lambda each: own.index(each.name))
+    newest = {record.type: record for record in able}
+    fewest, most = knobs.engines_min, knobs.engines_max
+    for type, count in counts.items():
+        if (is_short := count < fewest[type] and type not in gone) or (count > most[type] and type in newest):
+            if memory.changed is not None and now - memory.changed < rule.settle_s:
+                return []
+            want, why = Want.MORE if is_short else Want.FEWER, "of the knobs"
+            break
+    else:
+        memory.note_poll(given.occupancy, now=now)
+        figures = memory.end_interval(now=now, interval_s=rule.interval_s)
+        if figures is None:
+            return []
+        want = next_change(rule, memory, figures, engines=len(state.fleet.serving()), now=now)
+        room = [type for type in counts if counts[type] < most[type] and type not in gone]
+        spare = [type for type in reversed(fewest) if counts[type] > fewest[type] and type in newest]
+        able_types = {Want.MORE: room, Want.FEWER: spare}.get(want)
+        if not able_types:
+            return []
+        type, why = able_types[0], in_words(want, figures)
+    note_change(memory, now=now)
+    fields = {"type": type, "from": counts[type], "to": counts[type] + want.value, "why": why}
+    if rule.mode is Elasticity.DRY_RUN:
+        return [Record("engines_would_scale", fields)]
+    scaled = Record("engines_scaled", fields)
+    if want is Want.MORE:
+        asked = EnginesRequested(now=now, type=type)
+        return [scaled, *request_engines(state, asked, engines_expected=settings.engines_expected)]
+    return [scaled, *drain(state, newest[type].url, now=now, grace_s=rule.drain_s)]
 
 
 def in_words(want: Want, figures: Figures) -> str:
@@ -101,88 +134,3 @@ def note_step(memory: ElasticMemory, figures: Mapping[str, Any], by_domain: Mapp
     memory.late += late
     memory.groups += late + sum(each.get("groups", 0.0) for each in by_domain.values())
     memory.steps += 1
-
-
-# --- details ---------------------------------------------------------------------------------------------------------
-
-
-def _is_changing(state: RunState) -> bool:
-    """Return True while measurements are misleading because an engine joins or drains, or an evaluation runs."""
-    records = state.fleet.records()
-    serving = {record.name for record in records if record.lifecycle is EngineLifecycle.HEALTHY}
-    to_come = any(request.wanted and request.name not in serving for request in state.engine_requests)
-    moving = any(record.lifecycle in (EngineLifecycle.JOINING, EngineLifecycle.DRAINING) for record in records)
-    return to_come or moving or state.evaluations.current is not None
-
-
-def _counts(state: RunState) -> dict[str, int]:
-    """Count engines by type, including dead ones, since their processes are restarted."""
-    counts = dict.fromkeys(state.knobs.engines_max, 0)
-    for record in state.fleet.records():
-        if record.type in counts and record.lifecycle is not EngineLifecycle.EXPELLED:
-            counts[record.type] += 1
-    return counts
-
-
-def _beyond(state: RunState, settings: ControllerSettings, counts: Mapping[str, int]) -> tuple[Want, str] | None:
-    for type, count in counts.items():
-        if count < state.knobs.engines_min[type] and type not in _unavailable_types(state):
-            return Want.MORE, type
-        if count > state.knobs.engines_max[type] and _newest(state, settings, type) is not None:
-            return Want.FEWER, type
-    return None
-
-
-def _type_for(state: RunState, settings: ControllerSettings, want: Want, counts: Mapping[str, int]) -> str | None:
-    if want is Want.MORE:
-        refused = _unavailable_types(state)
-        room = (type for type, most in state.knobs.engines_max.items() if counts[type] < most and type not in refused)
-        return next(room, None)
-    least = state.knobs.engines_min
-    spare = (
-        type for type in reversed(least) if counts[type] > least[type] and _newest(state, settings, type) is not None
-    )
-    return next(spare, None)
-
-
-def _unavailable_types(state: RunState) -> set[str]:
-    """Return the engine types of which no more engines should be requested.
-
-    For these, a request was withdrawn before its engine joined, or an engine was expelled for a permanent cause.
-    """
-    records = {record.name: record for record in state.fleet.records()}
-    gone = {request.type for request in state.engine_requests if not request.wanted and request.name not in records}
-    return gone | {record.type for record in records.values() if record.refuses}
-
-
-def _newest(state: RunState, settings: ControllerSettings, type: str) -> EngineRecord | None:
-    names = [*map("engine-{}".format, range(settings.engines_expected)), *(each.name for each in state.engine_requests)]
-    own = [
-        record
-        for record in state.fleet.records()
-        if record.name in names and record.type == type and record.lifecycle is EngineLifecycle.HEALTHY
-    ]
-    return max((each for each in own if not each.pinned), key=lambda record: names.index(record.name), default=None)
-
-
-def _change_engines(
-    state: RunState,
-    settings: ControllerSettings,
-    what: tuple[Want, str],
-    counts: Mapping[str, int],
-    why: str,
-    now: float,
-) -> list[Effect]:
-    rule, (want, type) = settings.elastic, what
-    assert rule is not None
-    note_change(state.elastic, now=now)
-    fields = {"type": type, "from": counts[type], "to": counts[type] + want.value, "why": why}
-    if rule.mode is Elasticity.DRY_RUN:
-        return [Record("engines_would_scale", fields)]
-    effects: list[Effect] = [Record("engines_scaled", fields)]
-    if want is Want.MORE:
-        asked = EnginesRequested(now=now, type=type)
-        return effects + request_engines(state, asked, engines_expected=settings.engines_expected)
-    newest = _newest(state, settings, type)
-    assert newest is not None
-    return effects + drain(state, newest.url, now=now, grace_s=rule.drain_s)

@@ -9,7 +9,7 @@ from pipelinerl.controller.decisions.directives import publication_due
 from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.state.inputs_and_effects import KnobsPatched, Ticked
 from pipelinerl.training.rollouts.admission import GroupOutcome
-from tests.controller.unfair_world import UnfairWorld, played, unfair_world
+from tests.controller.unfair_world import UnfairWorld, played
 from tests.controller.world import ENGINE, World, controller
 
 #: The number of random sequences per test. A slow test plays a hundred thousand.
@@ -90,11 +90,7 @@ def test_some_runs_stall_if_running_engines_get_weights_only_at_training_steps(m
 
 def test_lowering_staleness_bounds_until_the_served_version_is_too_old_causes_a_publication():
     """The trainer waits for rollouts and no prompts may be issued, so the publication cannot wait for a step."""
-    run = World(controller(evaluation_problems=0, j=8, k=8, steps=100), unfair_world(0).rng)
-    run.begin()
-    run.publish()
-    while run.version < 4:
-        run.act()
+    run = World(controller(evaluation_problems=0, j=8, k=8, steps=100)).begin(serves=True).until_version(4)
     while run.publications:
         run.publish()
     assert run.loaded[ENGINE] == 0

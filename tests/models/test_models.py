@@ -23,11 +23,9 @@ from pipelinerl.plugins.warmstart.tiny_decoder import (
     DebugSize,
     DecoderShape,
     Demonstrations,
-    WarmStartSettings,
     accuracies,
     char_tokenizer,
     random_decoder,
-    warm_start,
 )
 from pipelinerl.types import Message
 
@@ -245,41 +243,6 @@ def test_debug_model_sizes_match_their_names(size, megabytes):
 def test_impossible_decoder_shapes_are_rejected(wrong):
     with pytest.raises(ValueError, match="expected heads to divide"):
         DecoderShape(**{"hidden": 32, "layers": 1, "heads": 2, "intermediate": 48, "vocab": 64, **wrong})
-
-
-def settings(**changes):
-    parameters = {"max_digits": 1}
-    train, validation = (
-        open_source("addition", domain="d", split=split, seed=7, parameters=parameters)
-        for split in (Split.TRAIN, Split.VALIDATION)
-    )
-    chosen = {"accuracy": (0.05, 1.0), "max_steps": 400, "validation_problems": 8, "batch_size": 16, **changes}
-    return WarmStartSettings(
-        training_problem=train.problem,
-        validation_problem=validation.problem,
-        tokenizer=chat_tokenizer(),
-        shape=SHAPE,
-        **{"demonstration_temperature": 1.0, "learning_rate": 5e-3, "lr_warmup_steps": 5, **chosen},
-    )
-
-
-def test_warm_start_stops_when_the_accuracy_is_in_the_given_range_and_is_reproducible():
-    checks = []
-    model, last = warm_start(settings(), checks.append)
-    assert checks[-1] == last and last.greedy_accuracy >= 0.05
-    assert all(check.greedy_accuracy < 0.05 for check in checks[:-1])
-    assert checks[-1].loss < checks[0].loss
-    again = warm_start(settings())[0].state_dict()
-    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"accuracy": (0.99, 1.0), "max_steps": 4}, "got at most"), ({"accuracy": (0.05, 0.06)}, "jumped to")],
-)
-def test_warm_start_fails_if_the_accuracy_stays_below_or_jumps_above_the_given_range(changes, message):
-    with pytest.raises(ModelError, match=message):
-        warm_start(settings(**changes))
 
 
 def test_accuracy_computed_in_one_forward_pass_equals_that_of_token_by_token_generation():

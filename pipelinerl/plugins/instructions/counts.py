@@ -26,7 +26,7 @@ _DIVIDER = re.compile(r"\s?(?:\*\*\*|\* \* \*)\s?")
 _ENDS_A_FIRST_WORD = re.compile(r"[.,?!'\"]")
 
 
-class NumberOfWords(Instruction, tag="length_constraints:number_words"):
+class NumberOfWords(Instruction, frozen=True, tag="length_constraints:number_words"):
     """The number of words must satisfy a bound."""
 
     sentence: ClassVar = "Answer with {relation} {num_words} words."
@@ -37,7 +37,7 @@ class NumberOfWords(Instruction, tag="length_constraints:number_words"):
         return self.relation.holds(len(words(answer)), self.num_words)
 
 
-class NumberOfSentences(Instruction, tag="length_constraints:number_sentences"):
+class NumberOfSentences(Instruction, frozen=True, tag="length_constraints:number_sentences"):
     """The number of sentences must satisfy a bound."""
 
     sentence: ClassVar = "Your answer should contain {relation} {num_sentences} sentences."
@@ -48,7 +48,7 @@ class NumberOfSentences(Instruction, tag="length_constraints:number_sentences"):
         return self.relation.holds(num_sentences(answer), self.num_sentences)
 
 
-class NumberOfParagraphs(Instruction, tag="length_constraints:number_paragraphs"):
+class NumberOfParagraphs(Instruction, frozen=True, tag="length_constraints:number_paragraphs"):
     """Require a number of paragraphs, separated by `***` (or `* * *`).
 
     The text between two dividers must not be empty.
@@ -64,7 +64,7 @@ class NumberOfParagraphs(Instruction, tag="length_constraints:number_paragraphs"
         return sum(bool(paragraph.strip()) for paragraph in paragraphs) == self.num_paragraphs
 
 
-class NthParagraphFirstWord(Instruction, tag="length_constraints:nth_paragraph_first_word"):
+class NthParagraphFirstWord(Instruction, frozen=True, tag="length_constraints:nth_paragraph_first_word"):
     """Require a number of paragraphs, and the n-th's first word."""
 
     sentence: ClassVar = (
@@ -87,7 +87,7 @@ class NthParagraphFirstWord(Instruction, tag="length_constraints:nth_paragraph_f
         return _ENDS_A_FIRST_WORD.split(first, maxsplit=1)[0].lower() == self.first_word.strip().lower()
 
 
-class Keywords(Instruction, tag="keywords:existence"):
+class Keywords(Instruction, frozen=True, tag="keywords:existence"):
     """The answer must contain each of several keywords."""
 
     sentence: ClassVar = "Include the keywords {keywords}."
@@ -98,7 +98,7 @@ class Keywords(Instruction, tag="keywords:existence"):
         return all(keyword.strip().lower() in text for keyword in self.keywords)
 
 
-class KeywordFrequency(Instruction, tag="keywords:frequency"):
+class KeywordFrequency(Instruction, frozen=True, tag="keywords:frequency"):
     """The number of occurrences of a keyword must satisfy a bound."""
 
     sentence: ClassVar = 'The word "{keyword}" should appear {relation} {frequency} times.'
@@ -110,7 +110,7 @@ class KeywordFrequency(Instruction, tag="keywords:frequency"):
         return self.relation.holds(answer.lower().count(self.keyword.strip().lower()), self.frequency)
 
 
-class ForbiddenWords(Instruction, tag="keywords:forbidden_words"):
+class ForbiddenWords(Instruction, frozen=True, tag="keywords:forbidden_words"):
     """The answer must not contain any of several words."""
 
     sentence: ClassVar = "Do not use the words {forbidden_words}."
@@ -123,7 +123,7 @@ class ForbiddenWords(Instruction, tag="keywords:forbidden_words"):
         )
 
 
-class LetterFrequency(Instruction, tag="keywords:letter_frequency"):
+class LetterFrequency(Instruction, frozen=True, tag="keywords:letter_frequency"):
     """The number of occurrences of a character must satisfy a bound."""
 
     sentence: ClassVar = 'The letter "{letter}" should appear {let_relation} {let_frequency} times.'
@@ -135,7 +135,7 @@ class LetterFrequency(Instruction, tag="keywords:letter_frequency"):
         return self.let_relation.holds(answer.lower().count(self.letter.lower()), self.let_frequency)
 
 
-class CapitalWordFrequency(Instruction, tag="change_case:capital_word_frequency"):
+class CapitalWordFrequency(Instruction, frozen=True, tag="change_case:capital_word_frequency"):
     """The number of words in capital letters must satisfy a bound."""
 
     sentence: ClassVar = "Words in all capital letters should appear {capital_relation} {capital_frequency} times."

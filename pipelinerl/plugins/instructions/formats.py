@@ -24,7 +24,7 @@ _POSTSCRIPTS: Final = {
 CONSTRAINED_RESPONSES: Final = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
-class NumberOfBullets(Instruction, tag="detectable_format:number_bullet_lists"):
+class NumberOfBullets(Instruction, frozen=True, tag="detectable_format:number_bullet_lists"):
     """Require an exact number of lines that begin with `*` or `-`."""
 
     sentence: ClassVar = (
@@ -39,7 +39,7 @@ class NumberOfBullets(Instruction, tag="detectable_format:number_bullet_lists"):
         return points == self.num_bullets
 
 
-class MultipleSections(Instruction, tag="detectable_format:multiple_sections"):
+class MultipleSections(Instruction, frozen=True, tag="detectable_format:multiple_sections"):
     """Require a minimum number of headings: a word and a number."""
 
     sentence: ClassVar = (
@@ -53,7 +53,7 @@ class MultipleSections(Instruction, tag="detectable_format:multiple_sections"):
         return len(re.findall(re.escape(self.section_spliter.strip()) + r"\s?\d", answer)) >= self.num_sections
 
 
-class HighlightedSections(Instruction, tag="detectable_format:number_highlighted_sections"):
+class HighlightedSections(Instruction, frozen=True, tag="detectable_format:number_highlighted_sections"):
     """Require a minimum number of texts between asterisks."""
 
     sentence: ClassVar = (
@@ -65,7 +65,7 @@ class HighlightedSections(Instruction, tag="detectable_format:number_highlighted
         return sum(bool(found.strip("*").strip()) for found in _HIGHLIGHT.findall(answer)) >= self.num_highlights
 
 
-class Title(Instruction, tag="detectable_format:title"):
+class Title(Instruction, frozen=True, tag="detectable_format:title"):
     """Require a non-empty title in double angular brackets, on one line."""
 
     sentence: ClassVar = (
@@ -80,7 +80,7 @@ class Title(Instruction, tag="detectable_format:title"):
         return False
 
 
-class JsonFormat(Instruction, tag="detectable_format:json_format"):
+class JsonFormat(Instruction, frozen=True, tag="detectable_format:json_format"):
     """The whole answer must be a JSON object or array, optionally in a code fence."""
 
     sentence: ClassVar = "Your entire output should be wrapped in JSON format. You can use markdown ticks such as ```."
@@ -95,7 +95,7 @@ class JsonFormat(Instruction, tag="detectable_format:json_format"):
             return False
 
 
-class ConstrainedResponse(Instruction, tag="detectable_format:constrained_response"):
+class ConstrainedResponse(Instruction, frozen=True, tag="detectable_format:constrained_response"):
     """Require one of several answers, by default IFEval's."""
 
     sentence: ClassVar = "Answer with one of the following options: {options}"
@@ -105,7 +105,7 @@ class ConstrainedResponse(Instruction, tag="detectable_format:constrained_respon
         return any(option in answer for option in self.options)
 
 
-class Placeholders(Instruction, tag="detectable_content:number_placeholders"):
+class Placeholders(Instruction, frozen=True, tag="detectable_content:number_placeholders"):
     """Require a minimum number of non-empty texts in square brackets."""
 
     sentence: ClassVar = (
@@ -118,7 +118,7 @@ class Placeholders(Instruction, tag="detectable_content:number_placeholders"):
         return len(_PLACEHOLDER.findall(answer)) >= self.num_placeholders
 
 
-class Postscript(Instruction, tag="detectable_content:postscript"):
+class Postscript(Instruction, frozen=True, tag="detectable_content:postscript"):
     """Require a postscript with a given marker, such as `P.S.`."""
 
     sentence: ClassVar = "At the end of your answer, add a postscript starting with {postscript_marker}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOSTLY: Final = 0.9
 
 
-class AllCapitals(Instruction, tag="change_case:english_capital"):
+class AllCapitals(Instruction, frozen=True, tag="change_case:english_capital"):
     """The answer must be in English, in capital letters only."""
 
     sentence: ClassVar = "Your entire response should be in English, and in all capital letters."
@@ -32,7 +32,7 @@ class AllCapitals(Instruction, tag="change_case:english_capital"):
         return answer.isupper() and _is_latin(answer)
 
 
-class AllLowercase(Instruction, tag="change_case:english_lowercase"):
+class AllLowercase(Instruction, frozen=True, tag="change_case:english_lowercase"):
     """The answer must be in English, in lowercase letters only."""
 
     sentence: ClassVar = (
@@ -43,7 +43,7 @@ class AllLowercase(Instruction, tag="change_case:english_lowercase"):
         return answer.islower() and _is_latin(answer)
 
 
-class NoComma(Instruction, tag="punctuation:no_comma"):
+class NoComma(Instruction, frozen=True, tag="punctuation:no_comma"):
     """The answer must not contain commas."""
 
     sentence: ClassVar = "In your entire response, refrain from the use of any commas."
@@ -52,7 +52,7 @@ class NoComma(Instruction, tag="punctuation:no_comma"):
         return "," not in answer
 
 
-class EndPhrase(Instruction, tag="startend:end_checker"):
+class EndPhrase(Instruction, frozen=True, tag="startend:end_checker"):
     """The answer must end with a phrase, ignoring case and quotation marks."""
 
     sentence: ClassVar = 'Finish your response with this exact phrase: "{end_phrase}" No other words should follow it.'
@@ -62,7 +62,7 @@ class EndPhrase(Instruction, tag="startend:end_checker"):
         return answer.strip().strip('"').lower().endswith(self.end_phrase.strip().strip('"').lower())
 
 
-class QuotationMarks(Instruction, tag="startend:quotation"):
+class QuotationMarks(Instruction, frozen=True, tag="startend:quotation"):
     """The answer must be a non-empty text in double quotation marks."""
 
     sentence: ClassVar = "Wrap your entire response with double quotation marks."
@@ -72,7 +72,7 @@ class QuotationMarks(Instruction, tag="startend:quotation"):
         return len(text) > 2 and text[0] == text[-1] == '"'
 
 
-class TwoResponses(Instruction, tag="combination:two_responses"):
+class TwoResponses(Instruction, frozen=True, tag="combination:two_responses"):
     """Require two different responses with six asterisks between them."""
 
     sentence: ClassVar = (
@@ -87,7 +87,7 @@ class TwoResponses(Instruction, tag="combination:two_responses"):
         return len(given) == 2 and given[0] != given[1]
 
 
-class RepeatPrompt(Instruction, tag="combination:repeat_prompt"):
+class RepeatPrompt(Instruction, frozen=True, tag="combination:repeat_prompt"):
     """The answer must begin by repeating the request, ignoring case."""
 
     sentence: ClassVar = 'First repeat this request word for word without change: "{prompt_to_repeat}" Then answer it.'
@@ -97,7 +97,7 @@ class RepeatPrompt(Instruction, tag="combination:repeat_prompt"):
         return answer.strip().lower().startswith(self.prompt_to_repeat.strip().lower())
 
 
-class ResponseLanguage(Instruction, tag="language:response_language"):
+class ResponseLanguage(Instruction, frozen=True, tag="language:response_language"):
     """The answer must be in a language, given by its ISO 639-1 code."""
 
     sentence: ClassVar = "Your entire response should be in {language}, no other language is allowed."

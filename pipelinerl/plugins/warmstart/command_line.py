@@ -40,14 +40,13 @@ from pipelinerl.objective.streams import CROSS_ENTROPY
 from pipelinerl.plugins.warmstart.tiny_decoder import (
     SPELL_BACKWARD_PHRASE,
     DecoderShape,
-    DomainProgress,
-    DomainWarmStartSettings,
     WarmStartProgress,
     WarmStartSettings,
+    accuracies,
     char_tokenizer,
+    demonstrations_of,
     sampled_answers,
     warm_start,
-    warm_start_domains,
     word_tokenizer,
 )
 from pipelinerl.roles.dtypes import with_plain_models
@@ -70,6 +69,8 @@ _READ: Final = 4000
 #: Number of validation problems per domain (`_CHECKED`) and of samples per problem (`_SAMPLES`) at each skill check.
 _CHECKED: Final = 24
 _SAMPLES: Final = 4
+#: Number of validation problems of a check of greedy answers.
+_CHECKED_EXACTLY: Final = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,10 +257,50 @@ def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Cal
         )
     except ValueError as error:
         raise UserError(str(error)) from None
-    fit = _fit_exactly if options.skill is Skill.EXACT else _fit_domains
-    model, summary = fit(config, options, seed=seed, tokenizer=tokenizer, shape=shape, say=say)
+    exact, began = options.skill is Skill.EXACT, time.monotonic()
+    if exact:
+        validation = problems_of(config, Split.VALIDATION, seed=0).problem
+        checked = demonstrations_of([validation(i) for i in range(_CHECKED_EXACTLY)], tokenizer)
+        sampled = 0.0
+
+        def skills(model: Any) -> dict[str, float]:
+            nonlocal sampled
+            greedy, sampled = accuracies(model, checked)
+            return {"greedy": greedy}
+
+        fit: dict[str, Any] = {"batch_size": 64, "temperature": 4.0, "learning_rate": 1e-3, "check_every": 2}
+        fit |= {"demonstrations": {"greedy": problems_of(config, Split.TRAIN, seed=seed).problem}, "skills": skills}
+    else:
+        rewards = _Rewards(config, tokenizer, seed=options.seed)
+        alone = _alone(config).items()
+        demonstrations = {name: problems_of(one, Split.TRAIN, seed=seed).problem for name, one in alone}
+        fit = {"demonstrations": demonstrations, "skills": rewards.of}
+
+    def shown(progress: WarmStartProgress) -> str:
+        if exact:
+            return f"validation accuracy {progress.skills['greedy']:.3f} greedy, {sampled:.3f} sampled"
+        rewards = progress.skills.items()
+        return ", ".join(
+            f"{name} {skill:.3f} after {progress.demonstrations[name]:,} demonstrations" for name, skill in rewards
+        )
+
+    def tell(progress: WarmStartProgress) -> None:
+        if not exact or progress.step % 20 == 0:
+            say(f"step {progress.step}: {shown(progress)}, loss {progress.loss:.3f}")
+
+    try:
+        settings = WarmStartSettings(tokenizer=tokenizer, shape=shape, seed=options.seed, band=options.band, **fit)
+        model, last = warm_start(settings, tell)
+    finally:
+        if not exact:
+            rewards.close()
     save_model(model, tokenizer, output)
-    say(f"{output}: {summary}")
+    if exact:
+        greedy, count = last.skills["greedy"], last.demonstrations["greedy"]
+        seconds = time.monotonic() - began
+        say(f"{output}: {greedy:.3f} greedy validation accuracy after {count:,} demonstrations in {seconds:.0f} s")
+    else:
+        say(f"{output}: validation reward of sampled answers: {shown(last)}")
 
 
 def _tokenizer(problem: Callable[[int], Problem], vocab: int) -> ChatTokenizer:
@@ -269,73 +310,6 @@ def _tokenizer(problem: Callable[[int], Problem], vocab: int) -> ChatTokenizer:
     else:
         backend = char_tokenizer(phrases=(SPELL_BACKWARD_PHRASE,))
     return ChatTokenizer(backend, {backend.eos_token_id})
-
-
-def _fit_exactly(
-    config: RunConfig,
-    options: WarmStartOptions,
-    *,
-    seed: int,
-    tokenizer: ChatTokenizer,
-    shape: DecoderShape,
-    say: Callable[[str], None],
-) -> tuple[Any, str]:
-    settings = WarmStartSettings(
-        training_problem=problems_of(config, Split.TRAIN, seed=seed).problem,
-        validation_problem=problems_of(config, Split.VALIDATION, seed=0).problem,
-        tokenizer=tokenizer,
-        shape=shape,
-        seed=options.seed,
-        accuracy=options.band,
-    )
-
-    def tell(progress: WarmStartProgress) -> None:
-        if progress.step % 20 == 0:
-            say(
-                f"step {progress.step}: validation accuracy {progress.greedy_accuracy:.3f} greedy, "
-                f"{progress.sampled_accuracy:.3f} sampled, loss {progress.loss:.3f}"
-            )
-
-    began = time.monotonic()
-    model, last = warm_start(settings, tell)
-    return model, (
-        f"{last.greedy_accuracy:.3f} greedy validation accuracy after {last.step * settings.batch_size:,} "
-        f"demonstrations in {time.monotonic() - began:.0f} s"
-    )
-
-
-def _fit_domains(
-    config: RunConfig,
-    options: WarmStartOptions,
-    *,
-    seed: int,
-    tokenizer: ChatTokenizer,
-    shape: DecoderShape,
-    say: Callable[[str], None],
-) -> tuple[Any, str]:
-    rewards = _Rewards(config, tokenizer, seed=options.seed)
-    settings = DomainWarmStartSettings(
-        demonstrations={name: problems_of(one, Split.TRAIN, seed=seed).problem for name, one in _alone(config).items()},
-        rewards=rewards.of,
-        tokenizer=tokenizer,
-        shape=shape,
-        seed=options.seed,
-        reward=options.band,
-    )
-
-    def shown(progress: DomainProgress) -> str:
-        return ", ".join(
-            f"{name} {reward:.3f} after {progress.demonstrations[name]:,} demonstrations"
-            for name, reward in progress.rewards.items()
-        )
-
-    try:
-        model, last = warm_start_domains(
-            settings, lambda progress: say(f"step {progress.step}: {shown(progress)}, loss {progress.loss:.3f}")
-        )
-    finally:
-        rewards.close()
-    return model, f"validation reward of sampled answers: {shown(last)}"
 
 
 class _Rewards:

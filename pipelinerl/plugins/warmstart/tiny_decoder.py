@@ -3,10 +3,9 @@
 They are ordinary Qwen3 checkpoints with an ordinary fast tokenizer, so code that runs them also runs real models. The
 same seed gives the same weights.
 
-A supervised warm start teaches a tiny decoder part of a task, and leaves the rest to RL. `warm_start` stops at a given
-greedy accuracy over all problems. `warm_start_domains` stops at a given reward of sampled answers in every domain; a
-domain that reaches its reward early gets less data until the others catch up. Both check on validation problems, never
-on held-out ones.
+A supervised warm start teaches a tiny decoder part of a task, and leaves the rest to RL. It stops at a given skill in
+every domain; a domain that reaches it early gets less data until the others catch up. Skill is measured on validation
+problems, never on held-out ones.
 """
 
 from __future__ import annotations
@@ -163,77 +162,90 @@ class WarmStartSettings:
     """Settings of `warm_start`.
 
     Attributes:
-        training_problem, validation_problem: return problem i of the training or the validation split.
+        demonstrations: for each domain's name, a function that returns problem i of its training split.
+        skills: measures each domain's skill on validation problems, such as its accuracy or mean reward.
         shape: sizes of the decoder; its `vocab` must be at least the tokenizer's vocabulary.
-        accuracy: (low, high), the bounds of greedy validation accuracy. Training stops at the first check within the
-            bounds. An accuracy above `high` is a failure, since it would leave RL too little to learn.
-        demonstration_temperature: divides the logits in the loss, so the model learns larger logits and is decisive
-            at temperature 1.
+        band: (low, high), the bounds of a domain's skill. A domain at `low` or more is only rehearsed, with less data.
+            A skill above `high` is a failure, since it would leave RL too little to learn.
+        batch_size: demonstrations per step of each domain; None takes about `tokens` tokens.
+        rehearsal: multiplies a rehearsed domain's data and loss weight; at 0, the model would forget the domain.
+        temperature: divides the logits in the loss, so that above 1 the model learns larger logits and is decisive at
+            temperature 1.
         check_every: optimizer steps between two checks.
     """
 
-    training_problem: Callable[[int], Problem]
-    validation_problem: Callable[[int], Problem]
+    demonstrations: Mapping[str, Callable[[int], Problem]]
+    skills: Callable[[PreTrainedModel], Mapping[str, float]]
     tokenizer: ChatTokenizer
     shape: DecoderShape
     seed: int = 0
-    accuracy: tuple[float, float] = (0.38, 0.44)
-    demonstration_temperature: float = 4.0
-    learning_rate: float = 1e-3
+    band: tuple[float, float] = (0.3, 0.6)
+    temperature: float = 1.0
+    learning_rate: float = 3e-3
     lr_warmup_steps: int = 50
-    batch_size: int = 64
+    batch_size: int | None = None
+    tokens: int = 1500
+    rehearsal: float = 0.125
     max_steps: int = 2000
-    check_every: int = 2
-    validation_problems: int = 512
+    check_every: int = 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartProgress:
-    """Results of one check: greedy accuracy, expected accuracy at temperature 1, and mean loss per token in nats."""
+    """Results of a check: each domain's skill and number of demonstrations; the mean loss per token in nats."""
 
     step: int
-    greedy_accuracy: float
-    sampled_accuracy: float
+    skills: Mapping[str, float]
+    demonstrations: Mapping[str, int]
     loss: float
 
 
 def warm_start(
     settings: WarmStartSettings, on_progress: Callable[[WarmStartProgress], None] = lambda _: None
 ) -> tuple[PreTrainedModel, WarmStartProgress]:
-    """Fit demonstrations until the validation accuracy is inside [low, high]; return the model and the last check.
+    """Fit demonstrations until each domain's skill is inside [low, high]; return the model and the last check.
 
-    Raises ModelError if the accuracy stays below `low`, or jumps above `high`.
+    Raises ModelError if a skill is outside these bounds at the end.
     """
     import torch
 
     model = random_decoder(settings.shape, seed=settings.seed).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    checked = _batch([settings.validation_problem(i) for i in range(settings.validation_problems)], settings.tokenizer)
-    low, high = settings.accuracy
-    best = 0.0
+    sizes = {}
+    for name, problem in settings.demonstrations.items():
+        if settings.batch_size is None:
+            measured = demonstrations_of([problem(i) for i in range(_MEASURED)], settings.tokenizer)
+            sizes[name] = max(1, settings.tokens // measured.token_ids.shape[1])
+        else:
+            sizes[name] = settings.batch_size
+    shown = dict.fromkeys(sizes, 0)
+    low, high = settings.band
+    shares = dict.fromkeys(sizes, 1.0)
+    progress = WarmStartProgress(step=0, skills={}, demonstrations=shown, loss=float("nan"))
     for step in range(1, settings.max_steps + 1):
-        first = (step - 1) * settings.batch_size
-        problems = [settings.training_problem(first + i) for i in range(settings.batch_size)]
-        _set_rate(optimizer, settings.learning_rate, step / max(settings.lr_warmup_steps, 1))
-        batch = _batch(problems, settings.tokenizer)
-        loss = _step(model, optimizer, [(batch, 1.0)], temperature=settings.demonstration_temperature)
+        batches = []
+        for name, share in shares.items():
+            count = max(1, round(sizes[name] * share))
+            problems = [settings.demonstrations[name](shown[name] + i) for i in range(count)]
+            batches.append((demonstrations_of(problems, settings.tokenizer), share))
+            shown[name] += count
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * min(1.0, step / max(settings.lr_warmup_steps, 1))
+        loss = _step(model, optimizer, batches, temperature=settings.temperature)
         if step % settings.check_every:
             continue
-        greedy, sampled = accuracies(model, checked)
-        progress = WarmStartProgress(step=step, greedy_accuracy=greedy, sampled_accuracy=sampled, loss=loss)
+        skills = settings.skills(model.eval())
+        model.train()
+        progress = WarmStartProgress(step=step, skills=skills, demonstrations=dict(shown), loss=loss)
         on_progress(progress)
-        best = max(best, greedy)
-        if greedy >= low:
+        shares = {name: 1.0 if skills[name] < low else settings.rehearsal for name in sizes}
+        if min(skills.values()) >= low:
             break
-    else:
+    reached = ", ".join(f"{name} {skill:.3f}" for name, skill in progress.skills.items()) or "none"
+    if not progress.skills or not low <= min(progress.skills.values()) <= max(progress.skills.values()) <= high:
         raise ModelError(
-            f"expected a validation accuracy of {low:g} to {high:g}, got at most {best:.3f} in {settings.max_steps} "
-            "steps; try another seed, more steps, or a wider model"
-        )
-    if greedy > high:
-        raise ModelError(
-            f"expected a validation accuracy of {low:g} to {high:g}, step {step} jumped to {greedy:.3f}; try another "
-            "seed, a lower learning rate, or check more often"
+            f"expected a skill of {low:g} to {high:g}, got {reached} after {progress.step} steps; try another seed, a "
+            "lower learning rate, other problems, a model of another width, or check more often"
         )
     return model.eval(), progress
 
@@ -246,7 +258,8 @@ class Demonstrations:
     labels: torch.Tensor
 
 
-def _batch(problems: Sequence[Problem], tokenizer: ChatTokenizer) -> Demonstrations:
+def demonstrations_of(problems: Sequence[Problem], tokenizer: ChatTokenizer) -> Demonstrations:
+    """Return the prompts of problems with their ground truths as answers."""
     import torch
 
     end = min(tokenizer.eos_token_ids)
@@ -261,11 +274,6 @@ def _batch(problems: Sequence[Problem], tokenizer: ChatTokenizer) -> Demonstrati
         torch.tensor([row + [end] * (longest - len(row)) for row in rows]),
         torch.tensor([label + [_IGNORED] * (longest - len(label)) for label in labels]),
     )
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float, share: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate * min(1.0, share)
 
 
 def _step(
@@ -304,90 +312,6 @@ def accuracies(model: PreTrainedModel, batch: Demonstrations) -> tuple[float, fl
     right = (logprobs.argmax(-1) == labels) | outside
     answer = logprobs.gather(2, labels.clamp(min=0)[..., None])[..., 0].masked_fill(outside, 0.0).sum(1)
     return float(right.all(1).float().mean()), float(answer.exp().mean())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DomainWarmStartSettings:
-    """Settings of `warm_start_domains`.
-
-    Attributes:
-        demonstrations: for each domain's name, a function that returns problem i of its training split.
-        rewards: returns each domain's mean reward of sampled answers to validation problems at temperature 1.
-        reward: (low, high), the bounds of a domain's reward. A domain at `low` or more is only rehearsed, with
-            less data. A reward above `high` is a failure, since it would leave RL too little to learn.
-        tokens: approximate tokens per step of each domain.
-        rehearsal: multiplies a rehearsed domain's tokens and loss weight; at 0, the model would forget the domain.
-        check_every: optimizer steps between two checks.
-    """
-
-    demonstrations: Mapping[str, Callable[[int], Problem]]
-    rewards: Callable[[PreTrainedModel], Mapping[str, float]]
-    tokenizer: ChatTokenizer
-    shape: DecoderShape
-    seed: int = 0
-    reward: tuple[float, float] = (0.3, 0.6)
-    learning_rate: float = 3e-3
-    lr_warmup_steps: int = 50
-    tokens: int = 1500
-    rehearsal: float = 0.125
-    max_steps: int = 2000
-    check_every: int = 25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DomainProgress:
-    """Results of a check: each domain's mean reward and number of demonstrations; the mean loss per token in nats."""
-
-    step: int
-    rewards: Mapping[str, float]
-    demonstrations: Mapping[str, int]
-    loss: float
-
-
-def warm_start_domains(
-    settings: DomainWarmStartSettings, on_progress: Callable[[DomainProgress], None] = lambda _: None
-) -> tuple[PreTrainedModel, DomainProgress]:
-    """Fit demonstrations until each domain's reward is inside [low, high]; return the model and the last check.
-
-    Raises ModelError if a reward is outside these bounds at the end.
-    """
-    import torch
-
-    model = random_decoder(settings.shape, seed=settings.seed).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    sizes = {}
-    for name, problem in settings.demonstrations.items():
-        measured = _batch([problem(i) for i in range(_MEASURED)], settings.tokenizer)
-        sizes[name] = max(1, settings.tokens // measured.token_ids.shape[1])
-    shown = dict.fromkeys(sizes, 0)
-    low, high = settings.reward
-    shares = dict.fromkeys(sizes, 1.0)
-    progress = DomainProgress(step=0, rewards={}, demonstrations=shown, loss=float("nan"))
-    for step in range(1, settings.max_steps + 1):
-        batches = []
-        for name, share in shares.items():
-            count = max(1, round(sizes[name] * share))
-            problems = [settings.demonstrations[name](shown[name] + i) for i in range(count)]
-            batches.append((_batch(problems, settings.tokenizer), share))
-            shown[name] += count
-        _set_rate(optimizer, settings.learning_rate, step / max(settings.lr_warmup_steps, 1))
-        loss = _step(model, optimizer, batches, temperature=1.0)
-        if step % settings.check_every:
-            continue
-        rewards = settings.rewards(model.eval())
-        model.train()
-        progress = DomainProgress(step=step, rewards=rewards, demonstrations=dict(shown), loss=loss)
-        on_progress(progress)
-        shares = {name: 1.0 if rewards[name] < low else settings.rehearsal for name in sizes}
-        if min(rewards.values()) >= low:
-            break
-    reached = ", ".join(f"{name} {reward:.3f}" for name, reward in progress.rewards.items()) or "none"
-    if not progress.rewards or not low <= min(progress.rewards.values()) <= max(progress.rewards.values()) <= high:
-        raise ModelError(
-            f"expected rewards of {low:g} to {high:g}, got {reached} after {progress.step} steps; "
-            "try another seed, a lower learning rate, other problems, or a model of another width"
-        )
-    return model.eval(), progress
 
 
 def sampled_answers(

@@ -9,11 +9,11 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.warmstart.tiny_decoder import (
     DecoderShape,
-    DomainWarmStartSettings,
+    WarmStartSettings,
     char_tokenizer,
     random_decoder,
     sampled_answers,
-    warm_start_domains,
+    warm_start,
     word_tokenizer,
 )
 from pipelinerl.types import Message, Problem
@@ -35,10 +35,10 @@ def problem(prompt, answer="1"):
 def settings(*rewards, **changes):
     """Return warm start settings of two domains; check n measures `rewards[n]`, all later checks `rewards[-1]`."""
     reported = chain(rewards, repeat(rewards[-1]))
-    chosen = {"reward": (0.3, 0.6), "tokens": 140, "max_steps": 8, "check_every": 2, "rehearsal": 0.25, **changes}
-    return DomainWarmStartSettings(
+    chosen = {"band": (0.3, 0.6), "tokens": 140, "max_steps": 8, "check_every": 2, "rehearsal": 0.25, **changes}
+    return WarmStartSettings(
         demonstrations={"a": lambda i: problem(f"{i % 10}a"), "b": lambda i: problem(f"{i % 10}b")},
-        rewards=lambda _: next(reported),
+        skills=lambda _: next(reported),
         tokenizer=tokenizer(),
         shape=SHAPE,
         **chosen,
@@ -48,7 +48,7 @@ def settings(*rewards, **changes):
 def test_domain_in_its_target_reward_range_gets_fewer_demonstrations_until_its_reward_falls():
     checks = []
     rewards = [{"a": 0.4, "b": 0.1}, {"a": 0.2, "b": 0.1}, {"a": 0.4, "b": 0.5}]
-    model, last = warm_start_domains(settings(*rewards), checks.append)
+    model, last = warm_start(settings(*rewards), checks.append)
     whole = checks[0].demonstrations["a"] // 2  # the number of demonstrations of each domain in a step
     shown = [tuple(check.demonstrations[name] // whole for name in "ab") for check in checks]
     assert whole >= 4 and whole % 4 == 0
@@ -62,17 +62,17 @@ def test_domain_in_its_target_reward_range_gets_fewer_demonstrations_until_its_r
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        ({"a": 0.4, "b": 0.1}, r"expected rewards of 0\.3 to 0\.6, got a 0\.400, b 0\.100 after 8 steps"),
-        ({"a": 0.4, "b": 0.7}, r"expected rewards of 0\.3 to 0\.6, got a 0\.400, b 0\.700 after 2 steps"),
+        ({"a": 0.4, "b": 0.1}, r"expected a skill of 0\.3 to 0\.6, got a 0\.400, b 0\.100 after 8 steps"),
+        ({"a": 0.4, "b": 0.7}, r"expected a skill of 0\.3 to 0\.6, got a 0\.400, b 0\.700 after 2 steps"),
     ],
 )
 def test_warm_start_fails_if_a_domains_reward_stays_below_or_jumps_above_the_range(rewards, message):
     with pytest.raises(ModelError, match=message):
-        warm_start_domains(settings(rewards))
+        warm_start(settings(rewards))
 
 
 def test_warm_start_with_the_same_settings_gives_the_same_weights():
-    (first, _), (again, _) = (warm_start_domains(settings({"a": 0.4, "b": 0.4})) for _ in range(2))
+    (first, _), (again, _) = (warm_start(settings({"a": 0.4, "b": 0.4})) for _ in range(2))
     weights = again.state_dict()
     assert all(torch.equal(weights[name], value) for name, value in first.state_dict().items())
 

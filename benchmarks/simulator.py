@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from benchmarks.measure import Row, report
 from benchmarks.paced import paced_recipe
 from benchmarks.processes import python
@@ -109,7 +111,7 @@ def run(quick: bool = False) -> None:
     cells, hardware = predicted_cells(runs)
     paced = {
         "hardware": asdict(hardware),
-        "cells": [asdict(cell) | {"predicted": cell.predicted.as_dict()} for cell in cells],
+        "cells": [asdict(cell) | {"predicted": msgspec.to_builtins(cell.predicted, str_keys=True)} for cell in cells],
     }
     rows, title = [cell.row for cell in cells], "simulator: paced runs, measured / simulated"
     report("simulator", rows, {"trusted": TRUSTED, "paced": paced}, quick=quick, title=title)

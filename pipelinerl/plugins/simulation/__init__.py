@@ -7,7 +7,7 @@ from typing import Final
 from pipelinerl.component import CommandComponent
 
 COMMAND: Final = CommandComponent(
-    build="pipelinerl.plugins.simulation.command_line:simulate",
+    build="pipelinerl.plugins.simulation.planning:simulate_command",
     help="Predict throughput, waits, staleness, discards and cost of a recipe on given hardware, and compare knobs.",
 )
 BOTTLENECK: Final = CommandComponent(

@@ -12,7 +12,7 @@ from pipelinerl.controller.state.run_state import OVERSAMPLED
 from pipelinerl.enums import NoSignal, Overdue, StalenessScope
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.objective.presets import no_signal_of
-from pipelinerl.observability.events import Event, read_events
+from pipelinerl.observability.events import read_events
 from pipelinerl.observability.run_history import tell
 from pipelinerl.observability.samples.reading import read_samples
 from pipelinerl.observability.samples.record import SampleKind
@@ -76,39 +76,26 @@ def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
         config, events = load_run(run_dir, changes), read_events(run_dir / "events.jsonl")
     except (OSError, UserError) as error:
         raise UserError(f"{run_dir} cannot be used for calibration: {error}") from None
-    setting = setting_of(
-        config,
-        lengths=lengths_of(run_dir),
-        prompt_tokens=_prompt_tokens(run_dir, events),
-        filtered=_filtered(events),
-        lag_cost=next((float(step["lag_cost"]) for step in reversed(tell(events).steps) if "lag_cost" in step), None),
-    )
-    return ObservedRun(events=events, setting=setting)
-
-
-def lengths_of(run_dir: Path) -> ObservedLengths:
-    """Return the lengths of the trained answers in the run's sample log; raise `UserError` if there are none."""
     groups = (group for group in read_samples(run_dir) if group.kind is SampleKind.TRAINED)
-    tokens = tuple(islice((answer.length for group in groups for answer in group.answers), _MOST_LENGTHS))
-    if not tokens:
+    lengths = tuple(islice((answer.length for group in groups for answer in group.answers), _MOST_LENGTHS))
+    if not lengths:
         raise UserError(f"{run_dir} has no samples of trained answers, whose lengths are needed; give --lengths")
-    return ObservedLengths(tokens)
-
-
-def _prompt_tokens(run_dir: Path, events: Sequence[Event]) -> int:
-    steps = tell(events).steps
+    history = tell(events)
     try:
-        prompts = sum(float(step["tokens"]) - float(step["sampled_tokens"]) for step in steps)
-        return round(prompts / sum(float(step["rollouts"]) for step in steps))
+        prompts = sum(float(step["tokens"]) - float(step["sampled_tokens"]) for step in history.steps)
+        prompt_tokens = round(prompts / sum(float(step["rollouts"]) for step in history.steps))
     except (KeyError, ZeroDivisionError):
         raise UserError(f"{run_dir} has no step that records the tokens it trained on") from None
-
-
-def _filtered(events: Sequence[Event]) -> float:
-    """Return filtered ÷ (filtered + trained) groups; 0 for an unfinished run, whose log has no totals yet."""
-    ledger = (tell(events).finished or {}).get("ledger") or {}
+    ledger = (history.finished or {}).get("ledger") or {}  # an unfinished run has no totals yet
     trained, filtered = float(ledger.get("trained", 0)), float(ledger.get("filtered", 0))
-    return filtered / (trained + filtered) if filtered else 0.0
+    setting = setting_of(
+        config,
+        lengths=ObservedLengths(lengths),
+        prompt_tokens=prompt_tokens,
+        filtered=filtered / (trained + filtered) if filtered else 0.0,
+        lag_cost=next((float(step["lag_cost"]) for step in reversed(history.steps) if "lag_cost" in step), None),
+    )
+    return ObservedRun(events=events, setting=setting)
 
 
 def _refuse_unknown(config: RunConfig) -> None:

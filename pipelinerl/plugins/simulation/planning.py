@@ -1,15 +1,17 @@
-"""Simulations of a recipe on given hardware, the simulator's accuracy against measured runs, and their output."""
+"""`pipelinerl simulate`: simulates a recipe on given hardware, and measures the accuracy against finished runs."""
 
 from __future__ import annotations
 
+import json as json_text
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
-from typing import Any, Final, get_type_hints
+from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
+import typer
 
 from pipelinerl.config.recipe import load
 from pipelinerl.errors import RecipeError, UserError
@@ -18,7 +20,7 @@ from pipelinerl.observability.run_history import Series
 from pipelinerl.plugins.simulation.calibration import TRUSTED, ObservedRun, calibrate, measure, simulated_like
 from pipelinerl.plugins.simulation.from_recipe import observed, setting_of
 from pipelinerl.plugins.simulation.hardware import Hardware
-from pipelinerl.plugins.simulation.prediction import Prediction, Trial
+from pipelinerl.plugins.simulation.prediction import Trial, grid, recommended
 from pipelinerl.plugins.simulation.published import (
     ACCELERATORS,
     BANDWIDTH_SHARE,
@@ -28,11 +30,75 @@ from pipelinerl.plugins.simulation.published import (
 )
 from pipelinerl.plugins.simulation.setting import USUAL_COST, FixedLengths, HeavyTailedLengths, LengthLaw
 from pipelinerl.plugins.simulation.simulator import simulate
+from pipelinerl.roles.role import Changes, Overrides, Recipe, joined
 
 #: Default number of steps of a simulated run.
 STEPS: Final = 100
 #: The sections of a hardware table, and the class of each.
 _SECTIONS: Final[Mapping[str, type[Any]]] = get_type_hints(Hardware)
+
+
+def simulate_command(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    changes: Changes = None,
+    from_runs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from", help="A finished, ideally synchronous run to calibrate from; a second one for contention."
+        ),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            help="A hardware table instead of a run: a file, or h100, h200 or v5p with a model size (h100:7b), "
+            "computed from published figures. Sizes: 0.5b, 1.5b, 3b, 7b, 14b, 32b, 72b.",
+        ),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None, typer.Option("--sweep", help="section.key=value,value,…; several are combined.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Distribution of answer lengths: fixed:TOKENS or heavy:MEDIAN,SIGMA.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each simulated run.")] = 100,
+    engine_hour: Annotated[float | None, typer.Option(min=0, help="Price of an engine per hour.")] = None,
+    trainer_hour: Annotated[float | None, typer.Option(min=0, help="Price of the trainer per hour.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
+) -> None:
+    """Simulate the recipe, once for each combination of swept values; exit status 2 if all are refused."""
+    if bool(from_runs) == (hardware is not None):
+        raise UserError(
+            "timings are required: give either --from RUN (a finished run) or --hardware (a file, or such as h100:7b)"
+        )
+    basis = basis_of_runs(from_runs) if from_runs else basis_of_table(hardware or "")
+    prices = replace(
+        basis.hardware.prices,
+        **{k: v for k, v in (("engine_hour", engine_hour), ("trainer_hour", trainer_hour)) if v is not None},
+    )
+    basis = replace(basis, hardware=replace(basis.hardware, prices=prices), length_words=lengths or basis.length_words)
+    made = joined(overrides, changes)
+    trials = [tried(recipe, made, swept, basis, steps=steps) for swept in grid(sweep or [])]
+    best = recommended(trials) if sweep else None
+    notes = [basis.verdict, *([f"recommended: {' '.join(best.changes)}"] if best is not None else [])]
+    if html is not None:
+        html.write_text(page_of(f"{recipe}, simulated", trials, notes))
+    if json:
+        typer.echo(json_text.dumps(json_of(trials, best=best, checks=basis.checks) | {"verdict": basis.verdict}))
+        return
+    for line in lines_of(trials):
+        typer.echo(line)
+    for run, errors in basis.checks.items():
+        listed = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items())
+        typer.echo(f"simulated against measured, {run}: {listed}")
+    for note in notes:
+        typer.echo(note)
+    if html is not None:
+        typer.echo(str(html))
+    if all(trial.refusal for trial in trials):
+        raise typer.Exit(2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +234,20 @@ def _read_table(path: Path) -> Basis:
         raise UserError(f"{path}: unknown section {unknown[0]}; known are {', '.join((*_SECTIONS, 'answers'))}")
     if missing := [name for name in ("engine", "trainer") if name not in table]:
         raise UserError(f"{path}: the section {missing[0]} must be given")
-    sections = {name: _section(path, name, table[name]) for name in table}
+    sections = {}
+    for name, values in table.items():
+        known = [each.name for each in fields(_SECTIONS[name])]
+        if not isinstance(values, dict) or set(values) - set(known):
+            raise UserError(f"{path}: {name} must be a table with {', '.join(known)} only, got {values!r}")
+        if negative := [key for key, value in values.items() if isinstance(value, int | float) and value < 0]:
+            raise UserError(f"{path}: {name}.{negative[0]} must not be negative, got {values[negative[0]]!r}")
+        try:
+            sections[name] = msgspec.convert(values, _SECTIONS[name])
+        except msgspec.ValidationError as error:
+            raise UserError(f"{path}: {name}: {error}") from None
     lengths, prompt_tokens = answers.get("lengths", ""), answers.get("prompt_tokens", 0)
-    if (
-        not isinstance(lengths, str)
-        or not isinstance(prompt_tokens, int)
-        or set(answers) - {"lengths", "prompt_tokens"}
-    ):
+    typed = isinstance(lengths, str) and isinstance(prompt_tokens, int)
+    if not typed or set(answers) - {"lengths", "prompt_tokens"}:
         raise UserError(
             f"{path}: answers may hold only lengths (text, as --lengths) and prompt_tokens (a whole number)"
         )
@@ -193,18 +266,6 @@ def parse_lengths(text: str, *, most: int) -> LengthLaw:
     except ValueError:
         pass
     raise UserError(f"lengths must be fixed:TOKENS or heavy:MEDIAN,SIGMA, such as heavy:400,0.9; got {text!r}")
-
-
-def _section(path: Path, name: str, values: Any) -> Any:
-    known = [each.name for each in fields(_SECTIONS[name])]
-    if not isinstance(values, dict) or set(values) - set(known):
-        raise UserError(f"{path}: {name} must be a table with {', '.join(known)} only, got {values!r}")
-    if negative := [key for key, value in values.items() if isinstance(value, int | float) and value < 0]:
-        raise UserError(f"{path}: {name}.{negative[0]} must not be negative, got {values[negative[0]]!r}")
-    try:
-        return msgspec.convert(values, _SECTIONS[name])
-    except msgspec.ValidationError as error:
-        raise UserError(f"{path}: {name}: {error}") from None
 
 
 #: Heading, attribute of `Prediction`, and number format of each column of the output.
@@ -248,12 +309,10 @@ def lines_of(trials: Sequence[Trial]) -> list[str]:
     headings = ["", *(heading for heading, *_ in columns)]
     rows = [headings, *([_name(trial), *_cells(trial, columns)] for trial in trials if trial.prediction)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
     return [*lines, *(f"{_name(trial)}: {trial.refusal}" for trial in trials if trial.prediction is None)]
 
 
@@ -267,7 +326,7 @@ def json_of(
                 "changes": list(trial.changes),
                 "engines": trial.engines,
                 "refusal": trial.refusal,
-                "prediction": None if trial.prediction is None else trial.prediction.as_dict(),
+                "prediction": msgspec.to_builtins(trial.prediction, str_keys=True),
             }
             for trial in trials
         ],
@@ -279,10 +338,16 @@ def json_of(
 def page_of(title: str, trials: Sequence[Trial], notes: Sequence[str]) -> str:
     """Return a self-contained HTML page: notes, a table, a plot of each metric over the trials, and rollout ages."""
     ran = [trial for trial in trials if trial.prediction is not None]
-    figures = [_figure(heading, _over_trials(ran, attribute, form)) for heading, attribute, form in _COLUMNS]
-    figures += [
-        _figure(f"Age of trained rollouts: {_name(t)}", _ages(t.prediction)) for t in ran if t.prediction is not None
-    ]
+    charts = []
+    for heading, attribute, form in _COLUMNS:
+        values = tuple(float(getattr(trial.prediction, attribute)) for trial in ran)
+        series = Series(tuple(float(number) for number in range(1, len(values) + 1)), values)
+        charts.append(_dots(heading, series, "trial", percent=form.endswith("%")))
+    for trial in ran:
+        ages = {} if trial.prediction is None else trial.prediction.staleness
+        series = Series(tuple(map(float, ages)), tuple(ages.values()))
+        charts.append(_dots(f"Age of trained rollouts: {_name(trial)}", series, "versions", percent=True))
+    figures = (f"<figure><figcaption>{escape(chart.title)}</figcaption>{svg(chart)}</figure>" for chart in charts)
     columns = _columns(trials)
     head = "".join(f"<th>{escape(heading)}</th>" for heading in ("changed", *(heading for heading, *_ in columns)))
     rows = "".join(
@@ -314,16 +379,5 @@ def _name(trial: Trial) -> str:
     return " ".join(trial.changes) or "the unchanged recipe"
 
 
-def _figure(title: str, chart: Chart) -> str:
-    return f"<figure><figcaption>{escape(title)}</figcaption>{svg(chart)}</figure>"
-
-
-def _over_trials(trials: Sequence[Trial], attribute: str, form: str) -> Chart:
-    values = tuple(float(getattr(trial.prediction, attribute)) for trial in trials)
-    series = Series(tuple(float(number) for number in range(1, len(values) + 1)), values)
-    return Chart(lines=(Line(series=series, mark=Mark.DOTS),), x_label="trial", percent=form.endswith("%"))
-
-
-def _ages(prediction: Prediction) -> Chart:
-    series = Series(tuple(map(float, prediction.staleness)), tuple(prediction.staleness.values()))
-    return Chart(lines=(Line(series=series, mark=Mark.DOTS),), x_label="versions", percent=True)
+def _dots(title: str, series: Series, x_label: str, *, percent: bool) -> Chart:
+    return Chart(title=title, lines=(Line(series=series, mark=Mark.DOTS),), x_label=x_label, percent=percent)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from pipelinerl.errors import UserError
+from pipelinerl.observability.status import LedgerStatus
 from pipelinerl.plugins.simulation.hardware import Prices
 
 #: The pipeline fills during the first 1/`FILLS` of the steps; all results, measured or simulated, exclude these steps.
@@ -31,23 +32,11 @@ class SimulatedStep(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
-    """Groups that the controller ordered (`issued`), and how many of them had each outcome or are still in flight."""
-
-    issued: int
-    trained: int
-    filtered: int
-    stale: int
-    failed: int
-    in_flight: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """Results of a simulated run.
 
-    `steps`, `seconds` and `account` are of the whole run. All other figures leave out the first `skipped` steps, in
-    which the pipeline fills.
+    `steps`, `seconds` and `account` (ordered groups by outcome) are of the whole run. All other figures leave out the
+    first `skipped` steps, in which the pipeline fills.
 
     Attributes:
         trainer_wait: share of time in which the trainer waits for rollouts.
@@ -84,14 +73,10 @@ class Prediction:
     mean_length: float
     order_s: float
     in_flight: float
-    account: Account
+    account: LedgerStatus
     cost_per_hour: float = 0.0
     cost_per_step: float = 0.0
     cost_per_million_tokens: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, whose keys are all strings."""
-        return asdict(self) | {"staleness": {str(age): share for age, share in self.staleness.items()}}
 
 
 def cost(prices: Prices, *, engines: int, step_s: float, tokens_per_s: float) -> dict[str, float]:

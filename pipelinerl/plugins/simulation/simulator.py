@@ -24,10 +24,11 @@ from pipelinerl.actor.freshness import can_be_fresh
 from pipelinerl.controller.state.issued_ledger import FilteredShare
 from pipelinerl.controller.state.lag import LagRule, StepFigures, largest_j
 from pipelinerl.objective.tokens import LAG_LOSS
+from pipelinerl.observability.status import LedgerStatus
 from pipelinerl.plugins.simulation.actors import Agenda, SimulatedActors, SimulatedTrainer
 from pipelinerl.plugins.simulation.engine import SimulatedEngine, SimulatedGroup, WaitingGroups
 from pipelinerl.plugins.simulation.hardware import Hardware
-from pipelinerl.plugins.simulation.prediction import FILLS, Account, Prediction, SimulatedStep, cost, staleness_of
+from pipelinerl.plugins.simulation.prediction import FILLS, Prediction, SimulatedStep, cost, staleness_of
 from pipelinerl.plugins.simulation.setting import Shift, SimulatedSetting, drawing
 from pipelinerl.staleness import StalenessBounds
 
@@ -447,7 +448,7 @@ class _Run:
             mean_length=tokens / rollouts,
             order_s=(counts.ended_after - before.ended_after) / ended if ended else 0.0,
             in_flight=(counts.area - before.area) / seconds,
-            account=Account(
+            account=LedgerStatus(
                 issued=counts.issued,
                 trained=counts.trained,
                 filtered=counts.filtered,

@@ -257,8 +257,9 @@ def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Cal
         )
     except ValueError as error:
         raise UserError(str(error)) from None
-    exact, began = options.skill is Skill.EXACT, time.monotonic()
-    if exact:
+    began = time.monotonic()
+    rewards = None if options.skill is Skill.EXACT else _Rewards(config, tokenizer, seed=options.seed)
+    if rewards is None:
         validation = problems_of(config, Split.VALIDATION, seed=0).problem
         checked = demonstrations_of([validation(i) for i in range(_CHECKED_EXACTLY)], tokenizer)
         sampled = 0.0
@@ -271,31 +272,30 @@ def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Cal
         fit: dict[str, Any] = {"batch_size": 64, "temperature": 4.0, "learning_rate": 1e-3, "check_every": 2}
         fit |= {"demonstrations": {"greedy": problems_of(config, Split.TRAIN, seed=seed).problem}, "skills": skills}
     else:
-        rewards = _Rewards(config, tokenizer, seed=options.seed)
         alone = _alone(config).items()
         demonstrations = {name: problems_of(one, Split.TRAIN, seed=seed).problem for name, one in alone}
         fit = {"demonstrations": demonstrations, "skills": rewards.of}
 
     def shown(progress: WarmStartProgress) -> str:
-        if exact:
+        if rewards is None:
             return f"validation accuracy {progress.skills['greedy']:.3f} greedy, {sampled:.3f} sampled"
-        rewards = progress.skills.items()
         return ", ".join(
-            f"{name} {skill:.3f} after {progress.demonstrations[name]:,} demonstrations" for name, skill in rewards
+            f"{name} {skill:.3f} after {progress.demonstrations[name]:,} demonstrations"
+            for name, skill in progress.skills.items()
         )
 
     def tell(progress: WarmStartProgress) -> None:
-        if not exact or progress.step % 20 == 0:
+        if rewards is not None or progress.step % 20 == 0:
             say(f"step {progress.step}: {shown(progress)}, loss {progress.loss:.3f}")
 
     try:
         settings = WarmStartSettings(tokenizer=tokenizer, shape=shape, seed=options.seed, band=options.band, **fit)
         model, last = warm_start(settings, tell)
     finally:
-        if not exact:
+        if rewards is not None:
             rewards.close()
     save_model(model, tokenizer, output)
-    if exact:
+    if rewards is None:
         greedy, count = last.skills["greedy"], last.demonstrations["greedy"]
         seconds = time.monotonic() - began
         say(f"{output}: {greedy:.3f} greedy validation accuracy after {count:,} demonstrations in {seconds:.0f} s")

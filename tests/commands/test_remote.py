@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from fastapi import FastAPI, Header, Request
@@ -26,19 +23,19 @@ KNOBS = {
 }
 
 
-def application() -> FastAPI:
+def application():
     app = FastAPI(openapi_url=None)
 
     @app.get("/status")
-    async def status() -> Response:
+    async def status():
         return Response(RunStatus(run="tiny", step=3).to_json(), media_type="application/json")
 
     @app.get("/knobs")
-    async def knobs() -> dict[str, Any]:
+    async def knobs():
         return KNOBS
 
     @app.patch("/knobs", response_model=None)
-    async def patch(request: Request, x_who: str = Header()) -> Response:
+    async def patch(request: Request, x_who: str = Header()):
         body = await request.json()
         if "q" in body:
             return refusal(422, "unknown knob 'q'", code="invalid_knob")
@@ -50,21 +47,19 @@ def application() -> FastAPI:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url():
     with in_thread(application()) as served:
         yield served
 
 
 @pytest.fixture
-def remote(url: str, tmp_path: Path) -> Iterator[ControllerClient]:
+def remote(url, tmp_path):
     (tmp_path / "controller.json").write_text(json.dumps({"url": url, "token": "secret"}))
     with controller_of(tmp_path) as made:
         yield made
 
 
-def test_controller_client_decodes_responses_and_sends_the_users_name(
-    tmp_path: Path, remote: ControllerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_controller_client_decodes_responses_and_sends_the_users_name(tmp_path, remote, monkeypatch):
     monkeypatch.setenv("LOGNAME", "Zoë")
     assert remote.status() == RunStatus(run="tiny", step=3)
     answer = remote.knobs()
@@ -74,8 +69,8 @@ def test_controller_client_decodes_responses_and_sends_the_users_name(
         assert named.change_knobs({"k": 4}).knobs == {"k": 4, "who": "Zo?"}
 
 
-def test_error_for_a_run_without_a_controller_says_in_what_state_the_run_is(tmp_path: Path) -> None:
-    def error_for(run: Path) -> str:
+def test_error_for_a_run_without_a_controller_says_in_what_state_the_run_is(tmp_path):
+    def error_for(run):
         with pytest.raises(UserError, match=f"{run} has no live run: ") as refused:
             address_of(run)
         return str(refused.value).partition("live run: ")[2]
@@ -95,9 +90,7 @@ def test_error_for_a_run_without_a_controller_says_in_what_state_the_run_is(tmp_
         assert error_for(tmp_path).startswith(words)
 
 
-def test_command_reaches_a_run_on_another_machine_by_the_url_of_its_controller(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_reaches_a_run_on_another_machine_by_the_url_of_its_controller(url, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     assert address_of(f"{url}/") == ControllerAddress(url, "secret")
     with controller_of(url) as controller:
@@ -107,12 +100,12 @@ def test_command_reaches_a_run_on_another_machine_by_the_url_of_its_controller(
         stranger.status()
 
 
-def test_token_for_a_live_run_is_not_sent_to_a_proxy(remote: ControllerClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_for_a_live_run_is_not_sent_to_a_proxy(remote, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     assert remote.status().step == 3
 
 
-def test_rejected_request_to_a_run_shows_the_controllers_message(remote: ControllerClient, url: str) -> None:
+def test_rejected_request_to_a_run_shows_the_controllers_message(remote, url):
     with pytest.raises(RecipeError, match=r"^unknown knob 'q'$"):
         remote.change_knobs({"q": 1})
     with ControllerClient(url, None) as stranger, pytest.raises(TokenRefused, match="a valid bearer token is required"):
@@ -128,7 +121,7 @@ def test_rejected_request_to_a_run_shows_the_controllers_message(remote: Control
         '{"url": "\udcff", "token": null}', '{"x": ' + "[" * 10**5,
     ],
 )  # fmt: skip
-def test_directory_without_a_valid_controller_address_has_no_live_run(tmp_path: Path, record: str | None) -> None:
+def test_directory_without_a_valid_controller_address_has_no_live_run(tmp_path, record):
     if record is not None:
         (tmp_path / "controller.json").write_text(record, errors="surrogateescape")
     with pytest.raises(UserError, match=f"{tmp_path} has no live run"):
@@ -138,7 +131,7 @@ def test_directory_without_a_valid_controller_address_has_no_live_run(tmp_path: 
 @pytest.mark.parametrize(
     "address", ["http://127.0.0.1:1", "ht!tp://x", "http://[", "", "http://127.0.0.1:port", "http://" + "a" * 70]
 )
-def test_error_about_an_unreachable_controller_asks_whether_the_run_has_ended(address: str) -> None:
+def test_error_about_an_unreachable_controller_asks_whether_the_run_has_ended(address):
     with (
         pytest.raises(AddressError, match=r"does not answer .*; has the run ended\?"),
         ControllerClient(address, "secret") as controller,
@@ -146,7 +139,7 @@ def test_error_about_an_unreachable_controller_asks_whether_the_run_has_ended(ad
         controller.status()
 
 
-def test_client_detects_that_the_server_at_a_dead_controllers_address_is_not_a_controller() -> None:
+def test_client_detects_that_the_server_at_a_dead_controllers_address_is_not_a_controller():
     app = FastAPI(openapi_url=None)
     app.get("/status")(lambda: HTMLResponse("<html>"))
     app.get("/knobs")(lambda: {"detail": "something else"})

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -104,7 +104,10 @@ def _engine_of(recipe: str) -> Iterator[str]:
     engine = subprocess.Popen([sys.executable, "-m", "pipelinerl", *words])
     try:
         deadline = time.monotonic() + _START_S
-        while not _answers(url):
+        while True:
+            with suppress(AddressError):
+                _reachable(url)
+                break
             if engine.poll() is not None or time.monotonic() > deadline:
                 raise UserError(f"the engine of {recipe} has not started; see its message above")
             time.sleep(0.2)
@@ -112,14 +115,6 @@ def _engine_of(recipe: str) -> Iterator[str]:
     finally:
         engine.terminate()
         engine.wait(_FAULT_S)
-
-
-def _answers(url: str) -> bool:
-    try:
-        _reachable(url)
-    except AddressError:
-        return False
-    return True
 
 
 @conformance_app.command("trainer")
@@ -188,10 +183,6 @@ def _report(results: list[tuple[str, str, str, str]], say: Callable[[str], None]
 # --- bench and chaos --------------------------------------------------------------------------------------------------
 
 
-def _has(module: str) -> bool:
-    return CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file()
-
-
 def bench(
     name: Annotated[str, typer.Argument(help="A benchmark's name, or `all`.")] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes.")] = False,
@@ -216,7 +207,7 @@ def run_in_checkout(module: str, *words: str, what: str) -> int:
 
     `what` is the subject of the error message with its verb, such as "benchmarks are".
     """
-    if not _has(module):
+    if not CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file():
         raise UserError(
             f"{what} part of a checkout, and {CHECKOUT} is not one; clone the repository, run `make install` and "
             "use its command"

@@ -220,6 +220,13 @@ def _report(
 
 
 def _table(report: EvaluationReport) -> Table:
+    def share(value: float | None) -> str:
+        return "–" if value is None else f"{value:.1%}"
+
+    def chances(of_all: list[PassAt], estimates: list[PassAt]) -> list[str]:
+        by_k = {each.k: each.value for each in estimates}
+        return [share(by_k.get(each.k)) for each in of_all]
+
     heads = [f"pass@{each.k}" for each in report.figures.pass_at]
     heads += [f"maj@{each.k}" for each in report.figures.majority_at]
     title = f"{report.target}: {report.name}"
@@ -231,25 +238,11 @@ def _table(report: EvaluationReport) -> Table:
             table.add_row(
                 name,
                 f"{figures.problems}",
-                _share(figures.accuracy),
+                share(figures.accuracy),
                 interval({"low": figures.low, "high": figures.high}) or "–",
-                *_at(report.figures.pass_at, figures.pass_at),
-                *_at(report.figures.majority_at, figures.majority_at),
-                _number(figures.length_mean),
-                _number(figures.length_p95),
-                _share(figures.truncated),
+                *chances(report.figures.pass_at, figures.pass_at),
+                *chances(report.figures.majority_at, figures.majority_at),
+                *("–" if value is None else f"{value:.0f}" for value in (figures.length_mean, figures.length_p95)),
+                share(figures.truncated),
             )
     return table
-
-
-def _at(of_all: list[PassAt], estimates: list[PassAt]) -> list[str]:
-    by_k = {each.k: each for each in estimates}
-    return [_share(by_k[each.k].value if each.k in by_k else None) for each in of_all]
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0f}"

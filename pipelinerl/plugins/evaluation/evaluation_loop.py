@@ -76,7 +76,9 @@ async def ask(
 
     try:
         async with _answering(config, respondent) as answer_to, asyncio.TaskGroup() as group:
-            for _ in range(_at_a_time(orders, config)):
+            samples = max((order.sampling.num_samples for order in orders), default=1)
+            # As many problems at a time as an actor would have, within the engine's queue.
+            for _ in range(max(1, min(config.groups_in_flight, config.engine.max_waiting // samples))):
                 group.create_task(work())
     # Do not use `except*` here: before Python 3.11.4, it wraps the errors raised inside it in a group.
     except ExceptionGroup as several:
@@ -133,12 +135,6 @@ def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(guarded())
     except asyncio.CancelledError:
         raise SystemExit(INTERRUPTED) from None
-
-
-def _at_a_time(orders: Sequence[PromptOrder], config: RunConfig) -> int:
-    """Return the number of problems to keep in flight: as many as an actor would, limited by the engine's queue."""
-    samples = max((order.sampling.num_samples for order in orders), default=1)
-    return max(1, min(config.groups_in_flight, config.engine.max_waiting // samples))
 
 
 #: Function that returns an order's samples and their verdicts; raises `ContractError` or `PipelineError`.

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from rich.console import Console
@@ -107,7 +107,15 @@ def prefilter(
         UserError: the results in `out` were made with other settings, or no problem was answered.
     """
     chosen = list(_distinct(config, problems))
-    with answer_log(out / ANSWERS, _question(target, config, samples=samples, model=model), PassRate) as log:
+    question = {  # the settings on which pass rates depend; the log refuses results made with others
+        "target": target.named(model),
+        "sampling": config.sampling.model_dump(mode="json", exclude={"group_size"}),
+        "samples": samples,
+        "seed": config.run.seed,
+        "domains": digest_of_domains(config.domains),
+        "weights": target.fingerprint,
+    }
+    with answer_log(out / ANSWERS, question, PassRate) as log:
         known = {rate.problem_id: rate for rate in log.answers}
         missing = [(index, problem) for index, problem in enumerate(chosen) if problem.problem_id not in known]
         orders = [_order(config, index, problem, samples=samples) for index, problem in missing]
@@ -177,37 +185,22 @@ def _order(config: RunConfig, index: int, problem: Problem, *, samples: int) -> 
     )
 
 
-def _question(target: Target, config: RunConfig, *, samples: int, model: str) -> dict[str, Any]:
-    """Return the settings on which pass rates depend; an `AnswerLog` refuses results made with other settings."""
-    return {
-        "target": target.named(model),
-        "sampling": config.sampling.model_dump(mode="json", exclude={"group_size"}),
-        "samples": samples,
-        "seed": config.run.seed,
-        "domains": digest_of_domains(config.domains),
-        "weights": target.fingerprint,
-    }
-
-
 def _write(out: Path, domain: str, kept: list[Problem], rates: Mapping[str, PassRate]) -> Path:
     path = out / f"{domain}.jsonl"
     temporary = path.with_suffix(".writing")
     with temporary.open("w") as lines:
-        for problem in kept:
-            if problem.domain == domain:
-                lines.write(json.dumps(_row(problem, rates[problem.problem_id]), ensure_ascii=False) + "\n")
+        for problem in (each for each in kept if each.domain == domain):
+            rate = rates[problem.problem_id]
+            row = {
+                "id": problem.problem_id.removeprefix(f"{problem.domain}:"),
+                "messages": [{"role": message.role, "content": message.content} for message in problem.messages],
+                "answer": problem.ground_truth,
+                "metadata": {**problem.metadata, "pass_rate": rate.value, "pass_rate_samples": rate.judged},
+                "tags": [*problem.tags, f"pass_rate={band_of(rate.value)}"],
+            }
+            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
     temporary.replace(path)
     return path
-
-
-def _row(problem: Problem, rate: PassRate) -> dict[str, Any]:
-    return {
-        "id": problem.problem_id.removeprefix(f"{problem.domain}:"),
-        "messages": [{"role": message.role, "content": message.content} for message in problem.messages],
-        "answer": problem.ground_truth,
-        "metadata": {**problem.metadata, "pass_rate": rate.value, "pass_rate_samples": rate.judged},
-        "tags": [*problem.tags, f"pass_rate={band_of(rate.value)}"],
-    }
 
 
 def band_of(rate: float) -> str:

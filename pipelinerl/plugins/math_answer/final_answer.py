@@ -58,7 +58,10 @@ _MOST_WORDS: Final = 6
 
 def final_answer(text: str) -> str:
     """Return the final answer in a model's text, as written there; "" if there is none."""
-    return _final(_after_thoughts(text))
+    end, begin = text.rfind("</think>"), text.rfind("<think>")
+    if begin > end:
+        return _final(text[:begin])
+    return _final(text if end < 0 else text[end + len("</think>") :])
 
 
 def reference_answer(ground_truth: str) -> str:
@@ -84,13 +87,6 @@ def _final(text: str) -> str:
         return _plain(hashes[1])
     stated = _stated(text)
     return _last_value(text) if stated is None else stated
-
-
-def _after_thoughts(text: str) -> str:
-    end, begin = text.rfind("</think>"), text.rfind("<think>")
-    if begin > end:
-        return text[:begin]
-    return text if end < 0 else text[end + len("</think>") :]
 
 
 def _last_boxes(text: str) -> tuple[int, str] | None:
@@ -160,11 +156,8 @@ def _last_value(text: str) -> str:
     display = list(_DISPLAY.finditer(text))
     if display and display[-1].end() >= len(text) - 1:
         return (display[-1][1] or display[-1][2] or "").strip()
-    return _unmarked(text)
-
-
-def _unmarked(text: str) -> str:
-    line = _plain_line(text)
+    line = re.sub(r"\*\*|__", "", _last_line(text)).strip()
+    line = _SENTENCE.split(line)[-1].strip().rstrip(".").strip()
     if not re.search(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", "", line)) or quantity(canonical(line)) is not None:
         return line
     if _HEDGES.search(line):
@@ -178,8 +171,3 @@ def _unmarked(text: str) -> str:
     if values:
         return values[0] if len(values) == 1 else ""
     return line if len(line.split()) <= _MOST_WORDS else ""
-
-
-def _plain_line(text: str) -> str:
-    line = re.sub(r"\*\*|__", "", _last_line(text)).strip()
-    return _SENTENCE.split(line)[-1].strip().rstrip(".").strip()

@@ -51,7 +51,11 @@ class Number(NamedTuple):
         if (self.ulp is None) == (other.ulp is None):
             return False
         rounded, exact = (self, other) if self.ulp is not None else (other, self)
-        return not _terminates(exact.value) and rounded.may_be(exact.value)
+        rest = exact.value.denominator
+        for prime in (2, 5):
+            while rest % prime == 0:
+                rest //= prime
+        return rest != 1 and rounded.may_be(exact.value)  # a decimal that terminates is written in full
 
     def may_be(self, value: Fraction) -> bool:
         """Return whether this number is `value` correctly rounded."""
@@ -114,14 +118,6 @@ def _quotient(text: str) -> Number | None:
 
 def _fraction(digits: str) -> Fraction:
     return Fraction(re.sub(r"[, ]", "", digits))
-
-
-def _terminates(value: Fraction) -> bool:
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
 
 
 # --- units ------------------------------------------------------------------------------------------------------------

@@ -219,16 +219,13 @@ def _equal_shapes(gold: _Shape, given: _Shape, expressions: Expressions) -> bool
         return all(_equal(one, other, expressions) for one, other in in_order)
     if kinds == {_Kind.TUPLE, _Kind.LIST}:
         listed, framed = (gold, given) if gold.kind is _Kind.LIST else (given, gold)
-        if framed.brackets != "()" or not (len(listed.parts) > 2 or _names(listed) in ("xy", "ab", "mn", "pq")):
+        names = "".join(_named(part)[0] for part in listed.parts)
+        if framed.brackets != "()" or not (len(listed.parts) > 2 or names in ("xy", "ab", "mn", "pq")):
             return False
         return all(_equal(one, other, expressions) for one, other in in_order)
     if kinds <= {_Kind.LIST, _Kind.SET, _Kind.UNION} or (_Kind.VALUE in kinds and _Kind.SET in kinds):
         return _equal_unordered(gold.parts, given.parts, expressions)
     return False
-
-
-def _names(shape: _Shape) -> str:
-    return "".join(_named(part)[0] for part in shape.parts)
 
 
 def _same_frame(gold: _Shape, given: _Shape) -> bool:

@@ -125,7 +125,9 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
     """
     check_layout(run_dir)
     config = load_run(run_dir).in_one_process
-    other = None if objective is None else _other(config, objective)
+    other = None if objective is None else resolve(objective, max_tokens=config.sampling.max_tokens)
+    if other is not None and (lacking := sorted((other.passes - objective_of(config).passes) & _OTHER_WEIGHTS)):
+        raise UserError(f"{objective} needs {' and '.join(lacking)}, for which this run has no weights; choose another")
     steps = recorded_steps(run_dir)
     recorded_step(run_dir, step)
     place, state = _checkpoint_before(config, run_dir, step)
@@ -161,14 +163,6 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
     if not objective:
         console.print(_table(replayed[-1], "replayed"))
     return same
-
-
-def _other(config: RunConfig, preset: str) -> PolicyObjective:
-    chosen = resolve(preset, max_tokens=config.sampling.max_tokens)
-    lacking = sorted((chosen.passes - objective_of(config).passes) & _OTHER_WEIGHTS)
-    if lacking:
-        raise UserError(f"{preset} needs {' and '.join(lacking)}, for which this run has no weights; choose another")
-    return chosen
 
 
 def _step(steps: Mapping[int, RecordedStep], version: int) -> RecordedStep:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
@@ -200,19 +200,13 @@ def newest_part(run: ObservedRun) -> ObservedRun:
     for number, event in enumerate(run.events):
         changes = event.get("changes") if event["kind"] == "knobs" else None
         if isinstance(changes, dict) and _PACE & changes.keys():
-            start, setting = number, _with_knobs(setting, changes)
+            j = changes.get("j", AUTO if setting.auto_j else setting.bounds.j)
+            bounds = StalenessBounds(1 if j == AUTO else int(j), float(changes.get("k", setting.bounds.k)))
+            counts = {name: int(changes[name]) for name in ("rollouts_per_step", "groups_in_flight") if name in changes}
+            start, setting = number, replace(setting, bounds=bounds, auto_j=j == AUTO, **counts)
         elif event["kind"].startswith("engine_") and (now := serving(run.events[: number + 1])) != engines:
             start, engines = (number if engines and now else start), now or engines
     return ObservedRun(events=run.events[start:], setting=replace(setting, engines=engines or setting.engines))
-
-
-def _with_knobs(setting: SimulatedSetting, changes: Mapping[str, Any]) -> SimulatedSetting:
-    j = changes.get("j", AUTO if setting.auto_j else setting.bounds.j)
-    bounds = StalenessBounds(1 if j == AUTO else int(j), float(changes.get("k", setting.bounds.k)))
-    plain: dict[str, Any] = {
-        name: int(changes[name]) for name in ("rollouts_per_step", "groups_in_flight") if name in changes
-    }
-    return replace(setting, bounds=bounds, auto_j=j == AUTO, **plain)
 
 
 def tried(run: ObservedRun, *, actor_s: float) -> tuple[float, list[Change]]:
@@ -284,7 +278,10 @@ def bottleneck(
     except (PipelineError, ValueError) as reason:
         refusal = f"no change was simulated: {reason}"
     best = changes[0] if changes and changes[0].step_s < now_s * (1 - _WORTH) else None
-    processors = _processors(run_dir, found, recorded_events(run_dir))
+    # The share of this machine's processors that the run's processes used; None if they were not measured.
+    used = sum(usage.cpu_s for usage in usage_by_role(run_dir).values())
+    seconds = tell(recorded_events(run_dir)).duration_s
+    processors = used / seconds / num_cores() if used and seconds else None
     if json:
         figures = {
             "stretches": [asdict(each) for each in found],
@@ -304,12 +301,6 @@ def bottleneck(
             f"processors: {processors:.0%} of this machine's {num_cores()} are busy, so more processes on it slow each "
             "other down; the predictions assume free processors"
         )
-
-
-def _processors(run_dir: Path, found: Sequence[Stretch], events: Sequence[Event]) -> float | None:
-    """Return the share of this machine's processors that the run's processes used; None if they were not measured."""
-    used, seconds = sum(usage.cpu_s for usage in usage_by_role(run_dir).values()), tell(events).duration_s
-    return used / seconds / num_cores() if used and seconds and found else None
 
 
 def _table(found: Sequence[Stretch]) -> list[str]:

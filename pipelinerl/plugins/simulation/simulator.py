@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -148,7 +148,8 @@ class _Run:
         while counts.in_flight < setting.max_groups and self._bounds.may_issue(
             current=self._version,
             loaded=self._loaded,
-            queued=self._expected() * setting.group_size,
+            queued=setting.group_size
+            * self._filtered_share.expected(counts.in_flight, waiting=self._waiting_groups, most=setting.oversample),
             per_step=setting.rollouts_per_step,
             sampled_at_once=setting.sampled_at_once,
             ahead=setting.steps_ahead or self._lag.steps,
@@ -165,10 +166,6 @@ class _Run:
     def _bounds(self) -> StalenessBounds:
         setting = self._setting
         return StalenessBounds(self._lag.j, setting.bounds.k) if setting.auto_j else setting.bounds
-
-    def _expected(self) -> int:
-        out = self._counts.in_flight
-        return self._filtered_share.expected(out, waiting=self._waiting_groups, most=self._setting.oversample)
 
     def _ended(self, groups: Sequence[SimulatedGroup]) -> None:
         now, counts = self._agenda.now, self._counts
@@ -203,7 +200,8 @@ class _Run:
         most = setting.bounds.most_in_flight(
             current=0, loaded=0, per_step=setting.rollouts_per_step, sampled_at_once=setting.sampled_at_once
         )
-        step_s, age = max(step.compute_s + step.publish_wait_s, 1e-9), _mean_age(step.staleness)
+        step_s, ages = max(step.compute_s + step.publish_wait_s, 1e-9), step.staleness
+        age = sum(age * count for age, count in ages.items()) / sum(ages.values())
         cost = setting.lag_cost
         figures = StepFigures(
             waited=step.wait_s / step_s,
@@ -463,7 +461,3 @@ class _Run:
                 tokens_per_s=tokens_per_s,
             ),
         )
-
-
-def _mean_age(ages: Mapping[int, int]) -> float:
-    return sum(age * count for age, count in ages.items()) / sum(ages.values())

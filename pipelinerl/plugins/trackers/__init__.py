@@ -52,13 +52,13 @@ TENSORBOARD: Final = TrackerComponent(
     remedy="pip install -e '.[track]'",
 )
 WANDB: Final = TrackerComponent(
-    build="pipelinerl.plugins.trackers.tracker:open_wandb",
+    build="pipelinerl.plugins.trackers.tracker:WandbTracker",
     section=WandbSection,
     needs=("wandb",),
     remedy="pip install wandb",
 )
 TRACKIO: Final = TrackerComponent(
-    build="pipelinerl.plugins.trackers.tracker:open_trackio",
+    build="pipelinerl.plugins.trackers.tracker:TrackioTracker",
     section=TrackioSection,
     needs=("trackio",),
     remedy="pip install trackio",

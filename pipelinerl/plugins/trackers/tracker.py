@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -61,16 +61,6 @@ OpenTracker = Callable[[Bookmark | None], Tracker]
 def open_tensorboard(_: None, run: TrackedRun, bookmark: Bookmark | None) -> Tracker:
     """Open the run's event files."""
     return TensorBoardTracker(run.directory / "tensorboard", bookmark)
-
-
-def open_wandb(section: WandbSection, run: TrackedRun, bookmark: Bookmark | None) -> Tracker:
-    """Start or resume the run in W&B."""
-    return WandbTracker(run, bookmark, wandb=import_module("wandb"), **dict(section))
-
-
-def open_trackio(section: TrackioSection, run: TrackedRun, bookmark: Bookmark | None) -> Tracker:
-    """Start or continue the run in trackio."""
-    return TrackioTracker(run, bookmark, trackio=import_module("trackio"), **dict(section))
 
 
 FOLDER: Final = "trackers"
@@ -270,22 +260,17 @@ class TrackioTracker:
     the newest logged step, separately for training steps and each evaluation set.
     """
 
-    def __init__(
-        self, run: TrackedRun, bookmark: Bookmark | None, *, project: str, space_id: str | None, trackio: Any
-    ) -> None:
-        """Start or continue the run; `trackio` is the imported package. Raises OSError if that fails."""
+    def __init__(self, section: TrackioSection, run: TrackedRun, bookmark: Bookmark | None) -> None:
+        """Start or continue the run. Raises OSError if that fails."""
         self._newest: dict[str, int] = dict((bookmark or {}).get("newest", {}))
-        self._run = trackio.init(
-            project=project,
-            name=run.name,
-            space_id=space_id,
-            config=dict(run.recipe),
-            resume="never" if bookmark is None else "allow",
-        )
+        resume = "never" if bookmark is None else "allow"
+        options = dict(section) | {"name": run.name, "config": dict(run.recipe), "resume": resume}
+        self._run = import_module("trackio").init(**options)
 
     def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
         """Log the metrics of a step as one row; trackio ignores `time` and uses the current time."""
-        sort = _sort_of(figures)
+        first = next(iter(figures))
+        sort = first.rpartition("/")[0] if first.startswith("eval/") else ""
         if step > self._newest.get(sort, -1):
             self._run.log(dict(figures), step=step)
             self._newest[sort] = step
@@ -300,11 +285,6 @@ class TrackioTracker:
     def close(self) -> None:
         """Wait until trackio has sent all rows, or its own timeout has passed."""
         self._run.finish()
-
-
-def _sort_of(figures: Mapping[str, float]) -> str:
-    name = next(iter(figures))
-    return name.rpartition("/")[0] if name.startswith("eval/") else ""
 
 
 _EVALUATIONS: Final = "eval/"
@@ -322,24 +302,13 @@ class WandbTracker:
       lost. The package retries an unreachable server; logging does not wait for the server.
     """
 
-    def __init__(
-        self,
-        run: TrackedRun,
-        bookmark: Bookmark | None,
-        *,
-        project: str,
-        entity: str | None,
-        mode: Literal["online", "offline"],
-        wandb: Any,
-    ) -> None:
-        """Start or resume the run; `wandb` is the imported package. Raises OSError if that fails."""
-        self._run = wandb.init(
-            project=project,
-            entity=entity,
+    def __init__(self, section: WandbSection, run: TrackedRun, bookmark: Bookmark | None) -> None:
+        """Start or resume the run. Raises OSError if that fails."""
+        self._run = import_module("wandb").init(
+            **dict(section),
             name=run.name,
             id=(bookmark or {}).get("id"),
             resume="allow",
-            mode=mode,
             dir=str(run.directory),
             config=dict(run.recipe),
         )

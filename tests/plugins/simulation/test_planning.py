@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from pipelinerl.cli import app
 from pipelinerl.config.recipe import load, save
 from pipelinerl.errors import RecipeError, UserError
-from pipelinerl.observability.events import Event
 from pipelinerl.plugins.simulation.from_recipe import observed, setting_of
 from pipelinerl.plugins.simulation.hardware import EngineTimes
 from pipelinerl.plugins.simulation.setting import FixedLengths, ObservedLengths
@@ -36,18 +33,18 @@ prompt_tokens = 9
 ENGINE = EngineTimes(step_s=0.011, row_s=0.0002)
 
 
-def simulate(*arguments: str) -> Result:
+def simulate(*arguments):
     return CliRunner().invoke(app, ["simulate", *arguments, "--steps", "12"])
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> str:
+def table(tmp_path):
     path = tmp_path / "hardware.toml"
     path.write_text(TABLE)
     return str(path)
 
 
-def run_directory(where: Path, events: list[Event]) -> Path:
+def run_directory(where, events):
     """Write a finished lockstep run of the recipe `tiny`, with the given events and with answers of 6 tokens."""
     (where / "samples").mkdir(parents=True)
     save(load("tiny", ["staleness.j=1", "staleness.k=1"]), where / "recipe.toml")
@@ -58,7 +55,7 @@ def run_directory(where: Path, events: list[Event]) -> Path:
     return where
 
 
-def test_simulated_sweep_is_printed_plotted_and_followed_by_a_recommendation(table: str, tmp_path: Path) -> None:
+def test_simulated_sweep_is_printed_plotted_and_followed_by_a_recommendation(table, tmp_path):
     page = tmp_path / "page.html"
     command_line = ("tiny", "--hardware", table, "--sweep", "engine.count=1,2", "--sweep", "staleness.k=0,1,8")
     result = simulate(*command_line, "--html", str(page))
@@ -74,7 +71,7 @@ def test_simulated_sweep_is_printed_plotted_and_followed_by_a_recommendation(tab
     assert "http" not in text
 
 
-def test_simulation_with_a_published_hardware_table_says_that_its_numbers_were_not_measured_here() -> None:
+def test_simulation_with_a_published_hardware_table_says_that_its_numbers_were_not_measured_here():
     changes = ("sampling.max_tokens=2048", "engine.context_length=4096", "engine.slots=64")
     result = simulate(
         "tiny", *changes, "--hardware", "h100:0.5b", "--lengths", "heavy:300,1", "--sweep", "engine.count=1,2"
@@ -84,13 +81,13 @@ def test_simulation_with_a_published_hardware_table_says_that_its_numbers_were_n
     assert "training at 40%" in result.output
 
 
-def test_simulation_rejects_a_recipe_that_exceeds_the_memory_of_the_hardware() -> None:
+def test_simulation_rejects_a_recipe_that_exceeds_the_memory_of_the_hardware():
     result = simulate("tiny", "--hardware", "h100:72b", "--lengths", "fixed:5")
     assert isinstance(result.exception, RecipeError)
     assert "raise engine.devices" in str(result.exception)
 
 
-def test_simulation_prints_its_predictions_as_json(table: str) -> None:
+def test_simulation_prints_its_predictions_as_json(table):
     printed = json.loads(simulate("tiny", "--hardware", table, "--json", "--lengths", "fixed:5").output)
     (trial,) = printed["trials"]
     prediction = trial["prediction"]
@@ -100,12 +97,12 @@ def test_simulation_prints_its_predictions_as_json(table: str) -> None:
     assert printed["recommended"] is None
 
 
-def test_simulated_price_of_an_engine_hour_can_be_set_on_the_command_line(table: str) -> None:
+def test_simulated_price_of_an_engine_hour_can_be_set_on_the_command_line(table):
     result = simulate("tiny", "--hardware", table, "--json", "--engine-hour", "10")
     assert json.loads(result.output)["trials"][0]["prediction"]["cost_per_hour"] == 14.0
 
 
-def test_simulation_calibrated_on_the_first_half_of_a_run_is_validated_on_its_second_half(tmp_path: Path) -> None:
+def test_simulation_calibrated_on_the_first_half_of_a_run_is_validated_on_its_second_half(tmp_path):
     """A run with similar halves is predicted well. For a run that slowed down, the command warns of its prediction."""
     even = run_directory(tmp_path / "even", run_events(engine=ENGINE, rollouts=256, steps=40))
     result = simulate("tiny", "--from", str(even))
@@ -120,7 +117,7 @@ def test_simulation_calibrated_on_the_first_half_of_a_run_is_validated_on_its_se
     assert "NOT TO BE TRUSTED" in simulate("tiny", "--from", str(uneven)).output
 
 
-def test_simulation_from_a_run_uses_the_answer_and_prompt_lengths_of_that_run(tmp_path: Path) -> None:
+def test_simulation_from_a_run_uses_the_answer_and_prompt_lengths_of_that_run(tmp_path):
     run = observed(run_directory(tmp_path / "run", run_events(engine=ENGINE)))
     assert run.setting.lengths == ObservedLengths((6,) * 8)
     assert run.setting.prompt_tokens == round(2000 * 0.25 / 64)
@@ -137,7 +134,7 @@ def test_simulation_from_a_run_uses_the_answer_and_prompt_lengths_of_that_run(tm
     ],
     ids=["neither", "no table", "no size", "unknown size", "no run"],
 )
-def test_simulation_without_a_readable_run_or_table_is_rejected(arguments: tuple[str, ...], message: str) -> None:
+def test_simulation_without_a_readable_run_or_table_is_rejected(arguments, message):
     result = simulate("tiny", *arguments)
     assert isinstance(result.exception, UserError)
     assert message in str(result.exception)
@@ -156,7 +153,7 @@ def test_simulation_without_a_readable_run_or_table_is_rejected(arguments: tuple
         ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n[answers]\nlengths = 'long'\n", "lengths must be fixed:"),
     ],
 )
-def test_error_about_a_hardware_table_names_the_invalid_key(table: str, message: str, tmp_path: Path) -> None:
+def test_error_about_a_hardware_table_names_the_invalid_key(table, message, tmp_path):
     path = tmp_path / "hardware.toml"
     path.write_text(table)
     result = simulate("tiny", "--hardware", str(path))
@@ -164,19 +161,19 @@ def test_error_about_a_hardware_table_names_the_invalid_key(table: str, message:
     assert message in str(result.exception)
 
 
-def test_sweep_in_which_every_trial_is_invalid_fails(table: str) -> None:
+def test_sweep_in_which_every_trial_is_invalid_fails(table):
     result = simulate("tiny", "--hardware", table, "--sweep", "engine.slot=1,2")
     assert result.exit_code == 2 and "engine.slot: unknown key; did you mean slots?" in result.output
 
 
 @pytest.mark.parametrize("axis", ["engines=1,2", "engine.count", "engine.count=1,,2"])
-def test_invalid_sweep_axis_is_rejected(axis: str, table: str) -> None:
+def test_invalid_sweep_axis_is_rejected(axis, table):
     result = simulate("tiny", "--hardware", table, "--sweep", axis)
     assert isinstance(result.exception, UserError)
     assert "section.key=value" in str(result.exception)
 
 
-def test_settings_of_a_simulation_are_derived_from_the_sections_of_the_recipe() -> None:
+def test_settings_of_a_simulation_are_derived_from_the_sections_of_the_recipe():
     changes = ["staleness.mode=rlax", "engine.count=3", "engine.on_update=drain", "training.mini_batches=4"]
     config = load("tiny", [*changes, "training.epochs=2", "actor.count=2"])
     config_setting = setting_of(config, lengths=FixedLengths(5), prompt_tokens=7)
@@ -196,7 +193,7 @@ def test_settings_of_a_simulation_are_derived_from_the_sections_of_the_recipe() 
     assert {name: getattr(config_setting, name) for name in expected} == expected
 
 
-def test_simulation_predicts_the_lag_that_a_run_chooses(table: str) -> None:
+def test_simulation_predicts_the_lag_that_a_run_chooses(table):
     result = simulate(
         "tiny", "--hardware", table, "--sweep", "staleness.mode=on_policy,auto", "--steps", "40", "--json"
     )
@@ -211,6 +208,6 @@ def test_simulation_predicts_the_lag_that_a_run_chooses(table: str) -> None:
 @pytest.mark.parametrize(
     "change", ["staleness.overdue=wait", "staleness.scope=rollout", "training.tokens_per_step=100"]
 )
-def test_simulation_rejects_settings_that_it_does_not_model(change: str) -> None:
+def test_simulation_rejects_settings_that_it_does_not_model(change):
     with pytest.raises(RecipeError, match="is not simulated"):
         setting_of(load("tiny", [change]), lengths=FixedLengths(5), prompt_tokens=7)

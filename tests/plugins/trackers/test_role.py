@@ -18,6 +18,7 @@ from pipelinerl.commands.check import refuse
 from pipelinerl.config.recipe import load, parse
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
+from pipelinerl.plugins.trackers import TrackioSection, WandbSection
 from pipelinerl.plugins.trackers.role import feed_until, track_run, trackers_of
 from pipelinerl.plugins.trackers.tracker import TrackedRun, TrackioTracker, WandbTracker
 from tests.fakes import small_disk
@@ -113,9 +114,20 @@ class Package:
         return self.run
 
 
-def test_wandb_tracker_continues_the_run_whose_id_is_in_its_bookmark_and_logs_no_step_twice():
+@pytest.fixture
+def package(monkeypatch):
+    """Return a fake that is imported in place of wandb and trackio."""
     package = Package()
-    opened = partial(WandbTracker, RUN, project="p", entity=None, mode="offline", wandb=package)
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, name, package)
+    return package
+
+
+WANDB, TRACKIO = WandbSection(project="p", mode="offline"), TrackioSection(project="p")
+
+
+def test_wandb_tracker_continues_the_run_whose_id_is_in_its_bookmark_and_logs_no_step_twice(package):
+    opened = partial(WandbTracker, WANDB, RUN)
     first = opened(None)
     assert package.run.begun == {
         "project": "p", "entity": None, "name": "tiny", "id": None, "resume": "allow", "mode": "offline",
@@ -136,9 +148,8 @@ def test_wandb_tracker_continues_the_run_whose_id_is_in_its_bookmark_and_logs_no
     assert package.run.rows == [(4, {"reward": 0.75, "time": 9.5})]
 
 
-def test_late_evaluation_is_logged_to_wandb_with_the_version_that_was_evaluated():
-    package = Package()
-    made = WandbTracker(RUN, None, project="p", entity=None, mode="offline", wandb=package)
+def test_late_evaluation_is_logged_to_wandb_with_the_version_that_was_evaluated(package):
+    made = WandbTracker(WANDB, RUN, None)
     assert ("eval/*", {"step_metric": "eval/version"}) in package.run.axes
     made.log(0, {"eval/held_out/accuracy": 0.25}, time=1.0)
     made.log(9, {"reward": 0.5}, time=7.0)
@@ -147,9 +158,8 @@ def test_late_evaluation_is_logged_to_wandb_with_the_version_that_was_evaluated(
     assert package.run.rows[2] == (9, {"eval/held_out/accuracy": 0.5, "eval/version": 5.0}), "of step 5 none is taken"
 
 
-def test_trackio_tracker_continues_the_run_named_in_its_bookmark_and_logs_each_row_once():
-    package = Package()
-    made = TrackioTracker(RUN, None, project="p", space_id=None, trackio=package)
+def test_trackio_tracker_continues_the_run_named_in_its_bookmark_and_logs_each_row_once(package):
+    made = TrackioTracker(TRACKIO, RUN, None)
     assert package.run.begun == {
         "project": "p", "name": "tiny", "space_id": None, "resume": "never", "config": {"run": {"name": "tiny"}},
     }  # fmt: skip
@@ -160,7 +170,7 @@ def test_trackio_tracker_continues_the_run_named_in_its_bookmark_and_logs_each_r
     bookmark = json.loads(json.dumps(made.flush()))
     made.close()
     assert package.run.finished
-    again = TrackioTracker(RUN, bookmark, project="p", space_id=None, trackio=package)
+    again = TrackioTracker(TRACKIO, RUN, bookmark)
     assert package.run.begun["resume"] == "allow"
     for each in (again, again):  # the second pass logs the same steps again, like a run resumed from a checkpoint
         each.rewind(2)
@@ -172,7 +182,7 @@ def test_trackio_tracker_continues_the_run_named_in_its_bookmark_and_logs_each_r
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_unreachable_tracker_server_loses_no_metric(tmp_path, package):
+def test_unreachable_tracker_server_loses_no_metric(tmp_path, monkeypatch, package):
     """The server is unreachable at the start and fails again later; each step is logged when the server is back."""
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(5)))
     stop, away, logged = threading.Event(), iter([True, False, False]), list[tuple[int, float]]()
@@ -197,11 +207,9 @@ def test_unreachable_tracker_server_loses_no_metric(tmp_path, package):
 
         def finish(self): ...
 
-    options = {"project": "p", package: SimpleNamespace(init=Server)}
-    opened = {
-        "wandb": lambda bookmark: WandbTracker(RUN, bookmark, entity=None, mode="online", **options),
-        "trackio": lambda bookmark: TrackioTracker(RUN, bookmark, space_id=None, **options),
-    }[package]
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(init=Server))
+    tracker = partial(WandbTracker, WANDB) if package == "wandb" else partial(TrackioTracker, TRACKIO)
+    opened = partial(tracker, RUN)
     feed_until(tmp_path, package, opened, stop, first_retry_s=0.01)
     assert [each for each in logged if each[0] >= 3] == [(3, 0.5), (4, 0.5), (5, 0.5)]
 
@@ -218,10 +226,8 @@ def test_only_trackers_named_in_the_recipe_are_opened():
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_passwords_are_removed_from_the_recipe_that_is_sent_to_a_tracker(name, monkeypatch, tmp_path):
+def test_passwords_are_removed_from_the_recipe_that_is_sent_to_a_tracker(name, package, monkeypatch, tmp_path):
     """Trackers upload the recipe to third-party servers; passwords in URLs are removed from every recipe key."""
-    package = Package()
-    monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setattr(registry, "missing_packages", lambda _: [])
     config = _config(**{name: {"project": "p"}})
     places = {"path": "https://u:hunter2@data.lab/x", "more": [{"at": "ftp://u:hunter2@host"}]}

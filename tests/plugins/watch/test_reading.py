@@ -301,13 +301,13 @@ async def test_event_stream_sends_new_events_and_after_a_reconnection_the_events
         assert page.get("/api/steps")["last"] == 6
 
 
-def test_page_returns_the_timeline_for_any_time_window(tmp_path):
-    with served_page(written_run(tmp_path / "run", steps=10)) as page:
+def test_page_returns_the_timeline_for_any_time_window(finished_run):
+    with served_page(finished_run) as page:
         loaded(page)
         whole = page.get("/api/timeline")
         assert {"trainer", "publication"} <= {lane["lane"] for lane in whole["lanes"]}
         steps = next(lane for lane in whole["lanes"] if lane["kind"] == "trainer")["tracks"][0]
-        assert steps["kind"] == "step" and steps["value"] == list(range(1, 11))
+        assert steps["kind"] == "step" and steps["value"] == list(range(1, 13))
         part = page.get("/api/timeline", **{"from": 4.0, "to": 6.0, "points": 100})
         assert (part["from"], part["to"]) == (4.0, 6.0) and part["resolution"] == 0.02
         for wrong in ("from=nan", "to=-1", "points=1", "from=x"):

@@ -144,8 +144,8 @@ async def check_silent_controller_is_reported(page):
     assert engines["source"] == "events"
 
 
-async def test_page_cannot_change_a_run_without_a_controller(tmp_path):
-    with served_page(written_run(tmp_path / "run", steps=3)) as page:
+async def test_page_cannot_change_a_run_without_a_controller(finished_run):
+    with served_page(finished_run) as page:
         for path, body in (("/api/stop", {}), ("/api/knobs/check", {"k": 1})):
             assert refusal_of(await ask(page, "POST", path, body)) == (409, "no_controller"), path
 

@@ -24,14 +24,3 @@ async def test_listeners_of_an_event_feed_are_notified_once_per_batch_of_new_ent
         feed.ring()
         await asyncio.sleep(0)
         assert not first.is_set(), "ring does not repeat a wake-up"
-
-
-async def test_closed_listener_of_an_event_feed_is_not_notified():
-    feed = Feed(0)
-    with feed.listener() as gone:
-        pass
-    with feed.listener() as there:
-        feed.put("event", {"kind": "x"})
-        await asyncio.to_thread(feed.ring)
-        await asyncio.wait_for(there.wait(), PATIENCE_S)
-    assert not gone.is_set()

@@ -34,6 +34,8 @@ Figures = Mapping[str, Any]
 def overview(view: RunView, *, window: int) -> dict[str, Any]:
     """Return the metrics of the last `window` steps and the current state of the run."""
     steps = list(islice(reversed(view.recent), window))[::-1]
+    domains, given_up = _by_domain(steps), sum(islice(reversed(view.given_up), window))
+    stale = sum(amount(each, "stale_groups") for each in domains)
     return {
         "step": view.step,
         "window": len(steps),
@@ -43,7 +45,14 @@ def overview(view: RunView, *, window: int) -> dict[str, Any]:
         "staleness": _ages(steps),
         "lag": str(steps[-1].get("lag", "")) if steps else "",
         "mismatch": [_of_cause(steps, cause) for cause in _CAUSES],
-        "stale": _stale(steps, given_up=sum(islice(reversed(view.given_up), window))),
+        "stale": {
+            "groups": stale,
+            "share": stale_share(domains),
+            "by_cause": [
+                {"cause": "dropped by the trainer", "groups": max(0.0, stale - given_up)},
+                {"cause": "given up by an actor", "groups": float(given_up)},
+            ],
+        },
         "waits": _waits(steps, view),
         "step_time": {
             "wait_s": _median(steps, "wait_s"),
@@ -141,17 +150,6 @@ def _of_cause(steps: Sequence[Event], cause: str) -> dict[str, Any]:
         else:
             row[figure] = mean_of(steps, name, weight="sampled_tokens")
     return row
-
-
-def _stale(steps: Sequence[Event], *, given_up: int) -> dict[str, Any]:
-    domains = _by_domain(steps)
-    stale = sum(amount(each, "stale_groups") for each in domains)
-    by_cause = {"dropped by the trainer": max(0.0, stale - given_up), "given up by an actor": float(given_up)}
-    return {
-        "groups": stale,
-        "share": stale_share(domains),
-        "by_cause": [{"cause": cause, "groups": groups} for cause, groups in by_cause.items()],
-    }
 
 
 def _waits(steps: Sequence[Event], view: RunView) -> list[dict[str, Any]]:

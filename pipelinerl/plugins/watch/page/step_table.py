@@ -7,9 +7,9 @@ length of run and any number of points.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,27 +163,23 @@ class StepTable:
         return StepRows(each=each, places=positions, means=means, lows=lows, highs=highs)
 
     def _row(self, event: Event) -> tuple[list[int], list[float]]:
-        indexes, numbers = [], []
-        for name, value in self._figures(event):
-            index = self._columns.get(name)
-            if index is None:
-                if len(self._columns) >= MOST_FIGURES or len(name) > _MOST_NAME:
-                    continue
-                index = self._columns[name] = len(self._columns)
-            indexes.append(index)
-            numbers.append(value)
-        return indexes, numbers
-
-    def _figures(self, event: Event) -> Iterator[tuple[str, float]]:
-        for name, value in event.items():
-            if type(value) in (float, int) and name not in _PLACES and -_LARGEST < value < _LARGEST:
-                yield name, value
+        tables: list[tuple[str, Any]] = [("", {name: each for name, each in event.items() if name not in _PLACES})]
         for field, label in (("by_domain", "domain"), ("by_tag", "tag")):
             by = event.get(field)
-            for who, figures in by.items() if isinstance(by, dict) else ():
-                for name, value in figures.items() if isinstance(figures, dict) else ():
-                    if type(value) in (float, int) and -_LARGEST < value < _LARGEST:
-                        yield f"{label}/{who}/{name}", value
+            tables += [(f"{label}/{who}/", each) for who, each in by.items()] if isinstance(by, dict) else []
+        indexes, numbers = [], []
+        for prefix, figures in tables:
+            for name, value in figures.items() if isinstance(figures, dict) else ():
+                if type(value) not in (float, int) or not -_LARGEST < value < _LARGEST:
+                    continue
+                index = self._columns.get(prefix + name)
+                if index is None:
+                    if len(self._columns) >= MOST_FIGURES or len(prefix + name) > _MOST_NAME:
+                        continue
+                    index = self._columns[prefix + name] = len(self._columns)
+                indexes.append(index)
+                numbers.append(value)
+        return indexes, numbers
 
 
 def _columns_of(parts: Sequence[_Chunk], indexes: Sequence[int]) -> Float64:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
@@ -21,9 +21,6 @@ from tests.plugins.watch.page.browser import MISSING, a_browser, opened
 from tests.plugins.watch.page.hostile_run import HOSTILE, hostile_run, long_silent
 from tests.plugins.watch.page.steered_run import steered_run
 from tests.plugins.watch.run_files import keep, loaded, of_episode, served_page, write, written_run
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -520,26 +517,6 @@ def k_is_moved_to_6(page, server):
     expect(page.get_by_role("region", name="Engines").locator("tbody tr")).to_have_count(1)
     page.get_by_role("link", name="Now").click()
     shown(page, "now")
-
-
-@pytest.mark.slow  # the test above covers this without the run's other processes
-def test_slider_changes_the_staleness_bound_k_of_a_live_run(browser, tmp_path):
-    from playwright.sync_api import expect
-
-    directory = tmp_path / "runs" / "live"
-    with launched(endless_run(directory, "staleness.k=4"), directory) as run:
-        run.until_step(1)
-        with served_page(directory) as server, opened(browser, server.url) as page:
-            k_is_moved_to_6(page, server)
-            run.until(lambda live: moved_to(live.events("knobs"), 6), "the event of k = 6")
-            step = newest(run.steps)
-            run.until_step(step + 2)
-            page.wait_for_function(f"(step) => {STEP} > step", arg=step)  # the event stream pushes it to the page
-            run.until(lambda live: list(live.directory.glob("samples/training-*.jsonl")), "a sample, after a tokenizer")
-    with served_page(directory) as server, opened(browser, server.url) as page:
-        go(page, server.url, "now")
-        expect(page.locator("main")).to_contain_text("ended unexpectedly")
-        go(page, server.url, "samples")
 
 
 @pytest.mark.slow  # starts four processes in sequence; the faster test_steering covers the requests to the server

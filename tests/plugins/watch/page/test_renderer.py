@@ -1,14 +1,9 @@
 """The live page's own JavaScript renderer and templates, tested in a real browser."""
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from tests.plugins.watch.page.browser import MISSING, a_browser, opened
-from tests.plugins.watch.run_files import served_page, written_run
-
-if TYPE_CHECKING:
-    pass
+from tests.plugins.watch.run_files import served_page
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -26,9 +21,12 @@ SETUP = """async (body) => {
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    run_dir = written_run(tmp_path_factory.mktemp("renderer") / "run", steps=1)
-    with a_browser() as browser, served_page(run_dir) as server, opened(browser, server.url, bypass_csp=True) as one:
+def page(finished_run):
+    with (
+        a_browser() as browser,
+        served_page(finished_run) as server,
+        opened(browser, server.url, bypass_csp=True) as one,
+    ):
         yield one
 
 

@@ -9,7 +9,6 @@ import sys
 import termios
 from contextlib import asynccontextmanager, contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -22,9 +21,6 @@ from tests.controller.service.test_service import running
 from tests.controller.world import ENGINE
 from tests.patience import PATIENCE_S
 from tests.plugins.watch.run_files import written_run
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = pytest.mark.skipif(find_spec("textual") is None, reason="pipelinerl top is not tried: textual is not here")
 
@@ -110,9 +106,8 @@ async def test_knob_can_be_edited_in_top_and_an_invalid_value_shows_an_error(tmp
         assert pilot.app.is_running, "a letter typed into a field is not a command"
 
 
-async def test_top_shows_a_finished_run_from_its_files_and_allows_no_changes(tmp_path):
-    run_dir = written_run(tmp_path / "run", steps=12)
-    async with shown(run_dir, (40, 24)) as pilot:
+async def test_top_shows_a_finished_run_from_its_files_and_allows_no_changes(finished_run):
+    async with shown(finished_run, (40, 24)) as pilot:
         output = text(pilot, "#figures-text")
         assert "tiny finished" in output and "12/12" in output and "short_words" in output and "lost" in output
         assert values(pilot)["staleness.k"] == "16", "the value of the last change"
@@ -136,12 +131,11 @@ async def test_top_reports_a_silent_controller_and_keeps_showing_its_last_metric
             assert pilot.app.query_one("#message").has_class("refused")
 
 
-def test_leaving_top_with_q_restores_the_terminal(tmp_path):
-    run_dir = written_run(tmp_path / "run", steps=3)
+def test_leaving_top_with_q_restores_the_terminal(finished_run):
     ours, theirs = pty.openpty()
     try:
         before = termios.tcgetattr(ours)
-        command = [sys.executable, "-m", "pipelinerl.cli", "top", str(run_dir)]
+        command = [sys.executable, "-m", "pipelinerl.cli", "top", str(finished_run)]
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
         with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
             os.close(theirs)
@@ -169,8 +163,8 @@ def read_until(terminal, wanted):
     return output
 
 
-def test_top_without_a_terminal_or_a_run_is_rejected_in_one_sentence(tmp_path):
+def test_top_without_a_terminal_or_a_run_is_rejected_in_one_sentence(tmp_path, finished_run):
     with pytest.raises(UserError, match="try pipelinerl status"):
-        top(str(written_run(tmp_path / "run", steps=3)))
+        top(str(finished_run))
     with pytest.raises(UserError, match="is not a run"):
         RunFollower(str(tmp_path))

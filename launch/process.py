@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from launch.plan import ProcessSpec
-from pipelinerl.observability.samples.record import visible
+from pipelinerl.observability.samples import visible
 from pipelinerl.observability.status import FORGIVEN_EVERY_S, RestartStatus
 from pipelinerl.observability.usage import Usage, cpu_seconds
 from pipelinerl.roles.role import RESTARTED_VARIABLE

@@ -34,7 +34,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event, EventLog, amount, read_events
 from pipelinerl.observability.progress import ProgressDisplay
 from pipelinerl.observability.run_history import tell
-from pipelinerl.observability.samples.record import visible
+from pipelinerl.observability.samples import visible
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.observability.summary import summary
 from pipelinerl.system.machine import free_ports

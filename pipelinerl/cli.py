@@ -33,7 +33,7 @@ from pipelinerl.component import Need, imported
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.logs import without_secrets
-from pipelinerl.observability.samples.record import visible
+from pipelinerl.observability.samples import visible
 from pipelinerl.roles.catalogue import ROLES
 from pipelinerl.roles.role import Changes, Overrides, Recipe, Run, RunPath, hide_password, joined
 from pipelinerl.system.files import system_words, working_directory

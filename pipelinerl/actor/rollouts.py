@@ -22,7 +22,7 @@ from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import FencedError, RecordError
 from pipelinerl.messages import ROLLOUTS, ShownAnswer, ShownProblem
 from pipelinerl.numerics.routed_experts import of_context, off_the_wire
-from pipelinerl.observability.samples.record import MOST_CHARACTERS, shortened
+from pipelinerl.observability.samples import MOST_CHARACTERS, shortened
 from pipelinerl.streams.stream import Stream, fresh_number
 from pipelinerl.types import (
     MOST_SHOWN,

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.observability.samples.record import one_line, visible
+from pipelinerl.observability.samples import one_line, visible
 from pipelinerl.observability.status import (
     EngineStatus,
     EvaluatingStatus,

@@ -28,9 +28,7 @@ import uvloop
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import AddressError, UserError
 from pipelinerl.observability.logs import ProcessLog, configure, without_secrets
-from pipelinerl.observability.samples.reading import FOLDER
-from pipelinerl.observability.samples.record import visible
-from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.observability.samples import FOLDER, SampleLog, visible
 from pipelinerl.roles.dtypes import settled, with_plain_models
 from pipelinerl.roles.role import LOCAL_REDIS, REDIS_PASSWORD_VARIABLE, RoleOptions
 from pipelinerl.streams.redis_stream import open_stream

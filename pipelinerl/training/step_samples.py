@@ -19,15 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.observability.logs import without_secrets
-from pipelinerl.observability.samples.record import (
+from pipelinerl.observability.samples import (
     AnswerRecord,
     AnswerTokens,
     SampleGroup,
     SampleKind,
+    SampleLog,
     TokenTexts,
     TurnRecord,
 )
-from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.training.batch import Floats, TrainBatch
 from pipelinerl.training.domain_metrics import MOST_OF_A_GROUP
 from pipelinerl.training.step import Accumulated

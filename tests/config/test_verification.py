@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import load, parse, to_table
 from pipelinerl.errors import RecipeError
-from pipelinerl.plugins.judge.section import JudgeSection
+from pipelinerl.plugins.judge import JudgeSection
 from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.roles.verification import open_verifier
 

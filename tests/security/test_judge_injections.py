@@ -6,7 +6,7 @@ and some on a quotation with guessable fences. `pytest -s` prints the fraction o
 
 import pytest
 
-from pipelinerl.plugins.judge.section import RUBRICS, JudgeSection
+from pipelinerl.plugins.judge import RUBRICS, JudgeSection
 from pipelinerl.plugins.judge.verifier import Quotation, ScoreFormat, Unreadable, prompt_of
 from pipelinerl.types import Message, Problem
 from tests.fakes.scripted_judge import DEMANDED, HONEST_WRONG, Manner, scripted_judge

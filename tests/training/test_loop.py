@@ -37,8 +37,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
-from pipelinerl.observability.samples.reading import read_samples
-from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.observability.samples import SampleLog, read_samples
 from pipelinerl.roles.trainer_role import LoopSettings, training_loop
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.enums import Truncated
-from pipelinerl.observability.samples.reading import read_samples
-from pipelinerl.observability.samples.record import SampleKind, TokenTexts
-from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.observability.samples import SampleKind, SampleLog, TokenTexts, read_samples
 from pipelinerl.training.passes import MeasuredEntropy
 from pipelinerl.training.step import Accumulated, Gradient
 from pipelinerl.training.step_samples import MOST_REASONS, OTHER_REASONS, StepSamples, mean_advantages

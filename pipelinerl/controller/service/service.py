@@ -71,7 +71,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.observability.events import EventFollower, EventLog, sentence
 from pipelinerl.observability.run_history import Incidents
-from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.observability.samples import SampleLog
 from pipelinerl.observability.status import IncidentStatus, RestartStatus, RunStatus
 from pipelinerl.streams.records import decode_order, encode_order
 from pipelinerl.streams.stream import START, DeadLetters, Entry, Stream, fresh_number, parse_id

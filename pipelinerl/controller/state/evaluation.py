@@ -25,7 +25,7 @@ from pipelinerl.controller.state.answer_figures import (
 from pipelinerl.enums import Pin
 from pipelinerl.messages import EvaluationDone, ShownAnswer
 from pipelinerl.observability.logs import without_secrets
-from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
+from pipelinerl.observability.samples import AnswerRecord, SampleGroup, SampleKind
 from pipelinerl.types import Outcome
 
 

@@ -30,7 +30,7 @@ from urllib.parse import quote
 from pipelinerl import rng
 from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
 from pipelinerl.errors import AddressError, PipelineError, RecipeError
-from pipelinerl.plugins.judge.section import JudgeSection
+from pipelinerl.plugins.judge import JudgeSection
 from pipelinerl.types import Message, Problem, RewardPart, Sampling, Verdict
 from pipelinerl.verifiers.verifier import ROUNDING, Judgement, SampledAnswer, VerifierContext, failed, graded, shown
 

@@ -15,7 +15,7 @@ from typing import Annotated, TextIO
 import typer
 
 from pipelinerl.errors import UserError
-from pipelinerl.observability.samples.record import visible
+from pipelinerl.observability.samples import visible
 from pipelinerl.plugins.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
 from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.roles.role import LISTEN_HELP

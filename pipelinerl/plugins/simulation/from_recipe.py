@@ -14,8 +14,7 @@ from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.events import read_events
 from pipelinerl.observability.run_history import tell
-from pipelinerl.observability.samples.reading import read_samples
-from pipelinerl.observability.samples.record import SampleKind
+from pipelinerl.observability.samples import SampleKind, read_samples
 from pipelinerl.plugins.simulation.calibration import ObservedRun
 from pipelinerl.plugins.simulation.setting import LengthLaw, ObservedLengths, SimulatedSetting
 from pipelinerl.roles.wiring import objective_of

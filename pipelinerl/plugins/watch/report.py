@@ -33,12 +33,14 @@ from pipelinerl.observability.run_history import (
     stale_share,
     tell,
 )
-from pipelinerl.observability.samples.reading import Ranking, SampleQuery, read_samples
-from pipelinerl.observability.samples.record import (
+from pipelinerl.observability.samples import (
     AnswerRecord,
+    Ranking,
     SampleGroup,
     SampleKind,
+    SampleQuery,
     one_line,
+    read_samples,
     shortened,
     visible,
 )

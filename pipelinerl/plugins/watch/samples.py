@@ -22,21 +22,19 @@ from rich.text import Text
 
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import ENDS, EventFollower
-from pipelinerl.observability.samples.reading import (
+from pipelinerl.observability.samples import (
     FOLDER,
     LENGTH,
+    AnswerRecord,
     ChosenSample,
     Ranking,
-    SampleQuery,
-    SampleReader,
-    read_samples,
-)
-from pipelinerl.observability.samples.record import (
-    AnswerRecord,
     SampleGroup,
     SampleKind,
+    SampleQuery,
+    SampleReader,
     TurnRecord,
     one_line,
+    read_samples,
     shortened,
     visible,
 )

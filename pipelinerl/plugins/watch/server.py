@@ -30,8 +30,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.plugins.watch import page
 from pipelinerl.plugins.watch.access import AccessMiddleware, PageLinks
-from pipelinerl.plugins.watch.read_routes import add_reading
-from pipelinerl.plugins.watch.sample_routes import add_samples
+from pipelinerl.plugins.watch.read_routes import add_reading, add_samples
 from pipelinerl.plugins.watch.steering import described, flat, sort_of
 from pipelinerl.plugins.watch.watched_run import (
     STATE_S,

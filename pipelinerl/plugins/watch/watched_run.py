@@ -31,7 +31,7 @@ from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event, EventFollower
 from pipelinerl.observability.logs import table_without_secrets
-from pipelinerl.observability.samples.reading import FOLDER
+from pipelinerl.observability.samples import FOLDER
 from pipelinerl.plugins.watch.page.run_view import RunView, whole
 from pipelinerl.plugins.watch.page.sample_index import SampleIndex
 from pipelinerl.plugins.watch.steering import Steering, state_without_controller

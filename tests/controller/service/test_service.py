@@ -38,8 +38,7 @@ from pipelinerl.messages import (
     encode,
 )
 from pipelinerl.observability.events import EventLog, read_events
-from pipelinerl.observability.samples.reading import read_samples
-from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.observability.samples import SampleLog, read_samples
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import decode_order
 from pipelinerl.streams.stream import DEAD_LETTERS, START

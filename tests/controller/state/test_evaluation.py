@@ -7,8 +7,7 @@ from pipelinerl.controller.state.answer_figures import wilson_interval
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan, samples_of
 from pipelinerl.enums import Pin
 from pipelinerl.messages import EvaluationDone, ShownAnswer, ShownProblem
-from pipelinerl.observability.samples.reading import read_samples
-from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.observability.samples import SampleLog, read_samples
 
 
 def answer(index, *, correct=0, judged=1, versions=(5, 5), epoch=1):

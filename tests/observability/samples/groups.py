@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
+from pipelinerl.observability.samples import AnswerRecord, SampleGroup, SampleKind
 
 #: Hostile model output: markup, cursor movement, reversed text, a NUL, a lone surrogate.
 HOSTILE = "<script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\u202edrow\u2069\x00\u200b\ud800 & \"'</dd></details>"

@@ -2,8 +2,15 @@
 
 import pytest
 
-from pipelinerl.observability.samples.reading import LENGTH, Ranking, SampleQuery, SampleReader, read_samples
-from pipelinerl.observability.samples.record import SampleKind, encode
+from pipelinerl.observability.samples import (
+    LENGTH,
+    Ranking,
+    SampleKind,
+    SampleQuery,
+    SampleReader,
+    encode,
+    read_samples,
+)
 from tests.observability.samples.groups import answer, group
 
 GROUPS = [

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pipelinerl.observability.samples.record import (
+from pipelinerl.observability.samples import (
     MOST_CHARACTERS,
     AnswerTokens,
     TokenTexts,

@@ -3,8 +3,7 @@
 import threading
 import time
 
-from pipelinerl.observability.samples.reading import read_samples
-from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.observability.samples import SampleLog, read_samples
 from tests.observability.samples.groups import answer, group
 from tests.patience import PATIENCE_S, SOON_S
 

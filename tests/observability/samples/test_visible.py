@@ -4,7 +4,7 @@ import unicodedata
 
 import pytest
 
-from pipelinerl.observability.samples.record import visible
+from pipelinerl.observability.samples import visible
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import httpx
 
 from pipelinerl.config import recipe as recipes
 from pipelinerl.observability.events import EventLog
-from pipelinerl.observability.samples.record import AnswerTokens, SampleGroup, SampleKind, TokenTexts, TurnRecord
-from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.observability.samples import AnswerTokens, SampleGroup, SampleKind, SampleLog, TokenTexts, TurnRecord
 from pipelinerl.plugins.watch.access import PageLinks
 from pipelinerl.plugins.watch.server import create_page
 from pipelinerl.plugins.watch.watched_run import WatchedRun, watched_runs

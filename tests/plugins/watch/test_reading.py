@@ -10,7 +10,7 @@ from pipelinerl.numerics.causes import Cause
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.usage import Usage, write_usage
 from pipelinerl.plugins.watch.compare import differences
-from pipelinerl.plugins.watch.sample_routes import causes_of, differing_parts
+from pipelinerl.plugins.watch.read_routes import causes_of, differing_parts
 from pipelinerl.plugins.watch.watched_run import watched_runs
 from tests.observability.synthetic import events
 from tests.plugins.watch.run_files import (

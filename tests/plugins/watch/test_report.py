@@ -14,8 +14,7 @@ from rich.console import Console
 from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg, ticks
 from pipelinerl.observability.progress import domain_lines
 from pipelinerl.observability.run_history import Series, mean_of, tell
-from pipelinerl.observability.samples.record import SampleKind
-from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.observability.samples import SampleKind, SampleLog
 from pipelinerl.observability.status import LastStepStatus, RunStatus
 from pipelinerl.observability.summary import outcome, summary, summary_rows
 from pipelinerl.plugins.watch.report import (

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 from pipelinerl.cli import app
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import EventLog
-from pipelinerl.observability.samples.record import SampleKind, TurnRecord
-from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.observability.samples import SampleKind, SampleLog, TurnRecord
 from tests.observability.samples.groups import HOSTILE, answer, group
 
 

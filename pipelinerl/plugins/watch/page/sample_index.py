@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.observability.samples.reading import sample_files
-from pipelinerl.observability.samples.record import SampleGroup, SampleKind, decode
+from pipelinerl.observability.samples import SampleGroup, SampleKind, decode, sample_files
 
 Bool = NDArray[np.bool_]
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rich.text import Text
 
-from pipelinerl.observability.samples.record import one_line
+from pipelinerl.observability.samples import one_line
 from pipelinerl.observability.status import HeldOutStatus, format_duration, reward_words, staleness_words
 from pipelinerl.plugins.watch.top.run_follower import RunSnapshot
 

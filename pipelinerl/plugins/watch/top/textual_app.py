@@ -18,7 +18,7 @@ from textual.css.query import NoMatches
 from textual.widget import MountError
 from textual.widgets import Input, Static
 
-from pipelinerl.observability.samples.record import one_line
+from pipelinerl.observability.samples import one_line
 from pipelinerl.plugins.watch.top.drawing import figures, knob_value
 from pipelinerl.plugins.watch.top.run_follower import ChangeResult, RunFollower, RunSnapshot
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from pipelinerl.observability.events import EventLog
-from pipelinerl.observability.samples.record import AnswerTokens, TokenTexts
+from pipelinerl.observability.samples import AnswerTokens, TokenTexts
 from tests.observability.samples.groups import answer, group
 from tests.plugins.watch.run_files import keep, written_run
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.observability.samples import SampleLog
 from pipelinerl.plugins.watch.page.sample_index import SampleFilter, SampleIndex
 from tests.observability.samples.groups import answer, group
 from tests.patience import PATIENCE_S

@@ -1,17 +1,32 @@
-"""Records of the sample log: groups of answers to one problem, each a JSON line of bounded length.
+"""The sample log of a run: its records, the writer `SampleLog`, and its readers.
 
-Of a text that is too long, the beginning and the end are kept, and a note in the middle says how much is missing;
-`length` still counts all tokens. Model output is stored unchanged; `visible` makes it safe to display.
+    <run>/samples/  training-000001.jsonl, training-000002.jsonl, … · evaluation-000001.jsonl, …
+
+Each line is a group of answers to one problem, of bounded length. Of a text that is too long, the beginning and the end
+are kept, and a note in the middle says how much is missing; `length` still counts all tokens. Model output is stored
+unchanged; `visible` makes it safe to display.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import queue
+import threading
 import unicodedata
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, TypeVar
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
+log = logging.getLogger("pipelinerl")
+
+FOLDER: Final = "samples"
 #: Maximum number of characters that are kept of a text.
 MOST_CHARACTERS: Final = 8000
 #: Assumed characters per token: of an answer, at most `MOST_CHARACTERS` / 4 tokens are kept.
@@ -241,3 +256,197 @@ def _shown(character: str) -> str:
     if number < 0x100:
         return f"\\x{number:02x}"
     return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+#: The byte limit is divided among this many files.
+_FILES: Final = 8
+#: Maximum length of the queue of `put` calls that wait for the writer thread.
+_WAITING: Final = 256
+
+#: Exceptions that building a sample may raise; tokenizers raise these, including pyo3's "already borrowed".
+_BUILD_ERRORS: Final = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+
+#: A function that builds the groups to write; the writer thread calls it.
+Make = Callable[[], Iterable[SampleGroup]]
+
+
+class SampleLog:
+    """One writer of the files `<name>-*.jsonl` in a directory, which it creates when needed: a background thread.
+
+    - `put` never blocks, not even on the disk. Samples that arrive faster than they are written are dropped and
+      counted.
+    - All files of one log (such as `training`) together never exceed `max_bytes`: the oldest is removed before a new
+      one begins.
+    - A line is written in one piece and never changed. A killed writer may leave an incomplete last line, which readers
+      skip; the next writer starts a new file.
+    - If the disk is full, or a sample cannot be built, only samples are lost: the run continues.
+    """
+
+    def __init__(self, directory: Path, name: str, *, max_bytes: int) -> None:
+        """Start the writer thread; `max_bytes` limits the total size of the files."""
+        self._directory = directory
+        self._name = name
+        self._max_bytes = max_bytes
+        self._file_bytes = max_bytes // _FILES
+        self._file = -1
+        self._written = 0
+        self._queue: queue.SimpleQueue[Make | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_all, name=f"samples-{name}", daemon=True)
+        self._warned = False
+        self.left_out = 0
+        """Number of `put` calls dropped for a full queue or an error, plus the number of groups too long for a file."""
+        self._thread.start()
+
+    def put(self, make: Make) -> None:
+        """Queue `make` for the writer thread, which calls it and writes the groups that it returns, in order."""
+        if self._queue.qsize() >= _WAITING:
+            self.left_out += 1
+        else:
+            self._queue.put(make)
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        """Write the queued samples and stop the thread, within `timeout_s` seconds."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _write_all(self) -> None:
+        while (make := self._queue.get()) is not None:
+            try:
+                for group in make():
+                    self._write(group)
+            except OSError as error:
+                self._leave_out("samples cannot be written to %s: %s; the run continues", self._directory, error)
+            except _BUILD_ERRORS as error:
+                self._leave_out("a sample cannot be built: %s: %s; the run continues", type(error).__name__, error)
+        self._close_file()
+
+    def _leave_out(self, why: str, *arguments: object) -> None:
+        self.left_out += 1
+        if not self._warned:
+            log.warning(why, *arguments, exc_info=log.isEnabledFor(logging.DEBUG))
+        self._warned = True
+
+    def _write(self, group: SampleGroup) -> None:
+        line = encode(group, most_bytes=self._file_bytes)
+        if line is None:
+            self.left_out += 1
+            return
+        if self._file < 0 or self._written + len(line) > self._file_bytes:
+            self._begin_file()
+        self._written += len(line)  # count before writing, since a full disk may leave part of the line in the file
+        if os.write(self._file, line) < len(line):
+            self._close_file()
+
+    def _begin_file(self) -> None:
+        self._close_file()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        files = sorted(self._directory.glob(f"{self._name}-*.jsonl"))
+        numbers = (path.stem.rpartition("-")[2] for path in files)
+        number = max((int(number) for number in numbers if number.isdecimal()), default=0) + 1
+        sizes = {path: path.stat().st_size for path in files if path.exists()}
+        for path in list(sizes):
+            if sum(sizes.values()) + self._file_bytes <= self._max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            del sizes[path]
+        path = self._directory / f"{self._name}-{number:06d}.jsonl"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._written = 0
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+# --- reading: of a live, finished or crashed run ----------------------------------------------------------------------
+
+#: The finish reason of an answer that hit the token limit.
+LENGTH: Final = "length"
+
+
+class Ranking(StrEnum):
+    """The order in which samples are selected if their number is limited."""
+
+    NEWEST = "newest"
+    WORST = "worst"
+    """Lowest reward first."""
+    BEST = "best"
+    """Highest reward first. Unjudged answers are neither best nor worst."""
+
+
+class ChosenSample(NamedTuple):
+    """An answer and its group."""
+
+    group: SampleGroup
+    answer: AnswerRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleQuery:
+    """Criteria that samples must match; a criterion of None matches any. `limit` bounds the number of answers."""
+
+    kinds: frozenset[SampleKind] = frozenset((SampleKind.TRAINED,))
+    step: int | None = None
+    domain: str | None = None
+    tag: str | None = None
+    evaluation: str | None = None
+    finish_reason: str | None = None
+    ranking: Ranking = Ranking.NEWEST
+    limit: int | None = None
+
+    def choose(self, groups: Iterable[SampleGroup]) -> list[ChosenSample]:
+        """Return the last `limit` matching samples as given or, for BEST and WORST, the first judged ones by reward."""
+        matching = [
+            ChosenSample(group, answer)
+            for group in groups
+            if group.kind in self.kinds
+            and self.step in (None, group.step)
+            and self.domain in (None, group.domain)
+            and self.evaluation in (None, group.evaluation)
+            and (self.tag is None or self.tag in group.tags)
+            for answer in group.answers
+            if self.finish_reason in (None, answer.finish_reason)
+        ]
+        if self.ranking is Ranking.NEWEST:
+            return matching if self.limit is None else matching[len(matching) - min(self.limit, len(matching)) :]
+        sign = 1 if self.ranking is Ranking.WORST else -1
+        judged = [
+            (sign * each.answer.reward, -each.group.step, each) for each in matching if each.answer.reward is not None
+        ]
+        return [each for _, _, each in sorted(judged, key=itemgetter(0, 1))][: self.limit]
+
+
+class SampleReader:
+    """Incremental reader of a run's sample files; each call continues at the last position."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._offsets: dict[str, int] = {}
+
+    def new(self) -> list[SampleGroup]:
+        """Return groups written since the last call, sorted by time."""
+        groups: list[SampleGroup] = []
+        for path in sorted(sample_files(self._run_dir)):
+            offset = self._offsets.get(path.name, 0)
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                file.seek(offset)
+                data = file.read()
+                whole = data.rfind(b"\n") + 1
+                self._offsets[path.name] = offset + whole
+                decoded = map(decode, data[:whole].split(b"\n")[:-1])
+                groups += [group for group in decoded if group is not None]
+        return sorted(groups, key=lambda group: group.time)
+
+
+def sample_files(run_dir: Path) -> list[Path]:
+    """Return the run's sample files, oldest first within each kind."""
+    return sorted((run_dir / FOLDER).glob("*.jsonl"), key=lambda path: (path.stem.rpartition("-")[2], path.name))
+
+
+def read_samples(run_dir: Path) -> list[SampleGroup]:
+    """Return all groups in the log's files, sorted by time; of a repeated step, only the last samples."""
+    latest = {(group.kind, group.step, group.group_id): group for group in SampleReader(run_dir).new()}
+    return sorted(latest.values(), key=lambda group: group.time)

@@ -5,7 +5,7 @@
     ground_truth: '[{"instruction_id": ["punctuation:no_comma", …], "kwargs": [null, …]}]'     open-instruct's, as text
     ground_truth: '{"func_name": "validate_no_commas", "N": null, …}'                       RLVR-IFeval's
 
-To add an instruction, write its struct in the file where it belongs, with the id as its tag.
+To add an instruction, write its struct in `kinds.py`, with the id as its tag.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Any, Final
 import msgspec
 
 from pipelinerl.errors import RecipeError
-from pipelinerl.plugins.instructions import counts, formats, wording
+from pipelinerl.plugins.instructions import kinds
 from pipelinerl.plugins.instructions.instruction import Instruction
 
-#: All instructions by id. Their modules are imported above, so that every subclass is known here.
+#: All instructions by id.
 CATALOGUE: Final[Mapping[str, type[Instruction]]] = {
     str(each.__struct_config__.tag): each
-    for module in (counts, formats, wording)
-    for each in vars(module).values()
+    for each in vars(kinds).values()
     if isinstance(each, type) and issubclass(each, Instruction) and each is not Instruction
 }
 

@@ -22,7 +22,7 @@ from pipelinerl import rng
 from pipelinerl.data.generated import GeneratedSource, parameters_of
 from pipelinerl.data.source import Draft, SourceRequest
 from pipelinerl.errors import RecipeError
-from pipelinerl.plugins.instructions import counts, formats, wording
+from pipelinerl.plugins.instructions import kinds
 from pipelinerl.plugins.instructions.catalogue import followed, make_instruction
 from pipelinerl.plugins.instructions.instruction import Instruction, Relation, words
 from pipelinerl.types import Message
@@ -253,47 +253,47 @@ def _answer_following(
 
 
 def _formed(by_kind: dict[type, Any], order: Sequence[str], length: int) -> str:
-    if formats.ConstrainedResponse in by_kind:
-        return formats.CONSTRAINED_RESPONSES[0]
+    if kinds.ConstrainedResponse in by_kind:
+        return kinds.CONSTRAINED_RESPONSES[0]
     layout = next((each for kind, each in by_kind.items() if kind in _PARTS), None)
     count = length if layout is None else _PARTS[type(layout)](layout)
-    wanted = by_kind.get(counts.NumberOfSentences)
+    wanted = by_kind.get(kinds.NumberOfSentences)
     if wanted is not None and wanted.relation is Relation.AT_LEAST:
         count = max(count, wanted.num_sentences)
     sentences = [text[0].upper() + text[1:] for text in islice(cycle(order), count)]
     sentences = _lengthened(sentences, by_kind, order)
     match layout:
-        case counts.NumberOfParagraphs():
+        case kinds.NumberOfParagraphs():
             return "\n***\n".join(_shared_out(sentences, layout.num_paragraphs))
-        case counts.NthParagraphFirstWord():
+        case kinds.NthParagraphFirstWord():
             parts = _shared_out(sentences, layout.num_paragraphs)
             nth = layout.nth_paragraph - 1
             parts[nth] = f"{layout.first_word.capitalize()} and more: {parts[nth]}"
             return "\n\n".join(parts)
-        case formats.NumberOfBullets():
+        case kinds.NumberOfBullets():
             return "\n".join(f"* {part}" for part in _shared_out(sentences, layout.num_bullets))
-        case formats.MultipleSections():
+        case kinds.MultipleSections():
             parts = _shared_out(sentences, layout.num_sections)
             return "\n".join(f"{layout.section_spliter} {place}\n{part}" for place, part in enumerate(parts, 1))
-        case wording.TwoResponses():
+        case kinds.TwoResponses():
             return "\n******\n".join(_shared_out(sentences, 2))
     return " ".join(sentences)
 
 
 #: For each instruction on the layout, a function that returns the number of parts that it requires.
 _PARTS: Final[dict[type, Any]] = {
-    counts.NumberOfParagraphs: lambda layout: layout.num_paragraphs,
-    counts.NthParagraphFirstWord: lambda layout: layout.num_paragraphs,
-    formats.NumberOfBullets: lambda layout: layout.num_bullets,
-    formats.MultipleSections: lambda layout: layout.num_sections,
-    wording.TwoResponses: lambda layout: 2,
+    kinds.NumberOfParagraphs: lambda layout: layout.num_paragraphs,
+    kinds.NthParagraphFirstWord: lambda layout: layout.num_paragraphs,
+    kinds.NumberOfBullets: lambda layout: layout.num_bullets,
+    kinds.MultipleSections: lambda layout: layout.num_sections,
+    kinds.TwoResponses: lambda layout: 2,
 }
 
 
 def _lengthened(sentences: list[str], by_kind: dict[type, Any], order: Sequence[str]) -> list[str]:
     """Append the required words to the last sentence as clauses, which keeps the number of sentences."""
     clauses = _clauses(by_kind, " ".join(sentences))
-    wanted = by_kind.get(counts.NumberOfWords)
+    wanted = by_kind.get(kinds.NumberOfWords)
     if wanted is not None and wanted.relation is Relation.AT_LEAST:
         have, place = len(words(" ".join(sentences))), len(sentences)
         while have < wanted.num_words:
@@ -308,20 +308,20 @@ def _lengthened(sentences: list[str], by_kind: dict[type, Any], order: Sequence[
 def _clauses(by_kind: dict[type, Any], text: str) -> list[str]:
     clauses: list[str] = []
     for kind, each in by_kind.items():
-        if kind is counts.Keywords:
+        if kind is kinds.Keywords:
             clauses.append("we think of " + " and ".join(each.keywords))
-        elif kind is counts.KeywordFrequency and each.relation is Relation.AT_LEAST:
+        elif kind is kinds.KeywordFrequency and each.relation is Relation.AT_LEAST:
             clauses.append("we say " + " and ".join([each.keyword] * each.frequency))
-        elif kind is counts.LetterFrequency and each.let_relation is Relation.AT_LEAST:
+        elif kind is kinds.LetterFrequency and each.let_relation is Relation.AT_LEAST:
             lacking = max(0, each.let_frequency - text.lower().count(each.letter.lower()))
             holder = _HOLDERS.get(each.letter.lower(), next((w for w in _PLACES if each.letter in w), each.letter))
             clauses += [" and ".join([holder] * lacking)] if lacking else []
-        elif kind is counts.CapitalWordFrequency and each.capital_relation is Relation.AT_LEAST:
+        elif kind is kinds.CapitalWordFrequency and each.capital_relation is Relation.AT_LEAST:
             clauses.append("we say " + " and ".join(["YES"] * each.capital_frequency))
-        elif kind is formats.Placeholders:
+        elif kind is kinds.Placeholders:
             places = [_PLACES[place % len(_PLACES)] for place in range(each.num_placeholders)]
             clauses.append("we ask for " + " and ".join(f"[{place}]" for place in places))
-        elif kind is formats.HighlightedSections:
+        elif kind is kinds.HighlightedSections:
             clauses.append("we mark " + " and ".join(["*this*"] * each.num_highlights))
     return clauses
 
@@ -333,18 +333,18 @@ def _shared_out(sentences: Sequence[str], parts: int) -> list[str]:
 
 
 def _surrounded(text: str, by_kind: dict[type, Any], topic: str) -> str:
-    if formats.Title in by_kind:
+    if kinds.Title in by_kind:
         text = f"<<About {topic}>>\n{text}"
-    if formats.Postscript in by_kind:
-        text = f"{text}\n{by_kind[formats.Postscript].postscript_marker} Take care."
-    if wording.EndPhrase in by_kind:
-        text = f"{text} {by_kind[wording.EndPhrase].end_phrase}"
-    if formats.JsonFormat in by_kind:
+    if kinds.Postscript in by_kind:
+        text = f"{text}\n{by_kind[kinds.Postscript].postscript_marker} Take care."
+    if kinds.EndPhrase in by_kind:
+        text = f"{text} {by_kind[kinds.EndPhrase].end_phrase}"
+    if kinds.JsonFormat in by_kind:
         text = json.dumps({"answer": text})
-    if wording.RepeatPrompt in by_kind:
-        text = f"{by_kind[wording.RepeatPrompt].prompt_to_repeat}\n{text}"
-    if wording.AllCapitals in by_kind:
+    if kinds.RepeatPrompt in by_kind:
+        text = f"{by_kind[kinds.RepeatPrompt].prompt_to_repeat}\n{text}"
+    if kinds.AllCapitals in by_kind:
         text = text.upper()
-    if wording.AllLowercase in by_kind:
+    if kinds.AllLowercase in by_kind:
         text = text.lower()
-    return f'"{text}"' if wording.QuotationMarks in by_kind else text
+    return f'"{text}"' if kinds.QuotationMarks in by_kind else text

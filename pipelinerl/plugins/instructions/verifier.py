@@ -20,7 +20,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.instructions import InstructionsSection
 from pipelinerl.plugins.instructions.catalogue import Matching, Score, followed, instructions_of
 from pipelinerl.plugins.instructions.instruction import Instruction
-from pipelinerl.plugins.instructions.wording import ResponseLanguage, is_slow_language, preload_languages
+from pipelinerl.plugins.instructions.kinds import ResponseLanguage, is_slow_language, preload_languages
 from pipelinerl.types import Problem, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import (
     GroupVerifier,

@@ -18,7 +18,7 @@ from pipelinerl.plugins.watch.access import PageLinks
 from pipelinerl.plugins.watch.server import create_page
 from pipelinerl.plugins.watch.watched_run import WatchedRun, watched_runs
 from tests.fakes.served import in_thread
-from tests.observability.samples.groups import answer, group
+from tests.observability.groups import answer, group
 from tests.observability.synthetic import events
 from tests.patience import PATIENCE_S
 

@@ -30,7 +30,7 @@ from pipelinerl.plugins.watch.report import (
     update_charts,
     write_report,
 )
-from tests.observability.samples.groups import HOSTILE, answer, group
+from tests.observability.groups import HOSTILE, answer, group
 from tests.observability.synthetic import events
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}

@@ -10,7 +10,7 @@ from pipelinerl.cli import app
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.samples import SampleKind, SampleLog, TurnRecord
-from tests.observability.samples.groups import HOSTILE, answer, group
+from tests.observability.groups import HOSTILE, answer, group
 
 
 def a_run(path, *groups, over=True):

@@ -8,7 +8,7 @@ from typing import Final
 
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.samples import AnswerTokens, TokenTexts
-from tests.observability.samples.groups import answer, group
+from tests.observability.groups import answer, group
 from tests.plugins.watch.run_files import keep, written_run
 
 _WAYS: Final = (

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pipelinerl.observability.samples import SampleLog
 from pipelinerl.plugins.watch.page.sample_index import SampleFilter, SampleIndex
-from tests.observability.samples.groups import answer, group
+from tests.observability.groups import answer, group
 from tests.patience import PATIENCE_S
 
 

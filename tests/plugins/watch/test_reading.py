@@ -1,5 +1,6 @@
-"""The page's API for finished, crashed, copied and resumed runs: steps, samples and tokens."""
+"""The page's API for finished, crashed, copied and resumed runs: steps, samples, tokens and the event stream."""
 
+import asyncio
 import json
 import shutil
 
@@ -11,8 +12,9 @@ from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.usage import Usage, write_usage
 from pipelinerl.plugins.watch.compare import differences
 from pipelinerl.plugins.watch.read_routes import causes_of, differing_parts
-from pipelinerl.plugins.watch.watched_run import watched_runs
+from pipelinerl.plugins.watch.watched_run import Feed, watched_runs
 from tests.observability.synthetic import events
+from tests.patience import PATIENCE_S
 from tests.plugins.watch.run_files import (
     keep,
     loaded,
@@ -312,3 +314,23 @@ def test_page_returns_the_timeline_for_any_time_window(finished_run):
         assert (part["from"], part["to"]) == (4.0, 6.0) and part["resolution"] == 0.02
         for wrong in ("from=nan", "to=-1", "points=1", "from=x"):
             assert page.http.get(f"/api/timeline?{wrong}").status_code == 422
+
+
+async def test_listeners_of_an_event_feed_are_notified_once_per_batch_of_new_entries():
+    feed = Feed(0)
+    with feed.listener() as first, feed.listener() as second:
+        feed.ring()
+        await asyncio.sleep(0)
+        assert not first.is_set() and not second.is_set(), "no entry was added"
+        place = feed.place
+        feed.put("event", {"kind": "x"})
+        feed.put("event", {"kind": "y"})
+        assert not first.is_set(), "ring wakes listeners of new entries"
+        await asyncio.to_thread(feed.ring)
+        await asyncio.wait_for(asyncio.gather(first.wait(), second.wait()), PATIENCE_S)
+        entries = feed.after(place)
+        assert entries is not None and len(entries) == 2
+        first.clear()
+        feed.ring()
+        await asyncio.sleep(0)
+        assert not first.is_set(), "ring does not repeat a wake-up"

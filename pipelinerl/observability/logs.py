@@ -42,7 +42,6 @@ class ProcessLog:
             self._facts["model_version"] = model_version
 
     def line(self, record: logging.LogRecord) -> str:
-        """Return a record as a JSON line."""
         fields: dict[str, Any] = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),

@@ -165,7 +165,6 @@ class RunHistory:
 
     @property
     def run(self) -> str:
-        """Name of the run."""
         return str(self.started.get("run", "run"))
 
     @property

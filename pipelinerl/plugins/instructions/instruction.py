@@ -59,7 +59,6 @@ class Relation(StrEnum):
     EXACTLY = "exactly"
 
     def holds(self, count: int, wanted: int) -> bool:
-        """Return whether `count` satisfies the comparison with `wanted`."""
         match self:
             case Relation.AT_LEAST:
                 return count >= wanted

@@ -369,7 +369,6 @@ class ResponseLanguage(Instruction, frozen=True, tag="language:response_language
     language: Text
 
     def stated(self) -> str:
-        """Return the sentence with the language's name."""
         return self.sentence.format(language=LANGUAGES[self.language].name)
 
     def __post_init__(self) -> None:

@@ -58,7 +58,6 @@ class InstructionFollowing:
         )
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        """Check each instruction of the problem."""
         try:
             instructions = instructions_of_problem(problem)
         except RecipeError as error:

@@ -120,7 +120,6 @@ class Judge:
         return [judged[answer.text] for answer in answers]
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait([self._opening])
@@ -298,7 +297,6 @@ class ScoreFormat:
 
     @classmethod
     def of(cls, section: JudgeSection) -> Self:
-        """Return the format that a recipe sets."""
         pattern = None if section.pattern is None else re.compile(section.pattern)
         return cls(low=section.low, high=section.high, pattern=pattern)
 

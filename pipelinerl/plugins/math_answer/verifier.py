@@ -59,7 +59,6 @@ class MathAnswer:
         )
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        """Compare the final answer in `completion_text` with the ground truth."""
         verdict = self.at_once(problem, completion_text)
         if verdict is not None:
             return verdict

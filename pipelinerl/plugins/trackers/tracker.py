@@ -133,7 +133,6 @@ class TrackerFeed:
         return True
 
     def close(self) -> None:
-        """Close the tracker and release the lock."""
         try:
             if self._tracker is not None:
                 self._tracker.close()

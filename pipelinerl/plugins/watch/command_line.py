@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from pipelinerl.errors import UserError
+from pipelinerl.errors import AddressError, UserError
 from pipelinerl.plugins.watch.compare import expanded
 from pipelinerl.roles.role import LISTEN_HELP, Run
-
-if TYPE_CHECKING:
-    from pipelinerl.plugins.watch.access import SharedLink
 
 
 def watch(
@@ -30,16 +25,22 @@ def watch(
     ] = False,
 ) -> None:
     """Show live, finished or crashed runs in the browser, and change live ones. Ctrl-C ends the server, not the run."""
-    from pipelinerl.plugins.watch.access import PageLinks, SharedLink, lasting_link, new_token
+    from pipelinerl.plugins.watch.access import PageLinks, SharedLink, keep_link, lasting_link, new_token
     from pipelinerl.plugins.watch.server import create_page
     from pipelinerl.plugins.watch.watched_run import watched_runs
-    from pipelinerl.system.http_service import serve, url_of
+    from pipelinerl.system.http_service import listen, serve, url_of
     from pipelinerl.system.machine import outward_address
 
     runs = expanded(runs)
     watched = watched_runs(runs, read_only=read_only)
     shared = lasting_link(runs[0]) if share else SharedLink("")
-    with _listening(host, port, shared.port) as bound:
+    try:  # with port 0, the port of the last permanent link comes first
+        listening = listen(host, port or shared.port)
+    except AddressError:
+        if port or not shared.port:
+            raise
+        listening = listen(host, 0)
+    with listening as bound:
         bound_host, taken = bound.getsockname()[:2]
         address = url_of(outward_address() if ip_address(bound_host).is_unspecified else host, taken)
         links = PageLinks(lambda key: typer.echo(f"watch at {address}/?key={key}"))
@@ -49,36 +50,14 @@ def watch(
         links.offer()
         if share:
             typer.echo(f"share at {address}/?share={shared.key}")
-            for line in _about_share(
-                runs[0], SharedLink(shared.key, taken), is_local=ip_address(bound_host).is_loopback
-            ):
-                typer.echo(f"  {line}")
+            if keep_link(runs[0], SharedLink(shared.key, taken)):
+                removed = runs[0] / "share.json"
+                typer.echo(f"  read-only, and the same next time; remove {removed} to invalidate it")
+            else:
+                typer.echo(f"  read-only, until Ctrl-C: {runs[0]} cannot be written to")
+            if ip_address(bound_host).is_loopback:
+                typer.echo("  only this machine can open it; add --host 0.0.0.0 for your network, or use a tunnel")
         serve(app, bound)
-
-
-def _listening(host: str, port: int, port_before: int) -> socket.socket:
-    """Return a listening socket. If `port` is 0, try `port_before`, the port of the last permanent link, first."""
-    from pipelinerl.errors import AddressError
-    from pipelinerl.system.http_service import listen
-
-    if port == 0 and port_before:
-        try:
-            return listen(host, port_before)
-        except AddressError:
-            pass
-    return listen(host, port)
-
-
-def _about_share(run_dir: Path, share: SharedLink, *, is_local: bool) -> Iterator[str]:
-    """Store the permanent link for next time; yield sentences on who can open it and for how long."""
-    from pipelinerl.plugins.watch.access import keep_link
-
-    if keep_link(run_dir, share):
-        yield f"read-only, and the same next time; remove {run_dir / 'share.json'} to invalidate it"
-    else:
-        yield f"read-only, until Ctrl-C: {run_dir} cannot be written to"
-    if is_local:
-        yield "only this machine can open it; add --host 0.0.0.0 for your network, or use a tunnel"
 
 
 def top(run: Run) -> None:

@@ -15,7 +15,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.observability.logs import table_without_secrets
 
 if TYPE_CHECKING:  # not imported at run time, so that `pipelinerl --help` starts quickly
-    from pipelinerl.observability.run_history import RunHistory
+    pass
 
 
 #: Maximum number of runs that a folder of runs stands for.
@@ -70,6 +70,7 @@ def runs(
     from rich.table import Table
     from rich.text import Text
 
+    from pipelinerl.commands.remote import started_by_hand
     from pipelinerl.observability.events import Event, amount, read_events
     from pipelinerl.observability.run_history import tell
     from pipelinerl.observability.status import format_duration
@@ -82,9 +83,13 @@ def runs(
             events = []
         history = tell(events)
         last, began = history.last_evaluation or {}, history.started.get("time")
+        if history.finished is not None:
+            state = str(history.finished["kind"]).removeprefix("run_")
+        else:
+            state = "live" if started_by_hand(run_dir) else "crashed" if history.started else "not started"
         row = (
             str(run_dir),
-            _state(run_dir, history),
+            state,
             time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if isinstance(began, int | float) else "–",
             f"{len(history.steps):,}",
             format_duration(max((amount(event, "elapsed_s") for event in events), default=0.0)),
@@ -95,14 +100,6 @@ def runs(
     if not table.rows:
         raise UserError(f"{folder} holds no runs; `pipelinerl run` makes one, and run.directory says where")
     Console().print(table)
-
-
-def _state(run_dir: Path, history: RunHistory) -> str:
-    from pipelinerl.commands.remote import started_by_hand
-
-    if history.finished is not None:
-        return str(history.finished["kind"]).removeprefix("run_")
-    return "live" if started_by_hand(run_dir) else "crashed" if history.started else "not started"
 
 
 def runs_in(folder: Path) -> list[Path]:

@@ -72,7 +72,6 @@ class _Rows:
 
     @property
     def all(self) -> NDArray[Any]:
-        """All rows, [count], as a view of the array."""
         return self._array[: self.count]
 
     def add(self, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -84,7 +83,6 @@ class _Rows:
         self.count += len(rows)
 
     def keep(self, kept: NDArray[Any]) -> None:
-        """Replace all rows by `kept`."""
         self._array, self.count = kept.copy(), len(kept)
 
 
@@ -180,7 +178,6 @@ class SampleIndex:
 
     @property
     def count(self) -> int:
-        """Number of indexed samples."""
         return int(self._groups.all["there"][self._samples.all["group"]].sum())
 
     @property

@@ -50,7 +50,6 @@ class _Chunk:
         self.figures = np.concatenate([self.figures, more])
 
     def between(self, first: int, last: int) -> _Chunk:
-        """Return a view of the rows of steps `first` to `last`."""
         start = int(np.searchsorted(self.places[0, : self.count], first))
         end = max(start, int(np.searchsorted(self.places[0, : self.count], last, side="right")))
         return _Chunk(self.places[:, start:end], self.figures[:, start:end], end - start)
@@ -94,7 +93,6 @@ class StepTable:
 
     @property
     def count(self) -> int:
-        """Number of rows that the table holds."""
         return sum(chunk.count for chunk in self._chunks)
 
     @property

@@ -126,7 +126,6 @@ class RunTimeline:
     _longest_s: float = 0.0
 
     def feed(self, event: Event) -> None:
-        """Add the next event of the log."""
         for drawn in self._reader.read(event):
             if isinstance(drawn, Span):
                 self._tracks.setdefault((drawn.lane, drawn.track), Track()).add(drawn)

@@ -41,7 +41,6 @@ class KnobRow(Horizontal, can_focus=True):
         self._value = value
 
     def compose(self) -> ComposeResult:
-        """Compose name, value and input field."""
         yield Static(Text(one_line(self.knob), overflow="ellipsis", no_wrap=True), classes="name")
         yield Static(Text(self._value), classes="value")
         field = Input(compact=True, max_length=64, select_on_focus=True)
@@ -55,7 +54,6 @@ class KnobRow(Horizontal, can_focus=True):
             self.query_one(".value", Static).update(Text(value))
 
     def action_edit(self) -> None:
-        """Show the input field with the current value."""
         assert isinstance(self.app, TopApp)
         if self.app.refuses():
             return
@@ -65,7 +63,6 @@ class KnobRow(Horizontal, can_focus=True):
         field.focus()
 
     def leave(self) -> None:
-        """Hide the input field without changing the knob."""
         self._typing(False)
         self.focus()
 
@@ -114,7 +111,6 @@ class TopApp(App[None]):
         self._shown: ChangeResult | None = None
 
     def compose(self) -> ComposeResult:
-        """Create the widgets for metrics, knobs, the last message and the list of keys."""
         with Container(id="body"):
             with VerticalScroll(id="figures", can_focus=False):
                 yield Static("reading the run …", id="figures-text", markup=False)
@@ -123,11 +119,9 @@ class TopApp(App[None]):
         yield Static(_KEYS, id="keys", markup=False)
 
     def on_mount(self) -> None:
-        """Start the timer that redraws the run."""
         self.set_interval(_LOOK_S, self._look)
 
     def on_resize(self) -> None:
-        """Redraw the metrics for the new width."""
         self.call_after_refresh(self._look)
 
     def refuses(self) -> bool:
@@ -139,17 +133,14 @@ class TopApp(App[None]):
         return bool(why)
 
     def action_leave(self) -> None:
-        """Cancel the edit in progress."""
         if isinstance(self.focused, Input) and isinstance(row := self.focused.parent, KnobRow):
             row.leave()
 
     def action_page(self, pages: int) -> None:
-        """Scroll the metrics by this number of pages."""
         pane = self.query_one("#figures", VerticalScroll)
         pane.scroll_relative(y=pages * pane.size.height, animate=False)
 
     def on_input_submitted(self, submitted: Input.Submitted) -> None:
-        """Send the edited value to the controller."""
         row = submitted.input.parent
         assert isinstance(row, KnobRow)
         row.leave()

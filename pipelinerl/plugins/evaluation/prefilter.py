@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from rich.console import Console
@@ -107,15 +107,7 @@ def prefilter(
         UserError: the results in `out` were made with other settings, or no problem was answered.
     """
     chosen = list(_distinct(config, problems))
-    question = {  # the settings on which pass rates depend; the log refuses results made with others
-        "target": target.named(model),
-        "sampling": config.sampling.model_dump(mode="json", exclude={"group_size"}),
-        "samples": samples,
-        "seed": config.run.seed,
-        "domains": digest_of_domains(config.domains),
-        "weights": target.fingerprint,
-    }
-    with answer_log(out / ANSWERS, question, PassRate) as log:
+    with answer_log(out / ANSWERS, _question(target, config, samples=samples, model=model), PassRate) as log:
         known = {rate.problem_id: rate for rate in log.answers}
         missing = [(index, problem) for index, problem in enumerate(chosen) if problem.problem_id not in known]
         orders = [_order(config, index, problem, samples=samples) for index, problem in missing]
@@ -183,6 +175,18 @@ def _order(config: RunConfig, index: int, problem: Problem, *, samples: int) -> 
         seed=rng.key(config.run.seed, "prefilter", problem.problem_id),
         chat_template_kwargs=own.chat_template_kwargs,
     )
+
+
+def _question(target: Target, config: RunConfig, *, samples: int, model: str) -> dict[str, Any]:
+    """Return the settings on which pass rates depend; an `AnswerLog` refuses results made with other settings."""
+    return {
+        "target": target.named(model),
+        "sampling": config.sampling.model_dump(mode="json", exclude={"group_size"}),
+        "samples": samples,
+        "seed": config.run.seed,
+        "domains": digest_of_domains(config.domains),
+        "weights": target.fingerprint,
+    }
 
 
 def _write(out: Path, domain: str, kept: list[Problem], rates: Mapping[str, PassRate]) -> Path:

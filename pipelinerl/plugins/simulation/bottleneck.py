@@ -269,7 +269,8 @@ def bottleneck(
     json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
 ) -> None:
     """Show what a run waited for, and which one change would help most; the run may be live."""
-    found = stretches(recorded_events(run_dir))
+    events = recorded_events(run_dir)
+    found = stretches(events)
     error, changes, refusal, now_s = None, list[Change](), "", found[-1].step_s
     try:
         part = newest_part(observed(run_dir))
@@ -280,7 +281,7 @@ def bottleneck(
     best = changes[0] if changes and changes[0].step_s < now_s * (1 - _WORTH) else None
     # The share of this machine's processors that the run's processes used; None if they were not measured.
     used = sum(usage.cpu_s for usage in usage_by_role(run_dir).values())
-    seconds = tell(recorded_events(run_dir)).duration_s
+    seconds = tell(events).duration_s
     processors = used / seconds / num_cores() if used and seconds else None
     if json:
         figures = {

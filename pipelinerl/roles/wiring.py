@@ -119,16 +119,14 @@ def setting_of(config: RunConfig) -> Setting:
 def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]:
     passes, weight = objective.passes, objective.is_weight
     for domain in config.domains:
-        if (
-            domain.reward is not None
-            and domain.reward.mean is NormalizationScope.GROUP
-            and config.group_size_of(domain) == 1
-        ):
+        if domain.reward is None:
+            continue
+        if domain.reward.mean is NormalizationScope.GROUP and config.group_size_of(domain) == 1:
             yield (
                 f"domains.{domain.name}.reward.mean group needs groups, and {config.key_of_group_size(domain)} is 1: "
                 'every reward would be 0; raise it, or use mean = "batch"'
             )
-        if domain.reward is None or not domain.reward.shaping.rescales:
+        if not domain.reward.shaping.rescales:
             continue
         changes = f"domains.{domain.name}.reward: mean, std, low, high and scale change a rollout's reward and not"
         if objective.adv.state and domain.has_environment:
@@ -152,20 +150,17 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
         )
     if config.kl_control is not None and kl_coefficient(objective) is None:
         yield 'kl_control: the objective has no KL term to control; remove the section, or set objective.grad2 = "kl"'
+    source, staleness = config.training.old_logprobs, config.staleness
     read = "old_logprobs" in passes or config.training.target_kl is not None
-    if config.training.old_logprobs is not OldLogprobs.RECOMPUTE and not read:
+    if source is not OldLogprobs.RECOMPUTE and not read:
         yield "training.old_logprobs: the objective reads none; remove it"
-    if (
-        config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS
-        and config.staleness.k is None
-        and config.staleness.auto_j
-    ):
+    if source is OldLogprobs.SAMPLING_WEIGHTS and staleness.k is None and staleness.auto_j:
         yield (
             "staleness.k must be given with training.old_logprobs = sampling_weights, since the weights of the last k "
             "versions are kept; 8 is usual"
         )
     pair = {getattr(weight, name, None) for name in ("numerator", "denominator")}
-    if config.training.old_logprobs is OldLogprobs.BEHAVIOR and pair == {Policy.OLD, Policy.BEHAVIOR}:
+    if source is OldLogprobs.BEHAVIOR and pair == {Policy.OLD, Policy.BEHAVIOR}:
         yield (
             "training.old_logprobs must not be behavior with an is_weight that divides old by behavior, which would "
             "always be 1; use recompute or sampling_weights"

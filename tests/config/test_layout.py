@@ -12,8 +12,8 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages import LAYOUT
 from pipelinerl.plugins.replay.replayed_run import show
 from pipelinerl.roles import controller_role
-from pipelinerl.roles.process import Identity
 from pipelinerl.roles.resumed_run import directory_of
+from tests.fakes.identities import identity_in
 
 
 @pytest.fixture
@@ -35,11 +35,8 @@ def test_resuming_changing_knobs_and_replaying_are_rejected_for_a_run_directory_
 
 
 async def test_controller_rejects_a_run_of_an_older_layout(older):
-    identity = Identity(
-        config=load("tiny"), run_dir=older, name="controller", redis_url="", controller_url="", token=None
-    )
     with pytest.raises(UserError, match="got layout 1"):
-        await controller_role.run(identity)
+        await controller_role.run(identity_in(older, load("tiny")))
 
 
 def test_run_of_a_later_layout_is_rejected(older):

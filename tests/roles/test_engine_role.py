@@ -13,9 +13,9 @@ from pipelinerl.config.sections import MODELS
 from pipelinerl.errors import AddressError, EngineUnreachable, UserError
 from pipelinerl.roles import engine_role
 from pipelinerl.roles.engine_role import offered_url
-from pipelinerl.roles.process import Identity
 from pipelinerl.system.machine import free_ports
 from tests.fakes.bigram_recipe import bigram_recipe
+from tests.fakes.identities import identity_in
 from tests.fakes.served import in_thread
 from tests.fakes.sglang_server import SglangServer, create_app
 from tests.patience import PATIENCE_S
@@ -42,10 +42,7 @@ async def test_engine_process_exits_when_its_engine_stops_because_of_an_error(tm
     with in_thread(create_app(server)) as stock:
         config = load("tiny", ["engine.type=sglang_server", f'engine.servers=["{stock}"]'])
         (port,) = free_ports(1)
-        identity = Identity(
-            config=config, run_dir=tmp_path, name="engine-0", redis_url="", controller_url="", token=None, port=port
-        )
-        role = asyncio.create_task(engine_role.run(identity))
+        role = asyncio.create_task(engine_role.run(identity_in(tmp_path, config, "engine-0", port=port)))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False) as http:
             await _until_ready(http, role)
             theirs = {"new_version": "theirs", "abort_all_requests": False}
@@ -87,13 +84,10 @@ def test_engine_on_loopback_is_rejected_if_the_controller_is_on_another_machine(
 
 _BUILD = """
 import sys
-from pathlib import Path
 from pipelinerl.config.recipe import load
-from pipelinerl.roles.engine_role import build_engine
-from pipelinerl.roles.process import Identity
+from pipelinerl.roles.engine_role import engine_outside_run
 
-config = load(sys.argv[1], sys.argv[2:])
-build_engine(Identity(config=config, run_dir=Path(), name="engine-0", redis_url="", controller_url="", token=None))
+engine_outside_run(load(sys.argv[1], sys.argv[2:]))
 print("torch" in sys.modules)
 """
 

@@ -87,6 +87,14 @@ def weights(workers):
     return [array for worker in each for array in weights_of(worker).values()]
 
 
+def commit(store, step, *, version, **fields):
+    """Save a checkpoint of the step's workers; return its path."""
+    state = TrainingState(model_version=version, epoch=1, offsets={}, ledger={}, controller={}, **fields)
+    policy = step.passes.policy
+    captured = store.capture(state, layout=policy.weight_layout(), weights=policy.gather_weights(), parts=step.parts())
+    return store.commit(captured)
+
+
 def test_resumed_run_continues_policy_critic_and_reference_bit_exactly(config, tmp_path):
     recipe = objective_of(config)
     assert config.kl_control is not None
@@ -96,25 +104,15 @@ def test_resumed_run_continues_policy_critic_and_reference_bit_exactly(config, t
     objective = AdaptiveObjective(recipe, controller=config.kl_control.controller)
     before = steps(config, first, objective, range(3))
     assert len({figures["kl_coefficient"] for figures in before}) == 3, "the controller must move"
-    captured = store.capture(
-        TrainingState(
-            model_version=3, epoch=1, offsets={}, ledger={}, controller={}, kl_coefficient=objective.coefficient
-        ),
-        layout=first.passes.policy.weight_layout(),
-        weights=first.passes.policy.gather_weights(),
-        parts={"trainer": first.passes.policy.save_state, "critic": first.critic.worker.save_state},
-    )
-    store.commit(captured)
+    commit(store, first, version=3, kl_coefficient=objective.coefficient)
     undisturbed = steps(config, first, objective, range(3, 6)), weights(first)
     close_workers(first)
 
     latest = store.latest()
     assert latest is not None
     again = started(config, recipe, checkpoint=latest[0])
-    assert (again.passes.policy.model_version, again.passes.reference and again.passes.reference.model_version) == (
-        3,
-        0,
-    )
+    assert again.passes.reference is not None
+    assert (again.passes.policy.model_version, again.passes.reference.model_version) == (3, 0)
     resumed = AdaptiveObjective(recipe, controller=config.kl_control.controller, restored=latest[1].kl_coefficient)
     figures = steps(config, again, resumed, range(3, 6))
     assert figures == undisturbed[0]
@@ -183,13 +181,7 @@ def saved(config, tmp_path):
     """Save a checkpoint of version 0 of a new run; return its path."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=config.model.resolved)
     workers = started(config, objective_of(config), checkpoint=None)
-    captured = store.capture(
-        TrainingState(model_version=0, epoch=1, offsets={}, ledger={}, controller={}),
-        layout=workers.passes.policy.weight_layout(),
-        weights=workers.passes.policy.gather_weights(),
-        parts=workers.parts(),
-    )
-    path = store.commit(captured)
+    path = commit(store, workers, version=0)
     close_workers(workers)
     return path
 
@@ -208,11 +200,8 @@ def test_checkpoint_of_another_model_or_trainer_is_rejected(other, tmp_path):
     random_decoder(shape).save_pretrained(tmp_path / "decoder")
     BigramModel.random(VOCAB + 1, seed=1).save(tmp_path / "larger")
     before = saved(config_of("bigram", str(tmp_path / "model")), tmp_path)
-    changed = (
-        config_of("bigram", str(tmp_path / "larger"))
-        if other == "model"
-        else config_of("torch", str(tmp_path / "decoder"))
-    )
+    kind, name = ("bigram", "larger") if other == "model" else ("torch", "decoder")
+    changed = config_of(kind, str(tmp_path / name))
     with pytest.raises(RecipeError, match=r"^trainer.type, model.path: the trainer's state in the checkpoint"):
         started(changed, objective_of(changed), checkpoint=before)
 
@@ -264,9 +253,7 @@ def test_resumed_run_continues_bit_exactly_with_the_weight_history_of_its_checkp
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=sampling.model.resolved)
     first = started(sampling, objective_of(sampling), checkpoint=None)
     lockstep(sampling, first, range(4), k=3)
-    state = TrainingState(model_version=4, epoch=1, offsets={}, ledger={}, controller={})
-    layout, weights = first.passes.policy.weight_layout(), first.passes.policy.gather_weights()
-    path = store.commit(store.capture(state, layout=layout, weights=weights, parts=first.parts()))
+    path = commit(store, first, version=4)
     assert [file.name for file in sorted((path / "history").iterdir())] == [
         f"version-{version:06d}.safetensors" for version in (1, 2, 3)
     ]

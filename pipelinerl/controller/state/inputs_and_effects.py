@@ -5,9 +5,8 @@ Each input carries `now`, in seconds on the controller's monotonic clock. The co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -49,35 +48,32 @@ class EngineRegistered(Input, frozen=True):
     type: str = ""
 
 
-class HealthCheckMissed(Input, frozen=True):
+class PolledEngine(Input, frozen=True):
+    """Base class of inputs that follow from polls of the engine at `url`."""
+
+    url: str
+
+
+class HealthCheckMissed(PolledEngine, frozen=True):
     """A healthy engine did not answer a poll, or is late to answer one."""
 
-    url: str
 
-
-class EngineAnswered(Input, frozen=True):
+class EngineAnswered(PolledEngine, frozen=True):
     """A suspect, dirty or dead engine answers a poll."""
 
-    url: str
 
-
-class EngineRestarted(Input, frozen=True):
+class EngineRestarted(PolledEngine, frozen=True):
     """An engine's counters went down: it has restarted and lost its weights."""
 
-    url: str
 
-
-class EngineTimedOut(Input, frozen=True):
+class EngineTimedOut(PolledEngine, frozen=True):
     """An engine has not answered for too long."""
 
-    url: str
     reason: str
 
 
-class EngineIdle(Input, frozen=True):
+class EngineIdle(PolledEngine, frozen=True):
     """A draining engine has been idle for a while."""
-
-    url: str
 
 
 class EnginesRequested(Input, frozen=True):
@@ -147,22 +143,19 @@ EngineInput = (
 AnyInput = ReportReceived | KnobsPatched | StopAsked | SuspendAsked | Ticked | StreamsLost | FleetMeasured | EngineInput
 
 
-@dataclass(frozen=True, slots=True)
-class IssuePrompts:
+class IssuePrompts(NamedTuple):
     """Effect: append these orders to the prompt stream, from which actors read."""
 
     orders: list[PromptOrder]
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Effect: append this directive (instructions to the trainer) to the stream from which the trainer reads them."""
 
     directive: Directive
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """Effect: write an event to the run's event log."""
 
     kind: str
@@ -179,8 +172,7 @@ class End(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(NamedTuple):
     """Effect: end the run."""
 
     reason: str

@@ -2,7 +2,6 @@
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.reward_history import WINDOW, RewardHistory
 from pipelinerl.controller.state.run_state import DomainCounts, Rewind, WatchedStep
 from pipelinerl.enums import OnCollapse
-from pipelinerl.messages import TrainerReady
 from tests.controller.world import World, controller
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -134,35 +132,24 @@ def test_likely_cause_is_named_from_the_figures_at_hand(figures, cause):
 
 def collapsing(version):
     """Return a run after step 12 with `on_collapse = "rewind"`, whose best rewards are those of `version`."""
-    run = World(controller(steps=99, evaluation_problems=0), random.Random(0))
-    settings = run.controller.settings
-    run.controller.settings = replace(
-        settings, run=settings.run.model_copy(update={"on_collapse": OnCollapse.REWIND}), checkpoint_interval_steps=5
-    )
-    run.begin()
-    while run.version < 12:
-        run.act()
+    rewinds = {"on_collapse": OnCollapse.REWIND, "checkpoint_interval_steps": 5}
+    run = World(controller(steps=99, evaluation_problems=0, **rewinds)).begin().until_version(12)
     rewards = RewardHistory(first=0.2, best=0.6, best_version=version, held=WINDOW, recent=[(11.0, 0.1)] * WINDOW)
-    run.controller.state.watched.rewards = rewards
+    run.state.watched.rewards = rewards
     return run
 
 
 def after_next_step(run):
-    version = run.version
-    while run.version == version:
-        run.act()
-    assert run.directive is not None
-    return run.directive
+    return run.until_version(run.version + 1).directive
 
 
 def test_collapsed_run_returns_to_its_good_version_once_with_half_the_learning_rate():
     run = collapsing(6)
     directive = after_next_step(run)
-    state = run.controller.state
+    state = run.state
     assert directive.rewind_to == 6 and directive.knobs.learning_rate == pytest.approx(0.05)
     assert [change.who for change in state.knob_log] == ["the collapse guard"]
-    run.awaiting = "ready-2"
-    run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=5, consumed=run.consumed()))
+    run.ready("2", 5)
     assert run.directive is not None and run.directive.rewind_to is None and run.directive.checkpoint
     assert run.directive.controller_state is not None and run.directive.controller_state["rewound"]
     assert run.directive.knobs.learning_rate == pytest.approx(0.05)
@@ -173,18 +160,17 @@ def test_collapsed_run_returns_to_its_good_version_once_with_half_the_learning_r
 def test_run_that_cannot_return_continues():
     run = collapsing(6)
     assert after_next_step(run).rewind_to == 6
-    assert after_next_step(run).rewind_to is None and run.controller.state.rewind.done
+    assert after_next_step(run).rewind_to is None and run.state.rewind.done
 
 
 def test_replacement_trainer_that_did_not_return_is_told_again():
     run = collapsing(6)
     after_next_step(run)
-    run.awaiting = "ready-2"
-    run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=10, consumed=run.consumed()))
+    run.ready("2", 10)
     assert run.directive is not None and run.directive.rewind_to == 6
 
 
 def test_changed_domain_weights_begin_a_new_history_of_rewards():
     run = collapsing(6)
     run.controller.patch({"domain_weights.a": 3.0}, who="ada", time=0.0)
-    assert run.controller.state.watched.rewards == RewardHistory()
+    assert run.state.watched.rewards == RewardHistory()

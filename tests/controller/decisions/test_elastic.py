@@ -1,7 +1,6 @@
 """Tests of automatic scaling: the number of engines follows the work, converges, and stays within its limits."""
 
 import random
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -15,19 +14,17 @@ from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs_and_effects import (
     EngineDrainAsked,
     EngineIdle,
-    EngineRegistered,
     EngineRemoved,
     FleetMeasured,
     KnobsPatched,
     Record,
-    ReportReceived,
     StopAsked,
 )
 from pipelinerl.controller.state.run_state import ElasticMemory, Figures, RunState
 from pipelinerl.enums import Elasticity
 from pipelinerl.errors import RecipeError
-from pipelinerl.messages import CanaryChecked, ConsumedReport, Published, StepDone, TrainerReady
-from tests.controller.world import controller
+from pipelinerl.messages import CanaryChecked, ConsumedReport, TrainerReady
+from tests.controller.world import controller, joins, published, ready, received, step_done
 
 RULE = ElasticSection(interval_s=2.0, patience=2, settle_s=10.0)
 SHARES = st.floats(0.0, 1.0)
@@ -35,9 +32,7 @@ SHARES = st.floats(0.0, 1.0)
 
 def _made(rule, *, least=1, most=6):
     limits = {"engines_min": {"bigram": least}, "engines_max": {"bigram": most}}
-    made = controller(evaluation_problems=0, steps=10_000, **limits)
-    made.settings = replace(made.settings, elastic=rule)
-    return made
+    return controller(evaluation_problems=0, steps=10_000, elastic=rule, **limits)
 
 
 class Site:
@@ -49,8 +44,8 @@ class Site:
         self.now = 0.0
         self.inputs = []
         self.event_records = []
-        self.tell(EngineRegistered(now=0.0, url="http://engine-0", incarnation="1", name="engine-0", type="bigram"))
-        self._begin()
+        self.tell(joins("http://engine-0", name="engine-0", type="bigram"))
+        self._report(ready("1"))
         self.settle_fleet()
 
     @property
@@ -66,7 +61,7 @@ class Site:
         self.event_records += [(each.kind, each.fields) for each in self.made.decide(given) if isinstance(each, Record)]
 
     def _report(self, report):
-        self.tell(ReportReceived(now=self.now, report=report, entry_id="1-0"))
+        self.tell(received(report, now=self.now))
 
     def _begin(self):
         self._report(TrainerReady(report_id="ready", incarnation="1", model_version=0, consumed=ConsumedReport()))
@@ -76,39 +71,25 @@ class Site:
         there = {record.name for record in self.state.fleet.records()}
         for request in self.state.engine_requests:
             if request.wanted and request.name not in there:
-                url = f"http://{request.name}"
-                self.tell(
-                    EngineRegistered(now=self.now, url=url, incarnation="1", name=request.name, type=request.type)
-                )
+                self.tell(joins(f"http://{request.name}", now=self.now, name=request.name, type=request.type))
         for record in self.state.fleet.records():
             if record.lifecycle is EngineLifecycle.DRAINING:
                 self.tell(EngineIdle(now=self.now, url=record.url))
         joining = self.state.fleet.to_verify()
         if joining:
-            about = {
-                "epoch": self.state.epoch,
-                "model_version": self.state.version,
-                "membership": self.state.fleet.membership,
-            }
-            pauses = dict.fromkeys(self.state.fleet.members(), 0.0)
-            self._report(Published(**about, pauses_s=pauses, failed={}, send_s=0.0, total_s=0.0))
-            self._report(CanaryChecked(**about, worst=dict.fromkeys(joining, 0.0)))
+            about = {"epoch": self.state.epoch, "membership": self.state.fleet.membership}
+            self._report(published(self.state.fleet.members(), version=self.state.version, **about))
+            worst = dict.fromkeys(joining, 0.0)
+            self._report(CanaryChecked(model_version=self.state.version, worst=worst, **about))
 
     def second(self, *, stale=0.0):
         """Simulate one second, with one step and one poll."""
         self.now += 1.0
         engines = self.serving
         waiting, occupancy = max(0.0, 1 - engines / self.work), min(1.0, self.work / engines)
-        self._report(
-            StepDone(
-                report_id=f"step-{self.state.version + 1}",
-                epoch=self.state.epoch,
-                model_version=self.state.version + 1,
-                consumed=ConsumedReport(),
-                stats={"wait_s": waiting, "step_s": 1 - waiting},
-                by_domain={"a": {"groups": 10 * (1 - stale), "stale_groups": 10 * stale}},
-            )
-        )
+        by_domain = {"a": {"groups": 10 * (1 - stale), "stale_groups": 10 * stale}}
+        stats = {"wait_s": waiting, "step_s": 1 - waiting}
+        self._report(step_done(self.state.version + 1, ConsumedReport(), stats=stats, by_domain=by_domain))
         self.tell(FleetMeasured(now=self.now, occupancy=occupancy))
 
     def pass_time(self, seconds, **figures):
@@ -147,11 +128,7 @@ def test_engines_are_removed_one_by_one_when_work_decreases():
     counts = site.pass_time(140)
     assert counts[-1] == 1 and _turns(counts) == 0
     assert site.scaled() == [(1, 2), (2, 3), (3, 4), (4, 3), (3, 2), (2, 1)]
-    assert to_stop(site.state) == [
-        "engine-1",
-        "engine-2",
-        "engine-3",
-    ]  # only the engines that were added are removed, never the first one
+    assert to_stop(site.state) == ["engine-1", "engine-2", "engine-3"], "never the first engine"
 
 
 @given(figures=st.builds(Figures, waiting=SHARES, occupancy=SHARES, stale=SHARES), engines=st.integers(1, 64))

@@ -1,7 +1,5 @@
 """Tests of decisions about engines: canary checks, replacements, drains, and the processes to start or end."""
 
-import random
-
 import pytest
 
 from pipelinerl.controller.decisions.directives import publication_due
@@ -13,28 +11,21 @@ from pipelinerl.controller.state.inputs_and_effects import (
     EngineAnswered,
     EngineDrainAsked,
     EngineIdle,
-    EngineRegistered,
     EngineRemoved,
     EnginesRequested,
     EngineTimedOut,
     HealthCheckMissed,
     Record,
-    ReportReceived,
-    Send,
     Ticked,
 )
-from pipelinerl.messages import CanaryChecked, GroupHandedOver, GroupOutdated, Published
-from tests.controller.world import ENGINE, World, controller
-
-NEW = "http://engine-1"
+from pipelinerl.messages import CanaryChecked, GroupHandedOver, GroupOutdated
+from tests.controller.world import ENGINE, OTHER, World, controller, directives, joins, published, received, records
 
 
 @pytest.fixture
 def run():
     """Return a run in which one engine serves version 0."""
-    made = World(controller(evaluation_problems=0), random.Random(0))
-    made.begin()
-    made.publish()
+    made = World(controller(evaluation_problems=0)).begin(serves=True)
     assert lifecycle(made.controller, ENGINE) is EngineLifecycle.HEALTHY
     return made
 
@@ -44,75 +35,58 @@ def lifecycle(made, url):
 
 
 def recorded(made, given):
-    return [(effect.kind, effect.fields) for effect in made.decide(given) if isinstance(effect, Record)]
-
-
-def received(report, *, now=0.0):
-    return ReportReceived(now=now, report=report, entry_id="1-0")
+    return [(record.kind, record.fields) for record in records(made.decide(given))]
 
 
 def give_weights(run, *urls, version=0):
-    state = run.controller.state
-    report = Published(
-        epoch=state.epoch,
-        model_version=version,
-        membership=state.fleet.membership,
-        pauses_s=dict.fromkeys(urls, 0.1),
-        failed={},
-        send_s=0.1,
-        total_s=0.1,
-    )
-    run.controller.decide(received(report))
+    run.controller.decide(received(published(urls, version=version, membership=run.state.fleet.membership)))
 
 
 def proof(run, *, version=0, now=0.0, **results):
-    state = run.controller.state
-    fields = {"worst": {}} | results
-    return received(
-        CanaryChecked(epoch=state.epoch, model_version=version, membership=state.fleet.membership, **fields), now=now
-    )
+    about = {"epoch": run.state.epoch, "membership": run.state.fleet.membership, "worst": {}}
+    return received(CanaryChecked(model_version=version, **about | results), now)
 
 
 def test_engine_that_fails_its_canary_on_two_versions_is_expelled(run):
     made = run.controller
-    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
-    give_weights(run, ENGINE, NEW)
-    (canary_failed, lost) = recorded(made, proof(run, mismatched={NEW: "0.7 nats off"}))
+    made.decide(joins(OTHER))
+    give_weights(run, ENGINE, OTHER)
+    (canary_failed, lost) = recorded(made, proof(run, mismatched={OTHER: "0.7 nats off"}))
     assert canary_failed == (
         "engine_canary_failed",
-        {"url": NEW, "model_version": 0, "reason": "0.7 nats off", "lifecycle": EngineLifecycle.DIRTY},
+        {"url": OTHER, "model_version": 0, "reason": "0.7 nats off", "lifecycle": EngineLifecycle.DIRTY},
     )
-    assert lost == ("engine_lost", {"url": NEW, "reason": "0.7 nats off"})
-    assert recorded(made, EngineAnswered(now=0.0, url=NEW)) == [], "the same weights again would be no update"
+    assert lost == ("engine_lost", {"url": OTHER, "reason": "0.7 nats off"})
+    assert recorded(made, EngineAnswered(now=0.0, url=OTHER)) == [], "the same weights again would be no update"
     while run.version == 0:
         run.act()
-    run.give(EngineAnswered(now=0.0, url=NEW))
-    assert run.directive is not None and NEW in run.directive.publish_to and run.directive.to_verify == [NEW]
-    give_weights(run, ENGINE, NEW, version=1)
-    (canary_failed, _) = recorded(made, proof(run, version=1, mismatched={NEW: "0.7 nats off"}))
+    run.give(EngineAnswered(now=0.0, url=OTHER))
+    assert run.directive is not None and OTHER in run.directive.publish_to and run.directive.to_verify == [OTHER]
+    give_weights(run, ENGINE, OTHER, version=1)
+    (canary_failed, _) = recorded(made, proof(run, version=1, mismatched={OTHER: "0.7 nats off"}))
     assert canary_failed[1]["lifecycle"] is EngineLifecycle.EXPELLED
     assert to_stop(made.state) == [], "the process keeps running, so that an operator can inspect it"
 
 
 def test_engine_that_did_not_answer_its_canary_is_retried_when_it_answers_a_poll(run):
     made = run.controller
-    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
-    give_weights(run, ENGINE, NEW)
-    assert recorded(made, proof(run, failed={NEW: "gone"})) == [("engine_lost", {"url": NEW, "reason": "gone"})]
-    sent = [effect.directive for effect in made.decide(EngineAnswered(now=0.0, url=NEW)) if isinstance(effect, Send)]
-    assert [(directive.publish_to, directive.to_verify) for directive in sent] == [([NEW], [NEW])]
+    made.decide(joins(OTHER))
+    give_weights(run, ENGINE, OTHER)
+    assert recorded(made, proof(run, failed={OTHER: "gone"})) == [("engine_lost", {"url": OTHER, "reason": "gone"})]
+    sent = directives(made.decide(EngineAnswered(now=0.0, url=OTHER)))
+    assert [(directive.publish_to, directive.to_verify) for directive in sent] == [([OTHER], [OTHER])]
 
 
 def test_replaced_engine_drains_as_soon_as_its_replacement_has_passed_the_canary_check(run):
     made = run.controller
     requested = recorded(made, EnginesRequested(now=0.0, type="vllm", replaces=ENGINE, grace_s=9.0))
     assert requested == [("engines_hired", {"names": ["engine-1"], "type": "vllm", "replaces": ENGINE})]
-    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1", type="vllm"))
-    give_weights(run, ENGINE, NEW)
+    made.decide(joins(OTHER, name="engine-1", type="vllm"))
+    give_weights(run, ENGINE, OTHER)
     assert lifecycle(made, ENGINE) is EngineLifecycle.HEALTHY
-    kinds = [kind for kind, _ in recorded(made, proof(run, worst={NEW: 1e-6}, now=5.0))]
+    kinds = [kind for kind, _ in recorded(made, proof(run, worst={OTHER: 1e-6}, now=5.0))]
     assert kinds == ["engine_verified", "engine_draining"]
-    assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([NEW], [ENGINE])
+    assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([OTHER], [ENGINE])
     assert recorded(made, Ticked(now=13.0)) == [], "it has 9 s from 5 on"
     ((kind, fields),) = recorded(made, Ticked(now=14.1))
     assert (kind, fields["reason"]) == ("engine_lost", "drained; its remaining work is handed over")
@@ -122,29 +96,29 @@ def test_replaced_engine_drains_as_soon_as_its_replacement_has_passed_the_canary
 
 def test_engine_that_never_answers_its_canary_is_expelled(run):
     made = run.controller
-    run.give(EngineRegistered(now=0.0, url=NEW))
+    run.give(joins(OTHER))
     for failures in range(1, made.state.fleet.updates_to_expulsion + 1):
-        assert run.directive is not None and run.directive.to_verify == [NEW]
-        give_weights(run, ENGINE, NEW)
-        run.give(proof(run, failed={NEW: "400: no chat template"}))
-        assert made.state.fleet.by_url[NEW].failed_updates == failures
+        assert run.directive is not None and run.directive.to_verify == [OTHER]
+        give_weights(run, ENGINE, OTHER)
+        run.give(proof(run, failed={OTHER: "400: no chat template"}))
+        assert made.state.fleet.by_url[OTHER].failed_updates == failures
         # The first answered poll begins the wait for a retry, and the second ends it.
         for now in (100.0 * failures, 100.0 * failures + 60.0):
-            run.give(EngineAnswered(now=now, url=NEW))
-    assert lifecycle(made, NEW) is EngineLifecycle.EXPELLED
+            run.give(EngineAnswered(now=now, url=OTHER))
+    assert lifecycle(made, OTHER) is EngineLifecycle.EXPELLED
     assert publication_due(made.state, made.settings) == [] and made.state.fleet.serving() == [ENGINE]
 
 
 def test_engine_that_failed_its_canary_is_not_retried_when_another_engine_joins(run):
     made = run.controller
-    run.give(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
-    give_weights(run, ENGINE, NEW)
-    run.give(proof(run, mismatched={NEW: "0.7 nats off"}))
-    run.give(EngineAnswered(now=0.0, url=NEW))
-    run.give(EngineRegistered(now=0.0, url="http://engine-2", incarnation="1"))
+    run.give(joins(OTHER))
+    give_weights(run, ENGINE, OTHER)
+    run.give(proof(run, mismatched={OTHER: "0.7 nats off"}))
+    run.give(EngineAnswered(now=0.0, url=OTHER))
+    run.give(joins("http://engine-2"))
     assert run.directive is not None
     assert (run.directive.publish_to, run.directive.to_verify) == (["http://engine-2"], ["http://engine-2"])
-    assert lifecycle(made, NEW) is EngineLifecycle.DIRTY
+    assert lifecycle(made, OTHER) is EngineLifecycle.DIRTY
 
 
 def test_engine_that_is_already_being_replaced_gets_no_second_replacement(run):
@@ -156,9 +130,9 @@ def test_engine_that_is_already_being_replaced_gets_no_second_replacement(run):
     assert removal_reason(made.state, ENGINE) == "engine-1, which can be removed, was requested to replace it"
     made.decide(EngineRemoved(now=0.0, engine="engine-1"))
     assert recorded(made, swap)[0][1]["names"] == ["engine-2"]
-    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-2", type="torch"))
-    give_weights(run, ENGINE, NEW)
-    recorded(made, proof(run, worst={NEW: 1e-6}))
+    made.decide(joins(OTHER, name="engine-2", type="torch"))
+    give_weights(run, ENGINE, OTHER)
+    recorded(made, proof(run, worst={OTHER: 1e-6}))
     assert recorded(made, swap) == [] and removal_reason(made.state, ENGINE) == "it is being drained"
     assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-2"]
 
@@ -166,42 +140,42 @@ def test_engine_that_is_already_being_replaced_gets_no_second_replacement(run):
 def test_replaced_engine_is_drained_only_once_even_if_its_address_is_reused(run):
     """A new engine may get the port of the old one, and the replacement passes another canary check later."""
     made = run.controller
-    made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
+    made.decide(joins(ENGINE))
     made.decide(EnginesRequested(now=0.0, type="torch", count=2, replaces=ENGINE, grace_s=9.0))
-    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
-    give_weights(run, ENGINE, NEW)
-    assert "engine_draining" in [kind for kind, _ in recorded(made, proof(run, worst={NEW: 1e-6}, now=5.0))]
+    made.decide(joins(OTHER, name="engine-1"))
+    give_weights(run, ENGINE, OTHER)
+    assert "engine_draining" in [kind for kind, _ in recorded(made, proof(run, worst={OTHER: 1e-6}, now=5.0))]
     made.decide(EngineIdle(now=9.0, url=ENGINE))
     for url, name in ((ENGINE, "engine-3"), ("http://engine-2", "engine-2")):
-        made.decide(EngineRegistered(now=10.0, url=url, incarnation="3", name=name))
+        made.decide(joins(url, "3", now=10.0, name=name))
     made.state.fleet.begin_epoch()
-    give_weights(run, NEW, ENGINE, "http://engine-2")
-    recorded(made, proof(run, worst={ENGINE: 1e-6, NEW: 1e-6, "http://engine-2": 1e-6}))
-    assert [lifecycle(made, url) for url in (ENGINE, NEW)] == [EngineLifecycle.HEALTHY, EngineLifecycle.HEALTHY]
+    give_weights(run, OTHER, ENGINE, "http://engine-2")
+    recorded(made, proof(run, worst={ENGINE: 1e-6, OTHER: 1e-6, "http://engine-2": 1e-6}))
+    assert [lifecycle(made, url) for url in (ENGINE, OTHER)] == [EngineLifecycle.HEALTHY, EngineLifecycle.HEALTHY]
 
 
 def test_joining_replacement_drains_no_engine_if_the_replaced_engine_was_removed_before(run):
     made = run.controller
-    made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
+    made.decide(joins(ENGINE))
     made.decide(EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0))
     made.decide(EngineRemoved(now=0.0, engine=ENGINE))
-    for url, name in ((ENGINE, "engine-2"), (NEW, "engine-1")):
-        made.decide(EngineRegistered(now=0.0, url=url, incarnation="2", name=name))
-    give_weights(run, ENGINE, NEW)
-    recorded(made, proof(run, worst={ENGINE: 1e-6, NEW: 1e-6}))
+    for url, name in ((ENGINE, "engine-2"), (OTHER, "engine-1")):
+        made.decide(joins(url, "2", name=name))
+    give_weights(run, ENGINE, OTHER)
+    recorded(made, proof(run, worst={ENGINE: 1e-6, OTHER: 1e-6}))
     assert lifecycle(made, ENGINE) is EngineLifecycle.HEALTHY
 
 
 def test_drained_engine_is_expelled_and_its_process_is_stopped_when_it_has_become_idle(run):
     made = run.controller
-    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
-    assert recorded(made, EngineIdle(now=0.0, url=NEW)) == [], "no drain was requested"
-    recorded(made, EngineDrainAsked(now=0.0, url=NEW, grace_s=60.0))
-    assert recorded(made, EngineIdle(now=3.0, url=NEW)) == [
-        ("engine_lost", {"url": NEW, "reason": "drained", "planned": True})
+    made.decide(joins(OTHER, name="engine-1"))
+    assert recorded(made, EngineIdle(now=0.0, url=OTHER)) == [], "no drain was requested"
+    recorded(made, EngineDrainAsked(now=0.0, url=OTHER, grace_s=60.0))
+    assert recorded(made, EngineIdle(now=3.0, url=OTHER)) == [
+        ("engine_lost", {"url": OTHER, "reason": "drained", "planned": True})
     ]
     assert to_stop(made.state) == ["engine-1"]
-    assert recorded(made, EngineDrainAsked(now=4.0, url=NEW, grace_s=60.0)) == []
+    assert recorded(made, EngineDrainAsked(now=4.0, url=OTHER, grace_s=60.0)) == []
 
 
 def test_draining_a_dead_engine_expels_it_immediately(run):
@@ -226,16 +200,16 @@ def test_request_for_an_engine_can_be_cancelled_and_its_name_is_never_reused(run
 
 def test_requested_engine_never_gets_the_name_of_an_engine_that_was_started_manually(run):
     made = run.controller
-    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-2"))
+    made.decide(joins(OTHER, name="engine-2"))
     made.decide(EnginesRequested(now=0.0, type="torch", count=2))
     assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-3"]
 
 
 def test_removing_a_name_that_two_engines_share_expels_both_engines_but_ends_no_process(run):
     made = run.controller
-    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-0"))
-    made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1", name="engine-0"))
-    made.decide(EngineRemoved(now=0.0, engine=NEW))
+    made.decide(joins(OTHER, name="engine-0"))
+    made.decide(joins(ENGINE, name="engine-0"))
+    made.decide(EngineRemoved(now=0.0, engine=OTHER))
     assert to_stop(made.state) == [], "the launcher's engine-0 is the other one"
 
 
@@ -248,34 +222,34 @@ def test_engine_that_missed_a_health_check_finishes_its_requests_but_gets_no_new
 
 
 def test_frozen_engine_is_left_out_of_publications_and_named_until_it_has_caught_up(run):
-    made, state = run.controller, run.controller.state
-    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
-    give_weights(run, ENGINE, NEW)
-    made.decide(proof(run, worst={NEW: 0.0}))
-    made.decide(HealthCheckMissed(now=1.0, url=NEW))
+    made, state = run.controller, run.state
+    made.decide(joins(OTHER, name="engine-1"))
+    give_weights(run, ENGINE, OTHER)
+    made.decide(proof(run, worst={OTHER: 0.0}))
+    made.decide(HealthCheckMissed(now=1.0, url=OTHER))
     assigned = assignment_of(state, made.settings)
     assert (assigned.serving, assigned.finishing) == ((ENGINE,), ()), "other engines take over its work"
-    assert f"{NEW} is suspect: it does not answer polls" in waiting_for(state, now=1.0)
+    assert f"{OTHER} is suspect: it does not answer polls" in waiting_for(state, now=1.0)
     state.version = 1
     assert publication_due(state, made.settings) == [ENGINE]
     give_weights(run, ENGINE, version=1)
     assert publication_due(state, made.settings) == []
-    assert recorded(made, EngineAnswered(now=9.0, url=NEW)) == [("engine_joined", {"url": NEW, "name": "engine-1"})]
-    assert lifecycle(made, NEW) is EngineLifecycle.JOINING
-    give_weights(run, NEW, version=1)
-    made.decide(proof(run, version=1, worst={NEW: 0.0}))
-    assert state.fleet.serving() == [ENGINE, NEW] and NEW not in waiting_for(state, now=9.0)
+    assert recorded(made, EngineAnswered(now=9.0, url=OTHER)) == [("engine_joined", {"url": OTHER, "name": "engine-1"})]
+    assert lifecycle(made, OTHER) is EngineLifecycle.JOINING
+    give_weights(run, OTHER, version=1)
+    made.decide(proof(run, version=1, worst={OTHER: 0.0}))
+    assert state.fleet.serving() == [ENGINE, OTHER] and OTHER not in waiting_for(state, now=9.0)
 
 
 def test_group_handed_over_between_engines_is_logged_and_leaves_the_group_counts_unchanged(run):
-    before = run.controller.state.account.ledger()
+    before = run.state.account.ledger()
     (record,) = run.controller.handle(
         GroupHandedOver(order_id="prompt-000003", index=3, tokens_kept=90, tokens_resampled=8), now=0.0
     )
     assert record == Record(
         "group_handed_over", {"order_id": "prompt-000003", "tokens_kept": 90, "tokens_resampled": 8}
     )
-    assert run.controller.state.account.ledger() == before
+    assert run.state.account.ledger() == before
 
 
 def test_group_that_an_actor_drops_as_too_old_counts_once_as_stale_and_is_replaced(run):

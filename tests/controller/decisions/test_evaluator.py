@@ -17,16 +17,14 @@ from pipelinerl.controller.state.inputs_and_effects import (
     EngineRegistered,
     EngineTimedOut,
     HealthCheckMissed,
-    Record,
     StopAsked,
     Ticked,
 )
 from pipelinerl.enums import Pin
-from pipelinerl.messages import EvaluationDone, GroupFailed, TrainerReady
+from pipelinerl.messages import EvaluationDone, TrainerReady
 from pipelinerl.types import Purpose
-from tests.controller.world import ENGINE, World, controller
+from tests.controller.world import ENGINE, OTHER, World, assert_sound, controller, failed, records
 
-OTHER = "http://engine-1"
 BOTH = (ENGINE, OTHER)
 
 
@@ -36,33 +34,32 @@ def world(seed=0, *, engines=BOTH, **changes):
 
 def recorded(run):
     """Return a list to which all later events of the run are appended."""
-    records = []
-    apply = run.apply
+    events, apply = [], run.apply
 
     def listening(effects):
-        records.extend(effect for effect in effects if isinstance(effect, Record))
+        events.extend(records(effects))
         apply(effects)
 
     run.apply = listening
-    return records
+    return events
 
 
-def abandoned(records):
-    return [event.fields["reason"] for event in records if event.kind == "evaluation_restarted"]
+def abandoned(events):
+    return [event.fields["reason"] for event in events if event.kind == "evaluation_restarted"]
 
 
 def results(run):
-    return run.controller.state.evaluations.results
+    return run.state.evaluations.results
 
 
 def until_evaluation(run, version):
     """Run until an evaluation of `version` or later is in progress."""
-    for _ in range(20_000):
-        evaluation = run.controller.state.evaluations.current
-        if evaluation is not None and evaluation.model_version >= version:
-            return run
-        run.act()
-    raise AssertionError(waiting_for(run.controller.state, now=0.0))
+    return run.play(lambda: (now := run.state.evaluations.current) is not None and now.model_version >= version)
+
+
+def evaluating(**changes):
+    """Return a run whose actors lose the requests of the evaluation in progress, which is of version 5 or later."""
+    return until_evaluation(unanswering(world(**{"evaluation_problems": 3, "steps": 1000} | changes).begin()), 5)
 
 
 def unanswering(run):
@@ -78,22 +75,15 @@ def unanswering(run):
 
 
 def test_late_answer_to_an_abandoned_evaluation_is_ignored_by_the_next_evaluation():
-    run = world(engines=(ENGINE,))
-    run.begin()
-    run.publish()
+    run = world(engines=(ENGINE,)).begin(serves=True)
     old = list(run.orders)
-    run.awaiting = "ready-2"
-    run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=0, consumed=run.consumed()))
+    run.ready("2")
     run.publish()
-    evaluation = run.controller.state.evaluations.current
+    evaluation = run.state.evaluations.current
     assert evaluation is not None and evaluation.restarts == 1
     for order in old:
-        run.tell(
-            GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="the engine died")
-        )
-    assert (
-        run.controller.state.evaluations.current is not None and run.controller.state.evaluations.current.answers == {}
-    )
+        run.tell(failed(order, "the engine died"))
+    assert run.state.evaluations.current is not None and run.state.evaluations.current.answers == {}
 
 
 @pytest.mark.parametrize("pin", [Pin.AUTO, Pin.GATE, Pin.ENGINE])
@@ -101,43 +91,39 @@ def test_late_answer_to_an_abandoned_evaluation_is_ignored_by_the_next_evaluatio
 @pytest.mark.parametrize("seed", range(4))
 def test_each_evaluation_under_a_random_schedule_is_answered_by_a_single_weight_version(seed, engines, pin):
     chance = random.Random(seed)
-    run = world(seed, engines=engines, pin=pin, k=chance.choice([1, 2, 4]), evaluation_problems=12, steps=40)
-    run.begin()
-    for _ in range(60_000):
-        if run.finished is not None:
-            break
-        run.act()
+    run = world(seed, engines=engines, pin=pin, k=chance.choice([1, 2, 4]), evaluation_problems=12, steps=40).begin()
+
+    def lose_engines():
         # In the last steps, a timeout could leave weights unpublished.
         if chance.random() < 0.01 and run.version < 39:
-            url = chance.choice(engines)
-            run.give(EngineTimedOut(now=0.0, url=url, reason="test"))
+            run.give(EngineTimedOut(now=0.0, url=chance.choice(engines), reason="test"))
         if chance.random() < 0.05:
             for url in engines:
                 run.give(EngineAnswered(now=0.0, url=url))
-    assert run.finished == "all 40 steps are done", waiting_for(run.controller.state, now=0.0)
-    for version, groups, k in run.trained:
-        assert all(version - trained.oldest_version <= k for trained in groups)
+
+    run.play(between=lose_engines)
+    assert run.finished == "all 40 steps are done"
+    assert_sound(run)
     outcomes = results(run)
     assert outcomes[-1].model_version == 40
     assert all(result.one_version for result in outcomes)
     assert all(result.version_min == result.version_max == result.model_version for result in outcomes)
     used = {result.pin for result in outcomes[1:-1]}
     assert used <= ({Pin.GATE} if pin is Pin.GATE or len(engines) == 1 else {Pin.ENGINE, Pin.GATE})
-    assert run.controller.state.fleet.pinned() == []
+    assert run.state.fleet.pinned() == []
 
 
 def test_pinned_engine_answers_an_evaluation_while_training_continues_on_the_other_engine():
     run = world(evaluation_problems=30, steps=1000, k=2)
-    records = recorded(run)
+    events = recorded(run)
     run.begin()
     until_evaluation(unanswering(run), 5)
-    pinned = run.controller.state.evaluations.current
+    pinned = run.state.evaluations.current
     assert pinned is not None and (pinned.pin, pinned.engine) == (Pin.ENGINE, OTHER)
-    assert run.controller.state.fleet.serving() == [ENGINE]
+    assert run.state.fleet.serving() == [ENGINE]
     at = pinned.model_version
-    while run.version < at + 20:
-        run.act()
-    assert run.controller.state.evaluations.current is pinned, "it takes its time"
+    run.until_version(at + 20)
+    assert run.state.evaluations.current is pinned, "it takes its time"
     assert run.loaded[OTHER] == at < run.loaded[ENGINE]
     assert {run.where[f"prompt-{group.index:06d}"] for _, groups, _ in run.trained[-10:] for group in groups} == {
         ENGINE
@@ -149,13 +135,12 @@ def test_pinned_engine_answers_an_evaluation_while_training_continues_on_the_oth
     assert run.directive is not None and run.directive.to_verify == [OTHER], "it catches up at once, and proves it"
     while run.publications:
         run.publish()
-    assert run.controller.state.fleet.serving() == list(BOTH)
-    assert [e.kind for e in records if e.kind.startswith("evaluation")].count("evaluation_began") == 2
+    assert run.state.fleet.serving() == list(BOTH)
+    assert [e.kind for e in events if e.kind.startswith("evaluation")].count("evaluation_began") == 2
 
 
 def test_evaluation_problems_in_flight_are_limited_to_the_pinned_engines_capacity():
-    run = world(evaluation_problems=100, steps=1000)
-    run.begin()
+    run = world(evaluation_problems=100, steps=1000).begin()
     until_evaluation(run, 5)
     orders = [order for order in run.orders if order.purpose is Purpose.EVALUATION]
     assert len(orders) == 4, "half of the room for eight groups"
@@ -164,48 +149,43 @@ def test_evaluation_problems_in_flight_are_limited_to_the_pinned_engines_capacit
 
 def test_time_limit_for_postponing_weight_updates_counts_from_the_first_postponed_update():
     """A step may take longer than the time limit, and no weight update is due before the step ends."""
-    run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
-    run.begin()
-    until_evaluation(unanswering(run), 5)
+    run = evaluating(engines=(ENGINE,), k=2)
     run.give(Ticked(now=70.0))
     for _ in range(2000):
         run.act()
-    evaluation = run.controller.state.evaluations.current
+    evaluation = run.state.evaluations.current
     assert evaluation is not None and not evaluation.given_up and evaluation.held_since is not None
 
 
 def test_evaluation_that_postpones_weight_updates_is_abandoned_at_its_time_limit():
-    run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
-    run.begin()
-    until_evaluation(unanswering(run), 5)
-    at = run.controller.state.evaluations.current.model_version
+    run = evaluating(engines=(ENGINE,), k=2)
+    at = run.state.evaluations.current.model_version
     for _ in range(2000):
         run.act()
     assert run.loaded[ENGINE] == at
     assert run.version == at + 2, "training goes on as far as its rollouts are fresh"
-    assert "updates are postponed" in waiting_for(run.controller.state, now=0.0)
+    assert "updates are postponed" in waiting_for(run.state, now=0.0)
     run.give(Ticked(now=59.0))
-    assert holds_updates(run.controller.state)
+    assert holds_updates(run.state)
     run.give(Ticked(now=61.0))
     assert results(run)[-1].incomplete == "updates were postponed for 60 s (evaluation.hold_s)"
     assert run.directive is not None and run.directive.publish_to == [ENGINE]
     run.publish()
-    while run.version < at + 5:
-        run.act()
+    run.until_version(at + 5)
 
 
 def test_evaluation_restarts_when_its_pinned_engine_is_lost_and_ends_after_too_many_restarts():
     run = world(engines=(*BOTH, "http://engine-2"), evaluation_problems=3, steps=1000)
-    records = recorded(run)
+    events = recorded(run)
     run.begin()
     until_evaluation(unanswering(run), 5)
     for life in range(1, 5):
-        evaluation = run.controller.state.evaluations.current
+        evaluation = run.state.evaluations.current
         assert evaluation is not None and evaluation.restarts == life - 1
         run.give(EngineTimedOut(now=0.0, url=evaluation.engine, reason="killed"))
         run.give(EngineAnswered(now=0.0, url=evaluation.engine))
         if life < 4:
-            assert abandoned(records)[life - 1 :] == [f"{evaluation.engine} is dead: killed"]
+            assert abandoned(events)[life - 1 :] == [f"{evaluation.engine} is dead: killed"]
             while run.publications:
                 run.publish()
             until_evaluation(run, evaluation.model_version)
@@ -215,34 +195,34 @@ def test_evaluation_restarts_when_its_pinned_engine_is_lost_and_ends_after_too_m
 
 
 def test_evaluation_leaves_an_engine_that_is_suspect_for_longer_than_5_s():
-    run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
-    records = recorded(run)
+    run = evaluating()
+    events = recorded(run)
     run.give(HealthCheckMissed(now=10.0, url=OTHER))
     run.give(Ticked(now=14.0))
     run.give(EngineAnswered(now=14.5, url=OTHER))
     run.give(HealthCheckMissed(now=15.0, url=OTHER))
     run.give(Ticked(now=20.0))
-    assert abandoned(records) == []
+    assert abandoned(events) == []
     run.give(Ticked(now=20.1))
-    assert abandoned(records) == [f"{OTHER} is suspect"]
+    assert abandoned(events) == [f"{OTHER} is suspect"]
     until_evaluation(run, 5)
-    evaluation = run.controller.state.evaluations.current
+    evaluation = run.state.evaluations.current
     assert evaluation is not None and evaluation.engine != OTHER
 
 
 def test_evaluation_restarts_when_its_engine_drains_or_a_new_trainer_begins():
-    run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
-    records = recorded(run)
+    run = evaluating()
+    events = recorded(run)
     run.give(EngineDrainAsked(now=0.0, url=OTHER, grace_s=9.0))
-    assert abandoned(records) == [f"{OTHER} is draining"]
-    run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
-    records = recorded(run)
+    assert abandoned(events) == [f"{OTHER} is draining"]
+    run = evaluating()
+    events = recorded(run)
     run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=5, consumed=run.consumed()))
-    assert abandoned(records) == ["epoch 2 has begun"]
+    assert abandoned(events) == ["epoch 2 has begun"]
 
 
 def test_engine_that_joins_while_weight_updates_are_postponed_waits_for_its_weights():
-    run = until_evaluation(unanswering(_begun(world(engines=(ENGINE,), steps=1000, k=4))), 5)
+    run = evaluating(engines=(ENGINE,), k=4)
     at = run.version
     while run.version == at:
         run.act()
@@ -252,17 +232,17 @@ def test_engine_that_joins_while_weight_updates_are_postponed_waits_for_its_weig
     assert OTHER not in run.loaded
     run.give(Ticked(now=121.0))
     run.publish()
-    assert run.controller.state.fleet.serving() == list(BOTH)
+    assert run.state.fleet.serving() == list(BOTH)
 
 
 def test_stopped_run_evaluates_its_final_weights_with_all_engines():
-    run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
-    records = recorded(run)
+    run = evaluating()
+    events = recorded(run)
     run.give(StopAsked(now=0.0, reason="enough"))
     assert run.directive is not None and run.directive.publish_to == list(BOTH), "the pinned one, too"
     run.train()
-    assert abandoned(records) == ["the run ends, and its last weights are evaluated"]
-    evaluation = run.controller.state.evaluations.current
+    assert abandoned(events) == ["the run ends, and its last weights are evaluated"]
+    evaluation = run.state.evaluations.current
     assert evaluation is not None and (evaluation.pin, evaluation.model_version) == (Pin.GATE, run.version)
     assert {order.engine for order in run.orders[-3:]} == {""}
 
@@ -270,29 +250,19 @@ def test_stopped_run_evaluates_its_final_weights_with_all_engines():
 @pytest.mark.parametrize(("fails", "at_least"), [(0, 1.0), (1, 2 / 3), (2, 1 / 3), (3, None)])
 def test_problems_without_an_answer_count_as_wrong_for_the_target_accuracy(fails, at_least):
     """Actors mostly give up long answers, so the accuracy over the other answers is biased."""
-    run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000)
-    settings = run.controller.settings
-    run.controller.settings = replace(settings, run=settings.run.model_copy(update={"until_accuracy": 0.5}))
-    run.begin()
-    run.publish()
+    run = world(engines=(ENGINE,), steps=1000, until_accuracy=0.5).begin(serves=True)
     for _ in range(run.controller.settings.evaluation.attempts):
         questions = [order for order in run.orders if order.index < fails]
         run.orders = [order for order in run.orders if order not in questions]
         for order in questions:
-            run.tell(GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="too long"))
-    while not results(run):
-        run.act()
+            run.tell(failed(order, "too long"))
+    run.play(lambda: results(run))
     (result,) = results(run)
     assert result.accuracy == (None if fails == 3 else 1.0)
     assert result.incomplete == (f"{fails} of 3 problems had no answer" if fails else "")
     assert result.at_least == (at_least and pytest.approx(at_least))
     ends = at_least is not None and at_least >= 0.5
     assert run.controller.ending == (f"held-out accuracy {at_least:.3f} has reached 0.5" if ends else None)
-
-
-def _begun(run):
-    run.begin()
-    return run
 
 
 HARD = EvaluationSet(name="hard", place=1, problems=4, max_tokens=8, samples=2, interval_steps=15)
@@ -302,17 +272,14 @@ HARD = EvaluationSet(name="hard", place=1, problems=4, max_tokens=8, samples=2, 
 @pytest.mark.parametrize("seed", range(6))
 def test_evaluation_sets_follow_their_intervals_and_share_one_version_when_due_together(seed, engines):
     run = world(seed, engines=engines, k=4, steps=40, other_sets=(HARD,))
-    records = recorded(run)
+    events = recorded(run)
     run.begin()
-    for _ in range(60_000):
-        if run.finished is not None:
-            break
-        run.act()
-    assert run.finished == "all 40 steps are done", waiting_for(run.controller.state, now=0.0)
+    run.play()
+    assert run.finished == "all 40 steps are done"
     by_set = {name: [each for each in results(run) if each.name == name] for name in ("held_out", "hard")}
     assert {each.problems for each in by_set["hard"]} == {4} and {each.problems for each in by_set["held_out"]} == {3}
     assert len(by_set["held_out"]) > len(by_set["hard"]) >= 4, "before step 1, about 15 and 30, and after 40"
-    began = [event.fields for event in records if event.kind == "evaluation_began"]
+    began = [event.fields for event in events if event.kind == "evaluation_began"]
     assert (began[0]["sets"], began[-1]["sets"]) == (["held_out", "hard"], ["held_out", "hard"])
     for name, of_set in by_set.items():
         versions = [event["model_version"] for event in began if name in event["sets"]]
@@ -325,46 +292,38 @@ def test_evaluation_sets_follow_their_intervals_and_share_one_version_when_due_t
 def test_evaluation_set_that_becomes_due_during_an_evaluation_runs_once_afterwards():
     often = replace(HARD, interval_steps=2, problems=2)
     run = world(evaluation_problems=30, steps=1000, k=2, other_sets=(often,))
-    records = recorded(run)
+    events = recorded(run)
     run.begin()
-    for _ in range(20_000):
-        run.act()
-        current = run.controller.state.evaluations.current
-        if current is not None and run.version >= 5 and [each.name for each in current.plan.sets] == ["held_out"]:
-            break
-    assert current is not None
+
+    def asks_first_set():
+        current = run.state.evaluations.current
+        return current is not None and run.version >= 5 and [each.name for each in current.plan.sets] == ["held_out"]
+
+    current = run.play(asks_first_set).state.evaluations.current
     unanswering(run)
-    while run.version < current.model_version + 12:
-        run.act()
-    waiting = run.controller.state.evaluations.due
-    assert run.controller.state.evaluations.current is current
+    run.until_version(current.model_version + 12)
+    waiting = run.state.evaluations.due
+    assert run.state.evaluations.current is current
     assert waiting is not None and waiting.sets == ("hard",), "its own set is under way, the other waits"
     run.give(Ticked(now=1000.0))
     assert results(run)[-1].name == "held_out" and results(run)[-1].incomplete
     del run.__dict__["sample"]
-    before = len(records)
-    while not [event for event in records[before:] if event.kind == "evaluation_began"]:
+    before = len(events)
+    while not [event for event in events[before:] if event.kind == "evaluation_began"]:
         run.act()
-    (began,) = [event.fields["sets"] for event in records[before:] if event.kind == "evaluation_began"]
+    (began,) = [event.fields["sets"] for event in events[before:] if event.kind == "evaluation_began"]
     assert began == ["hard"]
 
 
 def test_only_the_accuracy_of_the_first_evaluation_set_can_end_the_run():
-    run = world(steps=40, other_sets=(HARD,), until_accuracy=0.9)
-    run.begin()
-    for _ in range(20_000):
-        if run.finished is not None:
-            break
-        run.act()
+    run = world(steps=40, other_sets=(HARD,), until_accuracy=0.9).begin()
+    run.play()
     assert run.finished == "held-out accuracy 1.000 of held_out has reached 0.9"
     assert {each.place: each.accuracy for each in results(run)} == {0: 1.0, 1: 1.0}
     swapped = world(steps=6, other_sets=(replace(HARD, samples=1),), until_accuracy=0.9)
     wrong_first(swapped)
     swapped.begin()
-    for _ in range(20_000):
-        if swapped.finished is not None:
-            break
-        swapped.act()
+    swapped.play()
     assert {each.place: each.accuracy for each in results(swapped)} == {0: 0.0, 1: 1.0}
     assert swapped.finished == "all 6 steps are done"
 
@@ -374,7 +333,7 @@ def wrong_first(run):
     tell = run.tell
 
     def report_wrong_first(report):
-        current = run.controller.state.evaluations.current
+        current = run.state.evaluations.current
         if isinstance(report, EvaluationDone) and current is not None and current.concerns(report.order_id):
             place = current.plan.question(report.index)[0].place
             report = msgspec.structs.replace(report, correct=report.correct * place)
@@ -384,8 +343,7 @@ def wrong_first(run):
 
 
 def test_status_shows_each_accuracy_with_the_name_of_its_evaluation_set():
-    run = world(steps=40, other_sets=(HARD,))
-    run.begin()
+    run = world(steps=40, other_sets=(HARD,)).begin()
     while len(results(run)) < 2:
         run.act()
     shown = run_status(run.controller, watch=EngineWatch(), name="r", now=1.0, elapsed_s=1.0)

@@ -1,6 +1,5 @@
 """Tests of how a run that cannot continue ends: one test per cause, each with its one-sentence reason."""
 
-import random
 from dataclasses import replace
 
 import msgspec
@@ -16,8 +15,6 @@ from pipelinerl.controller.state.inputs_and_effects import (
     EngineTimedOut,
     Finish,
     IssuePrompts,
-    Record,
-    ReportReceived,
     Send,
     StopAsked,
     SuspendAsked,
@@ -26,7 +23,6 @@ from pipelinerl.controller.state.inputs_and_effects import (
 from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.enums import NoSignal
 from pipelinerl.messages import (
-    ActorAlive,
     CanaryChecked,
     CheckpointDelayed,
     Checkpointed,
@@ -34,21 +30,31 @@ from pipelinerl.messages import (
     GroupFailed,
     NoSignalGroups,
     OrdersEnded,
-    Published,
     Starving,
     TrainerStopped,
     VerifierFigures,
 )
-from tests.controller.world import ENGINE, World, controller
+from tests.controller.world import (
+    ENGINE,
+    OTHER,
+    World,
+    alive,
+    controller,
+    directives,
+    joins,
+    kinds,
+    published,
+    received,
+    records,
+)
 
-OTHER = "http://engine-1"
 REFUSAL = "refused: the update does not fit the model: parameter 'a' must have dtype float32, got int8"
 
 
 def begun():
     """Return a run whose engine has joined and whose trainer is ready, before the first publication."""
-    made = World(controller(evaluation_problems=0, k=8), random.Random(0))
-    made.controller.state.lag.steps = 4.0
+    made = World(controller(evaluation_problems=0, k=8))
+    made.state.lag.steps = 4.0
     made.begin()
     return made
 
@@ -56,33 +62,21 @@ def begun():
 def serving():
     made = begun()
     made.publish()
-    assert made.controller.state.fleet.serving() == [ENGINE]
+    assert made.state.fleet.serving() == [ENGINE]
     return made
 
 
-def received(report, now=0.0):
-    return ReportReceived(now=now, report=report, entry_id="1-0")
-
-
 def failed_to_publish(made, reasons, *, permanent):
-    state = made.state
-    report = Published(
-        epoch=state.epoch,
-        model_version=state.version,
-        membership=state.fleet.membership,
-        pauses_s={},
-        failed=reasons,
-        permanent=permanent,
-        send_s=0.0,
-        total_s=0.0,
+    membership = made.state.fleet.membership
+    return received(
+        published((), version=made.state.version, membership=membership, failed=reasons, permanent=permanent)
     )
-    return received(report)
 
 
 def ends(made, given):
     """Return the stop directive and the `Finish` effect that `given` causes, each None if there is none."""
     effects = made.decide(given)
-    sent = [effect.directive for effect in effects if isinstance(effect, Send) and effect.directive.stop]
+    sent = [directive for directive in directives(effects) if directive.stop]
     return (sent[-1] if sent else None), next((effect for effect in effects if isinstance(effect, Finish)), None)
 
 
@@ -123,11 +117,11 @@ def test_run_ends_only_when_the_last_engine_that_may_still_serve_has_refused_wei
 def test_run_goes_on_while_an_engine_that_was_expelled_for_failures_may_return():
     run = begun()
     made = run.controller
-    run.give(EngineRegistered(now=0.0, url=OTHER, incarnation="1"))
+    run.give(joins(OTHER))
     fleet = made.state.fleet
     fleet.by_url[OTHER] = replace(fleet.by_url[OTHER], lifecycle=EngineLifecycle.EXPELLED, loaded=-1, expulsions=1)
     assert ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE])) == (None, None)
-    made.decide(EngineRegistered(now=1.0, url=OTHER, incarnation="1"))
+    made.decide(joins(OTHER, now=1.0))
     returns_at = fleet.by_url[OTHER].returns_at
     assert 1.0 < returns_at < made.settings.run.engine_timeout_s
     made.decide(EngineRegistered(now=returns_at, url=OTHER, incarnation="1"))
@@ -137,10 +131,10 @@ def test_run_goes_on_while_an_engine_that_was_expelled_for_failures_may_return()
 def test_engine_that_refused_weights_permanently_may_join_again_after_a_restart():
     run = begun()
     made = run.controller
-    run.give(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
+    run.give(joins(ENGINE))
     run.give(EngineRegistered(now=0.0, url=OTHER))
     made.decide(failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
-    made.decide(EngineRegistered(now=1.0, url=ENGINE, incarnation="2"))
+    made.decide(joins(ENGINE, "2", now=1.0))
     record = made.state.fleet.by_url[ENGINE]
     assert (record.lifecycle, record.refuses) == (EngineLifecycle.JOINING, False)
 
@@ -178,10 +172,10 @@ def test_run_without_an_engine_ends_after_the_time_limit():
 
 def test_time_limit_for_a_run_without_engines_starts_again_when_an_engine_joins():
     made = serving().controller
-    made.decide(EngineRegistered(now=1000.0, url=ENGINE, incarnation="1"))
+    made.decide(joins(ENGINE, now=1000.0))
     made.decide(EngineTimedOut(now=1001.0, url=ENGINE, reason="no answer"))
     assert ends(made, Ticked(now=1300.0)) == (None, None)
-    made.decide(EngineRegistered(now=1300.5, url=ENGINE, incarnation="2"))
+    made.decide(joins(ENGINE, "2", now=1300.5))
     assert ends(made, Ticked(now=1400.0)) == (None, None)
     made.decide(EngineTimedOut(now=1400.0, url=ENGINE, reason="no answer"))
     stop, _ = ends(made, Ticked(now=1701.0))
@@ -189,7 +183,7 @@ def test_time_limit_for_a_run_without_engines_starts_again_when_an_engine_joins(
 
 
 def beat(name, **verifiers):
-    return ActorAlive(name=name, groups_in_flight=1, groups_done=1, retries=0, verifiers=verifiers)
+    return alive(name, groups=1, verifiers=verifiers)
 
 
 def failing(errors=0, timeouts=0, judged=0):
@@ -201,66 +195,47 @@ def failing(errors=0, timeouts=0, judged=0):
     )
 
 
-def test_run_ends_when_a_verifier_fails_on_twenty_answers_in_a_row():
-    made = serving().controller
-    well = VerifierFigures(judged=400)
-    assert ends(made, received(beat("a", math=well, code=failing(19)))) == (None, None)
-    stop, _ = ends(made, received(beat("a", math=well, code=failing(20, judged=70))))
-    assert stop is not None
-    assert made.state.failing.reason == (
-        "the verifier of domain code has failed on 20 answers in a row; the last error: verifier_error: "
-        "r.py:3: KeyError"
-    )
+WELL = VerifierFigures(judged=400)
+ERROR = "; the last error: verifier_error: r.py:3: KeyError"
+#: The heartbeats of actors, of which only the last may end the run, and the reason with which it does.
+FAILURES = {
+    "20 errors in a row": (
+        [beat("a", math=WELL, code=failing(19)), beat("a", math=WELL, code=failing(20, judged=70))],
+        f"the verifier of domain code has failed on 20 answers in a row{ERROR}",
+    ),
+    "the errors of all actors are summed": (
+        [beat("a", code=failing(10)), beat("b", code=failing(10))],
+        f"the verifier of domain code has failed on 20 answers in a row{ERROR}",
+    ),
+    "another actor succeeds": ([beat("b", code=WELL), beat("a", code=failing(400))], ""),
+    "as many timeouts as a step has rollouts": (
+        [beat("a", code=failing(timeouts=31)), beat("a", code=failing(errors=1, timeouts=31))],
+        f"the verifier of domain code has failed on 32 answers in a row{ERROR}",
+    ),
+    "episodes": (
+        [beat("a", game=msgspec.structs.replace(failing(20), episodes=20))],
+        f"the environment or verifier of domain game has failed on 20 answers in a row{ERROR}",
+    ),
+    "curation.filter": (
+        [alive(filtering=failing(19)), alive(filtering=failing(20))],
+        f"curation.filter has failed on 20 groups in a row{ERROR}",
+    ),
+}
 
 
-def test_run_that_ends_because_its_episodes_fail_names_the_environment():
-    made = serving().controller
-    ends(made, received(beat("a", game=msgspec.structs.replace(failing(20), episodes=20))))
-    assert made.state.failing.reason.startswith("the environment or verifier of domain game has failed on 20 answers")
-
-
-def test_run_ends_when_the_curation_filter_fails_on_twenty_groups_in_a_row():
-    made = serving().controller
-    well = VerifierFigures(judged=400)
-    assert ends(made, received(msgspec.structs.replace(beat("a", math=well), filtering=failing(19)))) == (None, None)
-    stop, _ = ends(made, received(msgspec.structs.replace(beat("a", math=well), filtering=failing(20))))
-    assert stop is not None
-    assert made.state.failing.reason == (
-        "curation.filter has failed on 20 groups in a row; the last error: verifier_error: r.py:3: KeyError"
-    )
-
-
-def test_consecutive_verifier_failures_are_summed_over_actors():
-    made = serving().controller
-    assert ends(made, received(beat("a", code=failing(10)))) == (None, None)
-    stop, _ = ends(made, received(beat("b", code=failing(10))))
-    assert stop is not None
-
-
-def test_verifier_failures_of_one_actor_do_not_end_a_run_if_another_actor_succeeds():
-    made = serving().controller
-    made.decide(received(beat("b", code=VerifierFigures(judged=1))))
-    assert ends(made, received(beat("a", code=failing(400)))) == (None, None)
-
-
-def test_run_ends_when_consecutive_verifier_timeouts_reach_the_number_of_rollouts_in_a_step():
+@pytest.mark.parametrize(("beats", "reason"), FAILURES.values(), ids=FAILURES.keys())
+def test_run_ends_when_whatever_judges_fails_repeatedly_for_all_actors(beats, reason):
     made = serving().controller
     made.state.knobs = replace(made.state.knobs, rollouts_per_step=32)
-    assert ends(made, received(beat("a", code=failing(timeouts=31)))) == (None, None)
-    stop, _ = ends(made, received(beat("a", code=failing(errors=1, timeouts=31))))
-    assert stop is not None
+    for each in beats[:-1]:
+        assert ends(made, received(each)) == (None, None)
+    stop, _ = ends(made, received(beats[-1]))
+    assert (stop is not None) is bool(reason) and made.state.failing.reason == reason
 
 
-def refused_group(index, persistence):
-    return received(
-        GroupFailed(
-            order_id=f"prompt-{index:06d}",
-            index=index,
-            purpose="training",
-            reason="no template",
-            persistence=persistence,
-        )
-    )
+def lost(index, persistence, reason="no template", **fields):
+    about = {"order_id": f"prompt-{index:06d}", "index": index, "purpose": "training"}
+    return received(GroupFailed(**about, persistence=persistence, reason=reason, **fields))
 
 
 @pytest.mark.parametrize(("persistence", "over"), [(Persistence.PERMANENT, True), (Persistence.TRANSIENT, False)])
@@ -268,23 +243,14 @@ def test_run_ends_only_if_engines_refuse_prompts_permanently(persistence, over):
     run = serving()
     made = run.controller
     for index in run.issued[:7]:
-        assert ends(made, refused_group(index, persistence)) == (None, None)
-    stop, _ = ends(made, refused_group(run.issued[7], persistence))
+        assert ends(made, lost(index, persistence)) == (None, None)
+    stop, _ = ends(made, lost(run.issued[7], persistence))
     assert (stop is not None) is over
     assert made.state.failing.reason == ("engines refuse the prompts of 8 groups in a row: no template" if over else "")
 
 
 def too_long(index):
-    return received(
-        GroupFailed(
-            order_id=f"prompt-{index:06d}",
-            index=index,
-            purpose="training",
-            reason="problem d:1: it has 90 tokens",
-            persistence=Persistence.PERMANENT,
-            code=ContextExceeded.code,
-        )
-    )
+    return lost(index, Persistence.PERMANENT, "problem d:1: it has 90 tokens", code=ContextExceeded.code)
 
 
 def test_prompts_that_are_too_long_fail_and_are_replaced_without_ending_the_run():
@@ -293,7 +259,7 @@ def test_prompts_that_are_too_long_fail_and_are_replaced_without_ending_the_run(
     made = run.controller
     for index in range(8 * 8 - 1):
         effects = made.decide(too_long(index))
-        assert any(isinstance(effect, Record) and effect.kind == "group_failed" for effect in effects)
+        assert "group_failed" in kinds(effects)
         assert any(isinstance(effect, IssuePrompts) for effect in effects), "another comes in its place"
     assert not made.state.failing.reason and made.state.account.ledger()["failed"] == 8 * 8 - 1
 
@@ -313,33 +279,27 @@ def test_run_ends_if_all_of_its_prompts_are_too_long():
 
 def without_signal(made, a, b):
     """Report groups whose rewards are all equal (no signal) of domains `a` and `b`; return the controller's effects."""
-    state, ended = made.controller.state, a.total + b.total
+    state, ended = made.state, a.total + b.total
     state.account.cursor = max(state.account.cursor, ended)
     consumed = ConsumedReport(filtered=ended, frontier=ended, no_signal={"a": a, "b": b})
     return made.controller.decide(received(OrdersEnded(epoch=state.epoch, model_version=0, consumed=consumed)))
 
 
-def kinds(effects):
-    return [effect.kind for effect in effects if isinstance(effect, Record)]
-
-
 def test_run_whose_groups_are_all_correct_raises_an_alarm_and_then_completes():
-    made = World(controller(evaluation_problems=4), random.Random(0))
-    made.begin()
-    made.publish()
-    while made.controller.state.evaluations.current is not None:
+    made = World(controller(evaluation_problems=4)).begin(serves=True)
+    while made.state.evaluations.current is not None:
         made.sample()
         made.answer()
     assert kinds(without_signal(made, NoSignalGroups(right=15), NoSignalGroups(right=15))) == []
     assert kinds(without_signal(made, NoSignalGroups(right=20), NoSignalGroups(right=20))) == ["alarm"]
     effects = without_signal(made, NoSignalGroups(right=40), NoSignalGroups(right=40))
-    (stop,) = [effect.directive for effect in effects if isinstance(effect, Send)]
+    (stop,) = directives(effects)
     assert stop.stop and stop.checkpoint and stop.publish_to == [ENGINE], "its last weights are evaluated"
     made.apply(effects)
     made.publish()
     made.tell(TrainerStopped(epoch=1, model_version=0))
-    assert made.controller.state.phase in (RunPhase.FINISHING, RunPhase.FINISHED)
-    over = finish(made.controller.state, made.controller.settings)
+    assert made.state.phase in (RunPhase.FINISHING, RunPhase.FINISHED)
+    over = finish(made.state, made.controller.settings)
     assert over.end is End.COMPLETED and over.reason.startswith("solved: the last 80 groups")
 
 
@@ -355,14 +315,14 @@ def test_run_whose_groups_all_have_equal_rewards_fails_with_advice(each, advice)
     made = serving()
     stop = [effect for effect in without_signal(made, each, each) if isinstance(effect, Send)]
     assert stop and stop[0].directive.stop
-    over = finish(made.controller.state, made.controller.settings)
+    over = finish(made.state, made.controller.settings)
     assert over.end is End.FAILED and advice in over.reason
 
 
 def test_run_continues_while_one_active_domain_has_groups_with_differing_rewards():
     made = serving()
     assert kinds(without_signal(made, NoSignalGroups(right=10_000), NoSignalGroups(right=15))) == []
-    made.controller.state.knobs = made.controller.state.knobs.patched({"domain_weights.b": 0.0})
+    made.state.knobs = made.state.knobs.patched({"domain_weights.b": 0.0})
     effects = made.controller.decide(Ticked(now=1.0))
     assert any(isinstance(effect, Send) and effect.directive.stop for effect in effects), "it is switched off"
 
@@ -371,17 +331,17 @@ def test_groups_with_equal_rewards_raise_only_an_alarm_if_the_recipe_trains_on_t
     made = serving()
     made.controller.settings = replace(made.controller.settings, no_signal=NoSignal.TRAIN)
     effects = without_signal(made, NoSignalGroups(wrong=400), NoSignalGroups(wrong=400))
-    assert kinds(effects) == ["alarm"] and made.controller.state.stop_reason is None
+    assert kinds(effects) == ["alarm"] and made.state.stop_reason is None
     assert kinds(without_signal(made, NoSignalGroups(), NoSignalGroups(wrong=800))) == []
-    made.controller.state.version += CALM_STEPS
+    made.state.version += CALM_STEPS
     assert kinds(made.controller.decide(Ticked(now=CALM_S))) == ["alarm_cleared"]
 
 
 def test_groups_with_equal_rewards_after_the_last_step_do_not_change_the_reason_why_the_run_ends():
     made = serving()
-    made.controller.state.version = made.controller.settings.run.steps
+    made.state.version = made.controller.settings.run.steps
     assert kinds(without_signal(made, NoSignalGroups(right=400), NoSignalGroups(right=400))) == []
-    assert finish(made.controller.state, made.controller.settings).reason == "all 20 steps are done"
+    assert finish(made.state, made.controller.settings).reason == "all 20 steps are done"
 
 
 # --- suspended --------------------------------------------------------------------------------------------------------
@@ -392,9 +352,7 @@ def suspended(made, *, now=0.0):
 
 
 def test_suspended_run_saves_its_state_without_publication_or_evaluation():
-    run = World(controller(evaluation_problems=4), random.Random(0))
-    run.begin()
-    run.publish()
+    run = World(controller(evaluation_problems=4)).begin(serves=True)
     stop, finish = suspended(run)
     assert finish is None and stop is not None and stop.checkpoint and stop.publish_to == []
     assert "stop_reason" not in (stop.controller_state or {}), "who goes on with it does not stop at once"
@@ -404,7 +362,7 @@ def test_suspended_run_saves_its_state_without_publication_or_evaluation():
 
 
 def test_run_without_a_ready_trainer_is_suspended_immediately():
-    run = World(controller(evaluation_problems=0), random.Random(0))
+    run = World(controller(evaluation_problems=0))
     assert suspended(run) == (None, Finish("suspended by somebody", End.SUSPENDED))
     late = [EngineRegistered(now=0.0, url=OTHER), StopAsked(now=0.0, reason="stopped by somebody"), Ticked(now=1e6)]
     sent = [effect for given in late for effect in run.controller.decide(given) if isinstance(effect, Send)]
@@ -420,11 +378,10 @@ def test_suspension_waits_for_the_trainer_to_save_only_up_to_a_time_limit():
 
 def test_stopping_run_can_still_be_suspended():
     """The last evaluation of a stopping run may take longer than the user can wait."""
-    run = World(controller(evaluation_problems=4), random.Random(0))
-    run.begin()
+    run = World(controller(evaluation_problems=4)).begin()
     run.give(StopAsked(now=0.0, reason="stopped by somebody"))
     run.train()
-    assert run.controller.state.phase is RunPhase.FINISHING and run.finished is None
+    assert run.state.phase is RunPhase.FINISHING and run.finished is None
     assert suspended(run) == (None, Finish("suspended by somebody", End.SUSPENDED))
 
 
@@ -433,11 +390,11 @@ STALL_S = controller().settings.run.stall_s
 
 def stalls(run, now):
     effects = run.controller.decide(Ticked(now=now))
-    return [effect.fields for effect in effects if isinstance(effect, Record) and effect.kind == "stalled"]
+    return [record.fields for record in records(effects, "stalled")]
 
 
 def test_run_stalled_without_engines_is_reported_once():
-    run = World(controller(), random.Random(0))
+    run = World(controller())
     run.give(Ticked(now=1.0))
     assert stalls(run, STALL_S) == []
     (stall,) = stalls(run, STALL_S + 2.0)
@@ -446,65 +403,56 @@ def test_run_stalled_without_engines_is_reported_once():
 
 
 def test_stall_watchdog_counts_steps_as_progress_but_not_reports_of_a_waiting_trainer():
-    run = World(controller(evaluation_problems=0), random.Random(0))
-    run.begin()
-    run.publish()
+    run = World(controller(evaluation_problems=0)).begin(serves=True)
     run.give(Ticked(now=100.0))
-    began = run.controller.state.watchdog.moved_at
-    run.give(ReportReceived(now=101.0, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0"))
-    assert run.controller.state.watchdog.moved_at == began, "to say that one waits is no progress"
+    began = run.state.watchdog.moved_at
+    run.give(received(Starving(epoch=1, model_version=0, held=[]), now=101.0))
+    assert run.state.watchdog.moved_at == began, "to say that one waits is no progress"
     while run.version == 0:
         run.act()
     assert stalls(run, STALL_S - 1) == []
 
 
 def test_status_names_what_the_run_waits_for():
-    run = World(controller(evaluation_problems=0), random.Random(0))
-    run.begin()
-    state = run.controller.state
+    run = World(controller(evaluation_problems=0)).begin()
+    state = run.state
     assert "the trainer's last report, TrainerReady, came 60 s ago" in waiting_for(state, now=60.0)
     run.publish()
     assert waiting_for(state, now=60.0) == "an actor to report"
-    alive = ActorAlive(name="actor-7", groups_in_flight=3, groups_done=0, retries=0)
-    run.give(ReportReceived(now=20.0, report=alive, entry_id="1-0"))
+    beat = alive("actor-7", groups=3)
+    run.tell(beat, now=20.0)
     assert waiting_for(state, now=60.0) == "step 1: 4 groups in flight; actor actor-7 has been silent for 40 s"
-    run.give(ReportReceived(now=59.0, report=alive, entry_id="1-0"))
+    run.tell(beat, now=59.0)
     assert "the trainer's last report, CanaryChecked, came 60 s ago" in waiting_for(state, now=60.0)
     run.give(EngineTimedOut(now=61.0, url=ENGINE, reason="no answer within 5 s"))
     assert waiting_for(state, now=62.0) == f"an engine to join; {ENGINE} is dead: no answer within 5 s"
 
 
 def test_status_names_the_trainer_while_engines_wait_for_its_weights():
-    run = World(controller(), random.Random(0))
-    run.begin()
-    run.publish()
+    run = World(controller()).begin(serves=True)
     run.give(EngineRegistered(now=1.0, url=ENGINE, incarnation="one life"))
     run.give(EngineRegistered(now=2.0, url=ENGINE, incarnation="the next"))
-    assert waiting_for(run.controller.state, now=90.0).startswith(f"the trainer to publish its weights to {ENGINE}")
+    assert waiting_for(run.state, now=90.0).startswith(f"the trainer to publish its weights to {ENGINE}")
 
 
 def test_checkpoint_that_cannot_be_written_is_logged_once_and_stays_in_the_status_until_it_is_written():
-    run = World(controller(evaluation_problems=0), random.Random(0))
-    run.begin()
-    run.publish()
+    run = World(controller(evaluation_problems=0)).begin(serves=True)
 
     def events_after(report):
-        effects = run.controller.decide(ReportReceived(now=1.0, report=report, entry_id="1-0"))
-        return [effect.kind for effect in effects if isinstance(effect, Record)]
+        return kinds(run.controller.decide(received(report, now=1.0)))
 
     delayed = CheckpointDelayed(epoch=1, model_version=10, reason="OSError: No space left on device")
     assert events_after(delayed) == ["checkpoint_delayed"]
     assert events_after(delayed) == []
-    status = waiting_for(run.controller.state, now=1.0)
+    status = waiting_for(run.state, now=1.0)
     assert status.endswith("; the checkpoint of step 10 cannot be written yet: OSError: No space left on device")
     assert events_after(Checkpointed(epoch=1, model_version=10, path="c")) == ["checkpoint"]
-    assert "cannot be written" not in waiting_for(run.controller.state, now=1.0)
+    assert "cannot be written" not in waiting_for(run.state, now=1.0)
     assert events_after(delayed) == ["checkpoint_delayed"], "a new one"
 
 
 def test_status_names_an_engine_that_has_weights_but_has_not_passed_its_canary():
-    run = World(controller(), random.Random(0))
-    run.begin()
-    state = run.controller.state
+    run = World(controller()).begin()
+    state = run.state
     state.fleet.on_published(ENGINE, 0, membership=state.fleet.membership)
     assert waiting_for(state, now=1.0) == f"{ENGINE} to pass the trainer's canary check"

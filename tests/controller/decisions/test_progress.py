@@ -56,9 +56,7 @@ def _lockstep_with_deaths(seed, *, steps=6):
             world.inbox.clear()
             world.begin_trainer()
         rng.choice(acts)()
-    raise AssertionError(
-        f"seed {seed} stops at version {world.version}: {waiting_for(world.controller.state, now=0.0)}"
-    )
+    raise AssertionError(f"seed {seed} stops at version {world.version}: {waiting_for(world.state, now=0.0)}")
 
 
 @pytest.mark.parametrize("part", [*range(4), *(pytest.param(part, marks=pytest.mark.slow) for part in range(4, 8))])

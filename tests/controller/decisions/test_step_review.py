@@ -120,7 +120,7 @@ def test_controller_keeps_the_metrics_of_a_bounded_number_of_steps_for_its_alarm
 def test_step_event_includes_stage_timings_of_at_most_four_groups_and_each_only_once(state):
     for first in (0, 3):
         timings = [GroupStages(index, 1.0, 2.0, 3.0, "http://a", [(0, 5)]) for index in range(first, first + 3)]
-        note_stages(state, ActorAlive(name="one", groups_in_flight=0, groups_done=0, retries=0, stages=timings))
+        note_stages(state, alive("one", stages=timings))
     (step,) = taken(state, 1, by_domain={})
     assert step["stages"] == [[index, 1.0, 2.0, 3.0, "http://a", [(0, 5)]] for index in range(4)]
     (step,) = taken(state, 2, by_domain={})

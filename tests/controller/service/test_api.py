@@ -9,14 +9,14 @@ from pipelinerl.controller.routes import LAUNCHER, LEASE_S, OFFER_S, OFFERS_AT_O
 from pipelinerl.controller.service import api
 from pipelinerl.controller.service.api import MOST_SERVICES, create_api
 from pipelinerl.controller.service.journal import JOURNAL, Journal
-from pipelinerl.controller.service.service import ControllerService, VerifierLeases
+from pipelinerl.controller.service.service import VerifierLeases
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import DIRECTIVES
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.status import RunStatus, StatusPhase
 from pipelinerl.streams.memory_stream import MemoryStream
-from tests.controller.service.test_service import Probe, running, step
+from tests.controller.service.test_service import running, served, service_on, step
 from tests.controller.world import ENGINE, controller
 from tests.fakes.verifier_service import lease
 from tests.patience import PATIENCE_S
@@ -53,9 +53,7 @@ async def test_status_names_a_full_disk_and_an_outage_of_the_stream_server_as_th
     """Otherwise the status would name the actor, which is silent because it waits, too."""
     stream = MemoryStream()
     with EventLog(tmp_path / "events.jsonl") as events:
-        service = ControllerService(
-            controller(), name="test", stream=stream, probe=Probe(), events=events, from_journal=True
-        )
+        service = service_on(stream, events, from_journal=True)
         assert service.status().waiting_for.startswith("an engine")
         stream.outage = "does not answer"
         assert service.status().waiting_for == "the stream server, which does not answer"
@@ -69,18 +67,14 @@ async def test_restarted_controller_answers_requests_only_after_its_state_is_res
     before.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     await (await Journal.begin(stream)).snapshot(before.state)
     with EventLog(tmp_path / "events.jsonl") as events:
-        service = ControllerService(
-            controller(), name="test", stream=stream, probe=Probe(), events=events, from_journal=True
-        )
+        service = service_on(stream, events, from_journal=True)
         transport = httpx.ASGITransport(create_api(service, token=None))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             asking = asyncio.gather(*(http.get(path) for path in ("/assignment", "/status", "/knobs")))
             await asyncio.sleep(0.05)
             assert not asking.done()
-            running = asyncio.create_task(service.run())
-            assignment, status, knobs = await asyncio.wait_for(asking, PATIENCE_S)
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            async with served(service):
+                assignment, status, knobs = await asyncio.wait_for(asking, PATIENCE_S)
     assert assignment.json()["finishing"] == [ENGINE]
     assert [engine.url for engine in RunStatus.from_json(status.content).fleet.engines] == [ENGINE]
     assert knobs.status_code == 200
@@ -92,7 +86,7 @@ async def test_patched_knobs_take_effect_and_are_logged_with_their_author(run, h
     assert (answer.status_code, answer.json()["knobs"]["k"]) == (200, "inf")
     assert answer.json()["effective"] == "at the next step boundary"
     shown = (await http.get("/knobs")).json()
-    assert shown["knobs"] == run.controller.state.knobs.to_json()
+    assert shown["knobs"] == run.state.knobs.to_json()
     assert [(change["who"], change["changes"]) for change in shown["log"]] == [("ada", {"k": "inf", "j": 2})]
     await run.tell(step(1))
     assert (await run.directives())[-1].knobs.k == float("inf")
@@ -103,32 +97,25 @@ async def test_patched_knobs_take_effect_and_are_logged_with_their_author(run, h
     [
         (b"{k: 3}", 400, "invalid_json", "the body must be JSON"),
         (b"", 422, "invalid_request_error", "body: "),
-        (b"[1]", 422, "invalid_request_error", "body: "),
-        (b'"k"', 422, "invalid_request_error", "body: "),
         (b"null", 422, "invalid_request_error", "body: "),
         (b'{"q": 1}', 422, "invalid_knob", "unknown knob 'q'"),
-        (b'{"j": 3, "k": 2}', 422, "invalid_knob", "staleness.k must be at least j = 3, got 2"),
-        (b'{"k": [4]}', 422, "invalid_knob", "k must be a number, got [4]"),
-        (b'{"k": 2.5}', 422, "invalid_knob", "staleness.k must be a whole number or inf"),
         (b'{"j": ' + b"9" * 4000 + b"}", 422, "invalid_knob", "j must be a whole number"),
         (b'{"k": NaN}', 422, "invalid_request_error", "body: 'k' must be a finite number"),
         (b'{"k": 1e999}', 422, "invalid_request_error", "body: 'k' must be a finite number"),
         (b'{"k": "1e999"}', 422, "invalid_knob", "k must be a number, got '1e999'"),
         (b'{"domain_weights": {"a": -Infinity}}', 422, "invalid_request_error", "body: 'domain_weights' must be"),
         (b'{"mode": "\\ud800"}', 422, "invalid_request_error", "body: 'mode' and its value must be Unicode"),
-        (b'{"mode": {}}', 422, "invalid_knob", "mode must be one of auto, on_policy"),
-        (b'{"rollouts_per_step": 3}', 422, "invalid_knob", "rollouts_per_step must be a multiple"),
     ],
 )
 async def test_patch_of_invalid_knobs_is_rejected_and_changes_nothing(run, http, body, status, code, sentence):
-    before = run.controller.state.knobs
+    before = run.state.knobs
     answer = await http.patch("/knobs", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == status
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == code and error["message"].startswith(sentence)
     assert len(answer.content) < 400
-    assert (run.controller.state.knobs, run.controller.state.knob_log) == (before, [])
+    assert (run.state.knobs, run.state.knob_log) == (before, [])
 
 
 async def test_engine_that_registers_itself_repeatedly_joins_once(run, http):
@@ -174,7 +161,7 @@ async def test_repeated_registration_of_an_engine_is_journaled_only_if_its_proce
 
 async def test_engines_of_a_large_fleet_renew_their_registrations_less_often(run, http):
     for number in range(2 * OFFERS_AT_ONCE):
-        run.controller.state.fleet.join(f"http://10.0.0.1:{9000 + number}", "1")
+        run.state.fleet.join(f"http://10.0.0.1:{9000 + number}", "1")
     answer = await http.post("/engines", json={"url": "http://10.0.0.1:9000", "incarnation": "1"})
     assert answer.json() == {"state": "joining", "again_s": 2 * OFFER_S}
 
@@ -185,9 +172,9 @@ async def test_removed_engine_is_readmitted_only_if_it_registers_after_a_restart
     removed = await http.delete("/engines", params={"engine": f"{ENGINE}/"})
     assert (removed.status_code, run.events("engine_lost")[0]["reason"]) == (200, "removed by an operator")
     await http.post("/engines", json=offer)
-    assert run.controller.state.fleet.members() == []
+    assert run.state.fleet.members() == []
     await http.post("/engines", json=offer | {"incarnation": "2"})
-    assert run.controller.state.fleet.members() == [ENGINE]
+    assert run.state.fleet.members() == [ENGINE]
 
 
 async def test_engine_url_with_invalid_host_labels_is_rejected_with_a_message(run, http):
@@ -214,7 +201,7 @@ async def test_loopback_engine_may_only_join_from_the_controllers_own_machine(ru
     assert refused.json()["error"]["message"].endswith(
         "start the engine with --host and an address at which other machines reach it"
     )
-    assert run.controller.state.fleet.records() == []
+    assert run.state.fleet.records() == []
     for here in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
         async with from_host(run, here) as local:
             assert (await local.post("/engines", json=offer)).json() == {"state": "joining"}
@@ -227,7 +214,7 @@ async def test_registration_of_an_engine_that_does_not_answer_is_rejected_immedi
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
     assert refused.json()["error"]["message"] == "url: no engine answers there: connection refused"
     own = await http.post("/engines", json={"url": ENGINE, "incarnation": "1"})
-    assert (own.status_code, run.controller.state.fleet.records()) == (422, []), "nor may one offer itself unreachably"
+    assert (own.status_code, run.state.fleet.records()) == (422, []), "nor may one offer itself unreachably"
 
 
 async def test_registration_of_an_engine_that_hangs_is_rejected_within_seconds(run, http, monkeypatch):
@@ -235,7 +222,7 @@ async def test_registration_of_an_engine_that_hangs_is_rejected_within_seconds(r
     run.probe.off.add(ENGINE)
     refused = await http.post("/engines", json={"url": ENGINE, "incarnation": "1"})
     assert refused.json()["error"]["message"] == "url: no engine answers there: no answer within 0.05 s"
-    assert run.controller.state.fleet.records() == []
+    assert run.state.fleet.records() == []
 
 
 async def test_launcher_counts_as_present_while_it_polls_the_status(run, http):
@@ -258,7 +245,7 @@ async def test_engine_must_wait_to_join_if_earlier_processes_at_its_url_died_bef
 async def test_engine_of_another_machine_joins_with_its_own_address(run, url):
     async with from_host(run, "10.0.0.7") as away:
         assert (await away.post("/engines", json={"url": url})).status_code == 200
-    assert run.controller.state.fleet.members() == [url]
+    assert run.state.fleet.members() == [url]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +277,7 @@ async def test_engine_registration_with_an_invalid_url_or_field_is_rejected(run,
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] in ("url", "incarnation")
     assert "secret" not in answer.text
-    assert run.controller.state.fleet.records() == []
+    assert run.state.fleet.records() == []
 
 
 async def test_removing_an_unknown_engine_is_an_error(run, http):
@@ -337,8 +324,7 @@ async def test_concurrent_engine_requests_get_distinct_names(run, http, monkeypa
     answers = await asyncio.gather(*(http.post("/engines/request", json={"type": kind}) for kind in types))
     type_by_name = {name: kind for answer, kind in zip(answers, types, strict=True) for name in answer.json()["names"]}
     assert (
-        type_by_name == {request.name: request.type for request in run.controller.state.engine_requests}
-        and len(type_by_name) == 3
+        type_by_name == {request.name: request.type for request in run.state.engine_requests} and len(type_by_name) == 3
     )
 
 
@@ -361,15 +347,15 @@ async def test_second_request_to_replace_an_engine_that_is_leaving_is_rejected_a
     await http.post("/engines/drain", json={"engine": ENGINE})
     again = await http.post("/engines/request", json=swap)
     assert again.status_code == 409 and "it is being drained" in again.json()["error"]["message"]
-    assert len(run.controller.state.engine_requests) == 1
+    assert len(run.state.engine_requests) == 1
 
 
 async def test_engine_urls_with_localhost_and_127_0_0_1_name_the_same_engine(run, http):
     await http.post("/engines", json={"url": "http://127.0.0.1:8001", "incarnation": "1", "name": "engine-0"})
     assert (await http.post("/engines", json={"url": "http://localhost:8001/"})).status_code == 200
-    assert run.controller.state.fleet.members() == ["http://127.0.0.1:8001"]
+    assert run.state.fleet.members() == ["http://127.0.0.1:8001"]
     assert (await http.delete("/engines", params={"engine": "http://localhost:8001"})).status_code == 200
-    assert run.controller.state.fleet.members() == []
+    assert run.state.fleet.members() == []
 
 
 async def test_drained_engine_is_removed_after_it_has_been_idle_for_a_while(run, http):
@@ -382,7 +368,7 @@ async def test_drained_engine_is_removed_after_it_has_been_idle_for_a_while(run,
     await run.until(lambda: run.events("engine_lost"))
     assert run.events("engine_lost")[0]["reason"] == "drained" and run.events("engine_lost")[0]["planned"]
     assert (await http.get("/engines")).json()["engines"][0]["state"] == "left"
-    (record,) = run.controller.state.fleet.records()
+    (record,) = run.state.fleet.records()
     assert record.to_stop
 
 

@@ -1,7 +1,5 @@
 """Tests of fencing: of two trainers, the controller follows the later one and ignores reports of the earlier one."""
 
-import random
-
 import msgspec
 
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered, Send
@@ -14,8 +12,7 @@ def ready(run, name):
 
 
 def taken_over():
-    run = World(controller(), random.Random(0))
-    run.begin()
+    run = World(controller()).begin()
     run.tell(ready(run, "2"))
     return run
 
@@ -24,16 +21,16 @@ def test_repeated_report_of_a_replaced_trainer_does_not_displace_its_replacement
     """A trainer repeats its report until answered, so a copy may arrive after the later trainer's first report."""
     run = taken_over()
     assert run.controller.handle(ready(run, "1"), now=1.0) == []
-    assert run.controller.state.epoch == 2
+    assert run.state.epoch == 2
     (answer,) = run.controller.handle(ready(run, "2"), now=1.0)
     assert isinstance(answer, Send) and answer.directive.epoch == 2
     run.controller.handle(ready(run, "3"), now=2.0)
-    assert run.controller.state.epoch == 3
+    assert run.state.epoch == 3
 
 
 def test_new_trainer_epoch_exceeds_every_epoch_recorded_in_the_trainers_directory():
     """A new controller on another machine has a new stream server, which has recorded none of these epochs."""
-    run = World(controller(), random.Random(0))
+    run = World(controller())
     run.give(EngineRegistered(now=0.0, url=ENGINE))
     (_, answer) = run.controller.handle(msgspec.structs.replace(ready(run, "1"), claimed=5), now=1.0)
     assert isinstance(answer, Send) and answer.directive.epoch == 6

@@ -14,7 +14,6 @@ import pytest
 
 from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.controller.service.journal import JOURNAL, Decision, Journal
-from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     EngineAnswered,
@@ -36,23 +35,19 @@ from pipelinerl.messages import (
     LAYOUT,
     PROMPTS,
     REPORTS,
-    ActorAlive,
     CanaryChecked,
     ConsumedReport,
     Directive,
-    EvaluationDone,
     GroupFailed,
     OrdersEnded,
-    Published,
-    StepDone,
-    TrainerReady,
     TrainerStopped,
     decode_directive,
     encode,
 )
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.streams.memory_stream import MemoryStream
-from tests.controller.world import ENGINE, World, controller
+from tests.controller.service.test_service import served, service_on, weights
+from tests.controller.world import ENGINE, World, alive, answered, controller, joins, ready, received, step_done
 from tests.patience import PATIENCE_S, SOON_S
 
 NEVER = 10**9
@@ -115,46 +110,17 @@ class MortalLog(EventLog):
         self.killer.point()
 
 
-class Healthy:
-    """An `EngineProbe` to which every engine answers."""
-
-    async def metrics(self, url):
-        return {"slots": 4.0}
-
-
 def answers(version):
-    return [
-        EvaluationDone(
-            order_id=f"eval-{version}-{-(-version // 5) + 1}-{i:06d}",
-            index=i,
-            correct=1,
-            judged=1,
-            oldest_version=version,
-            newest_version=version,
-            num_tokens=1,
-        )
-        for i in range(3)
-    ]
+    number = -(-version // 5) + 1
+    return [answered(f"eval-{version}-{number}-{i:06d}", i, versions=(version, version)) for i in range(3)]
 
 
 def reports(steps):
     """Return the reports of a run with two groups per step, in which every fifth group fails."""
 
-    def published(version):
-        return Published(
-            epoch=1,
-            model_version=version,
-            membership=2,
-            pauses_s={ENGINE: 0.1},
-            failed={},
-            send_s=0.1,
-            total_s=0.2,
-            directive=f"e1-step-{version}" if version else "ready-1",
-        )
-
     messages = [
-        TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=ConsumedReport()),
-        published(0),
+        ready("1"),
+        weights(0, membership=2),
         CanaryChecked(epoch=1, model_version=0, membership=2, worst={ENGINE: 1e-6}),
     ]
     messages += answers(0)
@@ -168,12 +134,7 @@ def reports(steps):
             messages.append(OrdersEnded(epoch=1, model_version=version - 1, consumed=account))
         frontier += 2
         account = ConsumedReport(trained=2 * version, failed=failed, frontier=frontier)
-        messages.append(
-            StepDone(
-                report_id=f"e1-step-{version}", epoch=1, model_version=version, consumed=account, stats={"loss": 0.5}
-            )
-        )
-        messages.append(published(version))
+        messages += [step_done(version, account, stats={"loss": 0.5}), weights(version, membership=2)]
         messages += answers(version) if version % 5 == 0 and version < steps else []
     return [*messages, TrainerStopped(epoch=1, model_version=steps), *answers(steps)]
 
@@ -197,9 +158,7 @@ async def live(folder, *, steps, kill_at):
         made = controller(steps=steps)
         with MortalLog(folder / "events.jsonl") as log:
             log.killer = killer
-            service = ControllerService(
-                made, name="test", stream=stream, probe=Healthy(), events=log, poll_s=3600.0, from_journal=from_journal
-            )
+            service = service_on(stream, log, made, from_journal=from_journal)
             try:
                 await _serve(service, inner, reports(steps))
                 break
@@ -222,7 +181,7 @@ async def _serve(service, stream, messages):
     async def offer():
         while await stream.length(JOURNAL) == 0:
             await asyncio.sleep(0)
-        await service.perform(EngineRegistered(now=await service.now(), url=ENGINE, incarnation="1"))
+        await service.perform(joins(ENGINE, now=await service.now()))
         await stream.append(REPORTS, [encode(report) for report in messages], first_id=1)
 
     async with asyncio.TaskGroup() as group:
@@ -250,19 +209,16 @@ async def test_killing_the_controller_at_any_point_does_not_change_the_run(tmp_p
 async def test_restarted_controller_ends_the_run_if_that_was_decided_before_the_restart(tmp_path):
     """Another input was journaled after the decision to end, so a restart repeats only the effects of that input."""
     stream, made = MemoryStream(), controller(steps=1, evaluation_problems=0)
-    made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
+    made.decide(joins(ENGINE))
     for number, report in enumerate(reports(1)):
         made.decide(ReportReceived(now=0.0, report=report, entry_id=f"{number}-0"))
     assert made.state.phase is RunPhase.FINISHED
     journal = await Journal.begin(stream)
     await journal.snapshot(made.state)
-    alive = ActorAlive(name="actor-0", groups_in_flight=0, groups_done=0, retries=0)
-    await journal.record(Decision(ReportReceived(now=0.0, report=alive, entry_id="9-0"), 9, 9))
+    await journal.record(Decision(ReportReceived(now=0.0, report=alive(), entry_id="9-0"), 9, 9))
     for _ in range(2):
         with EventLog(tmp_path / "events.jsonl") as log:
-            service = ControllerService(
-                controller(steps=1), name="test", stream=stream, probe=Healthy(), events=log, from_journal=True
-            )
+            service = service_on(stream, log, controller(steps=1), from_journal=True)
             await asyncio.wait_for(service.run(), PATIENCE_S)
     recorded = read_events(tmp_path / "events.jsonl")
     assert [event["reason"] for event in recorded if event["kind"] == "run_finished"] == ["all 1 steps are done"]
@@ -289,7 +245,7 @@ async def test_journal_with_a_missing_entry_is_not_recovered():
 async def test_journal_restores_the_whole_state_of_the_controller():
     """A restarted controller would lack any part of its state that the journal omits."""
     stream, made = MemoryStream(), controller()
-    made.decide(EngineRegistered(now=1.0, url=ENGINE, incarnation="a"))
+    made.decide(joins(ENGINE, "a", now=1.0))
     for report in reports(4)[:-1]:
         with suppress(KeyError):
             made.handle(report, now=2.0)
@@ -307,22 +263,10 @@ async def test_replaced_controller_stops_before_its_decisions_have_any_effect(tm
     @asynccontextmanager
     async def serving(name, from_journal):
         with EventLog(tmp_path / f"{name}.jsonl") as log:
-            service = ControllerService(
-                controller(),
-                name=name,
-                stream=stream,
-                probe=Healthy(),
-                events=log,
-                poll_s=3600.0,
-                from_journal=from_journal,
-            )
-            running = asyncio.create_task(service.run())
-            try:
-                await service.perform(EngineRegistered(now=0.0, url=f"http://{name}", incarnation="1"))
+            service = service_on(stream, log, name=name, from_journal=from_journal)
+            async with served(service) as running:
+                await service.perform(joins(f"http://{name}"))
                 yield service, running
-            finally:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
 
     change = KnobsPatched(now=0.0, changes={"k": 9}, who="test", time=0.0)
     async with serving("first", False) as (first, its_end), serving("second", from_journal) as (second, _):
@@ -344,19 +288,15 @@ async def test_journal_of_an_earlier_launch_is_ignored(tmp_path, launch, members
     """A controller restarted while resuming a run must not continue the run of the previous launch."""
     before = controller()
     before.state.launch = "this"
-    before.decide(EngineRegistered(now=0.0, url="http://first", incarnation="1"))
+    before.decide(joins("http://first"))
     stream = MemoryStream()
     await (await Journal.begin(stream)).snapshot(before.state)
     made = controller()
     made.state.launch = launch
     with EventLog(tmp_path / "events.jsonl") as log:
-        service = ControllerService(
-            made, name="test", stream=stream, probe=Healthy(), events=log, poll_s=3600.0, from_journal=True
-        )
-        running = asyncio.create_task(service.run())
-        await service.perform(Ticked(now=0.0))
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        service = service_on(stream, log, made, from_journal=True)
+        async with served(service):
+            await service.perform(Ticked(now=0.0))
     assert (made.state.launch, made.state.fleet.members()) == (launch, members)
 
 
@@ -369,26 +309,12 @@ async def test_controllers_clock_continues_from_the_journal(tmp_path, uptime_s, 
     @asynccontextmanager
     async def serving(clock_s, from_journal):
         with EventLog(tmp_path / "events.jsonl") as log:
-            service = ControllerService(
-                controller(),
-                name="test",
-                stream=stream,
-                probe=Healthy(),
-                events=log,
-                poll_s=3600.0,
-                clock=lambda: clock_s,
-                from_journal=from_journal,
-            )
-            running = asyncio.create_task(service.run())
-            try:
+            service = service_on(stream, log, clock=lambda: clock_s, from_journal=from_journal)
+            async with served(service):
                 yield service
-            finally:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
 
-    beat = ActorAlive(name="actor-0", groups_in_flight=0, groups_done=0, retries=0)
     async with serving(10_000.0, False) as first:
-        await first.perform(ReportReceived(now=await first.now(), report=beat, entry_id="1-0"))
+        await first.perform(received(alive(), await first.now()))
         if snapshot:
             await first._journal.snapshot(first.controller.state)
     async with serving(uptime_s, True) as second:
@@ -451,6 +377,14 @@ def random_run(seed, *, deaths, **recipe):
 
     made.decide = mortal
     run.begin()
+    surprises = [
+        HealthCheckMissed(now=0.0, url=ENGINE),
+        EngineAnswered(now=0.0, url=ENGINE),
+        EnginesRequested(now=0.0, type="bigram", replaces=ENGINE),
+        EngineTimedOut(now=0.0, url=ENGINE, reason="test"),
+        EngineRemoved(now=0.0, engine="engine-1"),
+        joins("http://engine-1", name="engine-1"),
+    ]
     while run.finished is None:
         run.act()
         if run.rng.random() < 0.002:
@@ -459,18 +393,7 @@ def random_run(seed, *, deaths, **recipe):
         if run.rng.random() < 0.005:
             run.give(StreamsLost(now=0.0))
         if run.rng.random() < 0.01:
-            run.give(
-                run.rng.choice(
-                    [
-                        HealthCheckMissed(now=0.0, url=ENGINE),
-                        EngineAnswered(now=0.0, url=ENGINE),
-                        EnginesRequested(now=0.0, type="bigram", replaces=ENGINE),
-                        EngineTimedOut(now=0.0, url=ENGINE, reason="test"),
-                        EngineRemoved(now=0.0, engine="engine-1"),
-                        EngineRegistered(now=0.0, url="http://engine-1", incarnation="1", name="engine-1"),
-                    ]
-                )
-            )
+            run.give(run.rng.choice(surprises))
             run.give(EngineAnswered(now=0.0, url=ENGINE))
             run.give(EngineRegistered(now=0.0, url=ENGINE))
     return run

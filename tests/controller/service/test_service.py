@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,16 +23,11 @@ from pipelinerl.messages import (
     EPOCHS,
     PROMPTS,
     REPORTS,
-    ActorAlive,
     CanaryChecked,
     ConsumedReport,
     Directive,
-    EvaluationDone,
-    Published,
     ShownAnswer,
     ShownProblem,
-    StepDone,
-    TrainerReady,
     TrainerStopped,
     decode_directive,
     encode,
@@ -42,7 +37,7 @@ from pipelinerl.observability.samples import SampleLog, read_samples
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import decode_order
 from pipelinerl.streams.stream import DEAD_LETTERS, START
-from tests.controller.world import ENGINE, controller
+from tests.controller.world import ENGINE, alive, answered, controller, published, ready, step_done
 from tests.patience import PATIENCE_S
 
 DEADLINE_S = PATIENCE_S
@@ -81,10 +76,14 @@ class Running:
     def controller(self):
         return self.service.controller
 
+    @property
+    def state(self):
+        return self.controller.state
+
     async def tell(self, *messages):
         """Append reports to the stream and wait until the service has read them."""
         self.marks_sent += 1
-        mark = ActorAlive(name="mark", groups_in_flight=0, groups_done=self.marks_sent, retries=0)
+        mark = alive("mark", groups_done=self.marks_sent)
         await self.stream.append(REPORTS, [m if isinstance(m, bytes) else encode(m) for m in (*messages, mark)])
         await self.until(lambda: self.controller.state.actors.get("mark", (None, 0.0))[0] == mark)
 
@@ -111,63 +110,51 @@ class Running:
         """Let the engine join, and the trainer become ready and publish version 0."""
         await self.service.perform(EngineRegistered(now=0.0, url=ENGINE))
         await self.tell(ready("1"))
-        epoch, membership = self.controller.state.epoch, self.controller.state.fleet.membership
-        await self.tell(published(epoch=epoch, version=0, membership=membership))
-        assert self.controller.state.fleet.serving() == [], "it has yet to prove them"
+        epoch, membership = self.state.epoch, self.state.fleet.membership
+        await self.tell(weights(0, epoch=epoch, membership=membership))
+        assert self.state.fleet.serving() == [], "it has yet to prove them"
         proved = CanaryChecked(epoch=epoch, model_version=0, membership=membership, worst={ENGINE: 1e-6})
         await self.tell(proved)
-        assert self.controller.state.fleet.serving() == [ENGINE]
+        assert self.state.fleet.serving() == [ENGINE]
 
 
-def ready(incarnation):
-    return TrainerReady(
-        report_id=f"ready-{incarnation}", incarnation=incarnation, model_version=0, consumed=ConsumedReport()
-    )
+def step(version):
+    return step_done(version, ConsumedReport(trained=2 * version, frontier=2 * version), stats={"loss": 0.5})
 
 
-def step(version, *, epoch=1):
-    account = ConsumedReport(trained=2 * version, frontier=2 * version)
-    return StepDone(
-        report_id=f"e{epoch}-step-{version}", epoch=epoch, model_version=version, consumed=account, stats={"loss": 0.5}
-    )
+def weights(version, *, epoch=1, membership=99):
+    directive = f"e{epoch}-step-{version}" if version else "ready-1"
+    return published([ENGINE], version=version, epoch=epoch, membership=membership, directive=directive)
 
 
-def published(*, epoch, version, membership=99):
-    return Published(
-        epoch=epoch,
-        model_version=version,
-        membership=membership,
-        pauses_s={ENGINE: 0.1},
-        failed={},
-        send_s=0.1,
-        total_s=0.2,
-        directive=f"e{epoch}-step-{version}" if version else "ready-1",
-    )
+def service_on(stream, events, made=None, *, name="test", poll_s=3600.0, **rest):
+    """Return a service of `made`, by default of a new controller, whose engines answer unless `probe` is given."""
+    given = {"probe": Probe()} | rest
+    return ControllerService(made or controller(), name=name, stream=stream, events=events, poll_s=poll_s, **given)
+
+
+@asynccontextmanager
+async def served(service):
+    """Run a service until the end of the block; yield its task."""
+    task = asyncio.create_task(service.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager
 async def running(path, stream=None, samples=None, servers=(), **changes):
     made, probe, stream = controller(**{"evaluation_problems": 0, **changes}), Probe(), stream or MemoryStream()
     with EventLog(path / "events.jsonl") as events:
-        service = ControllerService(
-            made,
-            name="test",
-            stream=stream,
-            probe=probe,
-            events=events,
-            poll_s=0.01,
-            samples=samples,
-            parameter_servers=watch.ServerWatch(servers),
-        )
+        servers = watch.ServerWatch(servers)
+        service = service_on(stream, events, made, probe=probe, poll_s=0.01, samples=samples, parameter_servers=servers)
         lives = (path / "events.jsonl").read_text().count("run_started")
-        task = asyncio.create_task(service.run())
-        world = Running(service, stream, probe, path / "events.jsonl", task)
-        await world.until(lambda: len(world.events("run_started")) > lives)
-        try:
+        async with served(service) as task:
+            world = Running(service, stream, probe, path / "events.jsonl", task)
+            await world.until(lambda: len(world.events("run_started")) > lives)
             yield world
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_controller_answers_trainer_reports_with_directives_and_requests_rollout_groups(tmp_path):
@@ -202,7 +189,7 @@ async def test_invalid_report_goes_to_the_dead_letters_and_the_next_report_is_pr
     async with running(tmp_path) as run:
         await run.service.perform(EngineRegistered(now=0.0, url=ENGINE))
         await run.tell(b"\xc1", b"", encode(await _directive(run)), ready("1"))
-        assert run.controller.state.epoch == 1
+        assert run.state.epoch == 1
         assert run.stream_length(DEAD_LETTERS) == 3
 
 
@@ -213,18 +200,7 @@ async def test_texts_of_evaluation_answers_are_kept_as_samples_but_not_written_t
         ground_truth="it",
         answers=[ShownAnswer("a text of its own", "wrong", 0.0, "why", "length", 3, [(4, 2), (5, 1)])],
     )
-    done = EvaluationDone(
-        order_id="eval-0-1-000000",
-        index=0,
-        correct=0,
-        judged=1,
-        oldest_version=0,
-        newest_version=0,
-        num_tokens=3,
-        domain="d",
-        tags=["t"],
-        shown=shown,
-    )
+    done = answered("eval-0-1-000000", 0, correct=0, num_tokens=3, domain="d", tags=["t"], shown=shown)
     async with running(tmp_path, samples=SampleLog(tmp_path / "samples", "evaluation", max_bytes=2**20)) as run:
         await run.start()
         await run.tell(done, encode(done).replace(b"a text of its own", b"\xff text of its own"))
@@ -243,7 +219,7 @@ async def test_texts_of_evaluation_answers_are_kept_as_samples_but_not_written_t
 
 
 async def _directive(run):
-    knobs = run.controller.state.knobs
+    knobs = run.state.knobs
     return Directive(
         answers="x",
         epoch=1,
@@ -260,7 +236,7 @@ async def test_requests_for_groups_that_have_ended_are_trimmed_from_the_stream(t
     async with running(tmp_path) as run:
         await run.start()
         for version in (1, 2):
-            await run.tell(step(version), published(epoch=1, version=version))
+            await run.tell(step(version), weights(version))
         kept = [decode_order(payload).index for payload in await run.payloads(PROMPTS)]
         assert kept == list(range(4, 8))
 
@@ -275,9 +251,9 @@ def forget(stream, name, entries):
 async def test_groups_lost_by_the_stream_server_are_requested_again_before_the_trainer_starves(tmp_path):
     """Two group requests are lost; the trainer has enough other groups, so it never reports starvation."""
     async with running(tmp_path, k=8.0) as run:
-        run.controller.state.lag = LagRule(steps=math.inf, rest=100)
+        run.state.lag = LagRule(steps=math.inf, rest=100)
         await run.start()
-        await run.tell(step(1), published(epoch=1, version=1))
+        await run.tell(step(1), weights(1))
         issued = [decode_order(payload) for payload in await run.payloads(PROMPTS)]
         assert [order.index for order in issued[-2:]] == [8, 9]
         forget(run.stream, PROMPTS, 2)
@@ -289,10 +265,10 @@ async def test_groups_lost_by_the_stream_server_are_requested_again_before_the_t
         assert orders[-2:] == issued[-2:], "the same orders"
         assert await run.service._journal.whole() and await Journal.recover(run.stream) is not None
         for version in range(2, 10):
-            await run.tell(step(version), published(epoch=1, version=version))
+            await run.tell(step(version), weights(version))
         left = [decode_order(payload).index for payload in await run.payloads(PROMPTS)]
         assert left == list(range(18, 26)), "what has ended is trimmed, both copies of it"
-        assert run.controller.state.account.in_flight == 8 and len(run.events("orders_lost")) == 1
+        assert run.state.account.in_flight == 8 and len(run.events("orders_lost")) == 1
 
 
 async def test_restarted_run_never_reuses_an_epoch_number(tmp_path):
@@ -301,10 +277,10 @@ async def test_restarted_run_never_reuses_an_epoch_number(tmp_path):
     async with running(tmp_path, stream) as run:
         await run.start()
         await run.tell(ready("2"))
-        assert run.controller.state.epoch == 2
+        assert run.state.epoch == 2
     async with running(tmp_path, stream) as run:
         await run.start()
-        assert run.controller.state.epoch == 3
+        assert run.state.epoch == 3
         assert await stream.last_id(EPOCHS) == "3-0"
 
 
@@ -313,10 +289,10 @@ async def test_engine_that_stops_answering_is_lost_and_rejoins_later(tmp_path):
         await run.start()
         run.probe.answer = EngineUnreachable("connection refused")
         await run.until(lambda: run.events("engine_lost"))
-        assert run.controller.state.fleet.members() == []
+        assert run.state.fleet.members() == []
         assert run.events("engine_lost")[0]["reason"] == "connection refused"
         run.probe.answer = FACTS
-        await run.until(lambda: run.controller.state.fleet.members() == [ENGINE])
+        await run.until(lambda: run.state.fleet.members() == [ENGINE])
         await run.until(lambda: run.stream_length(DIRECTIVES) == 2)
         assert (await run.directives())[-1].publish_to == [ENGINE], "it is given weights without waiting for a step"
 
@@ -352,7 +328,7 @@ async def test_engine_that_is_late_to_answer_a_poll_is_suspect_before_the_poll_e
     monkeypatch.setattr(watch, "_LATE_S", 0.01)
     async with running(tmp_path) as run:
         await run.start()
-        await run.until(lambda: run.controller.state.fleet.serving() == [ENGINE])
+        await run.until(lambda: run.state.fleet.serving() == [ENGINE])
         run.probe.off.add(ENGINE)
         await run.until(lambda: run.events("engine_suspect"))
         assert run.service.watch.load(ENGINE).tokens_per_s == 0.0, "rates of the past are not shown"
@@ -361,10 +337,10 @@ async def test_engine_that_is_late_to_answer_a_poll_is_suspect_before_the_poll_e
 async def test_slow_engine_is_named_in_an_event_and_in_the_assignment_of_actors(tmp_path):
     async with running(tmp_path) as run:
         await run.start()
-        await run.until(lambda: run.controller.state.fleet.serving() == [ENGINE])
-        run.controller.state.fleet.join(other := "http://other", "1")
-        run.controller.state.fleet.on_published(other, 0, membership=run.controller.state.fleet.membership)
-        assert run.controller.state.fleet.on_verified(other, 0, membership=run.controller.state.fleet.membership)
+        await run.until(lambda: run.state.fleet.serving() == [ENGINE])
+        run.state.fleet.join(other := "http://other", "1")
+        run.state.fleet.on_published(other, 0, membership=run.state.fleet.membership)
+        assert run.state.fleet.on_verified(other, 0, membership=run.state.fleet.membership)
         for _ in range(20):
             for url, busy_s in ((ENGINE, 1.0), (other, 4.0)):
                 run.service.watch.speeds.note(url, steps=100, rows=400, busy_s=busy_s)
@@ -389,8 +365,7 @@ async def test_expelled_engine_is_not_polled(tmp_path):
 
 @pytest.mark.parametrize("elastic", [None, ElasticSection()], ids=["fixed number of engines", "elastic"])
 async def test_load_of_engines_is_journaled_only_in_runs_with_elastic_scaling(tmp_path, elastic):
-    async with running(tmp_path, engines_min={"bigram": 0}, engines_max={"bigram": 2}) as world:
-        world.controller.settings = replace(world.controller.settings, elastic=elastic)
+    async with running(tmp_path, engines_min={"bigram": 0}, engines_max={"bigram": 2}, elastic=elastic) as world:
         await world.start()
         await world.until(lambda: world.probe.polls[ENGINE] > 3)
         journal = await world.payloads(JOURNAL)
@@ -450,10 +425,7 @@ async def test_controller_service_ends_when_the_run_ends(tmp_path):
 async def test_trainer_report_whose_group_counts_do_not_add_up_is_ignored(tmp_path):
     async with running(tmp_path) as run:
         await run.start()
-        wrong = StepDone(
-            report_id="e1-step-1", epoch=1, model_version=1, consumed=ConsumedReport(trained=99, frontier=1), stats={}
-        )
-        await run.stream.append(REPORTS, [encode(wrong)])
+        await run.stream.append(REPORTS, [encode(step_done(1, ConsumedReport(trained=99, frontier=1)))])
         await run.until(lambda: run.events("report_refused"))
         assert "does not balance" in run.events("report_refused")[0]["reason"]
         assert not run.task.done() and run.service.status().model_version == 0

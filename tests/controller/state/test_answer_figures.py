@@ -13,7 +13,7 @@ from pipelinerl.controller.state.answer_figures import (
     majority_right,
     wilson_interval,
 )
-from pipelinerl.messages import EvaluationDone
+from tests.controller.world import answered
 
 
 def done(answers, right, *, domain="math", tags=(), lengths=(), truncated=0, unjudged=()):
@@ -21,22 +21,9 @@ def done(answers, right, *, domain="math", tags=(), lengths=(), truncated=0, unj
     texts = ["" if letter == "-" else letter for letter in answers]
     judged = [place for place in range(len(texts)) if place not in unjudged]
     is_right = [place in judged and letter in right for place, letter in enumerate(texts)]
-    return EvaluationDone(
-        order_id="eval-1-1-000000",
-        index=0,
-        correct=sum(is_right),
-        judged=len(judged),
-        oldest_version=1,
-        newest_version=1,
-        num_tokens=1,
-        domain=domain,
-        tags=list(tags),
-        truncated=truncated,
-        lengths=list(lengths or [1] * len(texts)),
-        answers=texts,
-        right=is_right,
-        unjudged=list(unjudged),
-    )
+    figures = {"truncated": truncated, "lengths": list(lengths or [1] * len(texts)), "right": is_right}
+    figures |= {"domain": domain, "tags": list(tags), "answers": texts, "unjudged": list(unjudged)}
+    return answered("eval-1-1-000000", 0, correct=sum(is_right), judged=len(judged), versions=(1, 1), **figures)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ The quotas of the domains stay exact.
 import json
 import random
 from collections import Counter
-from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
@@ -14,9 +14,9 @@ import pytest
 from pipelinerl.config.learning import CooldownSection
 from pipelinerl.controller.state.cooldown import MOST_PASSED, Cooldown
 from pipelinerl.data.mixture import Domain, Mixture
-from pipelinerl.messages import ConsumedReport, StepDone
-from pipelinerl.types import Message, Problem, Quota
-from tests.controller.world import World, controller
+from pipelinerl.messages import ConsumedReport
+from pipelinerl.types import Quota
+from tests.controller.world import World, controller, problem, step_done
 
 EPOCHS = {"easy": CooldownSection(epochs=2), "hard": CooldownSection(epochs=2)}
 QUOTA = Quota(0, 4)
@@ -29,8 +29,7 @@ class Ring:
         self._domain, self._size = domain, size
 
     def problem(self, index):
-        name = f"{self._domain}:{index % self._size}"
-        return Problem(problem_id=name, domain=self._domain, messages=(Message("user", name),), ground_truth="")
+        return problem(f"{self._domain}:{index % self._size}", self._domain)
 
 
 def alone(size):
@@ -38,10 +37,8 @@ def alone(size):
 
 
 def problem_of(cooldown, mixture, index, *, version=0, frontier=0):
-    problem = cooldown.choose(
-        index, lambda ahead: mixture.problem(index, ahead=ahead), version=version, frontier=frontier
-    )
-    return problem.problem_id
+    draw = partial(mixture.problem, index)
+    return cooldown.choose(index, lambda ahead: draw(ahead=ahead), version=version, frontier=frontier).problem_id
 
 
 def solve(cooldown, order, name, *, rules=EPOCHS, version=0):
@@ -132,22 +129,18 @@ def test_skipping_solved_problems_keeps_domain_quotas_exact_and_is_restored_on_r
 
 def test_problem_that_the_trainer_reports_as_solved_is_skipped_in_later_groups():
     def turns_of(rule):
-        run = World(controller(evaluation_problems=0, k=1), random.Random(0))
-        run.controller.settings = replace(run.controller.settings, cooldown={"b": rule})
+        run = World(controller(evaluation_problems=0, k=1, cooldown={"b": rule}))
         domains = [Domain(name=name, weight=1.0, source=Ring(name, 3)) for name in "ab"]
         run.controller._training_problem = Mixture(domains, seed=0, quota=QUOTA).problem
-        run.begin()
-        run.publish()
+        run.begin(serves=True)
         solved = next(order for order in run.orders_issued if order.problem.domain == "b")
         passed = 0.0
         for version in range(1, 7):
             consumed = ConsumedReport(trained=len(run.issued), frontier=len(run.issued))
             pairs = {"b": [(solved.index, solved.problem.problem_id)]} if version == 1 else {}
-            report_id, run.version = f"e1-step-{version}", version
-            run.tell(
-                StepDone(report_id=report_id, epoch=1, model_version=version, consumed=consumed, stats={}, solved=pairs)
-            )
-            passed += run.controller.state.watched.by_domain.get("b", {}).get("passed_over", 0.0)
+            run.version = version
+            run.tell(step_done(version, consumed, solved=pairs))
+            passed += run.state.watched.by_domain.get("b", {}).get("passed_over", 0.0)
             run.publish()
         return [order.problem.problem_id for order in run.orders_issued if order.problem.domain == "b"], passed
 

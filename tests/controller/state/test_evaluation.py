@@ -6,21 +6,14 @@ from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.controller.state.answer_figures import wilson_interval
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan, samples_of
 from pipelinerl.enums import Pin
-from pipelinerl.messages import EvaluationDone, ShownAnswer, ShownProblem
+from pipelinerl.messages import ShownAnswer, ShownProblem
 from pipelinerl.observability.samples import SampleLog, read_samples
+from tests.controller.world import answered
 
 
-def answer(index, *, correct=0, judged=1, versions=(5, 5), epoch=1):
-    return EvaluationDone(
-        order_id=f"eval-5-1-{index:06d}",
-        index=index,
-        correct=correct,
-        judged=judged,
-        oldest_version=versions[0],
-        newest_version=versions[1],
-        num_tokens=1,
-        epoch=epoch,
-    )
+def answer(index, *, correct=0, versions=(5, 5), epoch=1, **fields):
+    order_id = f"eval-5-1-{index:06d}"
+    return answered(order_id, index, correct=correct, versions=versions, epoch=epoch, **fields)
 
 
 def evaluation(problems, pin=Pin.NONE, **plan):
@@ -183,17 +176,8 @@ def test_each_question_number_of_an_evaluation_maps_to_one_problem_of_one_evalua
 
 def shown(number, index):
     answers = [ShownAnswer("said", "wrong", 0.0, "", "stop", 3, [(8, 3)])]
-    return EvaluationDone(
-        order_id=f"eval-8-{number}-{index:06d}",
-        index=index,
-        correct=0,
-        judged=1,
-        oldest_version=8,
-        newest_version=8,
-        num_tokens=3,
-        domain="d",
-        shown=ShownProblem(problem_id=f"p{index}", prompt="q", ground_truth="a", answers=answers),
-    )
+    text = ShownProblem(problem_id=f"p{index}", prompt="q", ground_truth="a", answers=answers)
+    return answered(f"eval-8-{number}-{index:06d}", index, correct=0, versions=(8, 8), domain="d", shown=text)
 
 
 def test_sample_names_the_evaluation_set_of_its_problem(tmp_path):

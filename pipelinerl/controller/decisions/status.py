@@ -17,7 +17,7 @@ from pipelinerl.controller.decisions.watch import EngineLoad, EngineWatch
 from pipelinerl.controller.routes import ActorAssignment
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationResult
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
-from pipelinerl.controller.state.run_state import ControllerSettings, Discarded, RunPhase, RunState
+from pipelinerl.controller.state.run_state import ControllerSettings, RunPhase, RunState, discarded_over
 from pipelinerl.enums import Overdue, StalenessScope
 from pipelinerl.observability import status
 
@@ -83,7 +83,7 @@ def assignment_of(state: RunState, settings: ControllerSettings) -> ActorAssignm
 def _last_step(state: RunState) -> status.LastStepStatus:
     figures = state.trainer.last_step
     seconds = figures.get("step_s", 0.0) + figures.get("wait_s", 0.0)
-    discarded = Discarded.over(state.watched.recent)
+    discarded, length_ratio = discarded_over(state.watched.recent)
     return status.LastStepStatus(
         reward=figures.get("reward"),
         unjudged=status.unjudged_share(state.watched.by_domain),
@@ -94,8 +94,8 @@ def _last_step(state: RunState) -> status.LastStepStatus:
         exact_entropy=figures.get("exact_entropy"),
         length_mean=figures.get("length_mean"),
         truncated=figures.get("truncated"),
-        discarded=discarded.share,
-        length_ratio=discarded.length_ratio,
+        discarded=discarded,
+        length_ratio=length_ratio,
         optimizer_steps=int(figures["optimizer_steps"]) if "optimizer_steps" in figures else None,
         kl_old=figures.get("kl_old"),
         clip_fraction=figures.get("clip_fraction"),

@@ -22,13 +22,13 @@ from pipelinerl.controller.state.run_state import (
     WINDOW,
     AlarmClock,
     ControllerSettings,
-    Discarded,
     DomainCounts,
     RunPhase,
     RunState,
     Sampled,
     WatchedStep,
     WatchedSteps,
+    discarded_over,
 )
 from pipelinerl.enums import NoSignal
 from pipelinerl.messages import ActorAlive, GroupOutdated, NoSignalGroups, StepDone, VerifierFigures
@@ -259,11 +259,11 @@ def alarms_of(
             "look at `pipelinerl samples --worst`, or penalise length: domains.reward.overlong_tokens"
         )
         yield Alarm("length", what)
-    discarded = Discarded.over(steps)
-    if len(steps) == WINDOW and discarded.share > _DISCARDED_SHARE * (1 - clearance("discard")):
+    discarded, length_ratio = discarded_over(steps)
+    if len(steps) == WINDOW and discarded > _DISCARDED_SHARE * (1 - clearance("discard")):
         what = (
-            f"{discarded.share:.1%} of the sampled tokens are too old to train on and are dropped, which favours short "
-            f"answers: trained answers are {discarded.length_ratio:.1%} as long as sampled ones; raise staleness.k, or "
+            f"{discarded:.1%} of the sampled tokens are too old to train on and are dropped, which favours short "
+            f"answers: trained answers are {length_ratio:.1%} as long as sampled ones; raise staleness.k, or "
             'wait for late groups: staleness.overdue = "wait"'
         )
         yield Alarm("discard", what)

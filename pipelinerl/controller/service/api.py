@@ -6,7 +6,6 @@ No request is answered before the controller's state is restored: a restarted co
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Mapping
@@ -39,8 +38,6 @@ from pipelinerl.observability.status import PROMETHEUS_TYPE, Labels, RunStatus, 
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 
 _LOCALHOST: Final = "localhost"
-_SILENT: Final = "url: no engine answers there: {}"
-_UNREACHABLE: Final = "unreachable_engine"
 #: Time limit in seconds for checking that an offered engine answers; the engine waits five seconds for the response.
 _PROBE_S: Final = 3.0
 
@@ -54,16 +51,11 @@ def create_api(service: ControllerService, *, token: str | None) -> FastAPI:
     _add_status(app, service)
     _add_knobs(app, service)
     _add_engines(app, service)
-    _add_engine_commands(app, service)
     _add_verifiers(app, service)
-    app.add_exception_handler(RecipeError, _cannot_be)
+    app.add_exception_handler(RecipeError, lambda _, error: refusal(422, str(error), code="invalid_request_error"))
     refuse_in_one_shape(app)
     guard(app, token=token)
     return app
-
-
-async def _cannot_be(_: Request, error: Exception) -> Response:
-    return refusal(422, str(error), code="invalid_request_error")
 
 
 def _add_status(app: FastAPI, service: ControllerService) -> None:
@@ -111,11 +103,8 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
             await service.perform(KnobsPatched(now=now, changes=changes, who=who, time=time.time()))
         except RecipeError as error:
             return refusal(422, str(error), code="invalid_knob")
-        state = service.controller.state
-        answer = routes.KnobsAnswer(
-            knobs=state.knobs.to_json(), log=state.knob_log, effective="at the next step boundary"
-        )
-        return _answer(answer)
+        state, effective = service.controller.state, "at the next step boundary"
+        return _answer(routes.KnobsAnswer(knobs=state.knobs.to_json(), log=state.knob_log, effective=effective))
 
 
 def _add_engines(app: FastAPI, service: ControllerService) -> None:
@@ -143,14 +132,12 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         try:  # check first that the engine answers: in the process group, all engines would wait for a silent one
             async with asyncio.timeout(_PROBE_S):
                 await service.probe.metrics(url)
-        except TimeoutError:
-            return refusal(422, _SILENT.format(f"no answer within {_PROBE_S:g} s"), code=_UNREACHABLE, param="url")
-        except (ContractError, PipelineError) as error:
-            return refusal(422, _SILENT.format(error), code=_UNREACHABLE, param="url")
-        registered = EngineRegistered(
-            now=await service.now(), url=url, incarnation=offer.incarnation, name=offer.name, type=offer.type
-        )
-        await service.perform(registered)
+        except (TimeoutError, ContractError, PipelineError) as error:
+            reason = f"no answer within {_PROBE_S:g} s" if isinstance(error, TimeoutError) else error
+            message = f"url: no engine answers there: {reason}"
+            return refusal(422, message, code="unreachable_engine", param="url")
+        about = {"incarnation": offer.incarnation, "name": offer.name, "type": offer.type}
+        await service.perform(EngineRegistered(now=await service.now(), url=url, **about))
         return _answer(taken)
 
     @app.delete(routes.ENGINES)
@@ -161,8 +148,6 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         await service.perform(EngineRemoved(now=await service.now(), engine=url or engine))
         return _answer(routes.Done("removed"))
 
-
-def _add_engine_commands(app: FastAPI, service: ControllerService) -> None:
     @app.post(routes.ENGINES_DRAIN)
     async def drain(order: routes.EngineDrain) -> Response:
         url = _url(service, order.engine)
@@ -176,16 +161,14 @@ def _add_engine_commands(app: FastAPI, service: ControllerService) -> None:
         replaced = _url(service, start.replaces) if start.replaces else ""
         if replaced is None:
             return _unknown(service)
-        requested = EnginesRequested(
-            now=await service.now(), type=start.type, count=start.count, replaces=replaced, grace_s=start.grace_s
-        )
-        effects = await service.perform(requested)
-        records = [effect.fields for effect in effects if isinstance(effect, Record) and effect.kind == "engines_hired"]
-        if not records:
+        wanted = start.model_dump() | {"replaces": replaced}
+        effects = await service.perform(EnginesRequested(now=await service.now(), **wanted))
+        hired = [each.fields for each in effects if isinstance(each, Record) and each.kind == "engines_hired"]
+        if not hired:
             why = removal_reason(service.controller.state, replaced)
             message = f"{replaced} is leaving already: {why}; to add an engine, request one that replaces none"
             return refusal(409, message, code="engine_going", param="replaces")
-        return _answer(routes.EngineNames(tuple(records[0]["names"])))
+        return _answer(routes.EngineNames(tuple(hired[0]["names"])))
 
 
 def _add_verifiers(app: FastAPI, service: ControllerService) -> None:
@@ -263,6 +246,7 @@ def run_metrics(status: RunStatus, last_step: Mapping[str, float]) -> str:
     """Return the run's metrics as Prometheus text; `last_step` maps names to the trainer's metrics of the last step."""
     ledger, fleet = status.ledger, status.fleet
     fates = ("issued", "trained", "filtered", "stale", "failed")
+    engines: dict[str, Labels] = {each.url: (("url", each.url), ("name", each.name)) for each in fleet.engines}
     metrics: dict[str, Samples] = {
         "steps_total": {(): status.step},
         "steps_planned": {(): status.total_steps},
@@ -282,10 +266,8 @@ def run_metrics(status: RunStatus, last_step: Mapping[str, float]) -> str:
         "fleet_tokens_per_s": {(): fleet.tokens_per_s},
         "fleet_occupancy": {(): fleet.occupancy},
         "fleet_update_pause_s": {(): fleet.update_pause_s},
-        "fleet_engine_serves": {_engine(each.url, each.name): float(each.serves) for each in fleet.engines},
-        "fleet_engine_version": {
-            _engine(each.url, each.name): each.version for each in fleet.engines if each.version is not None
-        },
+        "fleet_engine_serves": {engines[each.url]: float(each.serves) for each in fleet.engines},
+        "fleet_engine_version": {engines[each.url]: each.version for each in fleet.engines if each.version is not None},
         "trainer_silent_s": {(): status.trainer.silent_s} if status.trainer is not None else {},
         "actor_silent_s": {_of("actor", each.name): each.silent_s for each in status.actors},
         "actor_groups_in_flight": {_of("actor", each.name): each.groups_in_flight for each in status.actors},
@@ -302,10 +284,3 @@ def run_metrics(status: RunStatus, last_step: Mapping[str, float]) -> str:
 
 def _of(label: str, value: str) -> Labels:
     return ((label, value),)
-
-
-def _engine(url: str, name: str) -> Labels:
-    return (("url", url), ("name", name))
-
-
-log = logging.getLogger("pipelinerl")

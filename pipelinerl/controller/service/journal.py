@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
 from typing import Final, NamedTuple, Self
 
 import msgspec
@@ -166,7 +165,9 @@ class Journal:
         """
         entries = await stream.read({JOURNAL: START}, count=10 * _SNAPSHOT_EVERY, block_s=0)
         try:
-            _check_layout([entry.payload for entry in entries])
+            for record in map(_LAYOUTS.decode, (entry.payload for entry in entries)):
+                if record.type == JournalSnapshot.__name__ and record.layout != LAYOUT:
+                    raise UserError(layout_refusal("the controller's journal", record.layout))
             records = [_DECODER.decode(entry.payload) for entry in entries]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             log.error("the journal cannot be read (%s): the run continues from its checkpoint", error)
@@ -185,9 +186,3 @@ class Journal:
         journal.reports_offset = report_ids[-1] if report_ids else start.reports_offset
         journal.now = decisions[-1].given.now if decisions else start.now
         return Recovered(journal, start.state, decisions, found[-1][0] if decisions else numbers[begin])
-
-
-def _check_layout(payloads: Sequence[bytes]) -> None:
-    for record in map(_LAYOUTS.decode, payloads):
-        if record.type == JournalSnapshot.__name__ and record.layout != LAYOUT:
-            raise UserError(layout_refusal("the controller's journal", record.layout))

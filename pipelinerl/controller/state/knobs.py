@@ -84,24 +84,17 @@ class Knobs:
                     f"engines_min.{type} and engines_max.{type} must be in order, from 0 and 1 to {MOST_ENGINES}, got "
                     f"{least} and {most}"
                 )
-        self._check_step()
-
-    def _check_step(self) -> None:
-        """Check that a step consists of whole groups: exactly `rollouts_per_step` if all groups have the same size."""
-        smallest, largest = min(self.group_sizes.values()), self.max_group_size
-        if smallest == largest and self.rollouts_per_step % smallest:
-            raise RecipeError(
-                f"rollouts_per_step must be a multiple of the group size {smallest}, got {self.rollouts_per_step}"
-            )
-        if self.rollouts_per_step < largest:
-            raise RecipeError(
-                f"rollouts_per_step must be at least the largest group size, {largest}, got {self.rollouts_per_step}"
-            )
-        if self.rollouts_per_step > self.max_groups * smallest:
-            raise RecipeError(
-                f"rollouts_per_step must be at most {self.max_groups * smallest}, the capacity of the streams "
-                f"(streams.max_groups), got {self.rollouts_per_step}"
-            )
+        # A step consists of whole groups: exactly `rollouts_per_step` if all groups have the same size.
+        rollouts, smallest, largest = self.rollouts_per_step, min(self.group_sizes.values()), self.max_group_size
+        room, must = self.max_groups * smallest, ""
+        if smallest == largest and rollouts % smallest:
+            must = f"a multiple of the group size {smallest}"
+        elif rollouts < largest:
+            must = f"at least the largest group size, {largest}"
+        elif rollouts > room:
+            must = f"at most {room}, the capacity of the streams (streams.max_groups)"
+        if must:
+            raise RecipeError(f"rollouts_per_step must be {must}, got {rollouts}")
 
     @property
     def groups_per_step(self) -> int:
@@ -124,7 +117,10 @@ class Knobs:
         for name, value in changes.items():
             table, _, row = name.partition(".")
             if name == "mode":
-                values.update(_mode(value))
+                if not isinstance(value, str) or value not in MODES:
+                    hint = did_you_mean(value, MODES)
+                    raise RecipeError(f"mode must be one of {', '.join(MODES)}, got {short(value)}{hint}")
+                values |= {"j": None if value == AUTO else MODES[value].j, "k": MODES[value].k}
             elif name == "j" and value == AUTO:
                 values["j"] = None
             elif table == "domain_weights" or (table in _LIMITS and getattr(self, table)):
@@ -148,15 +144,9 @@ class Knobs:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; a j that the run chooses becomes `auto`, and an infinite k `inf`, as in `patched`."""
-        values = asdict(self)
-        for name in _FIXED:
-            del values[name]
-        for name in _LIMITS:
-            if not values[name]:
-                del values[name]
-        values["j"] = self.j or AUTO
-        values["k"] = "inf" if math.isinf(self.k) else int(self.k)
-        return values
+        left_out = {*_FIXED, *(name for name in _LIMITS if not getattr(self, name))}
+        values = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return values | {"j": self.j or AUTO, "k": "inf" if math.isinf(self.k) else int(self.k)}
 
     def _rows(self, table: str, given: Any) -> dict[str, float]:
         """Check the numbers `given` for a table such as `domain_weights`; return them by domain or by engine type."""
@@ -172,7 +162,7 @@ class Knobs:
         return {each: int(number) for each, number in numbers.items()} if are_limits else numbers
 
     def _converted(self, name: str, value: Any) -> Any:
-        changeable = {name for name in (field.name for field in fields(self)) if name not in (*_FIXED, *_LIMITS)}
+        changeable = {field.name for field in fields(self)} - {*_FIXED, *_LIMITS}
         if name not in changeable:
             raise RecipeError(
                 f"unknown knob {short(name)}; knobs are {', '.join(sorted(changeable))} and mode"
@@ -192,12 +182,6 @@ def _number(name: str, value: Any, *, whole: bool = False) -> float:
     if isinstance(value, bool) or math.isnan(number) or (whole and not number.is_integer()):
         raise RecipeError(f"{name} must be a {'whole ' if whole else ''}number, got {short(value)}")
     return number
-
-
-def _mode(name: Any) -> dict[str, Any]:
-    if not isinstance(name, str) or name not in MODES:
-        raise RecipeError(f"mode must be one of {', '.join(MODES)}, got {short(name)}{did_you_mean(name, MODES)}")
-    return {"j": None if name == AUTO else MODES[name].j, "k": MODES[name].k}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

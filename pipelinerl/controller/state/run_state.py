@@ -457,28 +457,21 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
     """The number of groups that actors gave up as stale since the step before."""
 
 
-class Discarded(msgspec.Struct, frozen=True, kw_only=True):
-    """The share of the sampled tokens that was discarded as stale over some steps.
+def discarded_over(steps: Sequence[WatchedStep]) -> tuple[float, float]:
+    """Return the share of the sampled tokens that was discarded as stale over these steps, and a ratio of lengths.
 
-    `length_ratio` is the mean length of trained answers by that of all answers that arrived: below 1 if short answers
-    are favoured. Groups that actors gave up count as groups of mean length, though most are longer.
+    The ratio is the mean length of trained answers by that of all answers that arrived: below 1 if short answers are
+    favoured. Groups that actors gave up count as groups of mean length, though most are longer.
     """
-
-    share: float = 0.0
-    length_ratio: float = 1.0
-
-    @classmethod
-    def over(cls, steps: Sequence[WatchedStep]) -> Self:
-        """Return what was discarded over these steps."""
-        answers, tokens = sum(step.trained.answers for step in steps), sum(step.trained.tokens for step in steps)
-        if not tokens:
-            return cls()
-        domains = [each for step in steps for each in step.domains.values()]
-        size = sum(each.rollouts for each in domains) / max(1.0, sum(each.groups for each in domains))
-        stale = sum(step.stale.tokens for step in steps)
-        length = (tokens + stale) / (answers + sum(step.stale.answers for step in steps))
-        discarded = stale + length * size * sum(step.given_up for step in steps)
-        return cls(share=discarded / (discarded + tokens), length_ratio=tokens / answers / length)
+    answers, tokens = sum(step.trained.answers for step in steps), sum(step.trained.tokens for step in steps)
+    if not tokens:
+        return 0.0, 1.0
+    domains = [each for step in steps for each in step.domains.values()]
+    size = sum(each.rollouts for each in domains) / max(1.0, sum(each.groups for each in domains))
+    stale = sum(step.stale.tokens for step in steps)
+    length = (tokens + stale) / (answers + sum(step.stale.answers for step in steps))
+    discarded = stale + length * size * sum(step.given_up for step in steps)
+    return discarded / (discarded + tokens), tokens / answers / length
 
 
 #: The default limit on the number of orders issued for each order that is expected to be trained, and not filtered.

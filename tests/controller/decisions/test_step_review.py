@@ -14,15 +14,15 @@ from pipelinerl.controller.state.inputs_and_effects import Record
 from pipelinerl.controller.state.run_state import (
     FIRST_STEPS,
     WINDOW,
-    Discarded,
     DomainCounts,
     RunState,
     Sampled,
     WatchedStep,
     WatchedSteps,
+    discarded_over,
 )
-from pipelinerl.messages import ActorAlive, ConsumedReport, GroupOutdated, GroupStages, StepDone, VerifierFigures
-from tests.controller.world import knobs
+from pipelinerl.messages import ConsumedReport, GroupOutdated, GroupStages, VerifierFigures
+from tests.controller.world import alive, knobs, step_done
 
 
 @pytest.fixture
@@ -31,22 +31,15 @@ def state():
 
 
 def taken(state, version, *, by_domain, **stats):
-    report = StepDone(
-        report_id=f"e1-step-{version}",
-        epoch=1,
-        model_version=version,
-        consumed=ConsumedReport(),
-        stats=stats,
-        by_domain=by_domain,
-        by_tag={"hard": {"rollouts": 4.0}},
-    )
+    by_tag = {"hard": {"rollouts": 4.0}}
+    report = step_done(version, ConsumedReport(), stats=stats, by_domain=by_domain, by_tag=by_tag)
     effects = step_taken(state, report, lag="", now=20.0 * version)
     return [{"kind": each.kind} | each.fields for each in effects if isinstance(each, Record)]
 
 
-def alive(state, name, **figures):
+def judged(state, name, **figures):
     verifiers = {"a": VerifierFigures(**figures)}
-    state.actors[name] = (ActorAlive(name=name, groups_in_flight=0, groups_done=0, retries=0, verifiers=verifiers), 0.0)
+    state.actors[name] = (alive(name, verifiers=verifiers), 0.0)
 
 
 def test_group_that_an_actor_dropped_as_too_old_counts_as_stale_in_one_step_only(state):
@@ -61,16 +54,16 @@ def test_group_that_an_actor_dropped_as_too_old_counts_as_stale_in_one_step_only
 
 
 def test_verifier_metrics_of_a_step_are_summed_over_all_actors_since_the_previous_step(state):
-    alive(state, "one", judged=10, seconds=1.0)
-    alive(state, "two", judged=8, errors=1, timeouts=1, seconds=3.0)
+    judged(state, "one", judged=10, seconds=1.0)
+    judged(state, "two", judged=8, errors=1, timeouts=1, seconds=3.0)
     (step,) = taken(state, 1, by_domain={"a": {}})
     assert step["by_domain"]["a"].items() >= {"verified": 20, "verifier_errors": 2, "verifier_s": 0.2}.items()
-    alive(state, "two", judged=18, errors=1, timeouts=1, seconds=4.0)
+    judged(state, "two", judged=18, errors=1, timeouts=1, seconds=4.0)
     (step,) = taken(state, 2, by_domain={"a": {}})
     assert step["by_domain"]["a"].items() >= {"verified": 10, "verifier_errors": 0, "verifier_s": 0.1}.items()
     (step,) = taken(state, 3, by_domain={"a": {}})
     assert step["by_domain"]["a"]["verified"] == 0 and "verifier_s" not in step["by_domain"]["a"]
-    alive(state, "two", judged=5, seconds=0.5)
+    judged(state, "two", judged=5, seconds=0.5)
     (step,) = taken(state, 4, by_domain={"a": {}})
     assert step["by_domain"]["a"]["verified"] > 0, "the counters of a restarted actor begin at 0"
 
@@ -128,11 +121,11 @@ def test_step_event_includes_stage_timings_of_at_most_four_groups_and_each_only_
 
 
 def test_step_event_has_tool_call_metrics_only_for_domains_with_tools(state):
-    alive(state, "one", judged=10, tool_episodes=4, calls_parsed=6, calls_malformed=1, episodes=4, environment_s=2.0)
+    judged(state, "one", judged=10, tool_episodes=4, calls_parsed=6, calls_malformed=1, episodes=4, environment_s=2.0)
     (step,) = taken(state, 1, by_domain={"a": {}})
     assert step["by_domain"]["a"].items() >= {"calls_parsed": 6, "calls_malformed": 1, "tool_errors": 0}.items()
     assert step["by_domain"]["a"].items() >= {"episodes": 4, "environment_s": 0.5}.items()
-    alive(state, "one", judged=12, tool_episodes=5, calls_parsed=8, calls_malformed=1, tool_errors=3, episodes=5)
+    judged(state, "one", judged=12, tool_episodes=5, calls_parsed=8, calls_malformed=1, tool_errors=3, episodes=5)
     (step,) = taken(state, 2, by_domain={"a": {}})
     assert step["by_domain"]["a"].items() >= {"calls_parsed": 2, "calls_malformed": 0, "tool_errors": 3}.items()
 
@@ -229,12 +222,12 @@ def test_discard_alarm_is_raised_over_a_whole_window(tokens, before, stands):
 def test_discarding_long_answers_shows_in_the_ratio_of_lengths(state):
     taken(state, 1, by_domain={}, rollouts=90.0, sampled_tokens=900.0, stale_answers=0.0, stale_tokens=0.0)
     taken(state, 2, by_domain={}, rollouts=90.0, sampled_tokens=900.0, stale_answers=20.0, stale_tokens=600.0)
-    assert Discarded.over(state.watched.recent) == Discarded(share=0.25, length_ratio=pytest.approx(10 / (2400 / 200)))
+    assert discarded_over(state.watched.recent) == (0.25, pytest.approx(10 / (2400 / 200)))
     taken(state, 3, by_domain={}, rollouts=90.0, sampled_tokens=600.0, stale_answers=0.0, stale_tokens=0.0)
-    assert Discarded.over(state.watched.recent[2:]).share == 0.0, "another trainer counts from 0"
+    assert discarded_over(state.watched.recent[2:])[0] == 0.0, "another trainer counts from 0"
 
 
 def test_groups_that_actors_gave_up_count_as_discarded_at_mean_length(state):
     note_outdated(state, GroupOutdated(order_id="", index=1, oldest=0, current=9, domain="a"))
     taken(state, 1, by_domain={"a": {"groups": 9.0, "rollouts": 36.0}}, rollouts=36.0, sampled_tokens=360.0)
-    assert Discarded.over(state.watched.recent) == Discarded(share=pytest.approx(0.1), length_ratio=1.0)
+    assert discarded_over(state.watched.recent) == (pytest.approx(0.1), 1.0)

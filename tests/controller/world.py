@@ -131,9 +131,9 @@ def joins(url: str, incarnation: str = "1", *, now: float = 0.0, name: str = "",
     return EngineRegistered(now=now, url=url, incarnation=incarnation, name=name, type=type)
 
 
-def ready(life: str, *, version: int = 0, consumed: ConsumedReport | None = None) -> TrainerReady:
-    consumed = consumed or ConsumedReport()
-    return TrainerReady(report_id=f"ready-{life}", incarnation=life, model_version=version, consumed=consumed)
+def ready(life: str, *, version: int = 0, consumed: ConsumedReport | None = None, claimed: int = 0) -> TrainerReady:
+    given = {"consumed": consumed or ConsumedReport(), "claimed": claimed}
+    return TrainerReady(report_id=f"ready-{life}", incarnation=life, model_version=version, **given)
 
 
 def step_done(version: int, consumed: ConsumedReport, *, epoch: int = 1, **fields: Any) -> StepDone:

@@ -23,7 +23,7 @@ from pipelinerl.controller.state.issued_ledger import FilteredShare, SentOrder
 from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.enums import Overdue, Pin, StalenessScope
 from pipelinerl.errors import RecipeError
-from pipelinerl.messages import Starving, TrainerLeaving, TrainerStopped
+from pipelinerl.messages import Checkpointed, Starving, TrainerLeaving, TrainerStopped
 from tests.controller.world import (
     ENGINE,
     OTHER,
@@ -37,7 +37,6 @@ from tests.controller.world import (
     ready,
     received,
     skipped,
-    step_done,
 )
 
 #: The seeds with which each invariant is tested; seeds from 25 on run only with the slow tests.
@@ -207,18 +206,39 @@ def test_no_prompts_are_issued_before_weights_are_published_and_the_first_evalua
 
 def test_trainer_that_repeats_a_report_gets_the_same_directive_again():
     run = world().begin()
-    assert run.controller.handle(ready("1", consumed=run.consumed()), now=0.0) == [Send(run.directive)]
+    assert run.controller.handle(ready("1"), now=0.0) == [Send(run.directive)]
     assert run.state.epoch == 1
 
 
-def test_second_trainer_begins_a_new_epoch_and_the_first_trainer_is_ignored():
-    run = world().begin()
-    run.ready("2")
-    assert run.directive is not None and run.directive.epoch == 2
-    before = run.state.version
-    run.version, run.awaiting = 7, "e1-step-7"
-    run.tell(step_done(7, run.consumed()))
-    assert run.state.version == before
+def taken_over():
+    run = World(controller()).begin()
+    run.tell(ready("2"))
+    return run
+
+
+def test_repeated_report_of_a_replaced_trainer_does_not_displace_its_replacement():
+    """A trainer repeats its report until answered, so a copy may arrive after the later trainer's first report."""
+    run = taken_over()
+    assert run.controller.handle(ready("1"), now=1.0) == []
+    assert run.state.epoch == 2
+    (answer,) = run.controller.handle(ready("2"), now=1.0)
+    assert isinstance(answer, Send) and answer.directive.epoch == 2
+    run.controller.handle(ready("3"), now=2.0)
+    assert run.state.epoch == 3
+
+
+def test_new_trainer_epoch_exceeds_every_epoch_recorded_in_the_trainers_directory():
+    """A new controller on another machine has a new stream server, which has recorded none of these epochs."""
+    run = World(controller())
+    run.give(EngineRegistered(now=0.0, url=ENGINE))
+    (_, answer) = run.controller.handle(ready("1", claimed=5), now=1.0)
+    assert isinstance(answer, Send) and answer.directive.epoch == 6
+
+
+def test_checkpoint_report_of_a_replaced_trainer_is_ignored():
+    run = taken_over()
+    assert run.controller.handle(Checkpointed(epoch=1, model_version=3, path="p"), now=1.0) == []
+    assert run.controller.handle(Checkpointed(epoch=2, model_version=3, path="p"), now=1.0) != []
 
 
 def test_preempted_trainer_saves_its_state_and_a_new_trainer_continues():

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from pipelinerl.controller.routes import LAUNCHER, LEASE_S, OFFER_S, OFFERS_AT_ONCE
-from pipelinerl.controller.service import api
+from pipelinerl.controller.service import api, service as service_module
 from pipelinerl.controller.service.api import MOST_SERVICES, create_api
 from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import VerifierLeases
@@ -118,23 +118,6 @@ async def test_patch_of_invalid_knobs_is_rejected_and_changes_nothing(run, http,
     assert (run.state.knobs, run.state.knob_log) == (before, [])
 
 
-async def test_engine_that_registers_itself_repeatedly_joins_once(run, http):
-    for _ in range(3):
-        offered = await http.post("/engines", json={"url": f"{ENGINE}/", "incarnation": "1"})
-        assert offered.json() == {"state": "joining"}
-    expected = {
-        "serving": [],
-        "finishing": [ENGINE],
-        "groups_in_flight": 8,
-        "model_version": 0,
-        "k": 4.0,
-        "verifiers": [],
-        "speeds": {},
-    }
-    assert (await http.get("/assignment")).json() == expected
-    assert len(run.events("engine_joined")) == 1
-
-
 async def test_engine_with_the_name_of_a_live_engine_is_rejected_until_that_one_is_gone(run, http):
     first = {"url": ENGINE, "incarnation": "1", "name": "engine-0"}
     second = first | {"url": "http://127.0.0.1:7002", "incarnation": "2"}
@@ -154,7 +137,7 @@ async def test_repeated_registration_of_an_engine_is_journaled_only_if_its_proce
     await http.post("/engines", json=offer)
     entries = run.stream_length(JOURNAL)
     assert (await http.post("/engines", json=offer)).json() == {"state": "joining"}
-    assert run.stream_length(JOURNAL) == entries
+    assert run.stream_length(JOURNAL) == entries and len(run.events("engine_joined")) == 1
     await http.post("/engines", json=offer | {"incarnation": "2"})
     assert run.stream_length(JOURNAL) == entries + 1, "a restarted process is journaled"
 
@@ -164,22 +147,6 @@ async def test_engines_of_a_large_fleet_renew_their_registrations_less_often(run
         run.state.fleet.join(f"http://10.0.0.1:{9000 + number}", "1")
     answer = await http.post("/engines", json={"url": "http://10.0.0.1:9000", "incarnation": "1"})
     assert answer.json() == {"state": "joining", "again_s": 2 * OFFER_S}
-
-
-async def test_removed_engine_is_readmitted_only_if_it_registers_after_a_restart(run, http):
-    offer = {"url": ENGINE, "incarnation": "1"}
-    await http.post("/engines", json=offer)
-    removed = await http.delete("/engines", params={"engine": f"{ENGINE}/"})
-    assert (removed.status_code, run.events("engine_lost")[0]["reason"]) == (200, "removed by an operator")
-    await http.post("/engines", json=offer)
-    assert run.state.fleet.members() == []
-    await http.post("/engines", json=offer | {"incarnation": "2"})
-    assert run.state.fleet.members() == [ENGINE]
-
-
-async def test_engine_url_with_invalid_host_labels_is_rejected_with_a_message(run, http):
-    answer = await http.post("/engines", json={"url": "http://gpu..box:8001"})
-    assert answer.json()["error"]["message"].startswith("url: must name a host whose labels have 1 to 63 characters")
 
 
 def from_host(run, host):
@@ -283,13 +250,9 @@ async def test_engine_registration_with_an_invalid_url_or_field_is_rejected(run,
 async def test_removing_an_unknown_engine_is_an_error(run, http):
     await http.post("/engines", json={"url": ENGINE})
     answer = await http.delete("/engines", params={"engine": "http://other"})
-    assert answer.status_code == 404
-    assert answer.json()["error"] == {
-        "message": f"exactly one engine of this run must have that URL or name; engines are: unnamed at {ENGINE}",
-        "type": "invalid_request_error",
-        "param": "engine",
-        "code": "unknown_engine",
-    }
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (404, "unknown_engine", "engine")
+    assert error["message"].endswith(f"that URL or name; engines are: unnamed at {ENGINE}")
     assert (await http.delete("/engines")).json()["error"]["param"] == "engine"
     assert (await http.post("/engines/drain", json={"engine": "http://other"})).status_code == 404
 
@@ -297,10 +260,7 @@ async def test_removing_an_unknown_engine_is_an_error(run, http):
 async def test_engines_can_be_requested_drained_and_removed_by_name_or_url(run, http):
     requested = await http.post("/engines/request", json={"type": "bigram", "count": 2})
     assert requested.json() == {"names": ["engine-1", "engine-2"]}, "the run began with one"
-    assert [(h.name, h.type) for h in run.service.status().fleet.requested] == [
-        ("engine-1", "bigram"),
-        ("engine-2", "bigram"),
-    ]
+    assert [each.name for each in run.service.status().fleet.requested] == ["engine-1", "engine-2"]
     await http.post("/engines", json={"url": ENGINE, "incarnation": "1", "name": "engine-1", "type": "bigram"})
     (listed,) = run.service.status().fleet.engines
     assert (listed.url, listed.name, listed.type, listed.state) == (ENGINE, "engine-1", "bigram", "joining")
@@ -312,37 +272,14 @@ async def test_engines_can_be_requested_drained_and_removed_by_name_or_url(run, 
     assert (status.to_stop, status.requested) == (("engine-1", "engine-2"), ())
 
 
-async def test_concurrent_engine_requests_get_distinct_names(run, http, monkeypatch):
-    append = run.stream.append
-
-    async def slowly(*args, **rest):
-        await asyncio.sleep(0.01)
-        return await append(*args, **rest)
-
-    monkeypatch.setattr(run.stream, "append", slowly)
-    types = ("torch", "bigram", "vllm")
-    answers = await asyncio.gather(*(http.post("/engines/request", json={"type": kind}) for kind in types))
-    type_by_name = {name: kind for answer, kind in zip(answers, types, strict=True) for name in answer.json()["names"]}
-    assert (
-        type_by_name == {request.name: request.type for request in run.state.engine_requests} and len(type_by_name) == 3
-    )
-
-
 async def test_second_request_to_replace_an_engine_that_is_leaving_is_rejected_as_a_conflict(run, http):
     await run.start()
     swap = {"type": "torch", "replaces": ENGINE}
     assert (await http.post("/engines/request", json=swap)).json() == {"names": ["engine-1"]}
     again = await http.post("/engines/request", json=swap)
-    assert (again.status_code, again.json()["error"]) == (
-        409,
-        {
-            "message": f"{ENGINE} is leaving already: engine-1, which can be removed, was requested to replace it; "
-            "to add an engine, request one that replaces none",
-            "type": "invalid_request_error",
-            "param": "replaces",
-            "code": "engine_going",
-        },
-    )
+    error = again.json()["error"]
+    assert (again.status_code, error["code"], error["param"]) == (409, "engine_going", "replaces")
+    assert error["message"].startswith(f"{ENGINE} is leaving already: engine-1, which can be removed, was requested")
     await http.delete("/engines", params={"engine": "engine-1"})
     await http.post("/engines/drain", json={"engine": ENGINE})
     again = await http.post("/engines/request", json=swap)
@@ -358,7 +295,8 @@ async def test_engine_urls_with_localhost_and_127_0_0_1_name_the_same_engine(run
     assert run.state.fleet.members() == []
 
 
-async def test_drained_engine_is_removed_after_it_has_been_idle_for_a_while(run, http):
+async def test_drained_engine_is_removed_after_it_has_been_idle_for_a_while(run, http, monkeypatch):
+    monkeypatch.setattr(service_module, "_IDLE_S", 0.1)
     await run.start()
     assert (await http.post("/engines/drain", json={"engine": ENGINE})).status_code == 200
     assignment = (await http.get("/assignment")).json()
@@ -425,9 +363,7 @@ async def test_invalid_registration_of_a_verifier_service_is_rejected(http, wron
 
 
 async def test_verifier_of_another_machine_with_a_loopback_address_is_rejected(run):
-    transport = httpx.ASGITransport(create_api(run.service, token=TOKEN), client=("10.1.2.3", 5))
-    headers = {"authorization": f"Bearer {TOKEN}"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://controller", headers=headers) as away:
+    async with from_host(run, "10.1.2.3") as away:
         offer = {"url": "http://127.0.0.1:8200", "incarnation": "1", "domains": {"words": "r1"}}
         refused = await away.post("/verifiers", json=offer)
     assert refused.status_code == 422 and "start the verifier with --host" in refused.json()["error"]["message"]

@@ -25,7 +25,6 @@ from pipelinerl.messages import (
     REPORTS,
     CanaryChecked,
     ConsumedReport,
-    Directive,
     ShownAnswer,
     ShownProblem,
     TrainerStopped,
@@ -185,14 +184,6 @@ async def test_lost_parameter_server_is_an_event_an_alarm_and_part_of_the_status
     assert [len(run.events(f"parameter_server_{what}")) for what in ("lost", "back")] == [1, 1]
 
 
-async def test_invalid_report_goes_to_the_dead_letters_and_the_next_report_is_processed(tmp_path):
-    async with running(tmp_path) as run:
-        await run.service.perform(EngineRegistered(now=0.0, url=ENGINE))
-        await run.tell(b"\xc1", b"", encode(await _directive(run)), ready("1"))
-        assert run.state.epoch == 1
-        assert run.stream_length(DEAD_LETTERS) == 3
-
-
 async def test_texts_of_evaluation_answers_are_kept_as_samples_but_not_written_to_the_journal(tmp_path):
     shown = ShownProblem(
         problem_id="p",
@@ -216,20 +207,6 @@ async def test_texts_of_evaluation_answers_are_kept_as_samples_but_not_written_t
     assert (answer.text, answer.outcome, answer.reason, answer.finish_reason) == (
         "a text of its own", "wrong", "why", "length"
     )  # fmt: skip
-
-
-async def _directive(run):
-    knobs = run.state.knobs
-    return Directive(
-        answers="x",
-        epoch=1,
-        knobs={"k": 1.0, "learning_rate": knobs.learning_rate, "rollouts_per_step": 4},
-        publish_to=[],
-        membership=0,
-        failed=[],
-        checkpoint=False,
-        stop=False,
-    )
 
 
 async def test_requests_for_groups_that_have_ended_are_trimmed_from_the_stream(tmp_path):
@@ -420,12 +397,3 @@ async def test_controller_service_ends_when_the_run_ends(tmp_path):
         (end,) = run.events("run_finished")
         assert end["reason"] == "all 1 steps are done"
         assert end["ledger"]["issued"] == sum(count for outcome, count in end["ledger"].items() if outcome != "issued")
-
-
-async def test_trainer_report_whose_group_counts_do_not_add_up_is_ignored(tmp_path):
-    async with running(tmp_path) as run:
-        await run.start()
-        await run.stream.append(REPORTS, [encode(step_done(1, ConsumedReport(trained=99, frontier=1)))])
-        await run.until(lambda: run.events("report_refused"))
-        assert "does not balance" in run.events("report_refused")[0]["reason"]
-        assert not run.task.done() and run.service.status().model_version == 0

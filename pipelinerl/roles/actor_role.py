@@ -44,15 +44,17 @@ async def run(identity: Identity) -> None:
     """Sample and verify rollouts until the process is stopped."""
     config = identity.config
     services: VerdictServices | None = None
+    judged = [domain for domain in config.domains if domain.has_verifier]
     if config.verification.uses_services:
+        limits = config.verification.model_dump(include={"grace_s", "silence_s", "timeout_s"})
         open_services = registry.load("verification.judged_in", registry.JUDGED_IN, "services")
-        patience = ServicePatience(
-            grace_s=config.verification.grace_s,
-            silence_s=config.verification.silence_s,
-            timeout_s=config.verification.timeout_s,
-        )
-        services = open_services(token=identity.token, patience=patience)  # knows none until the first assignment
-    verifiers = _verifiers(identity, services)
+        services = open_services(
+            token=identity.token, patience=ServicePatience(**limits)
+        )  # knows none until the first assignment
+        verifiers = {each.name: services.verifier(each.name, rules_of(each)) for each in judged}
+    else:
+        budget = BudgetShare(identity.run_dir / "judging" / identity.name, config.actor.count)
+        verifiers = {each.name: open_verifier(each, budget=budget) for each in judged}
     group_filter = open_filter(config)
     judges: list[GroupVerifier | GroupFilter] = [*verifiers.values(), *([group_filter] if group_filter else [])]
 
@@ -101,15 +103,6 @@ async def run(identity: Identity) -> None:
             await services.close()
         await client.close()
         await stream.close()
-
-
-def _verifiers(identity: Identity, services: VerdictServices | None) -> dict[str, GroupVerifier]:
-    config = identity.config
-    judged = [domain for domain in config.domains if domain.has_verifier]
-    if services is not None:
-        return {each.name: services.verifier(each.name, rules_of(each)) for each in judged}
-    budget = BudgetShare(identity.run_dir / "judging" / identity.name, config.actor.count)
-    return {domain.name: open_verifier(domain, budget=budget) for domain in judged}
 
 
 async def _start(judges: Sequence[GroupVerifier | GroupFilter | EpisodeMaker]) -> None:

@@ -9,9 +9,6 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
-from ipaddress import ip_address
-from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -27,11 +24,9 @@ from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
 from pipelinerl.roles.engine_rules import options_of
-from pipelinerl.roles.process import Identity, end, freeze_gc
+from pipelinerl.roles.process import Identity, end, freeze_gc, offered_url
 from pipelinerl.system.http_client import async_session
-from pipelinerl.system.http_service import OPEN_PATH, listen, serve_until, url_of
-from pipelinerl.system.machine import LOOPBACK, address_towards
-from pipelinerl.weights.pull import PullSource
+from pipelinerl.system.http_service import OPEN_PATH, listen, serve_until
 
 log = logging.getLogger("pipelinerl")
 
@@ -47,7 +42,7 @@ _AGAIN_S = 10.0
 
 
 def build_engine(identity: Identity) -> Engine:
-    """Make the engine that the recipe names."""
+    """Make the engine that the recipe names. Raises `RecipeError` if its type, server or transport is missing."""
     config = identity.config
     server = None
     if config.engine.type in registry.ENGINES.having("drives_server"):  # engine-2 has the third of `engine.servers`
@@ -59,34 +54,20 @@ def build_engine(identity: Identity) -> Engine:
                 "each engine stands for a server of its own"
             )
         server = servers[index]
+    own = registry.TRANSPORTS[config.weights.transport]
+    # Any run may begin to fetch weights from servers, if the plug-in is there.
+    fetching = own if own.fetch else next((each for _, each in registry.TRANSPORTS.loadable() if each.fetch), None)
+    pull = None if fetching is None else imported(fetching.fetch)(token=identity.token)
     build = registry.load("engine.type", registry.ENGINES, config.engine.type)
-    engine: Engine = build(replace(options_of(config), pull=_puller(identity), server=server))
-    if not registry.TRANSPORTS[config.weights.transport].fetch:
+    engine: Engine = build(replace(options_of(config), pull=pull, server=server))
+    if not own.fetch:
         import_module(_GROUPS)
     return engine
 
 
-def _puller(identity: Identity) -> PullSource | None:
-    """Return the fetcher of weights from servers, which any run may begin to use; None without the plug-in.
-
-    Raises `RecipeError` if the run's own transport is missing.
-    """
-    own = registry.TRANSPORTS[identity.config.weights.transport]
-    fetching = [each for _, each in registry.TRANSPORTS.loadable() if each.fetch]
-    chosen = own if own.fetch else next(iter(fetching), None)
-    if chosen is None:
-        return None
-    puller: PullSource = imported(chosen.fetch)(token=identity.token)
-    return puller
-
-
 def engine_outside_run(config: RunConfig) -> Engine:
     """Make the recipe's engine for use without a run: without streams, controller and token."""
-    return build_engine(
-        Identity(
-            config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
-        )
-    )
+    return build_engine(Identity(config=config, run_dir=config.run_directory, name="engine-0"))
 
 
 async def run(identity: Identity) -> None:
@@ -104,32 +85,6 @@ async def run(identity: Identity) -> None:
                 raise EngineUnreachable("the engine stopped by itself; the log above says why")
         finally:
             await end(stopped, offer, follows)
-
-
-def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "engine") -> str:
-    """Return the URL at which other machines reach a service that listens at `bound`, (host, port, …).
-
-    Raises:
-        UserError: the service is not reachable from the controller's machine, or the controller's URL is invalid.
-        AddressError: the controller's host is unknown, or no route leads there.
-    """
-    host, port = bound[:2]
-    try:
-        parts = urlsplit(controller_url)
-        facing = address_towards(parts.hostname or "", parts.port or 80)
-        facing = LOOPBACK if ip_address(facing).is_loopback else facing
-    except ValueError as error:
-        raise UserError(f"the controller's URL must be like http://host:8000, got {controller_url}: {error}") from None
-    except OSError as error:
-        raise AddressError(f"no route to the controller at {controller_url}: {error.strerror or error}") from error
-    if ip_address(host).is_unspecified:
-        host = facing
-    if ip_address(host).is_loopback and not ip_address(facing).is_loopback:
-        raise UserError(
-            f"the controller at {controller_url} is not on loopback, but this {what} listens at {host} only, "
-            f"where other machines cannot reach it; start it with --host {facing}"
-        )
-    return url_of(host, port)
 
 
 async def _stopped(engine: Engine) -> None:

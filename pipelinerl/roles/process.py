@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Literal
@@ -34,6 +35,8 @@ from pipelinerl.roles.role import LOCAL_REDIS, REDIS_PASSWORD_VARIABLE, RoleOpti
 from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import Stream
 from pipelinerl.system.files import make_private
+from pipelinerl.system.http_service import url_of
+from pipelinerl.system.machine import LOOPBACK, address_towards
 from pipelinerl.system.process import collect_as_usual
 from pipelinerl.system.references import last_line
 from pipelinerl.system.secret_variables import read_secret
@@ -52,9 +55,9 @@ class Identity:
     config: RunConfig
     run_dir: Path
     name: str
-    redis_url: str = field(repr=False)
-    controller_url: str
-    token: str | None = field(repr=False)
+    redis_url: str = field(default="", repr=False)
+    controller_url: str = ""
+    token: str | None = field(default=None, repr=False)
     host: str = "127.0.0.1"
     port: int = 0
 
@@ -83,6 +86,32 @@ class Identity:
         if section.log == "off":
             return None
         return SampleLog(self.run_dir / FOLDER, kind, max_bytes=section.max_bytes // 2)
+
+
+def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "engine") -> str:
+    """Return the URL at which other machines reach a service that listens at `bound`, (host, port, …).
+
+    Raises:
+        UserError: the service is not reachable from the controller's machine, or the controller's URL is invalid.
+        AddressError: the controller's host is unknown, or no route leads there.
+    """
+    host, port = bound[:2]
+    try:
+        parts = urlsplit(controller_url)
+        facing = address_towards(parts.hostname or "", parts.port or 80)
+        facing = LOOPBACK if ip_address(facing).is_loopback else facing
+    except ValueError as error:
+        raise UserError(f"the controller's URL must be like http://host:8000, got {controller_url}: {error}") from None
+    except OSError as error:
+        raise AddressError(f"no route to the controller at {controller_url}: {error.strerror or error}") from error
+    if ip_address(host).is_unspecified:
+        host = facing
+    if ip_address(host).is_loopback and not ip_address(facing).is_loopback:
+        raise UserError(
+            f"the controller at {controller_url} is not on loopback, but this {what} listens at {host} only, "
+            f"where other machines cannot reach it; start it with --host {facing}"
+        )
+    return url_of(host, port)
 
 
 def identity_of(options: RoleOptions, changes: Sequence[str] = ()) -> Identity:

@@ -12,8 +12,8 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages import LAYOUT
 from pipelinerl.plugins.replay.replayed_run import show
 from pipelinerl.roles import controller_role
+from pipelinerl.roles.process import Identity
 from pipelinerl.roles.resumed_run import directory_of
-from tests.fakes.identities import identity_in
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_resuming_changing_knobs_and_replaying_are_rejected_for_a_run_directory_
 
 async def test_controller_rejects_a_run_of_an_older_layout(older):
     with pytest.raises(UserError, match="got layout 1"):
-        await controller_role.run(identity_in(older, load("tiny")))
+        await controller_role.run(Identity(run_dir=older, config=load("tiny"), name="role"))
 
 
 def test_run_of_a_later_layout_is_rejected(older):

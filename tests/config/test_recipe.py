@@ -9,7 +9,6 @@ import pytest
 from inference_contract.weights import OnUpdate
 from pipelinerl.config import recipe as config
 from pipelinerl.config.recipe import load, parse, save, to_table
-from pipelinerl.enums import StalenessScope
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.reward import NormalizationScope, RewardShaping
 from pipelinerl.staleness import StalenessBounds
@@ -113,12 +112,6 @@ def test_recipe_values_cannot_be_assigned_and_the_run_directory_ends_with_the_ru
     assert resolved.run_directory == Path("/somewhere/x")
     with pytest.raises(ValueError, match="frozen"):
         resolved.run.steps = 3
-
-
-def test_staleness_scope_is_unchanged_after_save_and_load():
-    config = load("tiny", ["staleness.scope=rollout"])
-    assert config.staleness.scope is StalenessScope.ROLLOUT
-    assert parse(to_table(config)).staleness.scope is StalenessScope.ROLLOUT
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.verifier_service.server import create_app as create_service_app
 from pipelinerl.plugins.verifier_service.wire import ServedDomain
 from pipelinerl.roles import actor_role
+from pipelinerl.roles.process import Identity
 from pipelinerl.roles.verification import rules_of
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.records import decode_group, encode_order
@@ -29,7 +30,6 @@ from pipelinerl.system.http_service import guard, listen, serve_until
 from pipelinerl.system.machine import free_ports
 from pipelinerl.types import Message, Outcome, Problem, PromptOrder, Purpose, Sampling
 from tests.fakes import verifier_service
-from tests.fakes.identities import identity_in
 from tests.fakes.scripted_engine import ScriptedEngine, create_app
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
@@ -44,7 +44,7 @@ def identity(tmp_path):
     (port,) = free_ports(1)
     with EmbeddedRedis(tmp_path) as server:
         addresses = {"redis_url": server.url, "controller_url": f"http://127.0.0.1:{port}"}
-        yield identity_in(tmp_path, load("tiny", ["run.name=test"]), NAME, token=TOKEN, **addresses)
+        yield Identity(run_dir=tmp_path, config=load("tiny", ["run.name=test"]), name=NAME, token=TOKEN, **addresses)
 
 
 @pytest.fixture
@@ -231,6 +231,7 @@ from pipelinerl.config.recipe import MODELS
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.roles import actor_role
 from pipelinerl.types import Message
+from pipelinerl.roles.process import Identity
 
 tokenizer = ChatTokenizer.load(MODELS / "tiny_speller")
 assert tokenizer.decode(tokenizer.encode_chat([Message("user", "ab")]))

@@ -21,12 +21,12 @@ from pipelinerl.models.bigram import BigramModel
 from pipelinerl.observability.events import read_events
 from pipelinerl.roles import controller_role, resumed_run
 from pipelinerl.roles.new_controller import build_controller, overruled
+from pipelinerl.roles.process import Identity
 from pipelinerl.roles.wiring import checkpoints_of, knobs_of
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.system.storage import Storage
 from tests.fakes.checkpoints import model_directory, save, state_of
-from tests.fakes.identities import identity_in
 from tests.patience import PATIENCE_S
 
 DEADLINE_S = PATIENCE_S
@@ -53,7 +53,8 @@ def config_in(directory, *changes):
 
 
 def identity(config, redis_url, *, host="127.0.0.1"):
-    return identity_in(config.run_directory, config, "controller", redis_url=redis_url, token="run-token", host=host)
+    about = {"redis_url": redis_url, "token": "run-token", "host": host}
+    return Identity(run_dir=config.run_directory, config=config, name="controller", **about)
 
 
 @asynccontextmanager

@@ -12,10 +12,9 @@ from pipelinerl.config.recipe import load
 from pipelinerl.config.sections import MODELS
 from pipelinerl.errors import AddressError, EngineUnreachable, UserError
 from pipelinerl.roles import engine_role
-from pipelinerl.roles.engine_role import offered_url
+from pipelinerl.roles.process import Identity, offered_url
 from pipelinerl.system.machine import free_ports
 from tests.fakes.bigram_recipe import bigram_recipe
-from tests.fakes.identities import identity_in
 from tests.fakes.served import in_thread
 from tests.fakes.sglang_server import SglangServer, create_app
 from tests.patience import PATIENCE_S
@@ -42,7 +41,8 @@ async def test_engine_process_exits_when_its_engine_stops_because_of_an_error(tm
     with in_thread(create_app(server)) as stock:
         config = load("tiny", ["engine.type=sglang_server", f'engine.servers=["{stock}"]'])
         (port,) = free_ports(1)
-        role = asyncio.create_task(engine_role.run(identity_in(tmp_path, config, "engine-0", port=port)))
+        identity = Identity(run_dir=tmp_path, config=config, name="engine-0", port=port)
+        role = asyncio.create_task(engine_role.run(identity))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False) as http:
             await _until_ready(http, role)
             theirs = {"new_version": "theirs", "abort_all_requests": False}
@@ -86,6 +86,7 @@ _BUILD = """
 import sys
 from pipelinerl.config.recipe import load
 from pipelinerl.roles.engine_role import engine_outside_run
+from pipelinerl.roles.process import Identity
 
 engine_outside_run(load(sys.argv[1], sys.argv[2:]))
 print("torch" in sys.modules)

@@ -13,14 +13,13 @@ import pytest
 
 from pipelinerl.config.recipe import load
 from pipelinerl.errors import AddressError, DeadlineError, ModelError, RecipeError, UserError
-from pipelinerl.roles.process import TOKEN_VARIABLE, read_token, run_until_signalled
+from pipelinerl.roles.process import TOKEN_VARIABLE, Identity, read_token, run_until_signalled
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
-from tests.fakes.identities import identity_in
 from tests.patience import PATIENCE_S
 
 
 def identity(run_dir, *, redis_url="memory://"):
-    return identity_in(run_dir, load("tiny"), redis_url=redis_url)
+    return Identity(run_dir=run_dir, config=load("tiny"), name="role", redis_url=redis_url)
 
 
 def test_garbage_collector_skips_objects_that_existed_when_a_process_started():

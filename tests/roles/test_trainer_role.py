@@ -10,6 +10,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.enums import Truncated
 from pipelinerl.errors import CheckpointError, RecipeError
 from pipelinerl.models.tokenizer import decoder_of
+from pipelinerl.roles.process import Identity
 from pipelinerl.roles.trainer_role import from_newest, loop_settings, publisher_of, samples_of
 from pipelinerl.roles.wiring import batch_rules_of
 from pipelinerl.streams.memory_stream import MemoryStream
@@ -17,7 +18,6 @@ from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.grace import Grace
 from tests.fakes.checkpoints import model_directory, save, state_of
-from tests.fakes.identities import identity_in
 
 
 def test_training_loop_gets_the_vocabulary_size_of_the_model():
@@ -50,7 +50,7 @@ def test_trainer_whose_checkpoint_is_removed_while_it_starts_takes_the_newest_ag
 
 
 def test_weight_publisher_follows_the_transport_in_the_recipe(tmp_path):
-    identity = identity_in(tmp_path, load("tiny", ["weights.timeout_s=900"]))
+    identity = Identity(run_dir=tmp_path, config=load("tiny", ["weights.timeout_s=900"]), name="role")
     assert loop_settings(identity.config).publish_timeout_s == 900
     stream = MemoryStream()
     assert isinstance(publisher_of(identity, EngineClient(), stream, Grace()), BroadcastPublisher)
@@ -61,7 +61,7 @@ def test_weight_publisher_follows_the_transport_in_the_recipe(tmp_path):
 
 def test_sample_log_gets_groups_per_step_and_seed_from_the_recipe_and_can_be_disabled(tmp_path):
     config = load("tiny", ["samples.max_bytes=2097152", "samples.groups_per_step=3", "run.seed=5"])
-    identity = identity_in(tmp_path, config)
+    identity = Identity(run_dir=tmp_path, config=config, name="role")
     samples = samples_of(identity)
     assert samples is not None and (samples.groups_per_step, samples.seed) == (3, 5)
     assert samples.decode([0, 1]) == decoder_of(config.model.resolved)([0, 1])
@@ -85,6 +85,6 @@ def test_entropy_is_measured_at_the_recipes_interval_or_at_the_default_for_the_t
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
 def test_nccl_backend_is_rejected_before_weights_are_published_if_there_is_no_cuda(tmp_path):
-    identity = identity_in(tmp_path, load("tiny", ["weights.backend=nccl"]))
+    identity = Identity(run_dir=tmp_path, config=load("tiny", ["weights.backend=nccl"]), name="role")
     with pytest.raises(RecipeError, match=r"weights.backend is nccl, which torch cannot use here; use gloo"):
         publisher_of(identity, EngineClient(), MemoryStream(), Grace())

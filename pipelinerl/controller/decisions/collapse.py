@@ -30,8 +30,7 @@ from pipelinerl.controller.decisions.step_review import (
 from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.inputs_and_effects import Effect
 from pipelinerl.controller.state.reward_history import LOST, RewardHistory
-from pipelinerl.controller.state.run_state import ControllerSettings, RunState, WatchedStep
-from pipelinerl.enums import OnCollapse
+from pipelinerl.controller.state.run_state import RunState, WatchedStep
 
 #: Samples of at least this age whose effective size is below `_LOW_ESS` are a likely cause.
 _OLD: Final = 1.5
@@ -46,12 +45,6 @@ def guard(state: RunState, *, now: float) -> list[Effect]:
         cause = likely_cause(watched.recent, watched.first_entropies)
         alarm = Alarm("collapse", f"collapse: {rewards.in_words() or _in_words(state)}; {cause}")
     return settle_alarm(watched, COLLAPSE, alarm, step=state.version, now=now, raise_after=1)
-
-
-def must_rewind(state: RunState, settings: ControllerSettings) -> bool:
-    """Return whether the run must return to a good checkpoint, which it does only once."""
-    has_collapsed = COLLAPSE in state.watched.alarms
-    return has_collapsed and settings.run.on_collapse is OnCollapse.REWIND and not state.rewind.done
 
 
 def is_collapsed(rewards: RewardHistory, results: Sequence[EvaluationResult]) -> bool:

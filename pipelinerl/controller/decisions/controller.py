@@ -43,7 +43,7 @@ from pipelinerl.controller.decisions import collapse, elastic, engine_decisions,
 from pipelinerl.controller.decisions.directives import directive, ending, publication_due, repeated
 from pipelinerl.controller.decisions.giving_up import finish, give_up, progress_mark, refused, suspend, waiting_for
 from pipelinerl.controller.decisions.prompt_orders import training_order
-from pipelinerl.controller.decisions.step_review import note_outdated, note_stages, step_taken
+from pipelinerl.controller.decisions.step_review import COLLAPSE, note_outdated, note_stages, step_taken
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     Effect,
@@ -70,7 +70,7 @@ from pipelinerl.controller.state.run_state import (
     RunPhase,
     RunState,
 )
-from pipelinerl.enums import Overdue
+from pipelinerl.enums import OnCollapse, Overdue
 from pipelinerl.messages import Directive, Report
 from pipelinerl.staleness import LOCKSTEP
 from pipelinerl.types import IssuedAt, Problem, PromptOrder, Purpose, Quota
@@ -402,8 +402,8 @@ class Controller:
         if self.state.rewind.to is not None and report.model_version > self.state.rewind.decided_at:
             self.state.rewind.to = None
             effects.append(Record("rewind_failed", {"step": self.state.version, "reason": "no checkpoint is older"}))
-        elif self.ending is None and collapse.must_rewind(self.state, self.settings):
-            effects += self._rewind()
+        elif self.ending is None and COLLAPSE in self.state.watched.alarms and not self.state.rewind.done:
+            effects += self._rewind() if self.settings.run.on_collapse is OnCollapse.REWIND else []
         if self.settings.elastic is not None:
             elastic.note_step(self.state.elastic, report.stats, self.state.watched.by_domain)
         if self.ending is None:

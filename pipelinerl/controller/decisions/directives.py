@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -85,6 +84,9 @@ def directive(
     recipients = sorted([*state.fleet.to_update(), *state.fleet.pinned()]) if last else list(publish_to)
     stepped = answers.startswith(f"e{state.epoch}-step-")
     checkpoint = stop or saves or (stepped and state.version % settings.checkpoint_interval_steps == 0)
+    record = state.checkpoint_record() if checkpoint else None
+    if record is not None and settings.run.on_collapse is OnCollapse.REWIND and not state.rewind.done:
+        record["good_version"] = state.good_version  # it must stay, so that the run can return
     return Directive(
         answers=answers,
         epoch=state.epoch,
@@ -100,19 +102,11 @@ def directive(
         stale=state.account.unsettled_stale,
         checkpoint=checkpoint,
         stop=stop,
-        controller_state=_record(state, settings) if checkpoint else None,
+        controller_state=record,
         fresh_until=_fresh_until(state, settings),
         issued=state.account.cursor if settings.overdue is Overdue.WAIT else 0,
         rewind_to=None if stop else state.rewind.to,
     )
-
-
-def _record(state: RunState, settings: ControllerSettings) -> dict[str, Any]:
-    """Return what belongs in a checkpoint; `good_version` is a version that must stay, so that the run can return."""
-    record = state.checkpoint_record()
-    if settings.run.on_collapse is OnCollapse.REWIND and not state.rewind.done:
-        record["good_version"] = state.good_version
-    return record
 
 
 def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -> Directive:

@@ -43,33 +43,25 @@ def _faults(state: RunState, report: Report) -> Iterator[str]:
         most = min(state.epoch + MOST_EPOCH_STEP, MOST_EPOCH - 2)
         if report.claimed > most:
             yield f"it claims epoch {report.claimed}, but the run is in epoch {state.epoch}"
-    consumed: ConsumedReport | None = getattr(report, "consumed", None)
-    if consumed is not None:
-        yield from _unbalanced(state, consumed)
-    if isinstance(report, EvaluationDone) or (
-        isinstance(report, GroupFailed) and report.purpose == Purpose.EVALUATION.value
-    ):
-        yield from _unasked(state, report)
     if isinstance(report, ActorAlive) and report.name not in state.actors and len(state.actors) >= _MOST_ACTORS:
         yield f"it is from a new actor, beyond the limit of {_MOST_ACTORS}"
-
-
-def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
-    """Yield a complaint for each contradiction in the counts of ended orders, such as an order counted twice."""
-    furthest = max(consumed.frontier - 1, *consumed.beyond, -1)
-    if furthest >= state.account.cursor + 2 * MOST_AHEAD:
-        yield f"it accounts for order {furthest}, which was never issued"
-    beyond = set(consumed.beyond)
-    if len(beyond) < len(consumed.beyond) or min(beyond, default=consumed.frontier + 1) <= consumed.frontier:
-        yield "its account counts orders twice"
-    ended = consumed.trained + consumed.filtered + consumed.stale + consumed.failed
-    if ended != consumed.frontier + len(beyond):
-        yield f"its account does not balance: {ended} orders have outcomes, {consumed.frontier + len(beyond)} ended"
-
-
-def _unasked(state: RunState, report: EvaluationDone | GroupFailed) -> Iterator[str]:
+    consumed: ConsumedReport | None = getattr(report, "consumed", None)
+    if consumed is not None:  # the counts of ended orders
+        furthest = max(consumed.frontier - 1, *consumed.beyond, -1)
+        if furthest >= state.account.cursor + 2 * MOST_AHEAD:
+            yield f"it accounts for order {furthest}, which was never issued"
+        beyond = set(consumed.beyond)
+        if len(beyond) < len(consumed.beyond) or min(beyond, default=consumed.frontier + 1) <= consumed.frontier:
+            yield "its account counts orders twice"
+        outcomes = consumed.trained + consumed.filtered + consumed.stale + consumed.failed
+        if outcomes != (ended := consumed.frontier + len(beyond)):
+            yield f"its account does not balance: {outcomes} orders have outcomes, {ended} ended"
+    failed = isinstance(report, GroupFailed) and report.purpose == Purpose.EVALUATION.value
     evaluation = state.evaluations.current
-    if evaluation is None or not evaluation.concerns(report.order_id):
+    if not (isinstance(report, EvaluationDone) or failed) or evaluation is None:
+        return
+    assert isinstance(report, EvaluationDone | GroupFailed)
+    if not evaluation.concerns(report.order_id):
         return
     if report.index >= evaluation.next_index:
         yield f"it answers question {report.index}, but only {evaluation.next_index} were issued"

@@ -89,20 +89,15 @@ def figures_by_domain(
     answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], seed: int
 ) -> dict[str, AnswerFigures]:
     """Compute the metrics of the answers in each domain; return them by the domain's name."""
-    groups: dict[str, list[EvaluationDone]] = {}
-    for answer in answers:
-        groups.setdefault(answer.domain, []).append(answer)
-    return _of_each(groups, tuple(pass_at), seed)
+    return _of_each([(answer.domain, answer) for answer in answers], tuple(pass_at), seed)
 
 
 def figures_by_tag(answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], seed: int) -> dict[str, AnswerFigures]:
     """Compute the metrics of each tag, for the `MOST_TAGS` tags with the most problems; return them by tag."""
-    groups: dict[str, list[EvaluationDone]] = {}
-    for answer in answers:
-        for tag in sorted(set(answer.tags)):
-            groups.setdefault(tag, []).append(answer)
-    most = sorted(groups, key=lambda tag: (-len(groups[tag]), tag))[:MOST_TAGS]
-    return _of_each({tag: groups[tag] for tag in most}, tuple(pass_at), seed)
+    tagged = [(tag, answer) for answer in answers for tag in sorted(set(answer.tags))]
+    counts = Counter(tag for tag, _ in tagged)
+    most = sorted(counts, key=lambda tag: (-counts[tag], tag))[:MOST_TAGS]
+    return _of_each([(tag, answer) for tag, answer in tagged if tag in most], tuple(pass_at), seed)
 
 
 def majority_right(answers: Sequence[str], right: Sequence[bool]) -> bool:
@@ -112,8 +107,11 @@ def majority_right(answers: Sequence[str], right: Sequence[bool]) -> bool:
 
 
 def _of_each(
-    groups: Mapping[str, Sequence[EvaluationDone]], pass_at: tuple[int, ...], seed: int
+    named: Iterable[tuple[str, EvaluationDone]], pass_at: tuple[int, ...], seed: int
 ) -> dict[str, AnswerFigures]:
+    groups: dict[str, list[EvaluationDone]] = {}
+    for name, answer in named:
+        groups.setdefault(name, []).append(answer)
     return {
         name: figures_of(groups[name], pass_at=pass_at, seed=rng.key(seed, "group", name)) for name in sorted(groups)
     }

@@ -13,7 +13,7 @@ groups after sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -121,7 +121,9 @@ class Cooldown(msgspec.Struct, kw_only=True):
             problem = draw(ahead)
         if ahead > before:
             own.passed_since += ahead - before
-            own.passed = _still_needed([*own.passed, (index, ahead)], frontier)
+            own.passed.append((index, ahead))
+            while len(own.passed) > 1 and own.passed[1][0] <= frontier:
+                own.passed.pop(0)
         return problem
 
     def take_figures(self) -> dict[str, dict[str, float]]:
@@ -133,10 +135,3 @@ class Cooldown(msgspec.Struct, kw_only=True):
                 figures[domain]["nothing_else"] = float(own.nothing_else)
             own.passed_since = own.nothing_else = 0
         return figures
-
-
-def _still_needed(passed: Iterable[tuple[int, int]], frontier: int) -> list[tuple[int, int]]:
-    kept = list(passed)
-    while len(kept) > 1 and kept[1][0] <= frontier:
-        kept.pop(0)
-    return kept

@@ -23,7 +23,7 @@ from pipelinerl.controller.state.answer_figures import (
     figures_of,
 )
 from pipelinerl.enums import Pin
-from pipelinerl.messages import EvaluationDone, ShownAnswer
+from pipelinerl.messages import EvaluationDone
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.observability.samples import AnswerRecord, SampleGroup, SampleKind
 from pipelinerl.types import Outcome
@@ -252,34 +252,35 @@ def samples_of(report: EvaluationDone, *, current: Evaluation | None, time: floa
     version = report.newest_version if current is None else current.model_version
     is_current = current is not None and current.concerns(report.order_id)
     name = current.plan.question(report.index)[0].name if is_current and current is not None else ""
-    return lambda: [_sample(report, version, name, time)] if report.shown is not None else []
 
+    def build() -> list[SampleGroup]:
+        if report.shown is None:
+            return []
+        answers = tuple(
+            AnswerRecord(
+                text=answer.text,
+                outcome=answer.outcome,
+                reward=answer.reward if answer.outcome in _JUDGED else None,
+                reason=without_secrets(answer.reason),
+                length=answer.num_tokens,
+                finish_reason=answer.finish_reason,
+                spans=tuple(answer.spans),
+            )
+            for answer in report.shown.answers
+        )
+        sample = SampleGroup(
+            kind=SampleKind.EVALUATION,
+            step=version,
+            time=time,
+            group_id=report.order_id,
+            domain=report.domain,
+            evaluation=name,
+            problem_id=report.shown.problem_id,
+            tags=tuple(report.tags),
+            prompt=report.shown.prompt,
+            ground_truth=report.shown.ground_truth,
+            answers=answers,
+        )
+        return [sample]
 
-def _sample(report: EvaluationDone, version: int, name: str, time: float) -> SampleGroup:
-    assert report.shown is not None, "a report without answers has no sample"
-    return SampleGroup(
-        kind=SampleKind.EVALUATION,
-        step=version,
-        time=time,
-        group_id=report.order_id,
-        domain=report.domain,
-        evaluation=name,
-        problem_id=report.shown.problem_id,
-        tags=tuple(report.tags),
-        prompt=report.shown.prompt,
-        ground_truth=report.shown.ground_truth,
-        answers=tuple(_answer(answer) for answer in report.shown.answers),
-    )
-
-
-def _answer(answer: ShownAnswer) -> AnswerRecord:
-    judged = answer.outcome in _JUDGED
-    return AnswerRecord(
-        text=answer.text,
-        outcome=answer.outcome,
-        reward=answer.reward if judged else None,
-        reason=without_secrets(answer.reason),
-        length=answer.num_tokens,
-        finish_reason=answer.finish_reason,
-        spans=tuple(answer.spans),
-    )
+    return build

@@ -24,17 +24,14 @@ from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
 from pipelinerl.roles.engine_rules import options_of
-from pipelinerl.roles.process import Identity, end, freeze_gc, offered_url
+from pipelinerl.roles.process import Identity, end, freeze_gc
 from pipelinerl.system.http_client import async_session
-from pipelinerl.system.http_service import OPEN_PATH, listen, serve_until
+from pipelinerl.system.http_service import OPEN_PATH, listen, offered_url, serve_until
 
 log = logging.getLogger("pipelinerl")
 
 #: Seconds between checks that the engine still runs.
 WATCH_S = 0.5
-#: Module that is imported in advance because it imports torch, which is slow: at the first update, all engines of the
-#: process group would wait for the import.
-_GROUPS = "pipelinerl.weights.broadcast.collective"
 #: Seconds between two lines about an engine that is still loading its model.
 _LOADING_S = 15.0
 #: Seconds between two attempts to connect to the streams.
@@ -61,7 +58,8 @@ def build_engine(identity: Identity) -> Engine:
     build = registry.load("engine.type", registry.ENGINES, config.engine.type)
     engine: Engine = build(replace(options_of(config), pull=pull, server=server))
     if not own.fetch:
-        import_module(_GROUPS)
+        # Import torch in advance: at the first update, all engines of the process group would wait for it.
+        import_module("pipelinerl.weights.broadcast.collective")
     return engine
 
 

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Literal
@@ -35,8 +34,6 @@ from pipelinerl.roles.role import LOCAL_REDIS, REDIS_PASSWORD_VARIABLE, RoleOpti
 from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import Stream
 from pipelinerl.system.files import make_private
-from pipelinerl.system.http_service import url_of
-from pipelinerl.system.machine import LOOPBACK, address_towards
 from pipelinerl.system.process import collect_as_usual
 from pipelinerl.system.references import last_line
 from pipelinerl.system.secret_variables import read_secret
@@ -86,32 +83,6 @@ class Identity:
         if section.log == "off":
             return None
         return SampleLog(self.run_dir / FOLDER, kind, max_bytes=section.max_bytes // 2)
-
-
-def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "engine") -> str:
-    """Return the URL at which other machines reach a service that listens at `bound`, (host, port, …).
-
-    Raises:
-        UserError: the service is not reachable from the controller's machine, or the controller's URL is invalid.
-        AddressError: the controller's host is unknown, or no route leads there.
-    """
-    host, port = bound[:2]
-    try:
-        parts = urlsplit(controller_url)
-        facing = address_towards(parts.hostname or "", parts.port or 80)
-        facing = LOOPBACK if ip_address(facing).is_loopback else facing
-    except ValueError as error:
-        raise UserError(f"the controller's URL must be like http://host:8000, got {controller_url}: {error}") from None
-    except OSError as error:
-        raise AddressError(f"no route to the controller at {controller_url}: {error.strerror or error}") from error
-    if ip_address(host).is_unspecified:
-        host = facing
-    if ip_address(host).is_loopback and not ip_address(facing).is_loopback:
-        raise UserError(
-            f"the controller at {controller_url} is not on loopback, but this {what} listens at {host} only, "
-            f"where other machines cannot reach it; start it with --host {facing}"
-        )
-    return url_of(host, port)
 
 
 def identity_of(options: RoleOptions, changes: Sequence[str] = ()) -> Identity:

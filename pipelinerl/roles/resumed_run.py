@@ -42,7 +42,16 @@ def directory_of(where: str) -> Path:
     run_dir = Path(where)
     check_layout(run_dir)
     if (run_dir / _RECIPE).is_file():
-        _refuse_older(load(run_dir / _RECIPE), run_dir)
+        # If the run continued on another machine, its newer checkpoints at the location must not be lost.
+        config = load(run_dir / _RECIPE)
+        copies = copies_of(config, run_dir)
+        newest = next(copies.newest(), None) if copies is not None else None
+        here = newest_step(config, run_dir)
+        if copies is not None and newest is not None and here < _step(newest.name):
+            raise UserError(
+                f"this run continued elsewhere: its newest checkpoint in {run_dir} is of step {here}, in {copies.url} "
+                f"of step {_step(newest.name)}; move {run_dir} away and use --resume {copies.url}"
+            )
     return run_dir
 
 
@@ -163,20 +172,6 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
     for file in weight_files(checkpoint):
         shutil.copyfile(file, draft / "model" / file.name)
     save(config.changed("model", path=str(run_dir / "model")), draft / _RECIPE)
-
-
-def _refuse_older(config: RunConfig, run_dir: Path) -> None:
-    # Refuse if the run continued on another machine, so that its newer checkpoints at the location are not lost.
-    copies = copies_of(config, run_dir)
-    there = next(copies.newest(), None) if copies is not None else None
-    if copies is None or there is None:
-        return
-    here = newest_step(config, run_dir)
-    if here < _step(there.name):
-        raise UserError(
-            f"this run continued elsewhere: its newest checkpoint in {run_dir} is of step {here}, in {copies.url} of "
-            f"step {_step(there.name)}; move {run_dir} away and use --resume {copies.url}"
-        )
 
 
 def _step(name: str) -> int:

@@ -34,9 +34,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from pipelinerl.errors import AddressError
+from pipelinerl.errors import AddressError, UserError
 from pipelinerl.system.background import cancel_all, to_its_end
 from pipelinerl.system.connection import KEEP_ALIVE_S, LimitedConnection
+from pipelinerl.system.machine import LOOPBACK, address_towards
 from pipelinerl.system.service_client import IS_FULL
 
 log = logging.getLogger("pipelinerl")
@@ -273,6 +274,32 @@ def listen(host: str, port: int) -> socket.socket:
 def url_of(host: str, port: int) -> str:
     """Return the base URL of a service; IPv6 addresses are put in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "engine") -> str:
+    """Return the URL at which other machines reach a service that listens at `bound`, (host, port, …).
+
+    Raises:
+        UserError: the service is not reachable from the controller's machine, or the controller's URL is invalid.
+        AddressError: the controller's host is unknown, or no route leads there.
+    """
+    host, port = bound[:2]
+    try:
+        parts = urlsplit(controller_url)
+        facing = address_towards(parts.hostname or "", parts.port or 80)
+        facing = LOOPBACK if ip_address(facing).is_loopback else facing
+    except ValueError as error:
+        raise UserError(f"the controller's URL must be like http://host:8000, got {controller_url}: {error}") from None
+    except OSError as error:
+        raise AddressError(f"no route to the controller at {controller_url}: {error.strerror or error}") from error
+    if ip_address(host).is_unspecified:
+        host = facing
+    if ip_address(host).is_loopback and not ip_address(facing).is_loopback:
+        raise UserError(
+            f"the controller at {controller_url} is not on loopback, but this {what} listens at {host} only, "
+            f"where other machines cannot reach it; start it with --host {facing}"
+        )
+    return url_of(host, port)
 
 
 def config_of(app: ASGIApp) -> uvicorn.Config:

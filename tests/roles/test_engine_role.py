@@ -12,7 +12,8 @@ from pipelinerl.config.recipe import load
 from pipelinerl.config.sections import MODELS
 from pipelinerl.errors import AddressError, EngineUnreachable, UserError
 from pipelinerl.roles import engine_role
-from pipelinerl.roles.process import Identity, offered_url
+from pipelinerl.roles.process import Identity
+from pipelinerl.system.http_service import offered_url
 from pipelinerl.system.machine import free_ports
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.served import in_thread

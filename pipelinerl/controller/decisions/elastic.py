@@ -92,12 +92,13 @@ def measured(state: RunState, settings: ControllerSettings, given: FleetMeasured
     able = sorted((each for each in healthy if each.name in own), key=lambda each: own.index(each.name))
     newest = {record.type: record for record in able}
     fewest, most = knobs.engines_min, knobs.engines_max
-    for type, count in counts.items():
-        if (is_short := count < fewest[type] and type not in gone) or (count > most[type] and type in newest):
-            if memory.changed is not None and now - memory.changed < rule.settle_s:
-                return []
-            want, why = Want.MORE if is_short else Want.FEWER, "of the knobs"
-            break
+    by_knobs = {type: Want.MORE for type in counts if counts[type] < fewest[type] and type not in gone}
+    by_knobs |= {type: Want.FEWER for type in counts if counts[type] > most[type] and type in newest}
+    if by_knobs:
+        if memory.changed is not None and now - memory.changed < rule.settle_s:
+            return []
+        type = next(type for type in counts if type in by_knobs)
+        want, why = by_knobs[type], "of the knobs"
     else:
         memory.note_poll(given.occupancy, now=now)
         figures = memory.end_interval(now=now, interval_s=rule.interval_s)
@@ -106,10 +107,10 @@ def measured(state: RunState, settings: ControllerSettings, given: FleetMeasured
         want = next_change(rule, memory, figures, engines=len(state.fleet.serving()), now=now)
         room = [type for type in counts if counts[type] < most[type] and type not in gone]
         spare = [type for type in reversed(fewest) if counts[type] > fewest[type] and type in newest]
-        able_types = {Want.MORE: room, Want.FEWER: spare}.get(want)
-        if not able_types:
+        candidates = {Want.MORE: room, Want.SAME: [], Want.FEWER: spare}[want]
+        if not candidates:
             return []
-        type, why = able_types[0], in_words(want, figures)
+        type, why = candidates[0], in_words(want, figures)
     note_change(memory, now=now)
     fields = {"type": type, "from": counts[type], "to": counts[type] + want.value, "why": why}
     if rule.mode is Elasticity.DRY_RUN:

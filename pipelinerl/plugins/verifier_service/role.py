@@ -27,9 +27,9 @@ from pipelinerl.controller.routes import VerifierLease
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.plugins.verifier_service.server import VerdictCache, VerifierService, create_app
 from pipelinerl.plugins.verifier_service.wire import ServedDomain
-from pipelinerl.roles.process import Identity, end, freeze_gc, offered_url
+from pipelinerl.roles.process import Identity, end, freeze_gc
 from pipelinerl.roles.verification import open_verifier, rules_of
-from pipelinerl.system.http_service import listen, serve_until
+from pipelinerl.system.http_service import listen, offered_url, serve_until
 from pipelinerl.verifiers.verifier import BudgetShare
 
 log = logging.getLogger("pipelinerl")

@@ -198,18 +198,6 @@ def test_engine_urls_of_the_same_host_are_normalised_to_one_form(named, known):
     assert base_url(named) == known
 
 
-def test_engine_becomes_healthy_only_after_a_publication_and_its_canary_check(fleet):
-    assert (fleet.members(), fleet.serving(), fleet.to_verify()) == ([A, B], [A], [B])
-    assert fleet.without_weights() == [B] and fleet.oldest_loaded() == 3
-    fleet.on_published(B, 5, membership=fleet.membership)
-    assert fleet.serving() == [A] and not fleet.without_weights(), "it has them; it has not proven them"
-    assert not fleet.on_verified(B, 4, membership=fleet.membership), "of other weights"
-    assert fleet.on_verified(B, 5, membership=fleet.membership)
-    assert fleet.serving() == [A, B] and fleet.oldest_loaded() == 3
-    fleet.on_published("http://unknown", 5, membership=fleet.membership)
-    assert fleet.members() == [A, B]
-
-
 def test_update_report_from_before_an_engines_restart_is_ignored(fleet):
     before = fleet.membership
     fleet.join(B, "2")

@@ -91,12 +91,14 @@ def test_run_saves_and_ends_when_its_only_engine_refuses_weights_permanently():
     assert ends(made, Ticked(now=1e6)) == (None, None), "it ends once"
 
 
-def test_failing_run_ends_within_a_minute_if_its_trainer_is_silent():
+@pytest.mark.parametrize("end", [End.FAILED, End.SUSPENDED])
+def test_failing_or_suspended_run_waits_for_its_trainer_to_save_only_up_to_a_time_limit(end):
     made = begun().controller
-    ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
+    refusal = failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE])
+    ends(made, refusal if end is End.FAILED else SuspendAsked(now=0.0, reason="suspended by somebody"))
     assert ends(made, Ticked(now=29.0)) == (None, None)
     _, finish = ends(made, Ticked(now=31.0))
-    assert finish is not None and finish.end is End.FAILED
+    assert finish is not None and finish.end is end
 
 
 def test_transient_refusal_of_weights_does_not_end_the_run():
@@ -253,21 +255,15 @@ def too_long(index):
     return lost(index, Persistence.PERMANENT, "problem d:1: it has 90 tokens", code=ContextExceeded.code)
 
 
-def test_prompts_that_are_too_long_fail_and_are_replaced_without_ending_the_run():
+def test_prompts_that_are_too_long_are_replaced_and_end_the_run_only_if_all_are():
     """The prompts issued as replacements are also too long, and no group has been sampled yet."""
-    run = serving()
-    made = run.controller
+    made = serving().controller
     for index in range(8 * 8 - 1):
         effects = made.decide(too_long(index))
         assert "group_failed" in kinds(effects)
         assert any(isinstance(effect, IssuePrompts) for effect in effects), "another comes in its place"
     assert not made.state.failing.reason and made.state.account.ledger()["failed"] == 8 * 8 - 1
-
-
-def test_run_ends_if_all_of_its_prompts_are_too_long():
-    made = serving().controller
-    endings = [ends(made, too_long(index)) for index in range(8 * 8 + 1)]
-    assert any(stop is not None for stop, _ in endings)
+    assert any(ends(made, too_long(index))[0] is not None for index in (63, 64))
     assert made.state.failing.reason == (
         "64 prompts since the last step were too long, and no group was made: problem d:1: it has 90 tokens; raise "
         "engine.context_length, or remove such problems"
@@ -369,13 +365,6 @@ def test_run_without_a_ready_trainer_is_suspended_immediately():
     assert sent == [], "there is no trainer to send a directive to"
 
 
-def test_suspension_waits_for_the_trainer_to_save_only_up_to_a_time_limit():
-    run = begun()
-    suspended(run)
-    assert ends(run.controller, Ticked(now=29.0)) == (None, None)
-    assert ends(run.controller, Ticked(now=31.0))[1] == Finish("suspended by somebody", End.SUSPENDED)
-
-
 def test_stopping_run_can_still_be_suspended():
     """The last evaluation of a stopping run may take longer than the user can wait."""
     run = World(controller(evaluation_problems=4)).begin()
@@ -417,6 +406,8 @@ def test_status_names_what_the_run_waits_for():
     run = World(controller(evaluation_problems=0)).begin()
     state = run.state
     assert "the trainer's last report, TrainerReady, came 60 s ago" in waiting_for(state, now=60.0)
+    state.fleet.on_published(ENGINE, 0, membership=state.fleet.membership)
+    assert waiting_for(state, now=1.0) == f"{ENGINE} to pass the trainer's canary check"
     run.publish()
     assert waiting_for(state, now=60.0) == "an actor to report"
     beat = alive("actor-7", groups=3)
@@ -426,13 +417,9 @@ def test_status_names_what_the_run_waits_for():
     assert "the trainer's last report, CanaryChecked, came 60 s ago" in waiting_for(state, now=60.0)
     run.give(EngineTimedOut(now=61.0, url=ENGINE, reason="no answer within 5 s"))
     assert waiting_for(state, now=62.0) == f"an engine to join; {ENGINE} is dead: no answer within 5 s"
-
-
-def test_status_names_the_trainer_while_engines_wait_for_its_weights():
-    run = World(controller()).begin(serves=True)
-    run.give(EngineRegistered(now=1.0, url=ENGINE, incarnation="one life"))
-    run.give(EngineRegistered(now=2.0, url=ENGINE, incarnation="the next"))
-    assert waiting_for(run.state, now=90.0).startswith(f"the trainer to publish its weights to {ENGINE}")
+    for life in "12":
+        run.give(joins(ENGINE, life, now=63.0))
+    assert waiting_for(state, now=90.0).startswith(f"the trainer to publish its weights to {ENGINE}")
 
 
 def test_checkpoint_that_cannot_be_written_is_logged_once_and_stays_in_the_status_until_it_is_written():
@@ -449,10 +436,3 @@ def test_checkpoint_that_cannot_be_written_is_logged_once_and_stays_in_the_statu
     assert events_after(Checkpointed(epoch=1, model_version=10, path="c")) == ["checkpoint"]
     assert "cannot be written" not in waiting_for(run.state, now=1.0)
     assert events_after(delayed) == ["checkpoint_delayed"], "a new one"
-
-
-def test_status_names_an_engine_that_has_weights_but_has_not_passed_its_canary():
-    run = World(controller()).begin()
-    state = run.state
-    state.fleet.on_published(ENGINE, 0, membership=state.fleet.membership)
-    assert waiting_for(state, now=1.0) == f"{ENGINE} to pass the trainer's canary check"

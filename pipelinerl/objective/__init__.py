@@ -5,8 +5,7 @@ algorithms. The package needs only numpy.
 """
 
 from pipelinerl.objective.catalogue import PRESETS
-from pipelinerl.objective.explain import ScoredRollout
-from pipelinerl.objective.losses import PolicyLoss, policy_loss, rollouts_loss
+from pipelinerl.objective.losses import PolicyLoss, ScoredRollout, policy_loss, rollouts_loss
 from pipelinerl.objective.presets import resolve
 
 __all__ = ["PRESETS", "PolicyLoss", "ScoredRollout", "policy_loss", "resolve", "rollouts_loss"]

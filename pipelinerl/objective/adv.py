@@ -145,7 +145,6 @@ class GroupRelative(Advantage):
 
     @property
     def formula(self) -> str:
-        """Formula of the advantage as text."""
         if self.credit is Credit.TURNS:
             earned, others, group, end = "G_{i,k}", "G", ",k", _TO_GO
             mean, deviation = f"mean_{{g{group}}} {others}", f"std_{{g{group}}} {others}"
@@ -165,11 +164,9 @@ class GroupRelative(Advantage):
 
     @property
     def uneven(self) -> str:
-        """A hint if turns have advantages of their own."""
         return _BY_EPISODE if self.credit is Credit.TURNS else ""
 
     def without_effect(self, key: str, size: int) -> Iterator[str]:
-        """Yield a sentence if a baseline or scale of a single rollout makes every advantage the same."""
         if size == 1 and self.baseline is not Baseline.NONE:
             yield (
                 f"adv.baseline {self.baseline} needs groups, and {key} is 1: every advantage would be 0; "
@@ -183,7 +180,6 @@ class GroupRelative(Advantage):
             )
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the advantage [N] of each sampled token."""
         if self.credit is Credit.TURNS and scored.turns is not None:
             scored = scored.by_turns(scored.turns)
         valid, known = scored.valid, scored.known
@@ -229,7 +225,6 @@ class GroupFiltered(Advantage):
 
     @property
     def formula(self) -> str:
-        """Formula of the advantage as text."""
         by_turns, end = self.credit is Credit.TURNS, f",  S = the {self.keep} by {self.metric}{_DDOF}"
         earned, others, group = ("G_{i,k}", "G", "{S,k}") if by_turns else ("R_i", "R", "S")
         difference = f"{earned} − mean_{group} {others}"
@@ -237,16 +232,13 @@ class GroupFiltered(Advantage):
 
     @property
     def uneven(self) -> str:
-        """A hint if turns have advantages of their own."""
         return _BY_EPISODE if self.credit is Credit.TURNS else ""
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence if fewer than two rollouts are kept."""
         if self.keep < 2:
             yield f"adv.keep must be at least 2, got {self.keep}: one rollout alone has no advantage"
 
     def without_effect(self, key: str, size: int) -> Iterator[str]:
-        """Yield a sentence if every rollout of a group is kept."""
         if self.keep >= size:
             yield (
                 f"adv.keep ({self.keep}) must be below {key} ({size}): as it is every rollout of a group is "
@@ -254,7 +246,6 @@ class GroupFiltered(Advantage):
             )
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the advantage [N] of each sampled token."""
         lengths, shortest = scored.lengths, self.metric is Metric.SHORTEST
         preference = -lengths if shortest else scored.known / np.maximum(lengths, 1)
         kept = np.zeros(scored.valid.shape, dtype=bool)
@@ -280,12 +271,10 @@ class Decoupled(Advantage):
 
     @property
     def formula(self) -> str:
-        """Formula of the advantage as text."""
         part = f"w_n·(r_{{i,n}} − mean_g r_n) / (std_g r_n + {self.epsilon:g})"
         return f"normalise_batch(Σ_n {part}){_DDOF}"
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the advantage [N] of each sampled token."""
         known, valid = scored.known, scored.valid
         parts = scored.parts or Parts(rewards=known[:, None], weights=np.ones((len(known), 1)))
         one_token = replace(scored, lengths=np.ones(len(known), np.int64))
@@ -304,16 +293,13 @@ class Constant(Advantage):
 
     @property
     def is_zero(self) -> bool:
-        """True if `value` is 0."""
         return self.value == 0
 
     @property
     def formula(self) -> str:
-        """Formula of the advantage as text."""
         return f"{self.value:g}"
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return `value` for each token [N] of judged rollouts, and 0 for the others."""
         return np.where(scored.judged, self.value, 0.0)
 
 
@@ -343,28 +329,23 @@ class RewardToGo(Advantage):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The columns `old_logprobs` and `ref_logprobs`, unless `kl` is 0."""
         return _KL_COLUMNS if self.kl else frozenset()
 
     @property
     def uneven(self) -> str:
-        """A hint if tokens differ by discount or KL, or turns by their rewards."""
         if self.kl or self.discount != 1.0:
             return _ONE_RETURN
         return _BY_EPISODE if self.credit is Credit.TURNS else ""
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence if the discount exceeds 1."""
         yield from _beyond_one(discount=self.discount)
 
     @property
     def formula(self) -> str:
-        """Formula of the advantage as text."""
         power = "" if self.discount == 1.0 else f"{self.discount:g}^(t'−t)·"
         return _whitening(f"Σ_(t'≥t) {power}r_(t')", self.whitening) + _reward_formula(self.kl, self.credit)
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the advantage [N] of each sampled token."""
         judged, earned = scored.judged, token_rewards(scored, self.kl, columns, self.credit)
         returns = discounted(earned, scored.lengths, self.discount) * judged
         return whitened(returns, judged, self.epsilon) if self.whitening is Whitening.BATCH else returns
@@ -390,23 +371,19 @@ class GAE(Advantage):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column `values` and, unless `kl` is 0, `old_logprobs` and `ref_logprobs`."""
         return frozenset({"values"}) | (_KL_COLUMNS if self.kl else frozenset())
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for each factor above 1."""
         yield from _beyond_one(discount=self.discount, trace=self.trace)
 
     @property
     def formula(self) -> str:
-        """Formula of the advantage as text."""
         total = f"Σ_l {self.discount * self.trace:g}^l·δ_(t+l)"
         factor = "" if self.discount == 1.0 else f"{self.discount:g}·"
         surprise = f",  δ_t = r_t + {factor}V_(t+1) − V_t"
         return _whitening(total, self.whitening) + surprise + _reward_formula(self.kl, self.credit)
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the advantage [N] of each sampled token."""
         raw = self._raw(scored, columns)
         return whitened(raw, scored.judged, self.epsilon) if self.whitening is Whitening.BATCH else raw
 
@@ -439,23 +416,19 @@ class RoleBaseline(Advantage):
     decay: float = 0.95
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence if the baseline would never change."""
         if self.decay >= 1.0:
             yield f"adv.decay must be below 1, got {self.decay}: the baseline would never change"
 
     @property
     def formula(self) -> str:
-        """Formula of the advantage as text."""
         return (
             f"R_{{i,p}} − b_p,  then b_p ← {self.decay:g}·b_p + {1 - self.decay:g}·R_{{i,p}},  p the role of the turn"
         )
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the advantage [N] of each sampled token."""
         return self._compared(scored)[0]
 
     def baselines(self, scored: Scored) -> dict[str, float]:
-        """Return each role's baseline after a step with these rollouts."""
         return self._compared(scored)[1]
 
     def _compared(self, scored: Scored) -> tuple[Floats, dict[str, float]]:
@@ -496,17 +469,14 @@ class CovarianceClipped(Advantage):
 
     @property
     def formula(self) -> str:
-        """Formula of the advantage as text."""
         chosen = f"0 for {self.share:g}·N random tokens with {self.low:g} < cov_t < {self.high:g}"
         return f"A_i = (R_i − mean_g R) / (std_g R + {self.epsilon:g}){_DDOF}; {chosen},  {COVARIANCE}"
 
     def without_effect(self, key: str, size: int) -> Iterator[str]:
-        """Yield a sentence if groups have one rollout, whose advantage is 0."""
         if size == 1:
             yield f"adv covariance_clipped needs groups, and {key} is 1: every advantage would be 0; raise it"
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the advantage [N] of each sampled token."""
         advantages = GroupRelative(epsilon=self.epsilon).advantages(scored, columns)
         logprobs, judged = np.asarray(column_of(columns, "old_logprobs"), np.float64), scored.judged
         found = covariances(advantages, logprobs, judged)

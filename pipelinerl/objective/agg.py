@@ -68,7 +68,6 @@ class Trajectory(Aggregation):
     by_length: ClassVar = True
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return a weight for each rollout, [B], which all sampled tokens of the rollout get."""
         counted = valid & (lengths > 0)
         num_groups, size = _totals(counted.astype(np.float64), groups, counted)
         return _inverse(num_groups * size * lengths, counted)
@@ -81,7 +80,6 @@ class Group(Aggregation):
     formula: ClassVar = "1/(Q·Σ_g |o|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return a weight for each rollout, [B], which all sampled tokens of the rollout get."""
         counted = valid & (lengths > 0)
         num_groups, tokens = _totals(np.where(counted, lengths, 0).astype(np.float64), groups, counted)
         return _inverse(num_groups * tokens, counted)
@@ -94,7 +92,6 @@ class Batch(Aggregation):
     formula: ClassVar = "1/Σ_batch |o|"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return a weight for each rollout, [B], which all sampled tokens of the rollout get."""
         counted = valid & (lengths > 0)
         return _inverse(np.full(lengths.shape, float(lengths[counted].sum())), counted)
 
@@ -110,23 +107,19 @@ class Sequences(Aggregation):
 
     @property
     def constant(self) -> float | Length:
-        """The field `length`."""
         return self.length
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence if `length` is not positive."""
         if not isinstance(self.length, Length) and self.length <= 0:
             yield f"agg.length must be positive, got {self.length}"
 
     @property
     def formula(self) -> str:
-        """Formula of the token weight as text."""
         if isinstance(self.length, Length):
             return "1/(B·L_max)"
         return "1/B" if self.length == 1.0 else f"1/(B·{self.length:g})"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return a weight for each rollout, [B], which all sampled tokens of the rollout get."""
         if isinstance(self.length, Length):
             raise UserError(
                 f"agg.length is {self.length}, a recipe's sampling.max_tokens, which is unknown here; give max_tokens, "

@@ -1,4 +1,4 @@
-"""Checks of an objective's five terms (slots): contradictions, slots without effect in a run, doubtful choices."""
+"""Checks of an objective's five terms (slots): contradictions, and choices that are doubtful in a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,21 @@ from pipelinerl.objective.tokens import Policy
 def contradictions(objective: PolicyObjective) -> Iterator[str]:
     """Yield a sentence for each combination of slots that makes no sense, beginning with the name of a slot."""
     agg, weight, adv, grad1 = objective.agg, objective.is_weight, objective.adv, objective.grad1
-    yield from _of_ratios(objective)
+    over = grad1.over
+    if over is Policy.CURRENT:
+        yield "grad1.over must not be current: the ratio of a policy to itself is 1"
+    if weight.numerator is not None and weight.numerator is weight.denominator:
+        yield f"is_weight divides {weight.numerator} by itself; take kind 'one' for no weights"
+    elif over and weight.numerator is Policy.CURRENT:
+        yield (
+            "is_weight.numerator must not be current with a ratio in grad1, which carries the current policy "
+            "already: take old (TIS, decoupled PPO), or kind 'one'"
+        )
+    elif over and weight.denominator is over:
+        yield (
+            f"is_weight.denominator must not be {over} with a ratio over {over} in grad1, which divides by it "
+            "already: set grad1.over to old (TIS, decoupled PPO), or is_weight to kind 'one'"
+        )
     for slot, bounded in (("is_weight", weight), ("adv", adv)):
         low, high = getattr(bounded, "low", 0.0), getattr(bounded, "high", math.inf)
         if low > high:
@@ -31,26 +45,6 @@ def contradictions(objective: PolicyObjective) -> Iterator[str]:
             )
         if adv.uneven:
             yield adv.uneven
-
-
-def _of_ratios(objective: PolicyObjective) -> Iterator[str]:
-    weight, over = objective.is_weight, objective.grad1.over
-    if over is Policy.CURRENT:
-        yield "grad1.over must not be current: the ratio of a policy to itself is 1"
-    if weight.numerator is None:
-        return
-    if weight.numerator is weight.denominator:
-        yield f"is_weight divides {weight.numerator} by itself; take kind 'one' for no weights"
-    elif over and weight.numerator is Policy.CURRENT:
-        yield (
-            "is_weight.numerator must not be current with a ratio in grad1, which carries the current policy "
-            "already: take old (TIS, decoupled PPO), or kind 'one'"
-        )
-    elif over and weight.denominator is over:
-        yield (
-            f"is_weight.denominator must not be {over} with a ratio over {over} in grad1, which divides by it "
-            "already: set grad1.over to old (TIS, decoupled PPO), or is_weight to kind 'one'"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +66,6 @@ class Setting:
     def always_current(self) -> frozenset[Policy]:
         """Policies that equal the current policy at every evaluation of the loss, so that their ratio is always 1."""
         return self.step_begins_at if self.updates == 1 else frozenset()
-
-
-def without_effect(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
-    """Yield a sentence for each slot that cannot work as intended in this run, beginning with the slot's name."""
-    for key, size in setting.group_sizes.items():
-        yield from objective.adv.without_effect(key, size)
 
 
 def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:

@@ -99,7 +99,6 @@ class MaskedRatio(PolicyTerm, Protocol):
         return slope if self.level is Level.TOKEN else tokens.blanked(tokens.rollout_mean(slope))
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] of tokens where M is 0."""
         return self.masked(tokens)[1] == 0.0
 
 
@@ -110,11 +109,9 @@ class LogProb(PolicyTerm):
     formula: ClassVar = "log π_θ(o_t)"
 
     def value(self, tokens: Tokens) -> Array:
-        """Return log π_θ, [T]."""
         return tokens.logprobs
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return the cotangent unchanged."""
         return cotangent
 
 
@@ -137,7 +134,6 @@ class ClippedRatio(MaskedRatio):
 
     @property
     def formula(self) -> str:
-        """Formula of the policy term as text."""
         mask = _mask("r_t", self.epsilon_low, self.epsilon_high)
         if self.max_drift < math.inf:
             mask += f",  or A < 0 and mean_t log({SYMBOLS[self.over]}/π_θ) > {self.max_drift:g}"
@@ -149,7 +145,6 @@ class ClippedRatio(MaskedRatio):
         return self.max_drift < math.inf
 
     def masked(self, tokens: Tokens) -> tuple[Array, Array]:
-        """Return log r and M, [T] each."""
         difference = tokens.log_ratio(Policy.CURRENT, self.over)
         kept = _kept(tokens, difference, *_logs(self.epsilon_low, self.epsilon_high))
         if self.max_drift < math.inf:
@@ -172,17 +167,14 @@ class DualClippedRatio(MaskedRatio):
 
     @property
     def formula(self) -> str:
-        """Formula of the policy term as text."""
         mask = _mask("r_t", self.epsilon_low, self.epsilon_high)
         return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {mask} or A < 0 and r_t > {self.ceiling:g}"
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence if the ceiling does not exceed 1."""
         if self.ceiling <= 1.0:
             yield f"grad1.ceiling must be above 1, got {self.ceiling}: it bounds the ratio where A < 0"
 
     def masked(self, tokens: Tokens) -> tuple[Array, Array]:
-        """Return log r and M, [T] each."""
         difference = tokens.log_ratio(Policy.CURRENT, self.over)
         kept = _kept(tokens, difference, *_logs(self.epsilon_low, self.epsilon_high))
         above = stop_gradient(difference) > math.log(self.ceiling)
@@ -203,13 +195,11 @@ class DivergenceRatio(MaskedRatio):
 
     @property
     def formula(self) -> str:
-        """Formula of the policy term as text."""
         change = f"π_θ − {SYMBOLS[self.over]}"
         mask = f"M = 0 where A > 0 and {change} > {self.delta_high:g} or A < 0 and {change} < −{self.delta_low:g}"
         return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {mask}"
 
     def masked(self, tokens: Tokens) -> tuple[Array, Array]:
-        """Return log r and M, [T] each."""
         change = tokens.probability(Policy.CURRENT) - tokens.probability(self.over)
         return tokens.log_ratio(Policy.CURRENT, self.over), _kept(tokens, change, -self.delta_low, self.delta_high)
 
@@ -227,11 +217,9 @@ class QuadraticRatio(PolicyTerm):
 
     @property
     def formula(self) -> str:
-        """Formula of the policy term as text."""
         return f"r_t − sgn(A)·(r_t − 1)²/(2·{self.epsilon:g}),  r_t = π_θ/{SYMBOLS[self.over]}"
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence if `epsilon` is 0."""
         if self.epsilon == 0:
             yield "grad1.epsilon must be positive, got 0: it divides the penalty"
 
@@ -241,7 +229,6 @@ class QuadraticRatio(PolicyTerm):
         return ratio * (1.0 + sign * (1.0 - 0.5 * ratio) / self.epsilon) - 0.5 * sign / self.epsilon
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return cotangent·r·(1 − sgn(A)·(r − 1)/epsilon)."""
         ratio, sign = self._ratio(tokens)
         return cotangent * ratio * (1.0 - sign * (ratio - 1.0) / self.epsilon)
 
@@ -262,22 +249,18 @@ class SoftGate(PolicyTerm):
 
     @property
     def formula(self) -> str:
-        """Formula of the policy term as text."""
         gate = f"τ = {self.positive:g} where A > 0, else {self.negative:g}"
         return f"(4/τ)·σ(τ·(r_t − 1)),  r_t = π_θ/{SYMBOLS[self.over]},  {gate}"
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence if a τ is 0."""
         if not (self.positive and self.negative):
             yield "grad1.positive and grad1.negative must be positive: they divide the gate"
 
     def value(self, tokens: Tokens) -> Array:
-        """Return the gated ratio (4/τ)·σ(τ·(r − 1)), [T]."""
         _, tau, gate = self._gate(tokens)
         return 4.0 * gate / tau
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return cotangent·4·σ·(1 − σ)·r."""
         ratio, _, gate = self._gate(tokens)
         return cotangent * 4.0 * gate * (1.0 - gate) * ratio
 
@@ -305,12 +288,10 @@ class SequenceRatio(MaskedRatio):
 
     @property
     def formula(self) -> str:
-        """Formula of the policy term as text."""
         ratio = f"(Π_t π_θ/{SYMBOLS[self.over]})^(1/|o_i|)"
         return f"M_i·s_i,  s_i = {ratio},  {_mask('s_i', self.epsilon_low, self.epsilon_high)}"
 
     def masked(self, tokens: Tokens) -> tuple[Array, Array]:
-        """Return log s and M for each token of the rollout, [T] each."""
         mean = tokens.rollout_mean(tokens.log_ratio(Policy.CURRENT, self.over))
         return mean, _kept(tokens, mean, *_logs(self.epsilon_low, self.epsilon_high))
 
@@ -331,13 +312,11 @@ class GeometricRatio(PolicyTerm):
 
     @property
     def formula(self) -> str:
-        """Formula of the policy term as text."""
         low, high = f"−{self.epsilon_low:g}", f"{self.epsilon_high:g}"
         clipped = f"log r_t ≤ {high} where A > 0, ≥ {low} where A < 0"
         return f"(Π_t ρ_t)^(1/|o_i|),  ρ_t = r_t = π_θ/{SYMBOLS[self.over]} clipped to {clipped}"
 
     def value(self, tokens: Tokens) -> Array:
-        """Return the geometric mean of the rollout's clipped ratios, [T]."""
         difference = tokens.log_ratio(Policy.CURRENT, self.over)
         bounded = tokens.xp.clip(stop_gradient(difference), -self.epsilon_low, self.epsilon_high)
         kept = self._kept(tokens, difference)
@@ -349,7 +328,6 @@ class GeometricRatio(PolicyTerm):
         return tokens.blanked(tokens.rollout_mean(cotangent * self.value(tokens)) * kept)
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] of tokens whose own ratio is clipped."""
         return self._kept(tokens, tokens.log_ratio(Policy.CURRENT, self.over)) == 0.0
 
     def _kept(self, tokens: Tokens, difference: Array) -> Array:

@@ -84,7 +84,6 @@ class NoRegularizer(Regularizer):
     formula: ClassVar = "0"
 
     def value(self, tokens: Tokens) -> Array:
-        """Return zeros, [T]."""
         return tokens.xp.zeros_like(tokens.current)
 
 
@@ -121,34 +120,29 @@ class KLPenalty(Regularizer):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The optional log-prob columns of the policies `to` and, for `k3_weighted`, `over`; none if beta is 0."""
         if not self.beta:
             return frozenset()
         return columns_of(self.to, *([self.over] if self.estimator is Estimator.K3_WEIGHTED else []))
 
     @property
     def formula(self) -> str:
-        """Formula of the regularizer as text."""
         text = {Estimator.K1: "(−d_t)", Estimator.K2: "d_t²/2", Estimator.K3: "(e^d_t − d_t − 1)"}
         text[Estimator.K3_WEIGHTED] = f"(π_θ/{SYMBOLS[self.over]})·{text[Estimator.K3]}"
         return f"−{self.beta:g}·{text[self.estimator]},  d_t = log({SYMBOLS[self.to]}/π_θ)" if self.beta else "0"
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for each ratio or KL of the current policy to itself."""
         if self.beta and self.to is Policy.CURRENT:
             yield "grad2.to must not be current: the KL of a policy from itself is 0"
         if self.beta and self.estimator is Estimator.K3_WEIGHTED and self.over is Policy.CURRENT:
             yield "grad2.over must not be current: the ratio of a policy to itself is 1; take estimator 'k3'"
 
     def doubts(self, always_current: frozenset[Policy], *, weighted: bool) -> Iterator[str]:
-        """Yield a warning for a KL that is always 0, and for K1 without importance weights."""
         if self.beta and self.to in always_current:
             yield f"grad2 penalises the KL to π_{self.to}, from which the step starts, and is always 0; take behavior"
         if self.beta and self.estimator is Estimator.K1 and not weighted:
             yield "grad2.estimator k1 has no gradient in expectation without importance weights; take k3, k2, or adv.kl"
 
     def value(self, tokens: Tokens) -> Array:
-        """Return −beta times the estimate, [T]."""
         if not self.beta:
             return tokens.xp.zeros_like(tokens.current)
         difference = tokens.log_ratio(self.to, Policy.CURRENT)
@@ -201,11 +195,9 @@ class CovariancePenalty(Regularizer):
 
     @property
     def formula(self) -> str:
-        """Formula of the regularizer as text."""
         return f"−{self.beta:g}·|log(π_θ/π_old)| for the {self.share:g}·N tokens with the highest cov_t,  {COVARIANCE}"
 
     def doubts(self, always_current: frozenset[Policy], *, weighted: bool) -> Iterator[str]:
-        """Yield a warning for steps in which π_θ never leaves π_old."""
         if Policy.OLD in always_current:
             yield (
                 "grad2 kl_cov penalises the distance to π_old, from which the step starts, and has no gradient there; "
@@ -222,12 +214,10 @@ class CovariancePenalty(Regularizer):
         return {CHOSEN: coefficients}
 
     def value(self, tokens: Tokens) -> Array:
-        """Return −beta·|log π_θ − log π_old| for penalised tokens and 0 elsewhere, [T]."""
         distance = tokens.xp.abs(tokens.log_ratio(Policy.CURRENT, Policy.OLD))
         return -self.beta * tokens.column(CHOSEN) * distance
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return −beta·sign(log π_θ − log π_old) for penalised tokens, times the cotangent."""
         side = tokens.xp.sign(tokens.log_ratio(Policy.CURRENT, Policy.OLD))
         return -self.beta * tokens.column(CHOSEN) * side * cotangent
 
@@ -244,21 +234,34 @@ class EntropyBonus(Regularizer):
 
     @property
     def formula(self) -> str:
-        """Formula of the regularizer as text."""
         return f"−{self.beta:g}·(log π_θ(o_t))²/2"
 
     def value(self, tokens: Tokens) -> Array:
-        """Return −beta·(log π_θ)²/2, [T]."""
         logprobs = tokens.logprobs
         return -self.beta * 0.5 * logprobs * logprobs
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return −beta·log π_θ times the cotangent."""
         return -self.beta * tokens.logprobs * cotangent
 
 
+class MeasureBonus(Regularizer, Protocol):
+    """beta · m for a measure m of each token's whole distribution."""
+
+    beta: float
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({self.measure} if self.measure else ())
+
+    def value(self, tokens: Tokens) -> Array:
+        return self.beta * tokens.column(str(self.measure))
+
+    def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
+        return self.beta * cotangent
+
+
 @dataclass(frozen=True, slots=True)
-class ExactEntropy(Regularizer):
+class ExactEntropy(MeasureBonus):
     """beta·H(π_θ(·|s_t)) over the whole vocabulary; `EntropyBonus` estimates it from the sampled token alone."""
 
     measure: ClassVar = HeadMeasure.ENTROPY
@@ -266,26 +269,12 @@ class ExactEntropy(Regularizer):
     beta: float = 0.001
 
     @property
-    def needs(self) -> frozenset[str]:
-        """The entropy column."""
-        return frozenset({self.measure})
-
-    @property
     def formula(self) -> str:
-        """Formula of the regularizer as text."""
         return f"{self.beta:g}·H(π_θ(·|s_t))"
-
-    def value(self, tokens: Tokens) -> Array:
-        """Return beta·H, [T]."""
-        return self.beta * tokens.column(self.measure)
-
-    def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return beta · cotangent, [T]."""
-        return self.beta * cotangent
 
 
 @dataclass(frozen=True, slots=True)
-class LogBarrier(Regularizer):
+class LogBarrier(MeasureBonus):
     """beta·(1/|A|) Σ_a log π_θ(a|s_t) over the vocabulary A: the log barrier of Agarwal et al. 2021, Eq. 12 (λ = beta).
 
     Up to a constant it is −beta·KL(uniform ‖ π_θ(·|s_t)), a penalty that grows without bound as any vocabulary token's
@@ -297,22 +286,8 @@ class LogBarrier(Regularizer):
     beta: float = 0.001
 
     @property
-    def needs(self) -> frozenset[str]:
-        """The column of the mean log-prob."""
-        return frozenset({self.measure})
-
-    @property
     def formula(self) -> str:
-        """Formula of the regularizer as text."""
         return f"{self.beta:g}·(1/|A|)·Σ_a log π_θ(a|s_t)"
-
-    def value(self, tokens: Tokens) -> Array:
-        """Return beta times the mean log-prob, [T]."""
-        return self.beta * tokens.column(self.measure)
-
-    def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return beta · cotangent, [T]."""
-        return self.beta * cotangent
 
 
 KINDS: Final[Mapping[str, type[Regularizer]]] = {

@@ -64,7 +64,6 @@ class Unweighted(ImportanceWeight):
     formula: ClassVar = "1"
 
     def weight(self, tokens: Tokens) -> Array:
-        """Return ones, [T]."""
         return tokens.xp.ones_like(tokens.current)
 
 
@@ -95,15 +94,12 @@ class TokenRatio(ImportanceWeight):
 
     @property
     def formula(self) -> str:
-        """Formula of the weight as text."""
         return _kept(f"{_fraction(self)}(o_t)", self.low, self.high, self.outside)
 
     def weight(self, tokens: Tokens) -> Array:
-        """Return the ratios [T], each clipped to [low, high], or set to 0 outside these bounds, as `outside` says."""
         return _keep(tokens, tokens.ratio(self.numerator, self.denominator), self.low, self.high, self.outside)
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Return the mask [T] of ratios outside [low, high]."""
         return _beyond(tokens.ratio(self.numerator, self.denominator), self.low, self.high)
 
 
@@ -134,19 +130,13 @@ class SequenceWeight(ImportanceWeight):
 
     @property
     def formula(self) -> str:
-        """Formula of the weight as text."""
         return _kept(_of_sequence(self, self.mean), self.low, self.high, self.outside)
 
     def weight(self, tokens: Tokens) -> Array:
-        """Return the rollout's ratio for each token, [T], clipped to [low, high] or masked, as `outside` says."""
-        return _keep(tokens, self._ratio(tokens), self.low, self.high, self.outside)
+        return _keep(tokens, _sequence_ratio(tokens, self), self.low, self.high, self.outside)
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Return the mask [T] of ratios outside [low, high]."""
-        return tokens.inside & _beyond(self._ratio(tokens), self.low, self.high)
-
-    def _ratio(self, tokens: Tokens) -> Array:
-        return _sequence_ratio(tokens, self.mean, self.numerator, self.denominator)
+        return tokens.inside & _beyond(_sequence_ratio(tokens, self), self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,20 +156,14 @@ class ToprWeight(ImportanceWeight):
 
     @property
     def formula(self) -> str:
-        """Formula of the weight as text."""
         return f"1 where A ≥ 0, else min({_of_sequence(self, self.mean)}, {self.negative_high:g})"
 
     def weight(self, tokens: Tokens) -> Array:
-        """Return the rollout's bounded ratio where its advantage is negative, and 1 elsewhere, [T]."""
-        ratio = tokens.xp.clip(self._ratio(tokens), None, self.negative_high)
+        ratio = tokens.xp.clip(_sequence_ratio(tokens, self), None, self.negative_high)
         return tokens.xp.where(tokens.advantages < 0, ratio, 1.0)
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Return the mask [T] where the advantage is negative and the ratio exceeds `negative_high`."""
-        return tokens.inside & (tokens.advantages < 0) & (self._ratio(tokens) > self.negative_high)
-
-    def _ratio(self, tokens: Tokens) -> Array:
-        return _sequence_ratio(tokens, self.mean, self.numerator, self.denominator)
+        return tokens.inside & (tokens.advantages < 0) & (_sequence_ratio(tokens, self) > self.negative_high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +185,11 @@ class GammaWeight(ImportanceWeight):
 
     @property
     def formula(self) -> str:
-        """Formula of the weight as text."""
         up, down = f"W^{self.positive_power:g}·e^({self.positive_decay:g}·(1 − W))", f"W^{self.negative_power:g}"
         below = f"{down}·e^({self.negative_decay:g}·(1 − W))"
         return f"{up} where A ≥ 0, else {below},  W = {_of_sequence(self, Mean.PRODUCT)}"
 
     def weight(self, tokens: Tokens) -> Array:
-        """Return the rollout's weight for each token, [T]."""
         xp, is_good = tokens.xp, tokens.advantages >= 0
         log_ratio = tokens.rollout_total(tokens.log_ratio(self.numerator, self.denominator))
         log_ratio = xp.clip(log_ratio, -_FAR, _FAR)
@@ -228,9 +210,10 @@ KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {
 _FAR: Final = 20.0
 
 
-def _sequence_ratio(tokens: Tokens, mean: Mean, numerator: Policy, denominator: Policy) -> Array:
-    differences = tokens.log_ratio(numerator, denominator)
-    return tokens.exp(tokens.rollout_total(differences) if mean is Mean.PRODUCT else tokens.rollout_mean(differences))
+def _sequence_ratio(tokens: Tokens, kind: SequenceWeight | ToprWeight) -> Array:
+    differences = tokens.log_ratio(kind.numerator, kind.denominator)
+    whole = tokens.rollout_total if kind.mean is Mean.PRODUCT else tokens.rollout_mean
+    return tokens.exp(whole(differences))
 
 
 def _keep(tokens: Tokens, ratio: Array, low: float, high: float, outside: Outside) -> Array:

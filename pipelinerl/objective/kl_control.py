@@ -9,9 +9,8 @@ The rule is that of Ziegler et al. 2019, §2.2, which InstructGPT and ROLL (`kl_
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from pipelinerl.objective.adv import GAE, RewardToGo
 from pipelinerl.objective.grad2 import KLPenalty
@@ -37,47 +36,39 @@ class KLController:
         return beta * (1.0 + self.gain * error)
 
 
+def _term(objective: PolicyObjective) -> tuple[str, str] | None:
+    """Return slot and field of β, of the KL penalty to the reference or of the KL cost in the rewards, or None."""
+    adv, grad2 = objective.adv, objective.grad2
+    if isinstance(grad2, KLPenalty) and grad2.beta and grad2.to is Policy.REFERENCE:
+        return "grad2", "beta"
+    return ("adv", "kl") if isinstance(adv, GAE | RewardToGo) and adv.kl else None
+
+
 def kl_coefficient(objective: PolicyObjective) -> float | None:
     """Return β of the KL penalty to the reference or of the KL cost in the rewards; None if there is no KL term."""
-    if (penalty := _penalty(objective)) is not None:
-        return penalty.beta
-    if isinstance(objective.adv, GAE | RewardToGo) and objective.adv.kl:
-        return objective.adv.kl
-    return None
+    if (term := _term(objective)) is None:
+        return None
+    beta: float = getattr(getattr(objective, term[0]), term[1])
+    return beta
 
 
 def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObjective:
     """Return the objective with `beta` in place of its KL coefficient. Raises ValueError if it has no KL term."""
-    if (penalty := _penalty(objective)) is not None:
-        return dataclasses.replace(objective, grad2=dataclasses.replace(penalty, beta=beta))
-    if isinstance(objective.adv, GAE | RewardToGo) and objective.adv.kl:
-        return dataclasses.replace(objective, adv=dataclasses.replace(objective.adv, kl=beta))
-    raise ValueError(
-        "expected an objective with a KL term to control, got one without: set grad2 to kind 'kl', or adv.kl"
-    )
+    if (term := _term(objective)) is None:
+        raise ValueError(
+            "expected an objective with a KL term to control, got one without: set grad2 to kind 'kl', or adv.kl"
+        )
+    slot, field = term
+    changes: dict[str, Any] = {slot: replace(getattr(objective, slot), **{field: beta})}
+    return replace(objective, **changes)
 
 
-class KLCoefficientColumn(NamedTuple):
-    """An objective with β = 1, and the real β for the column `kl_coefficients`; None if no slot reads the column."""
+def as_column(objective: PolicyObjective) -> tuple[PolicyObjective, float | None]:
+    """Split an objective into one with β = 1, so that backends need not compile it for each β, and β.
 
-    objective: PolicyObjective
-    coefficient: float | None
-
-
-def as_column(objective: PolicyObjective) -> KLCoefficientColumn:
-    """Split an objective into its β and an objective with β = 1, so that backends need not compile it for each β.
-
-    If β scales a KL cost in the rewards (as in Ziegler et al.), the advantages already include it, and backends do not
-    need β.
+    β is None if no slot reads the column `kl_coefficients`. If β scales a KL cost in the rewards (as in Ziegler et
+    al.), the advantages already include it, and backends do not need it.
     """
-    beta = kl_coefficient(objective)
-    if beta is None:
-        return KLCoefficientColumn(objective, None)
-    read = _penalty(objective) is not None
-    return KLCoefficientColumn(with_kl_coefficient(objective, 1.0), beta if read else None)
-
-
-def _penalty(objective: PolicyObjective) -> KLPenalty | None:
-    """Return `grad2` if it is a KL penalty to the reference with β > 0, otherwise None."""
-    grad2 = objective.grad2
-    return grad2 if isinstance(grad2, KLPenalty) and grad2.beta and grad2.to is Policy.REFERENCE else None
+    if (term := _term(objective)) is None:
+        return objective, None
+    return with_kl_coefficient(objective, 1.0), kl_coefficient(objective) if term[0] == "grad2" else None

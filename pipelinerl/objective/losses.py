@@ -13,20 +13,47 @@ the library of the log-probs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from pipelinerl.arrays import Array, namespace, stop_gradient
 from pipelinerl.errors import UserError
-from pipelinerl.objective.explain import ScoredRollout
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
-from pipelinerl.objective.reward import Parts, Scored, TurnReward, Turns
+from pipelinerl.objective.reward import PartReward, Parts, Scored, TurnReward, Turns
 from pipelinerl.objective.tokens import COMPUTED_BY
 
 #: Names of the columns that a caller of `policy_loss` may pass as keyword arguments.
 _COLUMNS: Final = tuple(name for name in COMPUTED_BY if name.endswith(("logprobs", "entropies")) or name == "values")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRollout:
+    """One rollout of a batch, with what is known about its reward and its N sampled tokens.
+
+    Attributes:
+        tokens: the text of each token, [N].
+        reward, group, judged: the verdict's reward, the index of the group, and False if a verifier reached no verdict.
+        behavior_logprobs: the sampler's log-probs, [N].
+        logprobs: the current policy's log-probs, [N].
+        old_logprobs, ref_logprobs, values: log-probs of π_old and π_ref and the critic's values, [N]; None if unknown.
+        turns: the turns of an episode; empty for a single turn.
+        parts: the terms of the reward; empty for a single term.
+    """
+
+    tokens: tuple[str, ...]
+    reward: float
+    group: int = 0
+    judged: bool = True
+    behavior_logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...]
+    old_logprobs: tuple[float, ...] | None = None
+    ref_logprobs: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+    turns: tuple[TurnReward, ...] = ()
+    parts: tuple[PartReward, ...] = ()
 
 
 class PolicyLoss(NamedTuple):
@@ -77,7 +104,9 @@ def policy_loss(
         ColumnError: the objective reads a column that is missing.
         UserError: shapes do not fit, a column is unknown, or the combination of slots makes no sense.
     """
-    chosen = objective if isinstance(objective, PolicyObjective) else resolve(_plain(objective), max_tokens=max_tokens)
+    if not isinstance(objective, str | Mapping | PolicyObjective):
+        raise UserError(f"objective must be a preset's name, a table or a PolicyObjective, got {objective!r}")
+    chosen = objective if isinstance(objective, PolicyObjective) else resolve(objective, max_tokens=max_tokens)
     _check_shapes(logprobs, columns, mask)
     num_rollouts, width = logprobs.shape
     inside = np.ones((num_rollouts, width), bool) if mask is None else _host(mask).astype(bool)
@@ -137,12 +166,6 @@ def rollouts_loss(
         parts=Parts.of([one.parts for one in rollouts], np.array([one.reward for one in rollouts], np.float64)),
         **columns,
     )
-
-
-def _plain(objective: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
-    if not isinstance(objective, str | Mapping):
-        raise UserError(f"objective must be a preset's name, a table or a PolicyObjective, got {objective!r}")
-    return objective
 
 
 def _check_shapes(logprobs: Array, columns: Mapping[str, Any], mask: Any) -> None:

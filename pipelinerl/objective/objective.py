@@ -86,7 +86,6 @@ class PolicyObjective:
         return -(steered + (outer * self.grad2.value(tokens.counting(outer))).sum())
 
     def prediction_gradient(self, logprobs: Array, columns: Columns) -> Array:
-        """Return d loss / d logprobs, [T], in closed form."""
         tokens = Tokens.of(logprobs, columns)
         outer = self._outer(tokens)
         steer, _ = self._steered(tokens, outer)

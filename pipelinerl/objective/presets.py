@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping
 from enum import StrEnum
 from types import UnionType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pipelinerl.enums import NoSignal
 from pipelinerl.errors import RecipeError, did_you_mean
@@ -76,6 +76,32 @@ def to_table(objective: PolicyObjective) -> dict[str, dict[str, Any]]:
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         table[slot] = {"kind": kind} | {k: str(v) if isinstance(v, StrEnum) else v for k, v in fields.items()}
     return table
+
+
+class SlotLine(NamedTuple):
+    """One slot (term of RLAX Eq. 3): its name, its kind with its fields, its formula, and the columns it reads."""
+
+    slot: str
+    kind: str
+    formula: str
+    needs: tuple[str, ...]
+
+
+def slot_lines(objective: PolicyObjective) -> list[SlotLine]:
+    """Return a line for each of the five slots: agg, is_weight, adv, grad1, grad2."""
+    lines = []
+    for slot, table in to_table(objective).items():
+        fields = ", ".join(f"{name} = {value}" for name, value in table.items() if name != "kind")
+        value = getattr(objective, slot)
+        needs = tuple(sorted(getattr(value, "needs", ())))
+        lines.append(SlotLine(slot, f"{table['kind']}({fields})" if fields else table["kind"], value.formula, needs))
+    return lines
+
+
+def differing(objective: PolicyObjective, preset: PolicyObjective) -> dict[str, str]:
+    """Return, for each slot in which `objective` differs from a preset, the preset's kind and fields."""
+    pairs = zip(slot_lines(objective), slot_lines(preset), strict=True)
+    return {ours.slot: theirs.kind for ours, theirs in pairs if ours.kind != theirs.kind}
 
 
 def _slot(kinds: Mapping[str, type[Any]], current: Any, choice: Any, path: str) -> Any:

@@ -91,4 +91,4 @@ def _cut(
         mask: NDArray[np.bool_] = rule(objective)
         return mask
     streams = tokens.columns["streams"]
-    return np.any([(streams == part.loss.code) & rule(part.objective) for part in objective.parts], axis=0)
+    return np.any([(streams == loss.code) & rule(part) for loss, part in objective.parts.items()], axis=0)

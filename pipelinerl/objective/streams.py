@@ -55,13 +55,6 @@ _OWN: Final[Mapping[Loss, PolicyObjective]] = {
 _ADVANTAGES: Final = np.array([np.nan, 1.0, 0.0])
 
 
-class Part(NamedTuple):
-    """One stream of a batch, with its objective."""
-
-    loss: Loss
-    objective: PolicyObjective
-
-
 @dataclass(frozen=True, slots=True)
 class StreamedObjective:
     """The sum of one objective per stream: `rl`, the run's objective, and those of the streams in `others`.
@@ -73,28 +66,25 @@ class StreamedObjective:
     others: tuple[Loss, ...]
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """All streams; the one with the run's objective is the first."""
-        return (Part(Loss.RL, self.rl), *(Part(loss, _OWN[loss]) for loss in self.others))
+    def parts(self) -> dict[Loss, PolicyObjective]:
+        """The objective of each stream; the run's objective is the first."""
+        return {Loss.RL: self.rl, **{loss: _OWN[loss] for loss in self.others}}
 
     @property
     def needs(self) -> frozenset[str]:
         """The optional columns that at least one stream reads, and the column `streams`."""
-        return frozenset({"streams"}).union(*(part.objective.needs for part in self.parts))
+        return frozenset({"streams"}).union(*(part.needs for part in self.parts.values()))
 
     def evaluate(self, logprobs: Array, columns: Columns) -> Array:
-        """Return the sum of the streams' losses on this micro-batch, a scalar."""
-        first, *others = (part.objective.evaluate(logprobs, within(columns, part.loss)) for part in self.parts)
+        first, *others = (part.evaluate(logprobs, within(columns, loss)) for loss, part in self.parts.items())
         return sum(others, first)
 
     def prediction_gradient(self, logprobs: Array, columns: Columns) -> Array:
-        """Return d loss / d logprobs, [T], in closed form."""
-        each = (part.objective.prediction_gradient(logprobs, within(columns, part.loss)) for part in self.parts)
-        first, *others = each
+        parts = self.parts.items()
+        first, *others = (part.prediction_gradient(logprobs, within(columns, loss)) for loss, part in parts)
         return sum(others, first)
 
     def measure_gradients(self, logprobs: Array, columns: Columns) -> Mapping[HeadMeasure, Array]:
-        """Return d loss / d m, [T], in closed form, for each statistic m that the run's objective reads."""
         return self.rl.measure_gradients(logprobs, within(columns, Loss.RL))
 
 
@@ -133,7 +123,6 @@ class DomainLosses:
     by_domain: Mapping[str, DomainLoss] = field(default_factory=dict)
 
     def of(self, domain: str) -> Loss:
-        """Return the kind of loss that a domain's tokens have."""
         return self.by_domain.get(domain, _OF_OTHERS).loss
 
     @property
@@ -155,7 +144,6 @@ class DomainLosses:
         return np.array([self.of(domain).code for domain in domains], np.int32) if self.others else None
 
     def factors(self, domains: Sequence[str]) -> NDArray[np.float64]:
-        """Return the weight factor of each domain in `domains`."""
         return np.array([self.by_domain.get(domain, _OF_OTHERS).factor for domain in domains])
 
     def token_weights(
@@ -169,7 +157,7 @@ class DomainLosses:
         codes = self.codes(domains)
         if codes is None:
             return agg.token_weights(lengths=lengths, groups=groups, valid=valid) * self.factors(domains)
-        rules = {Loss.RL: agg} | {loss: _OWN[loss].agg for loss in self.others}
+        rules = {Loss.RL: agg, **{loss: _OWN[loss].agg for loss in self.others}}
         weights = [
             rule.token_weights(lengths=lengths, groups=groups, valid=valid & (codes == loss.code))
             for loss, rule in rules.items()

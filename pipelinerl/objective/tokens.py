@@ -100,7 +100,6 @@ class Tokens:
 
     @classmethod
     def of(cls, logprobs: Array, columns: Columns) -> Tokens:
-        """Return the tokens of a micro-batch; log-probs and columns must be in one array library."""
         return cls(namespace(logprobs), column_of(columns, "loss_mask"), logprobs, columns)
 
     def counting(self, factors: Array) -> Tokens:
@@ -114,7 +113,6 @@ class Tokens:
 
     @property
     def advantages(self) -> Array:
-        """The advantage of each token [T]; 0 outside the mask."""
         return self.column("advantages")
 
     @property

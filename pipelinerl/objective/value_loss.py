@@ -35,7 +35,6 @@ class ValueLoss:
         return frozenset({"returns"} if math.isinf(self.clip) else {"values", "returns"})
 
     def evaluate(self, values: Array, columns: Columns, /) -> Array:
-        """Return the loss on this micro-batch, a scalar, for current values [T]."""
         xp = namespace(values)
         error, clipped = self._errors(values, columns)
         square = xp.where(error * error >= clipped * clipped, error * error, clipped * clipped)

@@ -11,7 +11,7 @@ from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.adv import Credit
-from pipelinerl.objective.contradictions import Setting, without_effect
+from pipelinerl.objective.contradictions import Setting
 from pipelinerl.objective.kl_control import kl_coefficient
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
@@ -54,8 +54,9 @@ def objective_of(config: RunConfig) -> PolicyObjective:
     objective = resolve(config.objective, max_tokens=config.sampling.max_tokens)
     for sentence in _unsupported(config, objective):
         raise RecipeError(sentence)
-    for sentence in without_effect(objective, setting_of(config)):
-        raise RecipeError(f"objective.{sentence}")
+    for key, size in setting_of(config).group_sizes.items():
+        for sentence in objective.adv.without_effect(key, size):
+            raise RecipeError(f"objective.{sentence}")
     return objective
 
 

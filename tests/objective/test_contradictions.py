@@ -5,37 +5,32 @@ from dataclasses import replace
 import pytest
 
 from pipelinerl.objective.catalogue import PRESETS
-from pipelinerl.objective.contradictions import Setting, doubts, without_effect
+from pipelinerl.objective.contradictions import Setting, doubts
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.tokens import Policy
 
 PLAIN = Setting(group_sizes={"sampling.group_size": 16}, max_tokens=8)
-LONE = Setting(group_sizes={"sampling.group_size": 1}, max_tokens=8)
 RECOMPUTED = Setting(group_sizes={"sampling.group_size": 16}, max_tokens=8, step_begins_at=frozenset({Policy.OLD}))
 
 
 @pytest.mark.parametrize(
-    ("table", "setting", "sentence"),
+    ("table", "size", "sentence"),
     [
-        (
-            {"preset": "gfpo"},
-            Setting(group_sizes={"sampling.group_size": 8}, max_tokens=8),
-            "adv.keep (8) must be below sampling.group_size (8)",
-        ),
-        ({"preset": "gfpo"}, LONE, "adv.keep (8) must be below sampling.group_size (1)"),
-        ({"preset": "grpo"}, LONE, "adv.baseline mean needs groups, and sampling.group_size is 1"),
-        ({"preset": "clip_cov"}, LONE, "adv covariance_clipped needs groups"),
-        ({"preset": "rloo"}, LONE, "adv.baseline leave_one_out needs groups"),
-        ({"preset": "reinforce_plus_plus"}, LONE, "adv.baseline mean needs groups"),
-        ({"preset": "grpo", "adv": {"baseline": "none"}}, LONE, "adv.scale std needs groups"),
-        ({"preset": "maxrl", "adv": {"baseline": "none"}}, LONE, "adv.scale mean needs groups"),
+        ({"preset": "gfpo"}, 8, "adv.keep (8) must be below sampling.group_size (8)"),
+        ({"preset": "gfpo"}, 1, "adv.keep (8) must be below sampling.group_size (1)"),
+        ({"preset": "grpo"}, 1, "adv.baseline mean needs groups, and sampling.group_size is 1"),
+        ({"preset": "clip_cov"}, 1, "adv covariance_clipped needs groups"),
+        ({"preset": "rloo"}, 1, "adv.baseline leave_one_out needs groups"),
+        ({"preset": "reinforce_plus_plus"}, 1, "adv.baseline mean needs groups"),
+        ({"preset": "grpo", "adv": {"baseline": "none"}}, 1, "adv.scale std needs groups"),
+        ({"preset": "maxrl", "adv": {"baseline": "none"}}, 1, "adv.scale mean needs groups"),
     ],
 )
-def test_objective_setting_that_has_no_effect_in_this_run_is_reported(table, setting, sentence):
+def test_objective_setting_that_has_no_effect_in_this_run_is_reported(table, size, sentence):
     objective = resolve(table)
-    (reported,) = without_effect(objective, setting)
+    (reported,) = objective.adv.without_effect("sampling.group_size", size)
     assert reported.startswith(sentence)
-    assert list(without_effect(objective, PLAIN)) == []
+    assert list(objective.adv.without_effect("sampling.group_size", 16)) == []
 
 
 @pytest.mark.parametrize(
@@ -48,7 +43,7 @@ def test_objective_setting_that_has_no_effect_in_this_run_is_reported(table, set
     ],
 )
 def test_objectives_that_need_no_group_report_no_ineffective_setting_at_a_group_size_of_1(table):
-    assert list(without_effect(resolve(table), LONE)) == []
+    assert list(resolve(table).adv.without_effect("sampling.group_size", 1)) == []
 
 
 @pytest.mark.parametrize(

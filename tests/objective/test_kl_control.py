@@ -50,12 +50,12 @@ def test_loss_and_gradient_are_equal_for_a_kl_coefficient_as_a_batch_column_and_
     np.testing.assert_allclose(
         compiled.prediction_gradient(logprobs, given), objective.prediction_gradient(logprobs, columns), rtol=1e-12
     )
-    assert compiled == as_column(with_kl_coefficient(objective, 0.1)).objective
-    assert hash(compiled) == hash(as_column(with_kl_coefficient(objective, 0.1)).objective)
+    assert compiled == as_column(with_kl_coefficient(objective, 0.1))[0]
+    assert hash(compiled) == hash(as_column(with_kl_coefficient(objective, 0.1))[0])
 
 
 def test_coefficient_of_the_kl_cost_in_rewards_is_not_passed_to_the_loss_as_a_column():
     costed = resolve({"preset": "ppo", "adv": {"kl": 0.2}})
     compiled, coefficient = as_column(costed)
-    assert coefficient is None and compiled == as_column(with_kl_coefficient(costed, 0.7)).objective
+    assert coefficient is None and compiled == as_column(with_kl_coefficient(costed, 0.7))[0]
     assert as_column(resolve("grpo")) == (resolve("grpo"), None)

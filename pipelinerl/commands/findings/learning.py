@@ -21,8 +21,7 @@ from pipelinerl.models.checkpoint import (
 )
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.contradictions import doubts
-from pipelinerl.objective.explain import differing, slot_lines
-from pipelinerl.objective.presets import preset_of, resolve
+from pipelinerl.objective.presets import differing, preset_of, resolve, slot_lines
 from pipelinerl.objective.streams import Loss
 from pipelinerl.roles.wiring import is_url, knobs_of, losses_of, objective_of, references_of, setting_of
 from pipelinerl.types import Problem

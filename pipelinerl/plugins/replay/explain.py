@@ -34,11 +34,12 @@ from pipelinerl.enums import NoSignal
 from pipelinerl.errors import RecordError, UserError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.catalogue import PRESETS
-from pipelinerl.objective.explain import COSTS, EXAMPLE, FIELDS, FORMULA, ScoredRollout, factors, slot_lines
+from pipelinerl.objective.losses import ScoredRollout
 from pipelinerl.objective.objective import PolicyObjective
-from pipelinerl.objective.presets import no_signal_of, preset_of, resolve
+from pipelinerl.objective.presets import no_signal_of, preset_of, resolve, slot_lines
 from pipelinerl.objective.reward import PartReward, RewardShaping, TurnReward
 from pipelinerl.plugins.replay.recorded_run import RecordedStep, recorded_groups, recorded_step, trained_groups
+from pipelinerl.plugins.replay.token_factors import COSTS, EXAMPLE, FIELDS, FORMULA, factors
 from pipelinerl.roles.role import Changes, Overrides, joined
 from pipelinerl.streams.records import decode_group
 from pipelinerl.types import RolloutGroup

@@ -1,18 +1,17 @@
-"""Explanations of an objective: the formulas of its five terms (slots), and each factor's value for given tokens."""
+"""The factors of each token's term in an objective, for given rollouts, and texts with which `explain` prints them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from pipelinerl.errors import UserError
+from pipelinerl.objective.losses import ScoredRollout
 from pipelinerl.objective.objective import PolicyObjective
-from pipelinerl.objective.presets import to_table
 from pipelinerl.objective.reward import PartReward, Parts, Scored, TurnReward, Turns
 from pipelinerl.objective.tokens import Tokens
 
@@ -27,59 +26,6 @@ COSTS: Final[Mapping[str, str]] = {
     "vocab_entropies": "no pass: a sum over the vocabulary in the output layer",
 }
 """Cost per step of each optional column and of each measure of the output layer."""
-
-
-class SlotLine(NamedTuple):
-    """One slot (term of RLAX Eq. 3): its name, its kind with its fields, its formula, and the columns it reads."""
-
-    slot: str
-    kind: str
-    formula: str
-    needs: tuple[str, ...]
-
-
-def slot_lines(objective: PolicyObjective) -> list[SlotLine]:
-    """Return a line for each of the five slots: agg, is_weight, adv, grad1, grad2."""
-    lines = []
-    for slot, table in to_table(objective).items():
-        fields = ", ".join(f"{name} = {value}" for name, value in table.items() if name != "kind")
-        value = getattr(objective, slot)
-        needs = tuple(sorted(getattr(value, "needs", ())))
-        lines.append(SlotLine(slot, f"{table['kind']}({fields})" if fields else table["kind"], value.formula, needs))
-    return lines
-
-
-def differing(objective: PolicyObjective, preset: PolicyObjective) -> dict[str, str]:
-    """Return, for each slot in which `objective` differs from a preset, the preset's kind and fields."""
-    pairs = zip(slot_lines(objective), slot_lines(preset), strict=True)
-    return {ours.slot: theirs.kind for ours, theirs in pairs if ours.kind != theirs.kind}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredRollout:
-    """One rollout of a batch, with what is known about its reward and its N sampled tokens.
-
-    Attributes:
-        tokens: the text of each token, [N].
-        reward, group, judged: the verdict's reward, the index of the group, and False if a verifier reached no verdict.
-        behavior_logprobs: the sampler's log-probs, [N].
-        logprobs: the current policy's log-probs, [N].
-        old_logprobs, ref_logprobs, values: log-probs of π_old and π_ref and the critic's values, [N]; None if unknown.
-        turns: the turns of an episode; empty for a single turn.
-        parts: the terms of the reward; empty for a single term.
-    """
-
-    tokens: tuple[str, ...]
-    reward: float
-    group: int = 0
-    judged: bool = True
-    behavior_logprobs: tuple[float, ...]
-    logprobs: tuple[float, ...]
-    old_logprobs: tuple[float, ...] | None = None
-    ref_logprobs: tuple[float, ...] | None = None
-    values: tuple[float, ...] | None = None
-    turns: tuple[TurnReward, ...] = ()
-    parts: tuple[PartReward, ...] = ()
 
 
 def _example(group: int, reward: float, *tokens: tuple[str, float, float, float, float], right: float) -> ScoredRollout:

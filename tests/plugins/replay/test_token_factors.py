@@ -7,8 +7,10 @@ import pytest
 
 from pipelinerl.errors import UserError
 from pipelinerl.objective.catalogue import PRESETS
-from pipelinerl.objective.explain import COSTS, ScoredRollout, factors, slot_lines
-from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.losses import ScoredRollout, policy_loss
+from pipelinerl.objective.presets import resolve, slot_lines
+from pipelinerl.plugins.replay.token_factors import COSTS, factors
+from tests.objective.test_losses import GROUPS, MASK, REWARDS, batch, rollouts
 
 GOOD = ScoredRollout(
     tokens=("so", "4"),
@@ -72,3 +74,13 @@ def test_explain_rejects_a_rollout_whose_columns_are_missing_or_too_short():
         factors(resolve("grpo_kl"), [GOOD, replace(BAD, ref_logprobs=None)])
     with pytest.raises(UserError, match="rollout 0 has 2 tokens but 1 logprobs; give one per token"):
         factors(resolve("grpo"), [replace(GOOD, logprobs=(-1.0,)), BAD])
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"gfpo"}))
+def test_gradient_from_policy_loss_is_the_negative_of_the_gradient_that_explain_reports(name):
+    table = batch()
+    logprobs = table.pop("logprobs")
+    result = policy_loss(name, logprobs, rewards=REWARDS, groups=GROUPS, mask=MASK, max_tokens=8, **table)
+    wanted = [-row.multiplier for row in factors(resolve(name, max_tokens=8), rollouts())]
+    np.testing.assert_allclose(result.gradient[MASK], wanted, atol=1e-15)
+    assert (result.gradient[~MASK] == 0).all() and (result.advantages[~MASK] == 0).all() and np.isfinite(result.loss)

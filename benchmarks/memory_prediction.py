@@ -30,7 +30,7 @@ from benchmarks.torch_step import OBJECTIVE, random_batch, trainer_of
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.plugins.memory.trainer_memory import TrainerMemory
 from pipelinerl.rng import generator
-from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
+from pipelinerl.trainers.torch.options import MomentDType, OptimizerOptions, StatePlace
 from trainer_contract.types import MicroBatch, Precision
 
 SMOLLM2: Final = Path(__file__).parents[1] / "models" / "smollm2"

@@ -231,19 +231,17 @@ class RewardShaping:
         """
         shaped = np.where(valid, rewards, 0.0).astype(np.float64)
         if self.overlong_tokens:
-            shaped = shaped + _overlong(lengths, self.overlong_tokens, self.overlong_margin)
+            most, margin = self.overlong_tokens, self.overlong_margin
+            if margin:
+                shaped = shaped + np.clip((most - margin - lengths) / margin, -1.0, 0.0)
+            else:
+                shaped = shaped - (lengths > most)
         centre = _mean(shaped, groups, valid, self.mean)
         deviation = np.sqrt(_mean((shaped - _mean(shaped, groups, valid, self.std)) ** 2, groups, valid, self.std))
         shaped = shaped - centre
         if self.std is not NormalizationScope.NONE:
             shaped = shaped / (deviation + self.epsilon)
         return np.where(valid, np.clip(shaped, self.low, self.high) * self.scale, 0.0)
-
-
-def _overlong(lengths: Ints, most: int, margin: int) -> Floats:
-    if margin == 0:
-        return np.where(lengths > most, -1.0, 0.0)
-    return np.asarray(np.clip((most - margin - lengths) / margin, -1.0, 0.0))
 
 
 def _mean(amounts: Floats, groups: Ints, valid: Bools, over: NormalizationScope) -> Floats:

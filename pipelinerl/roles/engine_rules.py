@@ -1,18 +1,30 @@
-"""Rules of a recipe's engines: their servers, options, log-probs and automatic scaling."""
+"""Rules of a recipe's engines: servers, options, log-probs, automatic scaling, and how the trainer checks them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from inference_contract.schemas import ChatMessage
 from pipelinerl import registry
 from pipelinerl.component import imported
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ElasticSection
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.enums import RoutingReplay
+from pipelinerl.enums import RoutingReplay, WeightFormat
 from pipelinerl.errors import ModelError, RecipeError
-from pipelinerl.models.model_shape import replayed_routing
-from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.models.model_shape import mixture_of, replayed_routing
+from pipelinerl.roles.dtypes import dtypes_of, on_accelerator
+from pipelinerl.roles.problems import training_problems
 from pipelinerl.system.references import is_reference
-from trainer_contract.types import RoutingShape
+from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES, Canary
+from pipelinerl.training.engine_proofs import Replica
+from trainer_contract.host_weights import num_bytes
+from trainer_contract.types import Device, ParameterInfo, Precision, RoutingShape, WeightDType
+
+#: The largest model, in bytes as it is sent, of which the trainer loads a replica of the engines.
+_MOST_REPLICATED: Final = 2**30
 
 
 def check_truncation(config: RunConfig) -> None:
@@ -143,3 +155,34 @@ def routing_of(config: RunConfig) -> RoutingShape | None:
         return replayed_routing(config.model.resolved)
     except ModelError as error:
         raise RecipeError(f"{setting}: {error}") from None
+
+
+def canary_of(config: RunConfig) -> Canary:
+    """Return the canary: the first training problem, as a prompt whose log-probs show if an engine's weights are right.
+
+    The tolerated difference follows from the least precise dtype that weights pass through from trainer to engine.
+    """
+    problem = training_problems(config).problem(0)
+    replay, coarsest = config.trainer.routing_replay, dtypes_of(config).coarsest(config)
+    routed_apart = replay is RoutingReplay.OFF and mixture_of(config.model.resolved) is not None
+    return Canary(
+        messages=tuple(ChatMessage.model_construct(role=m.role, content=m.content) for m in problem.messages),
+        context_length=config.engine.context_length,
+        tolerance=ROUTED_APART if routed_apart and coarsest == "float32" else TOLERANCES[coarsest],
+        temperature=config.sampling.temperature or 1.0,
+        routing_replay=replay,
+    )
+
+
+def replica_of(config: RunConfig, layout: Sequence[ParameterInfo]) -> Replica | None:
+    """Return a replica of the run's engines; None if they compute as the trainer does, on a GPU, or a large model."""
+    section, dtypes = config.engine, dtypes_of(config)
+    computes = WeightDType.FLOAT32 if config.trainer.passes_in is Precision.FP32 else WeightDType.BFLOAT16
+    is_alike = dtypes.engine is computes and section.weights is WeightFormat.NATIVE
+    if is_alike or section.type not in registry.ENGINES.having("replica") or on_accelerator(section.device):
+        return None
+    if sum(map(num_bytes, layout)) > _MOST_REPLICATED:
+        return None
+    options = replace(options_of(config), device=Device.CPU, threads=None)
+    replica: Replica = imported(registry.ENGINES[section.type].replica)(options)
+    return replica

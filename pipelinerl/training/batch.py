@@ -7,16 +7,21 @@ Other advantages are computed after the forward passes, still on the whole batch
 micro-batches as the forward passes. If forward and backward use the same computation, π_θ/π_old therefore starts at
 exactly 1.
 
+A step whose loss, gradient or log-probs are not finite raises `NonFiniteStep` and is skipped. To find the cause,
+columns are checked first, then each term of the objective with the step's log-probs. If all these are finite, the cause
+is the model.
+
 In shapes, B is the number of rollouts in the step, and N the number of their sampled tokens, concatenated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +29,41 @@ from numpy.typing import NDArray
 from inference_contract.schemas import FinishReason
 from pipelinerl import rng
 from pipelinerl.enums import Truncated
+from pipelinerl.errors import PipelineError
 from pipelinerl.objective.adv import GAE, Credit
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import Parts, RewardShaping, Roles, Scored, TurnReward, Turns
 from pipelinerl.objective.streams import ONE_LOSS, DomainLosses, Loss, with_constants
+from pipelinerl.objective.tokens import Tokens
 from pipelinerl.training.packing import Packed, SegmentTable, WeightedRollout, apart, bins_of, joined, pack
 from pipelinerl.types import Outcome, Rollout, RolloutGroup
-from trainer_contract.types import Float32, MicroBatch
+from trainer_contract.errors import NonFiniteError
+from trainer_contract.types import Bool, Float32, MicroBatch
 
 Floats = NDArray[np.float64]
+
+#: The checked columns, in order of computation; the first one that is not finite is the cause.
+_COLUMNS: Final = (
+    "behavior_logprobs", "weights", "old_logprobs", "ref_logprobs", "values", "advantages", "returns"
+)  # fmt: skip
+
+
+class NonFiniteStep(PipelineError):
+    """A step must be skipped: `what` (a column, term or metric) is not finite in the groups with indices `groups`."""
+
+    def __init__(self, what: str, groups: list[int]) -> None:
+        super().__init__(f"{what} of group{'s' * (len(groups) != 1)} {', '.join(map(str, groups))}")
+        self.what = what
+        self.groups = groups
+
+
+@contextmanager
+def naming(what: str, groups: list[int]) -> Iterator[None]:
+    """Convert a `NonFiniteError` of the block to a `NonFiniteStep` with `what` and the group indices `groups`."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteStep(what, groups) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,17 +144,27 @@ def build(
         lengths=lengths,
         valid=valid,
     )
+    rewards, domain_of = given.rewards.copy(), np.array(domains)
     with np.errstate(invalid="ignore"):
-        rewards = _shaped(given, np.array(domains), rules.shaping)
+        for domain, how in rules.shaping.items():
+            if (its := domain_of == domain).any():
+                rewards[its] = how.apply(
+                    rewards=rewards[its], groups=given.groups[its], lengths=lengths[its], valid=valid[its]
+                )
+    turns = Turns.of(
+        [[TurnReward(len(turn.token_ids), turn.reward, turn.agent) for turn in one.turns] for one in rollouts]
+    )
+    agents = [(domain, turn.agent) for domain, one in zip(domains, rollouts, strict=True) for turn in one.turns]
+    roles = [f"{domain}/{agent}" if agent else domain for domain, agent in agents]
     scored = replace(
         given,
         rewards=rewards,
         valid=learns & rewarded if late else rewarded,
-        turns=_turns(rollouts) if objective.adv.credit is Credit.TURNS else None,
+        turns=turns if objective.adv.credit is Credit.TURNS else None,
         parts=_parts(groups, rules.shaping, rewards) if objective.adv.needs_parts else None,
-        roles=Roles(_roles(groups), baselines) if objective.adv.state else None,
+        roles=Roles(roles, baselines) if objective.adv.state else None,
     )
-    with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` reports rewards that are not finite
+    with np.errstate(invalid="ignore", over="ignore"):  # `check_columns` reports rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else _advantages(objective, scored, {}, streams)
     by_rollout = np.split(advantages, np.cumsum(lengths)[:-1])
     taught = np.array([late or not objective.zero_advantage_is_idle or part.any() for part in by_rollout]) | ~rewarded
@@ -152,32 +193,6 @@ def _advantages(
 ) -> Floats:
     advantages = objective.adv.advantages(scored, columns)
     return advantages if streams is None else with_constants(advantages, np.repeat(streams, scored.lengths))
-
-
-def _shaped(scored: Scored, domains: NDArray[np.str_], shaping: Mapping[str, RewardShaping]) -> Floats:
-    rewards = scored.rewards.copy()
-    for domain, how in shaping.items():
-        its = domains == domain
-        if its.any():
-            rewards[its] = how.apply(
-                rewards=rewards[its], groups=scored.groups[its], lengths=scored.lengths[its], valid=scored.valid[its]
-            )
-    return rewards
-
-
-def _turns(rollouts: Sequence[Rollout]) -> Turns:
-    return Turns.of(
-        [[TurnReward(len(turn.token_ids), turn.reward, turn.agent) for turn in one.turns] for one in rollouts]
-    )
-
-
-def _roles(groups: Sequence[RolloutGroup]) -> list[str]:
-    return [
-        f"{group.domain}/{turn.agent}" if turn.agent else group.domain
-        for group in groups
-        for rollout in group.rollouts
-        for turn in rollout.turns
-    ]
 
 
 def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping], rewards: Floats) -> Parts:
@@ -260,21 +275,66 @@ class TrainBatch:
         """The packed micro-batches, with the columns that forward passes have computed so far."""
         return [packed.micro_batch for packed in self.packed]
 
-    def group_indices(self, number: int, segments: NDArray[np.integer] | None = None) -> list[int]:
-        """Return the sorted indices (`RolloutGroup.index`) of the groups with segments in micro-batch `number`.
+    def group_indices(self, number: int, broken: Bool | None = None) -> list[int]:
+        """Return the sorted indices (`RolloutGroup.index`) of the groups in micro-batch `number`.
 
-        If `segments` is given, only these segments of the micro-batch count.
+        If the mask `broken` [T] is given, only groups with such tokens in the loss mask count.
         """
-        rollouts = np.array(self.rollouts_of(number))[slice(None) if segments is None else segments]
+        rollouts = np.array(self.rollouts_of(number))
+        if broken is not None:
+            micro_batch = self.packed[number].micro_batch
+            rollouts = rollouts[np.unique(micro_batch.segment_ids[broken & micro_batch.loss_mask])]
         return sorted({self.groups[group].index for group in self.scored.groups[rollouts].tolist()})
+
+    # --- values that are not finite --------------------------------------------------------------------------------
+
+    def check_columns(self) -> None:
+        """Raise NonFiniteStep for the first input of the loss with NaN or infinity.
+
+        Inputs are the rewards of valid verdicts, before and after shaping, and the columns at tokens in the loss mask.
+        """
+        scored = self.scored
+        for rewards in (np.array([one.verdict.reward for one in self.segments.rollouts]), scored.rewards):
+            broken = scored.valid & ~np.isfinite(rewards)
+            if broken.any():
+                raise NonFiniteStep("rewards", sorted({self.groups[i].index for i in scored.groups[broken].tolist()}))
+        for name in _COLUMNS:
+            self.check_finite([getattr(each, name) for each in self.micro_batches], what=name)
+
+    def check_finite(self, columns: Sequence[Float32 | None], *, what: str) -> None:
+        """Raise NonFiniteStep if a column [T], one per micro-batch, is not finite at a token in the loss mask."""
+        groups: set[int] = set()
+        for number, column in enumerate(columns):
+            if column is not None:
+                groups.update(self.group_indices(number, ~np.isfinite(column)))
+        if groups:
+            raise NonFiniteStep(what, sorted(groups))
+
+    def check_terms(self, number: int, logprobs: Float32) -> None:
+        """Compute the terms of micro-batch `number` in fp32 at these log-probs; raise NonFiniteStep for a bad one.
+
+        Terms that read whole distributions are not checked, because only the trainer has the distributions.
+        """
+        objective, micro_batch = self.objective, self.packed[number].micro_batch
+        names = (*_COLUMNS, "loss_mask", "segment_ids", "rollout_ids", "num_segments", "kl_coefficients")
+        columns = {name: getattr(micro_batch, name) for name in names}
+        with np.errstate(all="ignore"):
+            tokens = Tokens.of(logprobs, columns)
+            terms = {
+                "is_weight": objective.is_weight.weight(tokens),
+                "grad1": objective.grad1.value(tokens),
+                **({} if objective.grad2.measure else {"grad2": objective.grad2.value(tokens)}),
+                "loss gradient": objective.prediction_gradient(logprobs, columns),
+            }
+        for name, values in terms.items():
+            if groups := self.group_indices(number, ~np.isfinite(values)):
+                raise NonFiniteStep(name, groups)
+
+    # --- columns and mini-batches ----------------------------------------------------------------------------------
 
     def rollouts_of(self, number: int) -> list[int]:
         """Return, for each segment of micro-batch `number`, the number of its rollout within the batch."""
         return [self.segments.owners[member] for member in self.packed[number].members]
-
-    def domains_of(self, number: int) -> list[str]:
-        """Return the domain of each segment of micro-batch `number`."""
-        return [self.groups[self.scored.groups[rollout]].domain for rollout in self.rollouts_of(number)]
 
     def drawn(self, seed: int, most: int) -> list[int]:
         """Draw up to `most` of the groups, by number, for the sample log; the choice depends on `seed` and version."""
@@ -313,7 +373,7 @@ class TrainBatch:
         columns = []
         for micro_batch, members in self.packed:
             column = np.zeros(micro_batch.num_tokens, np.float32)
-            with np.errstate(over="ignore"):  # values that overflow fp32 become infinite; `finite_check` reports them
+            with np.errstate(over="ignore"):  # values that overflow fp32 become infinite; `check_columns` reports them
                 column[micro_batch.loss_mask] = values[self.segments.rows(members)]
             columns.append(column)
         return columns

@@ -69,7 +69,6 @@ class Tally:
     lengths: list[int] = field(default_factory=list)
 
     def merge(self, other: Tally) -> None:
-        """Add the counts of another tally."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if isinstance(mine, Counter):

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.types import Rollout, Segment
-from trainer_contract.types import Bool, Experts, Float32, MicroBatch
+from trainer_contract.types import Bool, Float32, MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,6 @@ class SegmentTable:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> Self:
-        """Number the segments of B rollouts."""
         segments: list[Segment] = []
         owners: list[int] = []
         for number, rollout in enumerate(rollouts):
@@ -65,7 +64,6 @@ class SegmentTable:
         return cls(rollouts, segments, owners)
 
     def of_rollout(self, number: int) -> range:
-        """Return the numbers of one rollout's segments."""
         return range(bisect_left(self.owners, number), bisect_right(self.owners, number))
 
     def rows(self, members: Sequence[int]) -> NDArray[np.intp]:
@@ -124,7 +122,13 @@ def bins_of(
     Segments of one rollout stay together if they fit. Micro-batches are filled by first fit, in an order in which
     rollouts of one prompt are adjacent, so that a trainer can compute their prompt once.
     """
-    units = _units(lengths, owners, token_budget, whole)
+    by_owner: dict[int, list[int]] = {}
+    for i, owner in enumerate(owners):
+        by_owner.setdefault(owner, []).append(i)
+    units: list[list[int]] = []
+    for segments in by_owner.values():
+        fits = whole or sum(lengths[i] for i in segments) <= token_budget
+        units += [segments] if fits else [[i] for i in segments]
     sizes = [sum(lengths[i] for i in unit) for unit in units]
     order = by_prompt(sizes, [prompts[unit[0]] for unit in units])
     if width == 1:
@@ -136,18 +140,6 @@ def bins_of(
             [first_fit(sorted(part, key=place.__getitem__), sizes, token_budget) for part in parts], sizes
         )
     return [[i for unit in bin for i in units[unit]] for bin in bins]
-
-
-def _units(lengths: Sequence[int], owners: Sequence[int], token_budget: int, whole: bool) -> list[list[int]]:
-    """Return the units that packing keeps together: a rollout's segments, or each segment of a split rollout."""
-    by_owner: dict[int, list[int]] = {}
-    for i, owner in enumerate(owners):
-        by_owner.setdefault(owner, []).append(i)
-    units: list[list[int]] = []
-    for segments in by_owner.values():
-        fits = whole or sum(lengths[i] for i in segments) <= token_budget
-        units += [segments] if fits else [[i] for i in segments]
-    return units
 
 
 def by_prompt(lengths: Sequence[int], prompts: Sequence[Hashable]) -> list[int]:
@@ -287,7 +279,7 @@ def _micro_batch(rollouts: Sequence[WeightedRollout], table: SegmentTable, membe
     behavior = np.zeros(token_ids.shape[0], np.float32)
     behavior[loss_mask] = np.concatenate([turn.behavior_logprobs for turn in trained])
     advantages = np.zeros(token_ids.shape[0], np.float32)
-    with np.errstate(over="ignore"):  # values that overflow fp32 become infinite, and `finite_check` reports them
+    with np.errstate(over="ignore"):  # values that overflow fp32 become infinite, and `check_columns` reports them
         advantages[loss_mask] = np.concatenate(
             [each.advantages[table.rows_within(i)] for i, each in zip(members, given, strict=True)]
         )
@@ -295,6 +287,9 @@ def _micro_batch(rollouts: Sequence[WeightedRollout], table: SegmentTable, membe
     spans = np.array([span for turn in trained for span in turn.spans], np.int32).reshape(-1, 2)
     versions[loss_mask] = np.repeat(spans[:, 0], spans[:, 1])
     routed = [part for turn in turns for part in (turn.context_routed_experts, turn.routed_experts)]
+    experts = [part for part in routed if part is not None]
+    is_routed = len(experts) == len(routed) and len({(part.dtype, part.shape[1:]) for part in experts}) == 1
+    streams = [each.stream for each in given if each.stream is not None]
 
     def spread(values: Sequence[float]) -> Float32:
         return np.repeat(np.array(values, np.float32), lengths)
@@ -311,20 +306,7 @@ def _micro_batch(rollouts: Sequence[WeightedRollout], table: SegmentTable, membe
         behavior_logprobs=behavior,
         temperatures=spread([each.rollout.temperature for each in given]),
         behavior_versions=versions,
-        streams=_streams([each.stream for each in given], lengths),
-        routed_experts=_routed(routed),
+        streams=np.repeat(np.array(streams, np.int32), lengths) if streams else None,
+        routed_experts=np.concatenate(experts) if is_routed else None,
         num_segments=len(members),
     )
-
-
-def _streams(streams: Sequence[int | None], lengths: NDArray[np.intp]) -> NDArray[np.int32] | None:
-    known = [stream for stream in streams if stream is not None]
-    return np.repeat(np.array(known, np.int32), lengths) if known else None
-
-
-def _routed(parts: Sequence[Experts | None]) -> Experts | None:
-    """Return the MoE experts of all tokens of a micro-batch; None if some are unknown or shapes differ."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts) or len({(part.dtype, part.shape[1:]) for part in known}) != 1:
-        return None
-    return np.concatenate(known)

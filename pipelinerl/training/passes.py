@@ -24,11 +24,9 @@ import numpy as np
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.numerics.entropy_probe import EntropyProbe
 from pipelinerl.objective.streams import Loss
-from pipelinerl.training.batch import TrainBatch
-from pipelinerl.training.finite_check import naming
+from pipelinerl.training.batch import TrainBatch, naming
 from pipelinerl.training.packing import SegmentTable, alone, prefixes
 from pipelinerl.training.weight_history import WeightHistory
-from pipelinerl.types import Rollout
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Bool, Float32, MicroBatch
@@ -80,19 +78,19 @@ class ForwardPasses:
         return batch
 
     def _old_logprobs(self, batch: TrainBatch) -> list[Float32]:
+        """Return log-probs [T] of the old policy; at the weights that sampled each token, with one pass per version."""
+        batches = batch.micro_batches
         if self.old_logprobs is OldLogprobs.BEHAVIOR:
-            return [each.behavior_logprobs for each in batch.micro_batches]
+            return [each.behavior_logprobs for each in batches]
         if self.old_logprobs is OldLogprobs.RECOMPUTE:
-            return self.policy.forward(batch.micro_batches)
-        return self._at_sampling_weights(batch.micro_batches)
-
-    def _at_sampling_weights(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Return the policy's log-probs [T] at the weights that sampled each token; one pass per version."""
+            return self.policy.forward(batches)
         assert self.history is not None, "old_logprobs at the sampling weights need a history of them"
-        columns = [np.zeros(batch.num_tokens, np.float32) for batch in batches]
-        sampled = np.concatenate([_versions(batch)[batch.loss_mask] for batch in batches])
+        columns = [np.zeros(each.num_tokens, np.float32) for each in batches]
+        versions = [each.behavior_versions for each in batches if each.behavior_versions is not None]
+        masks = [each.loss_mask for each in batches]
+        sampled = np.concatenate([its[mask] for its, mask in zip(versions, masks, strict=True)])
         for version in np.unique(sampled).tolist():
-            tokens = [batch.loss_mask & (_versions(batch) == version) for batch in batches]
+            tokens = [mask & (its == version) for its, mask in zip(versions, masks, strict=True)]
             _fill(columns, batches, tokens, partial(self.policy.forward_at, weights=self.history.weights(version)))
         return columns
 
@@ -107,9 +105,10 @@ class ForwardPasses:
                 taught.setdefault(id(teacher), (teacher, set()))[1].add(domain)
         batches = batch.micro_batches
         columns = [np.zeros(each.num_tokens, np.float32) for each in batches]
-        domains = [batch.domains_of(number) for number in range(len(batches))]
+        by_group = [batch.scored.groups[batch.rollouts_of(number)] for number in range(len(batches))]
         for teacher, names in taught.values():
-            its = [np.array([domain in names for domain in of]) for of in domains]
+            is_taught = np.array([group.domain in names for group in batch.groups])
+            its = [is_taught[groups] for groups in by_group]
             tokens = [each.loss_mask & mask[each.segment_ids] for each, mask in zip(batches, its, strict=True)]
             _fill(columns, unrouted(batches), tokens, teacher.forward)
         return columns
@@ -136,11 +135,6 @@ def _fill(
 def unrouted(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Return the micro-batches without recorded experts, for models other than the one that sampled."""
     return [replace(batch, routed_experts=None) for batch in batches]
-
-
-def _versions(batch: MicroBatch) -> np.ndarray:
-    assert batch.behavior_versions is not None, "packing gives every micro-batch its versions"
-    return batch.behavior_versions
 
 
 #: The exact entropy is measured on one in this many rollouts.
@@ -187,10 +181,14 @@ class EntropyMeter:
             return MeasuredEntropy()
         finally:
             policy.discard_gradient()
-        return MeasuredEntropy(
-            figures={EXACT_ENTROPY: measured.loss},
-            of_tokens=dict(zip(chosen, _by_rollout(rollouts, probe.seen), strict=False)),
-        )
+        lengths, seen = [rollout.num_sampled_tokens for rollout in rollouts], probe.seen
+        figures = {EXACT_ENTROPY: measured.loss}
+        if len(seen) != 1 or len(seen[0]) != sum(lengths):
+            return MeasuredEntropy(figures=figures)
+        table, entropies = SegmentTable.of(rollouts), np.empty_like(seen[0])
+        entropies[table.rows(range(len(table.owners)))] = seen[0]
+        by_rollout = np.split(entropies, np.cumsum(lengths)[:-1])
+        return MeasuredEntropy(figures=figures, of_tokens=dict(zip(chosen, by_rollout, strict=True)))
 
     def _chosen(self, batch: TrainBatch) -> list[int]:
         """Choose rollouts to measure: up to half from groups in the sample log, the others evenly spaced."""
@@ -205,13 +203,3 @@ class EntropyMeter:
         others = [member for member in members if member not in first]
         spaced = others[:: -(-len(others) // (count - len(first)))] if count > len(first) else []
         return sorted(first + spaced)
-
-
-def _by_rollout(rollouts: Sequence[Rollout], seen: Sequence[Float32]) -> list[Float32]:
-    lengths = [rollout.num_sampled_tokens for rollout in rollouts]
-    if len(seen) != 1 or len(seen[0]) != sum(lengths):
-        return []
-    table = SegmentTable.of(rollouts)
-    entropies = np.empty_like(seen[0])
-    entropies[table.rows(range(len(table.owners)))] = seen[0]
-    return np.split(entropies, np.cumsum(lengths)[:-1])

@@ -29,10 +29,8 @@ from pipelinerl.objective.statistics import cuts, statistics, trained_tokens
 from pipelinerl.objective.streams import Loss, only
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.objective.value_loss import ValueLoss, value_statistics
-from pipelinerl.training import finite_check
-from pipelinerl.training.batch import BatchRules, TrainBatch
+from pipelinerl.training.batch import BatchRules, NonFiniteStep, TrainBatch, naming
 from pipelinerl.training.demonstrations import DemonstrationStream
-from pipelinerl.training.finite_check import NonFiniteStep
 from pipelinerl.training.passes import EntropyMeter, ForwardPasses, MeasuredEntropy
 from pipelinerl.training.schedule import CONSTANT, KL_FIGURE, LearningRateSchedule
 from pipelinerl.types import RolloutGroup
@@ -134,7 +132,6 @@ class Step:
 
     @property
     def policy(self) -> Trainer:
-        """The worker that trains the policy."""
         return self.passes.policy
 
     def parts(self) -> dict[str, Callable[[Path], None]]:
@@ -162,46 +159,37 @@ class Step:
 
     def accumulate(self, batch: TrainBatch) -> Accumulated:
         """Run forward passes and the first mini-batch's backward. Raises NonFiniteStep if any result is not finite."""
-        with self._clean_on_failure():
-            completed = self._completed(batch)
-            measured = self.entropy.measure(self.policy, batch)
-            rest = completed.mini_batches()
-            first = self._gradient(next(rest))
-        return Accumulated(batch=completed, first=first, rest=rest, measured=measured)
-
-    def _completed(self, batch: TrainBatch) -> TrainBatch:
-        """Return the batch with all columns that the losses of policy and critic read."""
         needs = batch.objective.passes | batch.rules.losses.passes | (self.critic.loss.needs if self.critic else set())
         if batch.rules.mini_batching.target_kl is not None:
             needs |= {"old_logprobs"}
-        batch = self.passes.completed(batch, needs)
-        finite_check.check_columns(batch)
-        if batch.objective.late_columns:
-            batch = batch.with_advantages()
-            finite_check.check_columns(batch)
-        return batch
+        with self._clean_on_failure():
+            batch = self.passes.completed(batch, needs)
+            batch.check_columns()
+            if batch.objective.late_columns:
+                batch = batch.with_advantages()
+                batch.check_columns()
+            measured = self.entropy.measure(self.policy, batch)
+            rest = batch.mini_batches()
+            first = self._gradient(next(rest))
+        return Accumulated(batch=batch, first=first, rest=rest, measured=measured)
 
     def _gradient(self, batch: TrainBatch) -> Gradient:
+        """Run the backward passes of policy and critic over a mini-batch and the demonstrations of its step."""
+        demonstrations, cross_entropy = list[MicroBatch](), None
+        if self.demonstrations is not None and not self._stands_still(batch):
+            number = batch.optimizer_steps[batch.number]
+            demonstrations = self.demonstrations.micro_batches(number, batch.rules)
         with self._clean_on_failure():
-            demonstrations = self._demonstrated(batch)
             losses = self._policy_backward(batch, demonstrations)
             value_losses = self._critic_backward(batch)
-        of_rollouts = len(losses) - len(demonstrations)
-        return Gradient(
-            batch=batch,
-            losses=losses[:of_rollouts],
-            value_losses=value_losses,
-            cross_entropy=_cross_entropy(demonstrations, losses[of_rollouts:]),
-        )
+        losses, imitated = losses[: len(losses) - len(demonstrations)], losses[len(losses) - len(demonstrations) :]
+        if tokens := sum(int(each.loss_mask.sum()) for each in demonstrations):
+            cross_entropy = -sum(float(loss.predictions.sum(dtype=np.float64)) for loss in imitated) / tokens
+        return Gradient(batch=batch, losses=losses, value_losses=value_losses, cross_entropy=cross_entropy)
 
     def _stands_still(self, batch: TrainBatch) -> bool:
         """Return whether the step is in the critic's warm-up, in which the policy does not train."""
         return self.critic is not None and batch.producing <= self.critic.warmup_steps
-
-    def _demonstrated(self, batch: TrainBatch) -> list[MicroBatch]:
-        if self.demonstrations is None or self._stands_still(batch):
-            return []
-        return self.demonstrations.micro_batches(batch.optimizer_steps[batch.number], batch.rules)
 
     def _policy_backward(self, batch: TrainBatch, demonstrations: Sequence[MicroBatch]) -> list[LossStats]:
         """Run one backward call over rollouts and demonstrations; return the losses of both, in this order.
@@ -229,11 +217,12 @@ class Step:
             if error.number >= len(given):
                 raise NonFiniteStep("loss of demonstrations", batch.orders) from error
             groups = batch.group_indices(error.number)
-            with finite_check.naming("logprobs", groups):
+            with naming("logprobs", groups):
                 (logprobs,) = self.policy.forward([batch.micro_batches[error.number]])
-            finite_check.check_terms(batch, error.number, logprobs)
+            batch.check_terms(error.number, logprobs)
             raise NonFiniteStep("loss", groups) from error
-        finite_check.check_predictions(batch, given, losses[: len(given)], what="logprobs")
+        # A prediction may be infinite although the loss is finite.
+        batch.check_finite([loss.predictions for loss in losses[: len(given)]], what="logprobs")
         return losses
 
     def _critic_backward(self, batch: TrainBatch) -> list[LossStats]:
@@ -245,7 +234,7 @@ class Step:
         except NonFiniteError as error:
             groups = batch.orders if error.number is None else batch.group_indices(error.number)
             raise NonFiniteStep("value loss", groups) from error
-        finite_check.check_predictions(batch, weighed, losses, what="values")
+        batch.check_finite([loss.predictions for loss in losses], what="values")
         return losses
 
     @contextmanager
@@ -257,7 +246,6 @@ class Step:
             raise
 
     def discard(self) -> None:
-        """Discard the gradients that policy and critic have accumulated."""
         self.policy.discard_gradient()
         if self.critic is not None:
             self.critic.worker.discard_gradient()
@@ -301,7 +289,7 @@ class Step:
         batch, taken = gradient.batch, None
         with self._clean_on_failure():
             if (critic := self.critic) is not None:
-                with finite_check.naming("critic's gradient", batch.orders):
+                with naming("critic's gradient", batch.orders):
                     factor = critic.schedule.factor(batch.optimizer_steps[number])
                     taken = critic.worker.optimizer_step(learning_rate=critic.learning_rate * factor)
             try:
@@ -309,7 +297,7 @@ class Step:
             except NonFiniteError as error:
                 # In the critic's warm-up the policy has no losses to check.
                 for place, loss in enumerate(gradient.losses):
-                    finite_check.check_terms(batch, place, loss.predictions)
+                    batch.check_terms(place, loss.predictions)
                 raise NonFiniteStep("model's gradient", batch.orders) from error
         return Update(gradient=gradient, policy=policy, critic=taken)
 
@@ -403,11 +391,6 @@ def _of_critic(updates: Sequence[Update]) -> dict[str, float]:
         "value_grad_norm": fmean(step.grad_norm for step in made),
         "value_learning_rate": made[-1].learning_rate,
     }
-
-
-def _cross_entropy(demonstrations: Sequence[MicroBatch], losses: Sequence[LossStats]) -> float | None:
-    tokens = sum(int(batch.loss_mask.sum()) for batch in demonstrations)
-    return -sum(float(loss.predictions.sum(dtype=np.float64)) for loss in losses) / tokens if tokens else None
 
 
 def _kl_reference(batch: TrainBatch) -> dict[str, float]:

@@ -12,7 +12,7 @@ checkpoint, are not replaced by others: rollouts that they sampled end as stale,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Self
@@ -46,7 +46,6 @@ class WeightHistory:
 
     @property
     def versions(self) -> list[int]:
-        """The versions in the history, ascending."""
         return sorted(self._held)
 
     @property
@@ -55,7 +54,6 @@ class WeightHistory:
         return sum(data.nbytes for weights in self._held.values() for data in weights.values())
 
     def figures(self) -> dict[str, float]:
-        """Return the history's metrics for a step."""
         return {"history_versions": float(len(self._held)), "history_bytes": float(self.num_bytes)}
 
     def keep(self, trainer: Trainer, *, version: int, acceptance: float) -> None:
@@ -115,14 +113,12 @@ class WeightHistory:
     @classmethod
     def restored(cls, path: Path, layout: Sequence[ParameterInfo]) -> Self:
         """Return the history saved in `path`; empty if nothing is. Raises CheckpointError if a file is unusable."""
-        files = sorted(path.glob(f"{_PREFIX}*.safetensors"))
-        return cls(layout, {int(file.stem.removeprefix(_PREFIX)): _read(file, layout) for file in files})
-
-
-def _read(file: Path, layout: Iterable[ParameterInfo]) -> HostWeights:
-    try:
-        weights = {name: np.frombuffer(tensor["data"], np.uint8) for name, tensor in deserialize(file.read_bytes())}
-        check_weights(weights, tuple(layout))
-    except (OSError, SafetensorError, StateError) as error:
-        raise CheckpointError(f"{file} cannot be used: {error}; choose another checkpoint") from error
-    return weights
+        held = {}
+        for file in sorted(path.glob(f"{_PREFIX}*.safetensors")):
+            try:
+                weights = {name: np.frombuffer(each["data"], np.uint8) for name, each in deserialize(file.read_bytes())}
+                check_weights(weights, tuple(layout))
+            except (OSError, SafetensorError, StateError) as error:
+                raise CheckpointError(f"{file} cannot be used: {error}; choose another checkpoint") from error
+            held[int(file.stem.removeprefix(_PREFIX))] = weights
+        return cls(layout, held)

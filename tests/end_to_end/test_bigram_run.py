@@ -35,12 +35,12 @@ from pipelinerl.models.bigram import BigramModel
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.observability.run_history import tell
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
-from pipelinerl.roles.trainer_role import LoopSettings, training_loop
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.training.canary_check import TOLERANCES, Canary, check_canary
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
+from pipelinerl.training.loop import LoopSettings, training_loop
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
 from pipelinerl.verifiers.verifier import PerAnswerVerifier

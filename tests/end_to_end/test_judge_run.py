@@ -7,16 +7,14 @@ prints none. Answers are therefore judged or masked, and the run reports which.
 import json
 import re
 import shutil
-import subprocess
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
-from pipelinerl.system.machine import free_ports
-from tests.fakes.live_run import CLI, launched, light_run
+from tests.fakes.live_run import launched, light_run
+from tests.fakes.standalone_engine import standalone_engine
 from tests.patience import PATIENCE_S
 
 _MODEL = Path(__file__).parents[2] / "pipelinerl" / "models" / "tiny_rlvr"
@@ -32,33 +30,8 @@ def judge(folder):
     shutil.copytree(_MODEL, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": _CONTEXT}))
-    (port,) = free_ports(1)
-    url = f"http://127.0.0.1:{port}"
-    words = [*CLI, "engine", "--controller-url", "", "--no-token", "--port", str(port), "--model", str(model)]
-    words += [
-        "--run-dir",
-        str(folder / "run"),
-        "--set",
-        f"engine.context_length={_CONTEXT}",
-        "--set",
-        "engine.slots=16",
-    ]
-    with (folder / "judge.log").open("wb") as log, subprocess.Popen(words, stdout=log, stderr=log) as process:
-        try:
-            deadline = time.monotonic() + PATIENCE_S
-            while not _answers(url):
-                assert process.poll() is None and time.monotonic() < deadline, (folder / "judge.log").read_text()
-                time.sleep(0.1)
-            yield url, process
-        finally:
-            process.kill()
-
-
-def _answers(url):
-    try:
-        return httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).status_code == 200
-    except httpx.TransportError:
-        return False
+    with standalone_engine(model, folder, f"engine.context_length={_CONTEXT}", "engine.slots=16") as serving:
+        yield serving
 
 
 @pytest.mark.slow

@@ -31,6 +31,24 @@ def started(arguments, log):
         process.wait(PATIENCE_S)
 
 
+@contextmanager
+def services(folder):
+    """Start every role of a run; yield its directory, the engine's port and the processes by role."""
+    recipe, directory = bigram_recipe(folder / "bigram", walking=True), folder / "run"
+    ports = dict(zip(("redis", "controller", "engine"), free_ports(3), strict=True))
+    common = [
+        *("--recipe", str(recipe), "--run-dir", str(directory), "--set", "run.steps=100000"),
+        *("--controller-url", f"http://127.0.0.1:{ports['controller']}"),
+        *("--redis-url", f"redis://127.0.0.1:{ports['redis']}/0"),
+    ]
+    roles = {}
+    with ExitStack() as stack:
+        for role in ("redis", "controller", "engine", "actor", "trainer"):
+            listens = ["--port", str(ports[role])] if role in ports else []
+            roles[role] = stack.enter_context(started([role, *common, *listens], folder / f"{role}.log"))
+        yield directory, ports["engine"], roles
+
+
 def until(directory, reached):
     assert callable(reached)
     deadline = time.monotonic() + PATIENCE_S
@@ -49,17 +67,8 @@ def until(directory, reached):
 @pytest.mark.slow  # tests/plugins/steering/test_engines.py tests this faster, with a fake controller
 @pytest.mark.timeout(600)
 def test_engine_swap_prints_the_start_command_and_continues_when_the_new_engine_runs(tmp_path):
-    recipe, directory = bigram_recipe(tmp_path / "bigram", walking=True), tmp_path / "run"
-    redis, controller, engine = free_ports(3)
-    common = [
-        *("--recipe", str(recipe), "--run-dir", str(directory), "--controller-url", f"http://127.0.0.1:{controller}"),
-        *("--redis-url", f"redis://127.0.0.1:{redis}/0", "--set", "run.steps=100000"),
-    ]
-    ports = {"redis": redis, "controller": controller, "engine": engine}
     with ExitStack() as stack:
-        for role in ("redis", "controller", "engine", "actor", "trainer"):
-            listens = ["--port", str(ports[role])] if role in ports else []
-            stack.enter_context(started([role, *common, *listens], tmp_path / f"{role}.log"))
+        directory, port, _ = stack.enter_context(services(tmp_path))
         until(directory, lambda status: status.step > 2 and not status.fleet.has_launcher)
         began, swap_log = time.monotonic(), tmp_path / "swap.log"
         swap = stack.enter_context(
@@ -74,7 +83,7 @@ def test_engine_swap_prints_the_start_command_and_continues_when_the_new_engine_
         )
         stack.enter_context(started(shlex.split(command)[1:], tmp_path / "engine-1.log"))
         assert swap.wait(PATIENCE_S) == 0, swap_log.read_text()
-        assert f"the process at http://127.0.0.1:{engine} keeps running until you stop it" in swap_log.read_text()
+        assert f"the process at http://127.0.0.1:{port} keeps running until you stop it" in swap_log.read_text()
         status = until(directory, lambda status: status.step > 4)
         standings = {each.name: each.state for each in status.fleet.engines}
         assert standings == {"engine-0": "left", "engine-1": "healthy"}
@@ -83,18 +92,8 @@ def test_engine_swap_prints_the_start_command_and_continues_when_the_new_engine_
 @pytest.mark.slow  # tests/launch/test_adoption.py tests this faster, with a role that only sleeps
 @pytest.mark.timeout(600)
 def test_adopted_services_come_back_after_they_are_killed_and_the_run_goes_on(tmp_path):
-    recipe, directory = bigram_recipe(tmp_path / "bigram", walking=True), tmp_path / "run"
-    redis, controller, engine = free_ports(3)
-    common = [
-        *("--recipe", str(recipe), "--run-dir", str(directory), "--controller-url", f"http://127.0.0.1:{controller}"),
-        *("--redis-url", f"redis://127.0.0.1:{redis}/0", "--set", "run.steps=100000"),
-    ]
-    ports = {"redis": redis, "controller": controller, "engine": engine}
-    roles = {}
     with ExitStack() as stack:
-        for role in ("redis", "controller", "engine", "actor", "trainer"):
-            listens = ["--port", str(ports[role])] if role in ports else []
-            roles[role] = stack.enter_context(started([role, *common, *listens], tmp_path / f"{role}.log"))
+        directory, _, roles = stack.enter_context(services(tmp_path))
         step = until(directory, lambda status: status.step > 2).step
         adopted = tmp_path / "adopt.log"
         stack.enter_context(started(["adopt", str(directory)], adopted))

@@ -1,10 +1,7 @@
 """A teacher served by a torch engine in another process gives the same log-probs and training step as a local one."""
 
-import subprocess
-import time
 from dataclasses import replace
 
-import httpx
 import numpy as np
 import pytest
 
@@ -16,11 +13,10 @@ from pipelinerl.errors import EngineUnreachable
 from pipelinerl.rng import generator
 from pipelinerl.roles.wiring import losses_of, objective_of
 from pipelinerl.roles.workers import close_workers, started
-from pipelinerl.system.machine import free_ports
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.fakes.batches import batch_of
-from tests.fakes.live_run import CLI
 from tests.fakes.rollouts import group, rollout
+from tests.fakes.standalone_engine import standalone_engine
 from tests.patience import PATIENCE_S
 from trainer_contract.types import Device, TrainerSpec
 
@@ -30,27 +26,8 @@ TEACHER = MODELS / "tiny_speller_heads32"
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     """Yield the address of a standalone torch engine that serves the teacher."""
-    folder = tmp_path_factory.mktemp("teacher")
-    (port,) = free_ports(1)
-    address = f"http://127.0.0.1:{port}"
-    words = [*CLI, "engine", "--controller-url", "", "--no-token", "--port", str(port), "--model", str(TEACHER)]
-    words += ["--run-dir", str(folder / "run"), "--set", "engine.context_length=48"]
-    with (folder / "log").open("wb") as log, subprocess.Popen(words, stdout=log, stderr=log) as process:
-        try:
-            deadline = time.monotonic() + PATIENCE_S
-            while not _answers(address):
-                assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
-                time.sleep(0.1)
-            yield address
-        finally:
-            process.kill()
-
-
-def _answers(url):
-    try:
-        return httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).status_code == 200
-    except httpx.TransportError:
-        return False
+    with standalone_engine(TEACHER, tmp_path_factory.mktemp("teacher"), "engine.context_length=48") as (address, _):
+        yield address
 
 
 def batch(budget=64):

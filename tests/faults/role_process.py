@@ -258,13 +258,13 @@ class SharedReader:
 
 
 def acknowledge_before_training() -> None:
-    trainer_role.RolloutReader = SharedReader  # type: ignore[misc,assignment]
+    loop.RolloutReader = SharedReader  # type: ignore[misc,assignment]
 
 
 def acknowledge_after_checkpoint() -> None:
     """Install a trainer that acknowledges groups only after a checkpoint and keeps no record of ended orders."""
     SharedReader.early = False
-    trainer_role.RolloutReader = SharedReader  # type: ignore[misc,assignment]
+    loop.RolloutReader = SharedReader  # type: ignore[misc,assignment]
     admission.ConsumedLedger.has = lambda self, index: False  # type: ignore[method-assign]
 
 

@@ -84,38 +84,43 @@ def test_overflowing_ratio_of_a_token_with_zero_advantage_leaves_the_loss_finite
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_token_excluded_by_its_importance_weight_has_zero_gradient_even_if_its_ratio_overflows(library):
-    """In decoupled_ppo, π_old/μ = e^100 > 5 excludes the token, so π_θ/π_old = e^100 with A < 0 must not matter."""
-    logprobs, columns = batch(
-        old_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR], behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - 2 * FAR]
-    )
+@pytest.mark.parametrize(
+    ("name", "token", "changed"),
+    [
+        # π_old/μ = e^100 > 5 excludes the token, so π_θ/π_old = e^100 with A < 0 must not matter.
+        (
+            "decoupled_ppo",
+            3,
+            {"old_logprobs": [-1.0, -1.1, -1.2, -0.9 - FAR], "behavior_logprobs": [-1.0, -1.1, -1.2, -0.9 - 2 * FAR]},
+        ),
+        # The token is clipped, so its infinite importance weight must not matter.
+        (
+            "ppo_vanilla_is",
+            1,
+            {"logprobs": [-1.0, -0.1, -1.2, -0.9], "behavior_logprobs": [-1.0, -1.1 - FAR, -1.2, -0.9]},
+        ),
+    ],
+)
+def test_excluded_or_clipped_token_has_zero_gradient_even_if_a_ratio_overflows(name, token, changed, library):
+    logprobs, columns = batch(**changed)
     with np.errstate(over="ignore"):
-        loss, gradient = LIBRARIES[library](resolve("decoupled_ppo"), logprobs, columns)
-    assert np.isfinite(loss) and gradient[3] == 0.0 and gradient[2] != 0.0
+        loss, gradient = LIBRARIES[library](resolve(name), logprobs, columns)
+    assert np.isfinite(loss) and gradient[token] == 0.0 and gradient[2] != 0.0
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_infinite_importance_weight_of_a_clipped_token_is_ignored(library):
-    logprobs, columns = batch(logprobs=[-1.0, -0.1, -1.2, -0.9], behavior_logprobs=[-1.0, -1.1 - FAR, -1.2, -0.9])
+@pytest.mark.parametrize(
+    ("name", "behavior"),
+    [
+        ("grpo", [-1.0, -1.1, -1.2, -0.9 - FAR]),  # A < 0 is not clipped above
+        ("cfpo", [-1.0, -1.1 - FAR, -1.2, -0.9]),  # A > 0 is pulled back to 1 without bound: infinite, not NaN
+    ],
+)
+def test_overflowing_ratio_of_an_unclipped_token_makes_the_loss_infinite(name, behavior, library):
+    logprobs, columns = batch(behavior_logprobs=behavior)
     with np.errstate(over="ignore"):
-        loss, gradient = LIBRARIES[library](resolve("ppo_vanilla_is"), logprobs, columns)
-    assert np.isfinite(loss) and gradient[1] == 0.0 and gradient[2] != 0.0
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_overflowing_ratio_of_an_unclipped_token_makes_the_loss_infinite(library):
-    logprobs, columns = batch(behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR])
-    with np.errstate(over="ignore"):
-        loss, _ = LIBRARIES[library](resolve("grpo"), logprobs, columns)
-    assert loss == np.inf, "A < 0 is not clipped above"
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_quadratic_term_of_an_overflowing_ratio_is_infinite_not_nan(library):
-    logprobs, columns = batch(behavior_logprobs=[-1.0, -1.1 - FAR, -1.2, -0.9])
-    with np.errstate(over="ignore"):
-        loss, _ = LIBRARIES[library](resolve("cfpo"), logprobs, columns)
-    assert loss == np.inf, "A > 0 is pulled back to 1 without bound"
+        loss, _ = LIBRARIES[library](resolve(name), logprobs, columns)
+    assert loss == np.inf
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, -1e30])

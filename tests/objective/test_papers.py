@@ -10,7 +10,7 @@ from pipelinerl.objective.reward import PartReward, Parts, Scored
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.rng import generator
 from tests.objective.libraries import LIBRARIES, as_torch, in_numpy, in_torch
-from tests.objective.oracles import ORACLES, Sequence, clip_cov, clip_cov_candidates
+from tests.objective.oracles import ORACLES, Sequence, clip_cov_candidates, clip_cov_without, everyone
 
 GROUP_SIZE = 10
 PROMPT = 2
@@ -98,12 +98,11 @@ def gradient_of(groups, name, columns=None):
     """
     surrogate = ORACLES[name](groups)
     if name == "clip_cov" and columns is not None:
-        owners = columns["segment_ids"][columns["loss_mask"]]
-        places = np.concatenate([np.arange(len(one)) for group in groups for one in group])
+        tokens = [(id(one), t) for one in everyone(groups) for t in range(len(one))]
         zero = columns["advantages"][columns["loss_mask"]] == 0
-        dropped = {(int(i), int(t)) for i, t in zip(owners[zero], places[zero], strict=True)}
+        dropped = {token for token, is_zero in zip(tokens, zero, strict=True) if is_zero}
         assert len(dropped) == 1 and dropped <= clip_cov_candidates(groups)
-        surrogate = clip_cov(groups, dropped)
+        surrogate = clip_cov_without(dropped)(groups)
     (-surrogate).backward()
     return np.concatenate([one.theta.grad.numpy() for group in groups for one in group])
 

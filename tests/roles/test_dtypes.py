@@ -12,7 +12,7 @@ from pipelinerl.config.recipe import MODELS, load
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.checkpoint import check_directory, load_model, model_dtype, weight_files
 from pipelinerl.roles.dtypes import dtypes_of, outlined, settled, with_directories, with_plain_models
-from pipelinerl.roles.trainer_role import canary_of
+from pipelinerl.roles.engine_rules import canary_of
 from pipelinerl.training.canary_check import TOLERANCES
 from trainer_contract.types import WeightDType
 

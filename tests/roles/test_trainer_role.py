@@ -11,7 +11,7 @@ from pipelinerl.enums import Truncated
 from pipelinerl.errors import CheckpointError, RecipeError
 from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.roles.process import Identity
-from pipelinerl.roles.trainer_role import from_newest, loop_settings, publisher_of, samples_of
+from pipelinerl.roles.trainer_role import loop_settings, publisher_of, samples_of
 from pipelinerl.roles.wiring import batch_rules_of
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
@@ -37,16 +37,16 @@ def test_trainer_whose_checkpoint_is_removed_while_it_starts_takes_the_newest_ag
         return "started"
 
     save(store, 1)
-    assert from_newest(store, start) == (state_of(3), "started") and seen == [1, 2, 3]
+    assert store.start_from_newest(start) == (state_of(3), "started") and seen == [1, 2, 3]
     seen.clear()
     with pytest.raises(CheckpointError, match="step-000004 was removed while this trainer loaded it"):
-        from_newest(store, start, attempts=2)
+        store.start_from_newest(start, attempts=2)
 
     def fail(_, __):
         raise RecipeError("trainer.type: the state belongs to others")
 
     with pytest.raises(RecipeError, match="belongs to others"):
-        from_newest(store, fail)
+        store.start_from_newest(fail)
 
 
 def test_weight_publisher_follows_the_transport_in_the_recipe(tmp_path):

@@ -7,51 +7,39 @@ import pytest
 
 from pipelinerl import rng
 from pipelinerl.enums import Truncated
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.adv import GroupRelative
 from pipelinerl.objective.presets import PRESETS, resolve
 from pipelinerl.objective.reward import RewardShaping, Scored
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.batch import BatchRules
 from pipelinerl.training.packing import WeightedRollout, pack
 from pipelinerl.training.rollouts.admission import teacher
 from pipelinerl.types import Outcome, RewardPart
-from tests.fakes.batches import batch_of
+from tests.fakes.batches import batch_of, bigram, random_group
 from tests.fakes.rollouts import group, rollout
-from trainer_contract.types import OptimizerSpec, TrainerSpec
-
-VOCAB = 7
+from trainer_contract.types import OptimizerSpec
 
 
-def ragged(index, rewards, outcomes=None):
-    draw = rng.generator(index, "batch")
-    rollouts = []
-    for number, reward in enumerate(rewards):
-        sampled = draw.integers(0, VOCAB, int(draw.integers(1, 6))).tolist()
-        rollouts.append(
-            rollout(
-                reward=reward,
-                prompt=draw.integers(0, VOCAB, 3).tolist(),
-                sampled=sampled,
-                outcome=outcomes[number] if outcomes else None,
-                logprob=-1.5,
-            )
-        )
-    return replace(group(index), rollouts=tuple(rollouts))
+def ragged(index, rewards):
+    return random_group(rng.generator(index, "batch"), index, rewards, prompt=(3, 4), sampled=(1, 6))
+
+
+def timed_out(made, place):
+    rollouts = list(made.rollouts)
+    rollouts[place] = replace(rollouts[place], verdict=replace(rollouts[place].verdict, outcome=Outcome.TIMEOUT))
+    return replace(made, rollouts=tuple(rollouts))
 
 
 GROUPS = [
     ragged(0, [0.0, 1.0, 1.0]),
     ragged(1, [1.0, 1.0, 1.0]),
     ragged(2, [0.0, 0.0, 0.0]),
-    ragged(3, [1.0, 0.0, 0.0], [None, Outcome.TIMEOUT, None]),
+    timed_out(ragged(3, [1.0, 0.0, 0.0]), 1),
 ]
 
 
 def step(path, micro_batches, objective):
     """Take one optimizer step on the micro-batches; return the loss, the new weights, and the gradient's norm."""
-    trainer = BigramTrainer()
-    trainer.init_worker(TrainerSpec(model_path=path, optimizer=OptimizerSpec(grad_clip=0.0)))
+    trainer = bigram(path, optimizer=OptimizerSpec(grad_clip=0.0))
     needs_old = "old_logprobs" in objective.needs
     loss = 0.0
     for micro_batch in micro_batches:
@@ -63,22 +51,11 @@ def step(path, micro_batches, objective):
     return loss, table, stats.grad_norm
 
 
-def _is_lean(name):
-    objective = resolve(name)
-    return objective.adv == GroupRelative() and objective.zero_advantage_is_idle
-
-
-@pytest.fixture
-def model(tmp_path):
-    BigramModel.random(VOCAB, seed=4).save(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     "name",
     [name for name in PRESETS if resolve(name).adv == GroupRelative() and resolve(name).zero_advantage_is_idle],
 )
-def test_leaving_out_rollouts_without_gradient_changes_neither_the_loss_nor_the_updated_weights(name, model):
+def test_leaving_out_rollouts_without_gradient_changes_neither_the_loss_nor_the_updated_weights(name, tmp_path):
     objective = resolve(name)
     lean = batch_of(GROUPS, objective)
     assert lean.stats["idle_fraction"] == 1 - 5 / 12
@@ -102,7 +79,7 @@ def test_leaving_out_rollouts_without_gradient_changes_neither_the_loss_nor_the_
     whole = [packed.micro_batch for packed in packed_whole]
     assert sum(m.num_tokens for m in whole) > sum(m.num_tokens for m in lean.micro_batches)
     (loss, table, norm), (whole_loss, whole_table, whole_norm) = (
-        step(model, batches, objective) for batches in (lean.micro_batches, whole)
+        step(tmp_path, batches, objective) for batches in (lean.micro_batches, whole)
     )
     assert norm > 1e-5
     assert (loss, norm) == pytest.approx((whole_loss, whole_norm), rel=1e-6, abs=1e-7)

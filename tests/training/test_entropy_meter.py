@@ -1,33 +1,24 @@
 """The measured entropy equals that of the model's distributions on any trainer; measuring does not change training."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.passes import EXACT_ENTROPY, EntropyMeter, ForwardPasses
 from pipelinerl.types import ROOT
-from tests.fakes.batches import batch_of, step_on
+from tests.fakes.batches import batch_of, bigram, step_on
 from tests.fakes.rollouts import episode, group
-from trainer_contract.types import OptimizerSpec, TrainerSpec
+from trainer_contract.types import OptimizerSpec
 
-VOCAB = 7
 OBJECTIVE = resolve("grpo")
 
 
 @pytest.fixture
-def spec(tmp_path):
-    BigramModel.random(VOCAB, seed=4).save(tmp_path / "model")
-    return TrainerSpec(model_path=tmp_path / "model", optimizer=OptimizerSpec(eps=1.0, grad_clip=0.0))
-
-
-def worker(spec):
-    made = BigramTrainer()
-    made.init_worker(spec)
-    return made
+def worker(tmp_path):
+    return partial(bigram, tmp_path / "model", optimizer=OptimizerSpec(eps=1.0, grad_clip=0.0))
 
 
 def entropies(policy):
@@ -43,15 +34,15 @@ def batch(groups=20, *, producing=1):
     return batch_of(made, OBJECTIVE, producing=producing, token_budget=64)
 
 
-def test_exact_entropy_is_the_mean_entropy_at_the_sampled_tokens(spec):
-    made = worker(spec)
+def test_exact_entropy_is_the_mean_entropy_at_the_sampled_tokens(worker):
+    made = worker()
     entropy = entropies(made)
     expected = entropy[[2, 3]].mean()  # in a bigram model, tokens 3 and 4 are sampled after tokens 2 and 3
     assert EntropyMeter(1).measure(made, batch()).figures == {EXACT_ENTROPY: pytest.approx(expected, rel=1e-5)}
 
 
-def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(spec):
-    made = worker(spec)
+def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(worker):
+    made = worker()
     entropy = entropies(made)
     # The batch has 80 rollouts; the meter measures the entropy of 5 of them.
     measured = EntropyMeter(1, seed=7, logged_groups=2).measure(made, batch(40, producing=3))
@@ -65,8 +56,8 @@ def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(spec):
     assert len(EntropyMeter(1).measure(made, batch(40)).of_tokens) == 5, "as many where none is kept"
 
 
-def test_measured_entropies_of_a_branching_episode_are_in_the_order_of_its_turns(spec):
-    made = worker(spec)
+def test_measured_entropies_of_a_branching_episode_are_in_the_order_of_its_turns(worker):
+    made = worker()
     entropy = entropies(made)
     turns = [((0, 1), (2,)), ((3,), (4,)), ((5, 6), (0, 2)), ((4,), (1,))]
     # Two agents alternate, so one segment consists of turns 0 and 2, the other of turns 1 and 3.
@@ -78,16 +69,16 @@ def test_measured_entropies_of_a_branching_episode_are_in_the_order_of_its_turns
 
 @pytest.mark.parametrize("groups", [1, 2, 8, 9, 33])
 @pytest.mark.parametrize("most", [0, 1, 2, 50])
-def test_number_of_rollouts_with_measured_entropy_does_not_depend_on_how_many_samples_are_kept(spec, groups, most):
+def test_number_of_rollouts_with_measured_entropy_does_not_depend_on_how_many_samples_are_kept(worker, groups, most):
     meter = EntropyMeter(1, logged_groups=most)
-    measured = meter.measure(worker(spec), batch(groups)).of_tokens
+    measured = meter.measure(worker(), batch(groups)).of_tokens
     assert len(measured) in {-(-2 * groups // 16), -(-2 * groups // 16) - 1} and len(measured) >= 1
 
 
-def test_training_step_is_bit_identical_with_and_without_the_entropy_meter(spec):
+def test_training_step_is_bit_identical_with_and_without_the_entropy_meter(worker):
     results = []
     for meter in (EntropyMeter(0), EntropyMeter(1)):
-        step = step_on(ForwardPasses(policy=worker(spec)), entropy=meter)
+        step = step_on(ForwardPasses(policy=worker()), entropy=meter)
         figures = [step.apply(step.accumulate(batch()), learning_rates=[0.1]).figures for _ in range(3)]
         (_, weights), *_ = step.passes.policy.gather_weights()
         results.append((figures, weights.tobytes()))
@@ -96,8 +87,8 @@ def test_training_step_is_bit_identical_with_and_without_the_entropy_meter(spec)
     assert [each.pop(EXACT_ENTROPY) > 0 for each in with_it] == [True] * 3 and with_it == without
 
 
-def test_entropy_is_measured_at_the_configured_interval_of_steps(spec):
-    step = step_on(ForwardPasses(policy=worker(spec)), entropy=EntropyMeter(3))
+def test_entropy_is_measured_at_the_configured_interval_of_steps(worker):
+    step = step_on(ForwardPasses(policy=worker()), entropy=EntropyMeter(3))
     batches = [batch(producing=version) for version in range(1, 8)]
     figures = [step.apply(step.accumulate(each), learning_rates=[0.1]).figures for each in batches]
     assert [EXACT_ENTROPY in each for each in figures] == [False, False, True, False, False, True, False]

@@ -2,37 +2,29 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.grad2 import Regularizer
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.finite_check import NonFiniteStep
+from pipelinerl.training.batch import NonFiniteStep
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.step import Critic
-from tests.fakes.batches import batch_of, step_on
+from tests.fakes.batches import batch_of, bigram, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.errors import NonFiniteError, ProtocolError
-from trainer_contract.types import Head, TrainerSpec
+from trainer_contract.types import Head
 
 VOCAB = 7
 POISONED = 6
 
 
 @pytest.fixture
-def spec(tmp_path):
-    BigramModel.random(VOCAB, seed=4).save(tmp_path / "model")
-    return TrainerSpec(model_path=tmp_path / "model")
-
-
-def worker(spec, **fields):
-    made = BigramTrainer()
-    made.init_worker(replace(spec, **fields))
-    return made
+def worker(tmp_path):
+    return partial(bigram, tmp_path / "model", vocab=VOCAB)
 
 
 def groups(*, reward=1.0, logprob=-1.5):
@@ -63,10 +55,6 @@ class Overflowing(Regularizer):
         return np.where(tokens.advantages > 0.9, np.inf, 0.0)
 
 
-def broken_gradient(objective):
-    return replace(objective, grad2=Overflowing())
-
-
 @pytest.mark.parametrize("budget", [1, 1000])
 @pytest.mark.parametrize(
     ("what", "poisoned"),
@@ -79,12 +67,9 @@ def broken_gradient(objective):
     ],
     ids=["a reward of NaN", "an infinite reward", "a log-prob of NaN", "an infinite log-prob", "a ratio overflows"],
 )
-def test_nonfinite_reward_logprob_or_ratio_skips_the_step_and_names_its_group(what, poisoned, budget, spec):
-    policy = worker(spec)
-    step, objective = (
-        step_on(ForwardPasses(policy=in_fp32(policy))),
-        resolve("pipelinerl"),
-    )
+def test_nonfinite_reward_logprob_or_ratio_skips_the_step_and_names_its_group(what, poisoned, budget, worker):
+    policy = worker()
+    step, objective = step_on(ForwardPasses(policy=in_fp32(policy))), resolve("pipelinerl")
     batch = batch_of(groups(**poisoned), objective, token_budget=budget)
     with refused(what, [POISONED]):
         step.accumulate(batch)
@@ -98,9 +83,9 @@ def test_nonfinite_reward_logprob_or_ratio_skips_the_step_and_names_its_group(wh
 @pytest.mark.parametrize(
     "adv", [{"scale": "none"}, {"kind": "reward_to_go", "kl": 0.1}], ids=["group relative", "reward to go with KL"]
 )
-def test_advantage_that_overflows_fp32_skips_the_step_and_names_its_group(adv, spec):
+def test_advantage_that_overflows_fp32_skips_the_step_and_names_its_group(adv, worker):
     objective = resolve({"preset": "grpo", "adv": adv})
-    step = step_on(ForwardPasses(policy=worker(spec), reference=worker(spec)))
+    step = step_on(ForwardPasses(policy=worker(), reference=worker()))
     batch = batch_of(groups(reward=1e300), objective)
     with refused("advantages", [POISONED]):
         step.accumulate(batch)
@@ -122,12 +107,9 @@ def in_fp32(policy):
     return Narrow()
 
 
-def test_overflowing_gradient_skips_the_step_and_names_its_group(spec):
-    step, objective = (
-        step_on(ForwardPasses(policy=worker(spec))),
-        broken_gradient(resolve("grpo")),
-    )
-    before = worker(spec)
+def test_overflowing_gradient_skips_the_step_and_names_its_group(worker):
+    step, objective = step_on(ForwardPasses(policy=worker())), replace(resolve("grpo"), grad2=Overflowing())
+    before = worker()
     batch = batch_of(groups(), objective, token_budget=1)
     result = step.accumulate(batch)
     with np.errstate(all="ignore"), refused("loss gradient", [4]):
@@ -137,36 +119,29 @@ def test_overflowing_gradient_skips_the_step_and_names_its_group(spec):
     np.testing.assert_array_equal(table, untouched)
 
 
-def spoil(made):
-    made._state.table[:] = np.nan
-
-
 @pytest.mark.parametrize(("role", "column"), [("reference", "ref_logprobs"), ("critic", "values")])
-def test_step_is_skipped_if_reference_or_critic_has_nan_weights_and_the_error_names_the_model(role, column, spec):
-    reference, values = worker(spec), worker(spec, head=Head.VALUE)
-    spoil(reference if role == "reference" else values)
+def test_step_is_skipped_if_reference_or_critic_has_nan_weights_and_the_error_names_the_model(role, column, worker):
+    reference, values = worker(), worker(head=Head.VALUE)
+    (reference if role == "reference" else values)._state.table[:] = np.nan
     critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
-    step = step_on(
-        ForwardPasses(policy=worker(spec), critic=values, reference=reference),
-        critic=critic,
-    )
+    step = step_on(ForwardPasses(policy=worker(), critic=values, reference=reference), critic=critic)
     objective = resolve({"preset": "ppo", "grad2": "kl"})
     batch = batch_of(groups(), objective)
     with refused(column, [4, POISONED, 9]):
         step.accumulate(batch)
 
 
-def test_step_is_skipped_if_the_policy_has_nan_weights_and_the_error_names_the_policy(spec):
-    policy = worker(spec)
-    spoil(policy)
+def test_step_is_skipped_if_the_policy_has_nan_weights_and_the_error_names_the_policy(worker):
+    policy = worker()
+    policy._state.table[:] = np.nan
     objective = resolve("pipelinerl")
     batch = batch_of(groups(), objective)
     with refused("logprobs", [4, POISONED, 9]):
         step_on(ForwardPasses(policy=policy)).accumulate(batch)
 
 
-def test_nonfinite_gradient_of_the_critic_leaves_policy_and_critic_unchanged(spec):
-    policy, values = worker(spec), worker(spec, head=Head.VALUE)
+def test_nonfinite_gradient_of_the_critic_leaves_policy_and_critic_unchanged(worker):
+    policy, values = worker(), worker(head=Head.VALUE)
     critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
     step = step_on(ForwardPasses(policy=policy, critic=values), critic=critic)
     objective = resolve("ppo")

@@ -38,7 +38,6 @@ from pipelinerl.messages import (
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.observability.samples import SampleLog, read_samples
-from pipelinerl.roles.trainer_role import LoopSettings, training_loop
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import START
@@ -48,7 +47,7 @@ from pipelinerl.training.batch import BatchRules
 from pipelinerl.training.canary_check import CanaryFindings
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
-from pipelinerl.training.loop import TrainingLoop
+from pipelinerl.training.loop import LoopSettings, TrainingLoop, training_loop
 from pipelinerl.training.packing import WeightedRollout, pack
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome
@@ -240,7 +239,7 @@ async def test_step_changes_the_weights_only_after_pending_canary_checks(tmp_pat
         await made.begin(publish_to=[ENGINE, "http://engine-1"], to_verify=[ENGINE])
         await made.wait_for(Published)
         await made.roll_out(0, 1)
-        await made.until(lambda: made.loop._batcher.ledger.counts[GroupOutcome.TRAINED] > 0)
+        await made.until(lambda: made.loop.batcher.ledger.counts[GroupOutcome.TRAINED] > 0)
         assert (made.trainer.model_version, made.steps) == (0, []), "the step waits for the proof"
         made.engines.doubt.set()
         proved = await made.wait_for(CanaryChecked)
@@ -262,7 +261,7 @@ async def test_groups_that_an_engine_sampled_with_wrong_weights_do_not_train_and
         await made.roll_out(2, engines=(ENGINE,))
         assert (await made.wait_for(OrdersEnded, 2)).again == [2], "later groups of these weights are sampled again"
         await made.roll_out(3, engines=("http://engine-1",))
-        assert made.loop._batcher.doubted == {(ENGINE, 1, 0)}
+        assert made.loop.batcher.doubted == {(ENGINE, 1, 0)}
         again = [replace(group(index), group_id=f"again-{index}") for index in (2,)]
         await made.stream.append(ROLLOUTS + "a", [encode_group(each) for each in again], first_id=9)
         assert (await made.wait_for(StepDone)).orders == [2, 3], "healthy engines sampled them"
@@ -335,7 +334,7 @@ async def test_step_with_enough_rollouts_waits_for_a_group_that_would_be_too_old
         due = {"fresh_until": [(0, 1)], "issued": 3}
         await made.begin(**due)
         await made.roll_out(0, 1)
-        await made.until(lambda: len(made.loop._batcher.waiting) == 2)
+        await made.until(lambda: len(made.loop.batcher.waiting) == 2)
         await asyncio.sleep(0.1)
         assert not await made.reports(StepDone), "order 2 could train no other step"
         await made.say("ended-e1-2", failed=[2], **due)
@@ -394,7 +393,7 @@ async def test_preempted_trainer_finishes_the_current_step_before_it_saves_its_s
         await made.begin(publish_to=[ENGINE])
         await made.roll_out(0, 1, 2, 3)
         async with asyncio.timeout(DEADLINE_S):
-            while not made.loop._batcher.ledger.counts[GroupOutcome.TRAINED]:
+            while not made.loop.batcher.ledger.counts[GroupOutcome.TRAINED]:
                 await asyncio.sleep(0.005)
         made.loop.leave()
         made.engines.gate.set()
@@ -636,7 +635,7 @@ async def test_error_of_a_trainer_that_waited_too_long_blames_the_actors_or_the_
 
 def taken_in(loop):
     """Return what changes when something arrives: waiting groups, ledger counts and the current directive."""
-    return len(loop._batcher.waiting), dict(loop._batcher.ledger.counts), loop._link.current
+    return len(loop.batcher.waiting), dict(loop.batcher.ledger.counts), loop.link.current
 
 
 @pytest.mark.parametrize("by", ["groups", "directives", "groups that teach nothing"])
@@ -649,7 +648,7 @@ async def test_trainer_keeps_waiting_for_rollouts_past_its_deadline_as_long_as_m
     async with room(tmp_path, no_signal=NoSignal.FILTER) as made:
         await made.roll_out(0)
         await made.begin(rollouts_per_step=8)
-        await made.until(lambda: len(made.loop._batcher.waiting) == 1)
+        await made.until(lambda: len(made.loop.batcher.waiting) == 1)
         for number in (1, 2, 3):
             before = taken_in(made.loop)
             ahead_s += 0.7 * DEADLINE_S

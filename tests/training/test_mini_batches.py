@@ -1,6 +1,5 @@
 """In each epoch, every group is in one mini-batch, which the seed decides; mini-batches have similar token counts."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,8 +8,7 @@ import pytest
 from pipelinerl import rng
 from pipelinerl.training.batch import MiniBatching, deal
 from pipelinerl.training.packing import apart, joined
-from tests.fakes.batches import batch_of
-from tests.fakes.rollouts import group, rollout
+from tests.fakes.batches import batch_of, random_group
 
 
 @pytest.mark.parametrize("case", range(60))
@@ -60,20 +58,9 @@ def test_there_are_no_more_mini_batches_than_groups_with_tokens_to_train():
 
 
 def ragged_batch(count=11):
-    draw, made = rng.generator(1, "ragged_batch"), []
-    for index in range(count):
-        rewards = (1.0, 1.0, 1.0) if index % 4 == 3 else (0.0, 1.0, float(draw.uniform()))
-        rollouts = [
-            rollout(
-                reward=reward,
-                prompt=draw.integers(0, 7, int(draw.integers(1, 5))).tolist(),
-                sampled=draw.integers(0, 7, int(draw.integers(1, 12))).tolist(),
-                logprob=-float(draw.uniform(1, 3)),
-            )
-            for reward in rewards
-        ]
-        made.append(replace(group(index), rollouts=tuple(rollouts)))
-    return made
+    draw = rng.generator(1, "ragged_batch")
+    rewards = [(1.0, 1.0, 1.0) if index % 4 == 3 else (0.0, 1.0, float(draw.uniform())) for index in range(count)]
+    return [random_group(draw, index, each, prompt=(1, 5), sampled=(1, 12)) for index, each in enumerate(rewards)]
 
 
 def whole(objective="grpo", *, groups=None, width=1):

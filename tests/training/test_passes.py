@@ -7,16 +7,14 @@ import pytest
 
 from pipelinerl import rng
 from pipelinerl.enums import OldLogprobs
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.packing import prefixes
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.weight_history import WeightHistory
 from pipelinerl.types import ROOT
-from tests.fakes.batches import batch_of, step_on
+from tests.fakes.batches import batch_of, bigram, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import Device, TrainerSpec
 
@@ -26,16 +24,12 @@ OBJECTIVE = resolve("ppo_recomputed")
 
 @pytest.fixture(params=["bigram", "torch"])
 def trainer(request, tmp_path):
-    made = BigramTrainer()
-    if request.param == "torch":
-        shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
-        random_decoder(shape).save_pretrained(tmp_path / "model")
-        made = TorchTrainer()
-    else:
-        BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
-    made.init_worker(
-        TrainerSpec(model_path=tmp_path / "model", device=Device.CPU if request.param == "torch" else Device.AUTO)
-    )
+    if request.param == "bigram":
+        return bigram(tmp_path / "model", vocab=VOCAB, seed=1)
+    shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
+    random_decoder(shape).save_pretrained(tmp_path / "model")
+    made = TorchTrainer()
+    made.init_worker(TrainerSpec(model_path=tmp_path / "model", device=Device.CPU))
     return made
 
 
@@ -74,9 +68,7 @@ def in_one_batch(groups, *, budget=1000, producing=3):
 def warmed_up(trainer, *, steps):
     """Return a train step whose weight history has versions 0 to `steps`, and each version's log-probs of `mixed()`."""
     history = WeightHistory(trainer.weight_layout())
-    step = step_on(
-        ForwardPasses(policy=trainer, old_logprobs=OldLogprobs.SAMPLING_WEIGHTS, history=history),
-    )
+    step = step_on(ForwardPasses(policy=trainer, old_logprobs=OldLogprobs.SAMPLING_WEIGHTS, history=history))
     alone = [in_one_batch([replace(group(0), rollouts=(one,))]).micro_batches[0] for one in mixed()[0].rollouts]
     predicted = {}
     for version in range(steps + 1):

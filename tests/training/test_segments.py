@@ -8,20 +8,18 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pipelinerl.enums import NoSignal, StalenessScope
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.batch import BatchRules, MiniBatching
 from pipelinerl.training.packing import SegmentTable, WeightedRollout, alone, pack
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage, fault_of, fresh_part, signal_of, teacher
 from pipelinerl.training.rollouts.batcher import Batcher
 from pipelinerl.types import ROOT
-from tests.fakes.batches import batch_of
+from tests.fakes.batches import batch_of, bigram
 from tests.fakes.rollouts import as_roots, episode, group, rollout
 from trainer_contract.batch import check
 from trainer_contract.errors import BatchError
-from trainer_contract.types import OptimizerSpec, TrainerSpec
+from trainer_contract.types import OptimizerSpec
 
 VOCAB = 12
 #: Presets that together cover loss terms per token, terms per rollout (a ratio or a weight), and old log-probs.
@@ -56,11 +54,7 @@ def episodes(of=lambda one: one):
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("bigram")
-    BigramModel.random(VOCAB, seed=4).save(path)
-    made = BigramTrainer()
-    made.init_worker(TrainerSpec(model_path=path, optimizer=OptimizerSpec(grad_clip=0.0)))
-    return made
+    return bigram(tmp_path_factory.mktemp("bigram"), vocab=VOCAB, optimizer=OptimizerSpec(grad_clip=0.0))
 
 
 def gradient(trainer, micro_batches, objective):

@@ -15,8 +15,8 @@ from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.step import Critic
 from pipelinerl.types import ROOT
-from tests.fakes.batches import batch_of, step_on
-from tests.fakes.rollouts import as_roots, episode, group, rollout
+from tests.fakes.batches import batch_of, random_group, step_on
+from tests.fakes.rollouts import as_roots, episode, group
 from trainer_contract.types import Device, Head, TrainerSpec
 
 VOCAB = 24
@@ -34,19 +34,9 @@ CHOICES = [
 
 
 def groups():
-    draw, made = rng.generator(2, "torch_invariance"), []
-    for index in range(4):
-        rollouts = [
-            rollout(
-                reward=reward,
-                prompt=draw.integers(0, VOCAB, int(draw.integers(2, 8))).tolist(),
-                sampled=draw.integers(0, VOCAB, int(draw.integers(1, 33))).tolist(),
-                logprob=-float(draw.uniform(2.5, 4.0)),
-            )
-            for reward in (0.0, 1.0, float(draw.uniform()))
-        ]
-        made.append(replace(group(index), rollouts=tuple(rollouts)))
-    return made
+    draw, bounds = rng.generator(2, "torch_invariance"), {"tokens": (0, VOCAB), "prompt": (2, 8), "sampled": (1, 33)}
+    rewards = [(0.0, 1.0, float(draw.uniform())) for _ in range(4)]
+    return [random_group(draw, index, each, logprob=(2.5, 4.0), **bounds) for index, each in enumerate(rewards)]
 
 
 @pytest.fixture(scope="module")
@@ -87,19 +77,14 @@ def gradients(step, choice, *, budget, of):
 def test_torch_gradient_is_invariant_to_packing_splitting_and_order(choice, step):
     of = partial(gradients, step, choice)
     expected = of(budget=10_000, of=groups())
-    scale = {
-        role: max(g.abs().max() for name, g in expected.items() if name.startswith(role)) for role in _roles(expected)
-    }
+    roles = {name.split()[0] for name in expected}
+    scale = {role: max(g.abs().max() for name, g in expected.items() if name.startswith(role)) for role in roles}
     assert all(size > 1e-4 for size in scale.values())
     for got in (of(budget=1, of=groups()), of(budget=60, of=groups()), of(budget=60, of=groups()[::-1])):
         assert got.keys() == expected.keys()
         for name, gradient in got.items():
             tolerance = 1e-6 * max(1.0, float(scale[name.split()[0]]))
             np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=tolerance, err_msg=name)
-
-
-def _roles(made):
-    return {name.split()[0] for name in made}
 
 
 def episodes(stored=lambda one: one):

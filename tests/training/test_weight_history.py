@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import CheckpointError, RecordError
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.weight_history import WeightHistory
-from tests.fakes.batches import batch_of
+from tests.fakes.batches import batch_of, bigram
 from tests.fakes.rollouts import group, rollout
-from trainer_contract.types import TrainerSpec
 
 VOCAB = 7
 BYTES = VOCAB * VOCAB * 4
@@ -22,10 +19,7 @@ BYTES = VOCAB * VOCAB * 4
 
 @pytest.fixture
 def trainer(tmp_path):
-    BigramModel.random(VOCAB, seed=4).save(tmp_path / "model")
-    made = BigramTrainer()
-    made.init_worker(TrainerSpec(model_path=tmp_path / "model"))
-    return made
+    return bigram(tmp_path / "model", vocab=VOCAB)
 
 
 def stepped(trainer):

@@ -54,7 +54,7 @@ from trainer_contract.conformance.step_checks import (
     values_belong_to_prior_states,
 )
 from trainer_contract.errors import BatchError, NonFiniteError, ProtocolError, SpecError, StateError
-from trainer_contract.types import Head, MicroBatch
+from trainer_contract.types import Head
 
 _LOGPROB_TOLERANCE: Final = 2e-4
 _WEIGHT_TOLERANCE: Final = 2e-5
@@ -277,7 +277,9 @@ def non_finite_is_refused(subject: TrainerUnderTest, _: Path) -> None:
     """A NaN or infinite advantage raises NonFiniteError; no gradient is accumulated and training can continue."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     before = weights_of(trainer)
-    bad = [_poisoned(batch, poison) for poison in (np.nan, np.inf)]
+    bad, first = [], np.arange(batch.num_tokens) == np.flatnonzero(batch.loss_mask)[0]
+    for poison in (np.nan, np.inf):
+        bad.append(replace(batch, advantages=np.where(first, np.float32(poison), batch.advantages)))
     for place, sequence in enumerate(([bad[0], batch], [batch, bad[1]], [batch, batch, bad[0]])):
         try:
             with np.errstate(invalid="ignore"):
@@ -292,12 +294,6 @@ def non_finite_is_refused(subject: TrainerUnderTest, _: Path) -> None:
     require_same_weights(
         healthy.weights, fresh.weights, _WEIGHT_TOLERANCE, "weights after a refused backward and a step"
     )
-
-
-def _poisoned(batch: MicroBatch, poison: float) -> MicroBatch:
-    advantages = batch.advantages.copy()
-    advantages[np.flatnonzero(batch.loss_mask)[0]] = poison
-    return replace(batch, advantages=advantages)
 
 
 def malformed_batches_are_refused(subject: TrainerUnderTest, _: Path) -> None:

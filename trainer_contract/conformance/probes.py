@@ -53,11 +53,9 @@ class LinearObjective:
     needs: frozenset[str] = frozenset()
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
-        """Return the scalar loss."""
         return -(predictions * columns["weights"] * columns["advantages"]).sum()
 
     def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
-        """Return d loss / d predictions in closed form, [T]."""
         return -(predictions * 0 + columns["weights"] * columns["advantages"])
 
 
@@ -72,11 +70,9 @@ class ColumnObjective:
     needs: frozenset[str] = frozenset()
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
-        """Return the scalar loss."""
         return -(predictions * self._factors(columns)).sum()
 
     def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
-        """Return d loss / d predictions in closed form, [T]."""
         return -(predictions * 0 + self._factors(columns))
 
     def _factors(self, columns: Columns) -> Any:
@@ -165,12 +161,9 @@ def stepped(
     norm = trainer.optimizer_step(learning_rate=rate).grad_norm
     after = weights_of(trainer)
     decrease = {name: before[name] - after[name] for name in after}
-    return ProbeStep(loss, norm, after, decrease, {name: _gradient_of(step / rate) for name, step in decrease.items()})
-
-
-def _gradient_of(update: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the gradient g by inverting AdamW's first update u with eps = 1: u = g / (|g| + 1)."""
-    return np.asarray(update / (1.0 - np.abs(update)))
+    # AdamW's first update with eps = 1 is u = g / (|g| + 1), so that g = u / (1 − |u|).
+    gradient = {name: step / (rate - np.abs(step)) for name, step in decrease.items()}
+    return ProbeStep(loss, norm, after, decrease, gradient)
 
 
 def check_small_step(

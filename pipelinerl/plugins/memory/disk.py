@@ -19,7 +19,7 @@ from pipelinerl.models.model_shape import BYTES
 from pipelinerl.plugins.memory.prediction import MemoryPrediction, fits, gib, lines, predict, trainable
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.wiring import objective_of
-from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType
+from pipelinerl.trainers.torch.options import MomentDType
 
 #: Bytes for events, logs and the stream server's files, in a run of usual length.
 _BESIDE: Final = 256 * 2**20

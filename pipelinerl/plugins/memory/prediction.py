@@ -20,10 +20,8 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.plugins.memory.trainer_memory import TrainerMemory
 from pipelinerl.roles.dtypes import dtypes_of, on_accelerator
 from pipelinerl.roles.wiring import is_url, references_of
-from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, share_of
 from pipelinerl.trainers.torch.mesh import GradientSum
-from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
-from pipelinerl.trainers.torch.options import options_of
+from pipelinerl.trainers.torch.options import LoraOptions, MomentDType, StatePlace, options_of, share_of
 from trainer_contract.types import Precision, WeightDType
 
 _ENGINES: Final = frozenset({"torch", "jax", "vllm"})

@@ -30,7 +30,7 @@ from typing import Final
 
 from pipelinerl.models.model_shape import BYTES, ModelShape
 from pipelinerl.trainers.torch.mesh import GradientSum
-from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
+from pipelinerl.trainers.torch.options import MomentDType, StatePlace
 from trainer_contract.types import Precision, WeightDType
 
 #: Number of logits in one piece of the computation, by device: copied from `numerics.torch_logprobs`, since importing

@@ -31,10 +31,9 @@ from pipelinerl.plugins.replay.recorded_run import (
 from pipelinerl.roles.trainer_role import loop_settings
 from pipelinerl.roles.wiring import checkpoints_of, objective_of
 from pipelinerl.roles.workers import close_workers, started
-from pipelinerl.training.batch import build
+from pipelinerl.training.batch import NonFiniteStep, build
 from pipelinerl.training.checkpoints import checkpoint
 from pipelinerl.training.checkpoints.manifest import TrainingState
-from pipelinerl.training.finite_check import NonFiniteStep
 from pipelinerl.training.schedule import AdaptiveObjective
 from pipelinerl.training.step import Step
 from pipelinerl.types import RolloutGroup

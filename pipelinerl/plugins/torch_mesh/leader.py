@@ -38,7 +38,7 @@ from pipelinerl.trainers.ranks.rendezvous import Distributed
 from pipelinerl.trainers.ranks.shared_block import RecycledMemory
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.loading import LoadedModel
-from pipelinerl.trainers.torch.lora.adapters import Adapters
+from pipelinerl.trainers.torch.lora import Adapters
 from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.passes import require_finite
 from pipelinerl.trainers.torch.shard_files import write_index

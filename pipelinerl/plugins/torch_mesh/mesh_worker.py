@@ -47,11 +47,10 @@ from pipelinerl.trainers.ranks.follower import Start
 from pipelinerl.trainers.ranks.rendezvous import Distributed, Join
 from pipelinerl.trainers.ranks.shared_block import Block, Place, opened, write_at
 from pipelinerl.trainers.torch import state as torch_state
+from pipelinerl.trainers.torch.adamw import ParameterOptimizer, adamw, dtype_of, restored_state
 from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device
-from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.mesh import ExpertWeights, GradientSum, ProcessMesh, device_index, refuse_heads
-from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, dtype_of, restored_state
-from pipelinerl.trainers.torch.options import TorchOptions, distributed_of, options_of
+from pipelinerl.trainers.torch.options import TorchOptions, distributed_of, options_of, share_of
 from pipelinerl.trainers.torch.packed.planner import planning
 from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, made_up_batch, predict, predicted
 from pipelinerl.trainers.torch.shard_files import VALUE, key_of, write_shard

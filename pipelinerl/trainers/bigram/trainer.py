@@ -70,7 +70,6 @@ class BigramTrainer:
 
     @property
     def model_version(self) -> int:
-        """The number of optimizer steps applied to the weights."""
         return self._worker.model_version
 
     @property
@@ -78,7 +77,6 @@ class BigramTrainer:
         return started(self._state)
 
     def init_worker(self, spec: TrainerSpec) -> None:
-        """Load the table from `spec.model_path`, or table and moments from `spec.restore_from`."""
         if spec.device not in (Device.AUTO, Device.CPU) or spec.precision is not Precision.FP32:
             raise SpecError(f"the bigram trainer runs on the CPU in fp32, got {spec.device} in {spec.precision}")
         if spec.gather_dtype not in (None, WeightDType.FLOAT32):
@@ -97,22 +95,18 @@ class BigramTrainer:
 
     @property
     def width(self) -> int:
-        """Always 1: micro-batches are computed one after the other."""
         return 1
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Return each micro-batch's log-probs f32 [T], or values with a value head; 0 at segment starts."""
         return [_forward(self._worker, micro_batch) for micro_batch in micro_batches]
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Run `forward` with the table in `weights` instead of the trainer's own table."""
         check_weights(weights, self.weight_layout())
         table = weights[self._name].view(np.float32).reshape(self._worker.table.shape)
         other = replace(self._worker, table=table.astype(np.float64))
         return [_forward(other, micro_batch) for micro_batch in micro_batches]
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Accumulate the closed-form gradient of each micro-batch."""
         check_measures(objective, self._worker.head)
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=len(self._worker.table), needs=objective.needs)
@@ -176,25 +170,20 @@ class BigramTrainer:
         return StepStats(step, norm, learning_rate)
 
     def discard_gradient(self) -> None:
-        """Discard the accumulated gradient."""
         self._worker.gradient = None
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Return name, shape and dtype of the model's only parameter, the table."""
         return (ParameterInfo(self._name, self._worker.table.shape, "float32"),)
 
     def gather_weights(self) -> Iterator[tuple[str, Float32]]:
-        """Yield the table as f32."""
         yield self._name, self._worker.table.astype(np.float32)
 
     def save_state(self, path: Path) -> None:
-        """Write the trainer's state as one file in the directory `path`."""
         worker = self._worker
         tensors = {"table": worker.table, "exp_avg": worker.exp_avg, "exp_avg_sq": worker.exp_avg_sq}
         save_file({**tensors, "model_version": np.array([worker.model_version])}, path / _STATE)
 
     def close(self) -> None:
-        """Free the table, the moments and the gradient."""
         self._state = None
 
     @property

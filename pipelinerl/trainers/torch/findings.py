@@ -12,10 +12,9 @@ from pipelinerl.config.sections import ModelSection, TrainerSection
 from pipelinerl.models.directory_files import text_config
 from pipelinerl.models.model_shape import mixture_of, read_shape
 from pipelinerl.models.torch_miniature import trial
-from pipelinerl.trainers.torch.lora.lora_options import lora_of
-from pipelinerl.trainers.torch.lora.targets import described as described_adapters
+from pipelinerl.trainers.torch.lora import described as described_adapters
 from pipelinerl.trainers.torch.mesh import ExpertWeights, refuse_heads, refuse_uneven_experts
-from pipelinerl.trainers.torch.options import options_of
+from pipelinerl.trainers.torch.options import lora_of, options_of
 from pipelinerl.trainers.torch.packed.attention_choice import (
     PADDED,
     HeadShapes,

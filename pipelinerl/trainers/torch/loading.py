@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,8 @@ from pipelinerl.models.checkpoint import model_dtype, weights_digest
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics import torch_attention, torch_batch_invariant, torch_logprobs
 from pipelinerl.trainers.torch import state as torch_state
-from pipelinerl.trainers.torch.lora.adapters import Adapters
-from pipelinerl.trainers.torch.lora.lora_options import lora_of
-from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace
+from pipelinerl.trainers.torch.lora import Adapters
+from pipelinerl.trainers.torch.options import StatePlace, lora_of
 from pipelinerl.trainers.torch.packed_model import PackedModel, hold, load_config, load_for_training
 from pipelinerl.trainers.torch.shard_files import VALUE
 from pipelinerl.trainers.torch.value_model import PackedValueModel
@@ -58,7 +57,6 @@ class LoadedModel(NamedTuple):
 
     @property
     def vocab_size(self) -> int:
-        """The size of the model's vocabulary."""
         return int(self.config.get_text_config().vocab_size)
 
     @property
@@ -157,7 +155,10 @@ def load(spec: TrainerSpec) -> LoadedModel:
     # The values of a sharded state are read later, when parameters get memory.
     is_whole = saved is not None and lora is None and saved.shards is None
     source = saved.path / torch_state.MODEL if saved is not None and is_whole else spec.model_path
-    gather_dtype = _gather_dtype(spec)
+    try:
+        gather_dtype: torch.dtype = getattr(torch, (spec.gather_dtype or model_dtype(spec.model_path)).value)
+    except ModelError as error:
+        raise SpecError(f"model_path: {error}") from error
     with torch_state.damage_is_state_error(saved if is_whole else None):
         model, reader = _load(source, spec, served=gather_dtype)
         adapters = None if lora is None else Adapters(model, lora)
@@ -180,14 +181,6 @@ def refuse_device(device: Device) -> None:
         raise SpecError("the torch trainer runs on auto, cpu or cuda, got the device tpu; use trainer.type jax")
     if device is Device.CUDA and not torch.cuda.is_available():
         raise SpecError("device is cuda, but torch finds no CUDA device; set device to auto or cpu")
-
-
-def _gather_dtype(spec: TrainerSpec) -> torch.dtype:
-    try:
-        named = spec.gather_dtype or model_dtype(spec.model_path)
-    except ModelError as error:
-        raise SpecError(f"model_path: {error}") from error
-    return cast(torch.dtype, getattr(torch, named.value))
 
 
 def _load(

@@ -45,7 +45,6 @@ class ProcessMesh:
 
     @property
     def size(self) -> int:
-        """The number of processes."""
         return self.width * self.cp
 
     @property

@@ -162,7 +162,6 @@ class PackedModel(nn.Module):
         yield from self.model.named_parameters()
 
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write a Hugging Face model directory with these parameter values."""
         self.model.save_pretrained(path, state_dict={**self._buffers_saved, **weights})
 
 
@@ -226,7 +225,6 @@ class _WholeHead:
         self._trunk = trunk_of(model)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the logits."""
         vars(self._trunk)["forward"] = lambda *_, **__: _Stub(hidden[None])
         try:
             tokens = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)

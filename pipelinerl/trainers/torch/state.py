@@ -55,11 +55,9 @@ class RandomState:
 
     @classmethod
     def now(cls) -> Self:
-        """Return a copy of the generators' current state."""
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
 
     def restore(self) -> None:
-        """Set torch's generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.cuda)
@@ -109,7 +107,6 @@ class TorchSavedState:
 
     @property
     def random(self) -> RandomState:
-        """The random state of the saved trainer."""
         return RandomState(self.tensors["rng.cpu"], self.tensors.get("rng.cuda"))
 
     def moments(self, shapes: Mapping[str, torch.Size], rows_of: RowsOf = _all_rows) -> dict[str, dict[str, Tensor]]:

@@ -42,7 +42,6 @@ class TorchTrainer:
 
     @property
     def model_version(self) -> int:
-        """The number of optimizer steps applied to the weights."""
         return self._worker.model_version
 
     @property
@@ -81,34 +80,28 @@ class TorchTrainer:
             self._state = imported(registry.MESHES["torch"].build).started(spec, options, distributed)
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Return log-probs, or values, f32 [T] of every token of each micro-batch; 0 at segment starts."""
         self._check(micro_batches)
         return self._worker.forward(micro_batches)
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Run `forward` through the same modules, whose parameters temporarily hold the given weights."""
         check_weights(weights, self.weight_layout())
         self._check(micro_batches)
         return self._worker.forward_at(micro_batches, weights)
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Evaluate each micro-batch on the tokens of its loss mask and accumulate its gradient."""
         check_measures(objective, self._worker.spec.head)
         self._check(micro_batches, needs=objective.needs)
         return self._worker.backward(micro_batches, objective)
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
-        """Clip, apply and clear the gradient; reject one that is not finite."""
         if not self._worker.has_gradient:
             raise ProtocolError("optimizer_step needs a gradient: call backward first")
         return self._worker.optimizer_step(learning_rate)
 
     def discard_gradient(self) -> None:
-        """Discard the accumulated gradient."""
         self._worker.discard_gradient()
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Return parameters in the model's order, in the dtype of the model directory unless the spec overrides it."""
         return self._worker.weight_layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -119,11 +112,9 @@ class TorchTrainer:
         yield from self._worker.gather_weights()
 
     def save_state(self, path: Path) -> None:
-        """Write the model, optimizer and random state into the directory `path`, in the format of `state.py`."""
         self._worker.save_state(path)
 
     def close(self) -> None:
-        """Free the model and its optimizer."""
         if self._state is not None:
             self._state.close()
             self._state = None

@@ -84,13 +84,11 @@ class PackedValueModel(nn.Module):
                 probe_packing(self.model, device, products)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of the layers, then those of the head."""
         yield from self.model.named_parameters()
         for name, parameter in self.value_head.named_parameters():
             yield f"{_HEAD}{name}", parameter
 
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write a value model's directory with `weights` as the values of all parameters."""
         head = {name: weights[f"{_HEAD}{name}"] for name, _ in self.value_head.named_parameters()}
         trunk = {name: weight for name, weight in weights.items() if not name.startswith(_HEAD)}
         self.model.save_pretrained(path, state_dict={**self._buffers_saved, **trunk})

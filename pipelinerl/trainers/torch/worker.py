@@ -18,11 +18,9 @@ from torch import Tensor
 
 from pipelinerl.numerics.dither_torch import UpdateProbe, rounded
 from pipelinerl.trainers.torch import state as torch_state
+from pipelinerl.trainers.torch.adamw import Master, ParameterOptimizer, adamw, restored_state
 from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device
-from pipelinerl.trainers.torch.lora.lora_options import share_of
-from pipelinerl.trainers.torch.optimizer.adamw import Master, ParameterOptimizer, adamw, restored_state
-from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace
-from pipelinerl.trainers.torch.options import TorchOptions
+from pipelinerl.trainers.torch.options import StatePlace, TorchOptions, share_of
 from pipelinerl.trainers.torch.packed.planner import planning
 from pipelinerl.trainers.torch.packed_model import COMPILED_FROM, PackedModel, compile_layers
 from pipelinerl.trainers.torch.passes import (
@@ -99,7 +97,9 @@ class TorchWorker:
         trained, weights = loaded.trained, loaded.weights
         compiles = options.compile
         if compiles is None:
-            compiles = _is_worth_compiling(loaded.model, accelerator.device)
+            model, count = loaded.model, sum(each.numel() for each in loaded.model.parameters())
+            is_fixed = model.packs and model.routing is None
+            compiles = accelerator.device.type == "cuda" and is_fixed and count >= COMPILED_FROM
         if compiles:
             compile_layers(loaded.model, gradient_checkpointing=spec.gradient_checkpointing)
         if loaded.adapters is not None:
@@ -140,11 +140,9 @@ class TorchWorker:
 
     @property
     def width(self) -> int:
-        """Always 1: micro-batches are computed one after the other."""
         return 1
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Return the predictions f32 [T] of each micro-batch."""
         with self._computing_as_engines():
             return self._forward(batches)
 
@@ -201,7 +199,6 @@ class TorchWorker:
             return self._forward(batches)
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Evaluate each micro-batch on the tokens of its loss mask and accumulate its gradient."""
         dropping = nullcontext() if self.loaded.adapters is None else self.loaded.adapters.dropping_out()
         with self._computing_as_engines(), dropping:
             return self._backward(batches, objective)
@@ -222,7 +219,6 @@ class TorchWorker:
         return results
 
     def optimizer_step(self, learning_rate: float) -> StepStats:
-        """Clip, apply and clear the gradient; reject one that is not finite."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         clip = self.spec.optimizer.grad_clip or math.inf
         norm = float(self.accelerator.clip_grad_norm_(parameters, clip)) if parameters else 0.0
@@ -242,12 +238,10 @@ class TorchWorker:
         return StepStats(self.model_version, norm, learning_rate, seen)
 
     def discard_gradient(self) -> None:
-        """Discard the accumulated gradient."""
         self.optimizer.zero_grad(set_to_none=True)
         self.has_gradient = False
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Return parameters in the model's order."""
         dtype = str(self.loaded.gather_dtype).removeprefix("torch.")
         return tuple(ParameterInfo(name, tuple(own.shape), dtype) for name, own in self.own.items())
 
@@ -264,7 +258,6 @@ class TorchWorker:
                 yield name, self.served[name] if self.served else self._rounded(name, own)
 
     def save_state(self, path: Path) -> None:
-        """Write the model (or adapters), optimizer and random state into the directory `path`."""
         names, adapters = {id(parameter): name for name, parameter in self.trained.items()}, self.loaded.adapters
         if adapters is None:
             self.loaded.model.save(path / torch_state.MODEL, {**self.own, **self.masters})
@@ -281,7 +274,6 @@ class TorchWorker:
         )
 
     def close(self) -> None:
-        """Free the model and its optimizer."""
         self.accelerator.free_memory()
 
 
@@ -296,11 +288,6 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
     if spec.memory_share is not None and accelerator.device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(spec.memory_share)
     return accelerator
-
-
-def _is_worth_compiling(model: PackedModel | PackedValueModel, device: torch.device) -> bool:
-    count = sum(each.numel() for each in model.parameters())
-    return device.type == "cuda" and model.packs and model.routing is None and count >= COMPILED_FROM
 
 
 @contextmanager

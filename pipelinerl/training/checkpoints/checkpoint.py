@@ -51,6 +51,7 @@ from pipelinerl.training.checkpoints.manifest import (
 from trainer_contract.types import ParameterInfo
 
 log = logging.getLogger("pipelinerl")
+T = TypeVar("T")
 #: Version that stands for "no checkpoint"; lower than every real version.
 _NONE: Final = -1
 #: Prefix of a checkpoint's name while a new checkpoint of the same step replaces it.
@@ -161,10 +162,16 @@ class CheckpointStore:
         # True if an earlier attempt failed after the rename.
         in_place = not temporary.exists() and _is_of(final_path, state)
         if not in_place:
-            with self._fence.blamed(state.epoch):
+            self._fence.check(state.epoch)
+            try:
                 copy_model_files(self._model_directory, temporary)
-                (temporary / MANIFEST).write_text(Manifest(state, _digests(temporary)).text)
+                files = sorted(path for path in temporary.rglob("*") if path.is_file() and path != temporary / MANIFEST)
+                digests = {str(path.relative_to(temporary)): digest_of(path) for path in files}
+                (temporary / MANIFEST).write_text(Manifest(state, digests).text)
                 _sync_tree(temporary)
+            except (OSError, CheckpointError):
+                self._fence.check(state.epoch)  # a later trainer may have removed files and so caused the failure
+                raise
         with self._fence.held(state.epoch):
             if not in_place:
                 if final_path.exists():
@@ -195,7 +202,12 @@ class CheckpointStore:
     def latest(self) -> tuple[Path, TrainingState] | None:
         """Return the newest complete checkpoint, or None if there are none. Raises RunFailed if all are damaged."""
         try:
-            self._put_back()
+            # If a checkpoint was renamed to make room for a new one that was never written, give it its name back.
+            for replaced in self.directory.glob(f"{_REPLACED}step-*"):
+                with self._fence.held(self._fence.epoch):
+                    final_path = self.directory / replaced.name.removeprefix(_REPLACED)
+                    if replaced.exists() and not final_path.exists():
+                        replaced.rename(final_path)
             paths = self.all()
         except OSError as error:
             raise RunFailed(f"the run's checkpoints cannot be read: {system_words(error)}") from None
@@ -218,13 +230,31 @@ class CheckpointStore:
             )
         return None
 
-    def _put_back(self) -> None:
-        """If a checkpoint was renamed to make room for a new one that was never written, give it its name back."""
-        for replaced in self.directory.glob(f"{_REPLACED}step-*"):
-            with self._fence.held(self._fence.epoch):
-                final_path = self.directory / replaced.name.removeprefix(_REPLACED)
-                if replaced.exists() and not final_path.exists():
-                    replaced.rename(final_path)
+    def start_from_newest(
+        self, start: Callable[[Path | None, int], T], *, attempts: int = 5
+    ) -> tuple[TrainingState | None, T]:
+        """Call `start` with the newest checkpoint and its version, or (None, 0); return its state and the result.
+
+        If a trainer that is still alive removes the checkpoint meanwhile, the next newest is taken.
+
+        Raises CheckpointError if this happens in each of `attempts` attempts, and otherwise the errors of `start`.
+        """
+        while True:
+            latest, attempts = self.latest(), attempts - 1
+            try:
+                if latest is None:
+                    return None, start(None, 0)
+                return latest[1], start(latest[0], latest[1].model_version)
+            except Exception as error:  # whatever a library raises for files that vanish
+                if latest is not None and not latest[0].is_dir():
+                    removed = f"{latest[0]} was removed while this trainer loaded it, since another one is alive"
+                    if not attempts:
+                        raise CheckpointError(
+                            f"{removed}; start this trainer again, and it loads the newest one"
+                        ) from error
+                    log.warning("%s; loading the newest one", removed)
+                    continue
+                raise
 
     def rewind(self, epoch: int, version: int) -> int | None:
         """Rename all checkpoints after the newest one up to `version`, or after the oldest; return that one's version.
@@ -296,11 +326,6 @@ def _version(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _digests(directory: Path) -> dict[str, str]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
-    return {str(path.relative_to(directory)): digest_of(path) for path in files}
-
-
 def _sync_tree(directory: Path) -> None:
     """Sync all files and directories to disk; on failure, remove `directory` and raise CheckpointError.
 
@@ -354,19 +379,6 @@ class CheckpointFence:
             draft.replace(self._claim)
 
     @contextmanager
-    def blamed(self, epoch: int) -> Iterator[None]:
-        """Raise FencedError if a later epoch has claimed the directory before the block, or by the time it fails.
-
-        The later epoch may have removed files and so caused the failure.
-        """
-        self.check(epoch)
-        try:
-            yield
-        except (OSError, CheckpointError):
-            self.check(epoch)
-            raise
-
-    @contextmanager
     def held(self, epoch: int) -> Iterator[None]:
         """Prevent other trainers from changing the directory during the block.
 
@@ -411,7 +423,6 @@ _RETRY_S: Final = 5.0
 #: Errors that are not retried. Any other error may come from the disk or the network, since libraries raise various
 #: types.
 _NEVER_PASS: Final = (CheckpointError, FencedError, AssertionError, AttributeError, LookupError, TypeError)
-T = TypeVar("T")
 
 
 class Checkpointing:

@@ -30,7 +30,7 @@ from pipelinerl.objective.streams import ONE_LOSS, DomainLosses, Loss
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.batch import BatchRules
 from pipelinerl.training.packing import alone
-from pipelinerl.types import Outcome, RewardPart, Rollout, RolloutGroup, Turn
+from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn
 from trainer_contract.batch import check
 from trainer_contract.errors import BatchError
 from trainer_contract.types import RoutingShape
@@ -101,7 +101,6 @@ class ConsumedLedger:
     counts: dict[GroupOutcome, int] = field(default_factory=lambda: dict.fromkeys(GroupOutcome, 0))
 
     def has(self, index: int) -> bool:
-        """Return whether this order has ended."""
         return has_ended(index, self.frontier, self.beyond)
 
     def settle(self, indices: Iterable[int], outcome: GroupOutcome) -> None:
@@ -114,12 +113,6 @@ class ConsumedLedger:
         while self.frontier in self.beyond:
             self.beyond.remove(self.frontier)
             self.frontier += 1
-
-    def revise(self, indices: Iterable[int], *, before: GroupOutcome, after: GroupOutcome) -> None:
-        """Change the recorded outcome of these orders from `before` to `after`."""
-        number = len(list(indices))
-        self.counts[before] -= number
-        self.counts[after] += number
 
     def reopen(self, indices: Collection[int], outcome: GroupOutcome) -> None:
         """Remove the outcome of orders that no report has named yet, so that they may end again."""
@@ -187,31 +180,23 @@ def signal_of(objective: PolicyObjective, losses: DomainLosses = ONE_LOSS) -> Ca
     The advantage estimator determines which rewards are compared. For a domain whose loss is not RL, the function
     always returns True.
     """
-    compared: Callable[[Rollout], object] | None = None
-    if objective.adv.credit is Credit.TURNS:
-        compared = _turn_rewards
-    elif objective.adv.needs_parts:
-        compared = _reward_parts
+    by_turns, by_parts = objective.adv.credit is Credit.TURNS, objective.adv.needs_parts
 
-    def differs(group: RolloutGroup) -> bool:
+    def signal(group: RolloutGroup) -> bool:
+        if losses.of(group.domain) is not Loss.RL or has_signal(group):
+            return True
         judged = [rollout for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
-        return has_signal(group) or (compared is not None and len({compared(rollout) for rollout in judged}) > 1)
+        if by_turns:
+            return len({tuple(turn.reward for turn in rollout.turns) for rollout in judged}) > 1
+        return by_parts and len({rollout.verdict.parts for rollout in judged}) > 1
 
-    return lambda group: losses.of(group.domain) is not Loss.RL or differs(group)
+    return signal
 
 
 def has_signal(group: RolloutGroup) -> bool:
     """Return whether the rollouts with a valid verdict have different rewards, as a group baseline needs."""
     rewards = [rollout.verdict.reward for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
     return len(rewards) > 1 and bool(np.ptp(rewards) > 0)
-
-
-def _turn_rewards(rollout: Rollout) -> tuple[float, ...]:
-    return tuple(turn.reward for turn in rollout.turns)
-
-
-def _reward_parts(rollout: Rollout) -> tuple[RewardPart, ...]:
-    return rollout.verdict.parts
 
 
 def teacher(objective: PolicyObjective, rules: BatchRules) -> Callable[[RolloutGroup], bool]:

@@ -223,7 +223,8 @@ class Batcher:
 
     def skipped(self, groups: Sequence[RolloutGroup]) -> None:
         """Change the outcome of groups from trained to filtered, because their step was not applied."""
-        self.ledger.revise([group.index for group in groups], before=GroupOutcome.TRAINED, after=GroupOutcome.FILTERED)
+        self.ledger.counts[GroupOutcome.TRAINED] -= len(groups)
+        self.ledger.counts[GroupOutcome.FILTERED] += len(groups)
         self._ended(groups, GroupOutcome.FILTERED, "not finite")
 
     def _note_signal(self, group: RolloutGroup) -> None:

@@ -84,7 +84,11 @@ class RolloutReader:
 
     async def read(self, *, block_s: float, count: int = 256) -> Arrivals:
         """Read new entries; if there are none yet, wait up to `block_s` for one."""
-        await self._scan()
+        now = time.monotonic()
+        if now - self._scanned_at >= self._rescan_s:
+            self._scanned_at = now
+            for partition in await self._stream.streams(ROLLOUTS):
+                self._offsets.setdefault(partition, START)
         entries = await self._stream.read(
             {DIRECTIVES: self._directives_offset, **self._offsets}, count=count, block_s=min(block_s, self._rescan_s)
         )
@@ -134,13 +138,6 @@ class RolloutReader:
             for partition in offsets.keys() - {_IDENTITY}:
                 await self._stream.trim(partition, before=offsets[partition], fence=Fence(EPOCHS, epoch))
 
-    async def _scan(self) -> None:
-        now = time.monotonic()
-        if now - self._scanned_at >= self._rescan_s:
-            self._scanned_at = now
-            for partition in await self._stream.streams(ROLLOUTS):
-                self._offsets.setdefault(partition, START)
-
     async def _decoded(self, entry: Entry) -> list[Directive]:
         self._directives_offset = entry.entry_id
         try:
@@ -182,12 +179,10 @@ class ControllerLink:
 
     @property
     def current(self) -> Directive:
-        """The last valid directive."""
         assert self._directive is not None, "the trainer waits for the answer to TrainerReady before anything else"
         return self._directive
 
     async def report(self, message: ControlMessage) -> None:
-        """Send a report that needs no answer."""
         await self._stream.append(REPORTS, [encode(message)])
 
     async def wait_for_answer(self, question: Question) -> AsyncIterator[Arrivals]:

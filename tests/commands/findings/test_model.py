@@ -10,7 +10,8 @@ import pytest
 from pipelinerl.commands.check import component_findings, expert_findings, refuse
 from pipelinerl.config.recipe import load
 from pipelinerl.errors import RecipeError
-from pipelinerl.roles.trainer_role import canary_of, loop_settings
+from pipelinerl.roles.engine_rules import canary_of
+from pipelinerl.roles.trainer_role import loop_settings
 from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES
 from trainer_contract.types import RoutingShape
 

@@ -15,7 +15,7 @@ from pipelinerl.numerics import torch_logprobs
 from pipelinerl.plugins.memory.prediction import EngineMemory, MemoryPrediction, fits, lines, predict, trainable
 from pipelinerl.plugins.memory.trainer_memory import LOGITS_AT_ONCE, TrainerMemory
 from pipelinerl.roles.wiring import objective_of
-from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
+from pipelinerl.trainers.torch.options import MomentDType, OptimizerOptions, StatePlace
 from trainer_contract.types import Precision, WeightDType
 
 GIB = 2**30

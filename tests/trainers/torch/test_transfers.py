@@ -5,9 +5,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelinerl.trainers.torch.optimizer import adamw as optimizer_module
-from pipelinerl.trainers.torch.optimizer.adamw import PiecewiseAdamW
-from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions
+from pipelinerl.trainers.torch import adamw as optimizer_module
+from pipelinerl.trainers.torch.adamw import PiecewiseAdamW
+from pipelinerl.trainers.torch.options import OptimizerOptions
 from pipelinerl.trainers.torch.transfers import HostBuffer, to_device
 from trainer_contract.types import OptimizerSpec
 

@@ -97,11 +97,9 @@ class OpaquePlan:
 
     @property
     def group(self) -> SequenceGroup | None:
-        """The group of the wrapped plan."""
         return self._plan.group
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Call `attend` of the wrapped plan."""
         return self._plan.attend(query, key, value, scores)
 
 

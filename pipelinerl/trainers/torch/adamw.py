@@ -21,7 +21,7 @@ from torch.optim.adamw import adamw as fused_step
 
 from pipelinerl import rng
 from pipelinerl.numerics.dither_torch import rounded
-from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
+from pipelinerl.trainers.torch.options import MomentDType, OptimizerOptions, StatePlace
 from pipelinerl.trainers.torch.transfers import to_device
 from trainer_contract.types import OptimizerSpec, Rounding
 
@@ -116,7 +116,6 @@ class PiecewiseAdamW:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step every parameter that has a gradient."""
         number = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -127,7 +126,6 @@ class PiecewiseAdamW:
             torch.cuda.current_stream().synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         del set_to_none  # ignored: a gradient of zeros, unlike None, would cause a step
         for group in self.param_groups:
             for parameter in group["params"]:

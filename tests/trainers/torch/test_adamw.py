@@ -5,14 +5,14 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from pipelinerl.trainers.torch.optimizer import adamw as module
-from pipelinerl.trainers.torch.optimizer.adamw import (
+from pipelinerl.trainers.torch import adamw as module
+from pipelinerl.trainers.torch.adamw import (
     PiecewiseAdamW,
     adamw,
     restored_state,
     rounded_at_random,
 )
-from pipelinerl.trainers.torch.optimizer.optimizer_options import (
+from pipelinerl.trainers.torch.options import (
     MomentDType,
     OptimizerOptions,
     StatePlace,

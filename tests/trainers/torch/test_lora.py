@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.objective.presets import resolve
-from pipelinerl.trainers.torch.lora import adapters
+from pipelinerl.trainers.torch import lora
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.families.zoo import packed, save
 from trainer_contract.conformance import Status, run
@@ -222,7 +222,7 @@ def test_lora_policy_critic_and_reference_share_one_base(model_path, micro_batch
     for each in (policy, critic, reference):
         each.close()
     gc.collect()
-    assert not list(adapters._BASES)
+    assert not list(lora._BASES)
 
 
 def test_lora_dropout_affects_only_backward_passes_and_is_repeated_exactly_after_a_resume(

@@ -25,11 +25,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
-from pipelinerl.trainers.torch.lora.lora_options import LoraOptions
-from pipelinerl.trainers.torch.lora.targets import last_names, target_modules
+from pipelinerl.models.checkpoint import VALUE_HEAD_FILE, check_weights
+from pipelinerl.trainers.torch.options import LoraOptions, share_of
 from pipelinerl.trainers.torch.packed_model import PackedModel, hold
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import SpecError, StateError
@@ -41,6 +41,8 @@ _SHELL: Final = "shell"
 #: Prefix that peft puts before the names of a model's modules in peft's files.
 _PEFT_PREFIX: Final = "base_model.model."
 ADAPTER_FILE: Final = "adapter_model.safetensors"
+#: Forward methods of linear layers. A subclass with another one, such as Phi-MoE's router, does not return a product.
+_PRODUCTS: Final = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
 
 
 class Adapters:
@@ -286,3 +288,58 @@ def shared(parameters: Mapping[str, nn.Parameter], *, digest: str, device: torch
         if (own := base.weights.get(name)) is not None and own.dtype == parameter.dtype:
             hold(parameter, own)
     return base
+
+
+def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
+    """Return the linear layers that the options select in the part of the model that reads text, by name.
+
+    Raises SpecError for an impossible target.
+    """
+    head = model.get_output_embeddings()
+    decoder = model.get_decoder()
+    # In ModernBERT's decoder, the name that transformers looks up belongs to the output layer.
+    text = {head, *(model.base_model if decoder is head else decoder).modules()}
+    linear = {
+        name: module for name, module in model.named_modules() if module in text and type(module).forward in _PRODUCTS
+    }
+    inner = {name: module for name, module in linear.items() if module is not head}
+    if options.targets is None:
+        return inner
+    for target in options.targets:
+        _refuse(model, target, linear, offered=inner)
+    return {name: module for name, module in linear.items() if any(_is_named(name, each) for each in options.targets)}
+
+
+def last_names(names: Iterable[str]) -> list[str]:
+    """Return the distinct last components of modules' names, sorted."""
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _refuse(model: Any, target: str, linear: Mapping[str, nn.Module], *, offered: Mapping[str, nn.Module]) -> None:
+    named = {name: module for name, module in model.named_modules() if _is_named(name, target)}
+    linear_names = [name for name in named if name in linear]
+    names = ", ".join(last_names(offered))
+    if not linear_names:
+        is_embedding = any(isinstance(each, nn.Embedding) for each in named.values())
+        kind = "is an embedding" if is_embedding else "matches no linear layer"
+        raise SpecError(f"options.lora.targets: {target!r} {kind}; linear layers of this model are {names}")
+    embedding = model.get_input_embeddings()
+    if any(linear[name].weight is embedding.weight for name in linear_names):
+        raise SpecError(f"options.lora.targets: {target!r} is tied to the embedding; choose from {names}")
+
+
+def _is_named(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def described(path: Path, options: LoraOptions) -> str:
+    """Describe which parameters LoRA trains in a directory's model.
+
+    Raises SpecError, or ModelError if there is no model.
+    """
+    model = check_weights(path)
+    modules = target_modules(model, options)
+    # A is [rank, in] and B is [out, rank].
+    adapters = sum(options.rank * sum(cast(nn.Linear | Conv1D, each).weight.shape) for each in modules.values())
+    share = share_of(adapters, sum(parameter.numel() for parameter in model.parameters()))
+    return f"LoRA of rank {options.rank} on {', '.join(last_names(modules))}: {share}"

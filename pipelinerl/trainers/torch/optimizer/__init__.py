@@ -1,1 +1,0 @@
-"""The torch trainer's optimizer and the placement of its state."""

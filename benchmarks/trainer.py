@@ -23,7 +23,7 @@ from pipelinerl.models.checkpoint import load_model, replace_attention
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.rng import generator
 from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION
-from pipelinerl.trainers.torch.packed.padded import PaddedPlan
+from pipelinerl.trainers.torch.packed.segments import PaddedPlan
 from pipelinerl.trainers.torch.packed_model import PackedModel
 from pipelinerl.trainers.torch.passes import PassSetting, predict
 from trainer_contract.types import MicroBatch

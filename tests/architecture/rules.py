@@ -85,7 +85,6 @@ BASES_ALLOWED: dict[str, frozenset[str]] = {
     "pipelinerl/trainers/torch/packed/sequence_parallel.py": frozenset({"Function"}),
     "pipelinerl/trainers/torch/packed/shared_beginnings.py": frozenset({"Function"}),
     "pipelinerl/trainers/torch/packed/varlen.py": frozenset({"Function"}),
-    "pipelinerl/trainers/torch/value_model.py": frozenset({"Module"}),
 }
 
 BASES = frozenset(

@@ -41,7 +41,7 @@ from pipelinerl.trainers.torch.loading import LoadedModel
 from pipelinerl.trainers.torch.lora import Adapters
 from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.passes import require_finite
-from pipelinerl.trainers.torch.shard_files import write_index
+from pipelinerl.trainers.torch.state import write_index
 from trainer_contract.errors import NonFiniteError, RankError, TrainerError
 from trainer_contract.types import (
     Float32,

@@ -53,8 +53,7 @@ from pipelinerl.trainers.torch.mesh import ExpertWeights, GradientSum, ProcessMe
 from pipelinerl.trainers.torch.options import TorchOptions, distributed_of, options_of, share_of
 from pipelinerl.trainers.torch.packed.planner import planning
 from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, made_up_batch, predict, predicted
-from pipelinerl.trainers.torch.shard_files import VALUE, key_of, write_shard
-from pipelinerl.trainers.torch.transfers import HostBuffer
+from pipelinerl.trainers.torch.state import VALUE, key_of, write_shard
 from trainer_contract.errors import NonFiniteError, RankError, SpecError
 from trainer_contract.types import (
     Device,
@@ -77,6 +76,25 @@ _SENT_AT_ONCE: Final = 2
 #: A rank contributes this value to the all-reduce before backward if its loss is finite, and else its micro-batch's
 #: number, which is smaller. The minimum over all ranks is thus the first bad micro-batch.
 _SOUND: Final = torch.iinfo(torch.int32).max
+
+
+class HostBuffer:
+    """Reusable pinned host memory for copies from the device, one tensor at a time; it grows as needed."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def fetch(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copy values to the host in `dtype`; the result may share this buffer, which the next call overwrites."""
+        if values.device.type == "cpu":
+            return values.to(dtype)
+        sent = values.to(dtype) if dtype.itemsize < values.dtype.itemsize else values
+        size = sent.numel() * sent.element_size()
+        if len(self._memory) < size:
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=values.is_cuda)
+        held = self._memory[:size].view(sent.dtype).view(sent.shape)
+        held.copy_(sent)
+        return held.to(dtype)
 
 
 @dataclass(slots=True)

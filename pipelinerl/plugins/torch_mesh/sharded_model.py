@@ -30,12 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from pipelinerl.trainers.torch.adamw import to_device
 from pipelinerl.trainers.torch.experts import fused_experts
 from pipelinerl.trainers.torch.mesh import ExpertWeights, ProcessMesh, refuse_uneven_experts
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
-from pipelinerl.trainers.torch.packed_model import PackedModel, computing_in, hold
-from pipelinerl.trainers.torch.transfers import to_device
-from pipelinerl.trainers.torch.value_model import PackedValueModel
+from pipelinerl.trainers.torch.packed_model import PackedModel, PackedValueModel, computing_in, hold
 from pipelinerl.weights.torch_transfer import stream_for
 from trainer_contract.errors import SpecError
 

@@ -22,7 +22,6 @@ from torch.optim.adamw import adamw as fused_step
 from pipelinerl import rng
 from pipelinerl.numerics.dither_torch import rounded
 from pipelinerl.trainers.torch.options import MomentDType, OptimizerOptions, StatePlace
-from pipelinerl.trainers.torch.transfers import to_device
 from trainer_contract.types import OptimizerSpec, Rounding
 
 #: Number of elements per piece of a parameter; one piece is stepped at a time.
@@ -34,6 +33,14 @@ _DTYPES: Final = {MomentDType.FP32: torch.float32, MomentDType.BF16: torch.bfloa
 STEP: Final = "step"
 MEAN: Final = "exp_avg"
 SQUARE: Final = "exp_avg_sq"
+
+
+def to_device(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Copy values to the device, then convert them to `dtype` there; torch's own copies convert on the CPU.
+
+    Copies from pinned memory are asynchronous.
+    """
+    return values.to(device, non_blocking=True).to(dtype)
 
 
 def adamw(

@@ -21,9 +21,8 @@ from pipelinerl.numerics import torch_attention, torch_batch_invariant, torch_lo
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.lora import Adapters
 from pipelinerl.trainers.torch.options import StatePlace, lora_of
-from pipelinerl.trainers.torch.packed_model import PackedModel, hold, load_config, load_for_training
-from pipelinerl.trainers.torch.shard_files import VALUE
-from pipelinerl.trainers.torch.value_model import PackedValueModel
+from pipelinerl.trainers.torch.packed_model import PackedModel, PackedValueModel, hold, load_config, load_for_training
+from pipelinerl.trainers.torch.state import VALUE
 from trainer_contract.errors import SpecError
 from trainer_contract.types import (
     Device,

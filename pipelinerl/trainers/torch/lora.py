@@ -30,8 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pipelinerl.models.checkpoint import VALUE_HEAD_FILE, check_weights
 from pipelinerl.trainers.torch.options import LoraOptions, share_of
-from pipelinerl.trainers.torch.packed_model import PackedModel, hold
-from pipelinerl.trainers.torch.value_model import PackedValueModel
+from pipelinerl.trainers.torch.packed_model import PackedModel, PackedValueModel, hold
 from trainer_contract.errors import SpecError, StateError
 
 #: peft's name for an adapter; a model has only this one.

@@ -8,14 +8,20 @@
 With adapters, `adapter/` in peft's format replaces `model/`; moments cover only trained parameters; and `trainer.json`
 has `lora`: rank, alpha, targets, and a digest of the base. The base's weights are not written.
 
-With several processes, each writes its rows of the model and of the moments below `shards/`, which replaces `model/`
-(`shard_files`). `optimizer.safetensors` then has only step counts and random state.
+With several processes, each writes its rows of the model and of the moments, without gathering, below `shards/`, which
+replaces `model/`. Any number of processes can read them. `optimizer.safetensors` then has only step counts and random
+state.
+
+    shards/00002-of-00004.safetensors    rows of every parameter in fp32, and of <parameter>.exp_avg, .exp_avg_sq,
+                                         divided as in `ProcessMesh.rows_of`
+    shards/index.json                    {"shards": 4, "shapes": {parameter: [rows, …]}}
 
 This module checks that the state is complete and of the expected model; its caller verifies digests.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,14 +29,14 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
 from pipelinerl.trainers.option_table import architecture_of, damaged, read_record, write_record
-from pipelinerl.trainers.torch.shard_files import ShardFiles
+from pipelinerl.trainers.torch.mesh import ProcessMesh
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.types import Head
 
@@ -44,6 +50,86 @@ _INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_
 
 #: Function that returns the rows to read of a parameter, given its number of rows.
 RowsOf = Callable[[int], slice]
+_FOLDER: Final = "shards"
+_INDEX: Final = "index.json"
+#: The kind that stands for a parameter's own value, in contrast to its moments.
+VALUE: Final = "value"
+
+
+def write_shard(path: Path, rank: int, shards: int, tensors: Mapping[str, Tensor]) -> None:
+    """Write one process's tensors, named by `key_of`, into a state's directory; its folder `shards/` may exist."""
+    (path / _FOLDER).mkdir(exist_ok=True)
+    save_file(dict(tensors), path / _FOLDER / _file(rank, shards))
+
+
+def write_index(path: Path, shards: int, shapes: Mapping[str, torch.Size]) -> None:
+    """Write the index file, which has the number of shards and the parameters' shapes."""
+    index = {"shards": shards, "shapes": {name: list(shape) for name, shape in shapes.items()}}
+    (path / _FOLDER / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def key_of(name: str, kind: str) -> str:
+    """Return the name, in a shard's file, of the rows of a parameter (`VALUE`) or of one of its moments."""
+    return name if kind == VALUE else f"{name}.{kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFiles:
+    """The shards of a state in the directory `path`."""
+
+    path: Path
+    mesh: ProcessMesh
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, path: Path) -> ShardFiles | None:
+        """Open the shards of a state; None if it is not sharded. Raises StateError."""
+        if not (path / _FOLDER).is_dir():
+            return None
+        try:
+            index: dict[str, Any] = json.loads((path / _FOLDER / _INDEX).read_text())
+            mesh = ProcessMesh(dp_shard=int(index["shards"]))
+            shapes = {str(name): tuple(map(int, shape)) for name, shape in index["shapes"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise damaged(path, error) from error
+        missing = [
+            each for rank in range(mesh.size) if not (path / _FOLDER / (each := _file(rank, mesh.size))).is_file()
+        ]
+        if missing:
+            raise StateError(f"the trainer state in {path} lacks {', '.join(missing)}; restore another checkpoint")
+        return cls(path, mesh, shapes)
+
+    def check(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Raise StateError unless `shapes` has exactly the parameters that were saved."""
+        if self.shapes != {name: tuple(shape) for name, shape in shapes.items()}:
+            raise StateError(f"the parameters in {self.path} are not those of this model; restore another checkpoint")
+
+    def rows(self, name: str, kind: str, wanted: slice) -> Tensor:
+        """Read the `wanted` rows of a parameter or of one of its moments. Raises StateError if damaged."""
+        length, *inner = self.shapes[name]
+        parts = []
+        for rank in range(self.mesh.size):
+            stored = self.mesh.rows_of(rank, length)
+            start, stop = max(stored.start, wanted.start), min(stored.stop, wanted.stop)
+            if start < stop:
+                parts.append(self._read(rank, key_of(name, kind), slice(start - stored.start, stop - stored.start)))
+        if not parts:
+            return torch.empty((0, *inner))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read(self, rank: int, key: str, rows: slice) -> Tensor:
+        try:
+            with safe_open(self.path / _FOLDER / _file(rank, self.mesh.size), framework="pt") as file:
+                read: Tensor = file.get_slice(key)[rows]
+        except (OSError, SafetensorError) as error:
+            raise damaged(self.path, error) from error
+        if len(read) != rows.stop - rows.start:
+            raise StateError(f"the rows of {key!r} in {self.path} are incomplete; restore another checkpoint")
+        return read
+
+
+def _file(rank: int, shards: int) -> str:
+    return f"{rank + 1:05d}-of-{shards:05d}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

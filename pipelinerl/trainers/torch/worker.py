@@ -18,11 +18,11 @@ from torch import Tensor
 
 from pipelinerl.numerics.dither_torch import UpdateProbe, rounded
 from pipelinerl.trainers.torch import state as torch_state
-from pipelinerl.trainers.torch.adamw import Master, ParameterOptimizer, adamw, restored_state
+from pipelinerl.trainers.torch.adamw import Master, ParameterOptimizer, adamw, restored_state, to_device
 from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device
 from pipelinerl.trainers.torch.options import StatePlace, TorchOptions, share_of
 from pipelinerl.trainers.torch.packed.planner import planning
-from pipelinerl.trainers.torch.packed_model import COMPILED_FROM, PackedModel, compile_layers
+from pipelinerl.trainers.torch.packed_model import COMPILED_FROM, PackedModel, PackedValueModel, compile_layers
 from pipelinerl.trainers.torch.passes import (
     PassSetting,
     broken_loss,
@@ -32,8 +32,6 @@ from pipelinerl.trainers.torch.passes import (
     predicted,
     require_finite,
 )
-from pipelinerl.trainers.torch.transfers import to_device
-from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import (
     Device,

@@ -25,7 +25,7 @@ from pipelinerl.system.machine import free_ports
 from pipelinerl.trainers.ranks.rendezvous import Distributed
 from pipelinerl.trainers.torch.mesh import ProcessMesh, device_index
 from pipelinerl.trainers.torch.options import distributed_of, options_of
-from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, key_of
+from pipelinerl.trainers.torch.state import VALUE, ShardFiles, key_of
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.fakes import torch_rank0
 from tests.families import zoo

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch import lora
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from tests.fakes import torch_trainers
 from tests.families.zoo import packed, save
 from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import Learns, TrainerUnderTest
@@ -41,10 +42,7 @@ ARCHITECTURES = (
 
 
 def started(path, *, lora=LORA, **fields):
-    trainer = TorchTrainer()
-    options = {"lora": dict(lora)} if lora is not None else {}
-    trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, options=options, **fields))
-    return trainer
+    return torch_trainers.started(path, options={"lora": dict(lora)} if lora is not None else {}, **fields)
 
 
 def trained(trainer, batch, *, steps=2, rate=1e-2):
@@ -261,9 +259,7 @@ def test_lora_dropout_affects_only_backward_passes_and_is_repeated_exactly_after
 )
 def test_invalid_lora_options_are_rejected(lora, sentence, model_path):
     with pytest.raises(SpecError, match=sentence):
-        TorchTrainer().init_worker(
-            TrainerSpec(model_path=model_path("qwen2"), device=Device.CPU, options={"lora": lora})
-        )
+        torch_trainers.started(model_path("qwen2"), options={"lora": lora})
 
 
 @pytest.mark.parametrize(

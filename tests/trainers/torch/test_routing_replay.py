@@ -9,17 +9,11 @@ from pipelinerl.models import torch_routers
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.trainers.ranks.commands import decode_batch, encode_batch
-from pipelinerl.trainers.torch.trainer import TorchTrainer
+from tests.fakes.torch_trainers import gradients, started
 from trainer_contract.errors import BatchError
-from trainer_contract.types import Device, Head, MicroBatch, TrainerSpec
+from trainer_contract.types import Head, MicroBatch
 
 OBJECTIVE = resolve("pipelinerl")
-
-
-def started(path, **fields):
-    trainer = TorchTrainer()
-    trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, **fields))
-    return trainer
 
 
 def own_choice(trainer, batch):
@@ -42,10 +36,6 @@ def chosen_at_random(batch):
     ]
 
 
-def gradients(trainer):
-    return {name: parameter.grad.numpy().copy() for name, parameter in trainer._worker.loaded.weights.items()}
-
-
 def test_replaying_the_trainers_own_expert_routing_changes_results_only_by_rounding(model_path, micro_batch):
     """A segment's last token, whose output is not used, may have other experts, so expert matmuls differ in size."""
     batch, results = micro_batch(), []
@@ -55,7 +45,7 @@ def test_replaying_the_trainers_own_expert_routing_changes_results_only_by_round
             loss = trainer.backward([each], OBJECTIVE)[0]
             results.append((trainer.forward([each])[0], loss.predictions, gradients(trainer)))
             trainer.discard_gradient()
-    scale = max(np.abs(gradient).max() for gradient in results[0][2].values())
+    scale = max(float(gradient.abs().max()) for gradient in results[0][2].values())
     for predictions, losses, gradient in results[1:]:
         np.testing.assert_allclose(predictions, results[0][0], atol=2e-5)
         np.testing.assert_allclose(losses, results[0][1], atol=2e-5)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from tests.fakes.torch_trainers import gradients, padded_twin, spec_of, started
 from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, StateError
@@ -26,44 +27,6 @@ VALUE_HEADS = (("qwen2", Head.VALUE), ("gpt2", Head.VALUE))
 #: `test_packed_equals_padded_reference_for_each_architecture` checks that each architecture computes the right results.
 IN_SHORT = (("qwen3", Head.POLICY), ("gpt2", Head.POLICY), ("qwen3_moe", Head.POLICY), ("qwen2", Head.VALUE))
 OBJECTIVE = resolve("pipelinerl")
-
-
-def spec_of(path, **fields):
-    return TrainerSpec(model_path=path, device=Device.CPU, **fields)
-
-
-def started(path, **fields):
-    trainer = TorchTrainer()
-    trainer.init_worker(spec_of(path, **fields))
-    return trainer
-
-
-def gradients(trainer):
-    return {name: parameter.grad.clone() for name, parameter in trainer._worker.loaded.weights.items()}
-
-
-def padded_twin(path, batch):
-    """Compute loss and gradients plainly: one padded batch, eager attention, full logits, a loop over rollouts."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    rows = [np.flatnonzero(batch.segment_ids == segment) for segment in range(batch.num_segments)]
-    width = max(len(row) for row in rows)
-    tokens = torch.zeros(len(rows), width, dtype=torch.long)
-    attention = torch.zeros(len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = torch.from_numpy(batch.token_ids[row]).long()
-        attention[i, : len(row)] = 1
-    logits = model(input_ids=tokens, attention_mask=attention).logits
-    loss, everything = torch.zeros(()), np.zeros(batch.num_tokens, dtype=np.float32)
-    for i, row in enumerate(rows):
-        for place, t in enumerate(row[1:], start=1):
-            z = logits[i, place - 1] / float(batch.temperatures[t])
-            logprob = torch.log_softmax(z, -1)[int(batch.token_ids[t])]
-            everything[t] = logprob.item()
-            if batch.loss_mask[t]:
-                ratio = torch.exp(logprob.detach() - float(batch.behavior_logprobs[t]))
-                loss = loss - float(batch.weights[t]) * ratio * float(batch.advantages[t]) * logprob
-    loss.backward()
-    return loss.item(), everything, {name: p.grad for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ from pipelinerl.trainers.torch.packed.attention_choice import (
     refuse_padded,
     why_not_varlen,
 )
-from pipelinerl.trainers.torch.packed.padded import PaddedPlan
-from pipelinerl.trainers.torch.packed.segments import SegmentPlan
+from pipelinerl.trainers.torch.packed.segments import PaddedPlan, SegmentPlan
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, torch_kernel

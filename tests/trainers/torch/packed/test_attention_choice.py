@@ -13,10 +13,10 @@ from pipelinerl.trainers.torch.packed.attention_choice import (
     why_not_varlen,
 )
 from pipelinerl.trainers.torch.packed.planner import failed_trial
-from pipelinerl.trainers.torch.trainer import TorchTrainer
+from tests.fakes.torch_trainers import started
 from tests.fakes.varlen_kernel import varlen_attention
 from trainer_contract.errors import SpecError
-from trainer_contract.types import Device, Precision, TrainerSpec
+from trainer_contract.types import Precision
 
 FITS = {
     "device": "cuda",
@@ -111,16 +111,13 @@ def test_trial_run_of_a_faulty_attention_kernel_detects_the_fault():
 
 
 def test_trainer_logs_its_attention_choice_and_rejects_an_unusable_kernel(model_path, caplog):
-    def started(**options):
-        spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options=options)
-        TorchTrainer().init_worker(spec)
-
+    path = model_path("qwen3")
     with caplog.at_level(logging.INFO, "pipelinerl"):
-        started()
+        started(path)
     assert "attention: buckets of segments of similar length (the device is cpu, and the kernel needs CUDA)" in (
         caplog.messages
     )
     with pytest.raises(SpecError, match=r'^options\.attention = "varlen" is not possible: the device is cpu, and'):
-        started(attention="varlen")
+        started(path, options={"attention": "varlen"})
     with pytest.raises(SpecError, match=r"^options\.attention must be auto or buckets or varlen, got 'flash'"):
-        started(attention="flash")
+        started(path, options={"attention": "flash"})

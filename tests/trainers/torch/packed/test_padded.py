@@ -8,15 +8,15 @@ import torch
 from pipelinerl.models.checkpoint import load_model, replace_attention
 from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION
 from pipelinerl.trainers.torch.packed.attention_choice import SegmentAttention
-from pipelinerl.trainers.torch.packed.padded import PaddedPlan
 from pipelinerl.trainers.torch.packed.planner import planning
+from pipelinerl.trainers.torch.packed.segments import PaddedPlan
 from pipelinerl.trainers.torch.packed_model import PackedModel
 from pipelinerl.trainers.torch.passes import PassSetting, predict
-from pipelinerl.trainers.torch.trainer import TorchTrainer
+from tests.fakes.torch_trainers import started
 from tests.families import zoo
 from trainer_contract.conformance.probes import LINEAR
 from trainer_contract.errors import SpecError
-from trainer_contract.types import Device, Head, Kernels, Precision, TrainerSpec
+from trainer_contract.types import Head, Kernels, Precision
 
 CPU = torch.device("cpu")
 
@@ -60,14 +60,8 @@ def test_what_only_packed_rows_can_do_is_rejected_for_padded_rows(requested, ker
 
 def test_critic_of_a_recurrent_model_trains_with_recomputed_layers(tmp_path, micro_batch):
     """Its values are 0 at first, so its gradient reaches the head alone until the first step."""
-    path, batch, trainers = zoo.save(tmp_path / "lfm2", "lfm2"), micro_batch(), []
-    for recomputes in (False, True):
-        trainer = TorchTrainer()
-        trainer.init_worker(
-            TrainerSpec(model_path=path, device=Device.CPU, head=Head.VALUE, gradient_checkpointing=recomputes)
-        )
-        trainers.append(trainer)
-    values = []
+    path, batch, values = zoo.save(tmp_path / "lfm2", "lfm2"), micro_batch(), []
+    trainers = [started(path, head=Head.VALUE, gradient_checkpointing=recomputes) for recomputes in (False, True)]
     for trainer in trainers:
         for _ in range(2):
             trainer.backward([batch], LINEAR)

@@ -13,7 +13,7 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
 from pipelinerl.training.packing import alone
 from pipelinerl.types import ROOT
 from tests.fakes.rollouts import episode
-from tests.trainers.torch.test_trainer import gradients, padded_twin, started
+from tests.fakes.torch_trainers import gradients, padded_twin, started
 from trainer_contract.types import Head
 
 OBJECTIVE = resolve("pipelinerl")

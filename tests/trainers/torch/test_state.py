@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipelinerl.trainers.torch.mesh import ProcessMesh
-from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, key_of, write_index, write_shard
+from pipelinerl.trainers.torch.state import VALUE, ShardFiles, key_of, write_index, write_shard
 from trainer_contract.errors import StateError
 
 KINDS = (VALUE, "exp_avg")

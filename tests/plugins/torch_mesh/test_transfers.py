@@ -5,10 +5,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipelinerl.plugins.torch_mesh.mesh_worker import HostBuffer
 from pipelinerl.trainers.torch import adamw as optimizer_module
-from pipelinerl.trainers.torch.adamw import PiecewiseAdamW
+from pipelinerl.trainers.torch.adamw import PiecewiseAdamW, to_device
 from pipelinerl.trainers.torch.options import OptimizerOptions
-from pipelinerl.trainers.torch.transfers import HostBuffer, to_device
 from trainer_contract.types import OptimizerSpec
 
 CUDA = torch.device("cuda", 0)

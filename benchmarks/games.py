@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipelinerl import rng
-from pipelinerl.models.bigram import BigramModel
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.episodes.environment import Task
 from pipelinerl.plugins.warmstart.tiny_decoder import SPECIAL_TOKENS, char_tokenizer
 

@@ -14,14 +14,14 @@ from typing import Any, Final
 from benchmarks.served_engine import RunnerWith
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.worker_endpoint import endpoints_of
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.bigram.engine import BigramRunner
+from pipelinerl.plugins.bigram.model import BigramModel
+from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from pipelinerl.plugins.simulation.hardware import EngineTimes, TrainerTimes
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from trainer_contract.types import LossStats, MicroBatch, Objective
 
 #: Seconds that the simulated devices take: the engine per decode step and per row in it, the trainer per token.

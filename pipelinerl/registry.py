@@ -109,7 +109,7 @@ ENGINES: Final = Components(
         "vllm": "pipelinerl.plugins.external_engines.vllm:COMPONENT",
         "vllm_server": "pipelinerl.plugins.external_engines.server:VLLM",
         "sglang_server": "pipelinerl.plugins.external_engines.server:SGLANG",
-        "bigram": "pipelinerl.engines.bigram:COMPONENT",
+        "bigram": "pipelinerl.plugins.bigram:ENGINE",
     },
 )
 
@@ -119,7 +119,7 @@ TRAINERS: Final = Components(
     {
         "torch": "pipelinerl.trainers.torch:COMPONENT",
         "jax": "pipelinerl.plugins.jax:TRAINER",
-        "bigram": "pipelinerl.trainers.bigram:COMPONENT",
+        "bigram": "pipelinerl.plugins.bigram:TRAINER",
     },
 )
 
@@ -240,6 +240,11 @@ ROLES: Final = Components[Any](
         "tracker": "pipelinerl.plugins.trackers:ROLE",
     },
 )
+
+
+def has_own_type(model_type: str) -> bool:
+    """Return True if only the components of this `model_type` serve such a model, which is no Hugging Face model."""
+    return bool(model_type) and any(each.model_type == model_type for _, each in TRAINERS.loadable())
 
 
 def is_user_code(components: Mapping[str, Component], name: str) -> bool:

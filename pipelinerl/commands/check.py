@@ -26,7 +26,6 @@ from pipelinerl.data.mixture import Mixture
 from pipelinerl.data.problems import Split, check_source
 from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import ModelError, RecipeError
-from pipelinerl.models import bigram
 from pipelinerl.models.chat_template import check_chat_template
 from pipelinerl.models.checkpoint import (
     check_directory,
@@ -226,13 +225,12 @@ def _check_model(config: RunConfig) -> None:
         ("engine", config.engine.type, registry.ENGINES),
         ("trainer", config.trainer.type, registry.TRAINERS),
     )
-    is_bigram = model_type(path) == bigram.MODEL_TYPE
+    is_special = registry.has_own_type(kind := model_type(path))
     for part, chosen, components in kinds:
         component = components.get(chosen)
-        if component is not None and component.model_type != (bigram.MODEL_TYPE if is_bigram else ""):
-            raise ModelError(f"{part}.type {chosen!r} does not fit the model in {path}, of type {model_type(path)!r}")
-    if is_bigram:
-        bigram.BigramModel.load(path)
+        if component is not None and component.model_type != (kind if is_special else ""):
+            raise ModelError(f"{part}.type {chosen!r} does not fit the model in {path}, of type {kind!r}")
+    if is_special:
         return
     configs = {each: text_config(each) for each in _other_models(config).values()}
     for each, table in {**configs, path: check_weights(path).config}.items():

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from safetensors import TensorSpec, serialize_file
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.bigram import MODEL_TYPE
 from pipelinerl.models.checkpoint import (
     StoredTensor,
     empty_model,
@@ -139,7 +138,7 @@ def write_tensors(file: Path, tensors: Mapping[str, _Buffer]) -> None:
 def _is_plain(path: Path, layout: Mapping[str, ParameterInfo], files: Mapping[str, Any]) -> bool:
     """Return whether parameters have the names of the stored tensors, by knowledge that needs no import of torch."""
     kind = model_type(path)
-    if kind in {MODEL_TYPE, *FAMILIES} and layout.keys() == files.keys():
+    if kind in ("bigram", *FAMILIES) and layout.keys() == files.keys():
         return True
     from transformers import CONFIG_MAPPING
 

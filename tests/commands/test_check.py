@@ -18,8 +18,8 @@ from pipelinerl.component import missing_packages
 from pipelinerl.config.learning import CurationSection
 from pipelinerl.config.recipe import MODELS, RECIPES, load, parse, to_table
 from pipelinerl.errors import ModelError, RecipeError
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.registry import ENGINES
 from pipelinerl.roles.engine_rules import check_engine_options, check_truncation
 from pipelinerl.roles.problems import training_problems

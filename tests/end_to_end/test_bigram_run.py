@@ -24,16 +24,16 @@ from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.reward_history import WINDOW, RewardHistory
 from pipelinerl.controller.state.run_state import ControllerSettings, RunState
-from pipelinerl.engines.bigram import engine as bigram_engine
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.enums import NoSignal, OnCollapse
 from pipelinerl.errors import Rewound
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.observability.run_history import tell
+from pipelinerl.plugins.bigram import engine as bigram_engine
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import close_workers, started

@@ -15,13 +15,13 @@ from safetensors.numpy import load_file
 
 from pipelinerl.actor.rollouts import Answer, rollouts_of
 from pipelinerl.actor.single_turn import chat_request
-from pipelinerl.engines.bigram.engine import from_options
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.numerics.causes import figures, sampled_tokens
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.statistics import statistics, trained_tokens
+from pipelinerl.plugins.bigram.engine import from_options
+from pipelinerl.plugins.bigram.model import BigramModel
+from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.packing import WeightedRollout, pack
 from pipelinerl.types import Outcome, Sampling, Verdict
 from tests.fakes.engine_options import engine_options

@@ -3,9 +3,9 @@
 import pytest
 
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.bigram.engine import BigramRunner
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.bigram.engine import BigramRunner
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner

@@ -15,7 +15,7 @@ from pipelinerl.component import missing_packages
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.enums import WeightFormat
-from pipelinerl.models.bigram import BigramModel
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES, load

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.plugins.bigram.model import BigramModel
+from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from pipelinerl.training.batch import BatchRules, TrainBatch, build
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.step import Step

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipelinerl.models.bigram import BigramModel
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 
 _CONTEXT = 160

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.models.bigram import BigramModel
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from trainer_contract.types import ParameterInfo

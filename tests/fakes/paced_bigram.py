@@ -13,12 +13,12 @@ from typing import Any, Final, final
 
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.worker_endpoint import endpoints_of
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.plugins.bigram.engine import BigramRunner
+from pipelinerl.plugins.bigram.model import BigramModel
+from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from trainer_contract.types import LossStats, MicroBatch, Objective, TrainerSpec
 
 ENGINE: Final = f"{__name__}:engine"

@@ -16,10 +16,10 @@ from typing import Any
 
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.giving_up import waiting_for
-from pipelinerl.engines.bigram import engine as bigram_engine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import CheckpointError
+from pipelinerl.plugins.bigram import engine as bigram_engine
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, load
 from tests.end_to_end.test_bigram_run import model_in, new_controller, run

@@ -21,8 +21,8 @@ from typing import Any, final
 
 import httpx
 
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.observability.events import Event, EventFollower
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.system.machine import free_ports, is_free

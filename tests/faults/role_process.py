@@ -34,9 +34,9 @@ from zlib import crc32
 import numpy as np
 
 from pipelinerl.config.recipe import parse
-from pipelinerl.engines.bigram import engine as bigram_engine  # noqa: F401  imported before the fork, not after each
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.messages import REPORTS, ROLLOUTS, StepDone, decode_report
+from pipelinerl.plugins.bigram import engine as bigram_engine  # noqa: F401  imported before the fork, not after each
 from pipelinerl.plugins.episodes import episode
 from pipelinerl.plugins.parameter_server import role as parameter_server_role
 from pipelinerl.roles import actor_role, controller_role, engine_role, process, trainer_role

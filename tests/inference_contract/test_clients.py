@@ -15,10 +15,10 @@ import pytest
 from inference_contract.conformance.session import chunks
 from inference_contract.schemas import ChatCompletion
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.http.server import create_app
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.bigram.engine import BigramRunner
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.served import in_thread

@@ -17,8 +17,8 @@ from pipelinerl.config.recipe import load, parse, to_table, write_layout
 from pipelinerl.config.sections import StreamsSection
 from pipelinerl.errors import UserError
 from pipelinerl.messages import REPORTS, ROLLOUTS, ActorAlive, encode
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.observability.events import read_events
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.roles import controller_role, resumed_run
 from pipelinerl.roles.new_controller import build_controller, overruled
 from pipelinerl.roles.process import Identity

@@ -9,7 +9,7 @@ import pytest
 from pipelinerl import rng
 from pipelinerl.config.recipe import parse
 from pipelinerl.errors import ModelError, RecipeError
-from pipelinerl.models.bigram import BigramModel
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import close_workers, spec_of, started

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipelinerl.models.bigram import BigramModel
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.plugins.bigram.model import BigramModel
+from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
 from trainer_contract.conformance.probes import LINEAR, Learns, TrainerUnderTest
 from trainer_contract.errors import NonFiniteError, SpecError, StateError

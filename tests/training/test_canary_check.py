@@ -7,14 +7,14 @@ import pytest
 
 from inference_contract.errors import Overloaded
 from inference_contract.schemas import ChatMessage, ModelList
-from pipelinerl.engines.bigram import engine as bigram_engine
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import EngineUnreachable
-from pipelinerl.models.bigram import BigramModel
+from pipelinerl.plugins.bigram import engine as bigram_engine
+from pipelinerl.plugins.bigram.model import BigramModel
+from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.canary_check import TOLERANCES, Canary, CanaryFindings, check_canary
 from pipelinerl.types import Priority
 from pipelinerl.weights.grace import Grace

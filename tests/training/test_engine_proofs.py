@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.numerics.logprobs import log_softmax
 from pipelinerl.objective.catalogue import PRESETS
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.plugins.bigram.model import BigramModel
+from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from pipelinerl.training.batch import BatchRules, build
 from pipelinerl.training.canary_check import Compared
 from pipelinerl.training.engine_proofs import EngineProofs

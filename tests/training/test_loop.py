@@ -35,13 +35,13 @@ from pipelinerl.messages import (
     decode_report,
     encode,
 )
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.observability.samples import SampleLog, read_samples
+from pipelinerl.plugins.bigram.model import BigramModel
+from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import START
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training import loop as loop_module
 from pipelinerl.training.batch import BatchRules
 from pipelinerl.training.canary_check import CanaryFindings

@@ -7,13 +7,13 @@ import pytest
 
 from pipelinerl import rng
 from pipelinerl.enums import NoSignal, OldLogprobs
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective import catalogue
 from pipelinerl.objective.adv import GAE
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
+from pipelinerl.plugins.bigram.model import BigramModel
+from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.batch import BatchRules
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage, learns_from_equals, teacher

@@ -52,7 +52,7 @@ def sample(
     policy_logprobs: Tensor | None = None,
     most_top: int = 0,
 ) -> Sample:
-    """Sample a token of each row, with the filters of `bigram.engine.sample_rows`.
+    """Sample a token of each row, with the filters of `plugins.bigram.engine.sample_rows`.
 
     Args:
         logits: [B, V], any float dtype. The other tensors are on the CPU or on the device of the logits.

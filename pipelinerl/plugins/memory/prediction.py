@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from pipelinerl import registry
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.memory_budget import EngineBudget, budget_of, reserve_of
-from pipelinerl.models import bigram
 from pipelinerl.models.checkpoint import model_type
 from pipelinerl.models.model_shape import BYTES, ModelShape, read_shape
 from pipelinerl.objective.objective import PolicyObjective
@@ -136,7 +136,7 @@ class MemoryPrediction:
 def predict(config: RunConfig, objective: PolicyObjective) -> MemoryPrediction:
     """Predict the memory of a recipe that `check` has accepted; raise `ModelError` if the model has unknown sizes."""
     path = config.model.resolved
-    if model_type(path) == bigram.MODEL_TYPE:
+    if registry.has_own_type(model_type(path)):
         return MemoryPrediction(None, None, 0)
     shape = read_shape(path)
     return MemoryPrediction(_trainer(config, shape, objective), _engine(config, shape), config.engine.count)

@@ -27,8 +27,8 @@ from inference_contract.schemas import (
 )
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.bigram.engine import BigramRunner
-from pipelinerl.models.bigram import BigramModel
+from pipelinerl.plugins.bigram.engine import BigramRunner
+from pipelinerl.plugins.bigram.model import BigramModel
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import DEADLINE_S
 

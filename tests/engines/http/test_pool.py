@@ -17,14 +17,14 @@ from inference_contract.schemas import (
     Usage,
 )
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import NEAR_TOKENS, EnginePool, LeastBusy, cost
 from pipelinerl.engines.http.prompts import PromptCheck
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import DeadlineError, EngineUnreachable
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.bigram.engine import BigramRunner
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.scripted_engine import ScriptedEngine, application

@@ -7,8 +7,8 @@ import torch
 from pipelinerl import rng
 from pipelinerl.engines.batching.logit_changes import LogitChange, LogitChanges
 from pipelinerl.engines.batching.model_runner import RowState
-from pipelinerl.engines.bigram.engine import sample_rows
 from pipelinerl.engines.torch.sampling import add_to_logits, sample, sample_whole
+from pipelinerl.plugins.bigram.engine import sample_rows
 
 
 def _both(logits, temperature, top_k, top_p, noise, min_p=None):

@@ -26,9 +26,9 @@ import psutil
 from benchmarks.games import guessing
 from pipelinerl.config.sections import ModelSection
 from pipelinerl.errors import PipelineError
-from pipelinerl.models.bigram import PARAMETER
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.logprobs import log_softmax
+from pipelinerl.plugins.bigram.model import PARAMETER
 from pipelinerl.rng import generator
 from pipelinerl.streams.records import decode_group
 from pipelinerl.types import Rollout, RolloutGroup, Turn

@@ -3,9 +3,9 @@
 import pytest
 
 from pipelinerl.errors import AddressError, ModelError, RecipeError
-from pipelinerl.models.bigram import BigramModel
+from pipelinerl.plugins.bigram.model import BigramModel
+from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from pipelinerl.plugins.conformance.command_line import check_engine, check_trainer
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from tests.fakes.scripted_engine import application
 from tests.fakes.served import in_thread
 

@@ -15,11 +15,11 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from pipelinerl.config.recipe import MODELS, load, parse, save, to_table, write_layout
-from pipelinerl.engines.bigram import engine as bigram_engine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import RecipeError, UserError
-from pipelinerl.models.bigram import BigramModel
+from pipelinerl.plugins.bigram import engine as bigram_engine
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.evaluation.evaluate import (
     evaluate,
     held_out_orders,

@@ -14,7 +14,7 @@ import pytest
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import EngineUnreachable, RecipeError
-from pipelinerl.models.bigram import BigramModel
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.judge import JudgeSection
 from pipelinerl.plugins.judge.verifier import Judge, ScoreFormat, Spending, Unreadable
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import CheckpointError, DeadlineError, FencedError, RunFailed
-from pipelinerl.models.bigram import BigramModel
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.training.checkpoints import checkpoint
 from pipelinerl.training.checkpoints.checkpoint import CheckpointFence, CheckpointStore, load
 from pipelinerl.training.checkpoints.manifest import Retention, TrainingState

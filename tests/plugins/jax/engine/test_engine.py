@@ -19,11 +19,11 @@ from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.logit_changes import LogitChange, LogitChanges
 from pipelinerl.engines.batching.model_runner import Prefill, RowState, top_tokens
-from pipelinerl.engines.bigram.engine import sample_rows
 from pipelinerl.engines.torch import engine as torch_engine
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import read_config
+from pipelinerl.plugins.bigram.engine import sample_rows
 from pipelinerl.plugins.jax.decoder import load_weights
 from pipelinerl.plugins.jax.engine import engine as jax_engine
 from pipelinerl.plugins.jax.engine.program import PromptAttention

@@ -7,6 +7,7 @@ Hugging Face model. In tests, the bigram engine and trainer can thus replace rea
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from pipelinerl import rng
+from pipelinerl.config.sections import ModelSection
 from pipelinerl.errors import ModelError
 from pipelinerl.models.directory_files import json_object
 
@@ -75,3 +77,9 @@ class BigramModel:
                 f"with {sorted(tensors)}"
             )
         return cls(logits=tensors[PARAMETER], context_length=int(config.get("max_position_embeddings", 512)))
+
+
+def findings(section: object, model: ModelSection, others: object) -> Iterator[tuple[str, str]]:
+    """Yield nothing; raise `ModelError` if the model cannot be loaded. See `TrainerComponent.check`."""
+    BigramModel.load(model.resolved)
+    yield from ()

@@ -8,11 +8,11 @@ import pytest
 
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage
 from pipelinerl.engines.batching.model_runner import RowState
-from pipelinerl.engines.bigram.engine import from_options, sample_rows
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
-from pipelinerl.models.bigram import PARAMETER, BigramModel
+from pipelinerl.plugins.bigram.engine import from_options, sample_rows
+from pipelinerl.plugins.bigram.model import PARAMETER, BigramModel
 
 
 @pytest.fixture

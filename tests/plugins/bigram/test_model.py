@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.bigram import PARAMETER, BigramModel
+from pipelinerl.plugins.bigram.model import PARAMETER, BigramModel
 
 
 def test_bigram_model_is_unchanged_after_saving_and_loading(tmp_path):

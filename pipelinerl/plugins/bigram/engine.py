@@ -20,8 +20,8 @@ from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.worker_endpoint import endpoints_of
 from pipelinerl.errors import ModelError
-from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.plugins.bigram.model import PARAMETER, BigramModel
 from trainer_contract.host_weights import bytes_of
 from trainer_contract.types import Device, WeightDType
 

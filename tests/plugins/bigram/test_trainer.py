@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.objective.presets import PRESETS, resolve
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.plugins.bigram.model import PARAMETER, BigramModel
+from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest
 from trainer_contract.errors import ProtocolError, SpecError

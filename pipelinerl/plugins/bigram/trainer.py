@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.numerics.logprobs import log_softmax, measure_slopes, measured
+from pipelinerl.plugins.bigram.model import PARAMETER, BigramModel
 from trainer_contract.batch import check, check_measures
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, StateError
 from trainer_contract.host_weights import check_weights

@@ -23,7 +23,6 @@ from pipelinerl.messages import (
     SKIPS_THAT_END,
     CanaryChecked,
     Checkpointed,
-    Directive,
     OrdersEnded,
     Published,
     StepDone,
@@ -56,6 +55,7 @@ from pipelinerl.training.step import Step
 from pipelinerl.training.step_samples import StepSamples
 from pipelinerl.types import ProblemSummary
 from pipelinerl.weights.publisher import PublishReport
+from tests.fakes.directives import directive
 from tests.fakes.rollouts import group, rollout
 from tests.patience import PATIENCE_S, SOON_S
 from trainer_contract.types import TrainerSpec
@@ -158,15 +158,8 @@ class Surroundings:
     async def say(self, answers, **fields):
         rate, rollouts = fields.pop("learning_rate", 0.1), fields.pop("rollouts_per_step", 4)
         knobs = TrainerKnobs(k=4, learning_rate=rate, rollouts_per_step=rollouts)
-        given = {
-            "epoch": 1,
-            "publish_to": [],
-            "membership": 1,
-            "failed": [],
-            "checkpoint": False,
-            "stop": False,
-        } | fields
-        await self.stream.append(DIRECTIVES, [encode(Directive(answers=answers, knobs=knobs, **given))])
+        order = directive(answers, **{"knobs": knobs, "membership": 1} | fields)
+        await self.stream.append(DIRECTIVES, [encode(order)])
 
     async def begin(self, **fields):
         ready = await self.wait_for(TrainerReady)
@@ -463,16 +456,12 @@ async def test_checkpoint_contains_the_state_to_resume_from(tmp_path):
         assert restored.model_version == 1
 
 
+def state(**fields):
+    return TrainingState(model_version=0, offsets={}, ledger=ConsumedLedger().to_record(), controller={}, **fields)
+
+
 async def test_checkpoint_records_the_version_at_which_each_earlier_trainer_epoch_began(tmp_path):
-    before = TrainingState(
-        model_version=0,
-        epoch=2,
-        offsets={},
-        ledger=ConsumedLedger().to_record(),
-        controller={},
-        epochs=[[1, 0], [2, 0]],
-    )
-    async with room(tmp_path, restored=before) as made:
+    async with room(tmp_path, restored=state(epoch=2, epochs=[[1, 0], [2, 0]])) as made:
         await made.begin(epoch=4, checkpoint=True, controller_state={})
         await made.wait_for(Checkpointed)
         latest = made.store.latest()
@@ -480,15 +469,7 @@ async def test_checkpoint_records_the_version_at_which_each_earlier_trainer_epoc
 
 
 async def test_checkpoint_contains_the_reward_baselines_of_roles(tmp_path):
-    before = TrainingState(
-        model_version=0,
-        epoch=1,
-        offsets={},
-        ledger=ConsumedLedger().to_record(),
-        controller={},
-        baselines={"test": 2.0},
-    )
-    async with room(tmp_path, restored=before, objective="rae") as made:
+    async with room(tmp_path, restored=state(epoch=1, baselines={"test": 2.0}), objective="rae") as made:
         await made.begin(epoch=2)
         await made.roll_out(0, 1)
         await made.wait_for(StepDone)

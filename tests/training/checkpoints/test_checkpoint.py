@@ -293,20 +293,20 @@ def test_commit_raises_a_fenced_error_if_a_later_trainer_has_removed_the_unfinis
         first.commit(late)
 
 
-def test_trainer_cannot_claim_a_checkpoint_store_with_a_newer_checkpoint_than_it_resumed_from(stores):
+@pytest.mark.parametrize(
+    ("resumed", "words"),
+    [
+        (0, "step-000001 appeared while this trainer began from the beginning"),
+        (1, "step-000002 appeared while this trainer began from step-000001"),
+    ],
+)
+def test_trainer_cannot_claim_a_checkpoint_store_with_a_newer_checkpoint_than_it_began_from(stores, resumed, words):
     first, second = stores
-    first.commit(capture(first, state_of(1, epoch=1)))
-    assert second.latest() is not None
-    first.commit(capture(first, state_of(2, epoch=1)))
-    with pytest.raises(CheckpointError, match="step-000002 appeared while this trainer began from step-000001"):
-        second.claim(2)
-
-
-def test_trainer_that_began_without_a_checkpoint_cannot_claim_a_store_that_has_one_by_now(stores):
-    first, second = stores
-    assert second.latest() is None
-    first.commit(capture(first, state_of(1, epoch=1)))
-    with pytest.raises(CheckpointError, match="step-000001 appeared while this trainer began from the beginning"):
+    for version in range(1, resumed + 1):
+        first.commit(capture(first, state_of(version, epoch=1)))
+    assert (latest(second) is not None) == bool(resumed)
+    first.commit(capture(first, state_of(resumed + 1, epoch=1)))
+    with pytest.raises(CheckpointError, match=words):
         second.claim(2)
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from pipelinerl.enums import NoSignal, StalenessScope
-from pipelinerl.messages import Directive, NoSignalGroups, TrainerKnobs
+from pipelinerl.messages import NoSignalGroups
 from pipelinerl.plugins.replay.recorded_run import RecordedStep
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, OverdueWait, StepBudget, awaited
 from pipelinerl.types import Outcome, Verdict
+from tests.fakes.directives import directive
 from tests.fakes.rollouts import group, rollout
 
 BOUNDS = StalenessBounds(1, 4)
@@ -22,15 +23,24 @@ def batcher(*, no_signal=NoSignal.FILTER):
     return Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=no_signal)
 
 
+def indices(taken):
+    return None if taken is None else [each.index for each in taken]
+
+
+def offered(waiting, *groups):
+    for each in groups:
+        waiting.offer(each)
+    return waiting
+
+
 def test_batcher_waits_until_it_has_enough_rollouts_for_a_step_and_uses_each_group_once():
-    waiting = batcher()
-    waiting.offer(group(0))
+    waiting = offered(batcher(), group(0))
     assert waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS) is None
     waiting.offer(group(0))
     waiting.offer(group(1))
     assert waiting.waiting == [0, 1], "the copy of one that waits is dropped"
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
-    assert taken is not None and [g.index for g in taken] == [0, 1]
+    assert indices(taken) == [0, 1]
     waiting.offer(group(1))
     assert (len(waiting.waiting), waiting.ledger.counts[GroupOutcome.TRAINED], waiting.ledger.frontier) == (0, 2, 2)
     assert not waiting.take_abandoned(), "the copy of one that has ended is dropped, and not issued again"
@@ -53,15 +63,10 @@ def test_group_that_the_recipes_filter_rejected_is_counted_as_filtered_with_the_
 
 def test_batcher_takes_the_oldest_groups_that_are_not_stale_in_whatever_order_they_arrived():
     groups = [group(index, version=version) for index, version in enumerate([1, 3, 2, 3, 2, 1])]
-    chosen = set()
     for seed in range(20):
-        waiting = batcher()
-        for arrived in random.Random(seed).sample(groups, len(groups)):
-            waiting.offer(arrived)
+        waiting = offered(batcher(), *random.Random(seed).sample(groups, len(groups)))
         taken = waiting.take(StepBudget(rollouts=6), producing=4, bounds=BOUNDS)
-        assert taken is not None
-        chosen.add(tuple(g.index for g in taken))
-    assert chosen == {(0, 2, 5)}
+        assert indices(taken) == [0, 2, 5]
 
 
 def test_group_that_becomes_too_old_while_waiting_is_dropped_as_stale():
@@ -75,13 +80,11 @@ def test_group_that_becomes_too_old_while_waiting_is_dropped_as_stale():
 
 
 def test_group_that_the_callers_usable_function_rejects_counts_as_stale():
-    waiting = batcher()
-    waiting.offer(group(0, version=3))
-    waiting.offer(group(1, version=2))
+    waiting = offered(batcher(), group(0, version=3), group(1, version=2))
     taken = waiting.take(
         StepBudget(rollouts=2), producing=4, bounds=BOUNDS, usable=lambda group: group.oldest_version != 3
     )
-    assert taken is not None and [each.index for each in taken] == [1]
+    assert indices(taken) == [1]
     assert (len(waiting.waiting), waiting.ledger.counts[GroupOutcome.STALE]) == (0, 1)
 
 
@@ -96,8 +99,7 @@ def test_group_sampled_by_abandoned_weights_is_dropped_and_listed_once_for_a_new
 
 @pytest.mark.parametrize(("mode", "filtered", "left"), [(NoSignal.FILTER, 1, 0), (NoSignal.TRAIN, 0, 1)])
 def test_groups_with_equal_rewards_are_filtered_or_kept_as_configured(mode, filtered, left):
-    waiting = batcher(no_signal=mode)
-    waiting.offer(group(0, (1.0, 1.0)))
+    waiting = offered(batcher(no_signal=mode), group(0, (1.0, 1.0)))
     assert (waiting.ledger.counts[GroupOutcome.FILTERED], len(waiting.waiting)) == (filtered, left)
 
 
@@ -114,11 +116,9 @@ def test_group_with_token_ids_outside_the_vocabulary_is_filtered_and_logged(wher
 
 
 def test_step_trains_on_groups_with_equal_rewards_if_they_are_not_filtered():
-    waiting = batcher(no_signal=NoSignal.TRAIN)
-    waiting.offer(group(0, (1.0, 1.0)))
-    waiting.offer(group(1, (0.0, 0.0)))
+    waiting = offered(batcher(no_signal=NoSignal.TRAIN), group(0, (1.0, 1.0)), group(1, (0.0, 0.0)))
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
-    assert taken is not None and [g.index for g in taken] == [0, 1]
+    assert indices(taken) == [0, 1]
     assert waiting.ledger.counts[GroupOutcome.FILTERED] == 0
 
 
@@ -135,17 +135,13 @@ def test_count_of_groups_without_learning_signal_is_reset_by_a_group_of_the_doma
 
 
 def test_step_is_full_when_its_token_budget_is_reached_before_its_rollout_budget():
-    waiting = batcher()
-    for index in range(3):
-        waiting.offer(group(index))  # each group has 2 rollouts of 4 tokens
+    waiting = offered(batcher(), *map(group, range(3)))  # each group has 2 rollouts of 4 tokens
     taken = waiting.take(StepBudget(rollouts=100, tokens=10), producing=1, bounds=BOUNDS)
-    assert taken is not None and [g.index for g in taken] == [0, 1]
+    assert indices(taken) == [0, 1]
 
 
 def test_skipping_a_step_changes_the_outcome_of_its_groups_from_trained_to_filtered():
-    waiting = batcher()
-    for index in (0, 1):
-        waiting.offer(group(index))
+    waiting = offered(batcher(), group(0), group(1))
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=StalenessBounds(1, 4))
     assert taken is not None and waiting.ledger.counts[GroupOutcome.TRAINED] == 2
     waiting.skipped(taken)
@@ -156,14 +152,13 @@ def test_skipping_a_step_changes_the_outcome_of_its_groups_from_trained_to_filte
 
 
 def test_group_that_arrives_after_the_controller_ended_its_request_counts_as_stale():
-    waiting = batcher()
-    waiting.offer(group(0))
+    waiting = offered(batcher(), group(0))
     waiting.end([0, 2], GroupOutcome.STALE)
     assert (waiting.waiting, waiting.ledger.has(0), waiting.ledger.has(2)) == ([0], False, True)
     waiting.offer(group(1))
     waiting.offer(group(2))
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
-    assert taken is not None and [g.index for g in taken] == [0, 1]
+    assert indices(taken) == [0, 1]
     assert (waiting.ledger.counts[GroupOutcome.STALE], len(waiting.waiting), waiting.ledger.frontier) == (1, 0, 3)
 
 
@@ -178,10 +173,8 @@ def by_rollout(no_signal=NoSignal.TRAIN):
 
 
 def test_staleness_per_rollout_drops_only_the_stale_rollouts_of_a_group():
-    waiting = by_rollout()
-    waiting.offer(of_ages(0, (1.0, 0), (0.0, 3), (1.0, 2)))
-    waiting.offer(of_ages(1, (1.0, 0), (0.0, 0), (1.0, 2)))
-    waiting.offer(group(2, version=2))
+    aged = of_ages(0, (1.0, 0), (0.0, 3), (1.0, 2)), of_ages(1, (1.0, 0), (0.0, 0), (1.0, 2))
+    waiting = offered(by_rollout(), *aged, group(2, version=2))
     taken = waiting.take(StepBudget(rollouts=4), producing=5, bounds=BOUNDS)
     assert taken is not None
     assert [(each.index, [r.oldest_version for r in each.rollouts]) for each in taken] == [(0, [3, 2]), (2, [2, 2])]
@@ -207,8 +200,7 @@ def test_staleness_per_rollout_filters_groups_whose_remaining_rollouts_have_equa
 
 
 def test_staleness_per_group_drops_a_whole_group_if_one_rollout_is_stale():
-    waiting = batcher(no_signal=NoSignal.TRAIN)
-    waiting.offer(of_ages(0, (1.0, 0), (0.0, 3), (1.0, 3)))
+    waiting = offered(batcher(no_signal=NoSignal.TRAIN), of_ages(0, (1.0, 0), (0.0, 3), (1.0, 3)))
     assert waiting.take(StepBudget(rollouts=2), producing=5, bounds=BOUNDS) is None
     assert waiting.ledger.counts[GroupOutcome.STALE] == 1
 
@@ -235,28 +227,13 @@ def test_replayed_step_selects_the_same_fresh_rollouts_of_each_group_as_the_orig
     assert sum(counts.values()) + len(waiting.waiting) == len(whole)
 
 
-def directive(fresh_until, issued):
-    return Directive(
-        answers="x",
-        epoch=1,
-        knobs=TrainerKnobs(k=2.0, learning_rate=0.1, rollouts_per_step=4),
-        publish_to=[],
-        membership=0,
-        failed=[],
-        checkpoint=False,
-        stop=False,
-        fresh_until=fresh_until,
-        issued=issued,
-    )
-
-
 def late(**changes):
     """Return the indices of the groups for which step 3 waits; each step trains on two groups.
 
     Groups 0 to 3 may train at step 3 at the latest, groups 4 to 7 at step 4.
     """
     given = {"step": 3, "chosen": [0, 1], "waiting": [0, 1], "ledger": ConsumedLedger()}
-    return awaited(directive=directive([(0, 3), (4, 4)], 8), **(given | changes))
+    return awaited(**{"directive": directive(fresh_until=[(0, 3), (4, 4)], issued=8)} | given | changes)
 
 
 def test_step_waits_for_missing_groups_that_would_be_too_old_for_every_later_step():
@@ -269,8 +246,7 @@ def test_step_waits_for_missing_groups_that_would_be_too_old_for_every_later_ste
 
 
 def test_step_waits_for_no_group_if_the_controller_has_sent_no_deadlines():
-    given = {"step": 3, "chosen": [0], "waiting": [0], "ledger": ConsumedLedger()}
-    assert awaited(directive=directive([], 0), **given) == []
+    assert late(chosen=[0], waiting=[0], directive=directive(fresh_until=[], issued=0)) == []
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -286,9 +262,7 @@ def test_step_waits_only_if_starting_now_would_make_some_group_too_old_to_train(
     last = [next(until for first, until in reversed(marks) if first <= index) for index in range(issued)]
     left = sorted(last[index] for index in range(issued) if index not in chosen)
     in_time = all(until >= step + 1 + place // per for place, until in enumerate(left))
-    overdue = awaited(
-        step=step, chosen=chosen, waiting=here, ledger=ConsumedLedger(), directive=directive(marks, issued)
-    )
+    overdue = late(step=step, chosen=chosen, waiting=here, directive=directive(fresh_until=marks, issued=issued))
     assert not (overdue and in_time), "a step does not wait for groups that are in time"
     assert not set(overdue) & set(here)
     if not in_time and not overdue:  # then every group that would be too late must have arrived already

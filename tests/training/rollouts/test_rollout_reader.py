@@ -11,9 +11,7 @@ from pipelinerl.messages import (
     REPORTS,
     ROLLOUTS,
     ConsumedReport,
-    Directive,
     StepDone,
-    TrainerKnobs,
     TrainerReady,
     encode,
 )
@@ -22,6 +20,7 @@ from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import DEAD_LETTERS, START, parse_id
 from pipelinerl.training.rollouts import rollout_reader
 from pipelinerl.training.rollouts.rollout_reader import ControllerLink, RolloutReader
+from tests.fakes.directives import directive
 from tests.fakes.rollouts import group
 from tests.patience import PATIENCE_S
 
@@ -47,19 +46,6 @@ async def put(stream, partition, *indices):
 
 async def indices(reader):
     return [arrived.index for arrived in (await reader.read(block_s=0.0)).groups]
-
-
-def directive(answers):
-    return Directive(
-        answers=answers,
-        epoch=1,
-        knobs=TrainerKnobs(k=1, learning_rate=0.1, rollouts_per_step=1),
-        publish_to=[],
-        membership=0,
-        failed=[],
-        checkpoint=False,
-        stop=False,
-    )
 
 
 def safe(reader, untrained=()):
@@ -166,14 +152,7 @@ async def linked(stream, *, deadline_s=10.0):
 
 
 async def say(stream, *answers, epoch=2):
-    knobs = TrainerKnobs(k=1, learning_rate=0.1, rollouts_per_step=1)
-    directives = [
-        Directive(
-            answers=each, epoch=epoch, knobs=knobs, publish_to=[], membership=0, failed=[], checkpoint=False, stop=False
-        )
-        for each in answers
-    ]
-    await stream.append(DIRECTIVES, [encode(directive) for directive in directives])
+    await stream.append(DIRECTIVES, [encode(directive(each, epoch=epoch)) for each in answers])
 
 
 async def answered(link, question):

@@ -11,7 +11,7 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.layers import overridden
 from pipelinerl.config.recipe import load, parse, save, to_table
 from pipelinerl.errors import RecipeError
-from pipelinerl.plugins.judge.section import JudgeSection
+from pipelinerl.plugins.judge import JudgeSection
 from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message

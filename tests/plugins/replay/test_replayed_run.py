@@ -9,12 +9,12 @@ from pipelinerl import rng
 from pipelinerl.config.recipe import load, save as save_recipe, write_layout
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import RecordError, UserError
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
+from pipelinerl.plugins.bigram.model import BigramModel
+from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from pipelinerl.plugins.replay.recorded_run import RecordedStep
 from pipelinerl.plugins.replay.replayed_run import Replay, _checkpoint_before, show
 from pipelinerl.roles.wiring import checkpoints_of
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.batch import BatchRules, MiniBatching, build
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.passes import ForwardPasses

@@ -137,7 +137,21 @@ def place(config: RunConfig, devices: Devices) -> Placement:
         check_none_is_needed(config, devices)
         return Placement(here)
     _check_counts(config, devices)
-    indices = _indices(config, devices)
+    named = {index for _, indices in _explicit(config) for index in indices}
+    free = [index for index in range(len(devices)) if index not in named]
+    each, trainers = config.gpus_of_engine(), config.gpus_of_trainer
+    engines = 0 if config.launch.engine_devices else config.engine.count * each
+    trainer = 0 if config.launch.trainer_devices else trainers
+    if engines + trainer > len(free):
+        if len(devices) > 1 or max(each, trainers) > 1:
+            raise RecipeError(_too_few(config, devices, engines=engines, trainer=trainer, free=len(free)))
+        free = [0] * (engines + trainer)
+    of_engines: Sequence[tuple[int, ...]] = config.launch.engine_devices
+    if engines:
+        of_engines = [tuple(free[start : start + each]) for start in range(0, engines, each)]
+    of_trainer = config.launch.trainer_devices or tuple(free[len(free) - trainer :])
+    indices_by_name = {f"engine-{number}": indices for number, indices in enumerate(of_engines)}
+    indices = indices_by_name | ({TRAINER: of_trainer} if of_trainer else {})
     shares = _shares(config, indices, devices)
     if config.weights.backend == "nccl":
         for index in range(len(devices)):
@@ -204,24 +218,6 @@ def _explicit(config: RunConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "launch.engine_devices", indices
     if config.launch.trainer_devices:
         yield "launch.trainer_devices", config.launch.trainer_devices
-
-
-def _indices(config: RunConfig, devices: Devices) -> dict[str, tuple[int, ...]]:
-    named = {index for _, indices in _explicit(config) for index in indices}
-    free = [index for index in range(len(devices)) if index not in named]
-    each, trainers = config.gpus_of_engine(), config.gpus_of_trainer
-    engines = 0 if config.launch.engine_devices else config.engine.count * each
-    trainer = 0 if config.launch.trainer_devices else trainers
-    if engines + trainer > len(free):
-        if len(devices) > 1 or max(each, trainers) > 1:
-            raise RecipeError(_too_few(config, devices, engines=engines, trainer=trainer, free=len(free)))
-        free = [0] * (engines + trainer)
-    of_engines: Sequence[tuple[int, ...]] = config.launch.engine_devices
-    if engines:
-        of_engines = [tuple(free[start : start + each]) for start in range(0, engines, each)]
-    of_trainer = config.launch.trainer_devices or tuple(free[len(free) - trainer :])
-    indices_by_name = {f"engine-{number}": indices for number, indices in enumerate(of_engines)}
-    return indices_by_name | ({TRAINER: of_trainer} if of_trainer else {})
 
 
 def _too_few(config: RunConfig, devices: Devices, *, engines: int, trainer: int, free: int) -> str:

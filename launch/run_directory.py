@@ -276,7 +276,12 @@ def record_change(run_dir: Path, after: RunConfig, *, step: int) -> list[str]:
         return []
     with directory.locked():
         made = [f"resumed at step {step}: {key} = {new} (was {old})" for key, (old, new) in changed.items()]
-        save(after, directory.recipe, notes=[*_notes(directory.recipe), *made])
+        notes = []
+        for line in directory.recipe.read_text().splitlines():
+            if not line.startswith("# "):
+                break
+            notes.append(line.removeprefix("# "))
+        save(after, directory.recipe, notes=[*notes, *made])
         save(after, directory.started)
     return made
 
@@ -333,13 +338,3 @@ def _live_knobs(run_dir: Path) -> dict[str, str]:
     weights = names.get("domain_weights")
     domains = {f"domain_weights.{name}": f"domains.{name}.weight" for name in weights or ()}
     return {name: key for name, key in _KEY_OF_KNOB.items() if name in names} | domains
-
-
-def _notes(recipe: Path) -> list[str]:
-    """Return the comments at the top of the recipe file, which record earlier changes."""
-    notes = []
-    for line in recipe.read_text().splitlines():
-        if not line.startswith("# "):
-            break
-        notes.append(line.removeprefix("# "))
-    return notes

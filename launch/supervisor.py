@@ -132,7 +132,12 @@ class Supervisor:
                 result = self._watch()
                 self._on_end(result)
             finally:
-                self._stop()
+                if self._result is not None and self._result.outcome is RunOutcome.STOPPED and self._interrupts < 2:
+                    self._announce("stopping; press Ctrl-C again to kill at once")
+                alive = [process for process in self._processes.values() if process.pid is not None]
+                alive.sort(key=lambda process: process.spec.stop_order)
+                for _, stage in groupby(alive, key=lambda process: process.spec.stop_order):
+                    self._stop_together(list(stage))
                 self._tell_usage()
         return result
 
@@ -358,14 +363,6 @@ class Supervisor:
         """End the run with this result; `on_tick` may call this method, too."""
         self._result = RunResult(outcome, message)
 
-    def _stop(self) -> None:
-        if self._result is not None and self._result.outcome is RunOutcome.STOPPED and self._interrupts < 2:
-            self._announce("stopping; press Ctrl-C again to kill at once")
-        alive = [process for process in self._processes.values() if process.pid is not None]
-        alive.sort(key=lambda process: process.spec.stop_order)
-        for _, stage in groupby(alive, key=lambda process: process.spec.stop_order):
-            self._stop_together(list(stage))
-
     def _stop_together(self, stage: list[Process]) -> None:
         for process in stage:
             process.ask_to_stop()
@@ -462,17 +459,14 @@ class EngineProcesses:
         on = self._take_devices(requested)
         if on is None and self._held.keys() & self._supervisor.stopping:
             return
-        spec = self._launch.engine(requested.name, port=self._port(), type=requested.type, on=on or Assignment())
+        # The port of a process that is down is not free either: the process will bind it again.
+        port = next(port for port in free_ports(len(self._ports) + 1) if port not in self._ports)
+        self._ports.add(port)
+        spec = self._launch.engine(requested.name, port=port, type=requested.type, on=on or Assignment())
         if on is None:
             self._supervisor.refuse(spec, self._refusal(requested))
         else:
             self._supervisor.add(spec)
-
-    def _port(self) -> int:
-        # The port of a process that is down is not free either: the process will bind it again.
-        port = next(port for port in free_ports(len(self._ports) + 1) if port not in self._ports)
-        self._ports.add(port)
-        return port
 
     def _take_devices(self, requested: RequestedEngine) -> Assignment | None:
         """Reserve and return devices for an engine, least used first; return None if too few are free.
@@ -485,16 +479,16 @@ class EngineProcesses:
             return Assignment()
         share = config.engine.memory_share
         wanted = share if share is not None and config.weights.backend != "nccl" else 1.0
-        used = [self._used(index) for index in range(len(self._devices))]
+        used = [
+            sum(1.0 if each.share is None else each.share for each in self._held.values() if index in each.indices)
+            for index in range(len(self._devices))
+        ]
         fitting = [index for index in range(len(used)) if used[index] + wanted <= 1.0 + ROUNDING]
         chosen = sorted(sorted(fitting, key=lambda index: used[index])[:needs])
         if len(chosen) < needs:
             return None
         self._held[requested.name] = Assignment(tuple(chosen), share)
         return self._held[requested.name]
-
-    def _used(self, index: int) -> float:
-        return sum(1.0 if each.share is None else each.share for each in self._held.values() if index in each.indices)
 
     def _refusal(self, requested: RequestedEngine) -> str:
         needs = self._launch.config.gpus_of_engine(requested.type)

@@ -95,7 +95,9 @@ _ON_EXIT = {
 def plan_lines(launch: Launch) -> Iterator[str]:
     """Yield lines on each host and its processes, on their shared environment variables, run directory and token."""
     plan = processes_of(launch)
-    shared = _shared_environment(plan.specs)
+    shared = {
+        key: value for key, value in plan.specs[0].env.items() if all(spec.env.get(key) == value for spec in plan.specs)
+    }
     name_width = max(len(spec.name) for spec in plan.specs)
     address_width = max(len(_address(spec)) for spec in plan.specs)
     for host in launch.placement.hosts:
@@ -144,10 +146,6 @@ def _process_json(launch: Launch, spec: ProcessSpec) -> dict[str, Any]:
         "stop_order": spec.stop_order,
         "group": spec.group,
     }
-
-
-def _shared_environment(specs: tuple[ProcessSpec, ...]) -> dict[str, str]:
-    return {key: value for key, value in specs[0].env.items() if all(spec.env.get(key) == value for spec in specs)}
 
 
 def _address(spec: ProcessSpec) -> str:

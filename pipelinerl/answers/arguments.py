@@ -83,7 +83,10 @@ def _kinds(schema: Any, root: Any, depth: int) -> set[str]:
     if not isinstance(schema, Mapping) or depth == 0:
         return set()
     if isinstance(reference := schema.get("$ref"), str):
-        return _kinds(_resolved(reference, root), root, depth - 1)
+        found = root
+        for part in reference.removeprefix("#").split("/")[1:]:
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return _kinds(found, root, depth - 1)
     declared = schema.get("type")
     if isinstance(declared, str | list):
         return {declared} if isinstance(declared, str) else {each for each in declared if isinstance(each, str)}
@@ -96,13 +99,6 @@ def _kinds(schema: Any, root: Any, depth: int) -> set[str]:
             parts = [_kinds(each, root, depth - 1) for each in several]
             return set().union(*parts) if all(parts) or name == "allOf" else set()
     return {"object"} if "properties" in schema else {"array"} if "items" in schema else set()
-
-
-def _resolved(reference: str, root: Any) -> Any:
-    found = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
 
 
 def _kind(value: Any) -> set[str]:

@@ -73,7 +73,10 @@ class Mixture:
         quota = quota or self._quota
         block, place = divmod(index - quota.since, quota.size)
         first = (rng.key(self._seed, "quota", quota.since) / 2**63 + block * _GOLDEN) % 1.0
-        mark = (self._places(quota, block)[place] + first) / quota.size * cumulative[-1]
+        if self._permutation[0] != (quota, block):
+            noise = rng.generator(self._seed, "quota", quota.since, block)
+            self._permutation = (quota, block), noise.permutation(quota.size).tolist()
+        mark = (self._permutation[1][place] + first) / quota.size * cumulative[-1]
         chosen = min(bisect.bisect_right(cumulative, mark), len(shares) - 1)
         while shares[chosen] == 0.0:  # rounding errors may select a domain behind the last one with a positive share
             chosen -= 1
@@ -89,10 +92,3 @@ class Mixture:
         """Return a sentence for each domain that reads rows: how many it read and dropped, and why."""
         sources = ((domain.name, domain.source) for domain in self._domains)
         return [f"domains.{name}: {source.summary}" for name, source in sources if isinstance(source, RowSource)]
-
-    def _places(self, quota: Quota, block: int) -> list[int]:
-        """Return which of the block's points each problem of the block gets: a permutation of 0..size-1, by seed."""
-        if self._permutation[0] != (quota, block):
-            noise = rng.generator(self._seed, "quota", quota.since, block)
-            self._permutation = (quota, block), noise.permutation(quota.size).tolist()
-        return self._permutation[1]

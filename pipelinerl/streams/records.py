@@ -228,7 +228,14 @@ def decode_group(record: bytes) -> RolloutGroup:
             notes = [header.notes[number] for number in header.turn_notes]
             turns = [replace(turn, note=note) for turn, note in zip(turns, notes, strict=True)]
         rollouts = _rollouts(header, turns)
-        _refuse_implausible(header)
+        if not 0 <= header.index < _MOST:
+            raise ValueError(f"index {header.index}")
+        for span in (span for spans in header.spans for span in spans):
+            if not (0 <= span.model_version < _MOST and 0 <= span.num_tokens < _MOST):
+                raise ValueError(f"it has a span of {span.num_tokens} tokens from version {span.model_version}")
+        for ending in header.endings:
+            if not 0 <= ending.epoch < _MOST:
+                raise ValueError(f"epoch {ending.epoch}")
     except (ValueError, IndexError) as error:
         raise RecordError(f"group {header.group_id} is inconsistent ({error}); its producer has a bug") from None
     return RolloutGroup(
@@ -435,18 +442,6 @@ def _open(record: bytes, expected: Kind) -> tuple[memoryview, memoryview]:
 def _turn_lengths(header: _GroupHeader) -> list[int]:
     lengths = [_spanned(spans) for spans in header.spans]
     return [lengths[number] for number in header.turn_spans]
-
-
-def _refuse_implausible(header: _GroupHeader) -> None:
-    """Raise `ValueError` for numbers that no run reaches, because code that counts up to them would take too long."""
-    if not 0 <= header.index < _MOST:
-        raise ValueError(f"index {header.index}")
-    for span in (span for spans in header.spans for span in spans):
-        if not (0 <= span.model_version < _MOST and 0 <= span.num_tokens < _MOST):
-            raise ValueError(f"it has a span of {span.num_tokens} tokens from version {span.model_version}")
-    for ending in header.endings:
-        if not 0 <= ending.epoch < _MOST:
-            raise ValueError(f"epoch {ending.epoch}")
 
 
 def _named(kind: Kind) -> str:

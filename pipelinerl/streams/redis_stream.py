@@ -181,7 +181,14 @@ class RedisStream:
         if first_id is not None and not 1 <= first_id < _MAX_NUMBER - len(payloads):
             raise ValueError(f"first_id must lie in [1, 2^53 - number of payloads), got {first_id}")
         added = 0
-        for start, stop in _chunks(payloads):
+        # Split payloads into ranges of at most `_MAX_APPEND_BYTES`; a larger payload is a range of its own.
+        bounds, size = [0], 0
+        for number, payload in enumerate(payloads):
+            if size and size + len(payload) > _MAX_APPEND_BYTES:
+                bounds.append(number)
+                size = 0
+            size += len(payload)
+        for start, stop in list(pairwise([*bounds, len(payloads)])) if payloads else []:
             first = 0 if first_id is None else first_id + start
             added += await self._call("EVAL", _APPEND, 1, self._prefix + stream, first, *payloads[start:stop])
         return added
@@ -419,17 +426,6 @@ def _as_it_came(response: Any, **_: Any) -> Any:
 def _block(block_ms: int) -> tuple[Any, ...]:
     """Return the BLOCK arguments; none for zero, because BLOCK 0 waits forever."""
     return ("BLOCK", block_ms) if block_ms > 0 else ()
-
-
-def _chunks(payloads: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Split payloads into ranges of at most `_MAX_APPEND_BYTES`; a larger payload is a range of its own."""
-    bounds, size = [0], 0
-    for number, payload in enumerate(payloads):
-        if size and size + len(payload) > _MAX_APPEND_BYTES:
-            bounds.append(number)
-            size = 0
-        size += len(payload)
-    return list(pairwise([*bounds, len(payloads)])) if payloads else []
 
 
 # --- opening by address -----------------------------------------------------------------------------------------------

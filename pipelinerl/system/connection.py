@@ -93,7 +93,12 @@ class LimitedConnection(HttpToolsProtocol):
             if self._overhead > MAX_HEAD_BYTES:
                 self._refuse(431, "headers_too_large", f"the headers must have at most {MAX_HEAD_BYTES} bytes")
         if self._is_served:
-            self._watch()
+            # Run a timer while the server waits for the client, unless uvicorn or the application already has a timer.
+            unwatched = self._is_answered and self.timeout_keep_alive_task is None
+            if self._stage is not _Stage.HEAD and not unwatched:
+                self._disarm()
+            elif self._timer is None:
+                self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timer and handle the event as uvicorn does."""
@@ -132,14 +137,6 @@ class LimitedConnection(HttpToolsProtocol):
     def _is_answered(self) -> bool:
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is None or cycle.response_complete
-
-    def _watch(self) -> None:
-        """Run a timer while the server waits for the client, unless uvicorn or the application already has a timer."""
-        unwatched = self._is_answered and self.timeout_keep_alive_task is None
-        if self._stage is not _Stage.HEAD and not unwatched:
-            self._disarm()
-        elif self._timer is None:
-            self._arm()
 
     def _arm(self) -> None:
         begun = self.cycle is not None  # a new connection without a request gets HEAD_TIMEOUT_S

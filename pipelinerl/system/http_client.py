@@ -168,7 +168,11 @@ async def responding(
     except (aiohttp.InvalidURL, UnicodeError) as error:  # a host name that cannot be encoded is a UnicodeError
         raise InvalidAddress(f"{url} is no valid address: {error}") from None
     except (aiohttp.ClientError, OSError) as error:
-        raise ConnectionError(_words(error)) from error
+        # The system's message is preferred, since aiohttp's repeats the address.
+        system = getattr(error, "os_error", None)
+        raise ConnectionError(
+            os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__
+        ) from error
 
 
 async def read_at_most(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
@@ -181,9 +185,3 @@ async def read_at_most(response: aiohttp.ClientResponse, most_bytes: int) -> byt
             raise ResponseTooLarge(f"{response.url} sends more than {most_bytes} bytes")
         parts.append(part)
     return b"".join(parts)
-
-
-def _words(error: Exception) -> str:
-    # The system's message is preferred, since aiohttp's repeats the address.
-    system = getattr(error, "os_error", None)
-    return os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__

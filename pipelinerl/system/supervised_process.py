@@ -62,7 +62,17 @@ def main() -> None:
             os._exit(1)
         _become(argv)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # otherwise the wrapper keeps the program's connection open
-    _end(_awaited(program, float(grace_s)))
+    status = _awaited(program, float(grace_s))
+    if os.WIFSIGNALED(status):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        time.sleep(1)
+    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
 
 
 def tied(
@@ -149,19 +159,6 @@ def _awaited(program: int, grace_s: float) -> int:
                 late()
                 time.sleep(_LOOK_S)
     return status
-
-
-def _end(status: int) -> NoReturn:
-    if os.WIFSIGNALED(status):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        number = os.WTERMSIG(status)
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-        time.sleep(1)
-    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
 
 
 if __name__ == "__main__":

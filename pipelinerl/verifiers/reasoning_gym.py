@@ -111,21 +111,18 @@ class ReasoningGym:
         began, began_elapsed = time.thread_time() if measured else 0.0, time.perf_counter()
         verdict = _verdict(_scored(scorer, index, answer, problem.ground_truth), answer)
         if measured:
-            self._note(name, time.thread_time() - began)
+            seconds = time.thread_time() - began
+            self._not_quick[name] = self._not_quick[name] + 1 if seconds > _QUICK_S else 0
+            if seconds <= _QUICK_S:
+                self._doubted.discard(name)
+            if seconds > _LONG_S or self._not_quick[name] >= _NOT_QUICK:
+                self._slow.add(name)
         elif time.perf_counter() - began_elapsed > _QUICK_S:
             self._doubted.add(name)
         return verdict
 
     async def close(self) -> None:
         await self._pool.close()
-
-    def _note(self, name: str, seconds: float) -> None:
-        """Mark a task's scorer as slow if its latest scorings took too much processor time."""
-        self._not_quick[name] = self._not_quick[name] + 1 if seconds > _QUICK_S else 0
-        if seconds <= _QUICK_S:
-            self._doubted.discard(name)
-        if seconds > _LONG_S or self._not_quick[name] >= _NOT_QUICK:
-            self._slow.add(name)
 
     async def _judged_by_worker(self, question: list[Any], *, group: str) -> Verdict:
         try:

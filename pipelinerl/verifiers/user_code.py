@@ -160,7 +160,16 @@ class RewardFunction:
 
     def calls(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Any]:
         """Call the function once for the group, or once per answer; return its results (awaitables if async)."""
-        columns = self._columns_of(problem)
+        given = problem.metadata
+        if missing := [name for name in self.columns if name not in given]:
+            raise RecipeError(
+                f"the reward function takes {', '.join(missing)}, and the problem's metadata has "
+                f"{', '.join(given) or 'no columns'}; name the columns in the source's metadata_fields"
+            )
+        others = (
+            given.keys() - self.named - inspect.signature(self.function).parameters.keys() if self.takes_all else ()
+        )
+        columns = {name: given[name] for name in (*self.columns, *others)}
         if self.of is Of.GROUP:
             lists = {name: [OF_A_GROUP[name](problem, answer) for answer in answers] for name in self.named}
             return [self.function(**lists, **{name: [value] * len(answers) for name, value in columns.items()})]
@@ -172,18 +181,6 @@ class RewardFunction:
             )
             for answer in answers
         ]
-
-    def _columns_of(self, problem: Problem) -> dict[str, Any]:
-        given = problem.metadata
-        if missing := [name for name in self.columns if name not in given]:
-            raise RecipeError(
-                f"the reward function takes {', '.join(missing)}, and the problem's metadata has "
-                f"{', '.join(given) or 'no columns'}; name the columns in the source's metadata_fields"
-            )
-        others = (
-            given.keys() - self.named - inspect.signature(self.function).parameters.keys() if self.takes_all else ()
-        )
-        return {name: given[name] for name in (*self.columns, *others)}
 
 
 def _by_place(placed: Sequence[inspect.Parameter]) -> bool:

@@ -143,7 +143,9 @@ class WorkerPool:
             cpu_began = turn.worker.cpu_s
             answer = await self._answered_soon(turn.worker, question)
             if answer is _SLOW:
-                self._note_slow(group)
+                if len(self._slow_of) >= _REMEMBERED:
+                    self._slow_of.clear()
+                self._slow_of[group] += 1
                 answer = await self._answered_slowly(turn, question, group, until=began + self._deadline_s)
             self._latest_s.append(asyncio.get_running_loop().time() - began)
             self._latest_cpu_s.append(max(0.0, turn.worker.cpu_s - cpu_began))
@@ -204,11 +206,6 @@ class WorkerPool:
             turn.worker.lower_priority()
             await turn.worker.send(question)
             return await turn.worker.receive()
-
-    def _note_slow(self, group: str) -> None:
-        if len(self._slow_of) >= _REMEMBERED:
-            self._slow_of.clear()
-        self._slow_of[group] += 1
 
     async def _ready_worker(self) -> _Worker:
         if (idle := self._idle_worker()) is not None:

@@ -67,7 +67,9 @@ def main() -> None:
             parent = os.getpid()
             if os.fork() == 0:
                 control.close()
-                _tie(parent)
+                ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+                if os.getppid() != parent:
+                    os._exit(1)
                 _work(connection, answering)
                 os._exit(0)
 
@@ -109,12 +111,6 @@ def _answer(answering: Answering, line: bytes) -> Any:
 
 def _send(connection: socket.socket, value: Any) -> None:
     connection.sendall(json.dumps(value).encode() + b"\n")
-
-
-def _tie(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

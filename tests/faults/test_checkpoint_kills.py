@@ -50,7 +50,14 @@ def kill_while_saving(directory, *, kills, seed):
     with nursery(directory) as process:
         store, _ = store_in(directory)
         child = int(answer(process))
-        one_s = seconds_per_checkpoint(store)
+        seen = {}
+        deadline = time.monotonic() + DEADLINE_S
+        while 3 not in seen:
+            assert time.monotonic() < deadline, "the trainer saves nothing"
+            for path in store.all():
+                seen.setdefault(int(path.name[5:]), time.monotonic())
+            time.sleep(0.001)
+        one_s = (seen[3] - min(seen.values())) / (3 - min(seen))
         newest = cut_off = 0
         for number, wait in enumerate(waits.tolist()):
             time.sleep(wait * one_s)
@@ -63,18 +70,6 @@ def kill_while_saving(directory, *, kills, seed):
             child = int(answer(process))
     print(f"seed {seed}: {kills} kills, {cut_off} in the middle of a checkpoint or a copy, up to version {newest}")
     assert newest >= 3 and cut_off >= kills // 10, "few were killed at what this is about"
-
-
-def seconds_per_checkpoint(store):
-    """Return the seconds per checkpoint on this machine, measured from the first to the third."""
-    seen = {}
-    deadline = time.monotonic() + DEADLINE_S
-    while 3 not in seen:
-        assert time.monotonic() < deadline, "the trainer saves nothing"
-        for path in store.all():
-            seen.setdefault(int(path.name[5:]), time.monotonic())
-        time.sleep(0.001)
-    return (seen[3] - min(seen.values())) / (3 - min(seen))
 
 
 def newest_whole(directory, into):

@@ -153,16 +153,15 @@ def body(draw: random.Random, path: str) -> bytes:
             return text.encode()
 
 
-def queries(app: Any) -> dict[tuple[str, str], list[str]]:
-    """Return the names of the query parameters by (method, path) of the application, with paths as in `routes`."""
-    pairs = zip(routes(app), (route for route in app.routes for _ in route.methods), strict=True)
-    declared = ((pair, getattr(route, "dependant", None)) for pair, route in pairs)
-    return {pair: [each.alias for each in known.query_params] for pair, known in declared if known is not None}
-
-
 def requests(seed: int, app: Any, token: str) -> Iterator[tuple[str, str, dict[str, str], bytes]]:
     """Yield an endless stream of requests, each as (method, path with query, headers, body)."""
-    draw, known, names_of = random.Random(seed), [pair for pair in routes(app) if pair[0] != "HEAD"], queries(app)
+    pairs = zip(routes(app), (route for route in app.routes for _ in route.methods), strict=True)
+    declared = ((pair, getattr(route, "dependant", None)) for pair, route in pairs)
+    draw, known, names_of = (
+        random.Random(seed),
+        [pair for pair in routes(app) if pair[0] != "HEAD"],
+        {pair: [each.alias for each in known.query_params] for pair, known in declared if known is not None},
+    )
     while True:
         method, path = draw.choice(known)
         if path in ("/stop", "/suspend", "/drain"):

@@ -41,7 +41,13 @@ def application(server: str, directory: Path, *, token: str | None = TOKEN) -> A
 
         return parameter_server.application(token=token)
     if server == "page":
-        return _page(directory, token)
+        from pipelinerl.plugins.watch.access import PageLinks
+        from pipelinerl.plugins.watch.server import create_page
+        from pipelinerl.plugins.watch.watched_run import watched_runs
+        from tests.plugins.watch.run_files import written_run
+
+        run_dir = written_run(directory / "watched")
+        return create_page(watched_runs([run_dir]), token=token or TOKEN, links=PageLinks(lambda _: None))
     from pipelinerl.controller.service.api import create_api
     from pipelinerl.controller.service.service import ControllerService
     from pipelinerl.observability.events import EventLog
@@ -53,14 +59,3 @@ def application(server: str, directory: Path, *, token: str | None = TOKEN) -> A
         controller(), name="test", stream=MemoryStream(), probe=Probe(), events=EventLog(directory / "events.jsonl")
     )
     return create_api(service, token=token)
-
-
-def _page(directory: Path, token: str | None) -> Any:
-    """Return the application of a finished run's live page, which always requires a token."""
-    from pipelinerl.plugins.watch.access import PageLinks
-    from pipelinerl.plugins.watch.server import create_page
-    from pipelinerl.plugins.watch.watched_run import watched_runs
-    from tests.plugins.watch.run_files import written_run
-
-    run_dir = written_run(directory / "watched")
-    return create_page(watched_runs([run_dir]), token=token or TOKEN, links=PageLinks(lambda _: None))

@@ -123,7 +123,10 @@ async def test_trainer_forms_a_weight_group_with_a_generation_above_the_huge_one
         async with EngineClient() as client:
             publisher = BroadcastPublisher(client, bucket_bytes=128)
             try:
-                await _joined_elsewhere(client, url, setting, generation=2**50)
+                generation = 2**50
+                setting.trainer = await setting.met(
+                    generation, client.init_process_group(url, setting.joining(generation))
+                )
                 report = await publisher.publish(publication(1, [url]))
                 assert report.failed == {} and (await client.health(url)).model_version == 1
             finally:
@@ -142,10 +145,6 @@ async def test_trainer_of_an_earlier_epoch_cannot_form_a_weight_group_with_an_en
             finally:
                 await later.close()
                 await former.close()
-
-
-async def _joined_elsewhere(client, url, setting, *, generation):
-    setting.trainer = await setting.met(generation, client.init_process_group(url, setting.joining(generation)))
 
 
 def test_error_response_for_a_stale_group_generation_contains_the_engines_generation_and_epoch():

@@ -66,24 +66,18 @@ def problem_of(question="What is the capital of France?", reference="Par" + "is"
     )
 
 
-def body_of(messages):
-    return {"messages": [{"role": each.role, "content": each.content} for each in messages]}
-
-
 def score_of(messages, manner):
     """Return the score that is read from the scripted judge's reply; None if the reply contains no valid score."""
     try:
-        return SCORES.read(scripted_judge(manner)(body_of(messages)))[0]
+        return SCORES.read(
+            scripted_judge(manner)({"messages": [{"role": each.role, "content": each.content} for each in messages]})
+        )[0]
     except Unreadable:
         return None
 
 
 def share(scores, score):
     return sum(each == score for each in scores) / len(scores)
-
-
-def without_fences(text):
-    return (Message("user", RUBRICS["reference"].replace("{{ answer }}", text)),)
 
 
 def with_guessed_fences(text):
@@ -94,7 +88,10 @@ def with_guessed_fences(text):
 
 def test_thirty_prompt_injections_change_the_judges_score_if_answers_are_not_quoted():
     assert len(set(INJECTIONS)) >= 30
-    moved = [score_of(without_fences(text), Manner.CAREFUL) for text in INJECTIONS]
+    moved = [
+        score_of((Message("user", RUBRICS["reference"].replace("{{ answer }}", text)),), Manner.CAREFUL)
+        for text in INJECTIONS
+    ]
     assert [text for text, score in zip(INJECTIONS, moved, strict=True) if score != DEMANDED] == []
     guessed = [score_of(with_guessed_fences(text), Manner.CAREFUL) for text in INJECTIONS]
     assert 0.1 < share(guessed, DEMANDED) < 0.5, "those that close a quotation whose fences they know"

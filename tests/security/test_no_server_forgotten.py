@@ -56,18 +56,14 @@ def product():
     return [module for module in project() if module.path.startswith(PRODUCT)]
 
 
-def modules_of(app):
-    """Return the source files that define the application and its routes."""
-    endpoints = (getattr(route, "endpoint", None) for route in app.routes)
-    return {f"{getattr(endpoint, '__module__', '').replace('.', '/')}.py" for endpoint in endpoints}
-
-
 def test_every_server_application_is_attacked_by_security_tests(tmp_path):
     attacked = set()
     for server in SERVERS:
         place = tmp_path / server.replace(" ", "-")
         place.mkdir()
-        attacked |= modules_of(application(server, place))
+        app = application(server, place)
+        endpoints = (getattr(route, "endpoint", None) for route in app.routes)
+        attacked |= {f"{getattr(endpoint, '__module__', '').replace('.', '/')}.py" for endpoint in endpoints}
     made = {module.path for module in product() if makes_an_application(module)}
     assert len(made) >= 3, "they were found"
     forgotten = sorted(made - attacked - ATTACKED_ELSEWHERE)

@@ -11,13 +11,6 @@ from pipelinerl.system import secret_variables
 from pipelinerl.system.secret_variables import read_secret
 
 
-def _recipe():
-    judge = {"url": "http://127.0.0.1:9", "model": "m", "key_variable": "JUDGE_KEY"}
-    return parse(
-        to_table(load("tiny")) | {"domains": [{"name": "d", "source": "s", "verifier": "judge", "judge": judge}]}
-    )
-
-
 def test_role_keeps_its_secrets_from_the_programs_that_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(secret_variables, "_withheld", {})
     secrets = {
@@ -28,7 +21,16 @@ def test_role_keeps_its_secrets_from_the_programs_that_it_starts(tmp_path, monke
     }
     for name, value in {**secrets, "SEARCH_KEY": "the agent's own"}.items():
         monkeypatch.setenv(name, value)
-    save(_recipe(), tmp_path / "recipe.toml")
+    judge = {"url": "http://127.0.0.1:9", "model": "m", "key_variable": "JUDGE_KEY"}
+    save(
+        (
+            parse(
+                to_table(load("tiny"))
+                | {"domains": [{"name": "d", "source": "s", "verifier": "judge", "judge": judge}]}
+            )
+        ),
+        tmp_path / "recipe.toml",
+    )
     seen = []
 
     async def main(identity):

@@ -68,7 +68,9 @@ async def test_answer_gets_no_reward_if_one_part_of_the_reward_fails_to_judge_it
 async def test_recipe_can_combine_reward_functions_and_verifiers(tmp_path):
     (tmp_path / "r.py").write_text("def short(completion): return len(completion) < 20\n")
     rewards = [{"function": f"{tmp_path}/r.py:short", "weight": 0.5}, {"function": "math_answer", "name": "math"}]
-    verifier = open_verifier(DomainSection.model_validate_json(_json(rewards)))
+    verifier = open_verifier(
+        DomainSection.model_validate_json(json.dumps({"name": "d", "source": "addition", "rewards": rewards}))
+    )
     try:
         texts = ["42", "43", "so after all the answer is 42"]
         judged = await verifier.judge(PROBLEM, [SampledAnswer(text) for text in texts])
@@ -97,7 +99,3 @@ async def test_recipe_can_combine_reward_functions_and_verifiers(tmp_path):
 def test_invalid_settings_of_a_domains_verifiers_are_rejected(fields, sentence):
     with pytest.raises(ValidationError, match=sentence):
         DomainSection.model_validate({"name": "d", "source": "addition", **fields}, strict=False)
-
-
-def _json(rewards):
-    return json.dumps({"name": "d", "source": "addition", "rewards": rewards})

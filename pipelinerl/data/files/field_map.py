@@ -143,11 +143,16 @@ class FieldMap:
                 raise RecipeError(
                     f"prompt_template gives an empty prompt from the fields {', '.join(sorted(self._of_template))}"
                 )
+        values = [(field, _value_of(row, field)) for field in self.tag_fields]
+        own = row.get(self.tags_field) or ()
+        if not (isinstance(own, list | tuple) and all(isinstance(tag, str) for tag in own)):
+            raise RecipeError(f"field {self.tags_field!r} must be a list of texts, got {own!r:.80}")
+        named = (f"{field}={as_text(value, field)}" for field, value in values if value is not None)
         return Draft(
             messages=messages,
             ground_truth=self.answer(row),
             metadata=self.metadata(row),
-            tags=self._tags(row),
+            tags=(*(valid_text(tag, self.tags_field) for tag in own), *named),
         )
 
     def problem(self, row: Row, *, domain: str) -> Problem:
@@ -170,14 +175,6 @@ class FieldMap:
         if self.template is not None and not named:
             return ()
         raise _missing(named[0] if named else _PROMPT, row)
-
-    def _tags(self, row: Row) -> tuple[str, ...]:
-        values = [(field, _value_of(row, field)) for field in self.tag_fields]
-        own = row.get(self.tags_field) or ()
-        if not (isinstance(own, list | tuple) and all(isinstance(tag, str) for tag in own)):
-            raise RecipeError(f"field {self.tags_field!r} must be a list of texts, got {own!r:.80}")
-        named = (f"{field}={as_text(value, field)}" for field, value in values if value is not None)
-        return (*(valid_text(tag, self.tags_field) for tag in own), *named)
 
     def metadata(self, row: Row) -> Mapping[str, Any]:
         """Return the fields for the verifier. Raises `RecipeError` if a value has no exact form."""
@@ -205,7 +202,11 @@ def _conversation(value: Any, field: str) -> tuple[Message, ...]:
     if isinstance(value, str):
         return (Message("user", valid_text(value, field)),)
     turns = value if isinstance(value, list) else []
-    messages = tuple(Message(turn["role"], valid_text(turn["content"], field)) for turn in turns if _is_message(turn))
+    messages = tuple(
+        Message(turn["role"], valid_text(turn["content"], field))
+        for turn in turns
+        if (isinstance(turn, dict) and turn.get("role") in _ROLES and isinstance(turn.get("content"), str))
+    )
     if not messages or len(messages) < len(turns):
         raise RecipeError(
             f"field {field!r} must be a text, or messages with role ({', '.join(_ROLES)}) and content, got "
@@ -214,10 +215,6 @@ def _conversation(value: Any, field: str) -> tuple[Message, ...]:
     if messages[-1].role == "assistant":
         raise RecipeError(f"field {field!r} ends with the assistant's message; the last one is for the model to answer")
     return messages
-
-
-def _is_message(turn: Any) -> bool:
-    return isinstance(turn, dict) and turn.get("role") in _ROLES and isinstance(turn.get("content"), str)
 
 
 def with_answer(text: str, answer: str) -> str:

@@ -92,7 +92,9 @@ def plain(value: Any, field: str, depth: int = 0) -> Any:
             raise RecipeError(f"field {field!r} holds {value}, which is no number; remove it, or write a text")
         return float(value)
     if isinstance(value, Decimal):
-        return _digits(value, field)
+        if not value.is_finite() or abs(value.adjusted()) > _MOST_DIGITS:
+            raise RecipeError(f"field {field!r} holds the number {value!s:.80}, which is out of range")
+        return format(value, "f")
     if isinstance(value, datetime.date | datetime.time):
         return str(value)
     if depth >= MOST_DEPTH:
@@ -125,9 +127,3 @@ def valid_text(text: str, field: str) -> str:
         except UnicodeEncodeError:
             raise RecipeError(f"field {field!r} has half of a surrogate pair, which is invalid Unicode") from None
     return text
-
-
-def _digits(value: Decimal, field: str) -> str:
-    if not value.is_finite() or abs(value.adjusted()) > _MOST_DIGITS:
-        raise RecipeError(f"field {field!r} holds the number {value!s:.80}, which is out of range")
-    return format(value, "f")

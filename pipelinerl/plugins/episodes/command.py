@@ -70,23 +70,20 @@ class Commands:
                 )
             except (OSError, ValueError) as error:
                 return EpisodeEnd(how="raised", reason=self._not_started(error, len(text)))
-            return await self._ended(process, timeout_s)
-
-    async def _ended(self, process: Process, timeout_s: float) -> EpisodeEnd:
-        errors = bytearray()
-        copying = asyncio.create_task(_copied(process, errors))
-        try:
-            async with asyncio.timeout(timeout_s):
-                status = await process.wait()
-                await asyncio.wait({copying}, timeout=_LAST_WORDS_S)
-        finally:
-            copying.cancel()
-            with contextlib.suppress(TimeoutError):
-                await to_its_end(end(process, grace_s=_TERMINATE_S))
-        if status:
-            last = next(iter(errors.decode("utf-8", "replace").strip().splitlines()[-1:]), "it wrote no errors")
-            return EpisodeEnd(how="raised", reason=f"{self._command[0]} {ending_of(status)}: {last}")
-        return EpisodeEnd(how="returned")
+            errors = bytearray()
+            copying = asyncio.create_task(_copied(process, errors))
+            try:
+                async with asyncio.timeout(timeout_s):
+                    status = await process.wait()
+                    await asyncio.wait({copying}, timeout=_LAST_WORDS_S)
+            finally:
+                copying.cancel()
+                with contextlib.suppress(TimeoutError):
+                    await to_its_end(end(process, grace_s=_TERMINATE_S))
+            if status:
+                last = next(iter(errors.decode("utf-8", "replace").strip().splitlines()[-1:]), "it wrote no errors")
+                return EpisodeEnd(how="raised", reason=f"{self._command[0]} {ending_of(status)}: {last}")
+            return EpisodeEnd(how="returned")
 
     def _filled(self, part: str, text: bytes, file: str) -> str:
         # One pass, since the task may contain a placeholder.

@@ -220,19 +220,16 @@ class Episode:
 
         Raises `EpisodeOver` at a limit, and `InvalidRequest` for an invalid body or fields that agents may not set.
         """
-        self._check_limits()
-        return self._planned(agent, body, trains=trains, within=within)
-
-    def measured(self, agent: str, body: Mapping[str, Any]) -> ChatCompletionRequest:
-        """Return the shortest request of which the engine's answer tells the size of the prompt; it is no turn."""
-        return self._planned(agent, body, trains=False, within=None).request.model_copy(update={"max_tokens": 1})
-
-    def _check_limits(self) -> None:
         if not self.over and self._numbers.total() + self._under_way.total() >= self.limits.max_turns:
             self.over = f"it has had its {self.limits.max_turns} turns (episode.max_turns)"
         if self.over:
             self.was_refused = True
             raise EpisodeOver(f"this episode is over: {self.over}")
+        return self._planned(agent, body, trains=trains, within=within)
+
+    def measured(self, agent: str, body: Mapping[str, Any]) -> ChatCompletionRequest:
+        """Return the shortest request of which the engine's answer tells the size of the prompt; it is no turn."""
+        return self._planned(agent, body, trains=False, within=None).request.model_copy(update={"max_tokens": 1})
 
     def _planned(self, agent: str, body: Mapping[str, Any], *, trains: bool, within: PlannedTurn | None) -> PlannedTurn:
         from_agent = self._validated(body)
@@ -348,7 +345,12 @@ class Episode:
         try:
             from_agent = ChatCompletionRequest.model_validate({k: v for k, v in body.items() if k not in left_out})
         except ValidationError as error:
-            raise _invalid(error) from None
+            first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+            param = ".".join(str(part) for part in first["loc"]) or None
+            reason = first["msg"].removeprefix("Value error, ")
+            if first["type"] == "extra_forbidden":
+                reason = "the engine does not know it, or not with this value, and would ignore it; leave it out"
+            raise InvalidRequest(f"{param or 'body'}: {reason}", param=param) from None
         if not from_agent.messages:
             raise InvalidRequest("messages must not be empty", param="messages")
         return from_agent
@@ -444,12 +446,3 @@ def _turn(choice: Choice, context: NDArray[np.int32]) -> Turn:
         behavior_logprobs=np.asarray(choice.token_logprobs, np.float32),
         spans=tuple(VersionSpan(version, count) for version, count in choice.version_spans),
     )
-
-
-def _invalid(error: ValidationError) -> InvalidRequest:
-    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
-    param = ".".join(str(part) for part in first["loc"]) or None
-    reason = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        reason = "the engine does not know it, or not with this value, and would ignore it; leave it out"
-    return InvalidRequest(f"{param or 'body'}: {reason}", param=param)

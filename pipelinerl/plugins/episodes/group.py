@@ -146,20 +146,15 @@ class Episodes:
         """Play one episode, and play it again if its host is lost; raise if no engine could answer one of its turns."""
         domain = self.domains[order.problem.domain]
         async with domain.places or contextlib.nullcontext():
-            return await self._played(order, sample, domain, progress)
-
-    async def _played(
-        self, order: PromptOrder, sample: int, domain: EpisodeDomain, progress: GroupProgress
-    ) -> PlayedEpisode:
-        began, episode, lost = time.monotonic(), Episode(order, sample, domain.limits), HostLost("")
-        for _ in range(_LIVES):
-            try:
-                verdict = await self._verdict_of(order, episode, domain, progress)
-            except HostLost as error:
-                episode, lost = Episode(order, sample, domain.limits), error
-            else:
-                return PlayedEpisode(episode, Judgement(verdict, time.monotonic() - began))
-        return PlayedEpisode(episode, Judgement(failed(str(lost)), time.monotonic() - began), lost.is_first)
+            began, episode, lost = time.monotonic(), Episode(order, sample, domain.limits), HostLost("")
+            for _ in range(_LIVES):
+                try:
+                    verdict = await self._verdict_of(order, episode, domain, progress)
+                except HostLost as error:
+                    episode, lost = Episode(order, sample, domain.limits), error
+                else:
+                    return PlayedEpisode(episode, Judgement(verdict, time.monotonic() - began))
+            return PlayedEpisode(episode, Judgement(failed(str(lost)), time.monotonic() - began), lost.is_first)
 
     async def _verdict_of(
         self, order: PromptOrder, episode: Episode, domain: EpisodeDomain, progress: GroupProgress

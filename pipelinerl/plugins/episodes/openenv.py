@@ -129,7 +129,10 @@ class OpenEnv:
             data = {"seed": rng.key(0, "openenv", task.problem_id) % _SEEDS, **self._options.reset, **task.metadata}
             session, observed = await self._begun(http, data)
             offered = {"tools": await session.tools()} if actions.are_calls else {}
-            messages = self._opening(task, observed, actions)
+            *before, last = task.messages
+            text = self._options.opening.replace("{prompt}", last["content"])
+            text = text.replace("{observation}", self._text(observed.observation))
+            messages = [*before, _user("\n\n".join(part for part in (text, actions.explained) if part))]
             while not observed.done:
                 answer = await client.chat(messages, **offered)
                 replies, observed = await self._reply(session, answer, actions, observed)
@@ -173,12 +176,6 @@ class OpenEnv:
             if observed.done:
                 break
         return replies, Observed(observed.observation, rewards or None, observed.done)
-
-    def _opening(self, task: Task, observed: Observed, actions: Actions) -> list[Any]:
-        *before, last = task.messages
-        text = self._options.opening.replace("{prompt}", last["content"])
-        text = text.replace("{observation}", self._text(observed.observation))
-        return [*before, _user("\n\n".join(part for part in (text, actions.explained) if part))]
 
     def _text(self, observation: Any) -> str:
         if not isinstance(observation, Mapping):

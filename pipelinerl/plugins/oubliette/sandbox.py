@@ -48,7 +48,13 @@ def isolation_of(tier: Tier, number: int) -> Isolation:
             f"the {tier} sandbox is for Linux on x86_64; this is {sys.platform} on {os.uname().machine}"
         )
     if tier is Tier.STRONG:
-        return _strong()
+        if gvisor.executable() is None:
+            raise SandboxMissing(
+                f"the {Tier.STRONG} sandbox needs gVisor's runsc, which is not installed; on Debian: apt install runsc"
+            )
+        if isinstance(why := control_groups.available(), str):
+            raise SandboxMissing(f"the {Tier.STRONG} sandbox needs control groups, which cannot be created here: {why}")
+        return Isolation(tier=Tier.STRONG, command=(), namespaces=True, outer_id=0, filter=b"")
     outer_id = _FIRST_ID + (os.getpid() * 7 + number) % _IDS if os.geteuid() == 0 else os.geteuid()
     if tier is Tier.WEAK:
         return _weak(outer_id)
@@ -65,16 +71,6 @@ def isolation_of(tier: Tier, number: int) -> Isolation:
         filter=syscall_filter.of_runs(),
         servers_filter=syscall_filter.of_servers(),
     )
-
-
-def _strong() -> Isolation:
-    if gvisor.executable() is None:
-        raise SandboxMissing(
-            f"the {Tier.STRONG} sandbox needs gVisor's runsc, which is not installed; on Debian: apt install runsc"
-        )
-    if isinstance(why := control_groups.available(), str):
-        raise SandboxMissing(f"the {Tier.STRONG} sandbox needs control groups, which cannot be created here: {why}")
-    return Isolation(tier=Tier.STRONG, command=(), namespaces=True, outer_id=0, filter=b"")
 
 
 def _weak(outer_id: int) -> Isolation:

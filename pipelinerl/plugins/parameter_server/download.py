@@ -64,7 +64,10 @@ class WeightPuller:
         """Fill `into` with the bytes of a version; see `PullSource`."""
         while True:
             buffer = ReceiveBuffer(into, shards=[shard.ranges for shard in order.shards], on_progress=on_progress)
-            self._bring(order, buffer)
+            others_failed = threading.Event()
+            together = replace(order, given_up=others_failed)
+            shards = [partial(self._bring_shard, together, buffer, number) for number in range(len(order.shards))]
+            _run_together(shards, order, cancel=others_failed.set)
             try:
                 return _agreed(order, buffer)
             except DigestMismatch:
@@ -75,18 +78,17 @@ class WeightPuller:
                     raise
                 order = replace(order, shards=tuple(rest))
 
-    def _bring(self, order: PullOrder, buffer: ReceiveBuffer) -> None:
-        others_failed = threading.Event()
-        together = replace(order, given_up=others_failed)
-        shards = [partial(self._bring_shard, together, buffer, number) for number in range(len(order.shards))]
-        _run_together(shards, order, cancel=others_failed.set)
-
     def _bring_shard(self, order: PullOrder, buffer: ReceiveBuffer, number: int) -> None:
         failures: dict[str, UpdateError | DeadlineError | ContractError] = {}
         for source in order.shards[number].sources:
             _check_wanted(order)
             try:
-                self._bring_from(source, order, buffer, number)
+                address = self._segment(source, order) if self._shared_memory else None
+                attachment = None if address is None else self._attached.to(source, address)
+                if attachment is not None:
+                    _copy_shard(attachment.bytes, order, buffer, number)
+                else:
+                    _stream_shard(source, self._token, order, buffer, number)
                 return
             except (UpdateError, DeadlineError, ContractError) as error:
                 failures[source] = error
@@ -94,15 +96,6 @@ class WeightPuller:
         count = len(order.shards)
         what = f"version {order.epoch}.{order.version}" + (f", shard {number} of {count}" if count > 1 else "")
         raise UpdateError(f"no source gave {what}: " + "; ".join(f"{url}: {why}" for url, why in failures.items()))
-
-    def _bring_from(self, source: str, order: PullOrder, buffer: ReceiveBuffer, number: int) -> None:
-        """Fetch the missing parts of shard `number` from one server, by shared memory if possible, else by HTTP."""
-        address = self._segment(source, order) if self._shared_memory else None
-        attachment = None if address is None else self._attached.to(source, address)
-        if attachment is not None:
-            _copy_shard(attachment.bytes, order, buffer, number)
-        else:
-            _stream_shard(source, self._token, order, buffer, number)
 
     def _segment(self, source: str, order: PullOrder) -> SharedMemoryAddress | None:
         """Return the address of the version's memory on the server; None if the server does not report one.

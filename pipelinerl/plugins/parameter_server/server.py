@@ -294,21 +294,16 @@ class _Read:
                 headers.append((b"content-range", f"bytes {start}-{end - 1}/{size}".encode()))
             await send({"type": "http.response.start", "status": 200 if requested is None else 206, "headers": headers})
             try:
-                await _give(version.segment.bytes.data, start, end, send)
+                for piece in range(start, end, _PIECE_BYTES):
+                    body = version.segment.bytes.data[piece : min(piece + _PIECE_BYTES, end)]
+                    async with asyncio.timeout(BODY_TIMEOUT_S):
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
             except TimeoutError:  # returning before the body is complete closes the connection
                 log.warning(
                     "a reader of %s has read nothing for %g s: closing its connection", named(key), BODY_TIMEOUT_S
                 )
-
-
-async def _give(view: memoryview, start: int, end: int, send: Send) -> None:
-    """Send the bytes [start, end) of `view` and end the response. Raises `TimeoutError` if the reader stalls."""
-    for piece in range(start, end, _PIECE_BYTES):
-        body = view[piece : min(piece + _PIECE_BYTES, end)]
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-    async with asyncio.timeout(BODY_TIMEOUT_S):
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _Write:

@@ -149,7 +149,15 @@ class Uploader:
             first, held = records[number][0], answers[url]
             if url != first and isinstance(held, VersionRecord) and held.digest != digests[number]:
                 copies[url] = first, digests[number]
-        failed |= self._copied(key, copies, whole, deadline)
+        half_s = max(deadline - time.monotonic(), 0.2) / 2
+        path = connection.COPY.format(epoch=key[0], version=key[1])
+
+        def copy(client: ServerClient) -> VersionRecord:
+            source, digest = copies[client.url]
+            order = CopyOrder(source=source, digest=digest, whole=whole, timeout_s=half_s)
+            return client.call("POST", path, VersionRecord, order, deadline=time.monotonic() + half_s)
+
+        failed |= _failures(self._each(copies, copy))
         self._replicas = {url: key for url in self._clients if url not in failed}
         sources = tuple(tuple(url for url in self._replicas if self._shard_of[url] == n) for n in range(self._shards))
         return Uploaded(sources, cut, whole, failed)
@@ -195,17 +203,6 @@ class Uploader:
             what = "the version" if self._shards == 1 else f"shard {number} of {self._shards} of the version"
             raise (ServerLost if passing else UpdateError)(f"no parameter server takes {what}: {reasons}")
         return next((record for record in records if record[1].digest is not None), records[0])
-
-    def _copied(self, key: Key, copies: Mapping[str, tuple[str, str]], whole: str, deadline: float) -> dict[str, str]:
-        half_s = max(deadline - time.monotonic(), 0.2) / 2
-        path = connection.COPY.format(epoch=key[0], version=key[1])
-
-        def copy(client: ServerClient) -> VersionRecord:
-            source, digest = copies[client.url]
-            order = CopyOrder(source=source, digest=digest, whole=whole, timeout_s=half_s)
-            return client.call("POST", path, VersionRecord, order, deadline=time.monotonic() + half_s)
-
-        return _failures(self._each(copies, copy))
 
     def confirm(self, epoch: int, progress: dict[str, Key | None], *, deadline: float) -> dict[str, str]:
         """Report the versions of engines and servers to all servers; return the reasons of failed calls by URL.

@@ -137,7 +137,10 @@ class VersionTable:
             reasons = holders(self._whole(), self.progress, epoch=self.epoch, in_use=set(self._uses))
             raise Overloaded(f"all {self.room} versions are still needed: {'; '.join(reasons)}")
         layout, shard = announcement.layout, announcement.shard
-        made = Version(key, layout, shard, shard.ranges(layout), self._segment(layout.num_bytes))
+        fitting = [segment for segment in self._spare if segment.num_bytes == layout.num_bytes]
+        segment = fitting[-1] if fitting else SharedMemory(layout.num_bytes)
+        self._spare = fitting[:-1]
+        made = Version(key, layout, shard, shard.ranges(layout), segment)
         self._held[key] = made
         return made
 
@@ -196,12 +199,6 @@ class VersionTable:
     def _collect(self) -> None:
         for key in collectable(self._whole(), self.progress, epoch=self.epoch, in_use=set(self._uses)):
             self._spare.append(self._held.pop(key).segment)
-
-    def _segment(self, num_bytes: int) -> SharedMemory:
-        fitting = [segment for segment in self._spare if segment.num_bytes == num_bytes]
-        segment = fitting[-1] if fitting else SharedMemory(num_bytes)
-        self._spare = fitting[:-1]
-        return segment
 
 
 def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> set[Key]:

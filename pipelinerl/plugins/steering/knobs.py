@@ -32,7 +32,11 @@ def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=
     """Change knobs of a live run; changes take effect at the next step boundary."""
     from pipelinerl.commands.remote import controller_of
 
-    made = _assignments(changes)
+    made: dict[str, str] = {}
+    for name, value in map(_assignment, changes):
+        if name in made:
+            raise RecipeError(f"{name} is given twice, as {made[name]} and as {value}; give it once")
+        made[name] = value
     with controller_of(run) as controller:
         answer = controller.change_knobs(made)
     for line in _knob_lines(answer.knobs):
@@ -47,15 +51,6 @@ def _knob_lines(knobs: Mapping[str, Any], within: str = "") -> Iterator[str]:
             yield from _knob_lines(value, f"{within}{name}.")
         else:
             yield f"{within}{name} = {value}"
-
-
-def _assignments(changes: list[str]) -> dict[str, str]:
-    made: dict[str, str] = {}
-    for name, value in map(_assignment, changes):
-        if name in made:
-            raise RecipeError(f"{name} is given twice, as {made[name]} and as {value}; give it once")
-        made[name] = value
-    return made
 
 
 def _assignment(text: str) -> tuple[str, str]:

@@ -80,7 +80,10 @@ def join(distributed: Distributed, port: int) -> None:
         raise SpecError("options.distributed: this process is one of several already; start another process")
     host, timeout = distributed.address[0], timedelta(seconds=distributed.timeout_s)
     if distributed.is_on_one_machine:
-        _bind_gloo_to_loopback()
+        # Make gloo listen on loopback; its default, the address of the host name, may be reachable from outside.
+        names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+        if names:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -91,7 +94,24 @@ def join(distributed: Distributed, port: int) -> None:
         )
         reads = dist.new_group(backend="gloo", timeout=timeout)
         rank = distributed.process
-        _world = TorchWorld(rank, reads, _ranks_sharing_memory(rank), _views())
+        facts = (socket.gethostname(), uuid.getnode(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        own = torch.tensor(int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7]))
+        # The time serves as a number that is unique to this call.
+        now, offer = time.time_ns(), torch.zeros(5, dtype=torch.int64)
+        with suppress(OSError):  # fails if shared memory is not supported; rank 0 then offers none
+            if rank == 0:
+                block, place = shared_block(_CONTENT.size)
+                block[:] = np.frombuffer(_CONTENT.pack(now), np.uint8)
+                offer = torch.tensor([*msgspec.structs.astuple(place), now])
+        dist.broadcast(offer, 0)
+        *place_of, content = offer.tolist()
+        can = torch.tensor(is_here(Place(*place_of), _CONTENT.pack(content)), dtype=torch.int32)
+        _world = TorchWorld(
+            rank,
+            reads,
+            frozenset(number for number, each in enumerate(_gathered(can)) if number and each),
+            tuple(int(each) for each in _gathered(own)),
+        )
     except (RuntimeError, ValueError, OSError) as error:
         raise SpecError(f"options.distributed: the other processes cannot be joined: {error}") from error
 
@@ -106,38 +126,11 @@ def _store(host: str, port: int, distributed: Distributed, timeout: timedelta) -
     )
 
 
-def _ranks_sharing_memory(rank: int) -> frozenset[int]:
-    # The time serves as a number that is unique to this call.
-    now, offer = time.time_ns(), torch.zeros(5, dtype=torch.int64)
-    with suppress(OSError):  # fails if shared memory is not supported; rank 0 then offers none
-        if rank == 0:
-            block, place = shared_block(_CONTENT.size)
-            block[:] = np.frombuffer(_CONTENT.pack(now), np.uint8)
-            offer = torch.tensor([*msgspec.structs.astuple(place), now])
-    dist.broadcast(offer, 0)
-    *place_of, content = offer.tolist()
-    can = torch.tensor(is_here(Place(*place_of), _CONTENT.pack(content)), dtype=torch.int32)
-    return frozenset(number for number, each in enumerate(_gathered(can)) if number and each)
-
-
-def _views() -> tuple[int, ...]:
-    facts = (socket.gethostname(), uuid.getnode(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    own = torch.tensor(int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7]))
-    return tuple(int(each) for each in _gathered(own))
-
-
 def _gathered(own: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors of all processes, by rank."""
     tensors = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(tensors, own)
     return tensors
-
-
-def _bind_gloo_to_loopback() -> None:
-    """Make gloo listen on loopback; its default, the address of the host name, may be reachable from outside."""
-    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if names:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -184,7 +184,22 @@ class MeshWorker:
         """Run `forward` with the given weights. Rank 0 sends them to the other ranks, which pass None."""
         adapters = self.loaded.adapters
         off = nullcontext() if adapters is None else adapters.off()  # the given weights already include merged adapters
-        with off, self.model.lent(self.base_names, self._sent(weights)):
+
+        def rows_of(name: str) -> Tensor:
+            shape, dtype = self.model.shapes[name], self.loaded.gather_dtype
+            if weights is None:
+                rows = torch.empty(self.model.shards[name].shape, dtype=dtype)
+                if rows.numel():
+                    dist.recv(_bytes(rows), 0)
+                return rows
+            whole = torch.from_numpy(weights[name]).view(dtype).view(shape)
+            for rank in range(1, self.mesh.size):
+                part = whole[self.mesh.rows_of(rank, shape[0])]
+                if part.numel():
+                    dist.send(_bytes(part), rank)
+            return whole[self.mesh.rows_of(0, shape[0])]
+
+        with off, self.model.lent(self.base_names, rows_of):
             return self._forward(batches, rounds)
 
     def backward(self, batches: Sequence[MicroBatch], rounds: int, objective: Objective) -> list[LossStats]:
@@ -214,7 +229,9 @@ class MeshWorker:
                     loss, stats = _zero_loss(self.model, self.setting), LossStats(0.0, np.zeros(0, np.float32))
                 vote = _SOUND if math.isfinite(stats.loss) else number
             finally:  # do this even after an error, since the other ranks wait for this all-reduce
-                broken = self._least(vote)
+                numbers = torch.tensor(vote, dtype=torch.int32)
+                dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
+                broken = int(numbers)
                 if broken != _SOUND:
                     self._abandon_sequence(is_first=turn == 0)
             if broken != _SOUND:
@@ -302,7 +319,15 @@ class MeshWorker:
             if into is None or self.rank not in world().on_same_host:
                 self._send(shapes, kind)
             else:
-                self._write(shapes, kind, into)
+                begin, dtype = 0, self._dtype_of(kind)
+                with opened(into) as file, self.model.last_step_shards() as shards:
+                    for name, shape in shapes.items():
+                        rows = self.buffers[0].fetch(self._source(shards, name, kind).detach(), dtype)
+                        size = shape.numel() * dtype.itemsize
+                        if rows.numel():
+                            first = self.mesh.rows_of(self.rank, shape[0]).start
+                            write_at(file, begin + first * (size // shape[0]), _bytes(rows).numpy())
+                        begin += size
 
     def _send(self, shapes: Mapping[str, torch.Size], kind: GatheredKind) -> None:
         free = list(self.buffers)
@@ -318,17 +343,6 @@ class MeshWorker:
                     going.append((dist.isend(_bytes(rows), 0, group=world().reads), rows, free.pop()))
             for work, _, _ in going:
                 work.wait()
-
-    def _write(self, shapes: Mapping[str, torch.Size], kind: GatheredKind, into: Place) -> None:
-        begin, dtype = 0, self._dtype_of(kind)
-        with opened(into) as file, self.model.last_step_shards() as shards:
-            for name, shape in shapes.items():
-                rows = self.buffers[0].fetch(self._source(shards, name, kind).detach(), dtype)
-                size = shape.numel() * dtype.itemsize
-                if rows.numel():
-                    first = self.mesh.rows_of(self.rank, shape[0]).start
-                    write_at(file, begin + first * (size // shape[0]), _bytes(rows).numpy())
-                begin += size
 
     def _shapes(self, places: range) -> dict[str, torch.Size]:
         return dict(list(self.model.shapes.items())[places.start : places.stop])
@@ -371,23 +385,6 @@ class MeshWorker:
             return dtype_of(self.options.optimizer)
         return self.loaded.gather_dtype if kind is GatheredKind.WEIGHTS else torch.float32
 
-    def _sent(self, weights: HostWeights | None) -> Callable[[str], Tensor]:
-        def rows_of(name: str) -> Tensor:
-            shape, dtype = self.model.shapes[name], self.loaded.gather_dtype
-            if weights is None:
-                rows = torch.empty(self.model.shards[name].shape, dtype=dtype)
-                if rows.numel():
-                    dist.recv(_bytes(rows), 0)
-                return rows
-            whole = torch.from_numpy(weights[name]).view(dtype).view(shape)
-            for rank in range(1, self.mesh.size):
-                part = whole[self.mesh.rows_of(rank, shape[0])]
-                if part.numel():
-                    dist.send(_bytes(part), rank)
-            return whole[self.mesh.rows_of(0, shape[0])]
-
-        return rows_of
-
     def _restore(self, saved: torch_state.TorchSavedState) -> None:
         shapes = {name: self.model.shapes[name] for name in self.model.trained}
         rows_of = partial(self.mesh.rows_of, self.rank)
@@ -409,11 +406,6 @@ class MeshWorker:
             self.model.begin_backward(is_last=True)
             _zero_loss(self.model, self.setting).backward()
             self.model.discard_gradient()
-
-    def _least(self, number: int) -> int:
-        numbers = torch.tensor(number, dtype=torch.int32)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
-        return int(numbers)
 
 
 class MeshFollower:

@@ -224,7 +224,14 @@ def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) 
     Returns the parameters of the kept experts on the device, uninitialised if they were on the meta device. Raises
     SpecError on every process if tokens cannot be exchanged or experts cannot be divided evenly.
     """
-    exchange = _token_exchange()
+    try:  # imported on demand, so that other options work with versions of transformers that lack it
+        from transformers.distributed.expert_parallel import AllToAllEP
+    except ImportError as error:
+        raise SpecError(
+            f'options.experts = "parallel": transformers {version("transformers")} cannot exchange tokens between '
+            'processes; install transformers 5.23, or use "gathered"'
+        ) from error
+    exchange = AllToAllEP
     modules, kept = fused_experts(model), set[nn.Parameter]()
     refuse_uneven_experts(modules[0].num_experts if modules else 0, mesh.shards)
     meshes = _expert_meshes(device.type, mesh.dp_replicate, mesh.shards)
@@ -239,17 +246,6 @@ def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) 
             kept.add(whole)
         module.forward = _TravellingTokens(exchange(module, meshes["experts"], meshes["alone"]))
     return kept
-
-
-def _token_exchange() -> Any:
-    try:  # imported on demand, so that other options work with versions of transformers that lack it
-        from transformers.distributed.expert_parallel import AllToAllEP
-    except ImportError as error:
-        raise SpecError(
-            f'options.experts = "parallel": transformers {version("transformers")} cannot exchange tokens between '
-            'processes; install transformers 5.23, or use "gathered"'
-        ) from error
-    return AllToAllEP
 
 
 class _TravellingTokens:

@@ -123,7 +123,12 @@ class VerifierServices:
             service = self._chosen(request, refused)
             if service is None:
                 grace.failed(self._reason_for_none(request, grace))
-                await self._wait(grace)
+                now = time.monotonic()
+                wakes = [each.rests_until for each in self._services.values() if each.rests_until > now]
+                wait_s = min(*wakes, now + _LOOK_AGAIN_S, grace.until) - now
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._changed.wait()
             else:
                 service.load += len(answers)
                 try:
@@ -177,14 +182,6 @@ class VerifierServices:
             urls = ", ".join(lease.url for lease in judging)
             return f"{urls} judge {request.domain} by another recipe than this actor's; start both from the same one"
         return f"no verifier service of this run judges {request.domain} now"
-
-    async def _wait(self, grace: Grace) -> None:
-        now = time.monotonic()
-        wakes = [each.rests_until for each in self._services.values() if each.rests_until > now]
-        wait_s = min(*wakes, now + _LOOK_AGAIN_S, grace.until) - now
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await self._changed.wait()
 
     async def _verdicts_of(self, service: _Service, body: bytes, count: int, refused: set[str]) -> list[Judgement]:
         """Request `count` verdicts. Raises `ServiceFailed`, `ServiceFull`, or `RequestRejected` if no service helps."""

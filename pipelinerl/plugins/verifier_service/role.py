@@ -42,7 +42,10 @@ _GOODBYE_S: Final = 2.0
 async def run(identity: Identity, *, only: Sequence[str] = ()) -> None:
     """Serve the named domains, or all, until stopped or drained; raise `RecipeError` if one cannot be served here."""
     config = identity.config
-    domains = _chosen(config.domains, only)
+    names = [domain.name for domain in config.domains]
+    if unknown := [name for name in only if name not in names]:
+        raise RecipeError(f"--domain must be one of {', '.join(names)}; got {', '.join(unknown)}")
+    domains = [domain for domain in config.domains if not only or domain.name in only]
     budget = BudgetShare(identity.run_dir / "judging" / identity.name, max(1, config.verification.services))
     with listen(identity.host, identity.port) as listener:
         url = ""
@@ -60,13 +63,6 @@ async def run(identity: Identity, *, only: Sequence[str] = ()) -> None:
             await serve_until(create_app(service, token=identity.token), listener, over=drained)
         finally:
             await end(drained, leasing)
-
-
-def _chosen(domains: Sequence[DomainSection], only: Sequence[str]) -> list[DomainSection]:
-    names = [domain.name for domain in domains]
-    if unknown := [name for name in only if name not in names]:
-        raise RecipeError(f"--domain must be one of {', '.join(names)}; got {', '.join(unknown)}")
-    return [domain for domain in domains if not only or domain.name in only]
 
 
 def served_domain(domain: DomainSection, *, budget: BudgetShare | None = None, tier: str = "") -> ServedDomain:

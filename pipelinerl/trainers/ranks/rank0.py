@@ -154,7 +154,11 @@ class Ranks:
             del self._pending[pending.number]
             self._raise_if_lost()
         if not ended:
-            raise self._lose(RankError(self._late(pending)))
+            missing = [rank for rank in self._channels if rank not in pending.answers]
+            waits_for = [*([] if pending.result.done() else [0]), *missing]
+            why = f"still waiting for rank {', '.join(map(str, waits_for))}; start all ranks again"
+            most = f"options.distributed.timeout_s = {self._timeout_s:g} s"
+            raise self._lose(RankError(f"{pending.verb} took more than {most}: {why}"))
         return RankResults(self._outcome(pending), {rank: answer.results for rank, answer in pending.answers.items()})
 
     def drop(self, trainer: int) -> None:
@@ -193,14 +197,6 @@ class Ranks:
     def _has_ended(self, pending: _Pending) -> bool:
         all_done = pending.result.done() and len(pending.answers) == len(self._channels)
         return self._lost is not None or pending.has_failed or all_done
-
-    def _late(self, pending: _Pending) -> str:
-        missing = [rank for rank in self._channels if rank not in pending.answers]
-        waits_for = [*([] if pending.result.done() else [0]), *missing]
-        return (
-            f"{pending.verb} took more than options.distributed.timeout_s = "
-            f"{self._timeout_s:g} s: still waiting for rank {', '.join(map(str, waits_for))}; start all ranks again"
-        )
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
@@ -66,7 +66,8 @@ def play(seed: int, directory: Path) -> Verdict:
     situation, figures = Situation(seed % len(Situation)), Counter[str]()
     figures[f"runs with {situation.name.lower().replace('_', ' ')}"] = 1
     written = directory / "recipe.toml"
-    save(parse(_recipe(seed)), written)
+    domains = [{"name": "sums", "source": "addition", "verifier": "math_answer"}]
+    save(parse(recipe(seed) | {"launch": {"restarts": 1000}, "domains": domains}), written)
     path = directory / "runs" / "run"
     arguments = [str(written), f"run.directory={path.parent}", f"run.name={path.name}"]
     if situation is Situation.READ_ONLY:
@@ -86,11 +87,6 @@ def play(seed: int, directory: Path) -> Verdict:
             run.until(lambda run: len(run.steps()) >= steps + 2, "two steps after the resumption", _WAIT_S)
             broken += _settled(run)
     return Verdict(figures, tuple(broken))
-
-
-def _recipe(seed: int) -> dict[str, Any]:
-    domains = [{"name": "sums", "source": "addition", "verifier": "math_answer"}]
-    return recipe(seed) | {"launch": {"restarts": 1000}, "domains": domains}
 
 
 def _prepared(situation: Situation, directory: Path) -> tuple[Sequence[str], Mapping[str, str]]:

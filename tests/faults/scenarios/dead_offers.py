@@ -8,7 +8,7 @@ registrations, a working engine is added.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -76,7 +76,14 @@ def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0
         gaps_s = draw.dirichlet([4.0] * offers) * within_s
 
         def storm() -> None:
-            _offer(run, urls, gaps_s)
+            with controller_of(run.directory) as controller:
+                for number, gap_s in enumerate(gaps_s):
+                    offer = {"url": urls[number % len(urls)], "incarnation": f"life-{time.monotonic_ns()}"}
+                    try:
+                        controller._call("POST", ENGINES, EngineTaken, json=offer)
+                    except RecipeError as refused:
+                        assert "no engine answers there" in str(refused), refused
+                    time.sleep(gap_s)
 
         until_serving(run, "engine-0")
         run.until_step(5)
@@ -85,7 +92,10 @@ def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0
         after = _speed(run, lambda: time.sleep(within_s / 2))
         second = Thread(target=storm)
         second.start()
-        serves_s = _added_s(run)
+        began = time.monotonic()
+        engines(run, "add", "--type", "bigram", "--no-wait")
+        until_serving(run, "engine-1")
+        serves_s = time.monotonic() - began
         second.join()
         lost = [event for event in run.events("engine_lost") if event["url"] not in urls]
         known = fleet(run)
@@ -110,25 +120,7 @@ def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0
     return Verdict(figures, tuple(broken))
 
 
-def _offer(run: LiveRun, urls: Sequence[str], gaps_s: Sequence[float]) -> None:
-    with controller_of(run.directory) as controller:
-        for number, gap_s in enumerate(gaps_s):
-            offer = {"url": urls[number % len(urls)], "incarnation": f"life-{time.monotonic_ns()}"}
-            try:
-                controller._call("POST", ENGINES, EngineTaken, json=offer)
-            except RecipeError as refused:
-                assert "no engine answers there" in str(refused), refused
-            time.sleep(gap_s)
-
-
 def _speed(run: LiveRun, meanwhile: Callable[[], None]) -> float:
     began, first = time.monotonic(), max(run.steps())
     meanwhile()
     return (max(run.steps()) - first) / (time.monotonic() - began)
-
-
-def _added_s(run: LiveRun) -> float:
-    began = time.monotonic()
-    engines(run, "add", "--type", "bigram", "--no-wait")
-    until_serving(run, "engine-1")
-    return time.monotonic() - began

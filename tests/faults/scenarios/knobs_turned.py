@@ -58,20 +58,16 @@ def _storm(
             steps, stepped_at = len(run.steps()), now
         if now - stepped_at > STALL_S:
             return [_stall(run, client, f"after {figures['changes']} changes")]
-        client.change_knobs(_changes(draw))
+        k = int(draw.choice(_K))
+        changes: dict[str, Any] = {"j": int(draw.integers(1, k + 1)), "k": k}
+        if draw.random() < 0.2:
+            changes["groups_in_flight"] = int(draw.integers(4, 129))
+        if draw.random() < 0.2:
+            changes["rollouts_per_step"] = int(draw.integers(32, 513)) // _GROUP_SIZE * _GROUP_SIZE
+        client.change_knobs(changes)
         figures["changes"] += 1
         time.sleep(float(draw.uniform(0.05, 1.2)))
     return []
-
-
-def _changes(draw: np.random.Generator) -> dict[str, Any]:
-    k = int(draw.choice(_K))
-    changes: dict[str, Any] = {"j": int(draw.integers(1, k + 1)), "k": k}
-    if draw.random() < 0.2:
-        changes["groups_in_flight"] = int(draw.integers(4, 129))
-    if draw.random() < 0.2:
-        changes["rollouts_per_step"] = int(draw.integers(32, 513)) // _GROUP_SIZE * _GROUP_SIZE
-    return changes
 
 
 def _steps_on(run: LiveRun, *, beyond: int) -> bool:

@@ -57,7 +57,12 @@ def disturb(run: LiveRun, seed: int, number: int, figures: Counter[str]) -> None
     """Wait for two steps; then kill one rank, and check that the other rank ends and that both are restarted."""
     random = generator(seed, "rank", number)
     run_on(run, steps=2)
-    ranks, lives = ranks_of(run), len(run.events("trainer_ready"))
+    found = [process for process in run.note_processes().values() if "trainer-rank" in arguments_of(process)]
+    assert len([process for process in found if is_alive(process)]) == 1, run.story()
+    ranks, lives = (
+        (run.role("trainer"), next(process for process in found if is_alive(process))),
+        len(run.events("trainer_ready")),
+    )
     rank = int(random.integers(2))
     time.sleep(random.uniform(0, 1))  # a random wait, so that the kill can happen anywhere in a step
     killed = time.monotonic()
@@ -75,12 +80,6 @@ def run_on(run: LiveRun, *, steps: int) -> None:
     """Wait until the run has made `steps` further steps; a step that repeats a version counts too."""
     before = len(run.steps())
     run.until(lambda run: len(run.steps()) >= before + steps, f"{steps} further steps")
-
-
-def ranks_of(run: LiveRun) -> tuple[psutil.Process, psutil.Process]:
-    found = [process for process in run.note_processes().values() if "trainer-rank" in arguments_of(process)]
-    assert len([process for process in found if is_alive(process)]) == 1, run.story()
-    return run.role("trainer"), next(process for process in found if is_alive(process))
 
 
 def arguments_of(process: psutil.Process) -> list[str]:

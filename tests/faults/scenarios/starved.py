@@ -86,7 +86,16 @@ class Starved:
     def second(self) -> None:
         """Advance the clock by one second, and let one randomly chosen event happen."""
         self.timed.now += 1.0
-        self.rng.choice(self._possible())()
+        world = self.world
+        no_engine = self._is(Situation.NO_ENGINE) or self._is(Situation.DEAD_ENGINE)
+        acting = not (no_engine or self._is(Situation.DEAD_ACTOR))
+        training = not (
+            self._is(Situation.DEAD_TRAINER) or (self._is(Situation.NO_PUBLICATION) and bool(self.world.publications))
+        )
+        possible: list[Callable[[], None]] = [world.sample, self._answer] * 2 if acting else []
+        possible += [world.train] if training else []
+        possible += [world.publish] if training and not self._is(Situation.NO_PUBLICATION) else []
+        self.rng.choice(possible or [lambda: None])()
         if self.timed.now % BEAT_S == 0 and not self._is(Situation.DEAD_ACTOR):
             self.world.tell(ActorAlive(name="actor-0", groups_in_flight=1, groups_done=0, retries=0))
         self.world.give(Ticked(now=0.0))
@@ -122,19 +131,6 @@ class Starved:
 
     def _is(self, situation: Situation) -> bool:
         return self.starving and self.situation is situation
-
-    def _possible(self) -> list[Callable[[], None]]:
-        world = self.world
-        no_engine = self._is(Situation.NO_ENGINE) or self._is(Situation.DEAD_ENGINE)
-        acting = not (no_engine or self._is(Situation.DEAD_ACTOR))
-        training = not (self._is(Situation.DEAD_TRAINER) or self._waits_for_publication())
-        possible: list[Callable[[], None]] = [world.sample, self._answer] * 2 if acting else []
-        possible += [world.train] if training else []
-        possible += [world.publish] if training and not self._is(Situation.NO_PUBLICATION) else []
-        return possible or [lambda: None]
-
-    def _waits_for_publication(self) -> bool:
-        return self._is(Situation.NO_PUBLICATION) and bool(self.world.publications)
 
     def _answer(self) -> None:
         world = self.world

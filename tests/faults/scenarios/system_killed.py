@@ -58,7 +58,14 @@ def play(seed: int, directory: Path) -> Verdict:
     path = directory / "run"
     with launched(new_run(path, *LOCKSTEP), path) as run:
         run.until(lambda run: len(run.events()) >= at, f"line {at} of the event log", timeout_s=200)
-        killed = kill_everything(run)
+        processes = [run.launcher.pid, *run.note_processes()]
+        for pid in processes:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # this process ended together with the launcher
+        run.launcher.wait()
+        killed = len(processes)
     with launched(resumed(path), path) as run:
         ended = run.end(300)
     figures = {"systems killed": 1, "processes": killed}
@@ -66,17 +73,6 @@ def play(seed: int, directory: Path) -> Verdict:
         return Verdict(figures | {"bit-identical": 0}, (f"the resumed run ended with {ended}:\n{run.story()}",))
     broken = differences(expected, Learned.by(run))
     return Verdict(figures | {"bit-identical": int(not broken)}, tuple(broken))
-
-
-def kill_everything(run: LiveRun) -> int:
-    processes = [run.launcher.pid, *run.note_processes()]
-    for pid in processes:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue  # this process ended together with the launcher
-    run.launcher.wait()
-    return len(processes)
 
 
 def differences(expected: Learned, found: Learned) -> list[str]:

@@ -29,10 +29,6 @@ def _verified(run):
     return sum("//10.77.0.2:" in event["url"] for event in run.events("engine_verified"))
 
 
-def _stop(host, directory):
-    subprocess.run([*host.enter, *CLI, "stop", str(directory)], check=True, timeout=PATIENCE_S)
-
-
 def _begun(run):
     return (run.directory / "cluster" / "launch.json").is_file()
 
@@ -52,6 +48,6 @@ def test_killed_host_comes_back_and_serves_the_run_again(tmp_path):
             with _node(two, directory, log) as node:
                 run.until(lambda run: _verified(run) == 2, "an engine on the second host again")
                 run.until_step(reached + 3)
-                _stop(one, directory)
+                subprocess.run([*one.enter, *CLI, "stop", str(directory)], check=True, timeout=PATIENCE_S)
                 assert run.end() == 0, run.story()
                 assert node.wait(PATIENCE_S) == 0, log.read_text()

@@ -73,23 +73,21 @@ async def test_hostile_return_of_an_environment_is_masked_with_its_place(numbers
             pid = hosts._hosts[0].child.pid
             for at in range(0, len(numbers), 100):
                 some = numbers[at : at + 100]
-                for number, verdict in zip(some, await played(hosts, domain, some), strict=True):
+                episode = Episode(order(), 0, EpisodeSection())
+                planned = episode.plan("main", {"messages": [{"role": "user", "content": "hello"}]})
+                episode.record(planned, completion(planned.request, "a"))
+                tasks = [Task(problem_id=str(number), domain="talk", messages=(), ground_truth="") for number in some]
+                ends = await asyncio.gather(
+                    *(hosts.play(task, base_url="http://nowhere", api_key="k", timeout_s=PATIENCE_S) for task in tasks)
+                )
+                for number, verdict in zip(
+                    some, [await _verdict(order(), episode, end, domain) for end in ends], strict=True
+                ):
                     if case(number)[0] != "value" or case(number)[1] != "none":  # None leaves the verdict to others
                         check(number, verdict, PLACE)
             assert [host.child.pid for host in hosts._hosts] == [pid], "the host has ended"
     finally:
         await hosts.close()
-
-
-async def played(hosts, domain, numbers):
-    episode = Episode(order(), 0, EpisodeSection())
-    planned = episode.plan("main", {"messages": [{"role": "user", "content": "hello"}]})
-    episode.record(planned, completion(planned.request, "a"))
-    tasks = [Task(problem_id=str(number), domain="talk", messages=(), ground_truth="") for number in numbers]
-    ends = await asyncio.gather(
-        *(hosts.play(task, base_url="http://nowhere", api_key="k", timeout_s=PATIENCE_S) for task in tasks)
-    )
-    return [await _verdict(order(), episode, end, domain) for end in ends]
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -60,7 +60,9 @@ def test_oubliette_upload_replaces_test_cases_of_public_data_sets_by_links_to_a_
     repository = PersistentRepository(tmp_path / "repository")
     link = Link.of(LONG.encode())
     assert repository.get(link) == LONG.encode()
-    problems = [_problem(row) for row in rows]
+    problems = [
+        CodeProblem.of(Problem(problem_id="p", domain="d", messages=(), ground_truth="", metadata=row)) for row in rows
+    ]
     assert [test.input for problem in problems for test in problem.tests] == [b"1\n", link, link, b"1", link, link]
     assert problems[0].time_limit_s == 2
     checker = problems[3].checker
@@ -79,10 +81,6 @@ def _schema(pa):
         [("tests", pair), ("official_tests", pair), ("public_tests", columns), ("generated_tests", pyarrow.int64()),
          ("time_limit", pyarrow.float64()), *((name, pyarrow.string()) for name in texts)]
     )  # fmt: skip
-
-
-def _problem(row):
-    return CodeProblem.of(Problem(problem_id="p", domain="d", messages=(), ground_truth="", metadata=row))
 
 
 def test_oubliette_upload_needs_a_file_of_rows_and_either_a_service_url_or_a_repository(tmp_path):

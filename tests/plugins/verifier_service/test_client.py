@@ -55,13 +55,9 @@ async def client(*, grace_s: float = PATIENCE_S, silence_s: float = SOON_S) -> A
 
 async def outcomes(services: VerifierServices, number: int = 1, rules: str = RULES) -> list[Outcome]:
     verifier = RemoteVerifier(services, domain="words", rules=rules)
-    answers = [replace_text(answer, number) for answer in ANSWERS]
+    answers = [answer._replace(text=str(number) if answer.text == "1" else "no") for answer in ANSWERS]
     judged = await asyncio.wait_for(verifier.judge(problem(number), answers), PATIENCE_S)
     return [judgement.verdict.outcome for judgement in judged]
-
-
-def replace_text(answer: SampledAnswer, number: int) -> SampledAnswer:
-    return answer._replace(text=str(number) if answer.text == "1" else "no")
 
 
 class Hostile:

@@ -76,7 +76,9 @@ class MessagesCall:
         if "stop_sequences" in fields:
             self.chat["stop"] = fields["stop_sequences"]
         self.chat["messages"] = [*_system(fields.get("system")), *_messages(fields.get("messages"))]
-        if tools := [_tool(each, f"tools.{place}") for place, each in enumerate(_list(fields, "tools"))]:
+        if tools := [
+            _tool(each, f"tools.{place}") for place, each in enumerate(objects(fields.get("tools", []), "tools"))
+        ]:
             self.chat["tools"] = tools
         self.chat |= _tool_choice(fields.get("tool_choice"))
         self._id = new_id("msg")
@@ -192,21 +194,15 @@ def _with_effort(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _list(fields: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    return objects(fields.get(name, []), name)
-
-
 def _system(system: Any) -> list[dict[str, Any]]:
     if system is None:
         return []
     if isinstance(system, list):
-        system = [each for each in system if not _is_bookkeeping(each)]
+        system = [
+            each for each in system if not (isinstance(each, dict) and str(each.get("text")).startswith(_BOOKKEEPING))
+        ]
     text = text_of(system, ("text",), "system")
     return [{"role": "system", "content": text}] if text else []
-
-
-def _is_bookkeeping(block: Any) -> bool:
-    return isinstance(block, dict) and str(block.get("text")).startswith(_BOOKKEEPING)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

@@ -102,7 +102,10 @@ class ResponsesCall:
         kind, part = ("reasoning", "reasoning_text") if piece.is_thinking else ("message", "output_text")
         events = [self._opening()]
         if self._open is None or self._open["type"] != kind:
-            events += [self._close(), self._start(_item(kind, ""))]
+            item = _item(kind, "")
+            self._open = item
+            added = self._event("output_item.added", item={**item, "content": [], "status": "in_progress"})
+            events += [self._close(), (added + self._of_part("content_part.added", part=dict(item["content"][0])))]
         assert self._open is not None
         self._open["content"][0]["text"] += piece.text
         return b"".join([*events, self._of_part(f"{part}.delta", delta=piece.text, **_LOGPROBS[kind])])
@@ -169,11 +172,6 @@ class ResponsesCall:
             return b""
         response = self._response("in_progress", [])
         return self._event("created", response=response) + self._event("in_progress", response=response)
-
-    def _start(self, item: dict[str, Any]) -> bytes:
-        self._open = item
-        added = self._event("output_item.added", item={**item, "content": [], "status": "in_progress"})
-        return added + self._of_part("content_part.added", part=dict(item["content"][0]))
 
     def _close(self) -> bytes:
         item = self._open

@@ -19,7 +19,7 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.worker_endpoint import endpoints_of
 from pipelinerl.errors import ModelError
-from pipelinerl.models.decoder_config import DecoderConfig, Parameter, read_config
+from pipelinerl.models.decoder_config import Parameter, read_config
 from pipelinerl.models.directory_files import text_config
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.jax.decoder import bound_memory, load_weights
@@ -64,7 +64,20 @@ def assembled(options: EngineOptions, *, cache_bytes: int | None = None, starts_
     dtype: Any = jnp.dtype(options.dtype)
     entries = config.layers * options.slots * options.context_length * config.kv_heads * config.head_dim
     options.check_cache(2 * entries * dtype.itemsize, allowed=cache_bytes)
-    mesh = _mesh(options, config)
+    bound_memory(options.memory_share)
+    try:
+        devices = jax.local_devices(backend=_PLATFORM[options.device])
+    except RuntimeError as error:
+        raise ModelError(f"device is {options.device}, but jax finds none: {error}; set auto or cpu") from error
+    wanted = options.devices
+    if wanted > len(devices):
+        raise ModelError(f"devices is {wanted}, but this process has {len(devices)} of them; lower it")
+    divided = {"key-value heads": config.kv_heads, "rows of the vocabulary": config.vocab}
+    divided["intermediate features"] = config.intermediate
+    for what, count in divided.items():
+        if count % wanted:
+            raise ModelError(f"devices={wanted} does not divide the model's {count} {what}; choose a divisor")
+    mesh = Mesh(np.array(devices[:wanted]), ("tensor",))
 
     def place(parameter: Parameter) -> NamedSharding:
         return NamedSharding(mesh, P(*(axis if axis == "tensor" else None for axis in parameter.stacked_axes)))
@@ -79,20 +92,3 @@ def assembled(options: EngineOptions, *, cache_bytes: int | None = None, starts_
 
 
 _PLATFORM: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda", Device.TPU: "tpu"}
-
-
-def _mesh(options: EngineOptions, config: DecoderConfig) -> Mesh:
-    bound_memory(options.memory_share)
-    try:
-        devices = jax.local_devices(backend=_PLATFORM[options.device])
-    except RuntimeError as error:
-        raise ModelError(f"device is {options.device}, but jax finds none: {error}; set auto or cpu") from error
-    wanted = options.devices
-    if wanted > len(devices):
-        raise ModelError(f"devices is {wanted}, but this process has {len(devices)} of them; lower it")
-    divided = {"key-value heads": config.kv_heads, "rows of the vocabulary": config.vocab}
-    divided["intermediate features"] = config.intermediate
-    for what, count in divided.items():
-        if count % wanted:
-            raise ModelError(f"devices={wanted} does not divide the model's {count} {what}; choose a divisor")
-    return Mesh(np.array(devices[:wanted]), ("tensor",))

@@ -92,18 +92,14 @@ def be_ready() -> None:
     sys.set_int_max_str_digits(0)  # the limit protects servers; a program's processor time is limited anyway
     for name in _OFTEN_IMPORTED:
         __import__(name)
-    _make_site()
-    _rehearse()
-    _be_ready_for_a_program()
-
-
-def _make_site() -> None:
-    """Set up package paths, `exit` and similar names, without .pth files, which would slow down each fork."""
+    # Set up package paths, `exit` and similar names, without .pth files, which would slow down each fork.
     site.setquit()
     site.setcopyright()
     site.sethelper()
     sys.path[:0] = [_FOLDER]
     sys.path += [folder for folder in site.getsitepackages() if os.path.isdir(folder)]
+    _rehearse()
+    _be_ready_for_a_program()
 
 
 def _content(file: int) -> bytes:
@@ -122,7 +118,9 @@ def _be_python(source: bytes, name: str, arguments: list[str]) -> int:
         code = _exit_code(ending)
     except BaseException as error:
         code = 1
-        _print_traceback(error)
+        trace = error.__traceback__ and error.__traceback__.tb_next  # omit the frame of this file
+        with contextlib.suppress(BaseException):
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
     return _finished(code)
 
 
@@ -214,12 +212,6 @@ def _warm_streams() -> _Streams:
 def _text(number: int, mode: Literal["rb", "wb"], errors: str) -> io.TextIOWrapper:
     stream = open(number, mode, closefd=False)  # noqa: SIM115 - open as long as the program runs
     return io.TextIOWrapper(stream, encoding="utf-8", errors=errors)
-
-
-def _print_traceback(error: BaseException) -> None:
-    trace = error.__traceback__ and error.__traceback__.tb_next  # omit the frame of this file
-    with contextlib.suppress(BaseException):
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
 def _exit_code(ending: SystemExit) -> int:

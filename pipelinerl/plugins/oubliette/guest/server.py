@@ -155,36 +155,33 @@ class _Watch:
         try:
             if self._poll.poll(_TICK_MS) == [(handle, select.POLLIN)]:
                 return ""  # usually, a run ends within the first interval
-            return self._slowly(handle, pid, limits, began)
+            until, look = began + limits["wall_s"], began + _SELDOM_S
+            while True:
+                left_s = until - time.monotonic()
+                if left_s <= 0:  # waiting for a processor does not count towards the deadline
+                    until = began + min(limits["wall_s"] + _delayed_s(self._around.processes(pid)), limits["starved_s"])
+                    if until <= time.monotonic() + _TICK_MS / 1000:
+                        return "deadline"
+                    continue
+                ready = dict(self._poll.poll(min(1000 * left_s, _TICK_MS)))
+                if handle in ready:
+                    return ""
+                if self._file in ready:
+                    packet, files = _receive(self._control)
+                    for file in files:
+                        os.close(file)
+                    return "output" if packet else "gone"
+                memory_bytes, cpu_s = 0, 0.0
+                if not self.meter.counts or time.monotonic() >= look:
+                    memory_bytes, cpu_s = _used(self._around.processes(pid))
+                    look = time.monotonic() + _SELDOM_S
+                cpu_s = self.meter.cpu_s(cpu_s)
+                if memory_bytes > limits["memory_bytes"]:
+                    return "memory"
+                if cpu_s > limits["cpu_s"]:
+                    return "cpu time"
         finally:
             self._poll.unregister(handle)
-
-    def _slowly(self, handle: int, pid: int, limits: dict[str, Any], began: float) -> str:
-        until, look = began + limits["wall_s"], began + _SELDOM_S
-        while True:
-            left_s = until - time.monotonic()
-            if left_s <= 0:  # waiting for a processor does not count towards the deadline
-                until = began + min(limits["wall_s"] + _delayed_s(self._around.processes(pid)), limits["starved_s"])
-                if until <= time.monotonic() + _TICK_MS / 1000:
-                    return "deadline"
-                continue
-            ready = dict(self._poll.poll(min(1000 * left_s, _TICK_MS)))
-            if handle in ready:
-                return ""
-            if self._file in ready:
-                packet, files = _receive(self._control)
-                for file in files:
-                    os.close(file)
-                return "output" if packet else "gone"
-            memory_bytes, cpu_s = 0, 0.0
-            if not self.meter.counts or time.monotonic() >= look:
-                memory_bytes, cpu_s = _used(self._around.processes(pid))
-                look = time.monotonic() + _SELDOM_S
-            cpu_s = self.meter.cpu_s(cpu_s)
-            if memory_bytes > limits["memory_bytes"]:
-                return "memory"
-            if cpu_s > limits["cpu_s"]:
-                return "cpu time"
 
 
 class _Meter:

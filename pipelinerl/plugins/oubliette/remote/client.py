@@ -211,27 +211,23 @@ class RemoteRunner:
     async def _send(self) -> None:
         while self._waiting:
             await self._room.acquire()
-            batch = self._batch()
+            batch: list[_PendingWork] = []
+            sent: set[Link] = set()
+            while self._waiting and len(batch) < _WORKS:
+                item = self._waiting[0]
+                links = sent | item.contents.keys()
+                if batch and sum(link.size for link in links) > _CONTENT_BYTES:
+                    break
+                self._waiting.popleft()
+                if not item.done.done():
+                    batch.append(item)
+                    sent = links
             if not batch:
                 self._room.release()
                 continue
             request = asyncio.create_task(self._request(batch))
             self._requests.add(request)
             request.add_done_callback(self._requests.discard)
-
-    def _batch(self) -> list[_PendingWork]:
-        batch: list[_PendingWork] = []
-        sent: set[Link] = set()
-        while self._waiting and len(batch) < _WORKS:
-            item = self._waiting[0]
-            links = sent | item.contents.keys()
-            if batch and sum(link.size for link in links) > _CONTENT_BYTES:
-                break
-            self._waiting.popleft()
-            if not item.done.done():
-                batch.append(item)
-                sent = links
-        return batch
 
     async def _request(self, batch: list[_PendingWork]) -> None:
         try:

@@ -136,18 +136,15 @@ class OublietteService:
             case wire.CheckWork():
                 return wire.Checked(share=await self._runner.check(self._check(work)))
             case wire.CompileWork():
-                return await self._compiled(work)
+                source = self._read(work.source).decode("utf-8", "surrogatepass")
+                compiled = await self._runner.compile(work.language, source, wall_s=work.wall_s)
+                if isinstance(compiled, ProgramResult):
+                    return _ended(compiled, str(self._transient.put(b"")))
+                assert isinstance(compiled.content, bytes), "what is compiled here is here"
+                return wire.Compiled(program=str(self._transient.put(compiled.content)), wall_s=compiled.compile_s)
             case wire.CompileChecker():
                 program_of = await self._runner.checker(self._checker(work.checker))
                 return wire.Compiled(program=str(await asyncio.to_thread(self._persistent.put, program_of)))
-
-    async def _compiled(self, work: wire.CompileWork) -> wire.Done:
-        source = self._read(work.source).decode("utf-8", "surrogatepass")
-        compiled = await self._runner.compile(work.language, source, wall_s=work.wall_s)
-        if isinstance(compiled, ProgramResult):
-            return _ended(compiled, str(self._transient.put(b"")))
-        assert isinstance(compiled.content, bytes), "what is compiled here is here"
-        return wire.Compiled(program=str(self._transient.put(compiled.content)), wall_s=compiled.compile_s)
 
     def _check(self, work: wire.CheckWork) -> Check:
         if (work.how is None) == (work.checker is None):

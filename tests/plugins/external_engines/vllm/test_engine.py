@@ -394,15 +394,11 @@ class TestDeath:
             pending = asking.submit(session.completed, n=16, max_tokens=200, prompt_token_ids=PROMPT)
             while session.generated_tokens() == before:
                 assert not pending.done(), pending.result().text
-            _core_of_this_process().kill()
+            cores = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
+            max(cores, key=lambda core: core.create_time()).kill()
             refused(pending.result(PATIENCE_S), 503, code="engine_stopped")
             refused(session.completed(), 503, code="engine_stopped")
             assert session.health().state is EngineState.STOPPED
-
-
-def _core_of_this_process():
-    cores = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
-    return max(cores, key=lambda core: core.create_time())
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,12 @@ from tests.fakes.interpreted_splash import interpret
 from tests.plugins.jax.trainer.test_segments import positions_of
 
 
-def ids_of(lengths):
-    return np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
-
-
 def random_rows(lengths, *, heads, width, multiple=1, least_columns=64):
     """Return queries, keys and values of packed rows, and their segments."""
     draw = generator(0, "attention")
     rows = Rows.of(positions_of(lengths), multiple=multiple, least_columns=least_columns)
     arrays = [jnp.asarray(draw.normal(size=(*rows.shape, count, width)), jnp.float32) for count in heads]
-    return arrays, jnp.asarray(rows.spread(ids_of(lengths), fill=PADDING))
+    return arrays, jnp.asarray(rows.spread(np.repeat(np.arange(len(lengths)), lengths).astype(np.int32), fill=PADDING))
 
 
 def mesh_of(**axes):

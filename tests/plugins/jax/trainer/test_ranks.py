@@ -106,15 +106,6 @@ def words_after(how, model, directory, *what):
     return output
 
 
-def both_succeed(model, directory, what):
-    with pair(model, directory, what) as (rank0, rank1):
-        status, output = ended(rank0, PATIENCE_S)
-        assert status == 0, output
-        status, output = ended(rank1, PATIENCE_S)
-        assert status == 0, output
-    return directory
-
-
 @pytest.fixture(scope="module")
 def until_killed(model_path, tmp_path_factory):
     """Return the directory of `jax_rank0.results`, and rank 0's output after rank 1 was killed."""
@@ -169,7 +160,11 @@ def test_error_that_is_raised_on_all_jax_ranks_is_reported_and_training_continue
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_jax_trainer_on_two_processes_passes_the_conformance_kit(model_path, tmp_path):
-    both_succeed(model_path("qwen3"), tmp_path, "kit")
+    with pair(model_path("qwen3"), tmp_path, "kit") as (rank0, rank1):
+        status, output = ended(rank0, PATIENCE_S)
+        assert status == 0, output
+        status, output = ended(rank1, PATIENCE_S)
+        assert status == 0, output
     results = json.loads((tmp_path / "kit.json").read_text())
     assert results == {check.__name__: "" for check in CHECKS}
 

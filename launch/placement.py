@@ -43,7 +43,6 @@ class Assignment:
 
     @property
     def gpus(self) -> float:
-        """The number of GPUs that the process holds, a shared one in part."""
         return len(self.indices) * (1.0 if self.share is None else self.share)
 
 
@@ -63,7 +62,6 @@ class Placement:
 
     @property
     def head(self) -> Host:
-        """The first host."""
         return self.hosts[0]
 
     def of(self, process: str) -> Assignment:
@@ -71,7 +69,6 @@ class Placement:
         return self.assignments.get(process, Assignment())
 
     def host_of(self, process: str) -> Host:
-        """Return the host of a process."""
         return self.host(self.host_by_process.get(process, self.head.name))
 
     def host(self, name: str) -> Host:

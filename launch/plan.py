@@ -137,11 +137,9 @@ class Launch:
 
     @property
     def token_file(self) -> Path:
-        """The file with the run's bearer token."""
         return self.run_dir / "tokens.json"
 
     def at(self, name: str) -> str:
-        """Return `host:port` at which the named process listens."""
         return f"{self.placement.host_of(name).address}:{self.ports[name]}"
 
     def assignment_of(self, name: str) -> Assignment:

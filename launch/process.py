@@ -95,7 +95,6 @@ class Process:
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self, now: float) -> int:
-        """Start the process; return the id of its process group."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = tied(self.spec.argv, cores=self.spec.cpu or ())
         with open(self.log, "ab", opener=_private) as log:
@@ -117,7 +116,6 @@ class Process:
         return self._child.pid
 
     def note(self, line: str) -> None:
-        """Append a line to the process's log."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "a", opener=_private) as log:
             log.write(f"{line}\n")

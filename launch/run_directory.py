@@ -46,12 +46,10 @@ class RunDirectory:
 
     @property
     def recipe(self) -> Path:
-        """The path of the resolved recipe."""
         return self.path / "recipe.toml"
 
     @property
     def started(self) -> Path:
-        """The path of the recipe of the last launch."""
         return self.path / _STARTED
 
     @property
@@ -61,7 +59,6 @@ class RunDirectory:
 
     @property
     def events(self) -> Path:
-        """The path of the event log."""
         return self.path / "events.jsonl"
 
     @contextmanager

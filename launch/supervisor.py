@@ -153,7 +153,6 @@ class Supervisor:
 
     @property
     def stopping(self) -> frozenset[str]:
-        """The names of processes that are being stopped."""
         return self._in(State.STOPPING)
 
     def _in(self, state: State) -> frozenset[str]:
@@ -202,7 +201,6 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The process ids of running processes, by name."""
         return {name: process.pid for name, process in self._processes.items() if process.pid is not None}
 
     def _watch(self) -> RunResult:

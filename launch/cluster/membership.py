@@ -215,7 +215,6 @@ class OtherNodes:
         return None
 
     def restarts(self) -> tuple[RestartStatus, ...]:
-        """Return the restarts of all the other nodes' processes."""
         return tuple(each for last in self.heartbeats.values() for each in last.record.restarts)
 
 

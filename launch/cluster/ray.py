@@ -66,7 +66,6 @@ class NodeProcess:
     """The Ray actor in a bundle: runs the node as a separate process that ends with the actor."""
 
     def address(self) -> str:
-        """Return the address of this machine in the Ray cluster."""
         return str(_ray().util.get_node_ip_address())
 
     def serve(self, words: Sequence[str], output: str) -> int:
@@ -164,7 +163,6 @@ class _Nodes:
         )
 
     def _ready(self) -> list[Any]:
-        """Return the Ray references that have a result; wait up to `_LOOK_S` seconds for the first."""
         awaited = [*self._locating, *self._serving]
         if not awaited:  # Ray rejects an empty list of references
             time.sleep(_LOOK_S)

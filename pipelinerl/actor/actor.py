@@ -124,7 +124,6 @@ class GroupLimiter:
         return taken
 
     def give_back(self, places: int = 1) -> None:
-        """Give back `places` slots, each of which is room for one order."""
         self._taken -= places
         self._freed.set()
 
@@ -154,7 +153,6 @@ class StageLog:
             self._claimed.pop(order.order_id, None)
 
     def verified(self, order: PromptOrder, progress: GroupProgress) -> None:
-        """Record that all samples have verdicts now."""
         claimed = self._claimed.get(order.order_id)
         if claimed is not None and len(self._ended) < _MOST_STAGES:
             longest = max(progress.spans, key=lambda each: sum(tokens for _, tokens in each), default=())
@@ -186,7 +184,6 @@ class VerifierTally:
         self.by_domain: dict[str, VerifierFigures] = {}
 
     def note(self, domain: str, judgements: Sequence[Judgement]) -> None:
-        """Count the verdicts on answers of `domain`."""
         figures = self.by_domain.get(domain, VerifierFigures())
         for verdict, seconds in judgements:
             figures = _counted(replace(figures, seconds=figures.seconds + seconds), verdict)

@@ -47,7 +47,6 @@ class Template:
 
     @property
     def fields(self) -> frozenset[str]:
-        """Names of the fields that the template mentions."""
         return self._compiled[1] if self.is_jinja else frozenset(filter(None, _PLACE.findall(self.text)))
 
     def render(self, fields: Mapping[str, Any]) -> str:

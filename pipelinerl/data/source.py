@@ -45,7 +45,6 @@ class SourceRequest:
 
     @property
     def where(self) -> str:
-        """The domain's path in the recipe; error messages begin with it."""
         return f"domains.{self.domain}"
 
 

@@ -141,7 +141,6 @@ class MemoryStream:
         return sorted(name for name in self._logs if name.startswith(prefix))
 
     async def close(self) -> None:
-        """Discard all data."""
         self._logs.clear()
 
     def _pending(self, stream: str, group: str) -> dict[_Id, _Pending]:

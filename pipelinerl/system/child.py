@@ -80,7 +80,6 @@ class Lines:
             raise ValueError("a line is nested too deeply") from None
 
     def close(self) -> None:
-        """Close this end."""
         self._writer.close()
 
 
@@ -143,12 +142,10 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id of the child's wrapper."""
         return self._process.pid
 
     @property
     def has_ended(self) -> bool:
-        """True once the child and its descendants have ended."""
         return self._process.returncode is not None
 
     async def ending(self, *, timeout_s: float) -> str:

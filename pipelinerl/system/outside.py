@@ -103,7 +103,6 @@ class OutsideClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, url: str, *, timeout_s: float) -> OutsideResponse:
-        """Send a GET; raises like `post`."""
         return await self._response("GET", url, None, timeout_s)
 
     async def post(self, url: str, body: bytes, *, timeout_s: float) -> OutsideResponse:
@@ -140,7 +139,6 @@ class OutsideClient:
         raise TimeoutError(last)
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 

@@ -84,12 +84,10 @@ class Grace:
     reason: str = ""
 
     def failed(self, reason: str) -> None:
-        """Record a failure."""
         self.reason = reason
         self.until = min(self.until, time.monotonic() + self.grace_s)
 
     def is_over(self, pause_s: float = 0.0) -> bool:
-        """Return True if the period will have ended after a pause."""
         return time.monotonic() + pause_s >= self.until
 
 
@@ -151,7 +149,6 @@ class ServiceClient:
         raise ServiceFailed(words) if status >= 500 else RequestRejected(words, status)
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 

@@ -43,20 +43,16 @@ class Storage:
                 file.write(piece)
 
     def upload(self, source: Path, name: str) -> None:
-        """Copy the local file `source` to `name`."""
         with source.open("rb") as origin, self._opened_new(name) as file:
             shutil.copyfileobj(origin, file, _BLOCK_BYTES)
 
     def read(self, name: str) -> bytes:
-        """Return the contents of a file. Raises `FileNotFoundError`."""
         return cast(bytes, self._files.cat_file(f"{self._root}/{name}"))
 
     def open(self, name: str) -> io.BufferedIOBase:
-        """Open a file for reading. Raises `FileNotFoundError`."""
         return cast(io.BufferedIOBase, self._files.open(f"{self._root}/{name}", "rb"))
 
     def has(self, name: str) -> bool:
-        """Return True if there is a file or folder of this name."""
         self._files.invalidate_cache()
         return bool(self._files.exists(f"{self._root}/{name}"))
 

@@ -165,7 +165,6 @@ class WorkerPool:
             self._idle.append(await self._ready_worker())
 
     async def close(self) -> None:
-        """Kill all processes."""
         while self._idle:
             self._idle.pop().kill()
         while self._forkers:
@@ -410,7 +409,6 @@ class _Forker:
         self._listening.cancel()
 
     async def close(self) -> None:
-        """Kill the process and reap it, even if this call is cancelled."""
         self._listening.cancel()
         await self._child.close()
 

@@ -38,7 +38,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.messages import REPORTS, ROLLOUTS, StepDone, decode_report
 from pipelinerl.plugins.bigram import engine as bigram_engine  # noqa: F401  imported before the fork, not after each
 from pipelinerl.plugins.episodes import episode
-from pipelinerl.plugins.parameter_server import role as parameter_server_role
+from pipelinerl.plugins.parameter_server import server as parameter_server_role
 from pipelinerl.roles import actor_role, controller_role, engine_role, process, trainer_role
 from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.stream import Entry, Stream

@@ -92,7 +92,6 @@ class FieldMap:
         return "" if more else self.prompt_field
 
     def check(self, row: Row) -> None:
-        """Raise `RecipeError` if the row lacks its answer, or the id that `id_field` names."""
         for field in filter(None, (self.answer_field, self.id_field)):
             if _value_of(row, field) is None:
                 raise _missing(field, row)
@@ -115,14 +114,12 @@ class FieldMap:
         return digest_of(f"{with_answer(self.text(row), answer)}\x1d{json.dumps(metadata, sort_keys=True)}")
 
     def answer(self, row: Row) -> str:
-        """Return the ground truth as text."""
         return as_text(_value_of(row, self.answer_field), self.answer_field)
 
     def _name(self, row: Row) -> str:
         return as_text(_value_of(row, self.id_field), self.id_field)
 
     def rate(self, row: Row) -> float:
-        """Return the row's pass rate. Raises `RecipeError` if there is none."""
         value = _value_of(row, self.rate_field)
         value = float(value) if isinstance(value, Decimal) else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -156,7 +153,6 @@ class FieldMap:
         )
 
     def problem(self, row: Row, *, domain: str) -> Problem:
-        """Convert the row to a problem of the domain."""
         draft = self.draft(row)
         if self.id_field:
             return to_problem(draft, domain, name=self._name(row))

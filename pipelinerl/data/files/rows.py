@@ -106,7 +106,6 @@ class JsonRows:
         return len(self._starts)
 
     def row(self, index: int) -> Row:
-        """Return one row."""
         line = self._text[self._starts[index] : self._ends[index]]
         try:
             row = decode(line)
@@ -118,7 +117,6 @@ class JsonRows:
         return row
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """Yield all rows, with all their fields."""
         return map(self.row, range(len(self)))
 
     def unread(self, index: int) -> tuple[str, ...]:
@@ -144,14 +142,12 @@ class RowSequence:
         return len(self._rows)
 
     def row(self, index: int) -> Row:
-        """Return one row."""
         row = self._rows[index]
         if not isinstance(row, dict):
             raise RecipeError(f"{self.place(index)}: expected a dict with prompt and answer, got {row!r:.80}")
         return row
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """Yield all rows, with all their fields."""
         return map(self.row, range(len(self)))
 
     def unread(self, index: int) -> tuple[str, ...]:
@@ -174,12 +170,10 @@ class ChainedRows:
         return self._ends[-1]
 
     def row(self, index: int) -> Row:
-        """Return one row."""
         part, within = self._locate(index)
         return part.row(within)
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """Yield all rows, file by file."""
         return itertools.chain.from_iterable(part.scan(fields) for part in self._parts)
 
     def unread(self, index: int) -> tuple[str, ...]:
@@ -188,7 +182,6 @@ class ChainedRows:
         return part.unread(within)
 
     def place(self, index: int) -> str:
-        """Return the row's location in its file."""
         part, within = self._locate(index)
         return part.place(within)
 

@@ -152,7 +152,6 @@ class RowCounts(NamedTuple):
     problems: int
 
     def sentence(self, split: Split, by: SplitBy) -> str:
-        """Return the counts in words."""
         others = "validation or held-out" if split is Split.TRAIN else "another split's"
         dropped = (
             (self.repeated, "dropped as duplicates of another row"),
@@ -200,7 +199,6 @@ class RowSource:
             return self._prompts.dress(self._columns.problem(self._rows.row(row), domain=self._domain))
 
     def place(self, index: int) -> str:
-        """Return the location of problem `index`'s row, for messages."""
         return self._rows.place(self._row(index))
 
     def _row(self, index: int) -> int:

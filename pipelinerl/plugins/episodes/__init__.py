@@ -15,9 +15,9 @@ EPISODES: Final = GroupComponent(
 OPENENV: Final = EnvironmentComponent(build="pipelinerl.plugins.episodes.openenv:open_environment")
 
 TASKSETS: Final = EnvironmentComponent(
-    build="pipelinerl.plugins.episodes.tasksets:host_command",
+    build="pipelinerl.plugins.episodes.opening:host_command",
     own_host=True,
-    check="pipelinerl.plugins.episodes.tasksets:check_taskset",
+    check="pipelinerl.plugins.episodes.opening:check_taskset",
     paths=frozenset({"python", "path"}),
 )
 

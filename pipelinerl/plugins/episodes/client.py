@@ -41,7 +41,6 @@ class ChatAnswer:
 
     @property
     def content(self) -> str:
-        """The text of the answer."""
         return str(self.message.get("content") or "")
 
     @property
@@ -51,7 +50,6 @@ class ChatAnswer:
 
     @property
     def truncated(self) -> bool:
-        """True if the answer was cut at its token limit."""
         return self.finish_reason == "length"
 
 

@@ -39,7 +39,6 @@ class Task:
 
     @classmethod
     def of(cls, problem: Problem, *, seed: int) -> Task:
-        """Build the task for `problem`."""
         return cls(
             problem_id=problem.problem_id,
             domain=problem.domain,
@@ -52,7 +51,6 @@ class Task:
 
     @property
     def problem(self) -> Problem:
-        """The task as a `Problem`, for verifiers."""
         return Problem(
             problem_id=self.problem_id,
             domain=self.domain,

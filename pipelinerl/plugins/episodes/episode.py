@@ -115,7 +115,6 @@ class RecordedTurn:
 
     @property
     def path(self) -> list[RecordedTurn]:
-        """The turns from the conversation's first to this one."""
         turns: list[RecordedTurn] = []
         at: RecordedTurn | None = self
         while at is not None:

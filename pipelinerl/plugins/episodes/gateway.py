@@ -41,8 +41,14 @@ from inference_contract.errors import ContextExceeded, ContractError, InvalidReq
 from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, ChatMessage
 from inference_contract.tools import ToolCall
 from pipelinerl.errors import PipelineError
-from pipelinerl.plugins.episodes.agent_api.answer import MODEL, AgentAnswer, AgentCall, AnswerChanged, AnswerReader
-from pipelinerl.plugins.episodes.agent_api.chat import ChatCall
+from pipelinerl.plugins.episodes.agent_api.answer import (
+    MODEL,
+    AgentAnswer,
+    AgentCall,
+    AnswerChanged,
+    AnswerReader,
+    ChatCall,
+)
 from pipelinerl.plugins.episodes.agent_api.messages import MessagesCall, error_body
 from pipelinerl.plugins.episodes.agent_api.responses import History, ResponsesCall
 from pipelinerl.plugins.episodes.environment import UNTRAINED

@@ -77,13 +77,11 @@ class EpisodeDomain:
     places: asyncio.Semaphore | None = None
 
     async def start(self) -> None:
-        """Start the player and the tools before the first episode."""
         await self.player.start()
         if self.tools is not None:
             await self.tools.start()
 
     async def close(self) -> None:
-        """Close the player and the tools."""
         await self.player.close()
         if self.tools is not None:
             await self.tools.close()
@@ -120,11 +118,9 @@ class Episodes:
         return self._gateway.serve()
 
     async def start(self) -> None:
-        """Start the players and the tools of all domains."""
         await asyncio.gather(*(domain.start() for domain in self.domains.values()))
 
     async def close(self) -> None:
-        """Close the players and the tools of all domains."""
         for domain in self.domains.values():
             await domain.close()
 

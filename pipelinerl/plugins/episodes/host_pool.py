@@ -153,7 +153,6 @@ class EpisodeHosts:
             raise
 
     async def close(self) -> None:
-        """Terminate the hosts."""
         hosts, self._hosts = self._hosts, []
         await asyncio.gather(*(to_its_end(host.close()) for host in hosts))
 

@@ -132,7 +132,7 @@ class OpenEnv:
             *before, last = task.messages
             text = self._options.opening.replace("{prompt}", last["content"])
             text = text.replace("{observation}", self._text(observed.observation))
-            messages = [*before, _user("\n\n".join(part for part in (text, actions.explained) if part))]
+            messages: list[Any] = [*before, _user("\n\n".join(part for part in (text, actions.explained) if part))]
             while not observed.done:
                 answer = await client.chat(messages, **offered)
                 replies, observed = await self._reply(session, answer, actions, observed)

@@ -91,7 +91,6 @@ class Toolbox:
             await tool.start()
 
     async def close(self) -> None:
-        """Close the tools."""
         for tool in self._tools.values():
             await tool.close()
 
@@ -103,7 +102,6 @@ class OneRequest:
         self._session: aiohttp.ClientSession | None = None
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
-        """Request the model's answer to the task's messages. Raises `TimeoutError`."""
         if self._session is None:
             self._session = hot_session(token=None, keep_alive_s=_KEEP_ALIVE_S)
         client = EpisodeClient(self._session, base_url=base_url, api_key=api_key)
@@ -120,7 +118,6 @@ class OneRequest:
         """Do nothing: the first episode opens the connections."""
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 

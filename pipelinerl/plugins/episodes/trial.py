@@ -135,7 +135,6 @@ class ScriptedAnswers:
         near: str = "",
         on_text: Callable[[str], None] | None = None,
     ) -> Answered:
-        """Return the next scripted answer."""
         began = time.monotonic()
         messages, tools = request.messages or [], request.tools or ()
         kwargs, known = request.chat_template_kwargs, request.continue_token_ids

@@ -58,7 +58,6 @@ class Hierarchies:
 
     @property
     def places(self) -> tuple[Path, ...]:
-        """The folders of all hierarchies, without duplicates."""
         return tuple(dict.fromkeys(each for each in (self.memory, self.cpu, self.shares) if each is not None))
 
 
@@ -121,7 +120,6 @@ class ControlGroup:
     """The control group that limits the guest of one slot; call `close` after the guest has ended."""
 
     def __init__(self, where: Hierarchies) -> None:
-        """Create the group. Raises `OSError`."""
         name = f"{_NAME}-{os.getpid()}-{next(_NUMBERS)}"
         self._version = where.version
         self._memory, self._cpu = where.memory / name, where.cpu / name
@@ -168,7 +166,6 @@ class ControlGroup:
         return int(count.split()[0]) if count else 0
 
     def cpu_s(self) -> float:
-        """Return the processor seconds of all processes so far."""
         text = self._cpu_file.read_text()
         return int(text) / 1e9 if self._version == 1 else int(text.split()[1]) / 1e6
 
@@ -177,20 +174,17 @@ class ControlGroup:
         return os.open(self._cpu_file, os.O_RDONLY | os.O_CLOEXEC)
 
     def processes(self) -> list[int]:
-        """Return the ids of the group's current processes."""
         with contextlib.suppress(OSError):
             return [int(pid) for pid in (self._cpu / "cgroup.procs").read_text().split()]
         return []
 
     def kill_all(self) -> None:
-        """Kill everything in the group, and wait until it is empty."""
         until = time.monotonic() + _REMOVED_WITHIN_S
         while self.processes() and time.monotonic() < until:
             _kill(self._cpu)
             time.sleep(0.002)
 
     def close(self) -> None:
-        """Kill everything in the group and remove it."""
         for group in self._groups:
             until = time.monotonic() + _REMOVED_WITHIN_S
             while group.exists():

@@ -221,7 +221,6 @@ class GvisorSlot:
             self._group.kill_all()
 
     def close(self) -> None:
-        """Remove the control group and kill everything in it."""
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -46,7 +46,6 @@ class Link:
 
     @classmethod
     def of(cls, data: bytes) -> Self:
-        """Return the link of `data`."""
         return cls(hashlib.blake2b(data, digest_size=32).hexdigest(), len(data))
 
     @classmethod
@@ -74,7 +73,6 @@ class PersistentRepository:
     """Repository in a folder, which also stores compiled checkers under the digest of source, files and compiler."""
 
     def __init__(self, folder: Path) -> None:
-        """Create the folder. Raises `UserError` if that fails."""
         self._folder = folder
         try:
             for name in ("content", "compiled"):
@@ -181,7 +179,6 @@ class TransientRepository:
         return link
 
     def get(self, link: Link) -> bytes:
-        """Return the bytes of a link. Raises `ContentMissing`."""
         with self._lock:
             data = self._contents.get(link)
             if data is None:

@@ -166,7 +166,6 @@ class LocalRunner:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Close the sandbox, which ends all running programs."""
         for task in self._checkers.values():
             task.cancel()
         await asyncio.gather(*self._checkers.values(), return_exceptions=True)

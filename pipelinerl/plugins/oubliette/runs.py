@@ -130,11 +130,9 @@ class ProgramResult:
 
     @property
     def succeeded(self) -> bool:
-        """True if the program ended by itself, with status 0."""
         return self.ending is Ending.EXITED and self.code == 0
 
     def describe(self) -> str:
-        """Describe the run's end in words."""
         if self.ending is Ending.EXITED:
             return "done" if self.code == 0 else f"exit status {self.code}: {_last_line(self.stderr)}"
         if self.ending is Ending.SIGNALLED:

@@ -150,7 +150,6 @@ class Sandbox:
         return future
 
     def run(self, run: Run) -> ProgramResult:
-        """Run a program and wait for its result."""
         return self.submit(run).result()
 
     def cpu_s(self) -> float:

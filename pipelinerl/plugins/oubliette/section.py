@@ -50,10 +50,8 @@ class OublietteSection(Section):
 
     @property
     def accepted_languages(self) -> tuple[str, ...]:
-        """The languages that are judged."""
         return self.languages or (self.language,)
 
     @property
     def memory_bytes(self) -> int:
-        """`memory_mb` in bytes."""
         return self.memory_mb << 20

@@ -162,7 +162,6 @@ class Slot:
             self._guest.interrupt()
 
     def close(self) -> None:
-        """Close the guest, its run and the control group."""
         self._lose()
         if self._group is not None:
             self._group.close()

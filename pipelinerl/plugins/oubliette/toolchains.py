@@ -57,7 +57,6 @@ class Toolchain:
         return Run(argv=("/bin/sh", "-c", script), files=((self.source, source.encode()),), limits=limits)
 
     def running(self, program: bytes, stdin: bytes, limits: Limits) -> Run:
-        """Return the run that executes a program."""
         if self.reserves_addresses:
             limits = replace(limits, address_space=False)
         files = ((self.program, program),)

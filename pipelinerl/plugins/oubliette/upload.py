@@ -191,7 +191,6 @@ class RepositoryFolder:
         return {link for link in links if link not in self._repository}
 
     async def upload(self, data: bytes) -> Link:
-        """Store `data`, a test's input or answer, and return the link to it."""
         return await asyncio.to_thread(self._repository.put, data)
 
     async def compile_checker(self, checker: CustomChecker) -> Link:
@@ -203,6 +202,5 @@ class RepositoryFolder:
         return self._repository.put(await self._runner.checker(checker))
 
     async def close(self) -> None:
-        """Close the sandbox if it was opened."""
         if self._runner is not None:
             await self._runner.close()

@@ -122,7 +122,6 @@ class Oubliette:
             await self._sandbox.opened(0.0)
 
     async def close(self) -> None:
-        """Close the sandbox, or the connections to the service."""
         await self._sandbox.close()
 
     async def _judged(self, runner: CodeRunner, problem: CodeProblem, text: str) -> Verdict:
@@ -326,7 +325,6 @@ class PythonTool:
         return _shown(executed.result), not executed.result.succeeded
 
     async def close(self) -> None:
-        """Close the sandbox, or the connections to the service."""
         await self._sandbox.close()
 
     async def _opened(self) -> CodeRunner:

@@ -17,10 +17,10 @@ COMPONENT: Final = TransportComponent(
 @partial(Role, name="parameter-server-0", port=8100, stop_order=3)
 def parameter_server(options: RoleOptions) -> None:
     """Hold versions of the weights in memory, for engines to pull (weights.transport=pull)."""
-    from pipelinerl.plugins.parameter_server import role as parameter_server_role
+    from pipelinerl.plugins.parameter_server.server import run
     from pipelinerl.roles.catalogue import run_role
 
-    run_role("parameter-server", options, parameter_server_role.run)
+    run_role("parameter-server", options, run)
 
 
 ROLE: Final = parameter_server

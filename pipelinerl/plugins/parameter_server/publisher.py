@@ -103,7 +103,6 @@ class PullPublisher:
             return progress.report()
 
     async def close(self) -> None:
-        """Close the connections; engines and servers keep their weights."""
         self._placement.close()
 
     async def _attempts(self, progress: PublicationProgress) -> None:

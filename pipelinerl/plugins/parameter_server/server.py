@@ -62,6 +62,7 @@ from pipelinerl.plugins.parameter_server.connection import (
     ServerState,
     VersionRecord,
 )
+from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.plugins.parameter_server.version_table import (
     SnapshotStore,
     Version,
@@ -69,8 +70,9 @@ from pipelinerl.plugins.parameter_server.version_table import (
     VersionTable,
     named,
 )
+from pipelinerl.roles.process import Identity
 from pipelinerl.system.background import in_background
-from pipelinerl.system.http_service import BodyRule, guard, refusal, refuse_in_one_shape
+from pipelinerl.system.http_service import BodyRule, guard, listen, refusal, refuse_in_one_shape, serve_until
 from pipelinerl.weights.layout import WeightDigest
 from pipelinerl.weights.pull import PullOrder, PullSource, Range, Shard
 
@@ -362,3 +364,33 @@ def _range(text: str, form: str, version: Version) -> Range:
     if at < 0 or end > version.ranges[at][1]:
         raise InvalidRequest(f"bytes {start} to {end} are not all on this server, which holds {version.shard}")
     return start, end
+
+
+async def run(identity: Identity) -> None:
+    """Serve weights until the process is stopped, beginning with versions that an earlier process saved in this run."""
+    config = identity.config.parameter_server
+    with listen(identity.host, identity.port) as listener:
+        server = ParameterServer(
+            VersionTable(room=config.versions),
+            puller=WeightPuller(token=identity.token),
+            store=await asyncio.to_thread(store_of, identity),
+        )
+        await serve_until(create_app(server, token=identity.token), listener)
+
+
+def store_of(identity: Identity) -> SnapshotStore:
+    """Return the store of weight versions in the run's directory, or at `parameter_server.copies`.
+
+    Versions that another run of this name left at `copies` are deleted, so that they are not served as this run's. To
+    recognise its own store, a run records the store's address in a file of its directory.
+    """
+    copies, own = identity.config.parameter_server.copies, identity.run_dir / "weights"
+    if copies is None:
+        return SnapshotStore(str(own / identity.name))
+    store = SnapshotStore(f"{copies.rstrip('/')}/{identity.config.run.name}/{identity.name}")
+    ours = own / f"{identity.name}.place"
+    if not ours.exists() or ours.read_text() != store.place:
+        store.clear()
+        ours.parent.mkdir(parents=True, exist_ok=True)
+        ours.write_text(store.place)
+    return store

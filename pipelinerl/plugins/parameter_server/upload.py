@@ -100,7 +100,6 @@ class Uploader:
         self._replicas: dict[str, Key] = {}
 
     def close(self) -> None:
-        """Close the connections."""
         for client in self._clients.values():
             client.close()
 

@@ -59,7 +59,6 @@ class Version:
     whole: str | None = None
 
     def record(self) -> VersionRecord:
-        """Return the version as sent over the wire."""
         return VersionRecord(
             epoch=self.key[0],
             version=self.key[1],
@@ -91,7 +90,6 @@ class VersionTable:
         return [self._held[key] for key in sorted(self._held)]
 
     def newest(self) -> Version | None:
-        """Return the newest complete version."""
         whole = self._whole()
         return self._held[max(whole)] if whole else None
 
@@ -309,7 +307,6 @@ class SnapshotStore:
             raise CheckpointError(f"{where} have changed since they were saved; they are not used")
 
     def clear(self) -> None:
-        """Delete every snapshot."""
         for key in self._keys():
             self._files.remove(named(key))
 

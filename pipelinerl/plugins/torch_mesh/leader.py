@@ -82,17 +82,14 @@ class MeshLeader:
 
     @property
     def spec(self) -> TrainerSpec:
-        """The spec that the trainer was started with."""
         return self._worker.spec
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model, which is sharded over the ranks."""
         return self._worker.loaded
 
     @property
     def model_version(self) -> int:
-        """The number of optimizer steps applied to the weights."""
         return self._worker.model_version
 
     @property
@@ -134,12 +131,10 @@ class MeshLeader:
         return self._all(StepCommand(self._number, learning_rate), lambda: self._worker.optimizer_step(learning_rate))
 
     def discard_gradient(self) -> None:
-        """Discard the accumulated gradient."""
         self.has_gradient = False
         self._all(Discard(self._number), self._worker.model.discard_gradient)
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Return parameters in the model's order."""
         return self._worker.layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:

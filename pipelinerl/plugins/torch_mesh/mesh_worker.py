@@ -117,7 +117,6 @@ class MeshWorker:
 
     @property
     def mesh(self) -> ProcessMesh:
-        """The processes of this trainer."""
         return self.options.mesh
 
     @classmethod
@@ -461,7 +460,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _most(number: int, *, device: torch.device) -> int:
-    """Return the largest of the ranks' numbers."""
     largest = torch.tensor(number, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)

@@ -142,7 +142,6 @@ class ShardedModel:
         return [shard for shard in self.shards.values() if shard.grad is not None and shard.numel()]
 
     def discard_gradient(self) -> None:
-        """Discard the accumulated gradient."""
         for name, divided in self._divided.items():
             divided.grad = self.shards[name].grad = None
 

@@ -17,10 +17,10 @@ def verifier(
     domain: Annotated[list[str] | None, typer.Option(help="Judge only this domain; repeatable (default: all).")] = None,
 ) -> None:
     """Judge answers for the actors of a run (verification.services), on any machine that reaches the controller."""
-    from pipelinerl.plugins.verifier_service import role as verifier_role
+    from pipelinerl.plugins.verifier_service.server import run
     from pipelinerl.roles.catalogue import run_role
 
-    run_role("verifier", options, partial(verifier_role.run, only=domain or ()))
+    run_role("verifier", options, partial(run, only=domain or ()))
 
 
 ROLE: Final = verifier

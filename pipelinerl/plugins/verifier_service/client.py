@@ -149,7 +149,6 @@ class VerifierServices:
                 return _masked(grace.reason, len(answers))
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._client.close()
 
     def _chosen(self, request: VerifyRequest, refused: set[str]) -> _Service | None:
@@ -207,7 +206,6 @@ class RemoteVerifier:
         self._rules = rules
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Send all answers to one service."""
         return await self._services.judge(self._domain, self._rules, problem, answers)
 
     async def close(self) -> None:

@@ -322,7 +322,6 @@ class Channel:
                 return self._read(length)
 
     def close(self) -> None:
-        """Close the connection; the peer notices immediately."""
         self._closed.set()
         with suppress(OSError):  # raised if the connection is already closed
             self._connection.shutdown(socket.SHUT_RDWR)

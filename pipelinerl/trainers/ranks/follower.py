@@ -78,7 +78,6 @@ class _Rank:
             threading.Thread(target=self._work, args=(lane,), name=f"rank-{lane}", daemon=True).start()
 
     def take(self, numbered: Numbered) -> None:
-        """Put a command into the queue of its lane."""
         self._lanes[numbered.lane].put(numbered)
 
     def _work(self, lane: Lane) -> None:

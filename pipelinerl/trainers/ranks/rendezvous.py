@@ -57,7 +57,6 @@ class Distributed:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the coordinator."""
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)
 

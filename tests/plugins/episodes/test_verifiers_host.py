@@ -13,7 +13,7 @@ from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.errors import PipelineError, ReferenceFailed
 from pipelinerl.plugins.episodes.group import EpisodeDomain, Episodes
 from pipelinerl.plugins.episodes.host_pool import EpisodeHosts
-from pipelinerl.plugins.episodes.tasksets import check_taskset
+from pipelinerl.plugins.episodes.opening import check_taskset
 from pipelinerl.types import Message, Outcome, Problem, PromptOrder
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.patience import PATIENCE_S

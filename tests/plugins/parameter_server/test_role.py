@@ -14,7 +14,7 @@ import pytest
 from pipelinerl.config.recipe import load
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import RecipeError
-from pipelinerl.plugins.parameter_server import role as parameter_server_role
+from pipelinerl.plugins.parameter_server import server as parameter_server_role
 from pipelinerl.plugins.parameter_server.publisher import PullPublisher
 from pipelinerl.plugins.parameter_server.upload import Uploader
 from pipelinerl.roles.process import Identity

@@ -18,9 +18,9 @@ from pipelinerl.controller.routes import VerifierLease
 from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.oubliette import probe
 from pipelinerl.plugins.oubliette.runs import SandboxMissing
-from pipelinerl.plugins.verifier_service import role as verifier_role
+from pipelinerl.plugins.verifier_service import server as verifier_role
 from pipelinerl.plugins.verifier_service.client import VerifierServices
-from pipelinerl.plugins.verifier_service.role import served_domain
+from pipelinerl.plugins.verifier_service.server import served_domain
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.verification import rules_of
 from pipelinerl.system.http_service import guard

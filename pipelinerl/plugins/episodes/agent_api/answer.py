@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -59,12 +60,10 @@ class AgentAnswer:
 
     @property
     def thinking(self) -> str | None:
-        """The answer's thinking, None if it has none."""
         return split(self.content)[0] or None
 
     @property
     def text(self) -> str:
-        """The answer's text after the thinking."""
         return split(self.content)[1]
 
 
@@ -213,3 +212,50 @@ def tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     """Return a tool in the form of OpenAI's chat API, which the engine's schema validates."""
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+class ChatCall:
+    """A request to `/v1/chat/completions`; satisfies `AgentCall`."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self.chat = dict(body)
+        options = body.get("stream_options")
+        self._includes_usage = isinstance(options, dict) and options.get("include_usage") is True
+        self._id, self._created, self._is_open = new_id("chatcmpl"), int(time.time()), False
+
+    def whole(self, answer: AgentAnswer) -> dict[str, Any]:
+        """Return OpenAI's completion object; thinking is in `reasoning_content`."""
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if answer.thinking is not None:
+            message["reasoning_content"] = answer.thinking
+        if answer.calls:
+            message["content"] = answer.text or None
+            message["tool_calls"] = [call.model_dump() for call in answer.calls]
+        choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason.value, "logprobs": None}
+        return {**self._head("chat.completion"), "choices": [choice], "usage": answer.usage.model_dump()}
+
+    def piece(self, piece: Piece) -> bytes:
+        return self._chunk({"reasoning_content" if piece.is_thinking else "content": piece.text})
+
+    def end(self, answer: AgentAnswer) -> bytes:
+        calls = [{"index": place, **call.model_dump()} for place, call in enumerate(answer.calls)]
+        chunks = [self._chunk({"tool_calls": [call]}) for call in calls]
+        chunks.append(self._chunk({}, finish_reason=answer.finish_reason.value))
+        if self._includes_usage:
+            usage = answer.usage.model_dump()
+            chunks.append(event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage}))
+        return b"".join([*chunks, b"data: [DONE]\n\n"])
+
+    def broken(self, error: ContractError) -> bytes:
+        """Return OpenAI's error as an event, which its client raises."""
+        return event(error.to_wire())
+
+    def _chunk(self, delta: dict[str, Any], *, finish_reason: str | None = None) -> bytes:
+        if not self._is_open:
+            self._is_open = True
+            delta = {"role": "assistant", **({"content": ""} if not delta else {}), **delta}
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+        return event({**self._head("chat.completion.chunk"), "choices": [choice]})
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": MODEL}

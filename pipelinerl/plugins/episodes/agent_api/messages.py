@@ -85,7 +85,6 @@ class MessagesCall:
         self._blocks, self._block = 0, ""  # blocks that have ended, and the type of the open one
 
     def whole(self, answer: AgentAnswer) -> dict[str, Any]:
-        """Return Anthropic's message; calls are blocks after the text."""
         content: list[dict[str, Any]] = []
         if answer.thinking:
             content.append({"type": "thinking", "thinking": answer.thinking, "signature": self._id})
@@ -96,7 +95,6 @@ class MessagesCall:
         return self._message(content, stop_reason=stop, usage=_usage(answer.usage))
 
     def piece(self, piece: Piece) -> bytes:
-        """Return a delta of a thinking or text block."""
         kind = "thinking" if piece.is_thinking else "text"
         opening = self._opening()
         if self._block != kind:
@@ -105,7 +103,6 @@ class MessagesCall:
         return opening + self._delta({"type": f"{kind}_delta", kind: piece.text})
 
     def end(self, answer: AgentAnswer) -> bytes:
-        """Return the calls' blocks, the stop reason and the end of the message."""
         events = [self._opening(), self._close()]
         for call in answer.calls:
             events += [
@@ -118,7 +115,6 @@ class MessagesCall:
         return b"".join([*events, _event("message_stop")])
 
     def broken(self, error: ContractError) -> bytes:
-        """Return Anthropic's error event, which its client raises."""
         return event(error_body(error, error.status), name="error")
 
     def _message(self, content: list[Any], *, stop_reason: str | None, usage: Mapping[str, int]) -> dict[str, Any]:

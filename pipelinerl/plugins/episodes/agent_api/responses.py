@@ -98,7 +98,6 @@ class ResponsesCall:
         return self._ended(answer, [*output, *map(_call, answer.calls)])
 
     def piece(self, piece: Piece) -> bytes:
-        """Return a delta of a reasoning or message item."""
         kind, part = ("reasoning", "reasoning_text") if piece.is_thinking else ("message", "output_text")
         events = [self._opening()]
         if self._open is None or self._open["type"] != kind:
@@ -111,7 +110,6 @@ class ResponsesCall:
         return b"".join([*events, self._of_part(f"{part}.delta", delta=piece.text, **_LOGPROBS[kind])])
 
     def end(self, answer: AgentAnswer) -> bytes:
-        """Return the calls' items, and the event with the whole response."""
         events = [self._opening(), self._close()]
         for call in answer.calls:
             item = _call(call)
@@ -129,7 +127,6 @@ class ResponsesCall:
         return b"".join([*events, self._event(str(response["status"]), response=response)])
 
     def broken(self, error: ContractError) -> bytes:
-        """Return the event of a failed response, which ends a stream."""
         failure = {"code": "server_error", "message": error.message}
         response = {**self._response("failed", self._output), "error": failure}
         return self._opening() + self._event("failed", response=response)

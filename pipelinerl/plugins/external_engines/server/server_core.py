@@ -178,7 +178,6 @@ class ServerCore:
         self._api.check(request)
 
     async def add(self, sequences: list[Sequence], *, salt: str) -> None:
-        """Start the requests for these samples in the background."""
         for sequence in sequences:
             sample = _Sample(sample_id(sequence), self._label, self._updates)
             order = self._api.order(sequence, salt=f"{self._of_this_adapter}-{salt}")
@@ -188,7 +187,6 @@ class ServerCore:
             self._watching = asyncio.create_task(self._watch())
 
     async def abort(self, sample_ids: list[str]) -> None:
-        """Close the streams of these samples, which frees their memory on the server."""
         for name in sample_ids:
             task = self._following.pop(name, None)
             if task is not None:
@@ -221,7 +219,6 @@ class ServerCore:
         self._label = label
 
     async def forget_cache(self) -> None:
-        """Drop the server's cache; the server recomputes it."""
         await self._api.forget_cache()
 
     async def close(self) -> None:
@@ -334,7 +331,6 @@ class ServerHttp:
         await self._session.close()
 
     async def get(self, path: str) -> Any:
-        """GET a path and return the JSON of a response with status 200."""
         return await self._call("GET", path, None, CALL_S)
 
     async def answers(self, path: str, *, timeout_s: float) -> bool:

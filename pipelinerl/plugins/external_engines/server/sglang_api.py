@@ -221,13 +221,11 @@ class SglangServerApi:
     # --- weights -------------------------------------------------------------------------------------------------
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Call `/pause_generation`."""
         mode = _PAUSES[on_update]
         await self._http.post("/pause_generation", {"mode": mode}, timeout_s=_LONG_S)
         self._retracted = mode == "retract"
 
     async def resume(self) -> None:
-        """Call `/continue_generation`."""
         await self._http.post("/continue_generation", {"torch_empty_cache": False})
 
     async def stage(self) -> None:

@@ -170,11 +170,9 @@ class VllmCore:
             pausing.exception()  # mark the exception as retrieved; `next_step` reports a dead core
 
     async def abort(self, sample_ids: list[str]) -> None:
-        """End these samples and free their memory; they produce no more output."""
         await self._client.abort_requests_async(sample_ids)
 
     async def next_step(self) -> Step:
-        """Return a step's outputs. If they have already arrived, return them without yielding to the event loop."""
         outputs = await self._client.get_output_async()
         label = outputs.weight_version
         serving = None
@@ -185,11 +183,9 @@ class VllmCore:
     # --- weights -------------------------------------------------------------------------------------------------
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop between two steps; `on_update` decides if running samples are kept, aborted or awaited first."""
         await self._client.pause_scheduler_async(mode=_PAUSES[on_update], clear_cache=False)
 
     async def resume(self) -> None:
-        """Resume sampling after a pause."""
         await self._client.resume_scheduler_async()
 
     async def stage(self) -> None:
@@ -206,7 +202,6 @@ class VllmCore:
         await self._client.set_weight_version_async(label_of(epoch, version))
 
     async def forget_cache(self) -> None:
-        """Drop the cache of keys and values; when the core resumes, it recomputes prompts and sampled tokens."""
         await self._client.reset_prefix_cache_async(reset_running_requests=True)
 
     async def _in_workers(self, method: str, *arguments: Any) -> list[Any]:

@@ -146,7 +146,6 @@ class VllmServerApi:
         await self._http.post(f"/pause?mode={_PAUSES[on_update]}&clear_cache=false", timeout_s=_LONG_S)
 
     async def resume(self) -> None:
-        """Call `/resume`."""
         await self._http.post("/resume")
 
     async def stage(self) -> None:

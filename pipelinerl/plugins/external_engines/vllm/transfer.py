@@ -113,7 +113,6 @@ class SharedTransfer:
         """Do nothing: this backend always updates the one model that vLLM gave it."""
 
     def shutdown(self) -> None:
-        """Release the memory."""
         if self.copy is not None:
             self.copy.close()
         self.copy = self.staged = self._layout = None

@@ -122,7 +122,6 @@ class JaxRunner:
 
     @property
     def layout(self) -> WeightLayout:
-        """The parameters in the order of their bytes in `staging`."""
         return self._weights.layout
 
     # --- rows ----------------------------------------------------------------------------------------------------
@@ -145,7 +144,6 @@ class JaxRunner:
         """Do nothing: the next sequence in a row overwrites its cache."""
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Set the cache of `rows` to zero."""
         self._cache = jax_program.clear(self._cache, self._padded(rows), np.int32(len(rows)))
 
     def survives(self, error: Exception) -> bool:
@@ -272,15 +270,12 @@ class JaxRunner:
     # --- weights -------------------------------------------------------------------------------------------------
 
     def staging(self) -> NDArray[np.uint8]:
-        """Return the buffer for the next weights: uint8 [layout.num_bytes], in host memory."""
         return self._weights.staging()
 
     def finish_staging(self) -> None:
-        """Copy the staged weights to the device."""
         self._weights.finish_staging()
 
     def swap(self) -> None:
-        """Make the staged weights current."""
         self.early_step.drop()
         self._weights.swap()
 

@@ -36,7 +36,6 @@ class MeshShape:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices in the mesh, which is the product of the axes' sizes."""
         return self.data * self.fsdp * self.tensor
 
     def __str__(self) -> str:

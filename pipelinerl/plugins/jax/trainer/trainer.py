@@ -74,7 +74,6 @@ class JaxTrainer:
 
     @property
     def model_version(self) -> int:
-        """The number of optimizer steps applied to the weights."""
         return self._worker.model_version
 
     @property
@@ -103,7 +102,6 @@ class JaxTrainer:
             raise
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Return log-probs, or values, f32 [T] of every token of each micro-batch; 0 at segment starts."""
         worker = self._worker
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=worker.config.vocab)
@@ -142,14 +140,12 @@ class JaxTrainer:
         )
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
-        """Clip and apply the gradient, then clear it; reject a gradient that is not finite."""
         worker = self._worker
         if worker.gradient is None:
             raise ProtocolError("optimizer_step needs a gradient: call backward first")
         return self._together(StepCommand(self._number, learning_rate), lambda: worker.optimizer_step(learning_rate))
 
     def discard_gradient(self) -> None:
-        """Discard the accumulated gradient."""
         worker = self._worker
 
         def discard() -> None:
@@ -162,7 +158,6 @@ class JaxTrainer:
         return self._worker.layout()
 
     def gather_weights(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-        """Yield host arrays, each gathered from the mesh on demand."""
         worker = self._worker
         for place, info in enumerate(worker.layout()):
             array = self._together(Gather(self._number, place), partial(worker.gathered, place))

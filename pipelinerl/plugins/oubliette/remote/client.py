@@ -112,7 +112,6 @@ class RemoteRunner:
         return self._result(done)
 
     async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
-        """Run a program at the service, which stores the output."""
         contents: dict[Link, bytes] = {}
         work = wire.RunWork(
             language=program.language,
@@ -178,7 +177,6 @@ class RemoteRunner:
         return data
 
     async def close(self) -> None:
-        """Cancel all requests; waiting work fails."""
         await cancel_all([*self._requests, *([self._sender] if self._sender else [])])
         for item in self._waiting:
             _fail(item, SandboxLost("the runner is closed"))

@@ -78,7 +78,6 @@ class OublietteService:
         self._backlog.admit(len(request.works), protocol=request.protocol)
 
     async def work(self, request: wire.WorkRequest) -> wire.WorkAnswer:
-        """Do the work of an admitted request."""
         with self._backlog.holding(len(request.works)):
             for content in request.contents:
                 self._transient.put(content)
@@ -95,7 +94,6 @@ class OublietteService:
         return wire.Missing(tuple(text for text in request.links if Link.parsed(text) not in self._persistent))
 
     def status(self) -> wire.OublietteStatus:
-        """Return the service's version, tier, languages and load."""
         return wire.OublietteStatus(
             protocol=wire.PROTOCOL,
             version=version("pipelinerl"),
@@ -108,7 +106,6 @@ class OublietteService:
         )
 
     async def close(self) -> None:
-        """Close the sandbox, which ends all running programs."""
         await self._runner.close()
 
     async def read(self, text: str) -> bytes:

@@ -46,6 +46,9 @@ SLACK: Final = 1.5
 #: Deviations up to this may be rounding in float32, whose size depends on which rows are computed together. They prove
 #: nothing, even if the baseline is exact.
 _ROUNDING: Final = 1e-5
+#: A version whose tokens raise the evidence by this factor is suspicious. Those of a healthy engine do so with
+#: probability at most 1/`_SUSPICIOUS`.
+_SUSPICIOUS: Final = 10.0
 #: Number of deviations in a whole baseline; and the fewest that allow a test.
 _BASELINE: Final = 256
 _LEAST: Final = 12
@@ -117,34 +120,43 @@ class EngineEvidence:
     samples: EProcess = field(default_factory=lambda: EProcess(len(TILTS)))
     growth: float = 1.0
     """Factor by which the noise has grown since the engine joined, at least 1."""
+    is_suspicious: bool = False
+    """True if more tokens of this version should be tested, since those tested so far are unlikely."""
     _baseline: Floats = field(default_factory=lambda: np.zeros(0))
-
-    def begin(self) -> None:
-        """Begin a version of the weights."""
-        self.logprobs.begin()
-        self.samples.begin()
+    _tested: Floats = field(default_factory=lambda: np.zeros(0))
+    """The trainer's log-probs of this version's tested tokens, to four decimals."""
 
     def anchor(self, theirs: Floats, ours: Floats) -> None:
         """Add the log-probs of tokens that are known to be right to the baseline, unless it is whole."""
         room = _BASELINE - len(self._baseline)
         self._baseline = np.sort(np.append(self._baseline, deviations(theirs, ours)[distinct(ours)][:room]))
 
-    def add(self, theirs: Floats, ours: Floats) -> int | None:
+    def add(self, theirs: Floats, ours: Floats, *, more: bool = False) -> int | None:
         """Test the log-probs [N] of tokens by the engine (`theirs`) and the trainer; return the first wrong token.
 
         The result is None unless the evidence alarms. The first tokens of a new engine extend its baseline instead.
+        `more` is True for further tokens of a version of which some were tested.
         """
+        if not more:
+            self.logprobs.begin()
+            self._tested = np.zeros(0)
+        self.is_suspicious = False
         if len(self._baseline) < _LEAST:
             self.anchor(theirs, ours)
             return None
         chosen = distinct(ours)
+        chosen = chosen[~np.isin(np.round(ours[chosen], 4), self._tested)]
+        self._tested = np.append(self._tested, np.round(ours[chosen], 4))
         x = deviations(theirs, ours)[chosen]
+        before = self.logprobs.log_evidence
         alarm = self.logprobs.add(_log_bets(self._p_values(x)))
+        self.is_suspicious = self.logprobs.log_evidence - before > math.log(_SUSPICIOUS)
         if alarm is not None:
             beyond = np.flatnonzero(x[: alarm + 1] > SLACK * self.growth * self._baseline[-1])
             return int(chosen[beyond[0] if beyond.size else alarm])
         if len(self._baseline) < _BASELINE:
-            self.anchor(theirs, ours)
+            if not self.is_suspicious:
+                self.anchor(theirs, ours)
         elif x.size:
             above = float(np.mean(x > self.growth * self._baseline[_BASELINE // 2]))
             self.growth = min(max(1.0, self.growth * math.exp(_GROWTH * (2 * above - 1))), _MOST_GROWTH)
@@ -152,6 +164,7 @@ class EngineEvidence:
 
     def add_samples(self, tilted: Floats, ours: Floats) -> int | None:
         """Test samples by the trainer's log-probs: at the temperatures `TILTS` · T [tilts, N], and at T [N]."""
+        self.samples.begin()
         return self.samples.add(tilted.astype(np.float64) - ours)
 
     def _p_values(self, x: Floats) -> Floats:

@@ -10,7 +10,8 @@ embeddings, windows and caches may be wrong at some lengths only.
 
 An engine that joins is checked so. After each later update, a brief check repeats the first prompt with few tokens: an
 update may go wrong in a way that no digest of the bytes shows. `training/engine_proofs.py` tests the tokens of a brief
-check against those of earlier checks, so that it also finds faults far below the tolerance.
+check against those of earlier checks, so that it also finds faults far below the tolerance. Of hundreds of engines,
+`_AT_ONCE` answer at once. Engines that give the same answer share the trainer's computation of it.
 
 | waits for | unblocked by | at the latest |
 |---|---|---|
@@ -25,6 +26,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from itertools import chain, cycle, islice
 from typing import Final, Protocol
 
@@ -74,10 +76,23 @@ TOLERANCES: Final[Mapping[str, Tolerance]] = {
 ROUTED_APART: Final = Tolerance(mean=0.05)
 
 _PAUSE_S: Final = 0.1
-#: Answers, tokens of each, and deadline in seconds of a brief check.
-_BRIEF_SAMPLES: Final = 8
+#: The most engines that answer at once.
+_AT_ONCE: Final = 128
+#: Tokens of each answer, and deadline in seconds, of a check after an update.
 _BRIEF_TOKENS: Final = 16
 _BRIEF_S: Final = 5.0
+
+
+class Depth(IntEnum):
+    """The depth of a check, which is the largest number of answers to the first prompt."""
+
+    BRIEF = 2
+    """After each update: a few tokens, which show a fault of all tokens at once, and others in time."""
+    CLOSE = 8
+    """After an update, if the tokens of a brief check are unlikely, or the samples are to be tested, too."""
+    JOINING = 64
+    """All answers of the canary, and longer prompts."""
+
 
 #: Function that returns the trainer's log-probs [T] of a micro-batch.
 Forward = Callable[[MicroBatch], Awaitable[Float32]]
@@ -105,15 +120,16 @@ class Canary:
     temperature: float = 1.0
     routing_replay: RoutingReplay = RoutingReplay.OFF
 
-    @property
-    def brief(self) -> Canary:
-        """The canary of a brief check: few tokens, without a bound on their mean difference.
+    def at(self, depth: Depth) -> Canary:
+        """Return the canary of a check: after an update, it has few tokens, without a bound on their mean difference.
 
         A mean over few tokens would reject healthy engines: with int8 weights, rare tokens differ by several nats.
         """
+        if depth is Depth.JOINING:
+            return self
         return replace(
             self,
-            samples=min(_BRIEF_SAMPLES, self.samples),
+            samples=min(depth, self.samples),
             tokens=min(_BRIEF_TOKENS, self.tokens),
             deadline_s=min(_BRIEF_S, self.deadline_s),
             tolerance=Tolerance(worst=self.tolerance.worst),
@@ -184,8 +200,8 @@ class CanaryEngines(Protocol):
 
 
 #: Function that checks engines, by URL, after a publication. The given `Forward` must compute with exactly the weights
-#: that were published. The last argument is True for a brief check.
-CanaryCheck = Callable[[Iterable[str], PublishReport, Forward, bool], Awaitable[CanaryFindings]]
+#: that were published.
+CanaryCheck = Callable[[Iterable[str], PublishReport, Forward, Depth], Awaitable[CanaryFindings]]
 
 
 class _Mismatched(Exception):
@@ -199,33 +215,38 @@ async def check_canary(
     urls: Iterable[str],
     published: PublishReport,
     forward: Forward,
-    brief: bool = False,
+    depth: Depth = Depth.JOINING,
 ) -> CanaryFindings:
-    """Check the engines at `urls` concurrently; bind the first three arguments to get a `CanaryCheck`."""
-    findings = CanaryFindings()
-    canary = canary.brief if brief else canary
+    """Check the engines at `urls` concurrently; bind the first three arguments to get a `CanaryCheck`.
+
+    Only a joining engine is asked for the digest of its weights, since engines verify that of each update.
+    """
+    findings, places = CanaryFindings(), asyncio.Semaphore(_AT_ONCE)
+    canary = canary.at(depth)
 
     def in_time(url: str, what: str) -> AbstractAsyncContextManager[None]:
         return grace.within(what, url, engines=len(published.pauses_s), most_s=canary.deadline_s)
 
     async def check_one(url: str) -> None:
         try:
-            async with in_time(url, "the digest"):
-                cards = (await engines.models(url)).data
-                served = {card.digest for card in cards}
-                if published.digest and served != {published.digest}:
-                    raise _Mismatched(
-                        f"the digest of its weights must be {published.digest}, it reports "
-                        f"{', '.join(map(str, served))}"
-                    )
-            async with in_time(url, "the canary"):
+            context = canary.context_length
+            if depth is Depth.JOINING:
+                async with in_time(url, "the digest"):
+                    cards = (await engines.models(url)).data
+                    served = {card.digest for card in cards}
+                    if published.digest and served != {published.digest}:
+                        raise _Mismatched(
+                            f"the digest of its weights must be {published.digest}, it reports "
+                            f"{', '.join(map(str, served))}"
+                        )
+                context = min([context, *(card.context_length for card in cards)])
+            async with places, in_time(url, "the canary"):
                 short = await _answer(canary, engines, url, published.version)
             compared = await _compared(canary, [short], published, forward)
             findings.compared[url] = compared
             worst = _worst_difference(canary, compared)
-            context = min([canary.context_length, *(card.context_length for card in cards)])
             longer = []
-            for number, prompt in enumerate(() if brief else canary.longer_prompts(short, context)):
+            for number, prompt in enumerate(canary.longer_prompts(short, context) if depth is Depth.JOINING else ()):
                 async with in_time(url, f"longer canary {number}"):
                     longer.append(await _answer(canary, engines, url, published.version, prompt))
             if longer:

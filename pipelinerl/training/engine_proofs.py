@@ -1,24 +1,24 @@
 """`EngineProofs`: the evidence for or against each engine, from its answers to the canary and from its rollouts.
 
     joins      full canary ─▶ baseline
-    version v  brief canary ─▶ log-probs are tested, at times samples ─┐
+    version v  brief canary ─▶ log-probs are tested ───────────────────┐
+               unlikely, or samples are due ─▶ more answers are tested ┤
     step v+1   tokens that v sampled, as the step recomputes them     ─┴▶ failure: engine, version, likeliest fault
 
 A step changes the weights only after both tests, so no step trains on tokens of an engine that fails. Rollouts have a
 baseline of their own, since their prompts, lengths and batches differ from the canary's. Only log-probs of rollouts are
 tested: those that train were chosen by their rewards, so their samples do not follow the policy.
 
-A fault gets the name of the hypothesis that explains the engine's log-probs: another temperature, log-probs shifted by
-a token, older weights, or one tensor or layer of older weights. Older weights are kept of models of up to `MOST_KEPT`
-bytes. All methods block; call them on the trainer's thread.
+`FaultSearch` names a fault. Older weights are kept of models of up to `MOST_KEPT` bytes. All methods block; call them
+on the trainer's thread.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ import numpy as np
 from pipelinerl.numerics.causes import sampled_tokens
 from pipelinerl.numerics.evidence import TILTS, EngineEvidence
 from pipelinerl.training.canary_check import Compared
+from pipelinerl.training.fault_search import FaultSearch
 from pipelinerl.training.packing import alone
 from pipelinerl.training.step import Accumulated
 from pipelinerl.types import Rollout
@@ -36,10 +37,8 @@ from trainer_contract.types import Float32, HostWeights, MicroBatch, ParameterIn
 MOST_KEPT: Final = 2**26
 #: The most tokens of an engine's rollouts that one step tests.
 _MOST_TOKENS: Final = 512
-#: The share of the mean difference that a hypothesis may leave unexplained.
-_UNEXPLAINED: Final = 0.2
-#: The part of a parameter's name that names its layer.
-_LAYER: Final = re.compile(r"^.*?\.\d+(?=\.)")
+#: The most rollouts with which the fault of an engine's rollouts is searched.
+_SEARCHED: Final = 8
 
 
 class Scorer(Protocol):
@@ -70,19 +69,19 @@ class EngineProofs:
     layout: Sequence[ParameterInfo]
     replica: Replica | None = None
     """Computes the canary's log-probs in the engines' arithmetic; None if it is the trainer's, or unknown."""
-    samples_every: int = 8
-    """Versions between two tests of samples, which need several forward passes: faults of sampling stay."""
+    samples_every: int = 16
+    """Versions between two tests of samples, which need more answers and several forward passes."""
     _canary: dict[str, EngineEvidence] = field(default_factory=dict)
     _rollouts: dict[str, EngineEvidence] = field(default_factory=dict)
     _kept: dict[int, HostWeights] = field(default_factory=dict)
-
-    @property
-    def scorer(self) -> Scorer:
-        """The scorer of the canary's answers."""
-        return self.replica or self.trainer
+    _wrong: dict[str, str] = field(default_factory=dict)
+    """Place of the first wrong token of engines whose evidence alarms."""
+    _scores: dict[tuple[Any, ...], Float32] = field(default_factory=dict)
+    """Log-probs that were computed since the last publication, by what determines them."""
 
     def publish(self, version: int, gather: Callable[[], Iterable[tuple[str, Any]]]) -> None:
         """Take the trainer's weights of `version`; copies of the first and the last three versions stay."""
+        self._scores.clear()
         if self.replica is not None:
             self.replica.hold(gather())
         if sum(map(num_bytes, self.layout)) <= MOST_KEPT:
@@ -90,35 +89,50 @@ class EngineProofs:
             for older in sorted(self._kept)[1:-3]:
                 del self._kept[older]
 
-    def joined(self, url: str, compared: Compared) -> None:
-        """Begin the evidence on an engine that has passed the canary check: its answers are the baseline."""
+    def score(self, batch: MicroBatch) -> Float32:
+        """Return the log-probs f32 [T] of the canary's answers at the published weights; equal answers cost once."""
+        return self._shared(self.replica or self.trainer, batch)
+
+    def joined(self, url: str, compared: Compared) -> str:
+        """Begin the evidence on an engine that has passed the canary check: its answers are the baseline.
+
+        Return why its samples fail, empty if they pass.
+        """
+        self._wrong.pop(url, None)
         self._canary[url], self._rollouts[url] = EngineEvidence(), EngineEvidence()
         self._canary[url].anchor(compared.theirs, compared.ours)
+        return self._failed_samples(url, compared)
+
+    def tests_samples(self, version: int) -> bool:
+        """Return whether the samples of this version are tested, too."""
+        return version % self.samples_every == 0
+
+    def add(self, url: str, compared: Compared, *, more: bool = False) -> bool:
+        """Test the log-probs of an engine's answers; return whether more of its answers should be tested.
+
+        `more` is True for further answers of a version of which some were tested.
+        """
+        evidence = self._canary.get(url)
+        if evidence is None:
+            return False
+        wrong = evidence.add(compared.theirs, compared.ours, more=more)
+        if wrong is not None:
+            self._wrong.setdefault(url, _place(compared, wrong))
+        return wrong is not None or evidence.is_suspicious
 
     def failure(self, url: str, version: int, compared: Compared) -> str:
-        """Test an engine's answers to a brief canary; return why it fails, empty if it passes."""
+        """Return why an engine fails, by its answers that `add` tested, `compared` the last; empty if it passes."""
         evidence = self._canary.get(url)
         if evidence is None:
             return f"it failed before version {version}, and has not proven itself again"
-        evidence.begin()
-        wrong = evidence.add(compared.theirs, compared.ours)
-        if wrong is not None:
-            fault = self.fault(version, compared)
+        if url in self._wrong:
+            place, fault = self._wrong[url], self.fault(version, compared)
             return self._failed(
                 url,
                 f"its log-probs differ from the trainer's at version {version} more than they did when it joined "
-                f"(evidence {_shown(evidence.logprobs.log_evidence)}); {_place(compared, wrong)}; {fault}",
+                f"(evidence {_shown(evidence.logprobs.log_evidence)}); {place}; {fault}",
             )
-        if version % self.samples_every:
-            return ""
-        if evidence.add_samples(*self._tilted(compared.rollouts)) is not None:
-            return self._failed(
-                url,
-                f"its samples do not follow the policy (evidence {_shown(evidence.samples.log_evidence)}): they are as "
-                f"at {TILTS[evidence.samples.best]:g} times the temperature, or truncated, or penalised; look at its "
-                "server's sampling defaults",
-            )
-        return ""
+        return self._failed_samples(url, compared) if self.tests_samples(version) else ""
 
     def failed_rollouts(self, accumulated: Accumulated, version: int) -> dict[str, str]:
         """Test the tokens of a step that `version`, the weights before the step, sampled; return failures by engine."""
@@ -126,76 +140,69 @@ class EngineProofs:
         for url, theirs, ours in _on_policy(accumulated, version):
             evidence = self._rollouts.get(url)
             if evidence is not None:
-                evidence.begin()
                 wrong = evidence.add(theirs[:_MOST_TOKENS], ours[:_MOST_TOKENS])
                 if wrong is not None:
+                    answers = _whole_rollouts(accumulated, url, version)
+                    fault = f"; {self.fault(version, self._compared(answers))}" if answers else ""
                     failures[url] = self._failed(
                         url,
                         f"the log-probs of its rollouts differ from the trainer's at version {version} more than they "
                         f"did at first (evidence {_shown(evidence.logprobs.log_evidence)}); a wrong token has "
-                        f"{theirs[wrong]:.5g} by the engine and {ours[wrong]:.5g} by the trainer",
+                        f"{theirs[wrong]:.5g} by the engine and {ours[wrong]:.5g} by the trainer{fault}",
                     )
         return failures
 
     def fault(self, version: int, compared: Compared) -> str:
         """Return the sentence that names the likeliest fault behind the log-probs of an engine's answers."""
-        rollouts, theirs, ours = compared.rollouts, compared.theirs, compared.ours
-        total = float(np.abs(theirs - ours).mean())
-        left, sentence = math.inf, ""
-        if math.isfinite(total):
-            for told, logprobs in self._hypotheses(version, rollouts, ours):
-                rest = float(np.abs(theirs - logprobs).mean())
-                if rest < left / 2:  # of hypotheses that explain as much, take the first
-                    left, sentence = rest, told
-        return sentence if left <= _UNEXPLAINED * total else "no former weights or known setting explains them"
+        tilted, _ = self._tilted(compared.rollouts)
+        search = FaultSearch(
+            version=version,
+            compared=compared,
+            score=self._scored,
+            tilted=tilted,
+            kept=self._kept,
+            layout=self.layout,
+        )
+        return search.sentence()
 
-    def _hypotheses(self, version: int, rollouts: Sequence[Rollout], ours: Float32) -> Iterator[tuple[str, Float32]]:
-        if any(each.temperature != 1.0 for each in rollouts):
-            raw = [replace(each, temperature=1.0) for each in rollouts]
-            yield "they are those before the temperature", self._scored(raw)
-        tilted, _ = self._tilted(rollouts)
-        for factor, logprobs in zip(TILTS, tilted, strict=True):
-            yield f"they are those of {factor:g} times the temperature", logprobs
-        for by, side in ((1, "before"), (-1, "after")):
-            yield f"they are those of the token {side}", np.roll(ours, by)
-        for older, weights in sorted(self._kept.items(), reverse=True):
-            if older < version:
-                yield (
-                    f"they fit the weights of version {older}: it has not applied a newer update",
-                    self._scored(rollouts, weights),
-                )
-        yield from self._partly_old(version, rollouts)
-
-    def _partly_old(self, version: int, rollouts: Sequence[Rollout]) -> Iterator[tuple[str, Float32]]:
-        current, older = self._kept.get(version), self._kept.get(version - 1)
-        if current is None or older is None:
-            return
-        layers: dict[str, list[str]] = {}
-        for name in current:
-            layers.setdefault(name, []).append(name)
-            if match := _LAYER.match(name):
-                layers.setdefault(match[0], []).append(name)
-        for part, names in layers.items():
-            mixed = {**current, **{name: older[name] for name in names}}
-            yield f"they fit {part} of version {version - 1} in version {version}", self._scored(rollouts, mixed)
+    def _failed_samples(self, url: str, compared: Compared) -> str:
+        samples = self._canary[url]
+        if samples.add_samples(*self._tilted(compared.rollouts)) is None:
+            return ""
+        return self._failed(
+            url,
+            f"its samples do not follow the policy (evidence {_shown(samples.samples.log_evidence)}): they are as "
+            f"at {TILTS[samples.samples.best]:g} times the temperature, or truncated, or penalised; look at its "
+            "server's sampling defaults",
+        )
 
     def _tilted(self, rollouts: Sequence[Rollout]) -> tuple[Float32, Float32]:
         """Return the log-probs of N sampled tokens at `TILTS` times their temperature [tilts, N], and at theirs [N]."""
-        copies = [replace(each, temperature=each.temperature * a) for a in (*TILTS, 1.0) for each in rollouts]
-        scored = self._scored(copies, scorer=self.trainer).reshape(len(TILTS) + 1, -1)
+        batch = alone([replace(each, temperature=each.temperature * a) for a in (*TILTS, 1.0) for each in rollouts])
+        scored = self._shared(self.trainer, batch)[batch.loss_mask].reshape(len(TILTS) + 1, -1)
         return scored[:-1], scored[-1]
 
-    def _scored(
-        self, rollouts: Sequence[Rollout], weights: HostWeights | None = None, *, scorer: Scorer | None = None
-    ) -> Float32:
+    def _compared(self, rollouts: Sequence[Rollout]) -> Compared:
         batch = alone(rollouts)
-        scorer = scorer or self.scorer
-        (logprobs,) = scorer.forward([batch]) if weights is None else scorer.forward_at([batch], weights)
+        return Compared(tuple(rollouts), batch.behavior_logprobs[batch.loss_mask], self.score(batch)[batch.loss_mask])
+
+    def _scored(self, rollouts: Sequence[Rollout], weights: HostWeights | None = None) -> Float32:
+        batch = alone(rollouts)
+        if weights is None:
+            return self.score(batch)[batch.loss_mask]
+        (logprobs,) = (self.replica or self.trainer).forward_at([batch], weights)
         return logprobs[batch.loss_mask]
 
+    def _shared(self, scorer: Scorer, batch: MicroBatch) -> Float32:
+        columns = (batch.token_ids, batch.position_ids, batch.loss_mask, batch.temperatures, batch.routed_experts)
+        key = (scorer is self.trainer, *(None if column is None else column.tobytes() for column in columns))
+        if key not in self._scores:
+            (self._scores[key],) = scorer.forward([batch])
+        return self._scores[key]
+
     def _failed(self, url: str, reason: str) -> str:
-        self._canary.pop(url, None)
-        self._rollouts.pop(url, None)
+        for known in (self._canary, self._rollouts, self._wrong):
+            known.pop(url, None)
         return reason
 
 
@@ -217,6 +224,18 @@ def _on_policy(accumulated: Accumulated, version: int) -> Iterator[tuple[str, Fl
     for url, parts in found.items():
         if url:
             yield url, np.concatenate([theirs for theirs, _ in parts]), np.concatenate([ours for _, ours in parts])
+
+
+def _whole_rollouts(accumulated: Accumulated, url: str, version: int) -> list[Rollout]:
+    """Return up to `_SEARCHED` rollouts that the engine alone sampled, wholly with `version`."""
+    groups = (group for group in accumulated.batch.groups if group.engines == (url,))
+    whole = (
+        rollout
+        for group in groups
+        for rollout in group.rollouts
+        if {span.model_version for turn in rollout.turns for span in turn.spans} == {version}
+    )
+    return list(islice(whole, _SEARCHED))
 
 
 def _place(compared: Compared, token: int) -> str:

@@ -56,6 +56,7 @@ from pipelinerl.training.rollouts.admission import (
     ConsumedLedger,
     GroupOutcome,
     Lineage,
+    Proof,
     SolvedProblems,
     signal_of,
     teacher,
@@ -186,6 +187,8 @@ class TrainingLoop:
         while not (self.leaving or self._current.stop or self._must_rewind):
             await self.checkpointing.raise_if_failed()
             await self.publishing.raise_if_failed()
+            if disproved := self.publishing.ask_again(self.version):
+                batcher.doubt(disproved)
             if (batch := self._next_batch()) is not None:
                 return batch
             if time.monotonic() - progress_at > self.link.deadline_s:
@@ -234,6 +237,7 @@ class TrainingLoop:
             producing=producing,
             bounds=StalenessBounds(1, knobs.k),
             usable=self.step.can_train,
+            proof_of=self.publishing.proof_of,
             must_wait=None if overdue is None else must_wait,
         )
         if groups is None:
@@ -294,11 +298,11 @@ class TrainingLoop:
         )
 
     async def _is_disproved(self, accumulated: Accumulated) -> bool:
-        """Drop what an engine sampled with a fault; if the batch has such tokens, return its other groups and True."""
-        groups = accumulated.batch.groups
+        """Drop what an engine sampled with a fault, or without a proof; then return the other groups and True."""
+        groups, proof_of = accumulated.batch.groups, self.publishing.proof_of
         if disproved := await self.publishing.disproved(accumulated, self.version):
             self.batcher.doubt(disproved)
-        if not any(map(self.batcher.is_doubtful, groups)):
+        if not any(self.batcher.is_doubtful(each) or proof_of(each) is not Proof.COMPLETE for each in groups):
             return False
         await self._in_worker(self.step.discard)
         self.batcher.take_back(groups)

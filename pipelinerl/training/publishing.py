@@ -7,8 +7,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from itertools import product
 from typing import Final, TypeVar
 
 import msgspec
@@ -29,10 +30,12 @@ from pipelinerl.messages import (
     encode,
 )
 from pipelinerl.streams.stream import START, Stream, fresh_number
-from pipelinerl.training.canary_check import CanaryCheck, CanaryFindings
+from pipelinerl.training.canary_check import CanaryCheck, CanaryFindings, Depth
 from pipelinerl.training.engine_proofs import EngineProofs
+from pipelinerl.training.rollouts.admission import Proof, versions_of
 from pipelinerl.training.rollouts.rollout_reader import ControllerLink
 from pipelinerl.training.step import Accumulated
+from pipelinerl.types import RolloutGroup
 from pipelinerl.weights.grace import Grace, floor_s, update_kind
 from pipelinerl.weights.publisher import Publication, Publisher, PublishReport, wire_layout
 from trainer_contract.trainer import Trainer
@@ -42,16 +45,24 @@ log = logging.getLogger("pipelinerl")
 
 T = TypeVar("T")
 
-#: The most engines that are checked again after a publication, unless an eighth of all is more.
-_CHECKED_AGAIN: Final = 8
+#: Seconds for which the groups of an engine that does not answer the canary wait; and between two requests to it.
+_PROOF_S: Final = 30.0
+_AGAIN_S: Final = 1.0
 
 
 class Publishing:
     """Publishes the trainer's weights to the engines, and checks that they compute with them.
 
-    The directive lists the engines that join, in `to_verify`. Of the others, up to eight, or an eighth if they are
-    more, are checked briefly after each publication, in turn. `EngineProofs` judges their answers, and the tokens that
-    engines sampled for a step. What a failed engine sampled since its last proof is disproved.
+    The directive lists the engines that join, in `to_verify`. All others are checked briefly after each publication.
+    `EngineProofs` judges their answers, and the tokens that engines sampled for a step.
+
+    An engine owes a proof of each version that it is sent. No step trains on tokens of a version that is not proven:
+
+    | the engine | groups with its tokens of this version |
+    |---|---|
+    | fails the proof | are disproved, and sampled again |
+    | does not answer the canary | wait while it is asked again; after `proof_s`, they are disproved |
+    | has left, or got other weights, before it answered | are sampled again |
 
     During a publication the trainer computes, but it changes its weights only after `finish`:
 
@@ -59,7 +70,7 @@ class Publishing:
             await link.raise_if_fenced()
             await publisher.publish(publication)
             await link.report(Published(...))
-            await check_canary(directive.to_verify, report, forward)       # and others, briefly
+            await check_canary(engines, report, forward, depth)
             await link.report(CanaryChecked(...))
         step.accumulate(batch)                   # reads the weights, too
         await publishing.finish()                # the task has ended: the engines have the weights
@@ -79,6 +90,7 @@ class Publishing:
         worker: Executor,
         on_update: OnUpdate,
         timeout_s: float,
+        proof_s: float = _PROOF_S,
     ) -> None:
         """Create the object; nothing is published yet.
 
@@ -94,7 +106,13 @@ class Publishing:
         self._on_update = on_update
         self._timeout_s = timeout_s
         self._under_way: asyncio.Task[None] | None = None
-        self._proven: dict[str, int] = {}
+        self._proof_s = proof_s
+        # Versions, by engine and epoch, that are not proven; True if the engine has reported that it serves them.
+        self._owed: dict[tuple[str, int, int], bool] = {}
+        self._silent: dict[str, float] = {}  # when engines that did not answer the newest canary were first asked
+        self._asked_at = 0.0
+        self._newest_begun = (0, -1)  # epoch and version
+        self._is_checking = False
         self._disproved: set[tuple[str, int, int]] = set()
         self._newest: PublishReport | None = None
         self._membership = 0
@@ -107,6 +125,37 @@ class Publishing:
         failures = await self._in_worker(lambda: self._proofs.failed_rollouts(accumulated, version))
         if failures and self._newest is not None:
             await self._report_failures(self._newest, failures)
+        return self._take_disproved()
+
+    def proof_of(self, group: RolloutGroup) -> Proof:
+        """Return whether the group's engines have proven the versions that sampled it.
+
+        A check that has not ended yet counts as passed; `finish` waits for it. If several engines sampled a group, an
+        engine counts for the versions that it has reported.
+        """
+        if not self._owed:
+            return Proof.COMPLETE
+        keys = product(group.engines, {rollout.epoch for rollout in group.rollouts}, versions_of(group))
+        counts_all = len(group.engines) == 1
+        owed = [key for key in keys if key in self._owed and (counts_all or self._owed[key])]
+        if any((epoch, version) != self._newest_begun for _, epoch, version in owed):
+            return Proof.MISSING
+        if not owed or self._is_checking:
+            return Proof.COMPLETE
+        return Proof.AWAITED if all(url in self._silent for url, _, _ in owed) else Proof.MISSING
+
+    def ask_again(self, version: int) -> set[tuple[str, int, int]]:
+        """Repeat the canary to engines that owe an answer, if the trainer still has their weights, those of `version`.
+
+        Return at once, with all that is newly disproved.
+        """
+        report, now = self._newest, time.monotonic()
+        is_due = bool(self._silent) and self._under_way is None and now - self._asked_at >= _AGAIN_S
+        if is_due and report is not None and report.version == version:
+            self._under_way = asyncio.create_task(self._prove([], [*self._silent], report))
+        return self._take_disproved()
+
+    def _take_disproved(self) -> set[tuple[str, int, int]]:
         disproved, self._disproved = self._disproved, set()
         return disproved
 
@@ -142,6 +191,8 @@ class Publishing:
 
     async def _publish(self, publication: Publication, directive: Directive) -> None:
         await self._link.raise_if_fenced()
+        self._newest_begun, self._is_checking = (publication.epoch, publication.version), True
+        self._owed |= {(url, *self._newest_begun): False for url in publication.engines}
         try:
             report = await self._publisher.publish(publication)
         except UpdateError as error:
@@ -164,36 +215,65 @@ class Publishing:
         )
         self._newest, self._membership = report, publication.membership
         joining = [url for url in directive.to_verify if url in report.pauses_s]
-        others = _in_turn(sorted(report.pauses_s.keys() - {*joining}), report.version)
+        others = [url for url in report.pauses_s if url not in joining]
+        self._silent = {url: since for url, since in self._silent.items() if url in others}
+        self._owed |= {(url, report.epoch, report.version): True for url in report.pauses_s}
         # The trainer's thread takes the weights before it computes the answers, and engines answer in the meantime.
-        _, findings, again = await asyncio.gather(
+        await asyncio.gather(
             self._in_worker(lambda: self._proofs.publish(report.version, self._trainer.gather_weights)),
-            self._checked(joining, report, brief=False),
-            self._checked(others, report, brief=True),
+            self._prove(joining, others, report),
         )
-        failures = await self._in_worker(lambda: self._judged(report.version, findings, again))
-        self._proven |= dict.fromkeys([*findings.worst, *(again.worst.keys() - failures.keys())], report.version)
-        if joining:
+
+    async def _prove(self, joining: Sequence[str], others: Sequence[str], report: PublishReport) -> None:
+        """Check the engines, and report to the controller which ones joined and which ones fail."""
+        proofs, version, self._asked_at = self._proofs, report.version, time.monotonic()
+        closely = proofs.tests_samples(version)
+        findings, again = await asyncio.gather(
+            self._checked(joining, report, Depth.JOINING),
+            self._checked(others, report, Depth.CLOSE if closely else Depth.BRIEF),
+        )
+        suspects = await self._in_worker(lambda: [url for url, its in again.compared.items() if proofs.add(url, its)])
+        if suspects and not closely:
+            more = await self._checked(suspects, report, Depth.CLOSE)
+            await self._in_worker(lambda: [proofs.add(url, its, more=True) for url, its in more.compared.items()])
+            again.compared |= more.compared
+            again.mismatched |= more.mismatched
+        failures = await self._in_worker(lambda: self._judged(version, findings, again))
+        for url in [*findings.worst, *(again.worst.keys() - failures.keys())]:
+            self._owed.pop((url, report.epoch, version), None)
+        overdue, self._is_checking = self._note_silence(again.failed, report), False
+        if joining or overdue:
             await self._link.report(
                 CanaryChecked(
                     epoch=report.epoch,
-                    model_version=report.version,
-                    membership=publication.membership,
+                    model_version=version,
+                    membership=self._membership,
                     worst=findings.worst,
                     mismatched=findings.mismatched,
-                    failed=findings.failed,
+                    failed=findings.failed | overdue,
                     permanent=sorted(findings.permanent),
                 )
             )
         if failures:
             await self._report_failures(report, failures, of=len(others))
 
+    def _note_silence(self, failed: Mapping[str, str], report: PublishReport) -> dict[str, str]:
+        """Return the engines that have owed an answer for too long, and why; disprove what they sampled."""
+        now = time.monotonic()
+        self._silent = {url: self._silent.get(url, now) for url in failed}
+        overdue = {url: why for url, why in failed.items() if now - self._silent[url] >= self._proof_s}
+        for url, why in overdue.items():
+            del self._silent[url]
+            self._disprove(url, report, f"no proof within {self._proof_s:g} s: {why}")
+        return overdue
+
     def _judged(self, version: int, joined: CanaryFindings, again: CanaryFindings) -> dict[str, str]:
         """Return why engines that served before fail at this version; begin the evidence on those that joined."""
         proofs = self._proofs
-        for url, its in joined.compared.items():
-            if url in joined.worst:
-                proofs.joined(url, its)
+        for url in [*joined.worst]:
+            if url in joined.compared and (reason := proofs.joined(url, joined.compared[url])):
+                del joined.worst[url]
+                joined.mismatched[url] = reason
         failures = {}
         for url, its in again.compared.items():
             wrong = again.mismatched.get(url)
@@ -202,14 +282,12 @@ class Publishing:
         return again.mismatched | failures
 
     async def _report_failures(self, report: PublishReport, failures: dict[str, str], *, of: int = 0) -> None:
-        """Disprove what failing engines sampled since their last proof, and tell the controller why they fail."""
+        """Disprove what failing engines sampled since their last proof, and report why they fail to the controller."""
         if len(failures) == of > 1:
             likely = f"all {of} checked engines fail, so look first at the trainer, weights.transport and weights.dtype"
             failures = {url: f"{likely}; {reason}" for url, reason in failures.items()}
         for url, reason in failures.items():
-            log.error("%s samples with other weights than version %d: %s", url, report.version, reason)
-            first = min(self._proven.get(url, report.version - 1) + 1, report.version)
-            self._disproved |= {(url, report.epoch, version) for version in range(first, report.version + 1)}
+            self._disprove(url, report, reason)
         await self._link.report(
             CanaryChecked(
                 epoch=report.epoch,
@@ -220,21 +298,19 @@ class Publishing:
             )
         )
 
-    async def _checked(self, urls: Sequence[str], report: PublishReport, *, brief: bool) -> CanaryFindings:
-        return await self._check_canary(urls, report, self._forward, brief) if urls else CanaryFindings()
+    def _disprove(self, url: str, report: PublishReport, why: str) -> None:
+        """Disprove what the engine has sampled since its last proof."""
+        log.error("what %s sampled with version %d is not trained: %s", url, report.version, why)
+        self._disproved |= {(url, report.epoch, report.version), *(each for each in self._owed if each[0] == url)}
+
+    async def _checked(self, urls: Sequence[str], report: PublishReport, depth: Depth) -> CanaryFindings:
+        return await self._check_canary(urls, report, self._forward, depth) if urls else CanaryFindings()
 
     async def _forward(self, batch: MicroBatch) -> Float32:
-        (predictions,) = await self._in_worker(lambda: self._proofs.scorer.forward([batch]))
-        return predictions
+        return await self._in_worker(lambda: self._proofs.score(batch))
 
     async def _in_worker(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, call)
-
-
-def _in_turn(urls: Sequence[str], version: int) -> list[str]:
-    """Return the engines whose turn it is to be checked again after this version."""
-    count = min(len(urls), max(_CHECKED_AGAIN, len(urls) // _CHECKED_AGAIN))
-    return [urls[(version * count + place) % len(urls)] for place in range(count)]
 
 
 #: The result of an update for one engine: the version that it serves, or the error that prevented the update.

@@ -31,7 +31,6 @@ def tokens(draw, count, noise, scale=1.0):
 
 def tokens_until_alarm(evidence, draw, share, scale):
     for version in range(50):
-        evidence.begin()
         wrong = np.where(draw.random(20) < share, scale, 1.0)
         if (first := evidence.add(*tokens(draw, 20, NOISES["normal"], wrong))) is not None:
             return 20 * version + first + 1
@@ -43,7 +42,6 @@ def healthy(seed, noise, *, versions):
     theirs, ours = tokens(draw, 22, noise)
     evidence.anchor(theirs, ours)
     for _ in range(versions):
-        evidence.begin()
         assert evidence.add(*tokens(draw, 20, noise)) is None
     return evidence
 
@@ -59,7 +57,6 @@ def test_engine_that_was_exact_when_it_joined_may_round_later():
     draw, evidence = np.random.default_rng(0), EngineEvidence()
     evidence.anchor(*tokens(draw, 256, lambda _, n: np.zeros(n)))
     for _ in range(50):
-        evidence.begin()
         assert evidence.add(*tokens(draw, 20, NOISES["spacings"], 8.0)) is None
     assert evidence.add(*tokens(draw, 20, NOISES["normal"], 10.0)) is not None
 
@@ -87,7 +84,6 @@ def test_slow_growth_of_noise_is_followed_and_a_fast_one_is_not():
         draw, evidence = np.random.default_rng(0), healthy(0, NOISES["normal"], versions=30)
         alarms = []
         for version in range(300):
-            evidence.begin()
             given = tokens(draw, 20, NOISES["normal"], growth**version)
             alarms.append(evidence.add(*given) is not None)
         assert any(alarms) == is_caught, growth
@@ -98,7 +94,6 @@ def test_log_prob_that_is_not_finite_alarms_at_its_place(wrong):
     evidence = healthy(0, NOISES["normal"], versions=5)
     theirs, ours = tokens(np.random.default_rng(1), 20, NOISES["normal"])
     theirs[7] = wrong
-    evidence.begin()
     assert evidence.add(theirs, ours) == 7
 
 
@@ -106,6 +101,16 @@ def test_tokens_of_one_context_count_once():
     ours = np.array([-1.0, -0.5, -1.0, -1.00001, -2.0])
     assert distinct(ours).tolist() == [0, 1, 4]
     assert deviations(ours, ours).tolist() == [0.0] * 5
+
+
+def test_more_tokens_of_a_version_are_tested_without_those_that_were_tested_already():
+    for repeats in (True, False):
+        draw, evidence = np.random.default_rng(2), healthy(0, NOISES["normal"], versions=20)
+        first = tokens(draw, 2, NOISES["normal"], 30.0)
+        assert evidence.add(*first) is None and evidence.is_suspicious, "two unlikely tokens are no proof"
+        found = [evidence.add(*(first if repeats else tokens(draw, 6, NOISES["normal"], 30.0)), more=True)]
+        found.append(evidence.add(*first, more=True))
+        assert (found == [None, None]) == repeats
 
 
 def test_evidence_grows_over_versions_and_is_discounted_for_late_starts():
@@ -129,6 +134,5 @@ def test_samples_of_another_temperature_are_caught_and_right_ones_are_not():
     for factor, is_caught in ((1.0, False), (0.8, True), (1.25, True)):
         sampled = np.array([draw.choice(20, p=row) for row in np.exp(at(factor))])
         rows, evidence = np.arange(1500), EngineEvidence()
-        evidence.begin()
         tilted = np.stack([at(tilt)[rows, sampled] for tilt in TILTS])
         assert (evidence.add_samples(tilted, at(1.0)[rows, sampled]) is not None) == is_caught

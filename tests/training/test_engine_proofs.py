@@ -38,6 +38,7 @@ class World:
         self.tables = [self.draw.normal(size=(VOCAB, VOCAB)).astype(np.float32)]
         for _ in range(330):
             self.tables.append(self.tables[-1] + 0.01 * self.draw.normal(size=(VOCAB, VOCAB)).astype(np.float32))
+        self.noise = 0.1 * self.draw.normal(size=(VOCAB, VOCAB)).astype(np.float32)
         self.version = 0
         self.proofs = EngineProofs(self, self.trainer.weight_layout())
         self.publish(0)
@@ -76,7 +77,9 @@ class World:
         """Return the reason of the first failure within so many versions; empty if there is none."""
         for _ in range(versions):
             self.publish(self.version + 1)
-            if reason := self.proofs.failure(URL, self.version, answers()):
+            compared = answers()
+            self.proofs.add(URL, compared)
+            if reason := self.proofs.failure(URL, self.version, compared):
                 return reason
         return ""
 
@@ -86,8 +89,12 @@ def world(tmp_path):
     return World(tmp_path)
 
 
-def shifted(compared):
-    return replace(compared, theirs=np.roll(compared.theirs, 1))
+def changed(compared, change):
+    return replace(compared, theirs=change(compared.theirs))
+
+
+def shifted(logprobs):
+    return np.roll(logprobs, 1)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +103,16 @@ def shifted(compared):
         (lambda w: w.answers(), 40, ""),
         (lambda w: w.answers(w.tables[w.version - 1]), 1, "they fit the weights of version 5: it has not applied"),
         (lambda w: w.answers(w.tables[0]), 1, "they fit the weights of version 0"),
-        (lambda w: w.answers(w.tables[w.version] * np.float32(1.001)), 1, "no former weights or known setting"),
+        (lambda w: w.answers(w.tables[w.version] * np.float32(1.001)), 1, "bigram.logits is scaled by 1.001"),
+        (lambda w: w.answers(w.tables[w.version] * 0), 1, "bigram.logits is zero"),
+        (lambda w: w.answers(w.tables[w.version].T.copy()), 1, "bigram.logits is transposed"),
+        (lambda w: w.answers(w.tables[0] + 2 * (w.tables[w.version] - w.tables[0])), 1, "2 times all changes since"),
+        (lambda w: w.answers(w.tables[w.version] + w.noise), 1, "unknown cause"),
+        (lambda w: changed(w.answers(), lambda logprobs: np.round(logprobs, 2)), 1, "rounded to 2 decimals"),
+        (lambda w: changed(w.answers(), lambda logprobs: logprobs + np.float32(1e-3)), 1, "off by 0.001 nats"),
         (lambda w: w.answers(reported=1.25), 1, "they are those of 1.25 times the temperature"),
         (lambda w: w.answers(temperature=0.7), 1, "they are those before the temperature"),
-        (lambda w: shifted(w.answers()), 1, "they are those of the token before"),
+        (lambda w: changed(w.answers(), shifted), 1, "they are those of the token before"),
         (lambda w: w.answers(sampled_at=0.8), 320, "its samples do not follow the policy"),
         (lambda w: w.answers(sampled_at=1.25), 320, "as at 1.25 times the temperature"),
     ],
@@ -115,7 +128,7 @@ def test_faulty_engine_fails_with_a_reason_that_names_the_fault_and_a_healthy_on
 
 
 def test_failed_engine_is_tested_again_only_after_it_has_joined_again(world):
-    assert world.fails(lambda: shifted(world.answers()), versions=1)
+    assert world.fails(lambda: changed(world.answers(), shifted), versions=1)
     assert "has not proven itself again" in world.fails(world.answers, versions=1)
     world.proofs.joined(URL, world.answers())
     assert world.fails(world.answers, versions=10) == ""
@@ -152,3 +165,4 @@ def test_rollouts_of_a_step_disprove_the_engine_that_sampled_them_and_no_other(w
         assert failed(version, off=0.0) == {}
     found = failed(6, off=1e-3)
     assert found.keys() == {URL} and "its rollouts differ from the trainer's at version 6" in found[URL]
+    assert found[URL].endswith("all of them are off by 0.001 nats")

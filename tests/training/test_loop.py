@@ -43,7 +43,7 @@ from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import START
 from pipelinerl.training import loop as loop_module
 from pipelinerl.training.batch import BatchRules
-from pipelinerl.training.canary_check import CanaryFindings
+from pipelinerl.training.canary_check import CanaryFindings, Depth
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.loop import LoopSettings, TrainingLoop, training_loop
@@ -95,12 +95,12 @@ class Engines:
             failed={},
         )
 
-    async def check(self, urls, published, forward, brief):
+    async def check(self, urls, published, forward, depth):
         """Accept all engines, and record the trainer's log-probs of two tokens at the time of the check.
 
-        A brief check rejects the engines that serve a version of `wrong`.
+        A check after an update rejects the engines that serve a version of `wrong`.
         """
-        if brief:
+        if depth is not Depth.JOINING:
             bad = {url: "its log-probs are off" for url in urls if published.version in self.wrong}
             return CanaryFindings(worst={url: 0.0 for url in urls if url not in bad}, mismatched=bad)
         await self.doubt.wait()

@@ -84,6 +84,16 @@ class Lineage:
         return min(began_at for later, began_at in self.epochs if later > epoch)
 
 
+class Proof(StrEnum):
+    """Whether a group's engines have proven that they compute with the weights that sampled it."""
+
+    COMPLETE = "complete"
+    AWAITED = "awaited"
+    """An engine may still answer the canary."""
+    MISSING = "missing"
+    """There will be no proof: the engine has failed, has left, or has got other weights."""
+
+
 def versions_of(group: RolloutGroup) -> set[int]:
     """Return the versions that sampled the group's tokens."""
     spans = (span for rollout in group.rollouts for turn in rollout.turns for span in turn.spans)

@@ -24,6 +24,7 @@ from pipelinerl.training.rollouts.admission import (
     ConsumedLedger,
     GroupOutcome,
     Lineage,
+    Proof,
     SolvedProblems,
     fault_of,
     fresh_part,
@@ -92,7 +93,8 @@ class Batcher:
         self._abandoned: list[int] = []
         self.doubted = set(doubted)
         """What engines sampled with a fault: base URL, epoch and version. A checkpoint keeps it."""
-        self._sampled_again: set[int] = set()
+        self._sampled_again: dict[int, set[tuple[str, int, int]]] = {}
+        """What was doubted when a group was abandoned: of that, the group that is sampled again is accepted."""
 
     @property
     def waiting(self) -> list[int]:
@@ -145,16 +147,17 @@ class Batcher:
 
     def is_doubtful(self, group: RolloutGroup) -> bool:
         """Return whether an engine with wrong weights may have sampled the group."""
-        if not self.doubted or group.index in self._sampled_again:
+        doubted = self.doubted - self._sampled_again.get(group.index, set()) if self.doubted else ()
+        if not doubted:
             return False
         versions, epochs = versions_of(group), {rollout.epoch for rollout in group.rollouts}
         return any(
             version in versions and epoch in epochs and url in (group.engines or (url,))
-            for url, epoch, version in self.doubted
+            for url, epoch, version in doubted
         )
 
     def _abandon_doubtful(self, index: int) -> None:
-        self._sampled_again.add(index)
+        self._sampled_again[index] = set(self.doubted)
         self._abandoned.append(index)
 
     def take_abandoned(self) -> list[int]:
@@ -169,16 +172,24 @@ class Batcher:
         producing: int,
         bounds: StalenessBounds,
         usable: Callable[[RolloutGroup], bool] = lambda group: True,
+        proof_of: Callable[[RolloutGroup], Proof] = lambda group: Proof.COMPLETE,
         must_wait: Callable[[Sequence[int]], bool] | None = None,
     ) -> list[RolloutGroup] | None:
         """Return the next step's groups, in index order and recorded as trained; None if the step cannot begin yet.
 
         If no group of a full step has a gradient, the run's rule for groups without signal applies: all its groups
         are filtered and the result is None, or the step trains with gradient 0. `usable` returns False for a group if
-        the weights that sampled it are unavailable; such a group is stale. If `must_wait` is given, groups train in
-        index order; `must_wait` gets the indices of the step's groups, and returns True if others must arrive first.
+        the weights that sampled it are unavailable; such a group is stale. A group whose proof is awaited waits, and
+        one whose proof is missing is abandoned. If `must_wait` is given, groups train in index order; `must_wait` gets
+        the indices of the step's groups, and returns True if others must arrive first.
         """
         fresh = self._fresh(producing=producing, bounds=bounds, usable=usable)
+        proofs = {index: proof_of(group) for index, group in fresh.items()}
+        for index in [index for index, proof in proofs.items() if proof is Proof.MISSING]:
+            log.error("group %d is sampled again: %s has not proven its weights", index, fresh[index].engines)
+            del self._waiting[index]
+            self._abandoned.append(index)
+        fresh = {index: group for index, group in fresh.items() if proofs[index] is Proof.COMPLETE}
         ranked = sorted(fresh.values(), key=lambda g: (0 if must_wait else g.oldest_version, g.index))
         chosen: list[RolloutGroup] = []
         rollouts = tokens = 0

@@ -86,7 +86,7 @@ _BRIEF_S: Final = 5.0
 class Depth(IntEnum):
     """The depth of a check, which is the largest number of answers to the first prompt."""
 
-    BRIEF = 2
+    BRIEF = 1
     """After each update: a few tokens, which show a fault of all tokens at once, and others in time."""
     CLOSE = 8
     """After an update, if the tokens of a brief check are unlikely, or the samples are to be tested, too."""

@@ -69,7 +69,7 @@ class EngineProofs:
     layout: Sequence[ParameterInfo]
     replica: Replica | None = None
     """Computes the canary's log-probs in the engines' arithmetic; None if it is the trainer's, or unknown."""
-    samples_every: int = 16
+    samples_every: int = 32
     """Versions between two tests of samples, which need more answers and several forward passes."""
     _canary: dict[str, EngineEvidence] = field(default_factory=dict)
     _rollouts: dict[str, EngineEvidence] = field(default_factory=dict)
@@ -211,10 +211,15 @@ def _on_policy(accumulated: Accumulated, version: int) -> Iterator[tuple[str, Fl
     batch = accumulated.batch
     found: dict[str, list[tuple[Float32, Float32]]] = {}
     for number, (micro_batch, ours) in enumerate(zip(batch.micro_batches, accumulated.logprobs, strict=True)):
-        tokens = None if ours is None else sampled_tokens([micro_batch], [ours])
+        versions = micro_batch.behavior_versions
+        if ours is None or versions is None or not (versions == version).any():
+            continue
+        tokens = sampled_tokens([micro_batch], [ours])
         if tokens is None:
             continue
         is_own = (tokens.versions == version) & (tokens.turn_versions == version)
+        if not is_own.any():
+            continue
         groups = [batch.groups[group] for group in batch.scored.groups[batch.rollouts_of(number)]]
         urls = np.array([group.engines[0] if len(group.engines) == 1 else "" for group in groups])
         by_token = urls[tokens.responses - 1]

@@ -6,7 +6,7 @@
     a tensor    zero, doubled, transposed, in a coarser dtype, scaled, one weight doubled; two tensors exchanged
 
 A hypothesis explains the answers if the engine's log-probs differ from it by at most `_UNEXPLAINED` of the difference
-from the weights that were due. Each costs a forward pass, so the search of one engine ends after `_SEARCH_S`.
+from the weights that were due. Each costs a forward pass, so the search ends after `_SEARCH_S` seconds of the thread.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class FaultSearch:
         total = float(np.abs(theirs - ours).mean())
         if not math.isfinite(total):
             return "some are not finite"
-        left, best, until = math.inf, "", time.monotonic() + _SEARCH_S
+        left, best, until = math.inf, "", time.thread_time() + _SEARCH_S
         for named, logprobs in self._hypotheses():
             rest = float(np.abs(theirs - logprobs).mean())
             if rest < left / 2:  # of hypotheses that explain as much, take the first
                 left, best = rest, named
-            if left <= _EXPLAINED * total or time.monotonic() > until:
+            if left <= _EXPLAINED * total or time.thread_time() > until:
                 break
         if left <= _UNEXPLAINED * total:
             return best
@@ -121,14 +121,13 @@ class FaultSearch:
         names = [info.name for info in self.layout]
         layers: dict[str, list[str]] = {}
         for name in names:
-            layers.setdefault(name, []).append(name)
-            if match := _LAYER.match(name):
-                layers.setdefault(match[0], []).append(name)
+            for part in dict.fromkeys((name, _layer(name))):
+                layers.setdefault(part, []).append(name)
         for part, its in layers.items():
             mixed = {**current, **{name: older[name] for name in its}}
             yield f"they fit {part} of version {version} in version {self.version}", self._scored(mixed)
-        middle = len(names) // 2
-        for cut in sorted(range(1, len(names)), key=lambda cut: abs(cut - middle)):
+        ends = [cut for cut in range(1, len(names)) if _layer(names[cut]) != _layer(names[cut - 1])]
+        for cut in [len(names) // 2, *ends]:
             for side, its in (("after", names[cut:]), ("before", names[:cut])):
                 mixed = {**current, **{name: older[name] for name in its}}
                 at = names[cut - 1] if side == "after" else names[cut]
@@ -160,6 +159,12 @@ class FaultSearch:
         if info.dtype == "bfloat16":
             return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(info.shape)
         return data.view(info.dtype).reshape(info.shape).astype(np.float32)
+
+
+def _layer(name: str) -> str:
+    """Return the name of a parameter's layer; the parameter's own outside layers."""
+    match = _LAYER.match(name)
+    return match[0] if match else name
 
 
 def _tensors(info: ParameterInfo, values: Values) -> Iterator[tuple[str, Values]]:

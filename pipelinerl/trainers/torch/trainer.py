@@ -39,6 +39,7 @@ class TorchTrainer:
 
     def __init__(self) -> None:
         self._state: TorchWorker | None = None  # on a mesh, its leader, which has the same methods
+        self._rotary_limit: int | None = None
 
     @property
     def model_version(self) -> int:
@@ -56,7 +57,7 @@ class TorchTrainer:
 
     def _check(self, micro_batches: Sequence[MicroBatch], needs: Iterable[str] = ()) -> None:
         vocab_size, routing = self._worker.loaded.vocab_size, self._worker.loaded.model.routing
-        limit = rotary_limit(self._worker.loaded.config.get_text_config().to_dict())
+        limit = self._rotary_limit
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=vocab_size, needs=needs, routing=routing)
             if limit is not None and (longest := int(micro_batch.position_ids.max()) + 1) > limit:
@@ -78,6 +79,7 @@ class TorchTrainer:
             self._state = TorchWorker.started(spec, options)
         else:
             self._state = imported(registry.MESHES["torch"].build).started(spec, options, distributed)
+        self._rotary_limit = rotary_limit(self._worker.loaded.config.get_text_config().to_dict())
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
         self._check(micro_batches)

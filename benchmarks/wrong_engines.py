@@ -279,10 +279,9 @@ class World:
 
 
 def brief(answers: Compared) -> Compared:
-    """Return the answers of a brief check."""
-    rollouts = answers.rollouts[: Depth.BRIEF]
-    tokens = sum(rollout.num_sampled_tokens for rollout in rollouts)
-    return Compared(rollouts, answers.theirs[:tokens], answers.ours[:tokens])
+    """Return the tokens of a brief check."""
+    _, tokens = Depth.BRIEF.value
+    return Compared(answers.rollouts[:1], answers.theirs[:tokens], answers.ours[:tokens])
 
 
 def run(quick: bool = False, only: Sequence[str] = tuple(FORMATS), seeds: Sequence[int] = (0,)) -> None:

@@ -26,7 +26,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from enum import Enum
 from itertools import chain, cycle, islice
 from typing import Final, Protocol
 
@@ -78,19 +78,18 @@ ROUTED_APART: Final = Tolerance(mean=0.05)
 _PAUSE_S: Final = 0.1
 #: The most engines that answer at once.
 _AT_ONCE: Final = 128
-#: Tokens of each answer, and deadline in seconds, of a check after an update.
-_BRIEF_TOKENS: Final = 16
+#: Deadline in seconds of an answer after an update.
 _BRIEF_S: Final = 5.0
 
 
-class Depth(IntEnum):
-    """The depth of a check, which is the largest number of answers to the first prompt."""
+class Depth(Enum):
+    """The depth of a check: the most answers to the first prompt, and the most tokens of each."""
 
-    BRIEF = 1
+    BRIEF = (1, 4)
     """After each update: a few tokens, which show a fault of all tokens at once, and others in time."""
-    CLOSE = 8
+    CLOSE = (8, 16)
     """After an update, if the tokens of a brief check are unlikely, or the samples are to be tested, too."""
-    JOINING = 64
+    JOINING = (64, 64)
     """All answers of the canary, and longer prompts."""
 
 
@@ -129,8 +128,8 @@ class Canary:
             return self
         return replace(
             self,
-            samples=min(depth, self.samples),
-            tokens=min(_BRIEF_TOKENS, self.tokens),
+            samples=min(depth.value[0], self.samples),
+            tokens=min(depth.value[1], self.tokens),
             deadline_s=min(_BRIEF_S, self.deadline_s),
             tolerance=Tolerance(worst=self.tolerance.worst),
         )

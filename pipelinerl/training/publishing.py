@@ -61,7 +61,7 @@ class Publishing:
     | the engine | groups with its tokens of this version |
     |---|---|
     | fails the proof | are disproved, and sampled again |
-    | does not answer the canary | wait while it is asked again; after `proof_s`, they are disproved |
+    | does not answer the canary | wait while it is asked again; after `_PROOF_S`, they are disproved |
     | has left, or got other weights, before it answered | are sampled again |
 
     During a publication the trainer computes, but it changes its weights only after `finish`:
@@ -90,7 +90,6 @@ class Publishing:
         worker: Executor,
         on_update: OnUpdate,
         timeout_s: float,
-        proof_s: float = _PROOF_S,
     ) -> None:
         """Create the object; nothing is published yet.
 
@@ -106,7 +105,6 @@ class Publishing:
         self._on_update = on_update
         self._timeout_s = timeout_s
         self._under_way: asyncio.Task[None] | None = None
-        self._proof_s = proof_s
         # Versions, by engine and epoch, that are not proven; True if the engine has reported that it serves them.
         self._owed: dict[tuple[str, int, int], bool] = {}
         self._silent: dict[str, float] = {}  # when engines that did not answer the newest canary were first asked
@@ -232,14 +230,12 @@ class Publishing:
             self._checked(joining, report, Depth.JOINING),
             self._checked(others, report, Depth.CLOSE if closely else Depth.BRIEF),
         )
-        suspects = await self._in_worker(lambda: [url for url, its in again.compared.items() if proofs.add(url, its)])
-        if suspects and not closely:
+        suspects, failures = await self._in_worker(lambda: self._judged(version, findings, again))
+        if suspects:
             more = await self._checked(suspects, report, Depth.CLOSE)
-            await self._in_worker(lambda: [proofs.add(url, its, more=True) for url, its in more.compared.items()])
-            again.compared |= more.compared
-            again.mismatched |= more.mismatched
-        failures = await self._in_worker(lambda: self._judged(version, findings, again))
-        for url in [*findings.worst, *(again.worst.keys() - failures.keys())]:
+            again.failed.update(more.failed)
+            failures |= (await self._in_worker(lambda: self._judged(version, CanaryFindings(), more, more=True)))[1]
+        for url in [*findings.worst, *(again.worst.keys() - failures.keys() - again.failed.keys())]:
             self._owed.pop((url, report.epoch, version), None)
         overdue, self._is_checking = self._note_silence(again.failed, report), False
         if joining or overdue:
@@ -261,25 +257,33 @@ class Publishing:
         """Return the engines that have owed an answer for too long, and why; disprove what they sampled."""
         now = time.monotonic()
         self._silent = {url: self._silent.get(url, now) for url in failed}
-        overdue = {url: why for url, why in failed.items() if now - self._silent[url] >= self._proof_s}
+        overdue = {url: why for url, why in failed.items() if now - self._silent[url] >= _PROOF_S}
         for url, why in overdue.items():
             del self._silent[url]
-            self._disprove(url, report, f"no proof within {self._proof_s:g} s: {why}")
+            self._disprove(url, report, f"no proof within {_PROOF_S:g} s: {why}")
         return overdue
 
-    def _judged(self, version: int, joined: CanaryFindings, again: CanaryFindings) -> dict[str, str]:
-        """Return why engines that served before fail at this version; begin the evidence on those that joined."""
-        proofs = self._proofs
+    def _judged(
+        self, version: int, joined: CanaryFindings, again: CanaryFindings, *, more: bool = False
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return engines that must answer more, and why others that served before fail; begin the evidence on new ones.
+
+        `more` is True for further answers at this version.
+        """
+        proofs, suspects, failures = self._proofs, list[str](), dict[str, str]()
+        is_last = more or proofs.tests_samples(version)
         for url in [*joined.worst]:
             if url in joined.compared and (reason := proofs.joined(url, joined.compared[url])):
                 del joined.worst[url]
                 joined.mismatched[url] = reason
-        failures = {}
         for url, its in again.compared.items():
-            wrong = again.mismatched.get(url)
-            if reason := f"{wrong}; {proofs.fault(version, its)}" if wrong else proofs.failure(url, version, its):
+            if proofs.add(url, its, more=more) and not is_last:
+                suspects.append(url)
+            elif wrong := again.mismatched.get(url):
+                failures[url] = f"{wrong}; {proofs.fault(version, its)}"
+            elif reason := proofs.failure(url, version, its):
                 failures[url] = reason
-        return again.mismatched | failures
+        return suspects, again.mismatched | failures
 
     async def _report_failures(self, report: PublishReport, failures: dict[str, str], *, of: int = 0) -> None:
         """Disprove what failing engines sampled since their last proof, and report why they fail to the controller."""

@@ -1,20 +1,37 @@
 """Engines are tested by their canary answers and rollouts; a failing engine gets a reason that names its fault."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
+from inference_contract.schemas import (
+    AssistantMessage,
+    ChatCompletion,
+    ChatMessage,
+    Choice,
+    FinishReason,
+    ModelList,
+    Usage,
+)
+from inference_contract.weights import OnUpdate
+from pipelinerl.messages import Directive, TrainerKnobs
 from pipelinerl.numerics.logprobs import log_softmax
 from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from pipelinerl.training.batch import BatchRules, build
-from pipelinerl.training.canary_check import Compared
+from pipelinerl.training.canary_check import TOLERANCES, Canary, Compared, check_canary
 from pipelinerl.training.engine_proofs import EngineProofs
 from pipelinerl.training.packing import alone
 from pipelinerl.training.passes import ForwardPasses
+from pipelinerl.training.publishing import Publishing
+from pipelinerl.training.rollouts.admission import Proof
 from pipelinerl.training.step import Step
+from pipelinerl.weights.grace import Grace
+from pipelinerl.weights.publisher import PublishReport
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import TrainerSpec
 
@@ -36,11 +53,11 @@ class World:
         self.trainer.init_worker(TrainerSpec(model_path=path))
         self.draw = np.random.default_rng(0)
         self.tables = [self.draw.normal(size=(VOCAB, VOCAB)).astype(np.float32)]
-        for _ in range(330):
+        for _ in range(60):
             self.tables.append(self.tables[-1] + 0.01 * self.draw.normal(size=(VOCAB, VOCAB)).astype(np.float32))
         self.noise = 0.1 * self.draw.normal(size=(VOCAB, VOCAB)).astype(np.float32)
         self.version = 0
-        self.proofs = EngineProofs(self, self.trainer.weight_layout())
+        self.proofs = EngineProofs(self, self.trainer.weight_layout(), samples_every=1)
         self.publish(0)
         self.proofs.joined(URL, self.answers())
 
@@ -113,8 +130,8 @@ def shifted(logprobs):
         (lambda w: w.answers(reported=1.25), 1, "they are those of 1.25 times the temperature"),
         (lambda w: w.answers(temperature=0.7), 1, "they are those before the temperature"),
         (lambda w: changed(w.answers(), shifted), 1, "they are those of the token before"),
-        (lambda w: w.answers(sampled_at=0.8), 320, "its samples do not follow the policy"),
-        (lambda w: w.answers(sampled_at=1.25), 320, "as at 1.25 times the temperature"),
+        (lambda w: w.answers(sampled_at=0.8), 45, "its samples do not follow the policy"),
+        (lambda w: w.answers(sampled_at=1.25), 45, "as at 1.25 times the temperature"),
     ],
 )
 def test_faulty_engine_fails_with_a_reason_that_names_the_fault_and_a_healthy_one_passes(
@@ -125,6 +142,111 @@ def test_faulty_engine_fails_with_a_reason_that_names_the_fault_and_a_healthy_on
     assert reason in found if reason else not found
     if "evidence 1e" in found and "samples" not in found:
         assert "at version 6" in found and "the first wrong token is number" in found
+
+
+class Fleet:
+    """64 engines behind one client. Each answers by the trainer's weights, `wrong` by the last version's."""
+
+    urls = tuple(f"http://engine-{number}" for number in range(64))
+    wrong = urls[40]
+
+    def __init__(self, world):
+        self.world = world
+        self.reports = []
+        self.computed = 0
+        self.made = {}
+
+    def forward(self, batches):
+        self.computed += len(batches)
+        return self.world.forward(batches)
+
+    def forward_at(self, batches, weights):
+        return self.world.forward_at(batches, weights)
+
+    async def chat(self, url, request):
+        world, version = self.world, self.world.version
+        served = max(version - 1, 0) if url == self.wrong else version
+        if (version, served) not in self.made:
+            world.draw = np.random.default_rng(version)
+            self.made[version, served] = world.answers(world.tables[served]).rollouts
+        made = self.made[version, served][: request.n]
+        choices = [
+            Choice(
+                index=number,
+                message=AssistantMessage(content=""),
+                finish_reason=FinishReason.LENGTH,
+                token_ids=each.turns[0].token_ids[: request.max_tokens].tolist(),
+                token_logprobs=each.turns[0].behavior_logprobs[: request.max_tokens].tolist(),
+                version_spans=[(version, min(request.max_tokens, TOKENS))],
+            )
+            for number, each in enumerate(made)
+        ]
+        return ChatCompletion(
+            id="",
+            created=0,
+            model="",
+            choices=choices,
+            usage=Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2),
+            prompt_token_ids=[2],
+            model_version=version,
+        )
+
+    async def models(self, url):
+        return ModelList(data=[])
+
+    async def publish(self, publication):
+        pauses = dict.fromkeys(publication.engines, 0.0)
+        version = self.world.version
+        return PublishReport(version=version, epoch=0, digest="", send_s=0.0, total_s=0.0, pauses_s=pauses, failed={})
+
+    async def raise_if_fenced(self):
+        pass
+
+    async def report(self, message):
+        self.reports.append(message)
+
+
+async def test_of_64_engines_the_wrong_one_fails_and_equal_answers_are_computed_once(world):
+    fleet = Fleet(world)
+    canary = Canary(
+        messages=(ChatMessage(role="user", content="a"),), tolerance=TOLERANCES["float32"], context_length=8
+    )
+    with ThreadPoolExecutor(1) as worker:
+        publishing = Publishing(
+            world.trainer,
+            fleet,
+            fleet,
+            partial(check_canary, canary, fleet, Grace()),
+            proofs=EngineProofs(fleet, world.trainer.weight_layout()),
+            worker=worker,
+            on_update=OnUpdate.CONTINUE,
+            timeout_s=60.0,
+        )
+
+        async def published(version, **joining):
+            world.publish(version)
+            fleet.computed, fleet.reports = 0, []
+            directive = Directive(
+                answers="",
+                epoch=0,
+                knobs=TrainerKnobs(k=1, learning_rate=1.0, rollouts_per_step=1),
+                publish_to=[*fleet.urls],
+                membership=1,
+                failed=[],
+                checkpoint=False,
+                stop=False,
+                **joining,
+            )
+            await publishing.begin(directive, version)
+            await publishing.finish()
+
+        await published(0, to_verify=[*fleet.urls])
+        assert fleet.reports[-1].worst.keys() == {*fleet.urls} and fleet.computed == 2, "answers, and at other tilts"
+        await published(1)
+        assert fleet.reports[-1].mismatched.keys() == {fleet.wrong}
+        assert fleet.computed <= 4, "one for the healthy engines, three to prove and name the fault"
+        sampled = [replace(group(0, version=1, epoch=0), engines=(url,)) for url in (fleet.wrong, fleet.urls[0])]
+        assert [publishing.proof_of(each) for each in sampled] == [Proof.MISSING, Proof.COMPLETE]
 
 
 def test_failed_engine_is_tested_again_only_after_it_has_joined_again(world):
@@ -166,3 +288,8 @@ def test_rollouts_of_a_step_disprove_the_engine_that_sampled_them_and_no_other(w
     found = failed(6, off=1e-3)
     assert found.keys() == {URL} and "its rollouts differ from the trainer's at version 6" in found[URL]
     assert found[URL].endswith("all of them are off by 0.001 nats")
+
+
+def test_engine_whose_samples_are_wrong_does_not_join(world):
+    assert "its samples do not follow the policy" in world.proofs.joined(OTHER, world.answers(sampled_at=0.2))
+    assert world.proofs.joined(OTHER, world.answers()) == ""

@@ -41,7 +41,7 @@ from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import START
-from pipelinerl.training import loop as loop_module
+from pipelinerl.training import loop as loop_module, publishing
 from pipelinerl.training.batch import BatchRules
 from pipelinerl.training.canary_check import CanaryFindings, Depth
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
@@ -75,7 +75,7 @@ class Engines:
         self.gate, self.doubt = asyncio.Event(), asyncio.Event()
         self.gate.set()
         self.doubt.set()
-        self.wrong = set()
+        self.wrong, self.silent = set(), set()
         self.broken = ""
         self.closed = False
 
@@ -98,11 +98,14 @@ class Engines:
     async def check(self, urls, published, forward, depth):
         """Accept all engines, and record the trainer's log-probs of two tokens at the time of the check.
 
-        A check after an update rejects the engines that serve a version of `wrong`.
+        A check after an update rejects the engines that serve a version of `wrong`. Those in `silent` do not answer.
         """
         if depth is not Depth.JOINING:
-            bad = {url: "its log-probs are off" for url in urls if published.version in self.wrong}
-            return CanaryFindings(worst={url: 0.0 for url in urls if url not in bad}, mismatched=bad)
+            failed = {url: "no answer" for url in urls if url in self.silent}
+            answered = [url for url in urls if url not in failed]
+            bad = {url: "its log-probs are off" for url in answered if published.version in self.wrong}
+            good = {url: 0.0 for url in answered if url not in bad}
+            return CanaryFindings(worst=good, mismatched=bad, failed=failed)
         await self.doubt.wait()
         self.proven.append((published.version, (await forward(two_tokens())).tolist()))
         return CanaryFindings(worst=dict.fromkeys(urls, 0.0))
@@ -258,6 +261,57 @@ async def test_groups_that_an_engine_sampled_with_wrong_weights_do_not_train_and
         again = [replace(group(index), group_id=f"again-{index}") for index in (2,)]
         await made.stream.append(ROLLOUTS + "a", [encode_group(each) for each in again], first_id=9)
         assert (await made.wait_for(StepDone)).orders == [2, 3], "healthy engines sampled them"
+
+
+async def test_groups_of_an_engine_that_does_not_answer_the_canary_train_only_once_it_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(publishing, "_AGAIN_S", 0.0)
+    async with room(tmp_path) as made:
+        made.engines.silent = {ENGINE}
+        await made.begin(publish_to=[ENGINE, "http://engine-1"])
+        await made.roll_out(0, engines=(ENGINE,))
+        await made.roll_out(1, engines=("http://engine-1",))
+        await made.until(lambda: made.loop._batcher.waiting == [0, 1] and made.loop._publishing._silent)
+        await made.roll_out(2, engines=("http://engine-1",))
+        assert (await made.wait_for(StepDone)).orders == [1, 2]
+        made.engines.silent = set()
+        await made.say("e1-step-1", publish_to=[ENGINE, "http://engine-1"])
+        await made.wait_for(Published, 2)
+        assert (await made.wait_for(OrdersEnded)).again == [0], "it got other weights before it proved these"
+
+
+async def test_step_waits_for_the_only_engines_proof_and_takes_its_groups_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(publishing, "_AGAIN_S", 0.0)
+    async with room(tmp_path) as made:
+        made.engines.silent = {ENGINE}
+        await made.begin(publish_to=[ENGINE])
+        await made.roll_out(0, 1, engines=(ENGINE,))
+        await made.until(lambda: made.loop._batcher.waiting == [0, 1] and made.loop._publishing._silent)
+        made.engines.silent = set()
+        assert (await made.wait_for(StepDone)).orders == [0, 1]
+        assert not await made.reports(OrdersEnded) and not await made.reports(CanaryChecked)
+
+
+async def test_groups_without_a_proof_are_sampled_again_after_a_deadline_and_the_engine_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(publishing, "_PROOF_S", 0.0)
+    async with room(tmp_path) as made:
+        made.engines.silent = {ENGINE}
+        await made.begin(publish_to=[ENGINE])
+        assert (await made.wait_for(CanaryChecked)).failed == {ENGINE: "no answer"}
+        await made.roll_out(0, 1, engines=(ENGINE,))
+        assert (await made.wait_for(OrdersEnded)).again == [0, 1] and made.trainer.model_version == 0
+
+
+async def test_groups_of_an_engine_that_left_before_its_proof_are_sampled_again(tmp_path):
+    async with room(tmp_path) as made:
+        made.engines.silent = {ENGINE}
+        await made.begin(publish_to=[ENGINE, "http://engine-1"])
+        await made.wait_for(Published)
+        await made.say("again-e1-0", publish_to=["http://engine-1"])
+        await made.wait_for(Published, 2)
+        await made.roll_out(0, engines=(ENGINE,))
+        assert (await made.wait_for(OrdersEnded)).again == [0]
+        await made.roll_out(1, 2, engines=("http://engine-1",))
+        assert (await made.wait_for(StepDone)).orders == [1, 2]
 
 
 async def test_failure_of_all_engines_points_to_the_trainer_and_the_transport(tmp_path):

@@ -2,8 +2,8 @@
 
 `FAULTS` maps what is wrong to a `Fault`, which puts it into the torch engine of this process. Three kinds of tests use
 it: those of the conformance kit, those of a run's detectors, and those of whole runs. For a run, `from_options` is an
-engine type; `$WRONG_WEIGHTS` names the fault, and `$WRONG_UPDATES` the first and the last wrong update, counted from 1.
-Only the engine named engine-1 has the fault.
+engine type; `$WRONG_WEIGHTS` names the fault, and `$WRONG_UPDATES` the first and the last wrong update, counted from 1;
+faults that are not in the weights are there from the start. Only the engine named engine-1 has the fault.
 """
 
 from __future__ import annotations
@@ -309,6 +309,8 @@ IN_RUNS: Final = {
     "norms": "two norms are exchanged",
     "layers": "two layers' q are exchanged",
     "half": "half of the layers are the last version's",
+    "prefixes": "prefixes outlive an update",
+    "shifted": "log-probs shifted by one",
 }
 
 
@@ -316,6 +318,9 @@ def from_options(options):
     """Return the torch engine, with the fault of the environment in engine-1."""
     if "engine-1" in sys.argv:
         first, last = map(int, os.environ["WRONG_UPDATES"].split())
-        spoil = WEIGHT_FAULTS[IN_RUNS[os.environ["WRONG_WEIGHTS"]]]
-        inject_weights(spoil, MonkeyPatch(), when=lambda update: first <= update <= last)
+        named, patch = IN_RUNS[os.environ["WRONG_WEIGHTS"]], MonkeyPatch()
+        if named in WEIGHT_FAULTS:
+            inject_weights(WEIGHT_FAULTS[named], patch, when=lambda update: first <= update <= last)
+        else:
+            FAULTS[named].inject(patch)
     return torch_engine.from_options(options)

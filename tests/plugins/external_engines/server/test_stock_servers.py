@@ -25,10 +25,11 @@ from inference_contract.conformance import CheckOutcome, pull_checks, reference_
 from inference_contract.conformance.session import Expected, Load, refused
 from inference_contract.conformance.trainer import weights
 from inference_contract.errors import EngineStopped
-from inference_contract.schemas import ChatCompletionRequest, EngineState, FinishReason
+from inference_contract.schemas import ChatCompletionRequest, ChatMessage, EngineState, FinishReason
 from pipelinerl.component import missing_packages
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Capacity
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.torch_shared_bytes import SharedBytes
@@ -42,6 +43,11 @@ from pipelinerl.plugins.external_engines.vllm.server_api import VllmServerApi
 from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES, load
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.canary_check import Canary, Tolerance, check_canary
+from pipelinerl.training.engine_proofs import EngineProofs
+from pipelinerl.weights.grace import Grace
+from pipelinerl.weights.publisher import PublishReport
 from tests.fakes import sglang_server, stock_vllm
 from tests.fakes.engine_options import engine_options
 from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of
@@ -49,6 +55,7 @@ from tests.fakes.sample_request import sample_request
 from tests.fakes.scripted_engine import LAYOUT
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
+from trainer_contract.types import TrainerSpec
 
 CONTEXT = 96
 PROMPT = [7, 9, 11, 13, 15]
@@ -421,6 +428,44 @@ def test_sampling_preferences_of_a_sglang_server_do_not_apply_to_requests_of_the
             assert [choice.token_ids for choice in session.chat(**fields).choices] == usual
         finally:
             sglang.server.info["preferred_sampling_params"] = None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.3}, {"top_k": 3}])
+async def test_engine_whose_stock_server_truncates_samples_in_secret_does_not_join(
+    sglang, truncation, tmp_path, monkeypatch
+):
+    """The server reports the policy's log-probs, so only the samples show it."""
+    kept = sglang_server._kept
+    monkeypatch.setattr(
+        sglang_server, "_kept", lambda logprobs, given: kept(logprobs, given.model_copy(update=truncation))
+    )
+    with sglang.engine() as url, opened(url) as session:
+        layout = trainer_of(session).layout
+        data = weights(layout, 1)
+        version = publish(session, data)
+        reference(random_decoder_like(sglang.model), layout, data).save_pretrained(tmp_path)
+        trainer = TorchTrainer()
+        trainer.init_worker(TrainerSpec(model_path=tmp_path))
+        proofs = EngineProofs(trainer, trainer.weight_layout())
+
+        async def forward(batch):
+            return proofs.score(batch)
+
+        canary = Canary(
+            messages=(ChatMessage(role="user", content="hello"),),
+            tolerance=Tolerance(worst=2e-4),
+            context_length=CONTEXT,
+            tokens=48,
+        )
+        report = PublishReport(
+            version=version, epoch=session.card().epoch, digest="", send_s=0, total_s=0, pauses_s={}, failed={}
+        )
+        async with EngineClient(token="secret") as client:
+            findings = await check_canary(canary, client, Grace(), [url], report, forward)
+        assert findings.worst, findings
+        reason = proofs.joined(url, findings.compared[url])
+        assert ("its samples do not follow the policy" in reason) == bool(truncation), reason
 
 
 def test_prefixes_that_an_earlier_run_cached_on_a_stock_server_are_not_reused(sglang):

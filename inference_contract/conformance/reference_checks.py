@@ -34,6 +34,8 @@ _STEP: Final = 0.01
 _UNEXPLAINED: Final = 0.2
 #: The most rows of an update in flight that are compared, and the fewest.
 _CROSSING: Final = (8, 3)
+#: The most samples, and the most tokens of all, with which the kit tries to fill a cache.
+_FILLING: Final = (64, 2**16)
 
 #: Conversations whose rendering is compared with the directory's own.
 _CONVERSATIONS: Final = (
@@ -254,6 +256,26 @@ def cache_equals_a_new_prefill(session: Session) -> str | None:
     return f"{compared} tokens"
 
 
+def preempted_samples_compute_as_others(session: Session) -> str | None:
+    """Samples that a full cache interrupts have the log-probs of transformers after their cache is computed again."""
+    from inference_contract.conformance.reference import Rows
+
+    reference, before = reference_of(session), session.metric("preemptions_total")
+    _, due = _two_versions(session, reference)
+    publish(session, due)
+    reference.take(due)
+    (prompt, _), context = _prompts(session), session.card().context_length
+    most = min(context - len(prompt), _FILLING[1] // _FILLING[0])
+    samples = min(int(session.metric("slots")), _FILLING[0])
+    answer = session.chat(prompt_token_ids=prompt, n=samples, max_tokens=most, temperature=1.0, ignore_eos=True, seed=5)
+    preempted = int(session.metric("preemptions_total") - before)
+    if not preempted:
+        raise NotOffered(f"{samples} samples of {most} tokens did not fill the cache, so no sample was preempted")
+    found = reference.difference([Rows.of(answer, 1.0)])
+    assert found.is_allowed, f"after {preempted} preemptions {found}"
+    return f"{preempted} preemptions; {found}"
+
+
 def _cache_tolerance(session: Session) -> float:
     precision = session.expected.precision if session.expected else None
     is_exact = precision in (None, "float32") and all(
@@ -448,4 +470,5 @@ UPDATE_CHECKS = (
     update_in_flight_computes_with_both_versions,
     recompute_kv_leaves_no_old_cache,
     cache_equals_a_new_prefill,
+    preempted_samples_compute_as_others,
 )

@@ -128,11 +128,11 @@ class Session:
         assert value is not None, "/metrics must have a sample whose name ends in 'generated_tokens_total'"
         return value
 
-    def running_sequences(self) -> float:
-        """Return running_sequences of GET /metrics. Raises `NotOffered` if the engine lacks this metric."""
-        value = self._metric("running_sequences")
+    def metric(self, name: str) -> float:
+        """Return an optional metric of GET /metrics. Raises `NotOffered` if the engine lacks it."""
+        value = self._metric(name)
         if value is None:
-            raise NotOffered("/metrics has no sample whose name ends in 'running_sequences'")
+            raise NotOffered(f"/metrics has no sample whose name ends in {name!r}")
         return value
 
     def _metric(self, name: str) -> float | None:

@@ -120,7 +120,7 @@ def disconnect_frees_a_stream(session: Session) -> None:
 
 def _await_idle(session: Session) -> None:
     deadline = time.monotonic() + session.timeout_s
-    while running := session.running_sequences():
+    while running := session.metric("running_sequences"):
         assert time.monotonic() < deadline, (
             f"{session.timeout_s:g} s after a stream's client disconnected, {running:g} sequences still run"
         )

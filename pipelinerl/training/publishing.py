@@ -110,7 +110,7 @@ class Publishing:
         self._silent: dict[str, float] = {}  # when engines that did not answer the newest canary were first asked
         self._asked_at = 0.0
         self._newest_begun = (0, -1)  # epoch and version
-        self._is_checking = False
+        self._is_checking = self._owes_older = False
         self._disproved: set[tuple[str, int, int]] = set()
         self._newest: PublishReport | None = None
         self._membership = 0
@@ -131,7 +131,7 @@ class Publishing:
         A check that has not ended yet counts as passed; `finish` waits for it. If several engines sampled a group, an
         engine counts for the versions that it has reported.
         """
-        if not self._owed:
+        if not self._owed or (self._is_checking and not self._owes_older):
             return Proof.COMPLETE
         keys = product(group.engines, {rollout.epoch for rollout in group.rollouts}, versions_of(group))
         counts_all = len(group.engines) == 1
@@ -190,6 +190,7 @@ class Publishing:
     async def _publish(self, publication: Publication, directive: Directive) -> None:
         await self._link.raise_if_fenced()
         self._newest_begun, self._is_checking = (publication.epoch, publication.version), True
+        self._owes_older = any((epoch, version) != self._newest_begun for _, epoch, version in self._owed)
         self._owed |= {(url, *self._newest_begun): False for url in publication.engines}
         try:
             report = await self._publisher.publish(publication)

@@ -24,6 +24,7 @@ from inference_contract.conformance.faults import WEIGHT_FAULTS, Sent
 from inference_contract.conformance.reference import Weights, packed, unpacked
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.batching.model_runner import Scheduler
 from pipelinerl.engines.torch import engine as torch_engine, runner as torch_runner
 from pipelinerl.engines.torch.blocks import BlockTable
 from pipelinerl.engines.torch.decoder import LlamaForward
@@ -193,6 +194,23 @@ def _positions_after_an_update(patch):
     patch.setattr(LlamaForward, "fill", shifted)
 
 
+def _positions_after_a_preemption(patch):
+    preempt, fill = Scheduler.preempt, LlamaForward.fill
+    off = [0]
+
+    def preempted(self, row):
+        off[0] = 1
+        return preempt(self, row)
+
+    def shifted(self, token_ids, positions, *rest):
+        positions = positions + off[0]
+        off[0] = 0
+        return fill(self, token_ids, positions, *rest)
+
+    patch.setattr(Scheduler, "preempt", preempted)
+    patch.setattr(LlamaForward, "fill", shifted)
+
+
 # --- sampling and log-probs --------------------------------------------------------------------------------------
 
 
@@ -268,6 +286,7 @@ def _template(change, directory):
 _UPDATE: Final = "update_reaches_every_tensor"
 _IN_FLIGHT: Final = "update_in_flight_computes_with_both_versions"
 _SAMPLES: Final = "samples_follow_the_distribution"
+_PREEMPTED: Final = "preempted_samples_compute_as_others"
 _PROMPTS: Final = "prompts_are_those_of_the_directory"
 
 FAULTS: Final[Mapping[str, Fault]] = {
@@ -286,6 +305,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "recompute_kv keeps the cache": Fault("cache", _keeps_kv, "recompute_kv_leaves_no_old_cache"),
     "prefixes outlive an update": Fault("cache", _old_prefixes, _UPDATE),
     "positions are off by one after an update": Fault("positions", _positions_after_an_update, _UPDATE),
+    "positions are off by one after a preemption": Fault("positions", _positions_after_a_preemption, _PREEMPTED),
     "top-p of the server, processed log-probs": Fault("sampling", _asked(top_p=0.9), _UPDATE),
     "top-p of the server, policy's log-probs": Fault("sampling", _asked(top_p=0.9, policy_logprobs=True), _SAMPLES),
     "top-k of the server, policy's log-probs": Fault("sampling", _asked(top_k=8, policy_logprobs=True), _SAMPLES),

@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -14,6 +15,7 @@ from inference_contract.conformance.session import Expected, Session
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch import engine as torch_engine
+from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.enums import WeightFormat
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from tests.fakes.served import in_thread
@@ -31,6 +33,7 @@ QUICK = (
     "q and k are exchanged",
     "the tied head does not follow",
     "label without load",
+    "positions are off by one after a preemption",
     "recompute_kv keeps the cache",
     "top-p of the server, policy's log-probs",
     "log-probs before the temperature",
@@ -62,8 +65,8 @@ def mixture(tmp_path_factory):
 
 
 @contextmanager
-def served(directory, precision):
-    """Serve a directory by the torch engine in this precision; yield its URL."""
+def served(directory, precision, contexts=16):
+    """Serve a directory by the torch engine in this precision, with a cache of so many contexts; yield its URL."""
     is_native = precision in tuple(WeightDType)
     options = EngineOptions(
         model_path=directory,
@@ -74,13 +77,18 @@ def served(directory, precision):
         dtype=WeightDType(precision) if is_native else WeightDType.FLOAT32,
         weights=WeightFormat.NATIVE if is_native else WeightFormat(precision),
     )
-    with in_thread(create_app(torch_engine.from_options(options), token=None)) as url:
-        yield url
+    with pytest.MonkeyPatch.context() as patch:
+        if contexts < options.slots:
+            room = load_runner(options).cache_bytes * contexts // options.slots
+            patch.setattr(torch_engine, "load_runner", partial(load_runner, cache_bytes=room))
+        with in_thread(create_app(torch_engine.from_options(options), token=None)) as url:
+            yield url
 
 
 def checked(model, directory, precision, only):
     """Return the kit's results for the torch engine of `directory`, which should serve `model`."""
-    with served(directory, precision) as url:
+    fills = reference_checks.preempted_samples_compute_as_others.__name__ in only
+    with served(directory, precision, contexts=4 if fills else 16) as url:
         expected = Expected(model=model, precision=precision, temperature=0.7)
         return run(url, only=only, timeout_s=PATIENCE_S, expected=expected)
 

@@ -181,7 +181,9 @@ def test_adapter_of_a_stock_server_fails_only_the_listed_conformance_checks(stoc
 
 
 def test_stock_server_computes_as_transformers_after_updates_and_across_them(stock):
-    only = [check.__name__ for check in reference_checks.UPDATE_CHECKS]
+    # Neither server reports how often it has preempted samples.
+    checks = [each for each in reference_checks.UPDATE_CHECKS if "preempted" not in each.__name__]
+    only = [check.__name__ for check in checks]
     with stock.engine() as url:
         expected = Expected(model=stock.folder, temperature=0.7)
         results = run(url, token="secret", only=only, timeout_s=PATIENCE_S, expected=expected)
